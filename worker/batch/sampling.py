@@ -30,7 +30,10 @@ _LEAST_SHARE: Final = 1e-37
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How one request samples. `temperature` 0 is greedy; `top_k` 0, and 1.0 elsewhere, mean off."""
+    """How one request samples tokens. `temperature` 0 is greedy.
+
+    `top_k` 0, `top_p` 1.0, `min_p` 0.0 and `repetition_penalty` 1.0 have no effect.
+    """
 
     temperature: float = 0.0
     top_p: float = 1.0

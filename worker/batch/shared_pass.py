@@ -68,9 +68,9 @@ class SharedPass(Batch):
         has_rings: bool = False,
         sketched: tuple[int, ...] = (),
     ) -> None:
-        """`room` says whether a pool may allocate that many more bytes; `max_draft` bounds a row's draft.
+        """`room(n)` says whether a pool may allocate `n` more bytes. `max_draft` limits a row's draft.
 
-        `pools` says that no KV is quantised: slots hold arrays of keys and of values.
+        `pools` is true if no KV is quantised: slots hold plain arrays of keys and values.
         """
         super().__init__()
         self.has_rings = self.windows_are_rings = has_rings

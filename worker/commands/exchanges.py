@@ -55,9 +55,10 @@ async def last_exchanges(client: Client, session: str, at_least: int = 1) -> lis
 
 
 def exchanges(entries: Iterable[Entry], position: int | None = None) -> list[Exchange]:
-    """Return the exchanges in a piece of a session's log that no rewind or close removed, in order.
+    """Return the exchanges in a part of a session's log, in order, except removed ones.
 
-    `position` is the session's position before the piece, or None if unknown.
+    A rewind or a close removes exchanges. `position` is the session's position before this part, or None if
+    unknown.
     """
     found: list[Exchange] = []
     asked: dict[int, Request] = {}

@@ -1,1 +1,1 @@
-"""The device: which step runs next, whose KV stays there, and whether it fits into memory."""
+"""The device thread and its scheduling: the next step, the sessions whose KV stays there, and memory."""

@@ -40,7 +40,7 @@ class Acquisition:
         *,
         trimmable: bool,
     ) -> None:
-        """`make` makes new caches under a policy; `trimmable` says that KV can be cut at any token."""
+        """`make` makes empty caches for a policy; `trimmable` says that KV can be cut at any token."""
         self._make = make
         self._vocab_size = loaded.vocab_size
         self._batch = batch
@@ -51,7 +51,7 @@ class Acquisition:
 
     @property
     def is_short(self) -> bool:
-        """Whether a turn waits for room."""
+        """Whether a turn waits for memory."""
         return bool(self._short)
 
     def add(self, turn: Turn) -> bool:
@@ -73,7 +73,10 @@ class Acquisition:
         return short + self._sharing.ready()
 
     def stop_waiting(self, turn: Turn) -> bool:
-        """End a turn's waiting: it will use its session's own KV alone. False if it did not wait."""
+        """End a turn's waiting; False if it did not wait.
+
+        The turn then uses only KV of its own session.
+        """
         waited = self._sharing.stop_waiting(turn) or turn in self._short
         if waited:
             self._short = [one for one in self._short if one is not turn]
@@ -114,7 +117,7 @@ class Acquisition:
         return True
 
     def drop_resident(self) -> bool:
-        """Drop the KV of a session whose turn waits here; False where no such session has any."""
+        """Drop the KV of one session whose turn waits here; False if no waiting turn's session has KV."""
         for turn in (*self._sharing.following, *self._short):
             if turn.resident is not None:
                 turn.resident = None
@@ -122,7 +125,7 @@ class Acquisition:
         return False
 
     def begin_anew(self, turn: Turn) -> None:
-        """Drop a turn's KV: its prompt is prefilled from the start."""
+        """Drop a turn's KV, so that its prompt is prefilled from the start."""
         turn.caches = self._new(turn)
         turn.num_cached = turn.num_reused = turn.num_prefilled = 0
 
@@ -138,13 +141,13 @@ class Acquisition:
         return ResidentKv(resident.caches, turn.context[:num_tokens])
 
     def _under_way(self, turn: Turn) -> ResidentKv:
-        """Show the KV that a turn has so far, to be read before the next step."""
+        """Return the KV that a running turn has so far; valid until the next step."""
         if turn.row is not None:
             return ResidentKv(self._batch.caches(turn.row), turn.tokens(turn.num_cached))
         return ResidentKv(turn.caches or [], turn.context[: turn.num_cached])
 
     def _rebuilt(self, turn: Turn) -> ResidentKv | None:
-        """Build caches from restored tensors; None where there are none, or they do not fit the model."""
+        """Build caches from restored tensors; None if there are none, or they do not fit the model."""
         tensors, turn.restored = turn.restored, None
         if tensors is None:
             return None
@@ -156,7 +159,7 @@ class Acquisition:
         return ResidentKv(caches, turn.context[: turn.num_restored])
 
     def _trimmed(self, turn: Turn, kv: ResidentKv | None, num_tokens: int) -> None:
-        """Give a turn caches trimmed to `num_tokens`, or empty ones where that is not possible."""
+        """Give a turn caches trimmed to `num_tokens`, or empty caches if they cannot be trimmed to that."""
         if kv is None or num_tokens == 0 or not _reaches(kv, num_tokens):
             turn.caches, turn.num_cached = self._new(turn), 0
             return

@@ -1,4 +1,6 @@
-"""Which turns have device memory, which wait for it, and which are paused. Pure: sizes in, decisions out.
+"""Decides which turns get device memory, which wait for it, and which are paused.
+
+Pure: sizes in, decisions out.
 
 The ledger counts bytes of KV: those reserved by running turns, and those of idle sessions whose KV stays
 resident. The sum never exceeds the limit. A turn reserves what it is likely to need, and more as it grows.
@@ -26,17 +28,21 @@ PRIORITY_S: Final = 10.0
 def place(arrived_s: float, priority: int) -> float:
     """Return a request's place among requests of all priorities, in seconds; the lowest comes first.
 
-    A place never changes, so no request starves: later, more important ones overtake for a while only.
+    A place never changes, so no request starves: later requests of higher priority overtake it only for a
+    limited time.
     """
     return arrived_s - priority * PRIORITY_S
 
 
 @dataclass(slots=True, eq=False)
 class Claim:
-    """A turn's claim on memory, from its arrival to its end, whether it runs, waits or is paused.
+    """A turn's claim on device memory.
+
+    It exists from the turn's arrival to its end, also while the turn waits.
 
     `wanted` is the number of bytes asked for, 0 once they are granted. `age` orders the turns that have run
-    or were overtaken: lower is older, and only younger turns are paused for others. A pause keeps the age.
+    or were overtaken by others: a lower age is older. Only younger turns are paused for older ones. A paused
+    turn keeps its age.
     """
 
     key: SessionKey
@@ -48,7 +54,10 @@ class Claim:
 
 
 class Ledger:
-    """Device bytes of turns and of idle sessions; least recently used idle sessions are dropped first."""
+    """Counts the device bytes of turns and of idle sessions.
+
+    The least recently used idle sessions are dropped first.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -68,19 +77,19 @@ class Ledger:
 
     @property
     def running(self) -> tuple[Claim, ...]:
-        """The turns that have reserved something."""
+        """The turns that have reserved memory."""
         return tuple(self._reserved)
 
     def ever_fits(self, size_bytes: int) -> bool:
-        """Say whether a turn could run if it had the device to itself."""
+        """Say whether a turn of this size could run if it were alone on the device."""
         return size_bytes <= self.max_bytes
 
     def reserved(self, claim: Claim) -> int:
-        """Return what a turn has reserved."""
+        """Return the bytes that a turn has reserved."""
         return self._reserved.get(claim, 0)
 
     def excess(self, claim: Claim, size_bytes: int) -> int:
-        """Count the bytes that other turns would have to free for this one to reserve `size_bytes`."""
+        """Count the bytes that other turns would have to free before this turn could reserve `size_bytes`."""
         return self._reserved_bytes - self.reserved(claim) + size_bytes - self.max_bytes
 
     def reserve(self, claim: Claim, size_bytes: int) -> list[SessionKey] | None:
@@ -100,7 +109,10 @@ class Ledger:
         return victims
 
     def release(self, claim: Claim) -> None:
-        """End a turn's reservation, if it has one; from now on its session counts with its resident KV."""
+        """End a turn's reservation, if it has one.
+
+        From now on its session counts as idle, with the bytes of its resident KV.
+        """
         if claim in self._reserved:
             self._reserved_bytes -= self._reserved.pop(claim)
             self.residency.unuse(claim.key)
@@ -200,7 +212,7 @@ class Admission:
         return held > 0 and held + claim.wanted > self._max_tenant_bytes
 
     def _grant(self, claim: Claim, decision: Decision) -> bool:
-        """Reserve what a turn asks for; False where running turns hold too much."""
+        """Reserve the bytes that a turn asks for; False if running turns hold too much."""
         victims = self._ledger.reserve(claim, claim.wanted)
         if victims is None:
             return False
@@ -212,7 +224,7 @@ class Admission:
         return True
 
     def _pause_younger(self, claim: Claim, decision: Decision) -> bool:
-        """Pause younger turns if that frees enough for this one; False where older ones hold too much."""
+        """Pause younger turns if that frees enough for this turn; False if older turns hold too much."""
         excess = self._ledger.excess(claim, claim.wanted)
         younger = sorted(
             (other for other in self._ledger.running if _age(other) > _age(claim)), key=_age, reverse=True
@@ -246,7 +258,10 @@ class Admission:
             del self._new[claim.priority]
 
     def _rotation(self) -> Iterator[Claim]:
-        """List the new turns: within a priority one of each tenant, then the next; priorities by place."""
+        """Yield the new turns in the order in which they are granted memory.
+
+        The priority whose first turn has the lowest place comes next. Within a priority, tenants take turns.
+        """
         levels = [
             deque(claim for claim in chain.from_iterable(zip_longest(*tenants.values())) if claim is not None)
             for tenants in self._new.values()

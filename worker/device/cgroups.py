@@ -1,4 +1,6 @@
-"""How much memory this process's control group still allows: a container's limit, or systemd's. Linux only.
+"""Reads how much memory this process's control group still allows: the limit of a container or of systemd.
+
+Linux only.
 
 The machine's free memory does not include this limit. Before the kernel kills a process of the group, it
 frees file pages that were not read lately (`inactive_file`), so these count as free.
@@ -19,7 +21,7 @@ _V1: Final = (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inacti
 
 
 def left_bytes(own: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Return the bytes that this process may still use by its tightest limit; None without a limit."""
+    """Return the bytes that this process may still use under its tightest limit; None if it has no limit."""
     try:
         lines = own.read_text().splitlines()
     except (OSError, UnicodeDecodeError):
@@ -36,7 +38,10 @@ def left_bytes(own: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys
 
 
 def _left(root: Path, path: str, limits: tuple[str, ...], used: str, files: str) -> Iterator[int]:
-    """Yield the bytes left by each limit, from a group up to the root, as far as a container sees."""
+    """Yield the bytes left under each limit, from the process's group up to the root.
+
+    In a container only its own groups are visible.
+    """
     group = root / path.lstrip("/")
     for folder in (group, *group.parents):
         if not folder.is_relative_to(root):

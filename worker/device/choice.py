@@ -1,7 +1,7 @@
 """Chooses the device's next step so that it fits into memory. Device thread only.
 
-The scheduler decides whose turn it is, the pace how many tokens at a time; this module checks that the step
-fits. If a step does not fit, the scheduler stays where it was, and the next choice starts from there.
+The scheduler decides which turns run next, `pace` how many tokens; this module checks that the step fits. If
+a step does not fit, the scheduler's state does not change, and the next choice starts from that state.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ _RETRY_S: Final = 0.01
 
 @dataclass(frozen=True, slots=True)
 class ChosenStep:
-    """A step that fits, and the bytes that it is estimated to need beside weights and KV.
+    """A step that fits, and the estimated bytes that it needs besides weights and KV.
 
-    If the step is empty, nothing fits now: choose again after `pause_s`, or, if that is None, after the next
-    command. `hopeless` is a prompt that can never continue, with the bytes that its next piece needs.
+    An empty step means that nothing fits now: choose again after `pause_s` seconds, or, if `pause_s` is None,
+    after the next command. `hopeless` is a prompt that can never continue, with the bytes that its next piece
+    needs.
     """
 
     step: Step[Turn]
@@ -76,8 +77,8 @@ class StepChooser:
     def choose(self) -> ChosenStep:
         """Choose a step.
 
-        If none fits, idle sessions are dropped first, then prompts run in smaller pieces, then they wait for
-        the answers to end. If no answer runs, one prompt continues alone.
+        If none fits, idle sessions are dropped first, then prompts run in smaller pieces, then prompts wait
+        until the running answers end. If no answer runs, one prompt continues alone.
         """
         if self._batch.is_ahead:
             return ChosenStep(Step(self._scheduler.decoding, ()))
@@ -104,9 +105,10 @@ class StepChooser:
                 return self._alone()
 
     def _alone(self) -> ChosenStep:
-        """Run the prompt with the most KV alone, and preempt the others as far as it needs their memory.
+        """Run only the prompt with the most KV, and preempt other prompts as far as it needs their memory.
 
-        If not even that fits, the prompt waits a while for snapshots to leave memory; then it is hopeless.
+        If even that does not fit, the prompt waits a while until snapshots have left memory. After that the
+        prompt counts as hopeless.
         """
         turn = max(self._scheduler.prefilling, key=lambda turn: turn.num_cached)
         step = self._scheduler.next(LEAST, turn)
@@ -123,7 +125,7 @@ class StepChooser:
         return ChosenStep(_NOTHING, hopeless=(turn, sum(self._needs(step))))
 
     def _fitting(self, step: Step[Turn]) -> ChosenStep | None:
-        """Choose a step that fits or has answers alone; wait while idle sessions are dropped for it."""
+        """Choose a step that fits, or one with answers only; wait while idle sessions are dropped for it."""
         scratch_bytes, growth_bytes = self._needs(step)
         fits = self._room.has(scratch_bytes + growth_bytes)
         if not fits and self._room.ask_for(scratch_bytes + growth_bytes):
@@ -135,7 +137,7 @@ class StepChooser:
         return ChosenStep(step, scratch_bytes)
 
     def _needs(self, step: Step[Turn]) -> tuple[int, int]:
-        """Estimate the bytes that a step needs while it runs, and those that it leaves allocated."""
+        """Estimate the bytes that a step needs while it runs, and the bytes that stay allocated after it."""
         pieces = [(num, num_scores(turn.policy, turn.num_cached + num, num)) for turn, num in step.prefill]
         scratch_bytes = self._room.estimator.scratch_bytes(len(step.decode), pieces, self._batch.num_cached)
         if any(turn.policy.exact for turn, _ in step.prefill):  # parts of a layer: two read, one dequantised
@@ -156,10 +158,11 @@ class StepChooser:
         return scratch_bytes, growth_bytes + self._batch.removal_bytes + self._cutting.size_bytes(step)
 
     def _preempt_for(self, to: Turn) -> bool:
-        """Drop KV for the prompt `to`; False where no other prompt has any.
+        """Drop KV so that the prompt `to` can run; False if no other prompt has any KV.
 
-        Turns that wait for another one's KV lose their own first; then the prompt with the least KV is
-        prefilled from the start, later. This is rare: the ledger has room for what each turn says it needs.
+        Turns that wait for another turn's KV lose their own KV first. After them, the prompt with the least
+        KV loses its KV and is later prefilled from the start. This is rare: the ledger reserves the bytes
+        that each turn says it needs.
         """
         if self._acquisition.drop_resident():
             return True
@@ -176,5 +179,5 @@ _NOTHING: Final[Step[Turn]] = Step((), ())
 
 
 def _grows(caches: list[Any] | None, num_tokens: int) -> bool:
-    """Say whether caches have to allocate to hold `num_tokens` more."""
+    """Say whether caches have to allocate memory to hold `num_tokens` more tokens."""
     return not caches or layers.grows(caches, num_tokens) is not False

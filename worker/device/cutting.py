@@ -1,4 +1,6 @@
-"""Decides when KV is cut for the disk: whole blocks when they are full, and the new part of a tail.
+"""Decides when KV is cut, that is, copied into snapshots for the disk.
+
+Full blocks are cut. At the end of a turn, the new part of the tail (the last, partial block) is cut too.
 
 Device thread only. Knows how far a turn is and how much memory a copy may take; not how snapshots are named.
 """
@@ -35,7 +37,10 @@ EXACT_PATIENCE_S: Final = 30.0
 
 
 class Cutting:
-    """Cuts snapshots, once `room` is set: a function that returns the bytes that the writer's queue takes."""
+    """Cuts snapshots.
+
+    Nothing is cut before `room` is set: a function that returns the writer queue's free bytes.
+    """
 
     def __init__(
         self,
@@ -46,7 +51,7 @@ class Cutting:
         *,
         trimmable: bool,
     ) -> None:
-        """`done` gets each cut; `trimmable` says that no layer has a state that exists at KV's end only."""
+        """`done` gets each snapshot; `trimmable` says that no layer's state exists only at the end of KV."""
         self.room: Callable[[], int] | None = None
         self._batch = batch
         self._estimator = estimator
@@ -56,7 +61,10 @@ class Cutting:
         self._due: list[tuple[Turn, Span]] = []
 
     def size_bytes(self, step: Step[Turn]) -> int:
-        """Count the bytes of the snapshots that a step's pieces of prompts complete, and of those noted."""
+        """Count the bytes of the snapshots that are due after a step.
+
+        These are the snapshots that the step's pieces of prompts complete, and those noted before.
+        """
         if self.room is None:
             return 0
         ready = [
@@ -73,7 +81,7 @@ class Cutting:
         return size_bytes
 
     def is_behind(self, turn: Turn, num_tokens: int) -> bool:
-        """Whether a paged prompt's next piece should wait for the disk, as long as it has patience.
+        """Say whether a paged prompt's next piece should wait for the disk. The wait has a time limit.
 
         KV that leaves the device before the writer has it must be prefilled again.
         """
@@ -88,12 +96,12 @@ class Cutting:
         return time.monotonic() < turn.behind_since_s + patience_s
 
     def note_prompt(self, turn: Turn) -> None:
-        """Note the spans of the prompt that lack a snapshot and that KV covers by now."""
+        """Note the spans of the prompt that lack a snapshot and now have all their KV."""
         while turn.spans and turn.spans[0].end <= turn.num_cached:
             self._due.append((turn, turn.spans.pop(0)))
 
     def note_block(self, turn: Turn) -> None:
-        """Note the block that an answer's last token completes, if it does."""
+        """If an answer's last token completes a block, note that block."""
         if turn.num_cached % self._block == 0:
             self._due.append((turn, Span(turn.num_cached - self._block, turn.num_cached)))
 
@@ -104,10 +112,12 @@ class Cutting:
             self._cut(turn, Span(start, turn.num_cached))
 
     def cut_noted(self, only: Turn | None = None) -> None:
-        """Cut the noted spans, of all turns or of `only` one: after the step's report, before KV changes.
+        """Cut the noted spans, of all turns or only of `only`.
 
-        A cut that would delay an answer's first token stays noted until after that token. Of a turn that has
-        failed nothing is cut.
+        Called after the step's report, before KV changes.
+
+        A cut that would delay an answer's first token stays noted until after that token. Nothing is cut for
+        a turn that has failed.
         """
         due, self._due = self._due, []
         for turn, span in due:
@@ -122,7 +132,7 @@ class Cutting:
         return begins and self._trimmable and 0 < turn.target - turn.num_cached <= self._block
 
     def _cut(self, turn: Turn, span: Span) -> None:
-        """Cut a span that KV covers, with the layers' states if the span ends where KV does."""
+        """Cut a span that has KV; include the layers' states if the span ends where the KV ends."""
         if self.room is None:
             return
         row, caches, at_end = turn.row, turn.caches or [], turn.num_cached == span.end
@@ -156,7 +166,7 @@ class Cutting:
         return carried(span, self._block) if turn.policy.recall else None
 
     def _tail_start(self, turn: Turn) -> int:
-        """Return where the part of the tail starts that the end of an answer has to cut."""
+        """Return where the new part of the tail starts, which is cut when the answer ends."""
         boundary = turn.num_cached - turn.num_cached % self._block
         if not turn.edges or turn.edges[0] != boundary:
             return boundary  # none of this block was stored when the turn began

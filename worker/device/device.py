@@ -99,12 +99,12 @@ class Device:
 
     @property
     def busy_s(self) -> float:
-        """For how long the thread has been at one step or command; 0 while it waits for one."""
+        """Seconds that the thread has spent on the present step or command; 0 while it waits for one."""
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 
     def start(self) -> LoadedModel:
-        """Start the thread and wait until the model is loaded; raises what loading raised."""
+        """Start the thread and wait until the model is loaded. Raises the error of a failed load."""
         self._thread.start()
         loaded = self._loaded.get()
         if isinstance(loaded, BaseException):
@@ -113,11 +113,11 @@ class Device:
         return loaded
 
     def listen(self, report: Callable[[StepReport], object]) -> None:
-        """Have `report` called on the thread after each step; `report` must return at once."""
+        """Set the function that the thread calls after each step; it must return at once."""
         self._report = report
 
     def cut_snapshots(self, room: Callable[[], int]) -> None:
-        """Cut snapshots from now on, each of at most `room()` bytes, called on the device thread."""
+        """Start to cut snapshots. Each has at most `room()` bytes; `room` is called on the device thread."""
         self._runner.cutting.room = room
 
     def submit(self, turn: Turn) -> None:
@@ -137,7 +137,7 @@ class Device:
         self._commands.put(lambda runner: runner.room.pop(key))
 
     def made_room(self) -> None:
-        """Answer a `Short`, after a `drop` for each session that could be dropped."""
+        """Answer a `Short`, after calling `drop` for each session that could be dropped."""
         self._commands.put(lambda runner: runner.room.made_room())
 
     def reserve_room(
@@ -150,15 +150,15 @@ class Device:
         self._commands.put(lambda runner: runner.room.request(RoomRequest(key, num_tokens, reply, policy)))
 
     def release_room(self, key: SessionKey) -> None:
-        """Release the room that `reserve_room` has reserved or waits for."""
+        """Release the room that `reserve_room` has reserved, or withdraw the request for it."""
         self._commands.put(lambda runner: runner.room.release(key))
 
     def recalled(self, turn: Turn, spans: tuple[Span, ...], tensors: dict[str, mx.array]) -> None:
-        """Answer a `Recall`: the chunks that were read, in order, and the arrays of their tokens."""
+        """Answer a `Recall` with the chunks that were read, in order, and the arrays of their tokens."""
         self._commands.put(lambda runner: runner.recalled(turn, spans, tensors))
 
     def give_past(self, turn: Turn, past: Past | None) -> None:
-        """Answer a `WantsPast`; None fails the turn."""
+        """Answer a `WantsPast` with the KV read from SSD; None fails the turn."""
         self._commands.put(lambda runner: runner.give_past(turn, past))
 
     def stop(self, timeout_s: float = 10.0) -> bool:
@@ -211,7 +211,7 @@ class Device:
         return runner
 
     def _apply_commands(self, runner: Runner, pause_s: float | None) -> bool:
-        """Apply the commands, waiting for one where there is nothing to run; False when told to stop."""
+        """Apply the queued commands; wait for one if there is nothing to run. False when told to stop."""
         while True:
             runner.serve_waiting()
             self._busy_since = None

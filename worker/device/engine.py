@@ -1,8 +1,8 @@
-"""The event loop's side of the device: which turns run, whose KV stays resident, and how each turn ended.
+"""Controls the device from the event loop: which turns run, whose KV stays resident, and how turns end.
 
-The engine owns the ledger of device memory, and with it the residency. For each turn it lets `finding` find
-the KV, submits the turn (`flights`), and passes on its tokens. It knows nothing of messages, the log or the
-order of a session's requests; each session makes sure that it has at most one turn under way.
+The engine owns the ledger of device memory, and with it the residency. For each turn the engine lets
+`finding` find the KV, submits the turn (`flights`), and passes its tokens on. It knows nothing of messages,
+the log or the order of a session's requests; each session makes sure that it has at most one turn under way.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class NoMemoryError(Exception):
 
 
 class StoppingError(Exception):
-    """The worker stops: the turn was ended, and its request stays unanswered."""
+    """The worker stops: the turn was ended early, and its request stays unanswered."""
 
 
 @dataclass(slots=True)
@@ -105,7 +105,7 @@ class TurnResult:
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """One call of `run`: one turn on the device, or several if it is paused and continued.
+    """One call of `Engine.run`: one turn on the device, or several if the turn is paused and continued.
 
     The session may grow to `num_most` tokens, has memory for `num_granted`, and asks for `num_asked`.
     """
@@ -135,7 +135,7 @@ class _Run:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the run is to end."""
+        """Whether the run has been told to end."""
         return self.is_cancelled or self.cancelled()
 
 
@@ -210,7 +210,7 @@ class Engine:
         return next((run.progress for turn, run in self._turns.items() if turn.key == key), None)
 
     def most_tokens(self, most: int, policy: Policy = FULL) -> int:
-        """Return how many tokens, up to `most`, a session may have for its KV to fit."""
+        """Return how many tokens a session may have so that its KV fits, at most `most`."""
         return self._kv.under(policy).most_tokens(self.ledger.max_bytes, most)
 
     async def run(
@@ -357,16 +357,17 @@ class Engine:
             self._end_turn(run, turn, resumes=resumes and not self._is_over(run, turn))
 
     def _finds_past_anew(self, run: _Run, event: Faulted) -> bool:
-        """Say whether a turn may begin again after its stored KV was lost: only once."""
+        """Say whether a turn may start again because its stored KV was lost; true only once per run."""
         if run.has_lost or not isinstance(event.error, LostPastError):
             return False
         run.has_lost = True
         return True
 
     def _make_room(self, short: Short) -> None:
-        """Drop sessions until the device has the room that it is short of, least recently used first.
+        """Drop the KV of sessions, least recently used first, until the device has the bytes that it lacks.
 
-        Idle sessions first, then those whose turns are not submitted yet: such a turn finds less KV.
+        Idle sessions are dropped first, then sessions whose turns are not submitted yet. Such a turn will
+        reuse less KV.
         """
         for key in self._residency.oldest(short.num_bytes, {short.but, *self._flights.keys}):
             self._residency.pop(key)
@@ -375,7 +376,7 @@ class Engine:
         self._device.made_room()
 
     def _is_over(self, run: _Run, turn: Turn) -> bool:
-        """Say whether a turn that has ended is complete, or is not to be continued."""
+        """Say whether an ended turn is complete or must not be continued."""
         answer_is_over = turn.answer is None or turn.answer.finish_reason is not None
         return self._stopping or run.is_stopped or (answer_is_over and turn.num_cached >= turn.target)
 
@@ -476,7 +477,7 @@ class Engine:
                     return run.admitted is None
 
     def _count(self, run: _Run, turn: Turn, num_cached: int, live_bytes: int) -> None:
-        """Count what a turn cost. Tokens that are prefilled again after a pause count once."""
+        """Count what a turn cost. Tokens that are prefilled again after a pause are counted once."""
         if run.num_covered < turn.num_prompt:
             num_reused = min(turn.num_reused, turn.num_prompt)
             run.num_reused = num_reused if run.num_reused is None else min(run.num_reused, num_reused)
@@ -501,7 +502,7 @@ class Engine:
             log.exception("a snapshot was not saved", session=str(cut.turn.key))
 
     async def _admitted(self, run: _Run, num_context: int) -> bool:
-        """Wait for the memory that a turn is likely to need; False if it is cancelled meanwhile."""
+        """Wait for the memory that a turn is likely to need; False if the turn is cancelled meanwhile."""
         if run.admitted is None:
             if self._stopping:
                 raise StoppingError
@@ -512,14 +513,14 @@ class Engine:
             run.admitted = None
 
     def _ask(self, run: _Run, num_tokens: int) -> None:
-        """Ask for memory for a turn with `num_tokens` so far, and release what it had reserved."""
+        """Ask for memory for a turn that has `num_tokens` so far, and release its earlier reservation."""
         run.is_paused = False
         run.num_granted, run.num_asked = 0, min(grown(num_tokens + LIKELY_TOKENS), run.num_most)
         run.admitted = asyncio.get_running_loop().create_future()
         self._apply(self._admission.begin(run.claim, self._price(run)))
 
     def _price(self, run: _Run) -> int:
-        """Count the bytes that a turn takes with all the tokens that it asks for."""
+        """Count the bytes of a turn that grows to all the tokens that it asks for."""
         # A rewound session keeps its memory until its turn is over: trimming frees nothing.
         num_tokens = max(run.num_asked, len(self._residency.tokens(run.claim.key)))
         # Caches grow by more than a token at a time: many short prompts hold more than their tokens' KV.
@@ -527,7 +528,10 @@ class Engine:
         return max(min(allocated, self.ledger.max_bytes), self.size_bytes(num_tokens, run.policy))
 
     def _grow(self, run: _Run, num_tokens: int) -> None:
-        """Ask for more memory in good time; a turn that reaches the end of its grant is paused."""
+        """Ask for more memory before the turn needs it.
+
+        A turn that reaches the end of its granted memory is paused.
+        """
         has_asked = run.num_asked > run.num_granted
         if has_asked or run.num_granted == run.num_most or run.num_granted - num_tokens > LIKELY_TOKENS // 2:
             return
@@ -535,7 +539,7 @@ class Engine:
         self._apply(self._admission.grow(run.claim, self._price(run)))
 
     def _release(self, run: _Run) -> None:
-        """Release a run's memory; its session counts with its resident KV."""
+        """Release a run's memory; its session now counts as idle, with its resident KV."""
         self._apply(self._admission.release(run.claim))
 
     def _apply(self, decision: Decision) -> None:
@@ -554,13 +558,16 @@ class Engine:
             self._stop_run(run)
 
     def _stop_run(self, run: _Run) -> None:
-        """End a run's turn as it is; a turn that is not on the device yet is not submitted."""
+        """End a run's turn at once, with its tokens so far.
+
+        A turn that is not on the device is not submitted.
+        """
         self._flights.cancel(run.turn)
         run.holding.stop_waiting()
 
 
 def _on_device(turn: Turn, submitted_s: float, drawn_s: float | None) -> list[Phase]:
-    """List what the device did for a turn that is over; its first token came at `drawn_s`."""
+    """List the phases that an ended turn spent on the device; its first token was drawn at `drawn_s`."""
     now_s = monotonic()
     phases = [Phase("prefill", submitted_s, drawn_s or now_s, turn.num_prefilled)]
     if drawn_s is not None:

@@ -121,7 +121,7 @@ class Finder:
         self._hold(self._store, turn.chain, turn, holding)
 
     def _hold(self, store: Store, chain: Chain, turn: Turn, holding: Holding) -> None:
-        """Hold what is stored until the turn is over, since the turn's snapshots continue it."""
+        """Keep the stored blocks on disk until the turn is over, since the turn's snapshots continue them."""
         holding.prefix = store.hold(chain, turn.context)
         turn.edges = holding.prefix.edges
         # An append ends, and cuts its tail, before the last token.
@@ -131,7 +131,10 @@ class Finder:
         turn.spans = store.wanted(chain, turn.context, start, end)
 
     async def find_past(self, turn: Turn, holding: Holding, end: int) -> None:
-        """Give the device the KV of a turn's first `end` tokens on SSD; from now on the turn holds this."""
+        """Give the device the KV of a turn's first `end` tokens, read from SSD.
+
+        The turn holds these snapshots from now on, so that they stay on disk.
+        """
         past = None
         try:
             if self._store is not None and turn.chain is not None:
@@ -155,9 +158,10 @@ class Finder:
         return sum(span.num_tokens for span in found)
 
     def _find_source(self, turn: Turn, busy: Collection[SessionKey]) -> tuple[SessionKey | None, int]:
-        """Find the tenant's session with the longest common prefix, resident or about to be prefilled.
+        """Find the tenant's session with the longest common prefix, resident or soon to be prefilled.
 
-        Returns its key and the prefix's length. Of equal ones an idle session wins, then the first submitted.
+        Returns its key and the prefix's length. If several have it, an idle session is preferred, then the
+        one submitted first.
         """
         if not self._device.trimmable:  # such KV cannot be cut to a beginning
             return None, 0

@@ -1,7 +1,6 @@
-"""Turns in flight, for the event loop: the only way to the device thread, and the only way back.
+"""Turns in flight, for the event loop: the only path to the device thread and back.
 
-Owns the submitted turns, and their events that have not been read yet. Knows nothing of memory, nor of what a
-turn is for.
+Owns the submitted turns and their unread events. Knows nothing of memory or of a turn's purpose.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ TurnEvent: TypeAlias = Sampled | Recall | WantsPast | Finished | Faulted
 
 
 class Flights:
-    """Turns from `submit` to their end; event loop only."""
+    """The turns in flight, from `submit` to their end; event loop only."""
 
     def __init__(self, device: Device, handle: Callable[[StepReport], None]) -> None:
         """`handle` gets the device's reports on the event loop, and calls `deliver` for a turn's events."""
@@ -52,7 +51,7 @@ class Flights:
         return flight
 
     def cancel(self, turn: Turn | None) -> None:
-        """End a turn where it stands; no effect if it is not in flight."""
+        """End a turn with the tokens so far; no effect if the turn is not in flight."""
         if turn is not None and turn in self._flights:
             self._device.cancel(turn)
 

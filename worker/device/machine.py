@@ -1,4 +1,4 @@
-"""How much memory MLX may use on this machine, and the calls that set MLX's limits."""
+"""Finds how much memory MLX may use on this machine, and sets MLX's limits."""
 
 from __future__ import annotations
 
@@ -38,9 +38,10 @@ def limit_freed() -> None:
 
 
 def default_limit_bytes(to_load_bytes: int = 0) -> int:
-    """Derive the limit for all that MLX holds from the device, or from what the machine has left.
+    """Derive the limit for all of MLX's memory from the device, or from the machine's free memory.
 
-    A control group may leave less than the machine has. `to_load_bytes` of weights are not in memory yet.
+    A control group may allow less than the machine has free. `to_load_bytes` of weights are not in memory
+    yet.
     """
     recommended = mx.device_info().get("max_recommended_working_set_size")
     if isinstance(recommended, int) and recommended > 0:

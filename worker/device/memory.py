@@ -55,7 +55,7 @@ class Shape:
 def shape_of(config: Mapping[str, Any]) -> Shape:
     """Read a model's shape from its configuration, which may be nested or use older names.
 
-    A missing size gets its usual value: `intermediate`, say, four times the hidden size.
+    A missing size gets its usual value; for example, `intermediate` is four times the hidden size.
     """
     nested: Mapping[str, Any] = next(
         (config[name] for name in _NESTED if isinstance(config.get(name), dict)), {}
@@ -102,13 +102,15 @@ def num_scores(policy: Policy, num_cached: int, num_tokens: int) -> int:
 
 
 def grown(num_tokens: int) -> int:
-    """Round up to the tokens that a cache allocates to hold `num_tokens` more."""
+    """Round a number of new tokens up to the number that a cache allocates for them."""
     return -(-num_tokens // GROWTH_TOKENS) * GROWTH_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
 class Estimator:
-    """Estimates sessions and steps of one model on one device. `limit_bytes` bounds all that MLX holds.
+    """Estimates the memory of sessions and steps of one model on one device.
+
+    `limit_bytes` limits all memory that MLX holds.
 
     If attention dequantises KV, one layer at a time, each token takes `unpacked_bytes` meanwhile. If a paged
     session's queries are compared with sketches, each of its tokens takes `asked_bytes`.
@@ -153,7 +155,10 @@ class Estimator:
         return len(lengths) * room + copied
 
     def restore_bytes(self, num_tokens: int, block: int) -> int:
-        """Estimate a restore of `num_tokens`, in bytes: their KV, one layer twice, the rest of a block."""
+        """Estimate the bytes of a restore of `num_tokens`.
+
+        These are their KV, one layer of it a second time, and the rest of a block.
+        """
         return self.kv.held(num_tokens + block, ahead=block) + self.kv.held(num_tokens) // self.num_layers
 
     def kv_limit(self, max_rows: int, chunk: int, num_context: int, policy: Policy = FULL) -> int:
@@ -163,8 +168,8 @@ class Estimator:
     def room_for_kv(self, max_rows: int, chunk: int, num_context: int, policy: Policy = FULL) -> int:
         """Return the bytes of KV that fit beside weights, the largest step, and what is allocated ahead.
 
-        No session has more than `num_context` tokens, nor more than fit: less KV means smaller steps. Under
-        a policy a step sees what the device holds, however long the session is.
+        No session has more than `num_context` tokens, nor more than fit into the result; with less KV, steps
+        are smaller too. Under a policy a step sees what the device holds, however long the session is.
         """
         left, kv = self.limit_bytes - self.weight_bytes, self.kv.under(policy)
         chunk *= EXACT_SCALE if policy.exact else 1

@@ -1,6 +1,6 @@
-"""How many prompt tokens a step may run without stalling the answers beside them. Pure.
+"""Decides how many prompt tokens a step may run without stalling the running answers. Pure.
 
-Learns from past steps the cost of a prompt's token on this device, and of the running answers.
+Learns from past steps what one prompt token costs on this device, and what the running answers cost.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Requests from SSD what turns of paged sessions need, and knows which turns wait for it. Device thread only.
+"""Requests the KV that turns of paged sessions need from SSD, and knows which turns wait for it.
+
+Device thread only.
 
 Sends requests to the event loop (`Recall`, `WantsPast`), and takes the answers. Knows no steps or files.
 """
@@ -34,12 +36,12 @@ RECALL_EVERY: Final = 16
 
 
 class Paging:
-    """Paged sessions' requests for KV and their waits. Calls for other turns do nothing."""
+    """The requests of paged sessions for KV on SSD, and their waits. For other turns, calls do nothing."""
 
     def __init__(
         self, scheduler: Scheduler[Turn], batch: Batch, block: int, emit: Callable[[Event], None]
     ) -> None:
-        """A turn that waits is taken out of the scheduler, and put back; `emit` reports an event."""
+        """A waiting turn is taken out of the scheduler, and put back later; `emit` reports an event."""
         self._scheduler = scheduler
         self._batch = batch
         self._block = block
@@ -57,18 +59,18 @@ class Paging:
         return turn in self._waiting
 
     def discard(self, turn: Turn) -> None:
-        """End a turn's wait, if it waits."""
+        """Remove a turn from those that wait for KV from SSD; does nothing if it is not waiting."""
         self._waiting.discard(turn)
 
     def start(self, turn: Turn) -> None:
-        """Begin with a turn that has its caches, and is in the scheduler."""
+        """Handle a new turn, which has its caches and is in the scheduler."""
         if turn.policy.exact and turn.caches is not None:
             turn.scale = min(layers.most_run(turn.caches, self._block) // self._block, EXACT_SCALE)
         turn.asks = turn.asks and turn.num_cached < turn.target - 1  # none of its tokens can ask
         self.want_past(turn)
 
     def begin_piece(self, turn: Turn) -> None:
-        """Set what the tokens of a prompt's next piece see, and which of their queries score chunks."""
+        """Set which KV the tokens of a prompt's next piece see, and which of their queries score chunks."""
         if (pages := layers.pages(turn.caches or [])) is not None:
             # An end that is run again, with what it asked for in sight, does not ask again.
             asks = turn.asks or not turn.draws
@@ -82,14 +84,17 @@ class Paging:
             pages.sees_all, pages.past = False, None
 
     def want_past(self, turn: Turn) -> None:
-        """Ask for the KV of the tokens that have left the device, if the next piece is to see them."""
+        """Ask for the KV of tokens that have left the device, if the next piece has to see them."""
         end = layers.num_passed(turn.caches or []) if turn.policy.exact else 0
         if end and turn in self._scheduler and turn.row is None:
             self._wait(turn)
             self._emit(WantsPast(turn, end))
 
     def give_past(self, turn: Turn, past: Past | None) -> None:
-        """Let a prompt go on that waited for all KV before it. Raises `LostPastError` for None."""
+        """Let a prompt continue that waited for the KV of all earlier tokens.
+
+        Raises `LostPastError` for None.
+        """
         if past is None:
             why = "the prompt needs the KV of all earlier tokens, and the disk lacks some of it"
             raise LostPastError(why)
@@ -98,7 +103,7 @@ class Paging:
         self.recall(turn)
 
     def recall(self, turn: Turn) -> None:
-        """Ask for a session's chunks that now score high enough and are not on the device."""
+        """Ask for the session's chunks that score high enough now and are not on the device."""
         is_end = turn.asks and turn.num_cached >= turn.target - 1
         if not (is_end or turn.row is None or turn.num_cached % RECALL_EVERY == 0):
             return
@@ -116,7 +121,7 @@ class Paging:
             self._wait(turn)
 
     def recalled(self, turn: Turn, spans: tuple[Span, ...], tensors: dict[str, mx.array]) -> None:
-        """Let a turn see chunks that were read; a prompt that waited for them continues."""
+        """Make chunks that were read visible to a turn; a prompt that waited for them continues."""
         if spans:
             self.num_evicted += CHUNK * layers.recall(self._caches(turn), tensors, spans)
         if turn in self._waiting:
@@ -137,5 +142,5 @@ class Paging:
         self._scheduler.add(turn)
 
     def _caches(self, turn: Turn) -> list[Any]:
-        """Return the KV of a turn under way."""
+        """Return the caches of a running turn."""
         return (turn.caches if turn.row is None else self._batch.caches(turn.row)) or []

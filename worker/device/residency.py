@@ -1,4 +1,4 @@
-"""Which sessions have KV on the device: the tokens that the KV covers, its bytes, and the order of use.
+"""Records which sessions have KV on the device: its tokens, its bytes, and the order of last use.
 
 The only record of residency. Event loop only: the loop alone decides whose KV is dropped; the device thread
 keeps the caches themselves, and sends a `Short` when it lacks room.
@@ -36,7 +36,7 @@ class _Kv:
 class Residency:
     """The sessions with KV on the device: idle ones, and those in use, whose bytes their turns reserve.
 
-    For a session in use this is the KV of its last turn, until the present turn ends.
+    For a session in use, the record describes the KV of its last turn, until the present turn ends.
     """
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class Residency:
             self._alike[_beginning(key.tenant, tokens)][key] = None
 
     def pop(self, key: SessionKey) -> bool:
-        """Forget a session's KV; False where it had none."""
+        """Forget a session's KV; False if it had none."""
         self.use(key)
         kv = self._used.pop(key, None)
         if kv is not None and len(kv.tokens) >= LEAST_SHARED:
@@ -97,7 +97,10 @@ class Residency:
             self._used[key] = kv
 
     def unuse(self, key: SessionKey) -> None:
-        """Record that no turn reserves a session's KV any more; an idle session becomes the last used."""
+        """Record that no turn reserves a session's KV any more.
+
+        If the session has KV, it becomes the most recently used idle session.
+        """
         kv = self._used.pop(key, None)
         if kv is not None:
             self._idle[key] = kv
@@ -110,7 +113,10 @@ class Residency:
         return key
 
     def oldest(self, num_bytes: int, but: Container[SessionKey | None]) -> list[SessionKey]:
-        """List sessions that hold `num_bytes` together, or all: idle ones first, then by last use."""
+        """List sessions whose KV adds up to `num_bytes`; all if they have less.
+
+        Idle sessions come first, each group by last use, the oldest first. Sessions in `but` are left out.
+        """
         found: list[SessionKey] = []
         for key in chain(self._idle, self._used):
             if num_bytes <= 0:
@@ -121,7 +127,7 @@ class Residency:
         return found
 
     def alike(self, tenant: str, tokens: Tokens) -> Iterable[SessionKey]:
-        """List the tenant's sessions whose first `LEAST_SHARED` tokens equal these."""
+        """List the tenant's sessions whose first `LEAST_SHARED` tokens equal those of `tokens`."""
         return self._alike.get(_beginning(tenant, tokens), ())
 
     def _get(self, key: SessionKey) -> _Kv | None:

@@ -1,4 +1,6 @@
-"""The KV of idle sessions on the device, and whether there is memory for more. Device thread only.
+"""Keeps the KV of idle sessions on the device, and knows whether there is memory for more.
+
+Device thread only.
 
 Also counts the memory promised to restores. Drops a session only when the event loop says so, in answer to a
 `Short`. Knows nothing of turns or steps.
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RoomRequest:
-    """A restore's request for room. `reply` is called with False if there never will be any."""
+    """A restore's request for room. `reply` is called with False if there will never be enough room."""
 
     key: SessionKey
     num_tokens: int
@@ -36,7 +38,7 @@ class RoomRequest:
 
 
 class Room:
-    """Idle sessions' KV by key, and the restores that wait for room or have it."""
+    """The KV of idle sessions, by key, and the restores that wait for room or have been promised room."""
 
     def __init__(self, estimator: Estimator, block: int, report_short: Callable[[Short], None]) -> None:
         """`report_short` sends a `Short` to the event loop."""
@@ -51,19 +53,19 @@ class Room:
 
     @property
     def is_promised(self) -> bool:
-        """Whether a restore is under way: the next command brings its turn, or its end."""
+        """Whether a restore is under way; then the next command starts its turn or ends the restore."""
         return bool(self._promised)
 
     def get(self, key: SessionKey) -> ResidentKv | None:
-        """Return a session's KV, and keep it."""
+        """Return a session's KV; it stays here."""
         return self._resident.get(key)
 
     def put(self, key: SessionKey, resident: ResidentKv) -> None:
-        """Keep a session's KV after its turn."""
+        """Keep a session's KV after its turn has ended."""
         self._resident[key] = resident
 
     def pop(self, key: SessionKey) -> ResidentKv | None:
-        """Return a session's KV, and keep it no longer."""
+        """Remove a session's KV and return it."""
         return self._resident.pop(key, None)
 
     def request(self, request: RoomRequest) -> None:
@@ -71,11 +73,11 @@ class Room:
         self._requests.append(request)
 
     def end_promise(self, key: SessionKey) -> None:
-        """End a promise: the restored KV is on the device now."""
+        """End the promise of room to a session's restore: the restored KV is on the device now."""
         self._promised.pop(key, None)
 
     def release(self, key: SessionKey) -> None:
-        """Release the room that a restore was promised, or waits for."""
+        """Release the room promised to a restore, or withdraw its request."""
         self.end_promise(key)
         self._requests = [request for request in self._requests if request.key != key]
 
@@ -84,10 +86,10 @@ class Room:
         self.awaits_drops = False
 
     def grant_requests(self, *, is_busy: bool) -> None:
-        """Answer the requests for room, first come, first served, while there is any.
+        """Answer the requests for room in the order of their arrival, while there is room.
 
-        If there is none, they keep waiting while idle sessions, running turns (`is_busy`) or other restores
-        may still free some.
+        If there is none, the requests keep waiting while idle sessions, running turns (`is_busy`) or other
+        restores may still free some.
         """
         while self._requests:
             request = self._requests[0]
@@ -107,7 +109,7 @@ class Room:
             request.reply(fits)
 
     def has(self, size_bytes: int) -> bool:
-        """Say whether `size_bytes` more fit beside what was promised."""
+        """Say whether `size_bytes` more fit, besides the room promised to restores."""
         return self._excess(size_bytes) <= 0
 
     def has_or_asks(self, size_bytes: int) -> bool:

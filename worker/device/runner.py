@@ -1,4 +1,4 @@
-"""The body of the device thread's loop: lets `choice` choose a step, runs it, and ends turns.
+"""The body of the device thread's loop: lets `choice` choose a step, runs the step, and ends turns.
 
 The runner owns the model and the batch; `acquisition` gets the KV of turns. The runner knows nothing of
 commands, nor of the thread itself. Device thread only.
@@ -70,7 +70,7 @@ log = structlog.get_logger()
 
 
 def _trial_key(loaded: LoadedModel, caches: str) -> str:
-    """Name everything that a trial's result depends on, except the weights' values."""
+    """Return a digest of everything that a trial's result depends on, except the weights' values."""
     model: Any = loaded.model  # mlx has no annotations here
     parameters: Any = tree_flatten(model.parameters())
     parts = (
@@ -88,7 +88,10 @@ def _trial_key(loaded: LoadedModel, caches: str) -> str:
 def estimator(
     loaded: LoadedModel, caches: list[Any], limit_bytes: int, sketched: Collection[int]
 ) -> Estimator:
-    """Make the estimator of a model, of whose caches these have run a token; `sketched`: see `make`."""
+    """Make the estimator of a model. `caches` are caches of the model that have run one token.
+
+    For `sketched`, see `cache.kv.layers.make`.
+    """
     unpacked, shape = unpacked_bytes(caches), shape_of(loaded.config)
     return Estimator(
         shape=shape,
@@ -104,7 +107,7 @@ def estimator(
 
 
 def _refusal(model: Any, batch: Batch) -> str | None:
-    """Say why sessions of a model cannot have sinks and a window; None if they can."""
+    """Say why sessions of a model cannot use a policy with sinks and a window; None if they can."""
     try:
         caches = layers.make(model, Policy(4, 1024))
     except ValueError as error:
@@ -117,7 +120,7 @@ def _refusal(model: Any, batch: Batch) -> str | None:
 
 
 class Runner:
-    """The turns under way, and the KV of idle sessions. `report` is called after each step."""
+    """Runs the turns under way, and keeps the KV of idle sessions. `report` is called after each step."""
 
     def __init__(
         self,
@@ -200,7 +203,8 @@ class Runner:
     def step(self, *, undisturbed: bool) -> float | None:
         """Run one step and report it; `undisturbed` says that no command waits.
 
-        Returns for how many seconds there is nothing to run unless a command comes, mostly 0; None for ever.
+        Returns for how many seconds the thread can sleep if no command arrives: mostly 0; None means until a
+        command.
         """
         started = time.perf_counter()
         choice = self._chooser.choose()
@@ -223,7 +227,7 @@ class Runner:
         return choice.pause_s
 
     def serve_waiting(self) -> None:
-        """Do the work without a step: start turns whose wait is over, grant room, report both."""
+        """Do the work that needs no step: start turns that no longer wait, grant room, and report both."""
         self._start_ready()
         is_busy = self.is_busy or self._acquisition.is_short or self._paging.is_waiting
         self.room.grant_requests(is_busy=is_busy)
@@ -231,12 +235,12 @@ class Runner:
             self._hand_over(0, 0.0, 0, 0)
 
     def submit(self, turn: Turn) -> None:
-        """Add a turn. A failure costs the turn and its KV, never the thread."""
+        """Add a turn. An error fails this turn and drops its KV; it never ends the thread."""
         self.room.end_promise(turn.key)
         self._guarded(turn, self._submit)
 
     def cancel(self, turn: Turn) -> None:
-        """End a turn where it stands; no effect on a turn that is over."""
+        """End a turn with the tokens so far; no effect on a turn that is over."""
         if turn in self._scheduler:
             self._end_or_fault_all(turn)
         elif turn in self._paging:
@@ -253,7 +257,7 @@ class Runner:
             turn.row.num_left = _num_left(turn)
 
     def recalled(self, turn: Turn, spans: tuple[Span, ...], tensors: dict[str, mx.array]) -> None:
-        """Let a turn see chunks that were read from SSD; a prompt that waited for them continues."""
+        """Make chunks that were read from SSD visible to a turn; a prompt that waited for them continues."""
         turn.is_recalling = False
         if turn in self._paging or turn in self._scheduler:
             self._guarded(turn, lambda turn: self._paging.recalled(turn, spans, tensors))
@@ -295,7 +299,7 @@ class Runner:
         )
 
     def _guarded(self, turn: Turn, action: Callable[[Turn], None]) -> None:
-        """Run `action`; a failure costs this turn and its KV, never the thread."""
+        """Run `action`. An error fails this turn and drops its KV; it never ends the thread."""
         try:
             action(turn)
         except Exception as error:  # noqa: BLE001  # whatever MLX or a model raises
@@ -318,7 +322,7 @@ class Runner:
             self._start(turn)
 
     def _start_ready(self) -> None:
-        """Start the turns whose wait is over, and then those that waited for them."""
+        """Start the turns that no longer wait, then the turns that waited for those."""
         while ready := self._acquisition.ready():
             for turn in ready:
                 self._guarded(turn, self._start)
@@ -338,7 +342,10 @@ class Runner:
         self._paging.start(turn)
 
     def _run_step(self, step: Step[Turn], *, undisturbed: bool) -> None:
-        """Run one step. If it fails, so do its prompts, and its answers if they cannot be rolled back."""
+        """Run one step.
+
+        If it fails, its prompts fail. Its answers fail too, unless they can be rolled back.
+        """
         started = time.perf_counter()
         pieces: dict[Turn, PrefillPiece] = {}
         for turn, num in step.prefill:
@@ -385,7 +392,7 @@ class Runner:
         return PrefillPiece(turn.caches or [], start, turn.context.ids(start, end).tolist(), turn.row)
 
     def _prefilled(self, turn: Turn, num_tokens: int, step_s: float) -> None:
-        """Count a piece of a prompt; after the last one begin the answer, or end the turn."""
+        """Count a piece of a prompt as done; after the last piece, begin the answer or end the turn."""
         start, turn.num_cached = turn.num_cached, turn.num_cached + num_tokens
         turn.num_prefilled += max(min(turn.num_cached, turn.num_prompt) - start, 0)
         turn.prefill_s += step_s
@@ -421,7 +428,10 @@ class Runner:
             self._end_or_fault_all(turn)
 
     def _end_or_fault_all(self, turn: Turn) -> None:
-        """End a turn. If that fails, merged KV may be half changed: every running answer fails, too."""
+        """End a turn.
+
+        If that fails, merged KV may be half changed, so every running answer fails too.
+        """
         try:
             self._end(turn)
         except Exception as error:  # noqa: BLE001  # whatever MLX raises
@@ -455,7 +465,10 @@ class Runner:
 
 
 def _repeated(turn: Turn) -> set[int]:
-    """Return the ids that an answer's penalty applies to; a window's model sees the last tokens alone."""
+    """Return the token ids that an answer's repetition penalty applies to.
+
+    Under a policy with a window, these are only ids of tokens that the model still sees.
+    """
     seen = turn.policy.seen(turn.num_prompt) if turn.policy.is_endless else ((0, turn.num_prompt),)
     ids = [turn.context.ids(start, end) for start, end in (*seen, (turn.num_prompt, len(turn.context)))]
     # In a quarter of the time that a set of all tokens takes.
@@ -463,7 +476,7 @@ def _repeated(turn: Turn) -> set[int]:
 
 
 def _num_left(turn: Turn) -> int:
-    """Count the tokens that a turn's answer may still get, by its limit and its granted memory."""
+    """Count the tokens that a turn's answer may still get, by its token limit and its granted memory."""
     if turn.answer is None:
         return 0
     most = min(turn.answer.max_tokens, turn.num_granted - turn.num_prompt)

@@ -1,8 +1,9 @@
-"""Which turns the device runs next. Pure: turns in, one step out.
+"""Decides which turns the device runs next. Pure: turns in, one step out.
 
 A step is one token for every running answer, and pieces of prompts up to a budget. Prompts rotate, first by
 tenant and then within a tenant, so that neither a long prompt nor a tenant with many prompts delays others.
-Higher priorities come first; but a priority without a piece in a step rises, a little with every such step.
+Higher priorities come first; but a priority of which a step runs no piece rises a little with every such
+step.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ class Work(Protocol):
 
     @property
     def num_cached(self) -> int:
-        """Tokens that have KV."""
+        """Number of tokens that have KV."""
 
     @property
     def target(self) -> int:
-        """Tokens that have KV once the prompt is done."""
+        """Number of tokens that have KV once the prompt is done."""
 
     @property
     def draws(self) -> bool:
-        """Whether the prompt's last token begins an answer, which needs a row."""
+        """Whether an answer follows the prompt. The answer needs a batch row."""
 
     @property
     def asks(self) -> bool:
-        """Whether the prompt's last token has to wait, even if there is a row."""
+        """Whether the prompt's last token has to wait for recalled chunks, even if a row is free."""
 
     @property
     def scale(self) -> int:
@@ -112,7 +113,7 @@ class Scheduler(Generic[T]):
                 del self._prefilling[turn.tenant]
 
     def next(self, budget: int, only: T | None = None) -> Step[T]:
-        """Choose a step with up to `budget` tokens of prompts, or of the prompt `only`.
+        """Choose a step with up to `budget` prompt tokens; with `only`, all of them from that prompt.
 
         Nothing changes until `advance`.
         """
@@ -135,13 +136,13 @@ class Scheduler(Generic[T]):
         return Step(tuple(self._decoding), tuple(pieces))
 
     def advance(self, step: Step[T]) -> None:
-        """Rotate and age the prompts for a step that will run."""
+        """Update the rotation and the ages of prompts for a step that will run."""
         for turn, _ in step.prefill:
             self._to_the_end(turn)
         self._age({turn.priority for turn, _ in step.prefill})
 
     def _rotation(self) -> list[T]:
-        """List prefilling turns by priority; within a priority one turn of each tenant, then the next."""
+        """List prefilling turns by priority. Within a priority, tenants alternate."""
         levels = {
             priority: priority + self._passed_over.get(priority, 0) // AGE_STEPS
             for priority in {turn.priority for turn in self.prefilling}
@@ -155,7 +156,7 @@ class Scheduler(Generic[T]):
         return order
 
     def _age(self, served: set[int]) -> None:
-        """Count a step for the priorities without a prompt in the step."""
+        """Raise the age of each priority that has prompts but no piece in the step."""
         self._passed_over = {
             priority: self._passed_over.get(priority, 0) + 1
             for priority in {turn.priority for turn in self.prefilling} - served

@@ -1,6 +1,6 @@
-"""Turns whose sessions begin with the same tokens: one turn prefills them, the others wait. Pure.
+"""Lets one turn prefill the tokens that several sessions begin with, while the other turns wait. Pure.
 
-Device thread only. Knows which turns are under way and how far they are; `acquisition` copies the KV.
+Device thread only. Knows which turns are under way and their progress; `acquisition` copies the KV.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class _Following:
 
 
 class Sharing:
-    """The turns under way by session, and which of them wait."""
+    """The turns under way, by session, and which of them wait for another turn's KV."""
 
     def __init__(self) -> None:
         self._active: dict[SessionKey, Turn] = {}
@@ -30,14 +30,15 @@ class Sharing:
 
     @property
     def following(self) -> list[Turn]:
-        """The turns that wait."""
+        """The turns that wait for another turn's KV."""
         return [one.turn for one in self._following]
 
     def add(self, turn: Turn) -> bool:
         """Add a turn whose target is known; True if it has to wait for another one.
 
-        A turn waits for the common tokens, except the other turn's last one, which may wait for a row. It
-        does not wait for a turn of lower priority, which may itself wait for others.
+        A turn waits until the common tokens are prefilled. It does not wait for the other turn's last token,
+        which may itself wait for a row. It does not wait for a turn of lower priority, which may itself wait
+        for others.
         """
         self._active[turn.key] = turn
         leader = self.source(turn)
@@ -62,11 +63,14 @@ class Sharing:
         return len(self._following) < waited
 
     def source(self, turn: Turn) -> Turn | None:
-        """Return the turn under way in the session whose KV this turn is to copy."""
+        """Return the running turn of the session whose KV this turn is to copy; None if there is none."""
         return self._active.get(turn.source) if turn.source is not None else None
 
     def ready(self) -> list[Turn]:
-        """Return, and no longer keep, the turns whose leader is far enough, or over."""
+        """Return the turns that need not wait any more; they leave the waiting list.
+
+        The turn that such a turn waited for has prefilled the common tokens, or is over.
+        """
         ready = [
             one
             for one in self._following

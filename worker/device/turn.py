@@ -43,15 +43,16 @@ class ResidentKv:
 class Turn:
     """One append or generate on its way through the device.
 
-    `context` are all tokens of the session up to where sampling starts. The first `num_kept` of them have KV
-    on the device under `key`; or `restored` has the KV of the first `num_restored`, as evaluated arrays by
-    name; or the session `source` has, or is about to have, KV of more of them. A generate has an `answer`;
-    tokens that the answer already holds were published before a crash, and end the context. At `num_granted`
-    tokens, the limit of its memory, the turn ends, whether its answer is complete or not. `spans` are the
-    parts of the context without a snapshot; `edges` are where the stored pieces of the last, partial block
-    start and end (see `blocks.tail_start`). `chain`, which names the turn's blocks to the store, and
-    `restores` belong to the event loop. `resident` is the session's KV on the device until the turn starts. A
-    turn that `asks` stops before its prompt's last token, until its recalled chunks are on the device.
+    `context` are all tokens of the session up to where sampling starts. KV of its first tokens comes from one
+    of three places. The session's own KV on the device covers the first `num_kept` tokens. `restored`,
+    evaluated arrays by name, covers the first `num_restored`. Or the session `source` has, or will soon have,
+    KV of more of these tokens. A generate has an `answer`; tokens that the answer already holds were
+    published before a crash; they are the end of the context. The turn ends at `num_granted` tokens, the
+    limit of its memory, even if its answer is not complete. `spans` are the parts of the context without a
+    snapshot; `edges` are where the stored pieces of the last, partial block start and end (see
+    `blocks.tail_start`). `chain`, which names the turn's blocks to the store, and `restores` belong to the
+    event loop. `resident` is the session's KV on the device until the turn starts. A turn that `asks` stops
+    before its prompt's last token, until its recalled chunks are on the device.
     """
 
     key: SessionKey
@@ -110,7 +111,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """A piece of the prompt is done; KV now covers `num_cached` of the context's tokens."""
+    """A piece of the prompt is done: now the first `num_cached` tokens of the context have KV."""
 
     turn: Turn
     num_cached: int
@@ -118,7 +119,7 @@ class Prefilled:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The answer's token number `index`, from 0, with the text that has become certain."""
+    """The answer's token number `index`, from 0, and the text that is certain with this token."""
 
     turn: Turn
     index: int
@@ -130,7 +131,7 @@ class Sampled:
 class SnapshotCut:
     """A snapshot as plain bytes; or None, if the writer had no room, or cutting failed.
 
-    Some layers have a state at the end of KV only: a snapshot that is cut later lacks the state.
+    Some layers have a state only at the end of KV, so a snapshot that is cut later lacks the state.
     `state_lost` says that there was a state, but no room for it.
     """
 
@@ -179,7 +180,7 @@ class Faulted:
 
 @dataclass(frozen=True, slots=True)
 class Short:
-    """The device lacks `num_bytes`, and idle sessions hold them; the session `but` must not be dropped.
+    """The device lacks `num_bytes`, and idle sessions hold that much. The session `but` must not be dropped.
 
     The event loop drops as many sessions as needed, or all, and answers with `Device.made_room`.
     """
@@ -190,7 +191,7 @@ class Short:
 
 @dataclass(frozen=True, slots=True)
 class Starved:
-    """No step fits, and no idle session is left: snapshots that wait for the disk take the room."""
+    """No step fits, and no idle session is left to drop; snapshots that wait for the disk hold the memory."""
 
 
 Event = Prefilled | Sampled | SnapshotCut | Recall | WantsPast | Finished | Faulted | Short | Starved
@@ -204,10 +205,10 @@ class NoRoomError(Exception):
 class StepReport:
     """The outcome of one step, and the device's memory after it.
 
-    `num_decoded` tokens were drawn for the `num_rows` answers that were running. `num_drafted` counts the
-    draft tokens since the start, `num_accepted` those accepted, `num_evicted` the tokens of paged sessions
-    that recalled ones replaced. `estimated_bytes` is the estimate for the step besides weights and KV,
-    `measured_bytes` the measurement.
+    `num_decoded` tokens were drawn for the `num_rows` answers that were running. Since the start,
+    `num_drafted` counts draft tokens, `num_accepted` accepted draft tokens, and `num_evicted` tokens of paged
+    sessions that were replaced by recalled ones. `estimated_bytes` is the estimate for the step besides
+    weights and KV, `measured_bytes` the measurement.
     """
 
     events: tuple[Event, ...]
