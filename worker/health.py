@@ -43,7 +43,10 @@ class HealthServer:
     """Answers GET and HEAD of a few paths. Event loop only."""
 
     def __init__(self, endpoint: Endpoint, paths: Mapping[str, Callable[[], list[str]]]) -> None:
-        """`paths` has for each path a function that lists the reasons for a 503; without any it is 200."""
+        """`paths` has a function for each path; it lists the reasons for a 503.
+
+        Without reasons the answer is 200.
+        """
         self._endpoint = endpoint
         self._paths = paths
         #: The open connections, the oldest first; a dict because sets have no order.

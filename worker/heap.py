@@ -31,7 +31,7 @@ class Spare:
     """
 
     def __init__(self, size_bytes: int) -> None:
-        """`size_bytes`, at most 1 GiB, is also the limit of freed memory that is kept; 0 does nothing."""
+        """`size_bytes` (at most 1 GiB) is also how much freed memory is kept. 0 turns this class off."""
         self._libc = _glibc() if size_bytes else None
         self._addresses: list[int] = []
         self._thread: threading.Thread | None = None
@@ -46,7 +46,7 @@ class Spare:
         self._thread.start()
 
     def release(self) -> None:
-        """Free the memory for use, after all of it was written to. Call once, on any thread."""
+        """Free the memory for use, once all of it was written to. Call this once, on any thread."""
         if self._thread is None or self._libc is None:
             return
         self._thread.join()

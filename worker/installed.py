@@ -1,4 +1,4 @@
-"""How this Turnkeep was installed: what a user types to run it, and to add a package to it."""
+"""Knows how this Turnkeep was installed: the commands that run it and that add packages to it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ def program() -> str:
 
 
 def as_installed(message: str) -> str:
-    """Replace `pip install` in a message by this environment's pip, and `'turnkeep[EXTRA]'` by a checkout."""
+    """Adapt a message to this installation.
+
+    Replaces `pip install` by this environment's pip, and `'turnkeep[EXTRA]'` by the path of a checkout.
+    """
     return _PIP.sub(lambda found: _install(found["extra"]), message)
 
 
@@ -40,7 +43,7 @@ def _install(extra: str | None) -> str:
 
 @functools.cache
 def _checkout() -> str | None:
-    """Return the folder of the checkout that this is an editable installation of; None for a wheel."""
+    """Return the folder of the checkout if this is an editable installation; None for a wheel."""
     origin = json.loads(importlib.metadata.distribution("turnkeep").read_text("direct_url.json") or "{}")
     if not origin.get("dir_info", {}).get("editable"):
         return None

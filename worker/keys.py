@@ -1,4 +1,4 @@
-"""The key of the snapshots on disk, for the worker and for commands on the directory."""
+"""Reads the encryption key of the snapshots on disk, for the worker and for commands on its directory."""
 
 from __future__ import annotations
 

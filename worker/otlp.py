@@ -1,7 +1,7 @@
-"""Makes spans of finished turns, and sends them by OTLP over HTTP, on a thread of its own.
+"""Makes OpenTelemetry spans of finished turns, and sends them by OTLP over HTTP on a separate thread.
 
-The event loop only puts a turn's times into a queue: a slow or dead collector costs spans, never a turn.
-Imported only if a collector is set.
+The event loop only puts a turn's times into a queue: a slow or dead collector loses spans, but never delays a
+turn. Imported only if a collector is set.
 """
 
 from __future__ import annotations
@@ -41,10 +41,16 @@ _STOP_S: Final = 2.0
 
 
 class Traces:
-    """Takes turns on the event loop. The standard's variables decide which are sampled."""
+    """Accepts finished turns on the event loop.
+
+    OpenTelemetry's environment variables decide which are sampled.
+    """
 
     def __init__(self, endpoint: str | None, attributes: Mapping[str, str]) -> None:
-        """`endpoint` is the collector; None leaves it to the variables. `attributes` describe the worker."""
+        """`endpoint` is the collector; None uses OpenTelemetry's environment variables.
+
+        `attributes` describe the worker.
+        """
         if endpoint is not None:
             endpoint = endpoint.rstrip("/").removesuffix("/v1/traces") + "/v1/traces"
         self._exporter = OTLPSpanExporter(endpoint)
@@ -109,7 +115,7 @@ class Traces:
             log.warning("the collector takes spans again", lost_turns=num_lost)
 
     def _make(self, turn: TurnTimes) -> None:
-        """Make the spans of one turn, with the times of the wall clock."""
+        """Make the spans of one turn; their times are converted to the wall clock."""
         offset_s = time.time() - time.monotonic()
 
         def at(moment_s: float) -> int:
@@ -149,7 +155,7 @@ class _Made(SpanProcessor):
 
 
 class _Complaint(logging.Handler):
-    """Keeps the SDK's last complaint, instead of a line for each of its tries."""
+    """Keeps only the last log message of the SDK, instead of one line for each failed attempt."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

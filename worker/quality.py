@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The amount of work: sizes in tokens and counts of windows; answers start after half a window."""
+    """The amount of work: sizes in tokens and numbers of windows. Answers start after half a window."""
 
     window: int
     windows: int
@@ -54,7 +54,7 @@ class Plan:
 
 
 class Side:
-    """A model with KV in one precision, and its outputs."""
+    """A model with its KV in one precision, and the outputs measured with it."""
 
     def __init__(self, loaded: LoadedModel, plan: Plan, kv_bits: int | None) -> None:
         self._model = loaded.model

@@ -39,7 +39,7 @@ _TIB: Final = 2**40
 
 
 class SettingsError(TurnkeepError):
-    """A setting is unknown or invalid; the message names it, its source, and what would be right."""
+    """A setting is unknown or invalid. The message names it and its source, and says what is valid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,10 @@ def _choice(*words: str) -> Kind:
 
 
 def _or(word: str, meaning: object, kind: Kind) -> Kind:
-    """Let `word` mean `meaning` (no value, for example), so that a source can undo a lower one."""
+    """Extend `kind`: the value `word` means `meaning`, for example no value.
+
+    So a source can undo the value of a source that it overrides.
+    """
     return Kind(
         f"{word!r} or {kind.wants}",
         f"{word}|{kind.shape}",
@@ -219,7 +222,7 @@ def _http_url(value: object) -> str:
 
 
 def policy_text(policy: Policy) -> str:
-    """Write a policy as the setting takes it; `str` of it is its identity."""
+    """Write a cache policy as the setting accepts it; `str(policy)` is its identity instead."""
     return "full" if policy == FULL else _POLICY.show(policy)
 
 
@@ -252,7 +255,7 @@ def _secret(purpose: str) -> Any:
 
 
 def _found(kind: Kind, find: Callable[[], object], found: str, purpose: str) -> Any:
-    """Declare a setting whose default is computed at the start; `found` describes it."""
+    """Declare a setting whose default is computed at the start; `found` describes that default."""
     return dataclasses.field(
         default_factory=find, metadata={"kind": kind, "purpose": purpose, "found": found}
     )

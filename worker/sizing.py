@@ -38,7 +38,10 @@ _DAY_H: Final = 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Sessions that end at `context_tokens`, others in their place; a turn adds a prompt and an answer."""
+    """The sessions to plan for. Each turn adds a prompt and an answer.
+
+    A session ends at `context_tokens`, and a new one takes its place.
+    """
 
     sessions: int
     turns_per_hour: float
@@ -58,7 +61,7 @@ class Sized:
     identity: Identity
 
     def file_bytes(self, num_new: int, at: int) -> int:
-        """Return the size of the file of a snapshot of the last `num_new` of `at` tokens."""
+        """Return the size of a snapshot file with the last `num_new` of a session's first `at` tokens."""
         layout = self.layout or ModelLayout(())
         seen = min(at, max((window.num_tokens for window in self.kv.windows), default=at))
         kv = (
@@ -101,9 +104,9 @@ class Plan:
 def measure(
     loaded: LoadedModel, policy: Policy, *, block: int, max_context: int, limit_bytes: int | None
 ) -> Sized:
-    """Measure a model that was loaded lazily; only one with windows of its own has to run.
+    """Measure a model that was loaded lazily; a pass runs only if the model has windows of its own.
 
-    Raises `ValueError` with the reason why sessions cannot be under the policy.
+    Raises `ValueError` with the reason if sessions cannot have this policy.
     """
     model = loaded.model
     if (why := misfit(policy, block_tokens=block, context_tokens=max_context)) is not None:
@@ -178,9 +181,10 @@ def plan(
 
 
 def _life(sized: Sized, load: Load, block: int) -> tuple[float, int]:
-    """Return the bytes that a session writes in an average turn, and the size of its files at its end.
+    """Return the bytes that a session writes per turn on average, and the size of its files at its end.
 
-    As the device cuts: blocks as they fill up, and at a turn's end the tail, in pieces (`tail_start`).
+    Files are written as the device cuts them: each block when it is full, and at the end of a turn the tail,
+    in pieces (`tail_start`).
     """
     at = written = kept = num_turns = 0
     edges, sizes = [0], [0]  # of the tail's pieces, and what each of them takes

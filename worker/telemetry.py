@@ -45,7 +45,7 @@ class Distribution:
 
 
 class Calls:
-    """Requests that were answered by a reply, and how long that took."""
+    """Counts requests that were answered by a reply, and the time that they took."""
 
     def __init__(self) -> None:
         self.num = 0
@@ -63,7 +63,7 @@ class Calls:
 
 
 class Tenants:
-    """Counts of the first `most` tenants by name, and of all others together; with 0 no counts."""
+    """Counts for the first `most` tenants by name, and for all others together; no counts if `most` is 0."""
 
     def __init__(self, most: int) -> None:
         self._most = most

@@ -1,4 +1,4 @@
-"""The times and numbers of a turn's spans, collected while the turn runs; no text of it.
+"""Collects the times and numbers of a turn's spans while the turn runs; none of its text.
 
 `otlp` makes the spans and sends them.
 """
@@ -28,10 +28,11 @@ class Phase(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TurnTimes:
-    """The content of one turn's spans.
+    """The times and numbers for one turn's spans.
 
     The turn began `waited_s` before `end_s`, a reading of the monotonic clock. `parent` are the headers that
-    name the publisher's span, `error` is the result's code. The first of the `phases` is the wait.
+    name the publisher's span, `error` is the result's code. The first of the `phases` is the time that the
+    turn waited.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Starts what sends spans. Imports OpenTelemetry only where a collector is named."""
+"""Starts the exporter of spans. Imports OpenTelemetry only if a collector is configured."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ _LACKS: Final = "OpenTelemetry's SDK is missing; pip install 'turnkeep[traces]' 
 
 
 class TracesError(TurnkeepError):
-    """Spans cannot be made; the message says what would help."""
+    """Spans cannot be made; the message says how to fix it."""
 
 
 def start_traces(endpoint: str | None, environ: Mapping[str, str], **attributes: str) -> Traces | None:
-    """Start what sends spans; None if neither `endpoint` nor the standard's variables name a collector.
+    """Start the exporter of spans.
 
-    `attributes` describe the worker. Raises `TracesError` if a given `endpoint` lacks the extra.
+    Returns None if neither `endpoint` nor OpenTelemetry's environment variables name a collector.
+    `attributes` describe the worker. Raises `TracesError` if `endpoint` is given but the extra is not
+    installed.
     """
     is_off = environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
     is_off = is_off or environ.get("OTEL_TRACES_EXPORTER") == "none"

@@ -1,4 +1,4 @@
-"""Gives each turn its KV: its session's own, trimmed; a snapshot's, rebuilt; or another session's, copied.
+"""Gives each turn its KV: KV of its own session, a rebuilt snapshot, or a copy of another session's KV.
 
 Device thread only. A turn waits here while another turn prefills their common beginning, or until there is
 memory for a copy. The `runner` decides which step runs when, and how turns end.
@@ -55,7 +55,7 @@ class Acquisition:
         return bool(self._short)
 
     def add(self, turn: Turn) -> bool:
-        """Add a turn; False if it has to wait for a turn that is about to prefill their common beginning."""
+        """Add a turn; False if it waits for another turn to prefill the tokens that both begin with."""
         # An append leaves its last token to the answer drawn from its logits: run twice, the token could
         # have other bits in memory than on disk.
         turn.target = max(len(turn.context) - (turn.answer is None), 0)
@@ -66,7 +66,7 @@ class Acquisition:
         return not self._sharing.add(turn)
 
     def ready(self) -> list[Turn]:
-        """Return, and no longer keep, the turns whose wait for another turn or for room is over."""
+        """Return the turns that no longer wait for another turn or for memory, and forget them."""
         short: list[Turn] = []
         if not self._room.awaits_drops:
             short, self._short = self._short, []
@@ -130,7 +130,10 @@ class Acquisition:
         turn.num_cached = turn.num_reused = turn.num_prefilled = 0
 
     def _source(self, turn: Turn) -> ResidentKv | None:
-        """Show the part of another session's KV that covers more of the context than the turn's own."""
+        """Return the part of another session's KV that the turn can reuse.
+
+        None if the turn's own KV covers as many tokens of the context.
+        """
         if turn.source is None or turn.restored is not None:
             return None
         other = self._sharing.source(turn)

@@ -64,7 +64,7 @@ class StepChooser:
         acquisition: Acquisition,
         starve: Callable[[Starved], None],
     ) -> None:
-        """`starve` is called when only dropping snapshots that wait for the disk can make room."""
+        """`starve` is called if memory is short and only snapshots waiting for the disk can be dropped."""
         self._scheduler = scheduler
         self._pace = pace
         self._room = room

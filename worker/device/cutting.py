@@ -127,7 +127,7 @@ class Cutting:
                 self._cut(turn, span)
 
     def _is_about_to_answer(self, turn: Turn) -> bool:
-        """Say whether a turn's next piece ends its prompt, and its KV can be cut as well after that."""
+        """Say whether a turn's next piece ends its prompt, so that its KV can be cut after that piece."""
         begins = turn.answer is not None and turn.row is None
         return begins and self._trimmable and 0 < turn.target - turn.num_cached <= self._block
 

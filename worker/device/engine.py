@@ -79,7 +79,7 @@ class StoppingError(Exception):
 
 @dataclass(slots=True)
 class TurnProgress:
-    """A turn's progress, for `info`: tokens of its context with KV, and tokens of its answer."""
+    """A turn's progress, for `info`: the tokens of its context that have KV, and the tokens of its answer."""
 
     num_cached: int
     num_context: int
@@ -88,10 +88,10 @@ class TurnProgress:
 
 @dataclass(frozen=True, slots=True)
 class TurnResult:
-    """The cost of a turn. `num_cached` tokens of the prompt had KV, `num_prefilled` were run.
+    """The cost of a turn. `num_cached` prompt tokens already had KV, `num_prefilled` were run.
 
-    `complete` says that the whole context has KV: the turn was not cancelled before.
-    `started_s` and `first_token_s` are readings of the monotonic clock.
+    `complete` says that the whole context has KV: the turn was not cancelled before that. `started_s` and
+    `first_token_s` are readings of the monotonic clock.
     """
 
     complete: bool

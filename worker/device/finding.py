@@ -43,9 +43,10 @@ _RESTORE_TRIES: Final = 2
 
 @dataclass(slots=True, eq=False)
 class Holding:
-    """What a session's turn holds until it is over; `room` is requested, or granted once it is True.
+    """What a session's turn holds until it is over.
 
-    Once the turn `is_stopped`, nothing is waited for.
+    `room` is a request for device memory, granted once its result is True. Once the turn `is_stopped`, it
+    waits for nothing.
     """
 
     key: SessionKey

@@ -89,10 +89,11 @@ def attention_bytes(shape: Shape, num_new: int, num_context: int, *, fused: bool
 
 
 def num_scores(policy: Policy, num_cached: int, num_tokens: int) -> int:
-    """Count the scores of a token of a prompt's piece of `num_tokens`, with `num_cached` tokens at its end.
+    """Count the attention scores of one token in a prompt's piece of `num_tokens`.
 
-    A ring's scores are joined from runs, so they count twice; a paged session's do not, since its queries
-    need no rotation. With an exact prefill its scores come in parts.
+    The piece ends at `num_cached` tokens. The scores of a ring are joined from runs, so they count twice.
+    Those of a paged session do not, since its queries need no rotation. With an exact prefill its scores are
+    computed in parts.
     """
     if policy.window is None:
         return num_cached

@@ -62,7 +62,7 @@ class Residency:
         return kv.size_bytes if kv is not None else 0
 
     def num_usable(self, key: SessionKey, num_tokens: int, policy: Policy) -> int:
-        """Return `num_tokens` if a session's KV is of this policy and can be trimmed to that, else 0."""
+        """Return `num_tokens` if a session's KV has this policy and can be trimmed to that length, else 0."""
         kv = self._get(key)
         if kv is None or kv.policy != policy or not kv.earliest <= num_tokens <= len(kv.tokens):
             return 0

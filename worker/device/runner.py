@@ -162,14 +162,17 @@ class Runner:
         self._num_decoded = 0
 
     def _choose_batch(self, loaded: LoadedModel, max_draft: int, trials: Path | None) -> Batch:
-        """Find out how the model's rows run together, or remember it by `trials`."""
+        """Choose the batch for the model's rows by trials. The file `trials` remembers their results."""
         own = make_prompt_cache(loaded.model)
         mx.eval(loaded.model(mx.array([[0]]), cache=own))
         remembered = Trials(trials, _trial_key(loaded, layers.describe(own))) if trials else None
         return batch_for(loaded.model, self._has_room, max_draft=max_draft, trials=remembered)
 
     def _try_caches(self, loaded: LoadedModel, limit_bytes: int | None) -> Callable[[Policy], list[Any]]:
-        """Run a token, and find what the model's KV is and takes; return what makes caches."""
+        """Run one token to learn the classes and size of the model's KV.
+
+        Returns a function that makes caches for a policy.
+        """
         make = partial(
             layers.make,
             loaded.model,
@@ -263,7 +266,7 @@ class Runner:
             self._guarded(turn, lambda turn: self._paging.recalled(turn, spans, tensors))
 
     def give_past(self, turn: Turn, past: Past | None) -> None:
-        """Let a prompt go on that waited for all KV before it; None says that some of it is gone."""
+        """Let a prompt continue that waited for the KV of all earlier tokens; None: some of it is lost."""
         if turn in self._paging:
             self._guarded(turn, lambda turn: self._paging.give_past(turn, past))
 

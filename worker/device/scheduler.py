@@ -54,7 +54,7 @@ AGE_STEPS: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class Step(Generic[T]):
-    """`decode` get a token each; `prefill` pairs turns with how many of their prompts' tokens run."""
+    """`decode` are turns that get one token each; `prefill` pairs turns with numbers of prompt tokens."""
 
     decode: tuple[T, ...]
     prefill: tuple[tuple[T, int], ...]
@@ -64,9 +64,12 @@ class Step(Generic[T]):
 
 
 class Scheduler(Generic[T]):
-    """Turns by phase: prefilling, then decoding in at most `max_rows` rows, `max_tenant_rows` of a tenant.
+    """Turns by phase: first prefilling, then decoding.
 
-    A piece of a prompt ends at the next multiple of `block` at the latest: resuming there is bit-exact.
+    At most `max_rows` turns decode, at most `max_tenant_rows` of one tenant.
+
+    A piece of a prompt never crosses a multiple of `block`, as a prefill that resumes at one gives the same
+    bits.
     """
 
     def __init__(self, max_rows: int, block: int, max_tenant_rows: int | None = None) -> None:

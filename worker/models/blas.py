@@ -1,9 +1,10 @@
 """Loads OpenBLAS into the process before MLX, so that MLX's CPU back end multiplies with it.
 
 The `mlx-cpu` wheel contains the reference BLAS. A library loaded earlier with global symbols replaces it, and
-makes float32 prefill about 15 times faster. On a processor that is newer than itself OpenBLAS computes with
-its oldest kernels, five times slower; it is told the processor then. Must not import MLX: this module has to
-run first.
+makes float32 prefill about 15 times faster. If the processor is newer than the installed OpenBLAS, OpenBLAS
+does not recognise it and uses its oldest kernels, which are five times slower. In that case this module sets
+`OPENBLAS_CORETYPE` to kernels that the processor supports, and loads OpenBLAS again. Must not import MLX,
+since this module has to run first.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def computes_on_linux_cpu() -> bool:
 
 
 def _choose_core(soname: str) -> None:
-    """Tell OpenBLAS the processor if it does not know it and fell back to its kernels of 2004."""
+    """If OpenBLAS does not recognise the processor and uses its kernels of 2004, choose better ones."""
     library = ctypes.CDLL(soname, mode=ctypes.RTLD_LOCAL)
     try:
         name = library.openblas_get_corename
@@ -104,5 +105,5 @@ def _is_installed(name: str) -> bool:
 
 
 def _is_global() -> bool:
-    """Say whether libraries that are loaded from now on see OpenBLAS's symbols."""
+    """Say whether OpenBLAS is already loaded with global symbols, which later libraries then use."""
     return hasattr(ctypes.CDLL(None), "openblas_get_config")

@@ -1,8 +1,8 @@
-"""Renders a model's chat template within limits: a template is foreign code, and may loop forever.
+"""Renders a model's chat template within limits, since a template is foreign code that may loop forever.
 
-Every loop iteration and every macro call is a step. The limit counts steps, so the same messages pass or
-fail on every machine, and every worker folds a session's log alike. A time limit is the last resort.
-The sandbox is transformers' Jinja environment.
+Every loop iteration and every macro call is a step. The limit counts steps, so the same messages pass or fail
+on every machine, and every worker reads the same tokens from a session's log. A time limit is the last
+resort. The sandbox is transformers' Jinja environment.
 """
 
 from __future__ import annotations
@@ -74,9 +74,10 @@ class ChatTemplate:
 
 
 class _Steps:
-    """Counts the steps of one rendering: testing its truth counts one step and is always true.
+    """Counts the steps of one rendering.
 
-    A plain call would be slower: the sandbox checks every call.
+    The template tests this object's truth value, which counts one step and is always true. A plain call would
+    be slower: the sandbox checks every call.
     """
 
     def __init__(self) -> None:

@@ -34,7 +34,7 @@ def package_digest(name: str) -> str:
 
 
 def _modules(*first: str) -> dict[str, ModuleType]:
-    """Find these modules and the modules of their package that they use, directly or indirectly."""
+    """Find these modules and all modules of the same package that they import, directly or indirectly."""
     package = first[0].partition(".")[0] + "."
     found: dict[str, ModuleType] = {}
     todo = list(first)

@@ -28,8 +28,8 @@ class ControlTokens:
     """The tokens of a vocabulary that only the chat template may use. Immutable, so thread-safe.
 
     These are the special tokens, the tokens that end an answer, and the other added tokens that the template
-    writes (`<tool_call>`). An assistant's messages may contain the last group: models sample these tokens in
-    their answers.
+    writes (`<tool_call>`). An assistant's messages may contain tokens of the last kind, since models sample
+    them in their answers.
     """
 
     def __init__(self, rust: Any, end_ids: Collection[int], template: str) -> None:
@@ -75,7 +75,10 @@ class ControlTokens:
         return self._mark(text, self._all)
 
     def mark_answer(self, tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> str:
-        """Return the text of sampled tokens; spelled-out control tokens are marked, sampled ones are not."""
+        """Return the text of sampled tokens.
+
+        Control tokens that the model sampled stay unmarked. Text that only spells one is marked.
+        """
         runs = groupby(tokens, self._all.__contains__)
         return "".join(
             decode(list(run)) if control else self._mark(decode(list(run)), self._special)
@@ -83,7 +86,7 @@ class ControlTokens:
         )
 
     def encode(self, text: str, encode_later: Callable[[str], list[int]]) -> list[int]:
-        """Tokenise a text with marks. `encode_later` tokenises a piece that follows another."""
+        """Tokenise a text with marks. `encode_later` tokenises a piece that is not the first one."""
         parts = text.split(_MARK)
         plain = "".join(parts)
         marks = _mark_positions(parts)
@@ -145,5 +148,5 @@ def index_after(text: str, num_chars: int) -> int:
 
 
 def _mark_positions(parts: Sequence[str]) -> list[int]:
-    """List for each mark the number of characters before it."""
+    """Return, for each mark, the number of characters before it."""
     return list(accumulate(map(len, parts[:-1])))

@@ -57,7 +57,7 @@ class GgufFile:
     tensors: dict[str, Tensor]
 
     def rows(self, tensor: Tensor) -> Iterator[npt.NDArray[np.float32]]:
-        """Yield the tensor's values as float32, some rows at a time to bound memory."""
+        """Yield the tensor's values as float32, a few rows at a time, to limit memory."""
         row_values = tensor.shape[-1]
         num_rows = tensor.num_values // row_values
         raw = np.memmap(self.path, np.uint8, "r", tensor.offset, (num_rows, tensor.num_bytes // num_rows))

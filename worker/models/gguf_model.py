@@ -56,9 +56,10 @@ _ROPE_FACTORS: Final = "rope_freqs.weight"
 
 
 def convert(source: Path, models_dir: Path, *, dtype: str, progress: Progress | None = None) -> Path:
-    """Return the model folder made from a GGUF file; converts the file unless that was done before.
+    """Return the model folder made from a GGUF file; convert the file unless it was converted before.
 
-    `dtype` is float32, float16, bfloat16, or keep: the nearest to the file's own. Raises `ModelError`.
+    `dtype` is float32, float16, bfloat16, or keep, which chooses the type nearest to the file's own. Raises
+    `ModelError`.
     """
     try:
         digest = _digest(source)
@@ -298,7 +299,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def _digest(path: Path) -> str:
-    """Hash the converter's number and the content, so that a replaced file is converted again."""
+    """Hash the converter's version and the file's content, so that a replaced file is converted again."""
     hasher = xxhash.xxh3_64(bytes([_CONVERTER]))
     with path.open("rb") as file:
         while piece := file.read(1 << 22):

@@ -146,7 +146,10 @@ def _sentencepiece(fields: Mapping[str, Any], tokens: Sequence[str], kinds: Sequ
 
 
 def _merges(tokens: Sequence[str], kinds: Sequence[int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Recover merges from scores: SentencePiece joins the pair whose joined piece has the highest score."""
+    """Recover the merges from scores.
+
+    SentencePiece first joins the pair whose joined piece has the highest score.
+    """
     normal = {token: score for token, kind, score in zip(tokens, kinds, scores, strict=True) if kind == 1}
     found = [
         (-score, token[:cut], token[cut:])

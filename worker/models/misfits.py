@@ -37,7 +37,7 @@ _NUMBERS: Final = (
 
 
 def explain(config: Mapping[str, Any], error: Exception) -> str:
-    """Return one sentence for an error of loading; `config` is that of the language model."""
+    """Return one sentence that explains a loading error. `config` is that of the language model."""
     said = one_line(error)
     for name in _NUMBERS:
         if isinstance(config.get(name), str | list | dict):

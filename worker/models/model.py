@@ -149,8 +149,9 @@ def load(
     """Load a model folder on the calling thread, which must be the thread that will run the model.
 
     With `dtype` keep, weights keep their type, quantised or not; otherwise they are dequantised and cast.
-    With `kv_bits` the model's caches are quantised. `progress` counts evaluated bytes. With `lazy` MLX reads
-    weights once a pass is evaluated; the result's sizes are known before. Raises `ModelError`.
+    With `kv_bits` the model's caches are quantised. `progress` counts evaluated bytes. With `lazy`, MLX reads
+    the weights only when a pass is evaluated; the sizes in the result are known without that. Raises
+    `ModelError`.
     """
     if dtype not in DTYPES:
         raise ModelError(f"the weights' dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
@@ -184,7 +185,7 @@ def load(
 def _load_weights(
     folder: Path, dtype: str, progress: Progress | None, *, lazy: bool
 ) -> tuple[Module, dict[str, Any], list[mx.array]]:
-    """Return a folder's model, its configuration and its weights, of the wanted type."""
+    """Return a folder's model, its configuration and its weights, converted to the wanted dtype."""
     import mlx.core as mx
     from mlx.utils import tree_flatten
     from mlx_lm import utils
@@ -201,7 +202,7 @@ def _load_weights(
 
 
 def cache_sizes(model: Module) -> KvSize:
-    """Measure the size of a session's KV from the shapes of a pass of one token, which is not evaluated."""
+    """Derive the size of a session's KV from the shapes of a pass over one token, which is not evaluated."""
     import mlx.core as mx
     from mlx_lm.models.cache import make_prompt_cache
 

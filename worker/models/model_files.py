@@ -25,7 +25,7 @@ _MAX_HEADER_BYTES: Final = 100_000_000  # the limit of the safetensors library
 
 
 class ModelError(TurnkeepError):
-    """A model cannot be used; the message is one line: what is wrong and what would be right."""
+    """A model cannot be used. The message is one line with the fault and the remedy."""
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.split()))  # names in a broken file may contain line breaks

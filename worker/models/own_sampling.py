@@ -1,4 +1,4 @@
-"""The sampling options that a model's authors recommend, from its folder."""
+"""Reads, from a model's folder, the sampling options that the model's authors recommend."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _OPTIONS: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty
 
 
 def own_sampling(folder: Path) -> dict[str, float]:
-    """Return the options in `generation_config.json`, without those that no generate may have.
+    """Return the options in `generation_config.json`, without options that a generate request cannot have.
 
-    Empty if there is no such file, or none in it. `do_sample` false takes the most likely token.
+    Empty if there is no such file, or no option in it. `do_sample: false` becomes greedy sampling.
     """
     path = folder / "generation_config.json"
     config = read_json(path) if path.exists() else {}

@@ -1,8 +1,8 @@
 """Quantised KV: replaces a model's plain caches by quantised ones, or says why not. Device thread only.
 
 Keys and values are quantised when they enter the cache, from a session's first token on, and never change: a
-session's KV has one precision on the device and on disk, and the same bits after a restore. Layers without
-plain keys and values (windows, chunks, recurrent states) keep full precision.
+session's KV has one precision on the device and on disk, and the same bits after a restore. Layers with other
+caches (windows, chunks, recurrent states) keep full precision.
 """
 
 from __future__ import annotations

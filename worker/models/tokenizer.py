@@ -1,7 +1,7 @@
 """Tokenises, decodes and renders chat templates: a thin wrapper around a Hugging Face tokenizer.
 
-Special tokens in raw text are parsed, since chat templates contain them; in messages they stay text
-(`content`). Decoding joins each token's bytes, so it is also right in the middle of a session, where a
+Special tokens in raw text are parsed, since chat templates contain them; in messages they stay plain text
+(see `content`). Decoding joins each token's bytes, so it is also right in the middle of a session, where a
 tokenizer's own decoder would cut a leading space. All methods are thread-safe. Must not import MLX.
 """
 
@@ -43,7 +43,7 @@ class _HfTokenizer(Protocol):
 class Tokenizer:
     """Encode, decode and render with one model's tokenizer.
 
-    `eos_ids` end an answer. `added_ids` are split off a text before the rest is tokenised.
+    `eos_ids` end an answer. The added tokens, `added_ids`, are found in a text before the rest is tokenised.
     """
 
     def __init__(self, hf: _HfTokenizer, eos_ids: Iterable[int] = ()) -> None:
@@ -103,16 +103,16 @@ class Tokenizer:
         return self._controls.mark_text(text)
 
     def answer_content(self, tokens: Sequence[int]) -> tuple[str, str]:
-        """Split an answer into the `answer_lead` that it begins with and its content for `render`.
+        """Split an answer into the `answer_lead` at its start and its content for `render`.
 
-        Sampled special tokens stay special; spelled-out ones are text.
+        Special tokens that the model sampled stay special; text that only spells one stays text.
         """
         text = self._controls.mark_answer(tokens, self.decode)
         lead = self.answer_lead if unmarked(text).startswith(self.answer_lead) else ""
         return lead, text[index_after(text, len(lead)) :]
 
     def token_bytes(self, token: int) -> bytes:
-        """Return the bytes of a token inside a text; none for an id beyond the vocabulary."""
+        """Return the bytes of a token in the middle of a text; none for an id beyond the vocabulary."""
         found = self._bytes.get(token)
         if found is None:
             found = self._bytes[token] = self._find_bytes(token)
@@ -123,8 +123,8 @@ class Tokenizer:
     ) -> str:
         """Return the text of a whole conversation; raises `TemplateError`.
 
-        A template that asks for the date gets `started`, the day when the session began: with the clock the
-        same conversation would render differently tomorrow.
+        A template that asks for the date gets `started`, the day when the session began: with the present
+        date, the same conversation would render differently tomorrow.
         """
         if not self.has_template:
             raise TemplateError("the model has no chat template; send text or tokens instead of messages")
@@ -175,7 +175,7 @@ class Tokenizer:
         return ids
 
     def _inside(self, text: str) -> list[int]:
-        """Encode after a character that takes the added space, then cut off both."""
+        """Encode `text` after a character that takes the added space; return the tokens without both."""
         ids = self._ids(_SHIELD + text)
         head = b""
         for i, token in enumerate(ids):

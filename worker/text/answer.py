@@ -1,6 +1,6 @@
 """One growing answer: its tokens, its text, and when it ends. Pure.
 
-The state after k tokens depends on these tokens alone. So after a crash, pushing the published tokens again
+The state after k tokens depends only on these tokens. So after a crash, pushing the published tokens again
 restores the answer's state.
 """
 

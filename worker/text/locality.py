@@ -1,8 +1,8 @@
-"""Finds the chat templates in which later messages never change a message's text. Pure.
+"""Finds out whether later messages can change the text that a chat template gives an earlier message. Pure.
 
-Such a local template renders the end of a conversation to the same text if most earlier messages are left
-out. The proof is from the template's source: a construct that is not known to be harmless counts as one that
-looks back.
+If they cannot, the template is local: it renders the end of a conversation to the same text even if most
+earlier messages are left out. This is proved from the template's source. A construct that is not known to be
+harmless counts as one that looks at other messages.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class _Proof:
         self._place = "after"
 
     def _visit_macro(self, node: nodes.Macro) -> None:
-        """Check a macro like the body of the loop: it may be called there."""
+        """Check a macro as strictly as the body of the loop, since the body may call it."""
         place, self._place = self._place, "inside"
         nested, self._nested = self._nested, True
         for child in node.iter_child_nodes():
@@ -133,7 +133,7 @@ class _Proof:
             raise _LooksBackError
 
     def _is_harmless(self, node: nodes.Node) -> bool:
-        """Say whether an expression is fully checked here, and gives the same for a shorter list."""
+        """Say whether an expression is completely checked here, and has the same value for a shorter list."""
         match node:
             case nodes.Assign(target=nodes.Name(), node=value) if self._is_list(value):
                 return self._place != "inside"

@@ -1,4 +1,4 @@
-"""Streams an answer's text: whole characters, held back while a stop string may have begun.
+"""Streams an answer's text in whole characters, and holds back text that may be part of a stop string.
 
 The same tokens always give the same pieces of text, so an answer can be resumed after a crash. Uses Python's
 incremental UTF-8 decoder on the tokens' bytes: constant cost per token, and the same text as decoding all
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class TextStream:
     """Turns tokens into text that is safe to publish, up to the first stop string.
 
-    The stop string that ends first wins; of several that end together, the longest. Once `stopped` is true,
-    the stop string and the text after it are never returned.
+    The stop string that ends first counts; if several end at the same place, the longest one. Once `stopped`
+    is true, the stop string and the text after it are never returned.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
@@ -31,7 +31,7 @@ class TextStream:
         self.stopped = False
 
     def push(self, token: int) -> str:
-        """Add the next token; returns the text that is now certain. End-of-turn tokens have none."""
+        """Add the next token; return the text that is now certain. End-of-turn tokens add no text."""
         if token in self._tokenizer.eos_ids:
             return ""
         return self._release(self._decoder.decode(self._tokenizer.token_bytes(token)))
