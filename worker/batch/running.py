@@ -17,7 +17,7 @@ class RunningAttention:
     """Attention of some tokens of one session: `queries`, (1, heads, tokens, head_dim)."""
 
     def __init__(self, queries: mx.array, scale: float, sink_logits: mx.array | None = None) -> None:
-        """`sink_logits`, one a head, are some models' scores of a sink without a key."""
+        """`sink_logits`, one per head, are scores of learned attention sinks without keys (some models)."""
         _, heads, num_tokens, _ = queries.shape
         self._queries = queries * scale
         shape = (1, heads, num_tokens, 1)

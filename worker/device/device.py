@@ -67,9 +67,9 @@ class Device:
         wired_bytes: int | None = None,
         **options: Unpack[RunnerOptions],
     ) -> None:
-        """`load` runs on the thread; `died` is called there if it ends for another reason than `stop`.
+        """`load` runs on the thread. `died` is called there if the thread ends other than by `stop`.
 
-        `wired_bytes` are never paged out.
+        The system never pages out `wired_bytes` of MLX's memory.
         """
         self._load = load
         self._died = died

@@ -558,10 +558,7 @@ class Engine:
             self._stop_run(run)
 
     def _stop_run(self, run: _Run) -> None:
-        """End a run's turn at once, with its tokens so far.
-
-        A turn that is not on the device is not submitted.
-        """
+        """End a run's turn with its tokens so far. A turn that is not on the device yet is not submitted."""
         self._flights.cancel(run.turn)
         run.holding.stop_waiting()
 

@@ -309,7 +309,7 @@ def _digest(path: Path) -> str:
 
 @contextmanager
 def _locked(models_dir: Path) -> Iterator[None]:
-    """Lock the models folder against other processes, and remove unfinished folders of earlier ones."""
+    """Lock the models folder against other processes, and remove folders that were left unfinished."""
     with (models_dir / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         for unfinished in models_dir.glob(_UNFINISHED + "*"):

@@ -185,5 +185,5 @@ def _token_id(fields: Mapping[str, Any], name: str, tokens: Sequence[str]) -> in
 
 
 def _adds_bos(fields: Mapping[str, Any]) -> bool:
-    """Return the default of the model family, for files without `add_bos_token`."""
+    """Say whether the model family adds a beginning-of-sequence token; for files that do not say it."""
     return fields["tokenizer.ggml.model"] == "llama" or fields.get("tokenizer.ggml.pre") in _LLAMA3

@@ -61,9 +61,9 @@ def fetch(hub_id: str, progress: Progress | None) -> Path:
 
 
 def _bar(what: str, progress: Progress | None) -> Any:
-    """Make the class of the library's progress bars: they draw nothing, and report bytes.
+    """Make the class of the library's progress bars: they draw nothing, and report bytes to `progress`.
 
-    The library has two such bars, for bytes received and for bytes on disk; either may stand still.
+    The library has two such bars, for bytes received and for bytes on disk; either of them may not advance.
     """
     from huggingface_hub import utils
 

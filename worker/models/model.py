@@ -214,7 +214,7 @@ def cache_sizes(model: Module) -> KvSize:
 
 
 def list_models(data_dir: Path) -> list[ModelEntry]:
-    """List the packaged model, converted models and those in the hub's cache, without broken folders."""
+    """List the packaged model, converted models, and models in the hub's cache, except broken folders."""
     entries = []
     path = packaged_gguf()
     if path is not None:
@@ -232,7 +232,7 @@ def list_models(data_dir: Path) -> list[ModelEntry]:
 
 
 def _evaluate(weights: list[mx.array], progress: Progress | None) -> None:
-    """Evaluate in pieces, to report progress and to bound the temporaries of dequantising."""
+    """Evaluate the weights in pieces, to report progress and to limit temporary memory."""
     import mlx.core as mx
 
     total = sum(array.nbytes for array in weights)

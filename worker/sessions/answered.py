@@ -1,6 +1,7 @@
-"""The request ids of a session that have a result, and where in the log: 24 bytes per id.
+"""Records which request ids of a session have a result, and where in the log; takes 24 bytes per id.
 
-Only a hash of each id is stored. So the caller of `find` must read the request there and compare its id.
+Only a hash of each id is stored. So the caller of `find` must read that request from the log and compare its
+id.
 """
 
 from __future__ import annotations
@@ -68,12 +69,15 @@ class AnsweredIds:
         return noted.tobytes()
 
     def load(self, added: bytes) -> None:
-        """Replace all ids by joined results of `pack` and `drain_added`. Raises `ValueError` if truncated."""
+        """Replace all ids by the concatenated results of `pack` and `drain_added`.
+
+        Raises `ValueError` if they are truncated.
+        """
         rows = np.frombuffer(added, "<u8").astype(np.uint64).reshape(-1, 3)
         self._sorted = rows[np.argsort(rows[:, 0], kind="stable")]
 
     def find(self, request_id: str) -> AnsweredAt | None:
-        """Return where an id was answered; None if it was not. The hash may be that of another id."""
+        """Return where an id was answered; None if it was not. Another id may have the same hash."""
         key = _hash(request_id)
         if (found := self._recent.get(key)) is not None:
             return found

@@ -1,9 +1,9 @@
-"""Counts what may have crashed a worker: attempts at a request, and readings of a session's log.
+"""Counts actions that may have crashed a worker: attempts at a request, and readings of a session's log.
 
-The count is in the log, beside the session; a request that starts for the first time costs nothing. Before
-another attempt a note is stored with the number of tokens published so far. An attempt that published more
-tokens than the one before does not count. The last attempt runs alone on the device, so that a crash harms
-no other request. A reading counts only if the worker ended before the reading did.
+The count is stored in the log, beside the session's entries. The first attempt at a request stores nothing.
+Before another attempt a note is stored with the number of tokens published so far. An attempt that published
+more tokens than the one before does not count. The last attempt runs alone on the device, so that a crash
+harms no other request. A reading counts only if the worker ended during it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _STORE_S: Final = 5.0
 
 
 class AttemptNote(Struct, frozen=True, omit_defaults=True):
-    """Attempts in a session that may have crashed a worker, at the request at `seq`.
+    """Counts attempts at the request at `seq` that may have crashed a worker.
 
     `tokens` is the number of the answer's tokens that were published before the last attempt. `reads` counts
     readings of the session's log that a worker began and did not end.
@@ -56,10 +56,11 @@ class Attempts:
 
     @asynccontextmanager
     async def reading(self, key: SessionKey) -> AsyncIterator[AttemptNote]:
-        """Count a reading of a session's log that may crash this worker, until the reading ends.
+        """Count a reading of a session's log, which may crash this worker, until the reading ends.
 
-        Yields the note so far. After a reading that did not end, logs in doubt are read one at a time: if
-        `max_attempts` more do not end, no other log is to blame.
+        Yields the session's earlier note. If an earlier reading did not end, the log is in doubt. Logs in
+        doubt are read one at a time, so that a log whose next `max_attempts` readings also crash the worker
+        is the only possible cause.
         """
         note = await self.note(key)
         async with self._readings.enter(lambda: False, alone=note.reads > 0):
@@ -79,12 +80,12 @@ class Attempts:
         return AttemptNote()
 
     async def store(self, key: SessionKey, note: AttemptNote) -> AttemptNote:
-        """Store a note before its attempt, and return it."""
+        """Store a note before the attempt that it counts, and return the note."""
         await self._journal.append(key, "attempt", msgspec.json.encode(note))
         return note
 
     async def uncount(self, key: SessionKey, seq: int, num_tokens: int, last: AttemptNote) -> None:
-        """Take the last attempt off the count: an orderly stop ended it."""
+        """Remove the last attempt from the count, because the worker was stopped in an orderly way."""
         attempts = last.attempts if last.seq == seq else 1
         await self.store(key, AttemptNote(seq, attempts - 1, num_tokens))
 
@@ -105,8 +106,8 @@ class SharedLock:
     async def enter(self, stopped: Callable[[], bool], *, alone: bool = False) -> AsyncIterator[None]:
         """Hold the lock, shared with others or `alone`.
 
-        A caller for which `stopped()` is true does not wait: it will not do the work. Call `recheck` when
-        that may have changed.
+        A caller for which `stopped()` is true does not wait: it will not do the work. Call `recheck` when the
+        result of `stopped()` may have changed.
         """
         while self._is_shut and not stopped():
             await self._changed.wait()

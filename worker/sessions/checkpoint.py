@@ -51,7 +51,7 @@ class Link(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Link | None:
-        """Parse the text that `str` returns; None for any other text."""
+        """Parse the text that `str(link)` returns; None for any other text."""
         seq, _, digest = text.partition(" ")
         try:
             return cls(int(seq), bytes.fromhex(digest))
@@ -87,7 +87,10 @@ def digest(body: bytes) -> bytes:
 
 
 class Start(Struct, frozen=True, array_like=True):
-    """A session's shortened tokens and all of its answered ids, in the place of all checkpoints before."""
+    """A session's shortened tokens and all of its answered ids.
+
+    A checkpoint with a start needs no earlier checkpoints.
+    """
 
     begun: bytes
     digests: bytes
@@ -102,7 +105,7 @@ class Start(Struct, frozen=True, array_like=True):
 
     @property
     def size_bytes(self) -> int:
-        """The bytes that it takes, before it is compressed."""
+        """The size in bytes, before compression."""
         return sum(map(len, (self.begun, self.digests, self.tokens, self.ids)))
 
     def unpacked(self) -> Tokens:
@@ -111,11 +114,11 @@ class Start(Struct, frozen=True, array_like=True):
 
 
 class _Body(Struct, frozen=True, array_like=True):
-    """A checkpoint; `near` is the shortened conversation, empty if the template looks back.
+    """The content of a checkpoint.
 
-    `cache` is the session's policy; of a session under `full`, it is left out, as in earlier versions. If a
-    checkpoint has a `start`, a session can be opened without earlier checkpoints, unless it needs all of its
-    tokens.
+    `near` is the shortened conversation; it is empty if the template looks back at earlier messages. `cache`
+    is the session's policy; it is left out under `full`, as in earlier versions. If a checkpoint has a
+    `start`, a session can be opened without earlier checkpoints, unless it needs all of its tokens.
     """
 
     version: int
@@ -138,8 +141,8 @@ class _Body(Struct, frozen=True, array_like=True):
 class Delta:
     """The changes of a session from its last checkpoint to the request at `in_seq`.
 
-    `tokens` follow the first `changes.kept_tokens` tokens; `history` has none. `ids` are new answered ids. A
-    session with a `start` can be opened from here.
+    `tokens` follow the first `changes.kept_tokens` tokens of the session; `history` has no tokens. `ids` are
+    new answered ids. With a `start`, a session can be opened from this checkpoint alone.
     """
 
     in_seq: int
@@ -206,7 +209,7 @@ def _inflate(packed: bytes) -> bytes:
 
 
 def has_start(body: bytes) -> bool:
-    """Whether a session can be opened from this checkpoint's body, without those before it."""
+    """Whether a session can be opened from this checkpoint's body, without earlier checkpoints."""
     with suppress(msgspec.MsgspecError):
         return msgspec.msgpack.decode(body, type=_Body).start is not None
     return False
@@ -215,9 +218,9 @@ def has_start(body: bytes) -> bool:
 def restore(bodies: Sequence[bytes], tokenizer: Tokenizer, maker: bytes, *, whole: bool) -> Checkpoint | None:
     """Decode a session from the bodies of its checkpoints, oldest first. Call it on a thread.
 
-    With `whole`, `bodies` are all checkpoints; else they begin with the last one that has a start, and the
-    decoded conversation, and with a start also the tokens, are shortened. Returns None if the bodies cannot
-    be decoded, do not fit together, or are of another version or tokenizer.
+    With `whole`, `bodies` are all checkpoints; else they begin with the last one that has a start. Then the
+    decoded conversation is shortened, and with a start the tokens too. Returns None if the bodies cannot be
+    decoded, do not fit together, or are of another version or tokenizer.
     """
     tokens, segments, answered = as_tokens(), list[Segment](), AnsweredIds()
     num_bytes = 0

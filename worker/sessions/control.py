@@ -63,7 +63,7 @@ class Control:
         self._metrics = metrics
 
     async def answer(self, subject: str, body: bytes) -> ControlReply:
-        """Answer one control request; invalid ones are answered with `failed`."""
+        """Answer one control request. An invalid request is answered with `failed`."""
         try:
             key, _, _ = self._subjects.parse(subject)
             request = decode_control(body)

@@ -1,7 +1,7 @@
 """Carries out one request of a session: adds its input, runs its turn on the device, builds the result.
 
 Stateless between requests: a history comes in, a result and the history after it go out. The session commits
-both, so a failure in here changes nothing but which KV is resident.
+both, so a failure in this module changes only which KV is resident.
 """
 
 from __future__ import annotations
@@ -244,7 +244,10 @@ class Execution:
     async def _sample(
         self, key: SessionKey, request: Generate, pending: Pending, prompt: History, answer: Answer
     ) -> TurnResult | None:
-        """Run the answer to its end; None if it is complete already, or cancelled before its turn began."""
+        """Run the answer to its end.
+
+        Returns None if it is already complete, or was cancelled before its turn began.
+        """
         if answer.finish_reason is not None:
             return None
         num_known = len(answer.tokens)
@@ -323,7 +326,10 @@ class Execution:
             )
 
     def _chosen(self, cache: CachePolicy) -> Policy:
-        """Return the policy that an `open` asks for; refuse one that contradicts itself."""
+        """Return the policy that an `open` asks for.
+
+        Raises `RefusedError` if the request contradicts itself.
+        """
         try:
             return chosen(cache, self._fold.policy)
         except ValueError as error:
@@ -336,7 +342,10 @@ class Execution:
             raise RefusedError("invalid_request", why)
 
     def _note_policy(self, policy: Policy) -> None:
-        """Note the policy of an `open`; refuse one policy too many. Open sessions are not affected."""
+        """Record the policy of an `open` request.
+
+        Refuse it if the worker would have too many different policies. Open sessions are not affected.
+        """
         if policy in (FULL, self._fold.policy, *self._policies):
             return
         if len(self._policies) == MOST_POLICIES:
@@ -348,7 +357,7 @@ class Execution:
         self._policies.add(policy)
 
     def _check_size(self, num_prompt: int, policy: Policy, *, room: int) -> None:
-        """Refuse a prompt that can never run, with `room` tokens for the answer."""
+        """Refuse a prompt that can never run with `room` further tokens for its answer."""
         if not policy.is_endless and num_prompt + room > self._context_tokens:
             raise RefusedError(
                 "context_exceeded",
@@ -367,14 +376,15 @@ class Execution:
 
 
 def failed(pending: Pending, position: int, code: ErrorCode, message: str) -> Failed:
-    """Build the failure of a request that left the session at `position`."""
+    """Build the `failed` result of a request that left the session at `position`."""
     return failure(pending.id, code, message, seq=pending.seq, position=position)
 
 
 def withdrawn(pending: Pending, history: History, position: int) -> Result:
     """Build the result of a request that was cancelled or expired before it had an effect.
 
-    `position` is the session's; `history` may be a part of it, if the log cannot be read.
+    `position` is the session's position. If the log cannot be read, `history` may have only a part of the
+    session.
     """
     if pending.expired and not pending.cancelled:
         return failed(pending, position, "expired", "its deadline passed; nothing was added")

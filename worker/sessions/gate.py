@@ -1,4 +1,4 @@
-"""A limit on concurrent work (folds of logs, for example), shared fairly between tenants."""
+"""Limits concurrent work (for example, reading logs), and shares the places fairly between tenants."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Gate:
 
     @asynccontextmanager
     async def enter(self, tenant: str) -> AsyncIterator[None]:
-        """Wait for a place, and occupy it."""
+        """Wait for a place, and occupy it until the block ends."""
         if self._num_free:
             self._num_free -= 1
         else:

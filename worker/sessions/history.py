@@ -1,7 +1,7 @@
 """A session's tokens and conversation, and how requests and results change them. Pure: no I/O, no device.
 
-A session is the fold of its log: the answered requests in the order of their sequences, each with its result.
-The live path and the replay of a log use the same functions, so both lead to the same tokens.
+A session is the fold of its log: its answered requests are applied in the order of their sequences, each with
+its result. Live requests and the replay of a log use the same functions, so both lead to the same tokens.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class RefusedError(Exception):
 
 
 class DivergedError(Exception):
-    """The log folds to other tokens than it says: another model or template wrote it."""
+    """Reading the log gives other tokens than the log states: another model or template wrote it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +83,16 @@ class History:
         return self.tokens.digest()
 
     def has_digest(self, digest: str) -> bool:
-        """Whether this is the tokens' digest, or that of earlier versions. Raises `CutOffError`."""
+        """Whether `digest` is the digest of the tokens, in this or an earlier format.
+
+        Raises `CutOffError`.
+        """
         return digest == self.tokens.digest() or digest == self.tokens.plain_digest()
 
     def shortened(self) -> History:
-        """Leave out what only a rewind or a prefill after lost KV needs; these raise `CutOffError` then.
+        """Return the history without the parts that only a rewind or a prefill after lost KV needs.
+
+        These operations then raise `CutOffError`.
 
         Under a policy without an end, also leave out tokens that the model no longer sees, except the last
         `KEPT`. This saves memory, and the time to read them.
@@ -101,7 +106,7 @@ class History:
 
 
 def seen(history: History) -> dict[str, Any]:
-    """Build the fields about the policy of the result that leads to `history`; none for `full`."""
+    """Build the fields about the cache policy, for the result that leads to `history`; none for `full`."""
     cache = in_words(history.policy) if history.exists else None
     if cache is None:
         return {}
@@ -129,11 +134,11 @@ class Fold:
         self._tokenizer = tokenizer
 
     def begin(self, started: datetime) -> History:
-        """Return the history of a session without entries; templates may print `started`."""
+        """Return the history of a session without entries; chat templates may print the date `started`."""
         return History(Conversation(self._tokenizer, started), as_tokens(), policy=self.policy)
 
     def check(self, history: History, request: Request) -> None:
-        """Raise `RefusedError` where the session's state does not allow the request."""
+        """Raise `RefusedError` if the session's state does not allow the request."""
         gone = history.closed or not history.exists
         if isinstance(request, Open):
             if not gone:
@@ -204,7 +209,7 @@ class Fold:
     def replay(self, history: History, request: Request, result: Result) -> History:
         """Apply a request and its result to the history before.
 
-        Raises `DivergedError` if the position is not the result's, and `CutOffError`.
+        Raises `DivergedError` if the new position is not the one in the result, and `CutOffError`.
         """
         match request, result:
             case _, Failed():
@@ -281,7 +286,7 @@ class Fold:
 
 
 def _begun(history: History, result: Appended | Generated) -> History:
-    """Return the history before a result, with the policy that its session keeps from then on."""
+    """Return the history before a result, with the policy that the session keeps from this result on."""
     return history if history.exists else replace(history, policy=_recorded(result))
 
 

@@ -54,11 +54,11 @@ class Pending:
     """A request without a result.
 
     `request` is None if the body is invalid; then `error` says why, and `named` is the body's id, if any.
-    `first` is the body of the id's first result, if the request repeats the id. `stored` is the log's time of
-    the request. `held_text` is the text not yet published when an answer was
-    ended early; `published` is the task, if any, that reads the answer's chunks from the token stream.
-    For its spans: `parent` is the publisher's, `phases` are what the turn has spent its time on, and of the
-    answer `num_resumed` tokens are a dead worker's.
+    `first` is the body of the id's first result, if the request repeats the id. `stored` is the time at which
+    the log stored the request. `held_text` is the text not yet published when an answer was ended early;
+    `published` is the task, if any, that reads the answer's chunks from the token stream. The last fields are
+    for spans: `parent` names the publisher's span, `phases` are how the turn has spent its time, and
+    `num_resumed` tokens of the answer come from a worker that has died.
     """
 
     seq: int
@@ -91,7 +91,7 @@ class Pending:
     def deadline_s(self) -> float | None:
         """The request's deadline in seconds since 1970; None without a deadline.
 
-        Counted from the log's time, so that a restart does not extend the deadline.
+        It is counted from the time at which the log stored the request, so that a restart does not extend it.
         """
         request = self.request
         if not isinstance(request, Append | Generate) or request.deadline_s is None:
@@ -99,7 +99,7 @@ class Pending:
         return self.stored.timestamp() + request.deadline_s
 
     def waited_s(self, moment_s: float) -> float:
-        """Return the seconds from the log's time of the request to a moment of the monotonic clock."""
+        """Return the seconds from when the log stored the request to `moment_s` of the monotonic clock."""
         return max(time() - self.stored.timestamp() - (monotonic() - moment_s), 0.0)
 
     @property
@@ -128,7 +128,7 @@ class _EarlyResult:
 class Record:
     """One session's state as folded from its log. Starts empty, before the first request.
 
-    Requests and results come in pages: results first, then the requests that they answer. Unread requests
+    Requests and results are read in pages: results first, then the requests that they answer. Unread requests
     stay in the log, so a long queue takes no memory.
     """
 
@@ -177,19 +177,19 @@ class Record:
 
     @property
     def position(self) -> int:
-        """The session's position, as results say it that change nothing; 0 while the session is closed.
+        """The session's position, for results that do not change it; 0 while the session is closed.
 
-        If this worker cannot continue the log, the position that the log says.
+        If this worker cannot continue the log, this is the last position that the log states.
         """
         if self.diverged is not None:
             return self._last_position
         return 0 if self.history.closed else self.history.position
 
     def digest(self, history: History) -> str:
-        """Return the digest that vouches for a result with `history` behind it.
+        """Return the history digest for a result that leads to `history`.
 
-        If this worker cannot continue the log, the history is not whole and vouches for nothing: then this is
-        the log's last digest.
+        If this worker cannot continue the log, its history is incomplete: then return the last digest in the
+        log.
         """
         if self.diverged is not None and self._proof is not None:
             return self._proof.headers[HISTORY_HEADER]
@@ -221,14 +221,14 @@ class Record:
         return delta
 
     def has_result(self, seq: int) -> bool:
-        """Whether the result of an unread request is known."""
+        """Whether the result of a request is known that was not read yet."""
         return seq in self._early or seq in self._answered_unread
 
     def add_results(self, entries: Sequence[Entry]) -> bool:
         """Add results; return whether any of them answers a request that had no result.
 
-        Ignores entries that no worker can have written: no valid result, no digest of the history, or the
-        request was stored later or has a result already.
+        Ignores entries that no worker can have written: entries without a valid result or a digest of the
+        history, and results of requests that were stored later or already have a result.
         """
         found = False
         waiting = {pending.seq for pending in self.pending}
@@ -247,13 +247,14 @@ class Record:
         return found
 
     def lacks_result(self, pending: Pending) -> bool:
-        """Whether a request has no result: it is pending, or not read yet."""
+        """Whether a request has no result: it is pending, or was not read yet."""
         return pending in self.pending or (pending.seq > self.in_seq and not self.has_result(pending.seq))
 
     def add_requests(self, entries: Sequence[Entry]) -> None:
         """Add the next requests: apply those with a result, queue the others.
 
-        To apply requests tokenises, so call it on a thread; requests without a result are only decoded.
+        Applying requests tokenises text, so call this on a thread. Requests without a result are only
+        decoded.
         """
         if self.in_seq == 0 and entries:
             self.history = self._fold.begin(_began(entries[0]))
@@ -275,7 +276,7 @@ class Record:
             self._diverge("this model makes other tokens of the same log", proof)
 
     def mark_diverged(self, why: str) -> None:
-        """Stop folding; from now on requests fail with `history_diverged`."""
+        """Stop reading the log; from now on requests fail with `history_diverged`."""
         self.diverged = f"{why}: go on in a new session"
 
     def committed(self, pending: Pending, out_seq: int, history: History) -> None:
@@ -332,7 +333,7 @@ class Record:
             log.warning("ignoring this and further entries that are no results here", seq=entry.seq)
 
     def _diverge_by_version(self, request: Entry, result: Result, out: Entry) -> None:
-        """Note that a newer version has answered a request, or in a way, that is unknown here."""
+        """Note that a newer version has answered a request in a way that this version does not know."""
         what = f"with a {result.type}" if isinstance(result, UnknownResult) else "in a form"
         version = words(out.headers.get(BUILD_HEADER, "")).get("version", "unknown")
         self.diverged = (
@@ -346,7 +347,7 @@ class Record:
 
 
 def pending_at(entry: Entry) -> Pending:
-    """Decode a request; invalid ones too."""
+    """Decode a request from the log. An invalid one becomes a `Pending` with an error."""
     try:
         parent = trace_headers(entry.headers)
         return Pending(entry.seq, decode_request(entry.body), "", entry.stored, parent=parent)
@@ -355,10 +356,10 @@ def pending_at(entry: Entry) -> Pending:
 
 
 def _began(entry: Entry) -> datetime:
-    """Return when a session's first request was stored: of a copy, in the log that it was copied from.
+    """Return when a session's first request was stored.
 
-    Chat templates print it, so the copy has the same tokens. A client that claims another time changes what
-    its own prompt says.
+    For a copied session, this is when the original log stored it. Chat templates print the date, so the copy
+    gets the same tokens. A client that states another time changes only its own prompt.
     """
     with contextlib.suppress(ValueError):
         began = datetime.fromisoformat(entry.headers.get(BEGAN_HEADER, ""))

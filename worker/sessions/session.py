@@ -1,7 +1,8 @@
 """One session: carries out its requests in the order of the log, and commits a result for each.
 
 An actor on the event loop. A delivery only wakes the session, which then reads its log forward and answers
-requests without a result, one at a time. The sequence of its last result fences it against other workers.
+requests without a result, one at a time. Each commit names the sequence of the session's last known result,
+so it fails if another worker has stored a result since.
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ class Services:
     """The services that all sessions of a worker share.
 
     `ack` acknowledges the deliveries of a session that has answered all its requests. `shares` limits a
-    tenant's sessions at work, `fold_gate` the logs that are folded at the same time. Results carry `build`.
+    tenant's sessions at work. `fold_gate` limits the logs that are read at the same time. Each result has
+    `build` in a header.
     """
 
     journal: Journal
@@ -153,7 +155,7 @@ class Session:
 
     @property
     def pending(self) -> tuple[Pending, ...]:
-        """Requests without a result that were read, in order; the first may be running."""
+        """Requests that were read and have no result, in order; the first may be running."""
         return tuple(self._record.pending)
 
     @property
@@ -190,7 +192,7 @@ class Session:
         return 0
 
     def ring(self, delivery: Delivery) -> None:
-        """Note that the log has a request at the delivery's sequence, and wake the session."""
+        """Note that the log has a request at the delivery's sequence, and start `run`."""
         self._rung_seq = max(self._rung_seq, delivery.seq)
         self._first_seq = delivery.first_seq
         self._delivered = self._delivered or delivery
@@ -226,10 +228,11 @@ class Session:
                 self._reset_record(whole=True)  # a request needs an early part of it
 
     def _read_ahead(self, asides: TaskGroup) -> Callable[[Pending], None]:
-        """Start to read the published chunks of a delivered generate, while the log is read.
+        """Start to read the published chunks of a delivered generate, while the log is being read.
 
-        Returns a function that gives the chunks to a pending request. It does nothing if they belong to
-        another request, or if they are so old that another worker may have continued the answer since.
+        Returns a function that gives the chunks to a pending request. The function does nothing if the chunks
+        belong to another request, or were read so long ago that another worker may have continued the answer
+        since.
         """
         delivery, self._delivered = self._delivered, None
         request = None
@@ -251,8 +254,8 @@ class Session:
     async def catch_up(self, *, beyond_bell: bool = False) -> None:
         """Read the log up to a request to answer, or to the last delivered request.
 
-        `beyond_bell` also reads requests that were not delivered yet, as the first fold does. Raises
-        `FencedError` if another worker has continued the session.
+        With `beyond_bell`, also read requests that were not delivered yet, as the first reading of the log
+        does. Raises `FencedError` if another worker has continued the session.
         """
         async with self._log_lock:
             record = self._record  # the pages read belong to this record, not to its replacement
@@ -297,7 +300,7 @@ class Session:
             await self._read_log(record, until)
 
     async def _read_log(self, record: Record, until: int) -> None:
-        """See `_fold`; `until` is the last request that is known to be in the log."""
+        """Do the work of `_fold`; `until` is the last request that is known to be in the log."""
         journal = self._services.journal
         deltas: list[Delta] = []
         record.has_more = more_results = True
@@ -326,12 +329,18 @@ class Session:
             record.in_seq = max(record.in_seq, until)  # also if the entry was removed by now
 
     async def whole_tokens(self) -> Tokens:
-        """Return the session's tokens; reads left-out tokens from a stored checkpoint if it has them."""
+        """Return all tokens of the session.
+
+        Tokens missing in memory are read from a stored checkpoint if it has them.
+        """
         tokens = self.history.tokens
         return tokens.filled(await self._trail.tokens()) if tokens.held_from else tokens
 
     async def _read_on(self, record: Record) -> None:
-        """Read the next requests unless some are pending. Raises `FencedError` like `catch_up`."""
+        """Read the next requests, unless some are pending.
+
+        Raises `FencedError` in the same case as `catch_up`.
+        """
         journal, until = self._services.journal, self._rung_seq
         results, _ = await journal.page(self.key, "out", record.out_seq)
         if record.add_results(results):
@@ -344,7 +353,10 @@ class Session:
             record.in_seq = max(record.in_seq, until)
 
     async def refresh(self) -> None:
-        """Read the log to its end. Raises `FencedError` if the running request has lost the fence."""
+        """Read the log to its end.
+
+        Raises `FencedError` if another worker has answered the running request.
+        """
         try:
             await self.catch_up(beyond_bell=True)
         except FencedError:
@@ -494,14 +506,14 @@ class Session:
             self.used_s = monotonic()
 
     async def _expire(self, pending: Pending, deadline_s: float) -> None:
-        """End a request at its deadline, with the tokens so far."""
+        """End a request at its deadline, keeping its tokens so far."""
         await sleep(deadline_s - time())
         if pending is self.active:
             pending.expired = True
             self._stop_active()
 
     async def _attempt(self, pending: Pending) -> tuple[Result, History]:
-        """Carry out a request, or give it up if it has crashed too many workers."""
+        """Carry out a request, or give up if it has crashed too many workers."""
         attempts, device_lock = self._services.attempts, self._services.device_lock
         note, limit = self._note, attempts.max_attempts
         is_new = self._in_doubt and self._tried_seq != pending.seq  # the attempt is not stored yet
@@ -547,10 +559,10 @@ class Session:
         return failed(pending, self._record.position, "internal", message), history
 
     async def fail(self, error: Exception) -> None:
-        """Count a failure for an unknown reason, and forget the session: its log is read anew.
+        """Count a failure for an unknown reason, and forget the session, so that its log is read again.
 
-        After `max_attempts` failures the next request is given up. If folding itself fails so often, requests
-        are answered with `history_diverged`.
+        After `max_attempts` failures the next request is given up. If reading the log itself fails so often,
+        requests are answered with `history_diverged`.
         """
         self._num_failures += 1
         record = self._record
@@ -562,7 +574,10 @@ class Session:
         self.forget()
 
     async def _result(self, pending: Pending) -> tuple[Result, History]:
-        """Return a request's result and the history after it. Raises errors only for a stop, fence or cut."""
+        """Return a request's result and the history after it.
+
+        Raises only `StoppingError`, `FencedError` and `CutOffError`; other errors become a `failed` result.
+        """
         history, position = self.history, self._record.position
         try:
             return await self._try(pending, history)
@@ -597,7 +612,7 @@ class Session:
         return await self._services.execution.carry_out(self.key, request, pending, history)
 
     async def _repeated(self, request: Request, pending: Pending, known: AnsweredRequest) -> Result:
-        """Answer a repeated id with the first result of that id."""
+        """Answer a request whose id was used before with the first result of that id."""
         if request != known.request:
             raise RefusedError(
                 "id_conflict",
@@ -615,8 +630,9 @@ class Session:
     async def _commit(self, pending: Pending, result: Result, history: History | None) -> bool:
         """Store a result and the history after it, then wake all who wait for the result.
 
-        Without `history` the result changes none: so a request cancelled while it waited may be committed out
-        of order. Returns False if the request has a result by now, or the log was read anew.
+        Without `history`, the result does not change the history. So a request that was cancelled while it
+        waited can be committed out of order. Returns False if the request already has a result, or the log
+        was read again meanwhile.
         """
         services, record = self._services, self._record
         closes = isinstance(result, Closed) and result.repeat_of is None
@@ -648,7 +664,7 @@ class Session:
         return True
 
     def _count(self, pending: Pending, result: Result) -> None:
-        """Count a stored result, and trace its turn."""
+        """Count a stored result in the metrics, and hand its turn to tracing."""
         services = self._services
         outcome = result.code if isinstance(result, Failed) else "ok"
         counted = outcome if outcome in ("ok", *ERROR_CODES) else "other"  # a repeat has any code of the log
@@ -663,7 +679,11 @@ class Session:
         )
 
     async def _store(self, pending: Pending, result: Result, history: History) -> int:
-        """Commit a result after the last one. Entries that are no results of this session do not fence."""
+        """Commit a result directly after the last known one.
+
+        If the commit is refused only because of newer messages on `out` that are not valid results of this
+        session, it skips them and tries again; otherwise it raises `FencedError`.
+        """
         journal, record = self._services.journal, self._record
         if result.repeat_of is None or not pending.first:
             body = encode(result)
@@ -686,8 +706,8 @@ class Session:
     async def _end_tokens(self, pending: Pending, request_id: str, num_tokens: int, held_text: str) -> None:
         """Close an answer's token stream.
 
-        Publishes the text that was held back until a cancel: if published before the commit, the answer could
-        continue differently after a crash.
+        Publishes the text that was held back until a cancel. If that text were published before the commit,
+        the answer could continue differently after a crash.
         """
         rest = Chunk(num_tokens, (), held_text, pending.seq) if held_text else None
         await self._services.outbox.end(self.key, request_id, rest)

@@ -1,6 +1,6 @@
-"""The sessions in this worker's memory: starts their tasks, evicts idle ones.
+"""Keeps the sessions in this worker's memory: starts their tasks, and evicts idle sessions.
 
-An evicted session is read from its log when the next request for it comes.
+An evicted session is read from its log again when its next request arrives.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Sessions:
         return dict(Counter(one.policy.name for one in histories if one.exists and not one.closed))
 
     def ring(self, delivery: Delivery) -> None:
-        """Pass a delivery to its session, which refuses names that break the rule for ids."""
+        """Pass a delivery to its session. The session refuses names that break the rule for ids."""
         self._get(delivery.key).ring(delivery)
 
     @contextlib.contextmanager
@@ -97,7 +97,7 @@ class Sessions:
         return session
 
     def _bound_memory(self) -> None:
-        """Evict the least recently used idle sessions while all sessions take too much memory."""
+        """Evict the least recently used idle sessions while the sessions use too much memory."""
         if self._size_bytes <= _MAX_IDLE_BYTES:
             return
         for key in list(self._sessions):
@@ -112,7 +112,7 @@ class Sessions:
         session.counted_bytes = 0
 
     def _update_size(self, session: Session) -> None:
-        """Update the counted size of a session that was read or has answered."""
+        """Update the counted size of a session after it was read or has answered."""
         size_bytes = session.size_bytes if self._sessions.get(session.key) is session else 0
         self._size_bytes += size_bytes - session.counted_bytes
         session.counted_bytes = size_bytes
@@ -127,7 +127,10 @@ class Sessions:
             self._tasks.start_soon(self._run, session, name=str(session.key))
 
     async def _run(self, session: Session) -> None:
-        """Run a session until it has no work; log unknown errors, and try again from its log."""
+        """Run a session until it has no work.
+
+        After an unknown error, log it and start again from the session's log.
+        """
         pause_s = _RETRY_S
         try:
             while not self._stopping.is_set():

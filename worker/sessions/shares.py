@@ -29,7 +29,10 @@ _PRESENT_S: Final = 10.0
 
 @dataclass(slots=True, eq=False)
 class _Tenant:
-    """`floods`: had more sessions than may ever be at work at once, and some of them still wait."""
+    """One tenant's sessions.
+
+    `floods` says that it had more sessions than may ever work at once, and some of them still wait.
+    """
 
     seen_s: float
     num_at_work: int = 0
@@ -38,7 +41,10 @@ class _Tenant:
 
 
 class Shares:
-    """Limits each tenant's sessions at work; no session waits for another tenant's. Event loop only."""
+    """Limits how many sessions of each tenant work at once. Event loop only.
+
+    No session waits for another tenant's.
+    """
 
     def __init__(self, num_rows: int, clock: Callable[[], float] = monotonic) -> None:
         """`num_rows` is the number of batch rows of the device."""
@@ -52,7 +58,9 @@ class Shares:
 
     @asynccontextmanager
     async def enter(self, key: SessionKey, priority: int, *, at_once: bool) -> AsyncIterator[None]:
-        """Be at work, `at_once` or when the tenant's share has room.
+        """Count as at work inside the block, after waiting for room in the tenant's share.
+
+        With `at_once`, it does not wait.
 
         Raises `StoppingError` if the worker stops before.
         """

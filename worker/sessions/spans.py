@@ -1,4 +1,4 @@
-"""The attributes of a turn's span, from its request and result: numbers and names, no text. Pure."""
+"""Builds the attributes of a turn's span from its request and result: numbers and names, no text. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 def turn_times(key: SessionKey, pending: Pending, result: Result, model: str) -> TurnTimes:
-    """Describe a turn whose result is in the log, by OpenTelemetry's names for GenAI where there are some."""
+    """Describe a turn whose result is in the log.
+
+    The attributes have OpenTelemetry's names for generative AI where such names exist.
+    """
     operation = _operation(pending)
     attributes: dict[str, Any] = {
         "gen_ai.operation.name": operation,

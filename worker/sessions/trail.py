@@ -50,7 +50,7 @@ class Trails:
 
 
 class Found(NamedTuple):
-    """A checkpoint, and the session's results behind it as far as they were read."""
+    """A checkpoint, and those results of the session after it that were already read."""
 
     checkpoint: Checkpoint
     results: list[Entry]
@@ -92,12 +92,12 @@ class Trail:
         await self.stored()
 
     async def stored(self) -> None:
-        """Wait until the added checkpoints are stored, or one of them cannot be."""
+        """Wait until the added checkpoints are stored, or storing one has failed."""
         if self._storing is not None:
             await self._storing.wait()
 
     async def store(self) -> None:
-        """Store the waiting checkpoints; one that fails is tried again with the next `add`."""
+        """Store the waiting checkpoints. If storing one fails, the next `add` tries it again."""
         try:
             while self._waiting:
                 link = await self._store(self._waiting[0])
@@ -155,7 +155,7 @@ class Trail:
     async def _read(self, link: Link | None, *, whole: bool) -> list[bytes]:
         """Read a checkpoint and all before it, oldest first; empty if a message differs from its link.
 
-        Unless `whole`, that ends where a session can start.
+        Unless `whole`, read back only to the last checkpoint with a start.
         """
         parts: list[bytes] = []
         bodies: list[bytes] = []
