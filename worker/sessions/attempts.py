@@ -59,8 +59,8 @@ class Attempts:
         """Count a reading of a session's log, which may crash this worker, until the reading ends.
 
         Yields the session's earlier note. If an earlier reading did not end, the log is in doubt. Logs in
-        doubt are read one at a time, so that a log whose next `max_attempts` readings also crash the worker
-        is the only possible cause.
+        doubt are read one at a time, so that if `max_attempts` more readings do not end either, only this log
+        can be the cause.
         """
         note = await self.note(key)
         async with self._readings.enter(lambda: False, alone=note.reads > 0):

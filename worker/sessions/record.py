@@ -198,8 +198,8 @@ class Record:
     def next_delta(self, in_seq: int) -> Delta | None:
         """Return the next checkpoint, of the history after the request at `in_seq`; None if not due.
 
-        That request's result must have a digest of the history. No checkpoint is due while an earlier request
-        is pending.
+        The result of that request must have a digest of the history. No checkpoint is due while an earlier
+        request is pending.
         """
         waits = self.pending[0].seq < in_seq if self.pending else False
         if self._num_since_checkpoint < _CHECKPOINT_EVERY or self.diverged or waits or in_seq > self.in_seq:

@@ -453,9 +453,10 @@ class Session:
         return self._record
 
     async def _begun(self, pending: Pending) -> bool:
-        """Return whether the request was started, here or by a dead worker: then its published tokens stay.
+        """Return whether the request was started, here or by a worker that died.
 
-        Only the next request can have been started: chunks published for another request are not a worker's.
+        If so, its published tokens stay. Only the next request can have been started: chunks that were
+        published for another request do not come from a worker.
         """
         if pending is self.active:
             return True
@@ -475,7 +476,10 @@ class Session:
         return await self._services.journal.published(self.key, request.id, pending.seq, pending.stored)
 
     async def _end_last_answer(self) -> None:
-        """Close the token stream of the last answer, as the worker that committed it may have died before."""
+        """Close the token stream of the last answer.
+
+        The worker that committed the answer may have died before it closed the stream.
+        """
         last, self._record.last = self._record.last, None
         if last is None:
             return
@@ -532,7 +536,7 @@ class Session:
             raise
 
     async def _clear_doubt(self) -> None:
-        """Clear the doubt and its note: this worker has survived the request."""
+        """Remove the note that the request may have crashed a worker: this worker has survived it."""
         if self._in_doubt:
             await self._services.attempts.end(self.key)
             self._in_doubt, self._note = False, AttemptNote()

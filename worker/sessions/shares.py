@@ -1,7 +1,8 @@
-"""Limits the sessions at work per tenant: enough to keep the device busy, fewer beside other tenants.
+"""Limits how many sessions of a tenant work at once.
 
-Other sessions wait here before their logs are read. Each session at work makes the device's steps and the
-event loop slower for all others, and many more sessions than the device has batch rows gain nothing.
+The limit keeps the device busy; it is lower while other tenants have work. Other sessions wait here before
+their logs are read. Each session at work makes the device's steps and the event loop slower for all others,
+and many more sessions than the device has batch rows gain nothing.
 """
 
 from __future__ import annotations
@@ -58,11 +59,10 @@ class Shares:
 
     @asynccontextmanager
     async def enter(self, key: SessionKey, priority: int, *, at_once: bool) -> AsyncIterator[None]:
-        """Count as at work inside the block, after waiting for room in the tenant's share.
+        """Count the session as at work inside the block.
 
-        With `at_once`, it does not wait.
-
-        Raises `StoppingError` if the worker stops before.
+        Unless `at_once`, first wait until the tenant's share has room. Raises `StoppingError` if the worker
+        stops before.
         """
         if self._is_stopped:
             raise StoppingError

@@ -128,7 +128,7 @@ class Trail:
         return link
 
     async def tokens(self) -> Tokens:
-        """Read the tokens of the last stored checkpoint, unconfirmed; none where it cannot be read."""
+        """Read the tokens of the last stored checkpoint, without confirming them; none if that fails."""
         await self.stored()
         bodies, tokenizer = await self._read(self.link, whole=True), self._trails.tokenizer
         found = await in_thread(lambda: restore(bodies, tokenizer, tokenizer.fingerprint, whole=True))

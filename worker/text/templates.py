@@ -1,16 +1,18 @@
-"""A session as a conversation: which tokens each turn adds, rendered with the model's chat template.
+"""Renders a session as a conversation, and finds the tokens that each turn adds.
+
+Uses the model's chat template.
 
 A turn adds the tokens that a full render of the whole conversation would add. If the template changes text
 that it rendered before (trims an answer, drops its thoughts), the addition says from which position on the
 history is replaced. Pure: no device, no broker, no clock.
 
 The history is a sequence of segments: prompts, answers, raw content. Answers keep their sampled tokens, as
-the tokenizer might choose others for the same text. Prompts between two answers are tokenised as one text:
-a token may span two turns.
+the tokenizer might choose others for the same text. Prompts between two answers are tokenised as one text: a
+token may span two turns.
 
 With a local template (`locality`) the cost of a turn depends on its size only: the last messages are rendered
-without most earlier ones, once without and once with the new messages. The first render must match the end
-of the session's text; what the second adds is what a full render would add.
+twice without most earlier ones: first without, then with the new messages. The first render must match the
+end of the session's text. The text that the second render adds is the text that a full render would add.
 """
 
 from __future__ import annotations
@@ -75,14 +77,14 @@ class Segment(Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """The wanted text of the conversation from the segment at index `start` on."""
+    """The text that the conversation must have from the segment at index `start` on."""
 
     start: int
     text: str
 
 
 class Changes(NamedTuple):
-    """A changed conversation: numbers of unchanged first segments and tokens, and the segments after."""
+    """A changed conversation: its numbers of unchanged first segments and tokens, and its new segments."""
 
     kept_segments: int
     kept_tokens: int
@@ -202,7 +204,7 @@ class Conversation:
         return num_first(self.tokenizer.template) is None
 
     def shortened(self) -> Conversation:
-        """Leave out the segments that only a rewind needs; no effect if the template looks back.
+        """Leave out the segments that only a rewind needs; no effect if the template looks at all messages.
 
         This saves memory. Every change then gives the same result as before, or raises `CutOffError`.
         """
@@ -308,9 +310,10 @@ class Conversation:
         return extended
 
     def _near_target(self, messages: Sequence[Message], *, header: bool) -> _Target | None:
-        """Find the text after the last answer but one, without rendering the text before it.
+        """Find the text after the second last answer, without rendering the text before it.
 
-        None if the conversation is short, the template looks back, or its text is not what it rendered.
+        None if the conversation is short, the template looks back, or the session's text differs from what
+        the template renders.
         """
         segments, num_head = self._segments, num_first(self.tokenizer.template)
         if num_head is None or (found := self._near(num_head)) is None:
@@ -437,7 +440,7 @@ class Conversation:
         return segments[agreeing - 1].end if agreeing else base, agreed_chars
 
     def _last_border(self, segments: Sequence[Segment], history: Sequence[int]) -> int | None:
-        """Find the last added token of a final prompt; later text cannot change the tokens before it."""
+        """Find the last added token of a prompt at the end; later text cannot change the tokens before it."""
         if not segments or segments[-1].kind != "prompt":
             return None
         backwards = range(segments[-1].end - 1, segments[-1].start, -1)
@@ -476,12 +479,12 @@ def pack_segments(what: Any) -> bytes:
 
 
 def unpack_segments(packed: bytes) -> list[Segment]:
-    """Decode a list of segments. Raises `ValueError` and `MsgspecError`."""
+    """Decode the result of `pack_segments`. Raises `ValueError` and `MsgspecError`."""
     return msgspec.convert(json.loads(packed), list[Segment])
 
 
 def _first(segments: Sequence[Segment]) -> int:
-    """Find the first segment of the conversation that messages continue: after the last raw content."""
+    """Find the first segment after the last raw content: there the present conversation starts."""
     return next((index for index in range(len(segments), 0, -1) if segments[index - 1].kind == "raw"), 0)
 
 

@@ -99,7 +99,7 @@ def check_port(port: int) -> None:
 
 
 def server_name(root: Path) -> str:
-    """Return the name of a data directory's server, which tells it from other servers on its port."""
+    """Return the server name for a data directory; it identifies this server among others on its port."""
     return SERVER_PREFIX + hashlib.sha256(os.fsencode(root.absolute())).hexdigest()[:16]
 
 
@@ -152,7 +152,10 @@ class EmbeddedServer:
         return self._process.pid if self._process else None
 
     def check(self) -> None:
-        """Raise `BrokerError` if `start` could neither adopt a server nor start one; change nothing."""
+        """Raise `BrokerError` if `start` could neither adopt a running server nor start one.
+
+        Changes nothing.
+        """
         if not self._find():
             _program()
             check_port(self.port)
@@ -196,7 +199,8 @@ class EmbeddedServer:
         """Find a server that runs with this data directory's configuration.
 
         The state file has its process id; if the worker was killed before it wrote that file, all processes
-        are searched. The command line decides, as another process may have got the process id.
+        are searched. A process is accepted only by its command line, since another process may have the same
+        id now.
         """
         noted: list[int] = []
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -210,7 +214,7 @@ class EmbeddedServer:
         return None
 
     async def _adopt(self) -> bool:
-        """Adopt the found server; False if it has other settings or does not get ready."""
+        """Use the running server that was found; False if it has other settings or does not become ready."""
         # The file is written only while no server runs, so the running server was started with it.
         with contextlib.suppress(OSError):
             if self._config_file.read_text("utf-8") != self._config:
@@ -326,7 +330,10 @@ class EmbeddedServer:
         return False
 
     def _health_problem(self) -> str | None:
-        """Ask the server's health check for a problem; None if it has none or does not answer. Blocks."""
+        """Return the problem that the server's health check reports; None without one or without an answer.
+
+        Blocks.
+        """
         try:
             ports = json.loads((self._root / f"nats-server_{self.pid}.ports").read_bytes())
             connection = http.client.HTTPConnection(urlsplit(ports["monitoring"][0]).netloc, timeout=2.0)
@@ -338,7 +345,10 @@ class EmbeddedServer:
             return None
 
     async def _restart(self) -> None:
-        """Try to start the server until it runs, with exponential backoff, which a stable run resets."""
+        """Try to start the server until it runs.
+
+        The waits between tries grow exponentially; after a stable run they are short again.
+        """
         if current_time() - self._started_at > _STABLE_S:
             self._backoff_s = _BACKOFF_S[0]
         await self._end()
@@ -368,7 +378,7 @@ class EmbeddedServer:
 
 
 def _own_token(path: Path) -> str:
-    """Return the token in a file, which is made if there is none. Raises `BrokerError`."""
+    """Return the token in a file; creates the file if it does not exist. Raises `BrokerError`."""
     try:
         token = path.read_text("utf-8").strip() if path.exists() else ""
         if token:

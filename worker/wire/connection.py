@@ -1,4 +1,4 @@
-"""The connection to NATS: clear errors if it cannot be made, then reconnects for ever.
+"""Connects to NATS with clear errors if that fails, and reconnects for ever after that.
 
 Owns the log messages about the connection. Knows nothing of the server process, streams or sessions.
 """
@@ -72,7 +72,7 @@ async def connect(
 
 
 async def _open(client: Nats, urls: str, watch: _Watch, timeout_s: float, **options: Any) -> None:
-    """Connect for the first time, and from then on for ever; `watch` receives the connection's events."""
+    """Connect for the first time; later the client reconnects for ever. `watch` receives its events."""
     await client.connect(
         urls.split(","),
         error_cb=watch.error,
@@ -87,7 +87,10 @@ async def _open(client: Nats, urls: str, watch: _Watch, timeout_s: float, **opti
 
 
 class _Watch:
-    """Receives one connection's events: logs them, or collects errors in `failures` until it is connected."""
+    """Receives one connection's events.
+
+    Before it is connected, errors are collected in `failures`; later they are logged.
+    """
 
     def __init__(
         self,
@@ -134,7 +137,7 @@ class _Watch:
 
 
 async def confirm_subscriptions(client: Client) -> None:
-    """Wait until the server has all subscriptions so far; before, it may still answer "no responders".
+    """Wait until the server has all subscriptions so far; until then it may answer "no responders".
 
     nats-py's `flush` sends its ping at once, ahead of buffered commands: only a second ping comes after them.
     """

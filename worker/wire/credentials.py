@@ -30,7 +30,7 @@ _MAX_BYTES: Final = 2**20
 
 
 def nats_options(settings: Settings) -> dict[str, Any]:
-    """Read the credentials. Raises `SettingsError`, also for settings that do not go together."""
+    """Read the credentials. Raises `SettingsError`, also for settings that contradict each other."""
     given = {name for name in CREDENTIAL_SETTINGS if getattr(settings, name) is not None}
     ways = {
         "nats_creds": {"nats_creds"},
@@ -55,7 +55,7 @@ def worker_options(settings: Settings) -> dict[str, Any]:
 
 
 def client_options(settings: Settings) -> dict[str, Any]:
-    """Read the credentials of a command: where none are set, the token of the worker's own server."""
+    """Read the credentials of a command. If none are set, use the token of the worker's own server."""
     options = nats_options(settings)
     if settings.nats is None and options.keys() <= {"tls"} and (token := own_token(settings.data_dir)):
         options["token"] = token
@@ -77,7 +77,7 @@ def own_token(data_dir: Path) -> str | None:
 
 
 def over_tls(settings: Settings, urls: str) -> str:
-    """Make nats:// and ws:// URLs tls:// and wss:// ones where the settings name a CA or a certificate."""
+    """Change nats:// and ws:// URLs to tls:// and wss:// if the settings name a CA or a certificate."""
     if settings.nats_ca is None and settings.nats_cert is None:
         return urls
     return ",".join(re.sub("^ws://", "wss://", re.sub("^nats://", "tls://", url)) for url in urls.split(","))

@@ -1,4 +1,4 @@
-"""Request and reply on core NATS: control requests (`ctl`) and asks (`ask`)."""
+"""Answers requests on core NATS: control requests (`ctl`) and asks (`ask`, a generate with a reply)."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Desk:
         self._tenants: Counter[str] = Counter()  # open requests by tenant
 
     async def open(self) -> None:
-        """Subscribe; return when the server has confirmed."""
+        """Subscribe; return when the server has confirmed the subscriptions."""
         for subject, calls, answer in (
             (self._subjects.every("ctl"), self._telemetry.calls["ctl"], self._control_reply),
             (self._subjects.every("ask"), self._telemetry.calls["ask"], self._ask),
@@ -87,7 +87,7 @@ class Desk:
         await confirm_subscriptions(self._nc)
 
     async def close(self) -> None:
-        """Take no more requests. Asks that are cancelled afterwards find their result on `out`."""
+        """Accept no more requests. If asks are cancelled after this, their results still appear on `out`."""
         for subscription in self._subscriptions:
             with contextlib.suppress(nats.errors.Error):  # the connection may be gone for good
                 await subscription.unsubscribe()

@@ -33,7 +33,7 @@ _SECOND_NS: Final = 1_000_000_000
 
 
 class Discovery:
-    """This worker as a service instance with an id of its own. Event loop only."""
+    """Answers for this worker as one service instance with its own id. Event loop only."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Discovery:
         self._subscriptions: list[Subscription] = []
 
     async def open(self) -> None:
-        """Subscribe; return when the server has confirmed."""
+        """Subscribe; return when the server has confirmed the subscriptions."""
         for verb, say in (("PING", dict[str, Any]), ("INFO", self._info), ("STATS", self._stats)):
             for whom in ("", f".{NAME}", f".{NAME}.{self._who['id']}"):
                 answer = self._answering(f"io.nats.micro.v1.{verb.lower()}_response", say)
@@ -86,7 +86,10 @@ class Discovery:
         return {"started": self._started, "endpoints": [self._calls(one) for one in self._endpoints]}
 
     def _calls(self, endpoint: dict[str, Any]) -> dict[str, Any]:
-        """Count an endpoint's requests. On `in` their time runs from the arrival in the log to the result."""
+        """Count an endpoint's requests.
+
+        For `in`, the time of a request runs from its arrival in the log to its result.
+        """
         if endpoint["name"] == "in":
             outcomes = self._telemetry.requests.values()
             num = sum(one.total() for one in outcomes)

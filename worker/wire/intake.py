@@ -1,10 +1,10 @@
-"""Pulls requests from the stream's consumer; keeps one delivery per session with work, acks the others.
+"""Pulls requests from the stream's consumer; keeps one delivery per session, and acks the others.
 
-A delivery only rings a session's bell: the session reads its log in order, whatever the order of deliveries.
-So one unacknowledged delivery per session, its anchor, is enough: after a crash the server redelivers the
-anchor, and the worker that gets the anchor answers all requests of the session without a result. Older
-deliveries are acknowledged as newer ones come, the anchor when all requests are answered. So memory grows
-with sessions, not with requests.
+A delivery only tells a session that it has work: the session reads its log in order, whatever the order of
+deliveries. So one unacknowledged delivery per session, its anchor, is enough: after a crash the server
+redelivers the anchor, and the worker that gets the anchor answers all requests of the session without a
+result. Older deliveries are acknowledged when newer ones come; the anchor is acknowledged when all requests
+are answered. So memory grows with sessions, not with requests.
 
 Tenants share the places for sessions: deliveries above a tenant's share are returned and come again later.
 """
@@ -60,7 +60,7 @@ _FULL: Final = frozenset({"Message Size Exceeds MaxBytes", "Batch Completed"})
 
 
 def session_of(subject: str) -> SessionKey | None:
-    """Return the session of a stored request's subject; None if no subject can be built from its names.
+    """Return the session that a stored request's subject names; None if its names can form no subject.
 
     A name that breaks the rule for ids may form a subject: then its session refuses the request on `out`.
     Call this before a subject or filter is built from names that clients have chosen.
@@ -83,8 +83,8 @@ def _makes_a_subject(name: str) -> bool:
 class Delivery:
     """A request as the server delivered it.
 
-    `again`: it was delivered to another worker before. So were all requests below the sequence `first_seq`,
-    redelivered or not.
+    `again` says that it was delivered to another worker before. So were all requests with a sequence below
+    `first_seq`, even if they are not redelivered.
     """
 
     key: SessionKey
@@ -96,7 +96,10 @@ class Delivery:
 
 
 class Intake:
-    """Pulls deliveries, and keeps the anchors of the sessions with work. Event loop only."""
+    """Pulls deliveries, and keeps the anchors (one unacknowledged delivery per session with work).
+
+    Event loop only.
+    """
 
     def __init__(
         self,
@@ -148,7 +151,7 @@ class Intake:
 
     @property
     def num_returned(self) -> int:
-        """Number of returned requests, above their tenants' shares of the places."""
+        """Number of requests returned to the server because their tenants were above their shares."""
         return len(self._returned)
 
     async def pull(self, ring: Ring) -> None:
@@ -237,7 +240,8 @@ class Intake:
     async def _refuse(self, message: Msg, seq: int) -> None:
         """Refuse a request whose names form no subject, and terminate its delivery.
 
-        The server may deliver it again while it waits here, or is refused: it is refused once.
+        The server may deliver the request again while it waits here or is being refused; it is refused only
+        once.
         """
         if seq not in self._refused:
             self._refused[seq] = None
@@ -265,7 +269,7 @@ class Intake:
         return mine < min(self._max_sessions // (len(self._tenants) or 1), self._max_per_tenant)
 
     async def pull_again(self) -> None:
-        """Replace the current pull, which the server forgot when the connection was lost."""
+        """Start a new pull request: the server forgot the current one when the connection was lost."""
         self._pull_over.set()
 
     async def keep_alive(self) -> None:
@@ -280,7 +284,10 @@ class Intake:
                     await message.in_progress()
 
     async def ack(self, key: SessionKey) -> None:
-        """Ack a session's anchor: all its requests have results. A lost ack costs a redelivery."""
+        """Acknowledge a session's anchor: all its requests have results.
+
+        If the ack is lost, the server only delivers the request again.
+        """
         message = self._anchors.pop(key, None)
         if message is None:
             return

@@ -1,7 +1,7 @@
 """The session logs in JetStream: reads entries forward, commits results, publishes and reads chunks.
 
-Owns the fence: a result is stored only if no other result was stored since this worker last read. Knows
-nothing of what entries do to a session; see `sessions/history`.
+Owns the fence: a result is stored only if no other result of the session was stored since this worker last
+read the log. Knows nothing of what entries do to a session; see `sessions/history`.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ class Journal:
         """Read a session's next requests, or results, after the stream sequence `after`, in order.
 
         Returns up to `_BATCH` entries or some MiB, and whether there are more. `until` is the sequence of an
-        delivered entry: a replica that ends before it lags, and is read again, unless the stream's leader
-        says that the entry was removed.
+        delivered entry: a replica that ends before this entry lags behind and is read again, unless the
+        stream's leader says that the entry was removed.
         """
         stream, subject = self._subjects.log_stream, self._subjects.of(key, kind)
         pause_s = 0.01
@@ -251,12 +251,12 @@ class Journal:
                 return
 
     async def last(self, key: SessionKey, kind: Literal["attempt", "in", "out"]) -> bytes | None:
-        """Read the body of a session's last entry of a kind; None without one."""
+        """Read the body of a session's last entry of a kind; None if there is none."""
         found = await self._last(key, kind)
         return (found.data or b"") if found else None
 
     async def purge(self, key: SessionKey, kind: Literal["attempt"]) -> None:
-        """Remove a session's entries of a kind. Does not retry: entries that stay do no harm."""
+        """Remove a session's entries of a kind. Does not retry, since remaining entries do no harm."""
         with contextlib.suppress(nats.errors.Error, APIError, OSError):
             await self._js.purge_stream(self._subjects.log_stream, subject=self._subjects.of(key, kind))
 
@@ -274,7 +274,7 @@ class Journal:
         return (await self._js.stream_info(self._subjects.log_stream)).state.bytes
 
     async def closed(self, after: int) -> tuple[list[Entry], bool]:
-        """Read the next notes of closes, of all sessions, after the stream sequence `after`."""
+        """Read the next notes of closes, for all sessions, after the stream sequence `after`."""
         entries, num_more = await self._direct_batch(
             self._subjects.log_stream, self._subjects.every("closed"), after
         )
@@ -283,7 +283,10 @@ class Journal:
     async def remove(
         self, key: SessionKey, before: int, kind: Literal["checkpoint", "dead"] | None = None
     ) -> None:
-        """Remove a session's entries, all or of a kind, below a sequence. Raises nats-py's errors."""
+        """Remove a session's entries below the sequence `before`: of one kind, or of all.
+
+        Raises nats-py's errors.
+        """
         subject = self._subjects.of(key, kind) if kind else self._subjects.log(key)
         await self._js.purge_stream(self._subjects.log_stream, seq=before, subject=subject)
 
@@ -297,7 +300,7 @@ class Journal:
             await self._js.delete_msg(self._subjects.log_stream, seq)
 
     async def refuse(self, subject: str, seq: int, message: str) -> None:
-        """Answer a request whose names form no subject, at its tenant's `_refused`. Does not retry.
+        """Answer a request whose names form no subject, on its tenant's subject `_refused`. Does not retry.
 
         There is no answer if the tenant's name is invalid too, and after a crash there may be two.
         """
@@ -312,7 +315,7 @@ class Journal:
                 log.warning("a refusal could not be stored", seq=seq, error=str(error))
 
     async def _own_commit(self, subject: str, body: bytes, after: int) -> int:
-        """Return the sequence of this commit if only its ack was lost; else raises `FencedError`."""
+        """Return the sequence of this commit if only its ack was lost; otherwise raise `FencedError`."""
         while True:
             try:
                 # No direct get: nats-py would take a publisher's `Status` header for the server's.
@@ -343,7 +346,7 @@ class Journal:
                 yield entry
 
     async def _direct_batch(self, stream: str, subject: str, after: int) -> tuple[list[Entry], int]:
-        """Read a subject's next messages after the sequence `after`; also count the rest."""
+        """Read a subject's next messages after the sequence `after`; also return how many more follow."""
         request = {"seq": after + 1, "batch": _BATCH, "max_bytes": _BATCH_BYTES, "next_by_subj": subject}
         while True:
             try:

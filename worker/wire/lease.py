@@ -1,9 +1,9 @@
-"""The lease on a prefix: one worker at a time serves the prefix, a second worker refuses to start.
+"""The lease on a prefix: only one worker at a time serves the prefix; a second worker refuses to start.
 
 The lease is a message in its own in-memory stream, in the layout of a KV bucket; the server removes the
-message if it is not renewed in time. Results do not depend on the lease, as the fence lets only one of two
-workers commit. The lease prevents other faults of two workers: `forget` erases only one of two caches, the
-wrong worker answers `info`, chunks are published twice.
+message if it is not renewed in time. Results do not depend on the lease, since only one of two workers can
+commit a result (see `journal`). The lease prevents other faults of two workers on one prefix: `forget` erases
+only one of two caches, the wrong worker answers `info`, chunks are published twice.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Lease:
     ) -> None:
         """`lost(why)` is called once if another worker takes the lease while this one does not renew it.
 
-        The stream has `replicas` copies, by default as many as the log.
+        The stream has `replicas` copies, by default as many as the log's stream.
         """
         self._js = js
         self._subjects = subjects
@@ -152,7 +152,7 @@ class Lease:
                     return
 
     async def _renew(self) -> Holder | None:
-        """Renew the lease, also after it ran out; return its holder if that is another worker."""
+        """Renew the lease, even after it has expired; return its holder if another worker has it now."""
         if await self._put(self._seq):
             return None
         holder, seq = await self._holder()
@@ -180,7 +180,10 @@ class Lease:
         return True
 
     async def _holder(self) -> tuple[Holder | None, int]:
-        """Read the holder and the sequence of the lease; no holder if no worker wrote the message."""
+        """Read the holder and the sequence of the lease.
+
+        The holder is None if no worker wrote the message.
+        """
         try:
             last = await self._js.get_last_msg(self._stream, self._subject)
         except NotFoundError:

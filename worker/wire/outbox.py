@@ -1,4 +1,7 @@
-"""Publishes ends of answers, replies and metrics, at most once; `journal` stores what must not be lost."""
+"""Publishes the ends of answers, replies and metrics, at most once.
+
+`journal` stores messages that must not be lost.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ class Outbox:
         self._subjects = subjects
 
     async def end(self, key: SessionKey, request_id: str, rest: Chunk | None) -> None:
-        """Publish an answer's last chunk and the empty body that ends it; its result is committed."""
+        """Publish an answer's last chunk and the empty body that ends it. Its result is already committed."""
         subject = self._subjects.tokens(key, request_id, "chunk")
         if rest is not None:
             await self._publish(subject, encode(rest))
@@ -38,7 +41,7 @@ class Outbox:
         await self._publish(self._subjects.metrics(metrics.worker), encode(metrics))
 
     async def reply(self, inbox: str, message: Struct | dict[str, Any]) -> None:
-        """Reply to a request; a reply too large for the server becomes a `failed`."""
+        """Reply to a request. A reply that is too large for the server is replaced by a `failed`."""
         body, limit = encode(message), self._nc.max_payload
         if len(body) > limit:
             text = f"the answer takes {len(body)} bytes, the server carries {limit}; ask for less of it"

@@ -1,10 +1,10 @@
-"""Removes sessions from the log: closed ones after a time, earlier in a full log; forgotten ones at once.
+"""Removes sessions from the log: closed ones after a time, or when the log is full; forgotten ones at once.
 
-A close is noted on the session's `closed` before its result is stored. So the note is there even if the
-worker crashes in between; it takes effect when the result is there. Entries of an open session always stay.
+A close is noted on the session's `closed` before its result is stored. So the note exists even if the worker
+crashes in between; it takes effect once the result exists. Entries of an open session always stay.
 
-Between a close and its result the log may have requests to the session opened next, and results of requests
-before the close.
+Between a close and its result, the log may have requests for the next session of the same name, and results
+of requests before the close.
 """
 
 from __future__ import annotations
@@ -68,11 +68,14 @@ class Retention:
         self._locks: WeakValueDictionary[SessionKey, Lock] = WeakValueDictionary()
 
     def lock(self, key: SessionKey) -> Lock:
-        """Return the lock that excludes removal while a session's log is read page by page."""
+        """Return the lock that prevents removal while a session's log is read page by page."""
         return self._locks.setdefault(key, Lock(fast_acquire=True))
 
     async def note_close(self, key: SessionKey, *, forget: bool) -> int | None:
-        """Note that a session is about to be closed; with `forget` return how many entries will go."""
+        """Store a note that a session is about to be closed.
+
+        With `forget`, return how many entries will be removed.
+        """
         num_entries = await self._journal.count(key) if forget else None
         await self._journal.append(key, "closed", _FORGET if forget else b"")
         return num_entries and num_entries - 1  # not the close itself
@@ -86,7 +89,7 @@ class Retention:
             log.warning("a session's log could not be removed yet", session=str(key), error=str(error))
 
     async def run(self) -> None:
-        """Sweep periodically, until cancelled."""
+        """Remove due sessions periodically, until cancelled."""
         while True:
             try:
                 await self.sweep()
@@ -127,7 +130,7 @@ class Retention:
         return self._ttl_s is not None and _age_s(note) >= self._ttl_s
 
     async def _follow(self, note: Entry, *, at_once: bool) -> bool:
-        """Carry out a note if it is due. Returns False if its close has no result yet."""
+        """Carry out a note of a close if it is due. Returns False if the close has no result yet."""
         key = session_of(note.headers["Nats-Subject"])
         due = at_once or self._is_due(note)
         forget = note.body == _FORGET and note.seq not in self._forgotten
@@ -147,7 +150,10 @@ class Retention:
         return True
 
     async def _remove(self, key: SessionKey, note: Entry, closed: _Closing) -> None:
-        """Remove a session up to its close's result, except requests after the close: a new session."""
+        """Remove a session up to the result of its close.
+
+        Requests after the close stay: they belong to a new session.
+        """
         close_seq, closed_seq = closed.result.seq or 0, closed.entry.seq
         requests, _ = await self._journal.page(key, "in", close_seq)
         if not requests or requests[0].seq > closed_seq:

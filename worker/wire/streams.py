@@ -81,7 +81,10 @@ async def ensure(js: JetStreamContext, subjects: Subjects, settings: Settings) -
 
 
 async def ensure_log(js: JetStreamContext, subjects: Subjects, settings: Settings) -> None:
-    """Do as `ensure` where there is no log; one that is there keeps its settings. Raises `BrokerError`."""
+    """Create the log stream as `ensure` does, if there is none. An existing log keeps its settings.
+
+    Raises `BrokerError`.
+    """
     try:
         await js.stream_info(subjects.log_stream)
     except NotFoundError:
@@ -143,7 +146,7 @@ def _consumer(subjects: Subjects, settings: Settings) -> api.ConsumerConfig:
 
 
 async def ensure_stream(js: JetStreamContext, wanted: api.StreamConfig) -> bool:
-    """Create a stream, or bring it to these settings; says whether its number of copies changed.
+    """Create a stream, or change it to these settings; say whether its number of copies changed.
 
     Raises `BrokerError`.
     """
