@@ -36,7 +36,7 @@ _MAX_OPEN: Final = 64
 
 
 class HealthError(TurnkeepError):
-    """The port cannot be listened on; the message is one line."""
+    """The server cannot listen on the port; the message is one line."""
 
 
 class HealthServer:

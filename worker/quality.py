@@ -96,7 +96,7 @@ class Side:
         return answer
 
     def sizes(self, tokens: Sequence[int]) -> dict[str, float]:
-        """Return the size of a token's KV on the device, and in the file of a block."""
+        """Return the bytes of KV per token: on the device, and in the file of a block."""
         block = self._plan.block
         caches = make_prompt_cache(self._model)
         list(self._run(caches, tokens[:block]))

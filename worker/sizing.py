@@ -83,7 +83,10 @@ class Sized:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The needs of a load, with all sessions at their full context; None where there are no snapshots."""
+    """The needs of a load, with all sessions at their full context.
+
+    Fields about the disk are None if there are no snapshots.
+    """
 
     weight_bytes: int
     device_memory_bytes: int

@@ -82,7 +82,10 @@ class Tenants:
             self._tokens[kind][self._name(tenant)] += num_tokens
 
     def figures(self, sessions: Mapping[str, int]) -> TenantFigures:
-        """Return the counts; `sessions` are those with requests that wait or run, by tenant."""
+        """Return the counts.
+
+        `sessions` has, for each tenant, its number of sessions with unanswered requests.
+        """
         if not self._most:
             return TenantFigures()
         open_sessions: Counter[str] = Counter(dict.fromkeys(self._named, 0))

@@ -142,7 +142,7 @@ def rewind(
 
 
 async def start_of_last(client: Client, session: str, count: int) -> tuple[int, Exchange]:
-    """Return the position at which the last `count` exchanges begin, and the first of these.
+    """Return the position at which the last `count` exchanges begin, and the first of these exchanges.
 
     Raises `InvalidMessageError` if there are fewer, or the position is unknown.
     """

@@ -127,7 +127,7 @@ def _print_metrics(metrics: Metrics) -> None:
 
 
 async def _metrics(client: Client) -> Metrics:
-    """Ask the worker for its metrics; a user who may only watch waits for the next message."""
+    """Ask the worker for its metrics. A user without the right to ask waits for the next published ones."""
     with contextlib.suppress(NotPermittedError):
         return await client.worker_metrics()
     with contextlib.suppress(TimeoutError):

@@ -93,7 +93,7 @@ class WordWrap:
 
 
 class Screen:
-    """The output of one answer: its text, and a note below it while no text arrives."""
+    """The output of one answer: its text, and a temporary note below it while no text arrives."""
 
     def __init__(self) -> None:
         self._words = WordWrap() if sys.stdout.isatty() else None

@@ -129,7 +129,7 @@ class Device:
         self._commands.put(lambda runner: runner.cancel(turn))
 
     def grant(self, turn: Turn, num_tokens: int) -> None:
-        """Let a turn grow to `num_tokens`; no effect on a turn that is over."""
+        """Let a turn grow to `num_tokens` tokens; no effect on a turn that is over."""
         self._commands.put(lambda runner: runner.grant(turn, num_tokens))
 
     def drop(self, key: SessionKey) -> None:

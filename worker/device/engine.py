@@ -232,9 +232,9 @@ class Engine:
         `publish(index, tokens, text)` is awaited for the answer's new tokens, several at a time if it is
         slower than the device. Among waiting turns higher priorities come first. Returns None if the turn was
         `cancelled()` before it reached the device; later, `cancel` ends it with the tokens so far. The phases
-        of its time are added to `phases`, also if it fails. Raises `DeviceFaultError`, `NoMemoryError`,
-        `CutOffError` where tokens of the context that were left out have to be run, and `StoppingError` if
-        the worker stops before the end.
+        of the turn's time are added to `phases`, even if the turn fails. Raises `DeviceFaultError`,
+        `NoMemoryError`, `CutOffError` if tokens have to be run that the shortened context no longer has, and
+        `StoppingError` if the worker stops before the end.
         """
         if (refusal := self.refusal(policy)) is not None:
             raise ValueError(refusal)
@@ -287,7 +287,7 @@ class Engine:
         self._apply(self._admission.decide())
 
     async def erase(self, key: SessionKey, tokens: Tokens) -> Forgotten:
-        """Drop a session's KV from the device and from SSD. Takes 2 s at most."""
+        """Drop a session's KV from the device and its snapshots from SSD. Takes 2 s at most."""
         self.forget(key)
         if self._store is None:
             return Forgotten(0, settled=not self._has_unopened)

@@ -61,7 +61,7 @@ class Holding:
 
 
 def resolve(waiting: asyncio.Future[bool] | None, *, granted: bool) -> None:
-    """Set a future's result, if a task still waits for it."""
+    """Set a future's result if a task still waits for the future."""
     if waiting is not None and not waiting.done():
         waiting.set_result(granted)
 

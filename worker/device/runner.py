@@ -254,7 +254,7 @@ class Runner:
             self._end_or_fault_all(turn)
 
     def grant(self, turn: Turn, num_tokens: int) -> None:
-        """Let a turn grow to `num_tokens`."""
+        """Let a turn grow to `num_tokens` tokens."""
         turn.num_granted = num_tokens
         if turn.row is not None:
             turn.row.num_left = _num_left(turn)

@@ -57,7 +57,7 @@ class Sharing:
         self.stop_waiting(turn)
 
     def stop_waiting(self, turn: Turn) -> bool:
-        """End a turn's waiting; False if it did not wait."""
+        """Stop a turn's wait for another turn; False if it did not wait."""
         waited = len(self._following)
         self._following = [one for one in self._following if one.turn is not turn]
         return len(self._following) < waited

@@ -10,7 +10,9 @@ from typing import Any
 
 
 def code_digest(model: Any) -> str:
-    """Digest the sources of the module that defines a model, of its caches, and of all modules that they use.
+    """Digest the source code that computes a model's KV.
+
+    This is the module that defines the model, the modules of its caches, and all modules that they import.
 
     So a release of mlx-lm that does not change this model keeps its KV valid, and a patched copy of the same
     version does not. MLX's rounding is no part of the digest. Reads some files.

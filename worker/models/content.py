@@ -2,9 +2,9 @@
 
 A template puts content between its own control tokens into one text, which is tokenised as a whole. Content
 that could form a control token is therefore marked: a lone surrogate, which no message and no template can
-contain, follows each of its characters. The template may cut the content; the marks stay with their
-characters. If a control token would cover a mark, the text is tokenised in pieces instead. Marks change no
-other token, and content that cannot form a control token is not marked.
+contain, follows each of its characters. The template may cut the content; each mark stays with its character.
+If a control token would cover a mark, the text is tokenised in pieces instead. Marks change no other token,
+and content that cannot form a control token is not marked.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class GgufTokenizer:
 
 
 def build(fields: Mapping[str, Any]) -> GgufTokenizer:
-    """Build the tokenizer that a file's fields describe; raises `ModelError` if they cannot be used."""
+    """Build the tokenizer that a file's fields describe; raises `ModelError` if the fields are invalid."""
     model = fields.get("tokenizer.ggml.model")
     tokens: Sequence[str] = fields.get("tokenizer.ggml.tokens") or ()
     if model not in {"gpt2", "llama"} or not tokens:

@@ -355,7 +355,7 @@ class Session:
     async def refresh(self) -> None:
         """Read the log to its end.
 
-        Raises `FencedError` if another worker has answered the running request.
+        Raises `FencedError` if a request runs here and another worker has continued the session.
         """
         try:
             await self.catch_up(beyond_bell=True)

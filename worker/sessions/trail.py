@@ -1,7 +1,7 @@
-"""A session's checkpoints in the log: stores them after answers, finds them when the session is opened.
+"""A session's checkpoints in the log: stores them after answers, and finds them when the session is opened.
 
-A checkpoint has the size of the changes since the one before. To open a session, its checkpoints and the end
-of its log are read; if the log does not confirm a checkpoint, the whole log is read instead.
+A checkpoint has only the changes since the previous one. To open a session, its checkpoints and the end of
+its log are read; if the log does not confirm a checkpoint, the whole log is read instead.
 """
 
 from __future__ import annotations

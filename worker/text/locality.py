@@ -164,7 +164,7 @@ class _Proof:
         return isinstance(node, nodes.Getattr) and node.attr in _INDICES and self._is_loop(node)
 
     def _is_loop(self, node: nodes.Getattr) -> bool:
-        """Say whether `node` refers to the loop over the messages, not to a loop in its body."""
+        """Say whether `node` refers to the loop over the messages, not to a loop inside that loop's body."""
         ours = self._place == "inside" and not self._nested
         return ours and isinstance(node.node, nodes.Name) and node.node.name == "loop"
 

@@ -195,7 +195,10 @@ class Conversation:
 
     @property
     def begins(self) -> int:
-        """The position from which on a change may look at tokens; before it, it raises `CutOffError`."""
+        """The first position at which a change may read tokens.
+
+        A change that needs earlier tokens raises `CutOffError`.
+        """
         return self._base
 
     @property
@@ -379,7 +382,10 @@ class Conversation:
     def _reach(
         self, target: _Target, history: Sequence[int], messages: Sequence[Message], *, opens_answer: bool
     ) -> tuple[Conversation, Addition] | None:
-        """Change the segments from the target's start on to its text; None if earlier ones might change."""
+        """Replace the segments from the target's start on, so that they have the target's text.
+
+        Returns None if earlier segments could change too.
+        """
         before, segments = self._segments[: target.start], self._segments[target.start :]
         base = before[-1].end if before else self._base
         agreeing, agreed_chars = _agreement(segments, target.text)
@@ -447,7 +453,7 @@ class Conversation:
         return next((i for i in backwards if history[i] in self.tokenizer.added_ids), None)
 
     def _common(self, tokens: Sequence[int], text: str) -> tuple[int, int]:
-        """Count the tokens that `text` starts with, and their characters, up to a whole character."""
+        """Count the tokens whose text `text` starts with, and their characters, up to a whole character."""
         target = unmarked(text).encode()
         num_bytes = best_tokens = best_bytes = 0
         for count, token in enumerate(tokens, 1):

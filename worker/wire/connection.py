@@ -42,11 +42,12 @@ async def connect(
 ) -> Nats:
     """Connect to one of `urls` (joined by commas), check its JetStream, and reconnect for ever.
 
-    `timeout_s` limits the first connection only. `on_reconnected` is called after the subscriptions are
-    restored; outstanding pulls are lost. `on_closed` is called when the server has closed the connection for
-    good, for example because it revoked a permission, and on `close`; never before `connect` has returned.
-    `options` are those of nats-py for credentials and TLS. Raises `BrokerError` if no server answers, or if
-    it refuses the credentials, has no JetStream, or limits messages to less than `min_payload_bytes`.
+    `timeout_s` limits the first connection only. After a reconnect, `on_reconnected` is called once the
+    subscriptions are restored; outstanding pulls are lost. `on_closed` is called when the server has closed
+    the connection for good, for example because it revoked a permission, and on `close`; never before
+    `connect` has returned. `options` are those of nats-py for credentials and TLS. Raises `BrokerError` if no
+    server answers, or if it refuses the credentials, has no JetStream, or limits messages to less than
+    `min_payload_bytes`.
     """
     client = Nats()
     shown = shown_urls(urls)

@@ -102,7 +102,7 @@ class Journal:
             pause_s = min(pause_s * 2, _MAX_BACKOFF_S)
 
     async def backlog(self, key: SessionKey, after: int) -> tuple[list[Entry], int]:
-        """Read a session's next requests after the stream sequence `after`; also count the rest."""
+        """Read a session's next requests after the stream sequence `after`, and count the remaining ones."""
         return await self._direct_batch(self._subjects.log_stream, self._subjects.of(key, "in"), after)
 
     async def published(self, key: SessionKey, request_id: str, seq: int, stored: datetime) -> list[Chunk]:
@@ -198,7 +198,10 @@ class Journal:
             return None
 
     async def last_seq(self, key: SessionKey, kind: Literal["in", "out"]) -> int:
-        """Read the sequence of a session's last request, or result, from the stream's leader; 0 without."""
+        """Read the sequence of a session's last request, or result; 0 if there is none.
+
+        Asks the stream's leader, which never lags behind.
+        """
         found = await self._last(key, kind)
         return (found.seq or 0) if found else 0
 
@@ -239,7 +242,7 @@ class Journal:
             pause_s = min(pause_s * 2, _MAX_BACKOFF_S)
 
     async def append(self, key: SessionKey, kind: Literal["attempt", "dead", "closed"], body: bytes) -> None:
-        """Store an entry beside a session's requests and results."""
+        """Store another kind of entry for a session: an attempt, a dead letter, or a note of a close."""
         pause_s = 0.1
         while True:
             try:
@@ -346,7 +349,7 @@ class Journal:
                 yield entry
 
     async def _direct_batch(self, stream: str, subject: str, after: int) -> tuple[list[Entry], int]:
-        """Read a subject's next messages after the sequence `after`; also return how many more follow."""
+        """Read a subject's next messages after the sequence `after`, and count the remaining ones."""
         request = {"seq": after + 1, "batch": _BATCH, "max_bytes": _BATCH_BYTES, "next_by_subj": subject}
         while True:
             try:

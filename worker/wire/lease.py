@@ -109,7 +109,7 @@ class Lease:
         self._is_acquired = True
 
     async def _free(self) -> int:
-        """Wait until the lease is free; return the sequence of the message to replace, 0 without one."""
+        """Wait until the lease is free; return the sequence of the message to replace, 0 if there is none."""
         deadline_s = current_time() + _STALE_S
         seen = 0
         while True:
@@ -162,7 +162,7 @@ class Lease:
         return None
 
     async def _put(self, after: int) -> bool:
-        """Write the lease if the last message has the sequence `after`; False otherwise."""
+        """Write the lease if the last message has the sequence `after`; return whether it was written."""
         asked_s = current_time()
         try:
             ack = await self._js.publish(

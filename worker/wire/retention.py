@@ -1,4 +1,4 @@
-"""Removes sessions from the log: closed ones after a time, or when the log is full; forgotten ones at once.
+"""Removes sessions from the log: closed ones after a time, or earlier in a full log; forgotten ones at once.
 
 A close is noted on the session's `closed` before its result is stored. So the note exists even if the worker
 crashes in between; it takes effect once the result exists. Entries of an open session always stay.

@@ -231,7 +231,7 @@ async def _ensure_consumer(js: JetStreamContext, stream: str, wanted: api.Consum
 
 
 def _differences(wanted: Any, found: Any) -> dict[str, Any]:
-    """Return the owned fields of `wanted`, other than None, that differ in `found`."""
+    """Return the fields that Turnkeep sets and that differ in `found`; None in `wanted` does not count."""
     asked = {field.name: getattr(wanted, field.name) for field in dataclasses.fields(wanted)}
     return {
         name: value
