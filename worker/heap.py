@@ -1,9 +1,9 @@
 """Prepares memory before the process needs it, and keeps freed memory for reuse.
 
-The first write to a fresh page waits for the kernel, and in a virtual machine for its host: measured, it took
-8 times as long as a write to used memory. This was most of the time of a restore. By default glibc's
-allocator returns freed memory to the system. Linux with glibc only; elsewhere nothing happens. Knows nothing
-of MLX, which allocates CPU memory from the same allocator.
+The first write to a fresh page waits for the kernel, and in a virtual machine for its host: a measured write
+took 8 times as long as one to used memory, which was most of a restore's time. By default glibc's allocator
+returns freed memory to the system. Linux with glibc only; elsewhere nothing happens. Knows nothing of MLX,
+which allocates CPU memory from the same allocator.
 """
 
 from __future__ import annotations

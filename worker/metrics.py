@@ -1,6 +1,6 @@
 """Builds the metrics message, which the worker publishes every few seconds and `info` replies contain.
 
-Collects the counters of all parts; `telemetry` has those that belong to no part.
+Collects the counters of all parts; `telemetry` has the counters that belong to no single part.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every setting of a worker: its default, its range, and the source of its value.
+"""Defines every setting of a worker: its default, its range, and the sources of its value.
 
 The command line overrides the `TURNKEEP_*` environment, which overrides `turnkeep.toml`, which overrides the
 defaults. A setting has one name in all of them (`--data-dir`, `TURNKEEP_DATA_DIR`, `data_dir`). Knows nothing

@@ -150,7 +150,7 @@ class Batch(ABC):
         self._rows = []
 
     def _draw(self, rows: Sequence[Row], pieces: Sequence[PrefillPiece], logits: mx.array) -> None:
-        """Draw the step's tokens: `logits` are those of `rows`, then of the prompts that end in this step."""
+        """Draw the step's tokens. `logits` are for `rows`, then for the prompts that end in this step."""
         beginning = [piece.row for piece in pieces if piece.row is not None]
         every = [*rows, *beginning]
         choice = draw_all(logits, [row.draw() for row in every]) if every else None

@@ -62,7 +62,7 @@ def dequantised(part: Any, group_size: int, bits: int) -> mx.array:
 
 
 def faster_swiglu(gate: mx.array) -> bool:
-    """Say whether `swiglu` is faster than MLX for so many elements."""
+    """Say whether `swiglu` is faster than MLX for this number of elements."""
     return gate.size >= _LEAST_GATES and gate.dtype == mx.float32 and _on_cpu()
 
 

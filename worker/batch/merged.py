@@ -80,8 +80,8 @@ class _Arrays(ArraysCache):
 class _Spread(BatchKVCache):
     """Makes masks for attention where the query heads have a separate axis (gemma2).
 
-    There mlx-lm's mask of four axes would fail, or, if there are as many rows as KV heads, mask the wrong
-    ones.
+    There mlx-lm's mask of four axes would fail. If the batch has as many rows as KV heads, it would mask the
+    wrong tokens instead.
     """
 
     def make_mask(self, N: int, return_array: bool = False, **options: Any) -> Any:  # noqa: N803

@@ -128,7 +128,10 @@ def _key(seed: int, index: int) -> tuple[int, int]:
 
 
 def _filtered(scaled: mx.array, samplings: Sequence[Sampling]) -> mx.array:
-    """Apply top_k, top_p and min_p in this order, each to what the last one kept; the rest is -inf."""
+    """Apply top_k, top_p and min_p in this order.
+
+    Each filter sees only the tokens that the previous one kept. The logits of the others become -inf.
+    """
     vocabulary = scaled.shape[-1]
     few = [i for i, sampling in enumerate(samplings) if 0 < sampling.top_k < vocabulary]
     any_number = [i for i, sampling in enumerate(samplings) if i not in few and sampling.top_p < 1.0]

@@ -26,8 +26,8 @@ async def stream(session: Session, generation: Generation, *, shown: bool = True
     """Print an answer as it arrives; False if Ctrl-C ended the answer or the wait for it.
 
     Ctrl-C cancels the answer. If no worker is there, or at a second Ctrl-C, only the wait ends: the request
-    stays in the log, unless the caller removes the session then (not `kept`). Without `shown` the text is
-    not printed. Raises what the generation raises.
+    stays in the log, unless `kept` is false, which says that the caller then removes the session. Without
+    `shown` the text is not printed. Raises what the generation raises.
     """
     return await _Stream(session, generation, shown=shown, kept=kept).run()
 

@@ -1,4 +1,4 @@
-"""Connects a command to NATS: a client with the settings' credentials, for as long as the command runs."""
+"""Connects a command to NATS: runs a client with the settings' credentials while the command runs."""
 
 from __future__ import annotations
 

@@ -272,7 +272,7 @@ class Engine:
     def cancel(self, key: SessionKey) -> None:
         """End the session's turn after the running step.
 
-        For a turn that has not reached the device, `cancelled()` has to be true by now.
+        If the turn has not reached the device yet, the caller's `cancelled()` must already return true.
         """
         for run in self._runs.values():
             if run.claim.key == key:

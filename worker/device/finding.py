@@ -1,6 +1,7 @@
 """Finds a turn's KV: its session's own, another session's, or a longer prefix on SSD. Event loop only.
 
-Owns what a turn holds until it is over: snapshots that must stay on disk, and room on the device.
+Owns the resources that a turn holds until it is over: snapshots that must stay on disk, and room on the
+device.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class Finder:
         self._flights = flights
 
     def release(self, holding: Holding) -> None:
-        """Release what a turn holds."""
+        """Release the snapshots and the room that a turn holds."""
         if self._store is not None and holding.past is not None:
             self._store.end_past(holding.past)
         if self._store is not None and holding.prefix is not None:

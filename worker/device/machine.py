@@ -19,7 +19,7 @@ MEMORY_SHARE = 0.6
 
 
 class DeviceError(TurnkeepError):
-    """The device cannot do what a setting asks for; the message is one line."""
+    """The device does not support the value of a setting; the message is one line."""
 
 
 def on_cpu() -> bool:

@@ -34,7 +34,7 @@ class _Kv:
 
 
 class Residency:
-    """The sessions with KV on the device: idle ones, and those in use, whose bytes their turns reserve.
+    """The sessions with KV on the device: idle ones, and ones in use, whose turns have reserved the bytes.
 
     For a session in use, the record describes the KV of its last turn, until the present turn ends.
     """

@@ -325,7 +325,7 @@ class Runner:
             self._start(turn)
 
     def _start_ready(self) -> None:
-        """Start the turns that no longer wait, then the turns that waited for those."""
+        """Start the turns that no longer wait, then the turns that waited for these turns."""
         while ready := self._acquisition.ready():
             for turn in ready:
                 self._guarded(turn, self._start)

@@ -1,4 +1,4 @@
-"""A session's log as far as it was read: the folded history, the answered ids, the pending requests.
+"""Holds the state of one session as read from its log: history, answered ids and pending requests.
 
 Pure: entries in, state out. Not thread-safe: the session lets only one caller at a time change its record.
 """

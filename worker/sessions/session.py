@@ -438,7 +438,7 @@ class Session:
         return None
 
     def forget(self) -> None:
-        """Drop the session's KV and its record; the next `run` reads the log anew."""
+        """Drop the session's KV and its record; the next `run` reads the whole log again."""
         self._services.engine.forget(self.key)
         self._reset_record()
 

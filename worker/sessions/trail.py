@@ -70,7 +70,7 @@ class Trail:
         self._ended = False
 
     def add(self, delta: Delta) -> None:
-        """Store a checkpoint, after those added before."""
+        """Store a checkpoint, after the checkpoints that were added earlier."""
         if self._ended:
             return
         self._waiting.append(delta)
@@ -174,9 +174,10 @@ class Trail:
         return bodies[::-1]
 
     async def _confirmed(self, checkpoint: Checkpoint, named: Entry) -> Found | None:
-        """Find whether the log confirms the checkpoint's tokens, and the result that names the checkpoint.
+        """Check that the log confirms the checkpoint's tokens and the result that names the checkpoint.
 
-        Each must be the first result of its request: a fold of the whole log would use only those.
+        Each result involved must be the first one of its request, since reading the whole log would use only
+        first results.
         """
         journal = self._trails.journal
         naming = answers(named)

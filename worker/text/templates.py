@@ -341,7 +341,7 @@ class Conversation:
     def _near(self, num_head: int) -> tuple[int, int, int] | None:
         """Find the segments to render again: where rendering starts, where the text is needed, and its end.
 
-        The template looks back as far as the first `num_head` messages. None if the conversation is short.
+        The template may use the first `num_head` messages for any text. None if the conversation is short.
         """
         first, segments = self._first, self._segments
         # The last render ended with a prompt; the template may still change an answer after it.
