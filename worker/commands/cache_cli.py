@@ -201,12 +201,8 @@ def du(directory: Path | None, config: Path | None, as_json: bool, **flags: Any)
     if as_json:
         click.echo(json.dumps(figures))
         return
-    rows = [
-        [_model(usage.model), str(usage.num_chains), str(usage.num_files), size(usage.size_bytes)]
-        for usage in sorted(found.usage, key=lambda usage: -usage.size_bytes)
-    ]
-    if rows:
-        table(["model", "chains", "files", "size"], rows)
+    if found.usage:
+        table(["model", "chains", "files", "size"], _usage_rows(found))
     else:
         click.echo(_empty_message(place))
     click.echo(f"total {size(total)} of {size(settings.max_disk)} (max_disk), including")
@@ -214,6 +210,14 @@ def du(directory: Path | None, config: Path | None, as_json: bool, **flags: Any)
         f"  other format versions {size(found.foreign_bytes)}, quarantine {size(found.quarantined_bytes)}"
     )
     click.echo(f"disk: {size(free)} free, {size(settings.min_free_disk)} to be left free (min_free_disk)")
+
+
+def _usage_rows(found: survey.Survey) -> list[list[str]]:
+    """Return a row for each model, the largest first."""
+    return [
+        [_model(usage.model), str(usage.num_chains), str(usage.num_files), size(usage.size_bytes)]
+        for usage in sorted(found.usage, key=lambda usage: -usage.size_bytes)
+    ]
 
 
 @cache.command()
