@@ -160,7 +160,7 @@ async def test_a_question_is_asked_again_and_a_conversation_saved_and_left(
             ("/retry", "At temperature 0 the answer is the same"),
             ("/set temperature 1", PROMPT),
             ("/retry", "> second question"),
-            (f"/save {file}", r"Saved in \S+,\s+exchanges: 2"),
+            (f"/save {file}", r"Saved in \S+,\s+exchanges:\s+2"),
             (f"/save {file}", r"exists;\s+give\s+another\s+name"),
             ("/save /nowhere/file", "cannot be written: No such file"),
             ("/new", "'s' is kept; /new s goes back"),
