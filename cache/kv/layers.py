@@ -153,9 +153,12 @@ def layout(
                 shape[GROWING] = -1
             whole.append((f"{STATE}{path}.{part}", _DTYPES[array.dtype], tuple(shape)))
 
-    def prove(tensors: dict[str, mx.array], num_tokens: int, **policy: Policy) -> None:
-        with mx.stream(mx.cpu):  # runs on an I/O thread, which must not use the device
-            rebuild(tensors, new(*policy.values()), num_tokens)
+    stateful = [(f"{STATE}{path}", cache) for path, cache in leaves(new()) if not states.is_cut(cache)]
+
+    def prove(tensors: Mapping[str, mx.array], num_tokens: int) -> None:
+        groups = _by_path(tensors)
+        for path, cache in stateful:
+            states.check_state(cache, groups.get(path, {}), num_tokens)
 
     reaches = tuple(reach for reach, tensors in kv.items() for _ in tensors)
     together = tuple(chain.from_iterable(kv.values()))
@@ -280,10 +283,7 @@ def rebuild(tensors: Mapping[str, mx.array], caches: list[Any], num_tokens: int)
     contain exactly its sinks and its window. Raises `ValueError` if the arrays do not fit such caches at that
     position.
     """
-    groups: dict[str, dict[str, mx.array]] = {}
-    for name, array in tensors.items():
-        path, part = _split(name)
-        groups.setdefault(path, {})[part] = array
+    groups = _by_path(tensors)
     for path, cache in leaves(caches):
         is_cut = states.is_cut(cache)
         held = groups.pop(path if is_cut else STATE + path, {})
@@ -484,6 +484,15 @@ def _live_bytes(cache: Any) -> int:
 
 def _nbytes(arrays: Mapping[str, mx.array]) -> int:
     return sum(array.nbytes for array in arrays.values())
+
+
+def _by_path(tensors: Mapping[str, mx.array]) -> dict[str, dict[str, mx.array]]:
+    """Group tensors by their layer's path: the arrays of each by their parts."""
+    groups: dict[str, dict[str, mx.array]] = {}
+    for name, array in tensors.items():
+        path, part = _split(name)
+        groups.setdefault(path, {})[part] = array
+    return groups
 
 
 def _split(name: str) -> tuple[str, str]:

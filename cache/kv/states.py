@@ -255,31 +255,45 @@ def state(cache: Any, position: int) -> dict[str, mx.array]:
 
 def set_state(cache: Any, arrays: Mapping[str, mx.array], position: int) -> None:
     """Fill a new cache with the arrays from `state`. Raises `ValueError` if they do not fit `position`."""
-    held = dict(arrays)
-    numbers: Any = held.pop(_NUMBERS).tolist() if _NUMBERS in held else []
+    numbers = check_state(cache, arrays, position)
+    if type(cache) is ArraysCache:
+        for i, is_there in enumerate(numbers):
+            if is_there:
+                cache[i] = arrays[f"array{i}"]
+        return
+    cache.keys, cache.values, cache.offset = arrays["keys"], arrays["values"], position
+    if type(cache) is RotatingKVCache:
+        cache._idx = numbers[0]  # noqa: SLF001  # part of its `state`
+    else:
+        cache.start_position = numbers[0]
+
+
+def check_state(cache: Any, arrays: Mapping[str, mx.array], position: int) -> list[int]:
+    """Check that a new cache can be filled with the evaluated arrays from `state`.
+
+    Returns what the cache's class counts besides the position. Raises `ValueError` if the arrays do not fit
+    `position`. Safe on any thread: it makes no arrays and leaves the cache as it is.
+    """
+    names = set(arrays) - {_NUMBERS}
+    numbers: Any = arrays[_NUMBERS].tolist() if _NUMBERS in arrays else []
     if numbers[:1] != [position]:
         raise ValueError(f"not the state of a {describe(cache)} after {position} tokens")
+    del numbers[0]
     if type(cache) is ArraysCache:
-        names = {f"array{i}": i for i, is_there in enumerate(numbers[1:]) if is_there}
-        if set(held) != set(names) or len(numbers) != 1 + len(cache.cache):
+        there = {f"array{i}" for i, is_there in enumerate(numbers) if is_there}
+        if names != there or len(numbers) != len(cache.cache):
             raise ValueError(f"not the arrays of a {describe(cache)}")
-        for name, i in names.items():
-            cache[i] = held[name]
-        return
-    if set(held) != {"keys", "values"} or len(numbers) != 2:
+        return list(numbers)
+    if names != {"keys", "values"} or len(numbers) != 1:
         raise ValueError(f"not the keys and values of a {describe(cache)}")
-    num_held = held["keys"].shape[2]
+    num_held = arrays["keys"].shape[2]
     is_ring = type(cache) is RotatingKVCache
     # A ring's write index lies within the ring; a chunk ends at the last token.
-    if held["values"].shape[2] != num_held or not (
-        0 <= numbers[1] <= num_held if is_ring else 0 <= numbers[1] == position - num_held
+    if arrays["values"].shape[2] != num_held or not (
+        0 <= numbers[0] <= num_held if is_ring else 0 <= numbers[0] == position - num_held
     ):
         raise ValueError(f"not a place in a {describe(cache)}")
-    cache.keys, cache.values, cache.offset = held["keys"], held["values"], position
-    if is_ring:
-        cache._idx = numbers[1]  # noqa: SLF001  # part of its `state`
-    else:
-        cache.start_position = numbers[1]
+    return list(numbers)
 
 
 def _filled(cache: Any, num_filled: int) -> dict[str, mx.array]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -113,9 +112,9 @@ class ModelLayout:
 
     `kv` are the tensors that are cut by tokens, grouped by reach; `reaches` has the reach of each, by default
     all tokens. `states` are the tensors of a state; -1 along `GROWING` means any length. `prove(tensors,
-    num_tokens)` raises `ValueError` if the caches cannot be rebuilt from the tensors, for example if a state
-    has impossible numbers. Under a policy with `recall`, `sketches` are additional tensors for all tokens,
-    and `carried` additional tensors of a carrier for the sketches of earlier blocks.
+    num_tokens)` raises `ValueError` if no cache can be filled with the tensors of a state, for example if it
+    has impossible numbers; it is safe on any thread. Under a policy with `recall`, `sketches` are additional
+    tensors for all tokens, and `carried` additional tensors of a carrier for the sketches of earlier blocks.
     """
 
     kv: Layout
@@ -161,11 +160,10 @@ class ModelLayout:
         if policy == FULL:
             return self
         reaches = tuple(policy if reach == FULL else reach for reach in self.reaches)
-        prove = self.prove and partial(self.prove, policy=policy)
         more = self.sketches if policy.recall else ()
         carried = tuple((f"{CARRIED}{name}", dtype, shape) for name, dtype, shape in more)
         reaches += (FULL,) * len(more)
-        return replace(self, kv=self.kv + more, reaches=reaches, prove=prove, carried=carried)
+        return replace(self, kv=self.kv + more, reaches=reaches, carried=carried)
 
     def name(self, policy: Policy) -> str:
         """Return the part of an identity for a policy, including the layers that have sketches under it."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -229,6 +231,52 @@ def test_a_state_is_taken_and_given_back_at_its_own_position_only(make_caches, k
     if kind not in {"mamba2", "rwkv7"}:  # which count no tokens: only who runs them knows where they are
         with pytest.raises(ValueError, match=r"not (all )?at"):
             layers.cut(caches, 0, BLOCK, at_end=True)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "baichuan_m1", "mamba2"])
+def test_what_checks_a_restore_leaves_the_process_on_its_device(make_caches, kind) -> None:
+    """The default device is one for all threads: the device thread's. A second CPU stands for the GPU."""
+    model, new = make_caches(kind)
+    caches = new()
+    run(model, caches, prompt(BLOCK))
+    prove = layers.layout(caches, new).prove
+    state = layers.cut(caches, 0, BLOCK, at_end=True)
+    types = {"F32": mx.float32, "I64": mx.int64}
+    arrays = {
+        tensor.name: mx.view(mx.array(tensor.data), types[tensor.dtype]).reshape(tensor.shape)
+        for tensor in state
+    }
+    mx.eval(arrays)
+    seen: list[mx.Device] = []
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    class Watched(dict[str, mx.array]):
+        def items(self) -> Any:
+            seen.append(mx.default_device())
+            return super().items()
+
+    class Waiting(Watched):
+        def items(self) -> Any:
+            has_begun.set()
+            assert may_end.wait(10)
+            return super().items()
+
+    gpu, ours = mx.Device(mx.cpu, 1), mx.default_device()
+    mx.set_default_device(gpu)
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            first = threads.submit(prove, Waiting(arrays), BLOCK)
+            assert has_begun.wait(10)
+            second = threads.submit(prove, Watched(arrays), BLOCK)
+            may_end.set()
+            first.result(10)
+            second.result(10)
+        seen.append(mx.default_device())
+    finally:
+        mx.set_default_device(ours)
+    assert seen == [gpu] * 3
+    with pytest.raises(ValueError, match=f"after {BLOCK + 1} tokens"):
+        prove(arrays, BLOCK + 1)
 
 
 def test_a_state_is_left_out_before_keys_and_values_are(make_caches) -> None:
