@@ -17,6 +17,7 @@ from worker.device.turn import (
     Event,
     Faulted,
     Finished,
+    KvLost,
     Prefilled,
     Sampled,
     Short,
@@ -150,7 +151,9 @@ class Rig:
 
     def of(self, turn: Turn) -> list[Event]:
         return [
-            event for event in self.events if not isinstance(event, Short | Starved) and event.turn is turn
+            event
+            for event in self.events
+            if not isinstance(event, KvLost | Short | Starved) and event.turn is turn
         ]
 
     def tokens(self, turn: Turn) -> list[int]:

@@ -18,6 +18,7 @@ from cache.names.blocks import Span, tail_start
 from cache.names.snapshot import carried
 from worker.traces import Phase
 
+from . import machine
 from .scheduler import Step
 from .turn import SnapshotCut
 
@@ -105,6 +106,10 @@ class Cutting:
         if turn.num_cached % self._block == 0:
             self._due.append((turn, Span(turn.num_cached - self._block, turn.num_cached)))
 
+    def clear(self) -> None:
+        """Forget the noted spans: their KV is lost."""
+        self._due.clear()
+
     def cut_tail(self, turn: Turn) -> None:
         """Cut the tail of an ended answer: its last, partial block."""
         start = self._tail_start(turn)
@@ -156,7 +161,9 @@ class Cutting:
                 spare_states=0 if ends_turn else 1,
                 carried=self._carried(turn, span),
             )
-        except Exception:
+        except Exception as error:
+            if machine.loses_kv(error):
+                raise
             log.exception("a snapshot could not be cut", session=str(turn.key))  # the answer continues
         turn.cuts.append(Phase("snapshot", start_s, time.monotonic(), span.num_tokens))
         is_whole = self._trimmable or any(tensor.of_state for tensor in tensors or ())

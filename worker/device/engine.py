@@ -8,10 +8,11 @@ the log or the order of a session's requests; each session makes sure that it ha
 from __future__ import annotations
 
 import asyncio
+import sys
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import structlog
 
@@ -29,6 +30,8 @@ from .turn import (
     Event,
     Faulted,
     Finished,
+    KvLost,
+    LostKvError,
     NoRoomError,
     Prefilled,
     Recall,
@@ -63,6 +66,8 @@ log = structlog.get_logger()
 
 #: Tokens that an answer reserves at first, and again whenever fewer than half as many are left.
 LIKELY_TOKENS = GROWTH_TOKENS
+#: How often a turn starts again after failed evaluations, without a token of its answer between.
+_MOST_LOST: Final = 3
 
 
 class DeviceFaultError(Exception):
@@ -126,6 +131,7 @@ class _Run:
     is_abandoned: bool = False  # no task waits for its end
     is_complete: bool = False  # the whole context has its KV
     has_lost: bool = False  # KV that was to be read from disk, and was not there
+    num_lost: int = 0  # failed evaluations since the last token; those of its prompt count double
     num_reused: int | None = None  # tokens of the prompt, by the turns up to the one that completed it
     num_covered: int = 0
     live_bytes: int = 0
@@ -328,6 +334,9 @@ class Engine:
         if isinstance(event, Short):
             self._make_room(event)
             return
+        if isinstance(event, KvLost):
+            self._drop_idle(sys.maxsize)
+            return
         turn = event.turn
         run = self._turns.get(turn)
         match event:
@@ -340,6 +349,7 @@ class Engine:
                 self._telemetry.tenants.count_tokens("generated", turn.tenant)
                 if run is not None:
                     run.progress.num_generated = index + 1
+                    run.num_lost = 0
                     self._grow(run, turn.num_prompt + index + 1)
             case Finished(_, num_cached, _, earliest):
                 self._residency.pop(turn.key)
@@ -352,16 +362,9 @@ class Engine:
             return
         self._flights.deliver(event)
         if isinstance(event, Finished | Faulted):
-            resumes = isinstance(event, Finished) or self._finds_past_anew(run, event)
+            resumes = isinstance(event, Finished) or _may_start_again(run, event.error)
             # Its memory is free now, not only when the task that waits for the turn runs.
             self._end_turn(run, turn, resumes=resumes and not self._is_over(run, turn))
-
-    def _finds_past_anew(self, run: _Run, event: Faulted) -> bool:
-        """Say whether a turn may start again because its stored KV was lost; true only once per run."""
-        if run.has_lost or not isinstance(event.error, LostPastError):
-            return False
-        run.has_lost = True
-        return True
 
     def _make_room(self, short: Short) -> None:
         """Drop the KV of sessions, least recently used first, until the device has the bytes that it lacks.
@@ -369,11 +372,14 @@ class Engine:
         Idle sessions are dropped first, then sessions whose turns are not submitted yet. Such a turn will
         reuse less KV.
         """
-        for key in self._residency.oldest(short.num_bytes, {short.but, *self._flights.keys}):
+        self._drop_idle(short.num_bytes, short.but)
+        self._device.made_room()
+
+    def _drop_idle(self, num_bytes: int, but: SessionKey | None = None) -> None:
+        for key in self._residency.oldest(num_bytes, {but, *self._flights.keys}):
             self._residency.pop(key)
             self._device.drop(key)
         self._apply(self._admission.decide())
-        self._device.made_room()
 
     def _is_over(self, run: _Run, turn: Turn) -> bool:
         """Say whether an ended turn is complete or must not be continued."""
@@ -460,10 +466,13 @@ class Engine:
                     await self._finder.find_past(turn, run.holding, event.end)
             if isinstance(events[-1], Faulted | Finished):
                 run.phases += _on_device(turn, submitted_s, drawn_s)
-            match events[-1]:
+            end = events[-1]
+            if isinstance(end, Faulted) and isinstance(end.error, LostKvError) and self._is_over(run, turn):
+                end = Finished(turn, turn.num_cached, 0)  # all its tokens are there
+            match end:
                 case Faulted(_, NoRoomError() as error):
                     raise NoMemoryError(str(error)) from error
-                case Faulted(_, LostPastError()) if run.admitted is not None:
+                case Faulted(_, LostPastError() | LostKvError()) if run.admitted is not None:
                     return False
                 case Faulted(_, CutOffError() as error):
                     raise error
@@ -561,6 +570,21 @@ class Engine:
         """End a run's turn with its tokens so far. A turn that is not on the device yet is not submitted."""
         self._flights.cancel(run.turn)
         run.holding.stop_waiting()
+
+
+def _may_start_again(run: _Run, error: Exception) -> bool:
+    """Say whether a turn may start again after an error, and count it.
+
+    It may do so once if its stored KV was lost. Failed evaluations are survived while its answer goes on; a
+    prompt in the failed step is the likely cause, and gets one more try.
+    """
+    if isinstance(error, LostPastError):
+        had_lost, run.has_lost = run.has_lost, True
+        return not had_lost
+    if isinstance(error, LostKvError):
+        run.num_lost += 2 if error.is_suspect else 1
+        return run.num_lost <= _MOST_LOST
+    return False
 
 
 def _on_device(turn: Turn, submitted_s: float, drawn_s: float | None) -> list[Phase]:

@@ -32,6 +32,20 @@ def name() -> str:
     return "cpu" if on_cpu() else "metal" if mx.metal.is_available() else "cuda"
 
 
+def loses_kv(error: BaseException) -> bool:
+    """Say whether an error of MLX leaves unknown what evaluations in flight have written.
+
+    A GPU reports a failed command buffer once, to whoever evaluates next, and then goes on; what the buffer
+    was to write holds anything. A CPU raises in the call that fails.
+    """
+    return isinstance(error, RuntimeError) and fails_late()
+
+
+def fails_late() -> bool:
+    """Say whether the device runs what was launched after the call that launched it has returned."""
+    return not on_cpu()
+
+
 def limit_freed() -> None:
     """Limit the freed buffers that MLX keeps for reuse."""
     mx.set_cache_limit(CPU_CACHE_BYTES if on_cpu() else MLX_CACHE_BYTES)

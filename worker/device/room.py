@@ -68,6 +68,10 @@ class Room:
         """Remove a session's KV and return it."""
         return self._resident.pop(key, None)
 
+    def clear(self) -> None:
+        """Drop the KV of all idle sessions."""
+        self._resident.clear()
+
     def request(self, request: RoomRequest) -> None:
         """Queue a restore's request for room."""
         self._requests.append(request)

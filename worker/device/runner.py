@@ -47,6 +47,8 @@ from .turn import (
     Event,
     Faulted,
     Finished,
+    KvLost,
+    LostKvError,
     NoRoomError,
     Prefilled,
     ResidentKv,
@@ -158,6 +160,7 @@ class Runner:
         self._chooser = StepChooser(self._scheduler, self._pace, self.room, *parts, self._emit)
         self._paging = Paging(self._scheduler, self._batch, block_tokens, self._emit)
         self._events: list[Event] = []
+        self._turns: dict[Turn, None] = {}  # submitted and not over, in their order
         self._peak = 0
         self._num_decoded = 0
 
@@ -209,6 +212,13 @@ class Runner:
         Returns for how many seconds the thread can sleep if no command arrives: mostly 0; None means until a
         command.
         """
+        try:
+            return self._step(undisturbed=undisturbed)
+        except RuntimeError as error:
+            self._survive(error)
+            return 0.0
+
+    def _step(self, *, undisturbed: bool) -> float | None:
         started = time.perf_counter()
         choice = self._chooser.choose()
         step = choice.step
@@ -233,13 +243,17 @@ class Runner:
         """Do the work that needs no step: start turns that no longer wait, grant room, and report both."""
         self._start_ready()
         is_busy = self.is_busy or self._acquisition.is_short or self._paging.is_waiting
-        self.room.grant_requests(is_busy=is_busy)
+        try:
+            self.room.grant_requests(is_busy=is_busy)
+        except RuntimeError as error:
+            self._survive(error)
         if self._events:
             self._hand_over(0, 0.0, 0, 0)
 
     def submit(self, turn: Turn) -> None:
         """Add a turn. An error fails this turn and drops its KV; it never ends the thread."""
         self.room.end_promise(turn.key)
+        self._turns[turn] = None
         self._guarded(turn, self._submit)
 
     def cancel(self, turn: Turn) -> None:
@@ -303,15 +317,38 @@ class Runner:
 
     def _guarded(self, turn: Turn, action: Callable[[Turn], None]) -> None:
         """Run `action`. An error fails this turn and drops its KV; it never ends the thread."""
+        if turn not in self._turns:  # it was lost when another turn's evaluation failed
+            return
         try:
             action(turn)
         except Exception as error:  # noqa: BLE001  # whatever MLX or a model raises
-            self._fault(turn, error)
+            self._fault_all((turn,), error)
+
+    def _survive(self, error: RuntimeError) -> None:
+        """Drop all KV if an evaluation has failed; otherwise raise the error, which ends the thread."""
+        if not machine.loses_kv(error):
+            raise error
+        self._lose_kv(error)
+
+    def _lose_kv(self, error: Exception, suspects: Collection[Turn] = ()) -> None:
+        """Drop all KV on the device after a failed evaluation, and fault every turn, to be started again.
+
+        The idle sessions' KV goes too: a step that was in flight when an answer ended has written to its
+        caches. `suspects` are the prompts of the step that failed.
+        """
+        log.error("an evaluation failed on the device; its turns start again from SSD", exc_info=error)
+        self._batch.clear()
+        self.room.clear()
+        self.cutting.clear()
+        self._emit(KvLost())
+        for turn in tuple(self._turns):
+            self._fault(turn, LostKvError(error, is_suspect=turn in suspects))
 
     def _fault(self, turn: Turn, error: Exception) -> None:
+        self._turns.pop(turn, None)
         if isinstance(error, LostPastError):
             log.warning("a turn lacks KV on disk", session=str(turn.key), error=str(error))
-        elif not isinstance(error, NoRoomError | CutOffError):
+        elif not isinstance(error, NoRoomError | CutOffError | LostKvError):
             log.error("a turn failed on the device", session=str(turn.key), exc_info=error)
         self._scheduler.remove(turn)
         self._paging.discard(turn)
@@ -361,10 +398,13 @@ class Runner:
             self._batch.step([*pieces.values()], run_ahead=alone)
         except Exception as error:  # noqa: BLE001  # whatever MLX or a model raises
             prompts = tuple(pieces)
-            if prompts and self._batch.roll_back():
+            if machine.loses_kv(error):
+                self._lose_kv(error, prompts)
+            elif prompts and self._batch.roll_back():
                 for turn in prompts:
                     self._fault(turn, error)
             else:
+                self._batch.clear()
                 self._fault_all((*step.decode, *prompts), error)
             return
         step_s = time.perf_counter() - started
@@ -438,10 +478,15 @@ class Runner:
         try:
             self._end(turn)
         except Exception as error:  # noqa: BLE001  # whatever MLX raises
-            self._fault_all((turn, *self._scheduler.decoding), error)
+            turns = turn, *self._scheduler.decoding
+            self._batch.clear()
+            self._fault_all(turns, error)
 
     def _fault_all(self, turns: Iterable[Turn], error: Exception) -> None:
-        self._batch.clear()
+        """Fail `turns`; a failed evaluation costs all others their KV too."""
+        if machine.loses_kv(error):
+            self._lose_kv(error)
+            return
         for turn in turns:
             self._fault(turn, error)
 
@@ -462,6 +507,7 @@ class Runner:
             layers.shrink(caches)
             self.room.put(turn.key, ResidentKv(caches, turn.tokens(turn.num_cached)))
             live_bytes, earliest = layers.live_bytes(caches), layers.earliest(caches)
+        self._turns.pop(turn, None)
         self._emit(
             Finished(turn, turn.num_cached, live_bytes, turn.num_cached if earliest is None else earliest)
         )

@@ -179,6 +179,11 @@ class Faulted:
 
 
 @dataclass(frozen=True, slots=True)
+class KvLost:
+    """An evaluation failed on the device, which has dropped all KV; its turns are `Faulted` as well."""
+
+
+@dataclass(frozen=True, slots=True)
 class Short:
     """The device lacks `num_bytes`, and idle sessions hold that much. The session `but` must not be dropped.
 
@@ -194,7 +199,18 @@ class Starved:
     """No step fits, and no idle session is left to drop; snapshots that wait for the disk hold the memory."""
 
 
-Event = Prefilled | Sampled | SnapshotCut | Recall | WantsPast | Finished | Faulted | Short | Starved
+Event = Prefilled | Sampled | SnapshotCut | Recall | WantsPast | Finished | Faulted | KvLost | Short | Starved
+
+
+class LostKvError(Exception):
+    """An evaluation failed, so the turn's KV is unknown; the turn can start again from its snapshots.
+
+    `is_suspect` says that a prompt of this turn was part of the step that failed.
+    """
+
+    def __init__(self, error: Exception, *, is_suspect: bool) -> None:
+        super().__init__(f"{type(error).__name__}: {error}")
+        self.is_suspect = is_suspect
 
 
 class NoRoomError(Exception):
