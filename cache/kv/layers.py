@@ -313,9 +313,18 @@ def num_passed(caches: Sequence[Any]) -> int:
 
 
 def most_run(caches: Sequence[Any], block: int) -> int:
-    """Return how many tokens one pass may run so that rings still hold them and the unfinished block."""
-    held = (cache.window + SLACK for _, cache in leaves(caches) if isinstance(cache, RingCache))
-    return max(min(held, default=block) - block, block)
+    """Return how many tokens one pass may run so that rings still hold them and the unfinished block.
+
+    Chunks hold just a block and the next piece, and a layer with a state has it only at the end of a piece:
+    with either, a pass runs one block.
+    """
+    held = sys.maxsize
+    for _, cache in leaves(caches):
+        if isinstance(cache, RingCache):
+            held = min(held, cache.window + SLACK)
+        elif not isinstance(cache, states.PLAIN):
+            return block
+    return max(held - block, block)
 
 
 def recall(caches: Sequence[Any], tensors: Mapping[str, mx.array], spans: Sequence[Span]) -> int:

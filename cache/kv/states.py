@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 #: Classes that keep every token's KV at a fixed place.
-_PLAIN: Final = (KVCache, ConcatenateKVCache, QuantizedKVCache)
+PLAIN: Final = (KVCache, ConcatenateKVCache, QuantizedKVCache)
 #: Plain classes that allocate many tokens at a time.
 _AHEAD: Final = (KVCache, QuantizedKVCache)
 #: Classes that are cut by tokens while they hold these: a part of a session, the last ones among them.
@@ -56,7 +56,7 @@ def leaves(caches: Sequence[Any], path: str = "") -> Iterator[tuple[str, Any]]:
 
 def is_cut(cache: Any) -> bool:
     """Whether the cache is cut by tokens: every token that it holds has its own place."""
-    return type(cache) in _PLAIN or isinstance(cache, PASSING)
+    return type(cache) in PLAIN or isinstance(cache, PASSING)
 
 
 def is_known(cache: Any) -> bool:

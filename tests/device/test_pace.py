@@ -20,6 +20,14 @@ def test_without_answers_a_prompt_gets_whole_blocks() -> None:
     assert learned(1.0, 1.0).budget(0) == 128
 
 
+def test_without_answers_a_prompt_may_get_several_blocks() -> None:
+    pace = Pace(0.25, 128, 1024)
+    assert pace.budget(0) == 1024
+    for _ in range(5):
+        pace.learn(1, 128, 0.001)
+    assert pace.budget(1) == 128
+
+
 def test_before_anything_is_known_pieces_are_small() -> None:
     assert Pace(0.25, 128).budget(3) == LEAST
     assert Pace(0.25, 8).budget(3) == 8

@@ -20,6 +20,7 @@ class Turn:
     draws: bool = True
     asks: bool = False
     scale: int = 1
+    most_blocks: int = 1
     num_cached: int = 0
     priority: int = 0
     ran: list[int] = field(default_factory=list)
@@ -65,6 +66,16 @@ def test_a_piece_ends_at_a_block_boundary() -> None:
     for _ in range(4):
         carry_out(scheduler, 100)
     assert turn.ran == [3, 8, 8, 6]
+
+
+def test_a_large_budget_gives_pieces_of_several_blocks_to_prompts_that_may_have_them() -> None:
+    long, short, one = Turn(77, most_blocks=100, num_cached=5), Turn(20, most_blocks=2), Turn(20)
+    scheduler = scheduler_of(long, short, one)
+    step = carry_out(scheduler, 4 * BLOCK)
+    assert step.prefill == ((long, 27), (short, 5)), "up to a multiple of four blocks; then what is left"
+    step = carry_out(scheduler, 4 * BLOCK)
+    assert step.prefill == ((one, 8), (long, 24))
+    assert carry_out(scheduler, BLOCK + 3).prefill == ((short, 3), (one, 8))
 
 
 def test_a_prompt_of_long_pieces_runs_without_others_pieces() -> None:

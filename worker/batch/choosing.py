@@ -51,11 +51,13 @@ def batch_for(
     room: Callable[[int], bool] = lambda _: True,
     *,
     max_draft: int = 0,
+    pooled_rows: int = 3,
     trials: Trials | None = None,
 ) -> Batch:
     """Return an empty batch of the fastest kind that the model supports; log if that kind is slow.
 
-    `room(n)` says whether `n` more bytes may be allocated. `max_draft` limits a row's draft, in tokens.
+    `room(n)` says whether `n` more bytes may be allocated. `max_draft` limits a row's draft, in tokens. At
+    least `pooled_rows` rows of similar length attend together.
     """
     trials = trials or Trials()
     forward = Forward(model)
@@ -74,6 +76,7 @@ def batch_for(
             room,
             pools=QuantizedKVCache not in classes,
             max_draft=max_draft,
+            pooled_rows=pooled_rows,
             has_rings=has_rings,
             sketched=_sketched(model, forward, trials) if has_rings else (),
         )

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 #: A row joins a pool with room for at least this many more tokens, so that it does not move at once.
 _ROOM: Final = 32
-#: Fewer rows of similar length stay on their own caches.
-_POOLED_ROWS: Final = 3
 #: With more rows than this a step is bound by computing, and speculation would delay the other rows.
 _DRAFTING_ROWS: Final = 2
 
@@ -65,12 +63,14 @@ class SharedPass(Batch):
         *,
         pools: bool,
         max_draft: int,
+        pooled_rows: int,
         has_rings: bool = False,
         sketched: tuple[int, ...] = (),
     ) -> None:
         """`room(n)` says whether a pool may allocate `n` more bytes. `max_draft` limits a row's draft.
 
-        `pools` is true if no KV is quantised: slots hold plain arrays of keys and values.
+        Fewer than `pooled_rows` rows of similar length stay on their own caches. `pools` is true if no KV is
+        quantised: slots hold plain arrays of keys and values.
         """
         super().__init__()
         self.has_rings = self.windows_are_rings = has_rings
@@ -79,6 +79,7 @@ class SharedPass(Batch):
         self._room = room
         self._has_pools = pools
         self._max_draft = max_draft
+        self._pooled_rows = pooled_rows
         self._pools: dict[tuple[Form, int], Pool] = {}  # by form and capacity
         self._ahead: _LaunchedStep | None = None
 
@@ -237,7 +238,7 @@ class SharedPass(Batch):
         }
         together = Counter(wanted.values())
         for row, pooled in wanted.items():
-            if row.caches is None or together[pooled] < _POOLED_ROWS:
+            if row.caches is None or together[pooled] < self._pooled_rows:
                 continue
             pool = self._pools.get(pooled) or Pool(*pooled)
             if self._room(pool.growth_bytes(row.caches) + self.removal_bytes):

@@ -43,8 +43,8 @@ _Command: TypeAlias = "Callable[[Runner], object] | None"
 class RunnerOptions(TypedDict):
     """What a runner's `__init__` takes, with its defaults, besides the model and the report.
 
-    `limit_bytes` bounds all that MLX allocates; None derives a limit from the machine. `trials` is the file
-    that remembers how a model's rows run together.
+    `limit_bytes` bounds all that MLX allocates, `max_draft` an answer's draft; None lets the device decide.
+    `trials` is the file that remembers how a model's rows run together.
     """
 
     block_tokens: int
@@ -52,7 +52,7 @@ class RunnerOptions(TypedDict):
     stall_s: float
     max_tenant_rows: NotRequired[int | None]
     limit_bytes: NotRequired[int | None]
-    max_draft: NotRequired[int]
+    max_draft: NotRequired[int | None]
     trials: NotRequired[Path | None]
 
 

@@ -1,6 +1,12 @@
-"""Finds how much memory MLX may use on this machine, and sets MLX's limits."""
+"""What differs between devices: each kind's constants, how much memory MLX may use, and MLX's limits.
+
+The constants of GPUs follow MLX's sources; no GPU has measured them yet (`turnkeep bench device` will).
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
 
 import mlx.core as mx
 import psutil
@@ -9,13 +15,55 @@ from turnkeep_client.errors import TurnkeepError
 
 from .cgroups import left_bytes
 
-#: Bytes of freed buffers that MLX may keep for reuse; without a limit a few long prompts pin gigabytes. On a
-#: CPU a step took the same time without any.
-MLX_CACHE_BYTES = 512 * 2**20
-CPU_CACHE_BYTES = 16 * 2**20
+#: Of the memory that the machine has left when the weights are loaded, for everything else on a CPU.
+MEMORY_SHARE: Final = 0.6
+#: Of a GPU's memory, or of Metal's recommended working set, for weights, KV, temporary and freed buffers.
+GPU_SHARE: Final = 0.8
+#: Where a device says how much memory it has: Metal, CUDA, and what either may say besides.
+_MEMORY: Final = ("max_recommended_working_set_size", "total_memory", "memory_size")
 
-#: Of the memory that the machine has left when the weights are loaded, for everything else on the device.
-MEMORY_SHARE = 0.6
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """The constants of one kind of device.
+
+    MLX may keep `freed_bytes` of freed buffers for reuse: without a limit a few long prompts pin gigabytes.
+    Attention to plain KV holds no scores for `fused_head_dims`, if keys and values have the same size. The
+    temporary arrays of `kept_layers` layers are in memory at once. A prompt runs `prompt_blocks` blocks at a
+    time while no answer runs. At least `pooled_rows` rows of similar length attend together. An answer
+    speculates up to `max_draft` tokens.
+    """
+
+    freed_bytes: int
+    fused_head_dims: frozenset[int]
+    kept_layers: int
+    prompt_blocks: int
+    pooled_rows: int
+    max_draft: int
+
+
+#: Metal keeps the inputs of a command buffer until it has run, and up to ten of them are in flight.
+_GPU: Final = Profile(
+    freed_bytes=512 * 2**20,
+    fused_head_dims=frozenset((64, 72, 80, 96, 128)),
+    kept_layers=10,
+    prompt_blocks=8,
+    pooled_rows=2,
+    max_draft=0,
+)
+_PROFILES: Final = {
+    # A step took the same time without freed buffers. For two rows the copies into a pool cost too much.
+    "cpu": Profile(
+        freed_bytes=16 * 2**20,
+        fused_head_dims=frozenset(),
+        kept_layers=1,
+        prompt_blocks=1,
+        pooled_rows=3,
+        max_draft=8,
+    ),
+    "metal": _GPU,
+    "cuda": _GPU,
+}
 
 
 class DeviceError(TurnkeepError):
@@ -46,23 +94,40 @@ def fails_late() -> bool:
     return not on_cpu()
 
 
+def profile() -> Profile:
+    """Return the constants of the device that MLX computes on."""
+    return _PROFILES[name()]
+
+
 def limit_freed() -> None:
     """Limit the freed buffers that MLX keeps for reuse."""
-    mx.set_cache_limit(CPU_CACHE_BYTES if on_cpu() else MLX_CACHE_BYTES)
+    mx.set_cache_limit(profile().freed_bytes)
+
+
+def limit_active(limit_bytes: int) -> None:
+    """Let a GPU wait for evaluations in flight before it allocates more than this and the freed buffers."""
+    if not on_cpu():
+        mx.set_memory_limit(limit_bytes + profile().freed_bytes)
 
 
 def default_limit_bytes(to_load_bytes: int = 0) -> int:
-    """Derive the limit for all of MLX's memory from the device, or from the machine's free memory.
+    """Derive the limit for MLX's active memory from the device, and from the memory that is free now.
 
-    A control group may allow less than the machine has free. `to_load_bytes` of weights are not in memory
-    yet.
+    On a CPU and on Metal this is the machine's memory, of which a control group may allow less; on CUDA the
+    device's own. `to_load_bytes` of weights are not in memory yet. Raises `DeviceError` if a GPU does not say
+    how much memory it has.
     """
-    recommended = mx.device_info().get("max_recommended_working_set_size")
-    if isinstance(recommended, int) and recommended > 0:
-        return recommended
-    available, left = psutil.virtual_memory().available, left_bytes()
-    available = max((available if left is None else min(available, left)) - to_load_bytes, 0)
-    return mx.get_active_memory() + to_load_bytes + int(available * MEMORY_SHARE)
+    free, left = psutil.virtual_memory().available, left_bytes()
+    free = free if left is None else min(free, left)
+    in_use = mx.get_active_memory()
+    if on_cpu():
+        return in_use + to_load_bytes + int(max(free - to_load_bytes, 0) * MEMORY_SHARE)
+    told = mx.device_info()
+    most = next((int(told[key]) for key in _MEMORY if int(told.get(key, 0)) > 0), 0)
+    if not most:
+        raise DeviceError("the device does not say how much memory it has; set device_memory")
+    free = int(told.get("free_memory", free))
+    return max(min(int(most * GPU_SHARE), in_use + free) - profile().freed_bytes, 0)
 
 
 def wire(size_bytes: int) -> None:

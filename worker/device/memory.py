@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from cache.names.policy import FULL, PART
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from cache.kv.size import KvSize
     from cache.names.policy import Policy
@@ -28,8 +28,6 @@ GROWTH_TOKENS: Final = 256
 _FLOAT_BYTES: Final = 4
 #: Token ids, positions, masks and the like, at the most; a tiny model's step takes little else.
 _SMALL_BYTES: Final = 64 * 2**10
-#: Attention kernels that never hold the scores exist up to this head size.
-_FUSED_HEAD_DIM: Final = 128
 #: Multimodal models keep the language model's configuration under one of these names.
 _NESTED: Final = ("text_config", "language_config", "llm_config")
 _NAMES: Final = {
@@ -38,18 +36,30 @@ _NAMES: Final = {
     "intermediate": ("intermediate_size", "n_inner", "ffn_hidden_size", "moe_intermediate_size"),
     "vocabulary": ("vocab_size", "n_vocab"),
     "head_dim": ("head_dim",),
+    "value_dim": ("v_head_dim",),
+    "latent": ("kv_lora_rank",),
+    "plain_dim": ("qk_nope_head_dim",),
+    "rotary_dim": ("qk_rope_head_dim",),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes of a model that determine the memory of its passes."""
+    """The sizes of a model that determine the memory of its passes.
+
+    `value_dim` is the size of a head's values if it differs from that of its keys (`head_dim`), else 0.
+    """
 
     num_heads: int
     head_dim: int
     hidden: int
     intermediate: int
     vocabulary: int
+    value_dim: int = 0
+
+    def fuses(self, head_dims: Collection[int]) -> bool:
+        """Say whether attention holds no scores on a device that has such kernels for `head_dims`."""
+        return not self.value_dim and self.head_dim in head_dims
 
 
 def shape_of(config: Mapping[str, Any]) -> Shape:
@@ -67,9 +77,17 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
         return next((int(value) for value in found if isinstance(value, int) and value > 0), default)
 
     num_heads, hidden = size("num_heads", 1), size("hidden", 1)
+    head_dim = size("head_dim", hidden // num_heads)
+    value_dim = size("value_dim", 0)
+    if latent := size(
+        "latent", 0
+    ):  # heads attend to latent vectors; `head_dim` may be that of the rotary part
+        rotary = size("rotary_dim", 0)
+        head_dim, value_dim = max(latent, size("plain_dim", 0)) + rotary, latent
     return Shape(
         num_heads=num_heads,
-        head_dim=size("head_dim", hidden // num_heads),
+        head_dim=head_dim,
+        value_dim=0 if value_dim == head_dim else value_dim,
         hidden=hidden,
         intermediate=size("intermediate", 4 * hidden),
         vocabulary=size("vocabulary", 1),
@@ -79,11 +97,11 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
 def attention_bytes(shape: Shape, num_new: int, num_context: int, *, fused: bool) -> int:
     """Estimate the bytes for attention of `num_new` tokens to a context of `num_context` (with them).
 
-    The output, and the scores unless a kernel never holds them: `fused` says that the device has one for head
-    sizes of up to 128. The formula is that of oMLX's prefill guard.
+    The output, and the scores unless a kernel never holds them (`fused`). The formula is that of oMLX's
+    prefill guard.
     """
     outputs = shape.num_heads * num_new * shape.head_dim * _FLOAT_BYTES
-    if fused and shape.head_dim <= _FUSED_HEAD_DIM:
+    if fused:
         return outputs
     return outputs + shape.num_heads * num_new * num_context * _FLOAT_BYTES
 
@@ -114,7 +132,8 @@ class Estimator:
     `limit_bytes` limits all memory that MLX holds.
 
     If attention dequantises KV, one layer at a time, each token takes `unpacked_bytes` meanwhile. If a paged
-    session's queries are compared with sketches, each of its tokens takes `asked_bytes`.
+    session's queries are compared with sketches, each of its tokens takes `asked_bytes`. `kept_layers` layers
+    of a step have their temporary arrays in memory at once.
     """
 
     shape: Shape
@@ -125,6 +144,7 @@ class Estimator:
     fused: bool
     unpacked_bytes: int = 0
     asked_bytes: int = 0
+    kept_layers: int = 1
 
     def under(self, policy: Policy) -> Estimator:
         """Return the estimator of sessions under a policy."""
@@ -144,7 +164,8 @@ class Estimator:
         logits = 2 * (num_rows + len(pieces)) * shape.vocabulary * _FLOAT_BYTES
         # Of all rows and pieces in one layer; rows are quick, and begin with the next layer meanwhile.
         unpacked = (2 * num_cached + sum(kv for _, kv in pieces)) * self.unpacked_bytes
-        return attention * 3 // 2 + mixing + logits + unpacked + _SMALL_BYTES
+        in_layer = attention * 3 // 2 + mixing + unpacked
+        return in_layer * min(self.kept_layers, self.num_layers) + logits + _SMALL_BYTES
 
     def growth_bytes(self, lengths: Sequence[int], most_new: int = 1) -> int:
         """Count the bytes that full caches of these lengths allocate: new room, and a copy of one layer.

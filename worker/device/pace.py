@@ -16,11 +16,15 @@ _SHARE: Final = 0.4
 
 
 class Pace:
-    """`stall_s` is the time that a step may take while answers run, `block` the longest piece in tokens."""
+    """`stall_s` is the time that a step may take while answers run.
 
-    def __init__(self, stall_s: float, block: int) -> None:
+    `block` is the longest piece in tokens beside answers, `most` without them.
+    """
+
+    def __init__(self, stall_s: float, block: int, most: int = 0) -> None:
         self._stall_s = stall_s
         self._block = block
+        self._most = max(most, block)
         self._row_s = 0.0
         self._token_s: float | None = None
 
@@ -42,7 +46,7 @@ class Pace:
     def budget(self, num_rows: int) -> int:
         """Return how many tokens of prompts the next step may run beside `num_rows` answers."""
         if not num_rows:
-            return self._block
+            return self._most
         if self._token_s is None:
             return min(LEAST, self._block)
         left_s = max(self._stall_s - self._row_s, 0.0)

@@ -64,8 +64,10 @@ class Paging:
 
     def start(self, turn: Turn) -> None:
         """Handle a new turn, which has its caches and is in the scheduler."""
-        if turn.policy.exact and turn.caches is not None:
-            turn.scale = min(layers.most_run(turn.caches, self._block) // self._block, EXACT_SCALE)
+        if turn.caches is not None:
+            turn.most_blocks = layers.most_run(turn.caches, self._block) // self._block
+        if turn.policy.exact:
+            turn.scale = min(turn.most_blocks, EXACT_SCALE)
         turn.asks = turn.asks and turn.num_cached < turn.target - 1  # none of its tokens can ask
         self.want_past(turn)
 

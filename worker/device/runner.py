@@ -94,14 +94,16 @@ def estimator(
 
     For `sketched`, see `cache.kv.layers.make`.
     """
-    unpacked, shape = unpacked_bytes(caches), shape_of(loaded.config)
+    unpacked, shape, device = unpacked_bytes(caches), shape_of(loaded.config), machine.profile()
     return Estimator(
         shape=shape,
         limit_bytes=limit_bytes,
         weight_bytes=loaded.weight_bytes,
         kv=layers.sizes(caches, sketched),
         num_layers=len(caches),
-        fused=not machine.on_cpu() and not unpacked,  # attention to quantised KV has no such kernel
+        # Attention to quantised KV has no such kernel.
+        fused=shape.fuses(device.fused_head_dims) and not unpacked,
+        kept_layers=device.kept_layers,
         unpacked_bytes=unpacked if machine.on_cpu() else 0,
         # A layer's keys, and its scores and their softmax; on a CPU numpy does it, in little memory.
         asked_bytes=0 if machine.on_cpu() else 4 * shape.num_heads * (shape.head_dim + 2 * ASKED),
@@ -134,7 +136,7 @@ class Runner:
         max_tenant_rows: int | None = None,
         stall_s: float,
         limit_bytes: int | None = None,
-        max_draft: int = 0,
+        max_draft: int | None = 0,
         trials: Path | None = None,
     ) -> None:
         machine.limit_freed()
@@ -154,7 +156,7 @@ class Runner:
             self._batch, self.estimator, block_tokens, self._emit, trimmable=self.trimmable
         )
         self._scheduler: Scheduler[Turn] = Scheduler(max_batch, block_tokens, max_tenant_rows)
-        self._pace = Pace(stall_s, block_tokens)
+        self._pace = Pace(stall_s, block_tokens, block_tokens * machine.profile().prompt_blocks)
         self._acquisition = Acquisition(loaded, self._batch, self.room, make, trimmable=self.trimmable)
         parts = (self._batch, self.cutting, self._acquisition)
         self._chooser = StepChooser(self._scheduler, self._pace, self.room, *parts, self._emit)
@@ -164,12 +166,19 @@ class Runner:
         self._peak = 0
         self._num_decoded = 0
 
-    def _choose_batch(self, loaded: LoadedModel, max_draft: int, trials: Path | None) -> Batch:
+    def _choose_batch(self, loaded: LoadedModel, max_draft: int | None, trials: Path | None) -> Batch:
         """Choose the batch for the model's rows by trials. The file `trials` remembers their results."""
         own = make_prompt_cache(loaded.model)
         mx.eval(loaded.model(mx.array([[0]]), cache=own))
         remembered = Trials(trials, _trial_key(loaded, layers.describe(own))) if trials else None
-        return batch_for(loaded.model, self._has_room, max_draft=max_draft, trials=remembered)
+        device = machine.profile()
+        return batch_for(
+            loaded.model,
+            self._has_room,
+            max_draft=device.max_draft if max_draft is None else max_draft,
+            pooled_rows=device.pooled_rows,
+            trials=remembered,
+        )
 
     def _try_caches(self, loaded: LoadedModel, limit_bytes: int | None) -> Callable[[Policy], list[Any]]:
         """Run one token to learn the classes and size of the model's KV.
@@ -195,6 +204,7 @@ class Runner:
         self.kv_layers = layers.kinds(caches)
         self.trimmable = layers.trimmable(caches)
         limit_bytes = limit_bytes or machine.default_limit_bytes()
+        machine.limit_active(limit_bytes)
         self.estimator = estimator(loaded, caches, limit_bytes, self._batch.sketched)
         return make
 

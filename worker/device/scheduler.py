@@ -45,6 +45,10 @@ class Work(Protocol):
     def scale(self) -> int:
         """How many times longer than usual the prompt's pieces are; longer pieces run alone."""
 
+    @property
+    def most_blocks(self) -> int:
+        """The most blocks that a piece of the prompt may have, if the budget allows more than one."""
+
 
 T = TypeVar("T", bound=Work)
 
@@ -69,7 +73,7 @@ class Scheduler(Generic[T]):
     At most `max_rows` turns decode, at most `max_tenant_rows` of one tenant.
 
     A piece of a prompt never crosses a multiple of `block`, as a prefill that resumes at one gives the same
-    bits.
+    bits; of several blocks, if the budget is that large and the prompt may have such pieces.
     """
 
     def __init__(self, max_rows: int, block: int, max_tenant_rows: int | None = None) -> None:
@@ -121,11 +125,13 @@ class Scheduler(Generic[T]):
         Nothing changes until `advance`.
         """
         rows = Counter(turn.tenant for turn in self._decoding)
+        num_blocks = max(budget // self._block, 1)
         pieces: list[tuple[T, int]] = []
         for turn in self._rotation() if only is None else [only]:
             if budget == 0 or (pieces and (turn.scale > 1 or pieces[0][0].scale > 1)):
                 continue
-            start, size = turn.num_cached, self._block * turn.scale
+            start = turn.num_cached
+            size = self._block * max(turn.scale, min(num_blocks, turn.most_blocks))
             end = min((start // size + 1) * size, turn.target, start + budget * turn.scale)
             if end == turn.target and turn.draws:
                 is_full = rows.total() == self._max_rows or rows[turn.tenant] >= self._max_tenant_rows

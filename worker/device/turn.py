@@ -81,6 +81,7 @@ class Turn:
     resident: ResidentKv | None = field(init=False, default=None)
     asks: bool = field(init=False, default=False)
     scale: int = field(init=False, default=1)
+    most_blocks: int = field(init=False, default=1)
     past: Past | None = field(init=False, default=None)
     is_recalling: bool = field(init=False, default=False)
     behind_since_s: float | None = field(init=False, default=None)

@@ -1,0 +1,110 @@
+"""What the program takes from a device: Metal's, CUDA's and a CPU's answers, and pieces of several blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from tiny_models import BLOCK, alone, generate, prompt
+
+from cache.names.blocks import spans
+from worker.device import machine
+
+GIB = 2**30
+METAL = {
+    "device_name": "Apple M3 Max",
+    "architecture": "applegpu_g15s",
+    "max_buffer_length": 80 * GIB,
+    "max_recommended_working_set_size": 96 * GIB,
+    "memory_size": 128 * GIB,
+    "resource_limit": 499_000,
+}
+CUDA = {
+    "device_name": "NVIDIA GeForce RTX 4090",
+    "architecture": "sm_89",
+    "total_memory": 24 * GIB,
+    "free_memory": 20 * GIB,
+    "uuid": "GPU-0",
+}
+FREED = 512 * 2**20
+
+
+@pytest.fixture
+def a_gpu(monkeypatch) -> Any:
+    """Let MLX name a GPU, with what is free in the machine and what MLX holds."""
+
+    def pretend(
+        told: dict[str, Any], *, free: int = 100 * GIB, active: int = 0, is_metal: bool = False
+    ) -> None:
+        monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+        monkeypatch.setattr(mx, "device_info", lambda: told)
+        monkeypatch.setattr(mx.metal, "is_available", lambda: is_metal)
+        monkeypatch.setattr(mx, "get_active_memory", lambda: active)
+        monkeypatch.setattr(machine, "left_bytes", lambda: free)
+        monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: type("Free", (), {"available": free}))
+
+    return pretend
+
+
+def test_metal_s_limit_leaves_a_fifth_of_the_working_set_and_the_freed_buffers(a_gpu) -> None:
+    a_gpu(METAL, is_metal=True)
+    assert machine.name() == "metal"
+    assert machine.default_limit_bytes() == int(96 * GIB * 0.8) - FREED
+    a_gpu(METAL, is_metal=True, free=10 * GIB, active=5 * GIB)
+    assert machine.default_limit_bytes() == 15 * GIB - FREED, "others use the rest of the memory"
+    a_gpu(METAL, is_metal=True, free=0)
+    assert machine.default_limit_bytes() == 0
+
+
+@pytest.mark.parametrize("host", [8 * GIB, 128 * GIB])
+def test_cuda_s_limit_is_of_the_card_and_not_of_the_host(a_gpu, host) -> None:
+    a_gpu(CUDA, free=host)
+    assert machine.name() == "cuda"
+    assert machine.default_limit_bytes() == int(24 * GIB * 0.8) - FREED
+    a_gpu({**CUDA, "free_memory": 4 * GIB}, free=host, active=GIB)
+    assert machine.default_limit_bytes() == 5 * GIB - FREED
+    a_gpu({**CUDA, "free_memory": str(4 * GIB)}, free=host)
+    assert machine.default_limit_bytes() == 4 * GIB - FREED
+
+
+def test_a_card_with_another_name_for_its_memory_is_understood(a_gpu) -> None:
+    a_gpu({"memory_size": 24 * GIB, "architecture": "sm_80"})
+    assert machine.default_limit_bytes() == int(24 * GIB * 0.8) - FREED
+
+
+def test_a_gpu_that_does_not_say_what_it_has_needs_a_setting(a_gpu) -> None:
+    a_gpu({"architecture": "gfx"})
+    with pytest.raises(machine.DeviceError, match="set device_memory"):
+        machine.default_limit_bytes()
+
+
+def test_mlx_s_own_limit_is_set_on_a_gpu_alone(a_gpu, monkeypatch) -> None:
+    limits: list[int] = []
+    monkeypatch.setattr(mx, "set_memory_limit", limits.append)
+    machine.limit_active(5 * GIB)
+    assert limits == []
+    a_gpu(METAL, is_metal=True)
+    machine.limit_active(5 * GIB)
+    assert limits == [5 * GIB + FREED]
+
+
+@pytest.mark.parametrize(
+    ("kind", "lengths"), [("llama", [4]), ("exaone4", [4]), ("qwen3_next", [1, 2, 3, 4, 5, 6, 7])]
+)
+def test_alone_a_prompt_runs_several_blocks_at_a_time_and_each_is_cut(
+    make_model, make_rig, monkeypatch, kind, lengths
+) -> None:
+    """Where a layer has a state, one block: there is a state at a piece's end only."""
+    few = machine.Profile(1 << 24, frozenset(), 1, prompt_blocks=4, pooled_rows=3, max_draft=0)
+    monkeypatch.setattr(machine, "profile", lambda: few)
+    model = make_model(kind)
+    rig = make_rig(model, room=lambda: 1 << 28)
+    tokens = prompt(7 * BLOCK + 3)
+    turn = generate(tokens, 5, spans=[*spans(0, len(tokens), BLOCK)])
+    rig.run(turn)
+    assert rig.chunk_ends(turn) == [*(BLOCK * num for num in lengths), len(tokens)]
+    assert [cut for cut in rig.cuts(turn) if cut[1] % BLOCK == 0] == [
+        (start, start + BLOCK) for start in range(0, 7 * BLOCK, BLOCK)
+    ]
+    assert rig.tokens(turn) == alone(model, tokens, 5)[0]
