@@ -79,3 +79,28 @@ def test_a_choice_in_vain_neither_rotates_nor_ages_what_waits(estimator, why: st
         untouched.advance(expected)
         assert chooser.choose().step == expected
     assert {turn.priority for turn, _ in expected.prefill} == {1}
+
+
+def test_a_step_that_took_more_than_was_estimated_raises_the_next_estimates_for_a_while(estimator) -> None:
+    room, scheduler = Room(estimator), Scheduler[Any](4, BLOCK)
+    room.is_open = True
+    chooser = chooser_of(scheduler, room)
+    for turn in turns():
+        scheduler.add(turn)
+    first = chooser.choose()
+    chooser.learn(first, first.scratch_bytes // 2)
+    assert chooser.choose().scratch_bytes == first.scratch_bytes, "never less than the formula"
+    chooser.learn(first, 3 * first.scratch_bytes)
+    second = chooser.choose()
+    assert second.scratch_bytes == 3 * first.scratch_bytes
+    chooser.learn(second, second.scratch_bytes)
+    assert chooser.choose().scratch_bytes == second.scratch_bytes
+    room.is_promised = True
+    chooser.learn(second, 9 * second.scratch_bytes)
+    assert chooser.choose().scratch_bytes == second.scratch_bytes, "a restore was measured too"
+    room.is_promised = False
+    chooser.learn(second, 100 * second.scratch_bytes)
+    assert chooser.choose().scratch_bytes == 4 * first.scratch_bytes
+    for _ in range(400):
+        chooser.learn(choice := chooser.choose(), 0)
+    assert choice.scratch_bytes == pytest.approx(first.scratch_bytes, rel=0.01)

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 #: snapshot that is being written cannot be dropped, and a disk may hang for longer than this.
 PATIENCE_S: Final = 2.0
 _RETRY_S: Final = 0.01
+#: How much of what a step took beyond its estimate the next one is expected to take, and the most expected.
+_KEPT: Final = 0.98
+_MOST_FACTOR: Final = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,17 @@ class StepChooser:
         self._acquisition = acquisition
         self._starve = starve
         self._patient_until_s: float | None = None
+        self._factor = 1.0  # by which steps have exceeded their estimates
+
+    def learn(self, choice: ChosenStep, measured_bytes: int) -> None:
+        """Learn from a step with prompts that took `measured_bytes` besides weights and KV.
+
+        Later estimates are no lower than that, for a while. While restores are under way nothing is learned,
+        since their memory is measured too.
+        """
+        if choice.step.prefill and not self._room.is_promised:
+            factor = self._factor * measured_bytes / choice.scratch_bytes
+            self._factor = min(max(factor, 1 + (self._factor - 1) * _KEPT, 1.0), _MOST_FACTOR)
 
     def choose(self) -> ChosenStep:
         """Choose a step.
@@ -155,6 +169,7 @@ class StepChooser:
         growth_bytes = self._room.estimator.growth_bytes(
             [*self._batch.growing, *growing], max((num for num, _ in pieces), default=1)
         )
+        scratch_bytes = int(scratch_bytes * self._factor)
         return scratch_bytes, growth_bytes + self._batch.removal_bytes + self._cutting.size_bytes(step)
 
     def _preempt_for(self, to: Turn) -> bool:

@@ -245,6 +245,7 @@ class Runner:
         self._start_ready()
         self._pace.learn(len(step.decode), sum(num for _, num in step.prefill), step_s)
         measured = mx.get_peak_memory() - max(before, mx.get_active_memory())
+        self._chooser.learn(choice, measured)
         self._hand_over(len(step.decode), step_s, choice.scratch_bytes, measured)
         self.cutting.cut_noted()
         return choice.pause_s
