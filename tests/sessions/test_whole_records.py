@@ -220,6 +220,17 @@ async def test_a_failure_with_a_new_code_is_answered_once(world: World) -> None:
     assert (repeated.code, repeated.repeat_of) == ("out_of_credit", 3)
 
 
+async def test_a_failure_of_a_shape_that_is_not_known_is_answered_once(world: World) -> None:
+    """No failure has changed a session, whatever else a newer one says."""
+    await world.ask(Append(id="a", text="one"))
+    await world.ask(Rewind(id="r", position=99))
+    changed(world, retryable="later")
+    assert (await world.ask(Append(id="b", text="two"))).position == 6
+    assert [result.seq for result in world.results] == [1, 3, 5]
+    repeated = await world.ask(Rewind(id="r", position=99))
+    assert (repeated.type, repeated.repeat_of) == ("failed", 3)
+
+
 NEW_SHAPES = {"a new type": {"type": "forked"}, "a new shape": {"seconds": {"prefill": 1}}}
 
 

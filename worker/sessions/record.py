@@ -376,11 +376,15 @@ def _early_result(entry: Entry) -> _EarlyResult | None:
     seq = result.seq
     if seq is None or not 0 < seq < entry.seq:
         return None
-    is_valid = isinstance(result, Failed) or HISTORY_HEADER in entry.headers
+    is_valid = _is_failure(result) or HISTORY_HEADER in entry.headers
     return _EarlyResult(result, entry) if is_valid else None
 
 
 def _changes_nothing(result: Result) -> bool:
     if isinstance(result, Generated):
         return not result.tokens and result.finish_reason == "cancelled"
-    return isinstance(result, Failed)
+    return _is_failure(result)
+
+
+def _is_failure(result: Result) -> bool:
+    return isinstance(result, Failed) or (isinstance(result, UnknownResult) and result.type == "failed")
