@@ -155,6 +155,13 @@ def test_no_module_knows_itself_over_others_not_even_by_its_types():
     assert not circle(of_types=True)
 
 
+def test_tests_that_read_linux_s_proc_ask_for_linux() -> None:
+    """The suite runs on macOS too."""
+    reading = {path for path in (ROOT / "tests").rglob("*.py") if '"/proc' in path.read_text()}
+    assert reading
+    assert [path.name for path in reading if '"linux"' not in path.read_text()] == []
+
+
 def test_the_client_package_needs_msgspec_and_nats_alone():
     """So that it can be installed without MLX."""
     import sys

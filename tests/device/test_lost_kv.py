@@ -24,6 +24,7 @@ from worker.device.engine import DeviceFaultError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+pytestmark = pytest.mark.metal
 EVALUATE = mx.eval
 
 

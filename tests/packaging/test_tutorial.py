@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
 
 from tests.commands.command_runs import environment
@@ -30,12 +31,10 @@ def home(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "home"
     (folder / "turnkeep").mkdir(parents=True)
     yield folder
-    for process in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if f"HOME={folder}\0".encode() in process.read_bytes():
-                os.kill(int(process.parent.name), signal.SIGKILL)
-        except OSError:
-            continue  # another user's, or gone
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # another user's, or gone
+            if process.environ().get("HOME") == str(folder):
+                process.kill()
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -177,6 +178,7 @@ def peak_bytes(pid: int) -> int:
 
 
 @pytest.mark.process
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell the peak of another process")
 async def test_a_sessions_backlog_stays_in_the_log_until_its_turn(worker_process: Callable[..., Any]) -> None:
     """120 requests of 1 MB wait as the worker starts: they are taken page by page."""
     worker = worker_process("--spare-memory", "0")
