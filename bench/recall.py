@@ -58,7 +58,7 @@ class Plan:
 
     @property
     def policies(self) -> dict[str, CachePolicy]:
-        """The cases, with their policies, in the order of tables."""
+        """The cache policy of each case. Tables show the cases in this order."""
         found = {FULL: CachePolicy("full")}
         for tokens in sorted(self.resident, reverse=True):
             found[_case(WINDOW, tokens)] = CachePolicy("sink_window", SINK, tokens - SINK)

@@ -18,7 +18,11 @@ _MOST_NODES: Final = 1000
 
 
 def may_become_gap(node: Node) -> bool:
-    """Whether every chain with the node ends so far after it that no session or match sees the node's KV."""
+    """Whether the node's file may be evicted although other nodes continue it: no session sees its KV.
+
+    This is true if every chain that contains the node continues for at least a window after it, and if
+    nothing holds the node or a node within this window. Sinks and pinned nodes never become gaps.
+    """
     window = _window(node)
     if window is None or node.reach is None or node.start < node.reach.sink:
         return False

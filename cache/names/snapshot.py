@@ -246,10 +246,10 @@ class Name(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The memory of one tensor: one buffer for each head, of tokens of `token_bytes` bytes each.
+    """Where a tensor is in memory: `rows` has one buffer for each head, with `token_bytes` bytes a token.
 
-    A buffer holds the tokens of `spans`, in order. The field `section` is the result of the function
-    `section` for the tensor.
+    Each buffer has the tokens of `spans`, in order. `section` names the tensor's section in a file, as the
+    function `section` returns it.
     """
 
     rows: tuple[memoryview, ...]

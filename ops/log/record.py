@@ -81,7 +81,10 @@ def pair_up(entries: Sequence[Entry]) -> Iterator[Exchange]:
 def within(
     entries: Sequence[Entry], sessions: Sequence[str], since: datetime | None, until: datetime | None
 ) -> list[Entry]:
-    """Return the entries before `until` of those `sessions` (empty: all) that began at `since` or later."""
+    """Return the entries of `sessions` (empty: of all sessions) that were stored before `until`.
+
+    Leaves out each session whose first entry was stored before `since`.
+    """
     begun: dict[str, datetime] = {}
     for entry in entries:
         begun.setdefault(entry.key.session, entry.stored)

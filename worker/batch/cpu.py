@@ -130,7 +130,10 @@ def faster_compared(queries: mx.array) -> bool:
 
 
 def compared(asked: mx.array, sketch: tuple[mx.array, ...], page: int) -> mx.array:
-    """Compute `cache.kv.paged.compared`, evaluated. For 32 queries it takes a seventh of MLX's time."""
+    """Return each page's largest attention share, like `cache.kv.paged.compared`, but already evaluated.
+
+    For 32 queries it takes a seventh of the time of that function, which uses MLX alone.
+    """
     mx.eval(asked, sketch)
     heads = zip(*(_view(part)[0] for part in (asked, *sketch)), strict=True)
     found = [_compared(queries, codes, scales, biases, page) for queries, codes, scales, biases in heads]

@@ -37,8 +37,8 @@ _patience = with_result_timeout("How long to wait for the result of one request.
 def close(config: Path | None, sessions: tuple[str, ...], forget: bool, **flags: Any) -> None:
     """End sessions. Some days later the worker removes them from the log.
 
-    `turnkeep open` can use the name of a closed session again. What pins and other sessions share stays on
-    the disk after --forget, too.
+    `turnkeep open` can use the name of a closed session again. Tokens that belong also to another session or
+    to a pin stay on the worker's disk, even with --forget.
     """
     _close(config, sessions, forget=forget, **flags)
 

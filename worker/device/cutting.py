@@ -107,7 +107,7 @@ class Cutting:
             self._due.append((turn, Span(turn.num_cached - self._block, turn.num_cached)))
 
     def clear(self) -> None:
-        """Forget the noted spans: their KV is lost."""
+        """Forget the spans that are still to be cut, since the device has lost their KV."""
         self._due.clear()
 
     def cut_tail(self, turn: Turn) -> None:

@@ -70,7 +70,7 @@ class Flight:
         self.events: asyncio.Queue[TurnEvent] = asyncio.Queue()
 
     async def next_events(self) -> list[TurnEvent]:
-        """Wait for the turn's next events: several at once for a slow reader. The last one is its end."""
+        """Wait for the turn's next event; return all that have arrived. A turn's last event is its end."""
         events = [await self.events.get()]
         while not self.events.empty():
             events.append(self.events.get_nowait())
