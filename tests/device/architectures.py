@@ -22,8 +22,8 @@ from tiny_models import CONFIGS, OTHERS, VOCABULARY, loaded, prompt
 
 from cache.kv import layers
 from cache.kv.arrays import _TYPES
+from worker.batch.forward import Forward
 from worker.batch.merged_rows import MergedRows
-from worker.batch.shared_pass import SharedPass
 from worker.device.runner import Runner
 
 #: Fields of all kinds of configuration, for models of a few hundred kilobytes.
@@ -134,9 +134,9 @@ def serve(model: Any) -> Served:
         return Served(fault=str(error).partition("]")[0].strip("["))
     runner = Runner(loaded(model), lambda _: None, block_tokens=BLOCK, max_batch=4, stall_s=0.25)
     batch = runner._batch
-    together = "one pass" if batch.windows_are_rings or isinstance(batch, SharedPass) else "one by one"
-    if isinstance(batch, MergedRows):
-        together = "merged" if batch._forward is None else "one pass, windows merged"
+    shares, merges = isinstance(batch._run, Forward), isinstance(batch._keeping, MergedRows)
+    together = "one pass" if shares else "merged" if merges else "one by one"
+    together += ", windows merged" if shares and merges else ""
     return Served(
         caches=layers.describe(make_prompt_cache(model)),
         together=together,

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from worker.batch.sampling import Sampling
+    from worker.batch.chooser import Sampling
     from worker.device.engine import TurnResult
 
 IDENTITY = Identity(weights="w", config="c", tokenizer="t", kv_dtype="float32", block_tokens=BLOCK)

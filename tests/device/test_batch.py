@@ -12,13 +12,15 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from tiny_models import GREEDY, WIDE, alone, begin, kv, prompt
 
-from worker.batch import shared_pass, slots
-from worker.batch.batch import Batch, PrefillPiece, Row
+from worker.batch import batch as steps
+from worker.batch import pools, slots
+from worker.batch.batch import Batch, Keeping, PrefillPiece, Row
+from worker.batch.chooser import Chooser, Sampling
 from worker.batch.choosing import batch_for
+from worker.batch.forward import Forward
 from worker.batch.merged_rows import MergedRows
-from worker.batch.one_by_one import OneByOne
-from worker.batch.sampling import Sampling
-from worker.batch.shared_pass import SharedPass
+from worker.batch.own_pass import OwnPass
+from worker.batch.pools import Pools
 
 SAMPLINGS = [
     GREEDY,
@@ -38,7 +40,7 @@ def run(
         batch.step(pieces, run_ahead=run_ahead)
         pieces = []
         for row, tokens in zip(rows, drawn, strict=True):
-            tokens.extend(row.drawn)
+            tokens.extend(one.token for one in row.drawn)
     return drawn
 
 
@@ -48,27 +50,29 @@ def test_rounding_to_16_bits_decides_nothing_about_a_model(build_model, dtype) -
     model = build_model("llama", num_hidden_layers=12, **WIDE)
     model.set_dtype(dtype)
     batch = batch_for(model)
-    assert type(batch) is SharedPass
+    assert type(batch._run) is Forward
     assert batch.has_rings
     assert model.model.embed_tokens(mx.array([1])).dtype == dtype, "as it was before"
 
 
 @pytest.mark.parametrize(
-    ("kind", "kv_bits", "way"),
+    ("kind", "kv_bits", "way", "keeping"),
     [
-        ("llama", None, SharedPass),
-        ("llama", 8, SharedPass),
-        ("exaone4", None, SharedPass),
-        ("exaone4", 8, SharedPass),
-        ("gemma2", None, MergedRows),
-        ("qwen3_next", None, MergedRows),
-        ("llama4", None, OneByOne),
+        ("llama", None, Forward, Pools),
+        ("llama", 8, Forward, Keeping),
+        ("exaone4", None, Forward, Pools),
+        ("exaone4", 8, Forward, Keeping),
+        ("gemma2", None, OwnPass, MergedRows),
+        ("qwen3_next", None, OwnPass, MergedRows),
+        ("qwen3_next", 8, OwnPass, Keeping),
+        ("llama4", None, OwnPass, Keeping),
     ],
 )
 def test_a_model_is_run_in_the_way_that_its_caches_and_its_attention_allow(
-    make_model, kind, kv_bits, way
+    make_model, kind, kv_bits, way, keeping
 ) -> None:
-    assert type(batch_for(make_model(kind, kv_bits))) is way
+    batch = batch_for(make_model(kind, kv_bits))
+    assert (type(batch._run), type(batch._keeping)) == (way, keeping)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -79,7 +83,7 @@ def test_rows_that_come_and_go_get_the_tokens_and_the_kv_that_they_get_alone(
 ) -> None:
     """Random joins, leaves and lengths, in one pool or moving from one to the next, with steps run ahead."""
     monkeypatch.setattr(slots, "SMALLEST", smallest)
-    monkeypatch.setattr(shared_pass, "_ROOM", 2)
+    monkeypatch.setattr(pools, "_ROOM", 2)
     model, dice = make_model("llama"), random.Random(seed)
     waiting = deque(
         (prompt(dice.randint(2, 40), salt=salt), SAMPLINGS[salt % len(SAMPLINGS)]) for salt in range(12)
@@ -96,7 +100,7 @@ def test_rows_that_come_and_go_get_the_tokens_and_the_kv_that_they_get_alone(
                 running[pieces[-1].row] = (tokens, sampling, [])
         batch.step(pieces, run_ahead=dice.random() < ahead)
         for row, (_, _, drawn) in list(running.items()):
-            drawn.extend(row.drawn)
+            drawn.extend(one.token for one in row.drawn)
             if len(drawn) >= 3 and dice.random() < 0.2:
                 left[row] = (*running.pop(row), batch.remove(row))
     assert len(left) == 12
@@ -131,17 +135,19 @@ def test_prompts_are_read_beside_answers_and_beside_each_other(make_model) -> No
             some = tokens[start : start + 10]
             if some:
                 ends = start + len(some) == len(tokens)
-                row = Row(own, tokens.copy(), GREEDY, 0, len(tokens), 1000) if ends else None
+                row = Row(own, tokens.copy(), Chooser(GREEDY), len(tokens), 1000) if ends else None
                 pieces.append(PrefillPiece(own, start, some, row))
         batch.step(pieces)
         for piece, drawn in zip(early, answers, strict=True):
-            drawn.extend(piece.row.drawn)
+            drawn.extend(one.token for one in piece.row.drawn)
     assert answers == [alone(model, prompt(n, salt=n), 6)[0] for n in (9, 14)]
     firsts = {row.num_cached: row for row in batch.rows[2:]}
     batch.step([])
     for tokens in late:
-        row = next(row for row in firsts.values() if row.num_cached - row.num_drawn + 1 == len(tokens))
-        assert row.known[len(tokens) :] == alone(model, tokens, row.num_drawn)[0]
+        row = next(
+            row for row in firsts.values() if row.num_cached - row.chooser.num_drawn + 1 == len(tokens)
+        )
+        assert row.known[len(tokens) :] == alone(model, tokens, row.chooser.num_drawn)[0]
 
 
 def test_a_row_without_kv_yet_decodes_beside_rows_with_some(make_model) -> None:
@@ -177,9 +183,10 @@ def test_rows_of_other_lengths_do_not_share_a_pool(make_model, monkeypatch) -> N
     pieces = [begin(model, prompt(n, salt=n)) for n in (5, 9, 12, 100)]
     run(batch, pieces, 3)
     short, other, _, long = (piece.row for piece in pieces)
-    assert short.pool is other.pool is not None
-    assert long.pool is None
-    assert short.pool.capacity == 64
+    places = batch._keeping._slots
+    assert places[short][0] is places[other][0]
+    assert long not in places
+    assert places[short][0].capacity == 64
 
 
 def test_after_a_clear_new_rows_start_from_nothing(make_model) -> None:
@@ -210,7 +217,7 @@ class Oracle:
 
     may_propose = True
 
-    def learn(self, num_proposed: int, num_right: int) -> None:
+    def learn(self, num_proposed: int, num_right: int, *, pays: bool) -> None:
         assert num_right <= num_proposed
 
 
@@ -223,7 +230,7 @@ def test_guessing_changes_nothing_but_the_number_of_steps(
     model = make_model("llama")
     contexts = [prompt(20 + 7 * i, salt=i) for i in range(num_rows)]
     answers = [alone(model, tokens, 150, sampling)[0] for tokens in contexts]
-    monkeypatch.setattr(shared_pass, "Lookup", lambda known, most: Oracle(known, answers, most))
+    monkeypatch.setattr(steps, "Lookup", lambda known, most: Oracle(known, answers, most))
     batch = batch_for(model, max_draft=6)
     pieces = [begin(model, tokens, sampling) for tokens in contexts]
     drawn = run(batch, pieces, 20)
@@ -247,7 +254,7 @@ def test_no_answer_becomes_longer_than_it_may(make_model) -> None:
     while piece.row.num_left > 0:
         batch.step([])
     assert piece.row.num_left == 0
-    assert piece.row.num_drawn == 30
+    assert piece.row.chooser.num_drawn == 30
 
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "mamba2"])

@@ -22,7 +22,8 @@ from cache.names.blocks import Span
 from cache.names.errors import LostPastError
 from cache.names.policy import CHUNK, FULL, SLACK, Policy
 from cache.names.tokens import as_tokens
-from worker.batch.forward import Forward, OwnPart
+from worker.batch.forward import Forward
+from worker.batch.parts import OwnPart
 from worker.device import cutting, finding
 from worker.device.engine import DeviceFaultError
 

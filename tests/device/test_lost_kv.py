@@ -17,7 +17,7 @@ from tiny_models import BLOCK, alone, answer, key, prompt
 
 from cache.kv.states import leaves
 from cache.names.tokens import as_tokens
-from worker.batch.shared_pass import SharedPass
+from worker.batch.batch import Batch
 from worker.device import machine
 from worker.device.engine import DeviceFaultError
 
@@ -80,15 +80,15 @@ def is_step(frame: Any) -> bool:
 @pytest.fixture
 def buffers(monkeypatch) -> Buffers:
     made = Buffers()
-    launch = SharedPass._launch_next
+    launch = Batch._launch_next
 
-    def launched(batch: SharedPass, step: Any) -> Any:
+    def launched(batch: Batch, step: Any) -> Any:
         ahead = launch(batch, step)
         if ahead is not None:
             made.launched.append(ahead)
         return ahead
 
-    monkeypatch.setattr(SharedPass, "_launch_next", launched)
+    monkeypatch.setattr(Batch, "_launch_next", launched)
     monkeypatch.setattr(machine, "fails_late", lambda: True)
     monkeypatch.setattr(mx, "eval", made.evaluate)
     return made

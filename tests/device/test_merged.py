@@ -16,8 +16,9 @@ from tiny_models import GREEDY, VOCABULARY, alone, begin, generate, prefill, pro
 from worker.batch import choosing
 from worker.batch import merged as merged_module
 from worker.batch.batch import PrefillPiece, Row
+from worker.batch.chooser import Sampling
 from worker.batch.choosing import batch_for
-from worker.batch.sampling import Sampling
+from worker.batch.own_pass import OwnPass
 from worker.batch.trials import Trials
 
 #: Recurrent states, windows, hybrids of them with each other and with plain caches, attention of other kinds.
@@ -58,7 +59,7 @@ def _no_rings(monkeypatch) -> None:
 
 
 def is_merged(row: Row) -> bool:
-    return row.caches is None and row.pool is None
+    return row.caches is None
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -80,7 +81,7 @@ def test_rows_that_come_and_go_get_the_tokens_that_they_get_alone(make_model, ki
         batch.step(pieces)
         num_merged += sum(map(is_merged, batch.rows)) > 1
         for row, (tokens, sampling, drawn) in list(running.items()):
-            drawn.extend(row.drawn)
+            drawn.extend(one.token for one in row.drawn)
             if len(drawn) >= 3 and dice.random() < 0.1:
                 del running[row]
                 left.append((tokens, sampling, drawn, batch.remove(row)))
@@ -219,7 +220,7 @@ def test_a_class_that_cannot_be_merged_runs_one_after_the_other(make_model) -> N
         batch = batch_for(model)
     assert {"missing": "ChunkedKVCache"}.items() <= lines[-2].items()
     assert lines[-1]["log_level"] == "warning"
-    assert lines[-1]["event"].startswith("sessions of this model run one after the other")
+    assert lines[-1]["event"].startswith("this model's sessions run one after the other")
     contexts = [prompt(n, salt=n) for n in (4, 3, 13)]
     pieces = [begin(model, tokens) for tokens in contexts]
     batch.step(pieces)
@@ -282,7 +283,7 @@ def test_a_row_that_leaves_keeps_nothing_of_the_others(make_model, kind) -> None
     merged = choosing.merged_for(model, Trials())
     own = make_prefilled(model)
     merged.join([(i, own) for i in range(200)])
-    merged.run(mx.array([1] * 200))
+    OwnPass(model)([merged.part([5] * 200)], [1] * 200)
     merged.commit()
     all_bytes, caches = merged.nbytes, merged.leave(3)
     merged.clear()
@@ -303,7 +304,7 @@ def test_joining_takes_no_more_than_is_said(make_model, kind) -> None:
         merged.join([(i, caches)])
         assert mx.get_peak_memory() - before <= said + 20_000
         for _ in range(3):
-            mx.eval(merged.run(mx.array([1] * (i + 1))))
+            mx.eval(OwnPass(model)([merged.part([0] * (i + 1))], [1] * (i + 1)))
             merged.commit()
         assert mx.get_active_memory() - before <= said + 20_000
 
@@ -332,7 +333,7 @@ def test_growth_is_told_before_it_happens(make_model) -> None:
     num_grown = 0
     for _ in range(270):
         told, before = merged.growing, merged.nbytes
-        mx.eval(merged.run(mx.array([1] * 3)))
+        mx.eval(OwnPass(model)([merged.part([0] * 3)], [1] * 3))
         merged.commit()
         if merged.nbytes > before:
             assert len(told) == 3
@@ -359,3 +360,35 @@ def test_sessions_answer_side_by_side_over_several_turns(make_model, make_rig, k
             assert turn.num_reused == held[name]
             held[name] = turn.num_cached
             histories[name] = histories[name] + drawn + prompt(3 + i, salt=turn_index)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("merged_rows", [1, 2])
+def test_merged_rows_run_ahead_where_a_device_wants_that(make_model, kind, merged_rows) -> None:
+    """A step in flight is undone if a row leaves or its KV is read; it runs again, with the same tokens."""
+    model, dice = make_model(kind), random.Random(merged_rows)
+    batch = batch_for(model, merged_rows=merged_rows, runs_ahead=True)
+    samplings = [GREEDY, Sampling(0.9, seed=3), GREEDY, Sampling(0.9, seed=4)]
+    contexts = [prompt(5 + 3 * n, salt=n) for n in range(4)]
+    pieces = [begin(model, tokens, sampling) for tokens, sampling in zip(contexts, samplings, strict=True)]
+    drawn: dict[Row, list[int]] = {piece.row: [] for piece in pieces}
+    sessions = {piece.row: n for n, piece in enumerate(pieces)}
+    num_ahead = 0
+    while drawn:
+        waiting = [] if batch.is_ahead else pieces[:1]
+        pieces = pieces[len(waiting) :]
+        batch.step(waiting, run_ahead=True)
+        num_ahead += batch.is_ahead
+        for row in batch.rows:
+            drawn[row] += [one.token for one in row.drawn]
+            if dice.random() < 0.1:
+                shown = batch.caches(row)
+                mx.eval([cache.state for cache in shown])
+            if len(drawn[row]) > 8 and dice.random() < 0.2:
+                n, mine = sessions[row], drawn.pop(row)
+                caches = batch.remove(row)
+                expected = alone(model, contexts[n], len(mine), samplings[n])[0]
+                assert mine == expected
+                more = go_on(model, caches, mine[-1], 3)
+                assert more == alone(model, [*contexts[n], *mine], 3)[0]
+    assert num_ahead > 3

@@ -25,7 +25,8 @@ from cache.names.policy import CHUNK, Policy
 from cache.names.tokens import as_tokens
 from worker import sizing
 from worker.batch import choosing, matching
-from worker.batch.forward import Forward, OwnPart
+from worker.batch.forward import Forward
+from worker.batch.parts import OwnPart
 from worker.device import cutting, finding
 
 if TYPE_CHECKING:

@@ -15,11 +15,11 @@ from tiny_models import CONFIGS, GREEDY, VOCABULARY, WIDE, alone, begin, generat
 
 from cache.kv import layers
 from cache.kv.size import KvSize
-from worker.batch import cpu, forward, shared_pass
+from worker.batch import batch as steps
+from worker.batch import cpu, forward
 from worker.batch.batch import Batch, PrefillPiece, Row
+from worker.batch.chooser import Chooser, Sampling
 from worker.batch.choosing import batch_for
-from worker.batch.merged_quantised import MergedQuantised
-from worker.batch.sampling import Sampling
 from worker.models.model import ModelError, cache_sizes
 from worker.models.quantised import quantise_kv, unpacked_bytes
 
@@ -42,13 +42,13 @@ def codes(caches: list[Any], num_tokens: int) -> mx.array:
 
 @pytest.mark.parametrize(("kind", "kv_bits"), [("llama", 8), ("llama", 4), ("qwen3_next", 4)])
 def test_rows_that_come_and_go_get_the_tokens_that_they_get_alone(make_model, kind, kv_bits) -> None:
-    """Random joins, leaves and lengths, with steps run ahead; merged where there are other layers too."""
+    """Random joins, leaves and lengths, with steps run ahead; one by one where there are other layers too."""
     model, dice = make_model(kind, kv_bits), random.Random(kv_bits)
     waiting = deque((prompt(dice.randint(1, 40), salt), SAMPLINGS[salt % 3]) for salt in range(9))
     batch = batch_for(model, max_draft=4)
     running: dict[Row, tuple[list[int], Sampling, list[int]]] = {}
     differences: list[float] = []
-    num_ahead = num_left = num_merged = 0
+    num_ahead = num_left = 0
     while waiting or running:
         pieces = []
         for _ in range(dice.randint(0, 2)):
@@ -58,9 +58,9 @@ def test_rows_that_come_and_go_get_the_tokens_that_they_get_alone(make_model, ki
                 running[pieces[-1].row] = (tokens, sampling, [])
         batch.step(pieces, run_ahead=dice.random() < 0.7)
         num_ahead += batch.is_ahead
-        num_merged += sum(row.caches is None for row in batch.rows) > 1
+        assert not any(row.caches is None for row in batch.rows), "quantised KV is not copied"
         for row, (tokens, sampling, drawn) in list(running.items()):
-            drawn.extend(row.drawn)
+            drawn.extend(one.token for one in row.drawn)
             if len(drawn) >= 3 and dice.random() < 0.15:
                 del running[row]
                 caches = batch.remove(row)
@@ -77,8 +77,7 @@ def test_rows_that_come_and_go_get_the_tokens_that_they_get_alone(make_model, ki
     if kind == "llama":  # numbers of 1.9 on average; where no code changes only the seventh digit does
         assert sorted(differences)[6] < 1e-5
         assert max(differences) < 0.005 * 2.0 ** (8 - kv_bits)
-    assert (num_ahead > 3) == (kind == "llama"), "merged rows do not run ahead"
-    assert (num_merged > 3) == (kind != "llama"), "where all layers are quantised nothing is copied"
+    assert (num_ahead > 3) == (kind == "llama"), "a state cannot be counted back"
 
 
 @pytest.mark.parametrize("kv_bits", [8, 4])
@@ -101,10 +100,10 @@ def test_guesses_are_taken_back_from_quantised_kv(make_model, monkeypatch, kv_bi
             here = answer[self._at : self._at + min(most, 3)]
             return [*here[:2], *((token + 1) % VOCABULARY for token in here[2:])]
 
-        def learn(self, num_proposed: int, num_right: int) -> None:
+        def learn(self, num_proposed: int, num_right: int, *, pays: bool) -> None:
             assert num_right <= 2
 
-    monkeypatch.setattr(shared_pass, "Lookup", Oracle)
+    monkeypatch.setattr(steps, "Lookup", Oracle)
     batch = batch_for(model, max_draft=3)
     piece = begin(model, tokens)
     batch.step([piece])
@@ -126,7 +125,7 @@ def test_a_failed_step_takes_nothing_from_quantised_rows(make_model, monkeypatch
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(shared_pass.mx, "eval", fail)
+        patch.setattr(steps.mx, "eval", fail)
         with pytest.raises(MemoryError):
             batch.step([], run_ahead=True)
     assert batch.roll_back()
@@ -255,7 +254,7 @@ def test_a_step_on_quantised_kv_takes_no_more_than_was_estimated(
     prefill(model, beside, prompt(num_cached), block=256)
     for own, length in ((caches, num_cached + num_new), (beside, num_cached)):
         tokens = prompt(length + 1)
-        row = Row(own, tokens, GREEDY, 0, len(tokens), 100)
+        row = Row(own, tokens, Chooser(GREEDY), len(tokens), 100)
         batch.step([PrefillPiece(own, length, tokens[-1:], row)])
         assert measured(batch, []) <= estimator.scratch_bytes(len(batch.rows), [], batch.num_cached)
 
@@ -266,42 +265,3 @@ def measured(batch: Batch, pieces: list[PrefillPiece]) -> int:
     mx.reset_peak_memory()
     batch.step(pieces)
     return mx.get_peak_memory() - max(before, mx.get_active_memory())
-
-
-@pytest.mark.parametrize("kind", [mx.float32, mx.bfloat16])
-@pytest.mark.parametrize(("group_size", "kv_bits"), [(64, 8), (64, 4), (32, 4)])
-def test_rows_leave_a_merged_batch_with_the_codes_that_they_had(kind, group_size, kv_bits) -> None:
-    """Rows of any length; one leaves, another one comes; each token gets the codes that it gets alone."""
-    mx.random.seed(4)
-
-    def more(num_rows: int, num_tokens: int) -> tuple[mx.array, mx.array]:
-        return (
-            mx.random.normal((num_rows, 2, num_tokens, 64)).astype(kind),
-            mx.random.normal((num_rows, 2, num_tokens, 128)).astype(kind),
-        )
-
-    def own(num_tokens: int) -> QuantizedKVCache:
-        cache = QuantizedKVCache(group_size, kv_bits)
-        cache.update_and_fetch(*more(1, num_tokens))
-        return cache
-
-    alone = [own(length) for length in (3, 300, 256)]
-    merged = MergedQuantised.merge(alone[:2])
-    merged.extend(MergedQuantised.merge(alone[2:]))
-    rows = list(alone)
-    for step in range(3):
-        if step == 2:
-            merged.filter([0, 2])
-            del rows[1]
-        keys, values = more(len(rows), 1)
-        fetched = merged.update_and_fetch(keys, values)
-        for i, cache in enumerate(rows):
-            expected = cache.update_and_fetch(keys[i : i + 1], values[i : i + 1])
-            for found, part in zip((*fetched[0], *fetched[1]), (*expected[0], *expected[1]), strict=True):
-                assert found.dtype == part.dtype
-                assert mx.array_equal(found[i : i + 1, :, -cache.offset :], part)
-            left = merged.extract(i)
-            assert layers.describe([left]) == layers.describe([cache])
-            assert left.offset == cache.offset
-            for one, other in zip((*left.keys, *left.values), (*expected[0], *expected[1]), strict=True):
-                assert mx.array_equal(one, other)

@@ -23,7 +23,7 @@ from cache.names.policy import FULL, Policy
 from cache.names.snapshot import ITEM_BYTES, Tensor
 from cache.names.tokens import as_tokens
 from turnkeep_client.subjects import SessionKey
-from worker.batch.sampling import Sampling
+from worker.batch.chooser import Sampling
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,7 +13,8 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from naive_window import Naive
 
 from cache.kv.ring import RingCache
-from worker.batch.forward import Forward, OwnPart
+from worker.batch.forward import Forward
+from worker.batch.parts import OwnPart
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

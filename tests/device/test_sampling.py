@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from worker.batch.sampling import Sampling, draw
+from worker.batch.chooser import Sampling
+from worker.batch.sampling import draw
 
 VOCABULARY = 24
 

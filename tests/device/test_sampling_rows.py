@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from worker.batch import sampling as sampling_module
-from worker.batch.sampling import Sampling, draw, draw_all, waits_for_logits
+from worker.batch.chooser import Chooser, Draw, Sampling
+from worker.batch.sampling import Logprobs, draw_all, waits_for_logits
 
 VOCABULARY = 3000
 
@@ -25,8 +26,88 @@ def some_sampling(dice: random.Random) -> Sampling:
         top_k=dice.choice([0, 0, 1, 7, 200, VOCABULARY + 1]),
         min_p=dice.choice([0.0, 0.0, 0.02, 0.5]),
         repetition_penalty=dice.choice([1.0, 1.0, 1.3, 0.8]),
+        presence_penalty=dice.choice([0.0, 0.0, 0.5, -1.0]),
+        frequency_penalty=dice.choice([0.0, 0.0, 0.3, -0.2]),
+        logit_bias=dice.choice([(), (), ((5, 4.0), (77, -100.0), (9, 0.5))]),
+        min_tokens=dice.choice([0, 0, 60]),
         seed=dice.randrange(2**63),
     )
+
+
+def some_draw(dice: random.Random) -> Draw:
+    answered = [dice.choice((5, 9, dice.randrange(VOCABULARY))) for _ in range(dice.randrange(40))]
+    prompt = dice.sample(range(VOCABULARY), dice.randrange(40))
+    chooser = Chooser(some_sampling(dice), answered=answered, prompt=prompt, end_tokens=frozenset((1, 2)))
+    return chooser.draws()[0]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_penalties_and_biases_are_what_their_definitions_say(seed) -> None:
+    """OpenAI's for presence and frequency, CTRL's for repetition, in plain Python."""
+    dice = random.Random(seed)
+    logits = rows(seed, 8)
+    choosers = []
+    for _ in range(8):
+        answered = [dice.choice((5, 9, dice.randrange(VOCABULARY))) for _ in range(30)]
+        choosers.append(
+            (Chooser(some_sampling(dice), answered=answered, prompt=[9, 40], end_tokens={1, 2}), answered)
+        )
+    found = np.array(sampling_module._changed(logits, [one.draws()[0] for one, _ in choosers]))
+    for mine, values, (chooser, answered) in zip(found, np.array(logits), choosers, strict=True):
+        sampling, expected = chooser.sampling, values.astype(np.float64)
+        for token, bias in sampling.logit_bias:
+            expected[token] += bias
+        for token in {9, 40, *answered} if sampling.repetition_penalty != 1.0 else ():
+            positive = expected[token] > 0
+            expected[token] *= sampling.repetition_penalty ** (-1 if positive else 1)
+        for token in set(answered):
+            expected[token] -= sampling.presence_penalty
+            expected[token] -= answered.count(token) * sampling.frequency_penalty
+        if len(answered) < sampling.min_tokens:
+            expected[[1, 2]] = -np.inf
+        np.testing.assert_allclose(mine, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_draft_s_tokens_are_the_answer_s_for_the_draws_behind_them() -> None:
+    sampling = Sampling(repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2, min_tokens=12)
+    chooser = Chooser(sampling, answered=[7] * 10, prompt=[3], end_tokens=frozenset((1,)))
+    drafted = chooser.draws([8, 9, 8])
+    for known, (draw_ahead, token) in enumerate(zip(drafted, [8, 9, 8, None], strict=True)):
+        (plain,) = chooser.draws()
+        assert (draw_ahead.index, sorted(draw_ahead.seen)) == (plain.index, sorted(plain.seen)), known
+        assert (draw_ahead.counts, draw_ahead.banned) == (plain.counts, plain.banned)
+        if token is not None:
+            chooser.push([token])
+    assert [draw_ahead.banned for draw_ahead in drafted] == [[1], [1], (), ()]
+
+
+@pytest.mark.parametrize("kind", [mx.float32, mx.bfloat16])
+def test_logprobs_are_the_model_s_own_whatever_changes_the_choice(kind) -> None:
+    logits = rows(3, 5).astype(kind)
+    samplings = [
+        Sampling(top_logprobs=3),
+        Sampling(),
+        Sampling(1.5, top_p=0.7, logit_bias=((11, 50.0),), top_logprobs=0, seed=4),
+        Sampling(repetition_penalty=1.5, top_logprobs=20),
+        Sampling(0.7, top_k=5, top_logprobs=1, seed=9),
+    ]
+    draws = [Chooser(sampling, prompt=[4]).draws()[0] for sampling in samplings]
+    choice = draw_all(logits, draws)
+    tokens = choice.tolist()
+    assert tokens[2] == 11
+    found = Logprobs(logits, choice, draws).drawn(tokens)
+    exact = np.array(logits.astype(mx.float32), np.float64)
+    exact -= np.log(np.exp(exact).sum(axis=-1, keepdims=True))
+    assert found[1] == (tokens[1], None, ())
+    for row, sampling in enumerate(samplings):
+        if sampling.top_logprobs is None:
+            continue
+        drawn = found[row]
+        assert drawn.token == tokens[row]
+        assert drawn.logprob == pytest.approx(exact[row, drawn.token], abs=1e-4)
+        best = np.sort(exact[row])[::-1][: sampling.top_logprobs]
+        assert [value for _, value in drawn.top] == pytest.approx(best, abs=1e-4)
+        assert [exact[row, token] for token, _ in drawn.top] == pytest.approx(best, abs=1e-4)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -34,19 +115,16 @@ def some_sampling(dice: random.Random) -> Sampling:
 def test_rows_of_any_settings_are_drawn_together_as_alone(seed, kind) -> None:
     dice = random.Random(seed)
     logits = rows(seed, 24, spread=dice.choice([0.3, 3.0])).astype(kind)
-    draws = [
-        (some_sampling(dice), dice.randrange(100), set(dice.sample(range(VOCABULARY), dice.randrange(40))))
-        for _ in range(24)
-    ]
+    draws = [some_draw(dice) for _ in range(24)]
     together = draw_all(logits, draws).tolist()
-    assert together == [int(draw(own, *one).item()) for own, one in zip(logits, draws, strict=True)]
+    assert together == [draw_all(own[None], [one]).item() for own, one in zip(logits, draws, strict=True)]
 
 
 @pytest.mark.parametrize("spread", [0.01, 0.5, 6.0])
 def test_a_few_candidates_leave_what_a_sort_of_all_leaves(monkeypatch, spread) -> None:
     """Where they hold enough, and where the rest is needed."""
     logits = rows(1, 8, spread=spread)
-    draws = [(Sampling(1.0, top_p=0.1 + 0.1 * i, seed=i), i, ()) for i in range(8)]
+    draws = [Draw(Sampling(1.0, top_p=0.1 + 0.1 * i, seed=i), i) for i in range(8)]
     found = draw_all(logits, draws).tolist()
     monkeypatch.setattr(sampling_module, "_CANDIDATES", VOCABULARY)
     assert found == draw_all(logits, draws).tolist()

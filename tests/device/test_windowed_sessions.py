@@ -15,7 +15,7 @@ from cache.kv.states import leaves
 from cache.names.policy import SLACK, Policy
 from cache.names.tokens import as_tokens
 from worker.batch.forward import Forward
-from worker.batch.one_by_one import run_alone
+from worker.batch.own_pass import run_alone
 from worker.batch.slots import Pool
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ def test_a_hybrid_counts_from_base_to_base_however_its_tokens_come(
         for ring in rings:
             ring.grid = 32
         for length in lengths:
-            found.append(run_alone(model, caches, tokens[at : at + length], rotations)[0])
+            found.append(run_alone(model, caches, mx.array(tokens[at : at + length]), rotations)[0])
             at += length
         assert mx.abs(mx.concatenate(found) - expected).max().item() < 1e-4 * mx.abs(expected).max().item()
     assert {ring.offset for ring in rings} == {150}

@@ -12,7 +12,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from cache.names.tokens import as_tokens
 from turnkeep_client.subjects import SessionKey
 from worker.batch.batch import PrefillPiece, Row
-from worker.batch.sampling import Sampling, draw
+from worker.batch.chooser import Chooser, Sampling
+from worker.batch.sampling import draw
 from worker.device.turn import Turn
 from worker.models.model import LoadedModel, cache_sizes
 from worker.text.answer import Answer
@@ -342,7 +343,7 @@ def begin(model: Any, tokens: list[int], sampling: Sampling = GREEDY) -> Prefill
     """Prefill all but the last token, which draws the first one of the answer."""
     caches = make_prompt_cache(model)
     prefill(model, caches, tokens[:-1])
-    row = Row(caches, tokens.copy(), sampling, 0, len(tokens), 1000, set(tokens))
+    row = Row(caches, tokens.copy(), Chooser(sampling, prompt=tokens), len(tokens), 1000)
     return PrefillPiece(caches, len(tokens) - 1, tokens[-1:], row)
 
 

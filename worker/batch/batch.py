@@ -1,28 +1,45 @@
-"""Holds the running answers and runs steps: the interface of `SharedPass`, `MergedRows` and `OneByOne`.
+"""Holds the running answers (rows) and runs steps: one loop for all models. Device thread only.
 
-The runner uses only this interface; `choosing` chooses one of the three for a model. Device thread only.
+A step runs all rows and pieces of prompts, and draws the rows' tokens. Two things differ between models, and
+`choosing` chooses both: how a pass runs (`Pass`: one for all, or the model's own), and where rows keep their
+KV beside their own caches (`Keeping`: in pools, merged, or nowhere). Two things make a step faster without
+changing the tokens: rows speculate while there are few of them (`lookup`), and the next step may be in flight
+before the last tokens are known.
+
+A step only appends to plain caches, so setting a cache's offset back undoes the step.
 """
 
 from __future__ import annotations
 
 import sys
-from abc import ABC, abstractmethod
+import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import mlx.core as mx
 
 from cache.kv import layers
 
-from .sampling import draw_all
+from .lookup import Lookup
+from .parts import OwnPart
+from .sampling import Logprobs, draw_all, waits_for_logits
 
 if TYPE_CHECKING:
     from array import array
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+    from typing import TypeAlias
 
-    from .lookup import Lookup
-    from .sampling import Draw, Sampling
-    from .slots import Form, Pool
+    from .chooser import Chooser, Drawn
+    from .parts import Part
+    from .slots import Form
+
+    #: A row, and its draft: the tokens speculated after its last one.
+    Draft: TypeAlias = "tuple[Row, list[int]]"
+
+#: With more rows than this a step is bound by computing, and speculation would delay the other rows.
+_DRAFTING_ROWS: Final = 2
+#: Weight of the last step in the average time of a step without drafts.
+_SHARE: Final = 0.2
 
 
 @dataclass(slots=True, eq=False)
@@ -30,39 +47,28 @@ class Row:
     """One running answer.
 
     `known` are the session's last tokens; drafts are looked up in them. The last token has no KV yet. The
-    first `num_cached` tokens of the session have KV: in `caches`, or, if that is None, in a slot of a pool or
-    in merged caches. `drawn` are the tokens of the last step. `num_drawn` counts the answer's tokens,
-    `num_left` the tokens that it may still get. The repetition penalty applies to the tokens in `seen`. If
-    the session has a window, its caches hold KV of at most `most_held` tokens.
+    first `num_cached` tokens of the session have KV: in `caches`, or, if that is None, where the batch keeps
+    it. `drawn` are the tokens of the last step; `num_left` counts the tokens that the answer may still get.
+    If the session has a window, its caches hold KV of at most `most_held` tokens.
     """
 
     caches: list[Any] | None
     known: array[int]
-    sampling: Sampling
-    num_drawn: int
+    chooser: Chooser
     num_cached: int
     num_left: int
-    seen: set[int] = field(default_factory=set)
     most_held: int = sys.maxsize
-    drawn: list[int] = field(default_factory=list)
-    # `SharedPass` alone sets these:
+    drawn: list[Drawn] = field(default_factory=list)
     lookup: Lookup | None = None
-    form: Form | None = None
-    pool: Pool | None = None
-    slot: int = 0
+    form: Form | None = None  # of its pool
 
-    def draw(self, num_ahead: int = 0) -> Draw:
-        """Return how to draw the token that comes `num_ahead` positions after the next one."""
-        return self.sampling, self.num_drawn + num_ahead, self.seen
-
-    def append(self, tokens: list[int]) -> None:
+    def append(self, drawn: list[Drawn]) -> None:
         """Add the tokens that a step has drawn to the answer."""
-        self.drawn = tokens
+        tokens = [one.token for one in drawn]
+        self.drawn = drawn
         self.known.extend(tokens)
-        self.num_drawn += len(tokens)
         self.num_left -= len(tokens)
-        if self.sampling.repetition_penalty != 1.0:
-            self.seen.update(tokens)
+        self.chooser.push(tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,18 +89,110 @@ class PrefillPiece:
         return [cache.state for cache in self.caches]
 
 
-class Batch(ABC):
+class Pass(Protocol):
+    """Runs a model over tokens of many sessions."""
+
+    def __call__(
+        self, parts: Sequence[Part], tokens: Sequence[int] | mx.array, pieces: Sequence[PrefillPiece] = ()
+    ) -> mx.array:
+        """Build a pass over `tokens`, which are the tokens of `parts` in order, and over pieces of prompts.
+
+        Returns logits, (rows, vocabulary): of all `tokens`, then of the last token of each piece that starts
+        a row. The caches are updated.
+        """
+
+
+class Keeping:
+    """Where rows keep their KV beside their own caches. This one keeps no row."""
+
+    #: For each kept row whose memory the next step enlarges: the number of tokens to allocate for.
+    growing: Sequence[int] = ()
+    #: The most bytes that are allocated to remove a row.
+    removal_bytes = 0
+    #: Whether the KV of a kept row includes the step in flight.
+    includes_ahead = False
+
+    def place(self, rows: Sequence[Row]) -> None:
+        """Move rows in and out before a step. `caches` of a row is None exactly while it is kept here."""
+
+    def parts(self, rows: Sequence[Row], num_ahead: int) -> list[tuple[Part, list[Row]]] | None:  # noqa: ARG002
+        """Make the parts of a pass over the kept ones of `rows`, with the rows of each in order.
+
+        `num_ahead` tokens of each row are not known yet. None if a pass over exactly these rows is not
+        possible.
+        """
+        return []
+
+    def caches(self, row: Row) -> list[Any]:
+        """Return a kept row's KV as caches that share memory; valid until the next step."""
+        raise AssertionError(f"no row is kept here: {row}")
+
+    def leave(self, row: Row) -> None:
+        """Move a kept row to caches of its own."""
+
+    def may_run_ahead(self, row: Row) -> bool:  # noqa: ARG002
+        """Say whether the step after the next one has room for a row."""
+        return True
+
+    def commit(self) -> None:
+        """Make the last step final."""
+
+    def roll_back(self) -> None:
+        """Undo the last step for the kept rows, unless it is final."""
+
+    def clear(self) -> None:
+        """Drop all kept rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class _LaunchedStep:
+    """A step in flight: `choice` has the tokens drawn for `drafts`, then the first ones of `beginning`."""
+
+    drafts: list[Draft]
+    beginning: list[Row]
+    choice: mx.array | None
+    logprobs: Logprobs | None
+    states: list[Any]
+    began_s: float
+
+
+class Batch:
     """The running answers. Runs one step after another for them and for pieces of prompts."""
 
-    #: Whether rows may have rings in the place of plain caches, and whether a model's own windows are rings.
-    has_rings = windows_are_rings = False
-    #: The layers whose keys a paged session keeps in sketches.
-    sketched: tuple[int, ...] = ()
+    def __init__(
+        self,
+        run: Pass,
+        keeping: Keeping,
+        *,
+        is_plain: bool,
+        max_draft: int = 0,
+        runs_ahead: bool = True,
+        has_rings: bool = False,
+        windows_are_rings: bool = False,
+        sketched: tuple[int, ...] = (),
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`is_plain` says that a step can be undone by setting the offsets of rows' own caches back.
 
-    def __init__(self) -> None:
-        self._rows: list[Row] = []
+        `max_draft` limits a row's draft. `has_rings` says that rows may have rings in the place of plain
+        caches, `windows_are_rings` that a model's own windows are rings; `sketched` are the layers whose keys
+        a paged session keeps in sketches.
+        """
+        self.has_rings = has_rings
+        self.windows_are_rings = windows_are_rings
+        self.sketched = sketched
         #: Draft tokens since the start, and those of them that were accepted.
         self.num_drafted = self.num_accepted = 0
+        self._run = run
+        self._keeping = keeping
+        self._is_plain = is_plain
+        self._max_draft = max_draft
+        self._runs_ahead = runs_ahead
+        self._clock = clock
+        self._rows: list[Row] = []
+        self._ahead: _LaunchedStep | None = None
+        self._ended_s = 0.0
+        self._plain_s: float | None = None  # a step without drafts and prompts
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -111,53 +209,191 @@ class Batch(ABC):
         """For each row whose caches are full, so that the next step allocates: its number of tokens."""
         # One step may be in flight and another be launched before the next check: room for two tokens.
         full = (row for row in self._rows if row.caches and layers.grows(row.caches, 2))
-        return [min(row.num_cached, row.most_held) for row in full]
+        return [min(row.num_cached, row.most_held) for row in full] + list(self._keeping.growing)
 
     @property
     def removal_bytes(self) -> int:
         """The most bytes that are allocated to remove a row."""
-        return 0
+        return self._keeping.removal_bytes
 
     @property
     def is_ahead(self) -> bool:
         """Whether the next step is in flight already, and cannot take pieces."""
-        return False
+        return self._ahead is not None
 
     def caches(self, row: Row) -> list[Any]:
         """Return a row's KV as caches. They are valid until the next step and must not be written to."""
-        return row.caches or []
+        self._drop_ahead_of(row)
+        return self._keeping.caches(row) if row.caches is None else row.caches
 
-    @abstractmethod
     def step(self, pieces: Sequence[PrefillPiece], *, run_ahead: bool = False) -> None:
         """Run every row and piece, and draw the rows' next tokens; rows of `pieces` get their first and join.
 
         A row gets one token, or more if its draft is accepted: see `Row.drawn`. Afterwards KV covers all
-        tokens that were run. With `run_ahead` a batch may launch the next step before the caller has read
-        this step's tokens: see `is_ahead`.
+        tokens that were run. With `run_ahead` the next step may be launched before the caller has read this
+        step's tokens: see `is_ahead`.
         """
+        if not self._rows and not pieces:
+            return
+        if self._ahead is not None and pieces:
+            raise ValueError("a step that is in flight takes no pieces")
+        launched, self._ahead = self._ahead or self._launch(pieces), None
+        if run_ahead and self._runs_ahead:
+            self._ahead = self._launch_next(launched)
+        mx.eval(launched.choice, launched.logprobs and launched.logprobs.arrays, launched.states)
+        self._collect(launched, is_last=self._ahead is None)
 
     def remove(self, row: Row) -> list[Any]:
         """Remove a row, and return its KV as separate caches."""
+        self._drop_ahead_of(row)
         self._rows.remove(row)
+        if row.caches is None:
+            self._keeping.leave(row)
+        elif self._ahead is not None:
+            _count_back(row)
+        if not self._rows:
+            self._ahead = None
         return row.caches or []
 
     def roll_back(self) -> bool:
         """Undo a failed step for every row; False if that is not possible."""
-        return not self._rows
+        self._ahead = None
+        self._keeping.roll_back()
+        own = [row for row in self._rows if row.caches is not None]
+        if self._is_plain:
+            for row in own:
+                _count_back(row)
+        return self._is_plain or not own
 
     def clear(self) -> None:
         """Drop every row and its KV, after a failed step left the caches in an unknown state."""
-        self._rows = []
+        self._rows, self._ahead = [], None
+        self._keeping.clear()
 
-    def _draw(self, rows: Sequence[Row], pieces: Sequence[PrefillPiece], logits: mx.array) -> None:
-        """Draw the step's tokens. `logits` are for `rows`, then for the prompts that end in this step."""
+    def _drop_ahead_of(self, row: Row) -> None:
+        """Undo the step in flight if a row's KV includes it; it runs again, and draws the same tokens."""
+        if self._ahead is not None and row.caches is None and self._keeping.includes_ahead:
+            self.roll_back()
+
+    def _launch(self, pieces: Sequence[PrefillPiece]) -> _LaunchedStep:
+        """Build a step over every row and these pieces."""
+        began_s = self._clock()
+        self._keeping.place(self._rows)
+        drafts, parts = self._parts(self._rows) or ([], [])
+        tokens = [token for row, draft in drafts for token in (row.known[-1], *draft)]
+        logits = self._run(parts, tokens, pieces)
+        draws = [draw for row, draft in drafts for draw in row.chooser.draws(draft)]
         beginning = [piece.row for piece in pieces if piece.row is not None]
-        every = [*rows, *beginning]
-        choice = draw_all(logits, [row.draw() for row in every]) if every else None
-        mx.eval(choice, [piece.states for piece in pieces])
-        drawn: Any = [] if choice is None else choice.tolist()
-        for row, token in zip(every, drawn, strict=True):
-            row.append([token])
+        draws += [draw for row in beginning for draw in row.chooser.draws()]
+        choice = draw_all(logits, draws) if draws else None
+        logprobs = Logprobs(logits, choice, draws) if choice is not None else None
+        return _LaunchedStep(drafts, beginning, choice, logprobs, [piece.states for piece in pieces], began_s)
+
+    def _launch_next(self, launched: _LaunchedStep) -> _LaunchedStep | None:
+        """Launch the step after `launched` before its tokens are read; None if that is not possible."""
+        if launched.choice is None or launched.beginning:
+            return None
+        began_s = self._clock()
+        order = {row: i for i, (row, _) in enumerate(launched.drafts)}
+        rows = [row for row in self._rows if row in order and row.num_left > 1]
+        if not rows or any(draft for _, draft in launched.drafts) or not all(map(self._may_run_ahead, rows)):
+            return None
+        self._keeping.commit()
+        found = self._parts(rows, num_ahead=1)
+        if found is None:
+            return None
+        drafts, parts = found
+        logits = self._run(parts, launched.choice[mx.array([order[row] for row, _ in drafts])])
+        draws = [draw for row, _ in drafts for draw in row.chooser.draws(num_ahead=1)]
+        choice = draw_all(logits, draws)
+        logprobs = Logprobs(logits, choice, draws)
+        begin: Any = mx.async_eval
+        begin(launched.choice, choice, *logprobs.arrays)
+        return _LaunchedStep(drafts, [], choice, logprobs, [], began_s)
+
+    def _may_run_ahead(self, row: Row) -> bool:
+        """Say whether a row's next step can be launched without knowing its last token."""
+        if row.chooser.needs_last or waits_for_logits(row.chooser.sampling):
+            return False
+        if row.caches is None:
+            return self._keeping.may_run_ahead(row)
+        lookup = self._lookup(row)
+        return self._is_plain and not (lookup and lookup.may_propose)
+
+    def _parts(self, rows: Sequence[Row], num_ahead: int = 0) -> tuple[list[Draft], list[Part]] | None:
+        """Make the parts of a pass over these rows; returns the rows with their drafts in the same order.
+
+        `num_ahead` is 1 for the step after the one in flight, which has no drafts.
+        """
+        kept = self._keeping.parts([row for row in rows if row.caches is None], num_ahead)
+        if kept is None:
+            return None
+        drafts: list[Draft] = [(row, []) for _, some in kept for row in some]
+        parts: list[Part] = [part for part, _ in kept]
         for row in rows:
-            row.num_cached += 1
-        self._rows += beginning
+            if row.caches is not None:
+                lookup = None if num_ahead else self._lookup(row)
+                draft = lookup.propose(row.num_left - 1) if lookup else []
+                parts.append(OwnPart(row.caches, row.num_cached + num_ahead, 1 + len(draft)))
+                drafts.append((row, draft))
+        return drafts, parts
+
+    def _collect(self, launched: _LaunchedStep, *, is_last: bool) -> None:
+        """Give each row its drawn tokens: the accepted part of its draft, and the token after that."""
+        took_s = self._time(launched)
+        if is_last:
+            self._keeping.commit()
+        tokens: Any = [] if launched.choice is None else launched.choice.tolist()
+        found = launched.logprobs.drawn(tokens) if launched.logprobs is not None else []
+        for row in self._rows:
+            row.drawn = []
+        for row, draft in launched.drafts:
+            drawn, found = found[: len(draft) + 1], found[len(draft) + 1 :]
+            if row not in self._rows:  # its answer ended with the step before
+                continue
+            num_right = next((i for i, token in enumerate(draft) if drawn[i].token != token), len(draft))
+            row.append(drawn[: num_right + 1])
+            row.num_cached += num_right + 1
+            if row.lookup is not None:
+                self._learn(row, row.lookup, len(draft), num_right, took_s)
+        for row, first in zip(launched.beginning, found, strict=True):
+            row.append([first])
+        self._rows += launched.beginning
+
+    def _time(self, launched: _LaunchedStep) -> float | None:
+        """Return the time that a step took; None if it ran prompts too. Learns from steps without drafts."""
+        now_s = self._clock()
+        took_s, self._ended_s = now_s - max(launched.began_s, self._ended_s), now_s
+        if launched.states:
+            return None
+        if not any(draft for _, draft in launched.drafts):
+            before = took_s if self._plain_s is None else self._plain_s
+            self._plain_s = before + _SHARE * (took_s - before)
+        return took_s
+
+    def _learn(
+        self, row: Row, lookup: Lookup, num_drafted: int, num_right: int, took_s: float | None
+    ) -> None:
+        """Let a row learn from its draft. One pays if the same tokens would have taken longer without it."""
+        for one in row.drawn:
+            lookup.push(one.token)
+        if num_drafted:
+            plain_s = self._plain_s
+            pays = took_s is None or plain_s is None or took_s <= (1 + num_right) * plain_s
+            lookup.learn(num_drafted, num_right, pays=pays)
+            self.num_drafted += num_drafted
+            self.num_accepted += num_right
+            _count_back(row)  # the rejected part of the draft
+
+    def _lookup(self, row: Row) -> Lookup | None:
+        """Return a row's lookup; None if the row does not speculate, as drafts pay off only with few rows."""
+        if not self._max_draft or len(self._rows) > _DRAFTING_ROWS or row.caches is None:
+            return None
+        row.lookup = row.lookup or Lookup(row.known, most=self._max_draft)
+        return row.lookup
+
+
+def _count_back(row: Row) -> None:
+    """Set a row's caches back to its known tokens; the next step overwrites everything after them."""
+    for cache in row.caches or ():
+        cache.offset = row.num_cached

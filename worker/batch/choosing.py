@@ -29,18 +29,17 @@ from cache.kv.ring import RingCache
 from cache.kv.states import leaves
 
 from . import matching
-from .batch import PrefillPiece
-from .forward import Forward, OwnPart
+from .batch import Batch, Keeping, PrefillPiece
+from .forward import Forward
 from .merged import WAYS, MergedCaches, can_merge
 from .merged_rows import MergedRows
-from .one_by_one import OneByOne, run_alone
-from .shared_pass import SharedPass
+from .own_pass import OwnPass, run_alone
+from .parts import OwnPart
+from .pools import Pools
 from .trials import Trials
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-
-    from .batch import Batch
 
 log = structlog.get_logger()
 
@@ -56,12 +55,15 @@ def batch_for(
     *,
     max_draft: int = 0,
     pooled_rows: int = 3,
+    merged_rows: int = 2,
+    runs_ahead: bool = False,
     trials: Trials | None = None,
 ) -> Batch:
     """Return an empty batch of the fastest kind that the model supports; log if that kind is slow.
 
     `room(n)` says whether `n` more bytes may be allocated. `max_draft` limits a row's draft, in tokens. At
-    least `pooled_rows` rows of similar length attend together.
+    least `pooled_rows` rows of similar length attend together, or `merged_rows` are merged. `runs_ahead`
+    launches steps ahead also for models of the slower kinds.
     """
     trials = trials or Trials()
     forward = Forward(model)
@@ -76,24 +78,27 @@ def batch_for(
         log.info("this model's sessions cannot have a window: the policies sink_window and paged are refused")
     rotations = forward.rotations if has_rings else None
     classes = {type(cache) for cache in layers.make(model, rings=has_rings)}
-    if shares and classes <= {KVCache, QuantizedKVCache, RingCache}:
-        return SharedPass(
-            forward,
-            room,
-            pools=QuantizedKVCache not in classes,
-            max_draft=max_draft,
-            pooled_rows=pooled_rows,
-            has_rings=has_rings,
-            sketched=_sketched(model, forward, trials) if has_rings else (),
-        )
-    merged = merged_for(model, trials)
-    if shares:
-        return MergedRows(model, merged or MergedCaches(model, {}), forward, room, rotations)
+    is_plain = classes <= {KVCache, QuantizedKVCache, RingCache}
+    sharing = shares and is_plain
+    merged = None if sharing else merged_for(model, trials)
     if merged is not None:
+        keeping: Keeping = MergedRows(merged, room, merged_rows)
+    else:
+        keeping = Pools(room, pooled_rows) if sharing and QuantizedKVCache not in classes else Keeping()
+    if merged is not None and not shares:
         log.info("this model's prompts run one after the other; its answers decode together")
-        return MergedRows(model, merged, None, room, rotations)
-    log.warning("sessions of this model run one after the other: rows can neither share a pass nor be merged")
-    return OneByOne(model, rotations)
+    elif not shares:
+        log.warning("this model's sessions run one after the other: they cannot share a pass or be merged")
+    return Batch(
+        forward if shares else OwnPass(model, rotations),
+        keeping,
+        is_plain=is_plain,
+        max_draft=max_draft if sharing else 0,
+        runs_ahead=sharing or runs_ahead,
+        has_rings=has_rings,
+        windows_are_rings=sharing and has_rings,
+        sketched=_sketched(model, forward, trials) if sharing and has_rings else (),
+    )
 
 
 def _sketched(model: Any, forward: Forward, trials: Trials) -> tuple[int, ...]:
@@ -124,11 +129,11 @@ def merged_for(model: Any, trials: Trials) -> MergedCaches[Any] | None:
         tried = (
             i
             for i, way in enumerate(WAYS)
-            if _fits(model, "merge", partial(_deviation_merged, model, MergedCaches(model, way)))
+            if _fits(model, "merge", partial(_deviation_merged, model, MergedCaches(way)))
         )
         found = trials.way("merge", lambda: next(tried, None), len(WAYS))
         if found is not None:
-            return MergedCaches(model, WAYS[found])
+            return MergedCaches(WAYS[found])
     log.debug("caches of this model cannot be merged", missing=missing)
     return None
 
@@ -175,7 +180,7 @@ def _deviation_rotated(model: Any, forward: Forward, *, shares: bool) -> float:
         if shares:
             found.append(forward([OwnPart(rings, start, num)], piece))
         else:
-            found.append(run_alone(model, rings, piece, forward.rotations)[0])
+            found.append(run_alone(model, rings, mx.array(piece), forward.rotations)[0])
         expected.append(model(mx.array([piece]), cache=windows)[0])
     return _deviation(mx.concatenate(found), mx.concatenate(expected))
 
@@ -214,11 +219,12 @@ def _deviation_merged(model: Any, merged: MergedCaches[int]) -> float:
     first = (0, 0, 1)  # index of each row's first token in `tokens`
     expected = [_alone(model, _prefilled(model, n), tokens[i:]) for n, i in zip(lengths, first, strict=True)]
     found: list[list[mx.array]] = [[], [], []]
+    run = OwnPass(model)
 
     def step(token: int) -> None:
         merged.tidy()
         rows = list(merged.rows)
-        logits = merged.run(mx.array([token] * len(rows)))
+        logits = run([merged.part([0] * len(rows))], [token] * len(rows))
         merged.commit()
         for i, row in enumerate(rows):
             found[row].append(logits[i : i + 1])
@@ -229,7 +235,7 @@ def _deviation_merged(model: Any, merged: MergedCaches[int]) -> float:
     step(tokens[1])
     found[1].append(_alone(model, merged.leave(1), tokens[2:]))
     merged.tidy()
-    merged.run(mx.array([1, 1]))
+    run([merged.part([0, 0])], [1, 1])
     merged.roll_back()
     step(tokens[2])
     step(tokens[3])

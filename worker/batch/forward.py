@@ -16,144 +16,23 @@ from __future__ import annotations
 
 import sys
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.models import activations
 from mlx_lm.models.cache import make_prompt_cache
 
-from cache.kv.paged import PagedCache, compared
-from cache.kv.ring import RingCache
-from cache.names.policy import SLACK
-
 from . import cpu, ring_attention
 from .attention import THEIR_ATTENTION, Attention
+from .parts import OwnPart, of_one_session
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from .batch import PrefillPiece
-    from .ring_attention import Rotate, Sight
-
-
-class Part(Protocol):
-    """Consecutive tokens of one pass whose attention is computed together."""
-
-    @property
-    def offsets(self) -> list[int]:
-        """The position of each token in its session."""
-
-    def grid(self, layer: int) -> int:
-        """Return a layer's grid: offsets are positions modulo the grid; plain positions if it is 0."""
-
-    def masks(self, layer: int, options: dict[str, Any]) -> Any:
-        """Make the mask for `attend`. Called before the tokens are written to the layer's cache."""
-
-    def update(self, layer: int, keys: mx.array, values: mx.array) -> None:
-        """Add the tokens' keys and values, of shape (tokens, KV heads, 1, head_dim), to the layer's KV."""
-
-    def attend(self, layer: int, queries: mx.array, mask: Any, attention: Attention) -> mx.array:
-        """Return the attention's output for queries of shape (tokens, heads, 1, head_dim), in that shape."""
-
-
-class OwnPart:
-    """Tokens of one session that use the session's own caches, of any class."""
-
-    def __init__(self, caches: Sequence[Any], start: int, num_tokens: int) -> None:
-        self._caches = caches
-        self._num_tokens = num_tokens
-        self._fetched: tuple[Any, Any] = (None, None)
-        self._sights: dict[tuple[int, ...], Sight] = {}  # of rings, which are mostly of one kind
-        self.offsets = list(range(start, start + num_tokens))
-
-    def grid(self, layer: int) -> int:
-        """Return the grid of a ring; 0 for any other cache, whose offsets are plain positions."""
-        cache = self._caches[layer]
-        return cache.grid if isinstance(cache, RingCache) else 0
-
-    def masks(self, layer: int, options: dict[str, Any]) -> Any:
-        """Let the cache make the mask, as the model does. For a ring, `attend` makes the mask itself."""
-        cache = self._caches[layer]
-        if isinstance(cache, RingCache):
-            return None
-        if self._num_tokens == 1 and not hasattr(cache, "make_mask"):
-            return None
-        return cache.make_mask(self._num_tokens, **options)
-
-    def update(self, layer: int, keys: mx.array, values: mx.array) -> None:
-        """Add the tokens to the cache, in the cache's shape."""
-        if self._num_tokens > 1:
-            keys, values = keys.transpose(2, 1, 0, 3), values.transpose(2, 1, 0, 3)
-        cache = self._caches[layer]
-        is_ring = isinstance(cache, RingCache)
-        self._fetched = (keys, values) if is_ring else cache.update_and_fetch(keys, values)
-
-    def attend(self, layer: int, queries: mx.array, mask: Any, attention: Attention) -> mx.array:
-        """Attend to all keys and values of the cache."""
-        if isinstance(self._caches[layer], RingCache):
-            return self._attend_ring(layer, queries, attention)
-        keys, values = self._fetched
-        if self._num_tokens == 1:
-            return attention(queries, keys, values, cache=self._caches[layer], mask=mask)
-        turned = queries.transpose(2, 1, 0, 3)
-        return attention(turned, keys, values, cache=self._caches[layer], mask=mask).transpose(2, 1, 0, 3)
-
-    def _attend_ring(self, layer: int, queries: mx.array, attention: Attention) -> mx.array:
-        """Write tokens and attend in runs: no run overwrites keys that its tokens still need."""
-        ring, outputs = self._caches[layer], []
-        sees_all = isinstance(ring, PagedCache) and ring.pages.sees_all
-        if sees_all:
-            outputs.append(self._attend_all(layer, queries, attention))
-        for at, run in self._written(ring):
-            asked = queries[run]
-            if not sees_all:
-                seen = self._sight(ring, at, asked.shape[0])
-                places = ring.unpacked(seen.num_places)
-                outputs.append(attention.to_ring(asked, places, seen, _of_one_session))
-            if isinstance(ring, PagedCache) and ring.is_sketched and ring.pages.asks(at, asked.shape[0]):
-                ring.weigh(asked, attention.scale, cpu.compared if cpu.faster_compared(asked) else compared)
-        together = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
-        return together.transpose(2, 1, 0, 3)
-
-    def _written(self, ring: RingCache) -> Iterator[tuple[int, slice]]:
-        """Write the tokens to the ring in runs; yield each run's position and token indices.
-
-        No run crosses a multiple of the ring's grid, where offsets start again from 0.
-        """
-        (keys, values), start, end = self._fetched, ring.offset, ring.offset + self._num_tokens
-        while ring.offset < end:
-            at, most = ring.offset, min(SLACK, ring.grid or SLACK)
-            run = slice(at - start, min(at + most - at % most, end) - start)
-            ring.write(ring.packed(keys[..., run, :]), ring.packed(values[..., run, :]))
-            yield at, run
-
-    def _sight(self, ring: RingCache, at: int, num: int) -> Sight:
-        kind = (ring.grid, ring.sink, ring.window, at)
-        if kind not in self._sights:
-            self._sights[kind] = ring_attention.sight(ring, [at + num], num)
-        return self._sights[kind]
-
-    def _attend_all(self, layer: int, queries: mx.array, attention: Attention) -> mx.array:
-        """Attend to all earlier tokens of the session and to the new ones: (1, heads, tokens, head_dim).
-
-        The new tokens are not in the cache yet.
-        """
-        cache = self._caches[layer]
-        later = (i for i in range(layer + 1, len(self._caches)) if isinstance(self._caches[i], PagedCache))
-        then = next(later, None)
-        running = attention.running(_of_one_session(queries))
-        for keys, values in cache.before(str(layer), None if then is None else str(then)):
-            running.add(keys, values)
-        keys, values = (cache.rounded(part) for part in self._fetched)
-        at = mx.arange(self._num_tokens)
-        running.add(keys, values, at[None] <= at[:, None])
-        return running.result()
-
-
-def _of_one_session(array: mx.array) -> mx.array:
-    """Convert (tokens, heads, 1, size) of one session to (1, heads, tokens, size), or back."""
-    return array.transpose(2, 1, 0, 3)
+    from .parts import Part
+    from .ring_attention import Rotate
 
 
 class _Masks:
@@ -216,12 +95,12 @@ class RingView(_LayerView):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Take keys and values of the shape (1, KV heads, tokens, head_dim)."""
-        super().update_and_fetch(_of_one_session(keys), _of_one_session(values))
+        super().update_and_fetch(of_one_session(keys), of_one_session(values))
         return keys, values
 
     def attend(self, queries: mx.array, mask: Any, attention: Attention) -> mx.array:
         """Attend for queries of the shape (1, heads, tokens, head_dim)."""
-        return _of_one_session(super().attend(_of_one_session(queries), mask, attention))
+        return of_one_session(super().attend(of_one_session(queries), mask, attention))
 
 
 class _Offsets:

@@ -57,8 +57,8 @@ class Lookup:
             proposed.append(proposed[place - len(self._tokens)])
         return proposed
 
-    def learn(self, num_proposed: int, num_right: int) -> None:
-        """Adapt to how much of a draft was accepted.
+    def learn(self, num_proposed: int, num_right: int, *, pays: bool = True) -> None:
+        """Adapt to how much of a draft was accepted, and to whether the step took less time with it (`pays`).
 
         Later drafts get longer or shorter. If drafts keep failing, drafting pauses, for longer each time.
         """
@@ -66,7 +66,7 @@ class Lookup:
             self._length = min(2 * self._length, self._most)
         else:
             self._length = max(num_right, 1)
-        self._paused = 0 if num_right else min(2 * self._paused + 1, _MAX_PAUSE)
+        self._paused = 0 if num_right and pays else min(2 * self._paused + 1, _MAX_PAUSE)
         self._pause = self._paused
 
     def _place(self, num: int) -> int | None:

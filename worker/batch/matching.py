@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 
-from .forward import OwnPart
+from .parts import OwnPart
 
 if TYPE_CHECKING:
     from .attention import Attention

@@ -24,14 +24,12 @@ from mlx_lm.models.cache import (
     BatchRotatingKVCache,
     CacheList,
     KVCache,
-    QuantizedKVCache,
     RotatingKVCache,
 )
 
 from cache.kv import states
 
-from .forward import OwnPart
-from .merged_quantised import MergedQuantised
+from .parts import MergedPart
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -90,7 +88,6 @@ class _Spread(BatchKVCache):
 
 _USUAL: Final = {
     KVCache: BatchKVCache,
-    QuantizedKVCache: MergedQuantised,
     RotatingKVCache: _Window,
     ArraysCache: _Arrays,
 }
@@ -101,8 +98,7 @@ WAYS: Final = (_USUAL, {**_USUAL, KVCache: _Spread})
 class MergedCaches(Generic[RowT]):
     """Rows that decode together, in the order in which they joined."""
 
-    def __init__(self, model: Any, way: dict[type, type]) -> None:
-        self._model = model
+    def __init__(self, way: dict[type, type]) -> None:
         self._way = way
         self._caches: list[Any] = []
         self._rows: list[RowT | None] = []  # None: the row has left; `tidy` frees its room
@@ -112,6 +108,11 @@ class MergedCaches(Generic[RowT]):
     def rows(self) -> list[RowT]:
         """The rows. After `tidy` they are in the order of the logits that a step returns."""
         return [row for row in self._rows if row is not None]
+
+    @property
+    def is_tidy(self) -> bool:
+        """Whether no row has left since the last `tidy`."""
+        return None not in self._rows
 
     @property
     def nbytes(self) -> int:
@@ -202,14 +203,8 @@ class MergedCaches(Generic[RowT]):
             raise
         self._rows = list(self.rows)
 
-    def run(self, tokens: mx.array) -> mx.array:
-        """Build a step over one token for each of `rows`; returns the logits, (rows, vocabulary)."""
-        self._remember()
-        last: mx.array = self._model(tokens[:, None], cache=self._caches)[:, -1]
-        return last
-
     def part(self, lengths: list[int]) -> MergedPart:
-        """Start a step as part of a pass; `lengths` are the numbers of tokens with KV, one per row."""
+        """Start a step over one token for each of `rows`; `lengths` are their numbers of tokens with KV."""
         self._remember()
         return MergedPart(self._caches, lengths)
 
@@ -239,14 +234,6 @@ class MergedCaches(Generic[RowT]):
         else:
             self._caches[layer].extend(more)
         mx.eval(self._caches[layer].state)
-
-
-class MergedPart(OwnPart):
-    """One token for each of the merged rows, as part of a pass: each token is a row of the caches."""
-
-    def __init__(self, caches: Sequence[Any], lengths: list[int]) -> None:
-        super().__init__(caches, 0, 1)
-        self.offsets = lengths
 
 
 def _leaves(caches: Sequence[Any]) -> list[Any]:
@@ -287,7 +274,7 @@ def _row_bytes(merged: Any, own: Sequence[Any]) -> int:
     """Count the bytes of one row in a merged cache, once rows with the caches `own` have joined."""
     if isinstance(own[0], ArraysCache):
         return int(own[0].nbytes)
-    lengths = [cache.offset if type(cache) is QuantizedKVCache else cache.size() for cache in own]
+    lengths = [cache.size() for cache in own]
     longest: int = max([*lengths, *([merged.size()] if merged is not None else [])])
     per_token = sum(part.nbytes // part.shape[2] for part in states.parts(own[0]).values())
     return per_token * (longest + _GROWTH)

@@ -1,107 +1,50 @@
-"""Answers decode together in merged caches; prompts run on their own caches. Device thread only.
+"""Keeps rows merged in mlx-lm's batch caches (`merged`). Device thread only.
 
 For models whose caches are not all plain, or whose rows cannot share a pass: windows, recurrent states,
-hybrids, custom attention. Owns the list of merged rows; `merged` owns their KV.
+hybrids, custom attention.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
-import mlx.core as mx
-
-from .batch import Batch
-from .forward import OwnPart
-from .one_by_one import run_apart
+from .batch import Keeping
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from .batch import PrefillPiece, Row
-    from .forward import Forward, Part
+    from .batch import Row
     from .merged import MergedCaches
-    from .ring_attention import Rotate
-
-#: A single row stays on its own caches, which spares the copies.
-_LEAST_ROWS: Final = 2
+    from .parts import Part
 
 
-class MergedRows(Batch):
-    """Rows are merged once there are two. A row that does not fit into memory stays on its own caches."""
+class MergedRows(Keeping):
+    """Rows are merged once there are enough. A row that does not fit into memory stays on its own caches."""
 
-    def __init__(
-        self,
-        model: Any,
-        merged: MergedCaches[Row],
-        forward: Forward | None,
-        room: Callable[[int], bool],
-        rotations: Sequence[Rotate] | None = None,
-    ) -> None:
-        """`forward` runs pieces beside the rows in one pass; None if the model cannot share a pass.
+    includes_ahead = True
 
-        `room(n)` says whether `n` more bytes may be allocated. `rotations` says how layers rotate queries, if
-        their caches can be rings; rows with rings are not merged.
-        """
-        super().__init__()
-        self.has_rings = rotations is not None
-        self._rotations = rotations
-        self._model = model
+    def __init__(self, merged: MergedCaches[Row], room: Callable[[int], bool], least: int) -> None:
+        """`room(n)` says whether `n` more bytes may be allocated; fewer than `least` rows are not merged."""
         self._merged = merged
-        self._forward = forward
         self._room = room
+        self._least = least
 
     @property
-    def growing(self) -> list[int]:
-        """For each row whose caches the next step enlarges, merged or not: its length."""
-        return super().growing + self._merged.growing
+    def growing(self) -> list[int]:  # type: ignore[override]
+        """For each row, the length for which the next step allocates."""
+        return self._merged.growing
 
     @property
-    def removal_bytes(self) -> int:
-        """The most bytes that are allocated to remove a row."""
+    def removal_bytes(self) -> int:  # type: ignore[override]
+        """A copy of a row, and of a layer of the others."""
         return self._merged.removal_bytes
 
-    def caches(self, row: Row) -> list[Any]:
-        """Return a row's KV, to be read before the next step."""
-        return self._merged.show(row) if row.caches is None else row.caches
-
-    def step(self, pieces: Sequence[PrefillPiece], *, run_ahead: bool = False) -> None:
-        """Run the merged rows, and beside them the unmerged rows and the pieces. Never runs ahead."""
-        del run_ahead
-        self._join()
-        merged, own = self._merged.rows, [row for row in self._rows if row.caches is not None]
-        if self._forward is not None and (own or pieces):
-            parts: list[Part] = [self._merged.part([row.num_cached for row in merged])] if merged else []
-            parts += [OwnPart(row.caches or [], row.num_cached, 1) for row in own]
-            logits = self._forward(parts, [row.known[-1] for row in (*merged, *own)], pieces)
-        else:  # without the views of a shared pass
-            first = [self._merged.run(mx.array([row.known[-1] for row in merged]))] if merged else []
-            logits = run_apart(self._model, own, pieces, first, self._rotations)
-        self._draw([*merged, *own], pieces, logits)
-        self._merged.commit()
-
-    def remove(self, row: Row) -> list[Any]:
-        """Take a row out, and return its KV as caches of its own."""
-        self._rows.remove(row)
-        if row.caches is None:
-            row.caches = self._merged.leave(row)
-        return row.caches
-
-    def roll_back(self) -> bool:
-        """Undo the step in the merged caches; False if some row is not merged."""
-        self._merged.roll_back()
-        return set(self._rows) <= set(self._merged.rows)
-
-    def clear(self) -> None:
-        """Drop every row and its KV."""
-        super().clear()
-        self._merged.clear()
-
-    def _join(self) -> None:
+    def place(self, rows: Sequence[Row]) -> None:
         """Merge the rows that are not merged yet: all at once, or as many as fit into memory."""
         merged = self._merged
         merged.tidy()
-        own = [row for row in self._rows if row.caches is not None and merged.can_join(row.caches)]
-        if len(own) + len(merged.rows) < _LEAST_ROWS:
+        own = [row for row in rows if row.caches is not None and merged.can_join(row.caches)]
+        if len(own) + len(merged.rows) < self._least:
             return
         for some in (own, *([row] for row in own)):
             newcomers = [(row, row.caches) for row in some if row.caches is not None]
@@ -109,3 +52,30 @@ class MergedRows(Batch):
                 merged.join(newcomers)
                 for row, _ in newcomers:
                     row.caches = None
+
+    def parts(self, rows: Sequence[Row], num_ahead: int) -> list[tuple[Part, list[Row]]] | None:
+        """Make one part of all merged rows; None if `rows` are not all of them, or one has just left."""
+        every = self._merged.rows
+        if set(every) != set(rows) or not self._merged.is_tidy:
+            return None
+        return [(self._merged.part([row.num_cached + num_ahead for row in every]), every)] if every else []
+
+    def caches(self, row: Row) -> list[Any]:
+        """Copy a row's KV, unevaluated."""
+        return self._merged.show(row)
+
+    def leave(self, row: Row) -> None:
+        """Copy a row out; `place` frees its room."""
+        row.caches = self._merged.leave(row)
+
+    def commit(self) -> None:
+        """Make the last step final."""
+        self._merged.commit()
+
+    def roll_back(self) -> None:
+        """Undo the last step, unless it is final."""
+        self._merged.roll_back()
+
+    def clear(self) -> None:
+        """Drop all merged rows."""
+        self._merged.clear()

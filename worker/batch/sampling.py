@@ -6,51 +6,28 @@ whatever else is in the batch, and an interrupted answer continues with the same
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections import Counter
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import mlx.core as mx
 import numpy as np
 
+from .chooser import Draw, Drawn, Sampling
+
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Iterable, Sequence
     from typing import TypeAlias
 
-    #: How a row samples, the index of the token in the answer, and the tokens that are penalised.
-    Draw: TypeAlias = tuple["Sampling", int, Collection[int]]
+    from numpy.typing import ArrayLike
+
+    Ids: TypeAlias = Sequence[int] | np.ndarray[Any, Any]
 
 
-#: Bounds for what float32 can compute: divided by less, logits of 1e5 overflow, and a share of 0 keeps no
-#: token. A lower temperature counts as 0; a lower penalty or share counts as the bound.
-_LEAST_TEMPERATURE: Final = 1e-20
+#: Bounds for what float32 can compute: a share of 0 would keep no token.
 _LEAST_PENALTY: Final = 1e-10
 _LEAST_SHARE: Final = 1e-37
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How one request samples tokens. `temperature` 0 is greedy.
-
-    `top_k` 0, `top_p` 1.0, `min_p` 0.0 and `repetition_penalty` 1.0 have no effect.
-    """
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int = 0
-
-    @property
-    def is_greedy(self) -> bool:
-        """Whether the token with the highest logit, after the penalty, is chosen."""
-        return self.temperature < _LEAST_TEMPERATURE
-
-    @property
-    def takes_likeliest(self) -> bool:
-        """Whether the token with the highest logit is chosen, without a penalty."""
-        return self.is_greedy and self.repetition_penalty == 1.0
 
 
 #: Candidates that mostly suffice for top_p, where a sort of the whole vocabulary is slow.
@@ -60,18 +37,17 @@ _CANDIDATES: Final = 1024
 def draw_all(logits: mx.array, draws: Sequence[Draw]) -> mx.array:
     """Build the choice of one token for each row of `logits`, (rows, vocabulary); device thread only.
 
-    `draws` has each row's sampling, the index of the token in the answer, from 0, and the distinct tokens
-    that the repetition penalty applies to. Returns integers, (rows,). A row's draw does not depend on other
-    rows. The result is unevaluated; but the logits of rows for which `waits_for_logits` is true are evaluated
-    here.
+    Returns integers, (rows,). A row's draw does not depend on other rows. Bias, penalties, temperature and
+    filters apply in this order. The result is unevaluated; but the logits of rows for which
+    `waits_for_logits` is true are evaluated here.
     """
     likeliest = mx.argmax(logits, axis=-1)
-    others = [i for i, (sampling, _, _) in enumerate(draws) if not sampling.takes_likeliest]
+    others = [i for i, draw in enumerate(draws) if not draw.takes_likeliest]
     if not others:
         return likeliest
     # float32 whatever the model computes in: a cumulative sum over a whole vocabulary loses bf16's few bits.
-    some = _penalised(_rows(logits, others).astype(mx.float32), [draws[i] for i in others])
-    hot = [i for i, at in enumerate(others) if not draws[at][0].is_greedy]
+    some = _changed(_rows(logits, others).astype(mx.float32), [draws[i] for i in others])
+    hot = [i for i, at in enumerate(others) if not draws[at].sampling.is_greedy]
     drawn = mx.argmax(some, axis=-1)
     if hot:
         drawn[mx.array(hot)] = _sampled(_rows(some, hot), [draws[others[i]] for i in hot])
@@ -87,36 +63,108 @@ def waits_for_logits(sampling: Sampling) -> bool:
     return mx.default_device() == mx.cpu and _needs_every_rank(sampling)
 
 
-def draw(logits: mx.array, sampling: Sampling, index: int, seen: Collection[int]) -> mx.array:
+def draw(logits: mx.array, sampling: Sampling, index: int, seen: Iterable[int]) -> mx.array:
     """Build the choice of one token from `logits` of shape (vocabulary,), as `draw_all` does; a scalar."""
-    return draw_all(logits[None], [(sampling, index, seen)])[0]
+    return draw_all(logits[None], [Draw(sampling, index, [*dict.fromkeys(seen)])])[0]
 
 
-def _penalised(logits: mx.array, draws: Sequence[Draw]) -> mx.array:
-    """Apply the repetition penalty to seen tokens: divide positive logits by it, multiply negative ones.
+class Logprobs:
+    """The logarithmic probabilities of the tokens that some rows draw, to be evaluated with these.
 
-    See CTRL, arXiv 1909.05858, section 4.1.
+    They are the model's own, at temperature 1, before bias, penalties and filters.
     """
-    rows = [i for i, (sampling, _, seen) in enumerate(draws) if sampling.repetition_penalty != 1.0 and seen]
-    if not rows:
+
+    def __init__(self, logits: mx.array, choice: mx.array, draws: Sequence[Draw]) -> None:
+        """`logits` are (rows, vocabulary), `choice` (rows,)."""
+        counts = [draw.sampling.top_logprobs for draw in draws]
+        self._rows = [i for i, count in enumerate(counts) if count is not None]
+        self._counts = [count for count in counts if count is not None]
+        self.arrays: list[mx.array] = []
+        if not self._rows:
+            return
+        some = _rows(logits, self._rows).astype(mx.float32)
+        some -= mx.logsumexp(some, axis=-1, keepdims=True)
+        self.arrays.append(mx.take_along_axis(some, _rows(choice, self._rows)[:, None], axis=-1)[:, 0])
+        most = min(max(self._counts), some.shape[-1])
+        if most:
+            ids = mx.argpartition(-some, most - 1, axis=-1)[:, :most]
+            values = mx.take_along_axis(some, ids, axis=-1)
+            order = mx.argsort(-values, axis=-1)
+            self.arrays += [mx.take_along_axis(part, order, axis=-1) for part in (ids, values)]
+
+    def drawn(self, tokens: Sequence[int]) -> list[Drawn]:
+        """Return the tokens of all rows, evaluated, with what is known of them."""
+        found = [Drawn(token) for token in tokens]
+        if not self.arrays:
+            return found
+        listed: list[Any] = [array.tolist() for array in self.arrays]
+        chosen, top = listed[0], listed[1:]
+        pairs: Any = zip(*top, strict=True) if top else (((), ()) for _ in self._rows)
+        for row, count, logprob, (ids, values) in zip(self._rows, self._counts, chosen, pairs, strict=True):
+            likeliest = tuple(zip(ids[:count], values[:count], strict=True))
+            found[row] = Drawn(tokens[row], logprob, likeliest)
+        return found
+
+
+def _changed(logits: mx.array, draws: Sequence[Draw]) -> mx.array:
+    """Apply bias, repetition penalty, presence and frequency penalties, and bans, in this order.
+
+    The repetition penalty divides positive logits and multiplies negative ones: CTRL, arXiv 1909.05858,
+    section 4.1. The others are OpenAI's: a token that occurs n times loses `presence_penalty` and n times
+    `frequency_penalty`.
+    """
+    biases, factors, losses, bans = (
+        _changes(logits.shape[-1], [of(draw) for draw in draws]) for of in (_biases, _factors, _losses, _bans)
+    )
+    if biases is factors is losses is bans is None:
         return logits
-    vocabulary, lengths = logits.shape[-1], [len(draws[i][2]) for i in rows]
-    starts = np.repeat(np.array(rows, np.uint32) * np.uint32(vocabulary), lengths)
-    seen = np.fromiter((token for i in rows for token in draws[i][2]), np.uint32, len(starts))
-    factors = [max(draws[i][0].repetition_penalty, _LEAST_PENALTY) for i in rows]
-    penalties = mx.array(np.repeat(np.array(factors, np.float32), lengths))
-    at = mx.array(starts + seen)
     flat = logits.reshape(-1) * 1  # a copy: item assignment writes into the array that it is given
-    chosen = flat[at]
-    flat[at] = mx.where(chosen > 0, chosen / penalties, chosen * penalties)
+    if biases is not None:
+        flat[biases[0]] = flat[biases[0]] + biases[1]
+    if factors is not None:
+        seen = flat[factors[0]]
+        flat[factors[0]] = mx.where(seen > 0, seen / factors[1], seen * factors[1])
+    if losses is not None:
+        flat[losses[0]] = flat[losses[0]] - losses[1]
+    if bans is not None:
+        flat[bans[0]] = bans[1]
     return flat.reshape(logits.shape)
+
+
+def _changes(vocabulary: int, of_rows: Sequence[tuple[Ids, ArrayLike]]) -> tuple[mx.array, mx.array] | None:
+    """Return places in the flat logits of all rows, and a number for each; None if there are none."""
+    some = [(row, *found) for row, found in enumerate(of_rows) if len(found[0])]
+    if not some:
+        return None
+    at = np.concatenate([row * vocabulary + np.asarray(ids, np.uint32) for row, ids, _ in some])
+    values = [np.broadcast_to(np.asarray(of, np.float32), len(ids)) for _, ids, of in some]
+    return mx.array(at.astype(np.uint32)), mx.array(np.concatenate(values))
+
+
+def _biases(draw: Draw) -> tuple[Ids, ArrayLike]:
+    return [token for token, _ in draw.sampling.logit_bias], [bias for _, bias in draw.sampling.logit_bias]
+
+
+def _factors(draw: Draw) -> tuple[Ids, ArrayLike]:
+    penalty = draw.sampling.repetition_penalty
+    return (draw.seen if penalty != 1.0 else ()), max(penalty, _LEAST_PENALTY)
+
+
+def _losses(draw: Draw) -> tuple[Ids, ArrayLike]:
+    sampling, counts = draw.sampling, draw.counts or Counter[int]()
+    nums = np.fromiter(counts.values(), np.float32, len(counts))
+    return list(counts), sampling.presence_penalty + nums * sampling.frequency_penalty
+
+
+def _bans(draw: Draw) -> tuple[Ids, ArrayLike]:
+    return draw.banned, -math.inf
 
 
 def _sampled(logits: mx.array, draws: Sequence[Draw]) -> mx.array:
     """Draw from the tokens that the filters keep, each row with its own noise (Gumbel-max)."""
-    samplings = [sampling for sampling, _, _ in draws]
+    samplings = [draw.sampling for draw in draws]
     scaled = logits / mx.array([[sampling.temperature] for sampling in samplings])
-    keys = mx.array([_key(sampling.seed, index) for sampling, index, _ in draws], mx.uint32)
+    keys = mx.array([_key(draw.sampling.seed, draw.index) for draw in draws], mx.uint32)
     vocabulary = logits.shape[-1]
     noise: mx.array = mx.vmap(lambda key: mx.random.gumbel((vocabulary,), key=key))(keys)
     return mx.argmax(_filtered(scaled, samplings) + noise, axis=-1)

@@ -19,7 +19,7 @@ import structlog
 from cache.names.errors import CutOffError, LostPastError
 from cache.names.policy import FULL
 from cache.store import Forgotten
-from worker.batch.sampling import Sampling
+from worker.batch.chooser import Sampling
 from worker.traces import Phase
 
 from .admission import Admission, Claim, place

@@ -30,7 +30,8 @@ class Profile:
     MLX may keep `freed_bytes` of freed buffers for reuse: without a limit a few long prompts pin gigabytes.
     Attention to plain KV holds no scores for `fused_head_dims`, if keys and values have the same size. The
     temporary arrays of `kept_layers` layers are in memory at once. A prompt runs `prompt_blocks` blocks at a
-    time while no answer runs. At least `pooled_rows` rows of similar length attend together. An answer
+    time while no answer runs. At least `pooled_rows` rows of similar length attend together; of models whose
+    rows cannot share a pass, at least `merged_rows` are merged, which lets their steps run ahead. An answer
     speculates up to `max_draft` tokens.
     """
 
@@ -39,6 +40,7 @@ class Profile:
     kept_layers: int
     prompt_blocks: int
     pooled_rows: int
+    merged_rows: int
     max_draft: int
 
 
@@ -49,6 +51,7 @@ _GPU: Final = Profile(
     kept_layers=10,
     prompt_blocks=8,
     pooled_rows=2,
+    merged_rows=1,
     max_draft=0,
 )
 _PROFILES: Final = {
@@ -59,6 +62,7 @@ _PROFILES: Final = {
         kept_layers=1,
         prompt_blocks=1,
         pooled_rows=3,
+        merged_rows=2,
         max_draft=8,
     ),
     "metal": _GPU,

@@ -28,6 +28,7 @@ from cache.names.errors import CutOffError, LostPastError
 from cache.names.policy import Policy
 from cache.names.snapshot import ModelLayout
 from worker.batch.batch import PrefillPiece, Row
+from worker.batch.chooser import Chooser
 from worker.batch.choosing import batch_for
 from worker.batch.lookup import MOST_SEEN
 from worker.batch.trials import Trials
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
     from cache.kv.paged import Past
     from cache.names.blocks import Span
     from worker.batch.batch import Batch
+    from worker.batch.chooser import Drawn
     from worker.models.model import LoadedModel
 
     from .scheduler import Step
@@ -177,6 +179,8 @@ class Runner:
             self._has_room,
             max_draft=device.max_draft if max_draft is None else max_draft,
             pooled_rows=device.pooled_rows,
+            merged_rows=device.merged_rows,
+            runs_ahead=not machine.on_cpu(),
             trials=remembered,
         )
 
@@ -435,11 +439,14 @@ class Runner:
             turn.row = Row(
                 caches=turn.caches,
                 known=turn.context.ids(max(len(turn.context) - MOST_SEEN, turn.context.held_from)),
-                sampling=turn.sampling,
-                num_drawn=len(turn.answer.tokens),
+                chooser=Chooser(
+                    turn.sampling,
+                    answered=turn.answer.tokens,
+                    prompt=_repeated(turn) if turn.sampling.repetition_penalty != 1.0 else (),
+                    end_tokens=turn.answer.end_tokens,
+                ),
                 num_cached=end,
                 num_left=_num_left(turn),
-                seen=_repeated(turn) if turn.sampling.repetition_penalty != 1.0 else set(),
                 most_held=turn.policy.num_held(sys.maxsize),
             )
         self._paging.begin_piece(turn)
@@ -464,20 +471,20 @@ class Runner:
 
     def _decoded(self, turn: Turn) -> None:
         """Add the tokens that a step has drawn for a row, up to the answer's end."""
-        for token in turn.row.drawn if turn.row is not None else ():
+        for drawn in turn.row.drawn if turn.row is not None else ():
             turn.num_cached += 1
             self._num_decoded += 1
             self.cutting.note_block(turn)
-            self._sampled(turn, token)
+            self._sampled(turn, drawn)
             if turn.row is None:
                 return
 
-    def _sampled(self, turn: Turn, token: int) -> None:
+    def _sampled(self, turn: Turn, drawn: Drawn) -> None:
         """Add a token to the answer, and end the turn if the answer is complete."""
         if turn.answer is None:
             raise AssertionError("only answers decode")
         index = len(turn.answer.tokens)
-        self._emit(Sampled(turn, index, token, turn.answer.push(token)))
+        self._emit(Sampled(turn, index, drawn.token, turn.answer.push(drawn.token)))
         if turn.answer.finish_reason is not None or _num_left(turn) <= 0:
             self._end_or_fault_all(turn)
 
@@ -524,7 +531,7 @@ class Runner:
         )
 
 
-def _repeated(turn: Turn) -> set[int]:
+def _repeated(turn: Turn) -> list[int]:
     """Return the token ids that an answer's repetition penalty applies to.
 
     Under a policy with a window, these are only ids of tokens that the model still sees.
@@ -532,7 +539,8 @@ def _repeated(turn: Turn) -> set[int]:
     seen = turn.policy.seen(turn.num_prompt) if turn.policy.is_endless else ((0, turn.num_prompt),)
     ids = [turn.context.ids(start, end) for start, end in (*seen, (turn.num_prompt, len(turn.context)))]
     # In a quarter of the time that a set of all tokens takes.
-    return set(np.flatnonzero(np.bincount(np.concatenate(ids))).tolist())
+    repeated: list[int] = np.flatnonzero(np.bincount(np.concatenate(ids))).tolist()
+    return repeated
 
 
 def _num_left(turn: Turn) -> int:

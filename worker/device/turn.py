@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from cache.names.policy import FULL
-from worker.batch.sampling import Sampling
+from worker.batch.chooser import Sampling
 
 if TYPE_CHECKING:
     import mlx.core as mx

@@ -31,7 +31,7 @@ from turnkeep_client.messages import (
     Usage,
     failure,
 )
-from worker.batch.sampling import Sampling
+from worker.batch.chooser import Sampling
 from worker.concurrency import in_thread, task_group
 from worker.text.answer import Answer
 from worker.text.text import TextStream

@@ -38,7 +38,7 @@ class Answer:
         self._stream = stream
         self.max_tokens = max_tokens
         self._left_bytes = max_bytes
-        self._end_tokens = end_tokens
+        self.end_tokens = end_tokens
         self.tokens: list[int] = []
         self.texts: list[str] = []
         self.finish_reason: FinishReason | None = None
@@ -51,7 +51,7 @@ class Answer:
     def push(self, token: int) -> str:
         """Add the next token; returns its new text. Sets `finish_reason` if this token is the last."""
         self.tokens.append(token)
-        if token in self._end_tokens:
+        if token in self.end_tokens:
             self.finish_reason = "stop"
             text = ""
         else:

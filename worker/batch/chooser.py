@@ -1,0 +1,153 @@
+"""One row's choice of its next tokens: what it penalises, forbids and reports. Pure.
+
+A chooser knows the tokens that its answer has so far. `sampling` computes the choice from the logits.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+#: Divided by less, logits of 1e5 overflow float32: a lower temperature counts as 0.
+_LEAST_TEMPERATURE: Final = 1e-20
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How one request samples tokens. `temperature` 0 is greedy.
+
+    `top_k` 0, `top_p` 1.0, `min_p` 0.0, `repetition_penalty` 1.0 and penalties of 0.0 have no effect.
+    `logit_bias` pairs token ids with what is added to their logits. No end token is drawn before the answer
+    has `min_tokens` tokens. With `top_logprobs`, a number from 0, each token has its logarithmic probability,
+    and those of so many likeliest tokens.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    top_logprobs: int | None = None
+    seed: int = 0
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the token with the highest logit, after the penalty, is chosen."""
+        return self.temperature < _LEAST_TEMPERATURE
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether a token's logit depends on how often it occurs in the answer."""
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
+    def takes_likeliest(self) -> bool:
+        """Whether the token with the highest logit is chosen, without a penalty or bias."""
+        changes = self.repetition_penalty != 1.0 or self.counts_tokens or self.logit_bias
+        return self.is_greedy and not changes
+
+
+class Drawn(NamedTuple):
+    """One token of an answer, with its logarithmic probability if the request asks for it.
+
+    `top` has the likeliest tokens and their logarithmic probabilities, the likeliest first.
+    """
+
+    token: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """How to draw one token: the answer's token number `index`, from 0.
+
+    The repetition penalty applies to the distinct tokens `seen`; the presence and frequency penalties to
+    those in `counts`, by how often they occur in the answer. Tokens in `banned` are never drawn.
+    """
+
+    sampling: Sampling
+    index: int
+    seen: Sequence[int] | np.ndarray[Any, Any] = ()
+    counts: Counter[int] | None = None
+    banned: Sequence[int] = ()
+
+    @property
+    def takes_likeliest(self) -> bool:
+        """Whether the token with the highest logit of the model is drawn."""
+        return self.sampling.takes_likeliest and not self.banned
+
+
+class Chooser:
+    """The state of one row's choice; device thread only.
+
+    The choice of a token may depend on all tokens before it (`needs_last`): then a step cannot be launched
+    before the last token is known, and a draft's tokens count as the answer's for the draws behind them.
+    """
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        *,
+        answered: Sequence[int] = (),
+        prompt: Iterable[int] = (),
+        end_tokens: frozenset[int] = frozenset(),
+    ) -> None:
+        """`answered` are the answer's tokens so far, `prompt` the prompt's tokens that are penalised."""
+        self.sampling = sampling
+        self.num_drawn = len(answered)
+        self._end_tokens = sorted(end_tokens)
+        self._seen: set[int] = set()
+        self._seen_ids = array("I")  # the same, in the order of their first places
+        self._counts = Counter[int](answered) if sampling.counts_tokens else None
+        self._see((*prompt, *answered))
+
+    @property
+    def needs_last(self) -> bool:
+        """Whether the next choice depends on the answer's last token, besides its logits."""
+        return self.sampling.repetition_penalty != 1.0 or self._counts is not None
+
+    def draws(self, draft: Sequence[int] = (), *, num_ahead: int = 0) -> list[Draw]:
+        """Return how to draw the next token, and one token after each of `draft`.
+
+        `num_ahead` tokens are drawn before, and not known yet.
+        """
+        return [self._draw(len(before) + num_ahead, before) for before in _beginnings(draft)]
+
+    def push(self, tokens: Iterable[int]) -> None:
+        """Add tokens to the answer."""
+        for token in tokens:
+            self.num_drawn += 1
+            self._see((token,))
+            if self._counts is not None:
+                self._counts[token] += 1
+
+    def _see(self, tokens: Iterable[int]) -> None:
+        if self.sampling.repetition_penalty != 1.0:
+            new = [token for token in dict.fromkeys(tokens) if token not in self._seen]
+            self._seen.update(new)
+            self._seen_ids.extend(new)
+
+    def _draw(self, num_ahead: int, before: Sequence[int]) -> Draw:
+        index = self.num_drawn + num_ahead
+        banned = self._end_tokens if index < self.sampling.min_tokens else ()
+        counts = self._counts + Counter(before) if self._counts is not None else None
+        seen = np.array(self._seen_ids)  # a copy: the answer goes on while a step is in flight
+        if before and self.sampling.repetition_penalty != 1.0:
+            seen = np.append(seen, [token for token in dict.fromkeys(before) if token not in self._seen])
+        return Draw(self.sampling, index, seen, counts, banned)
+
+
+def _beginnings(draft: Sequence[int]) -> list[Sequence[int]]:
+    return [draft[:num] for num in range(len(draft) + 1)]

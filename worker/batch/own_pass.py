@@ -1,0 +1,93 @@
+"""Runs rows and prompts one after the other, each by the model's own code. Device thread only.
+
+For models whose rows cannot share a pass (`forward`). Merged rows (`merged`) are one call of the model.
+"""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import CacheList
+
+from cache.kv.ring import RingCache
+from cache.kv.states import leaves
+
+from .forward import RingView
+from .parts import MergedPart, OwnPart
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .batch import PrefillPiece
+    from .parts import Part
+    from .ring_attention import Rotate
+
+
+class OwnPass:
+    """Passes by the model's own code; see `batch.Pass`."""
+
+    def __init__(self, model: Any, rotations: Sequence[Rotate] | None = None) -> None:
+        """`rotations` says how layers rotate queries, if their caches may be rings."""
+        self._model = model
+        self._rotations = rotations
+
+    def __call__(
+        self, parts: Sequence[Part], tokens: Sequence[int] | mx.array, pieces: Sequence[PrefillPiece] = ()
+    ) -> mx.array:
+        """Build a pass for each part and piece."""
+        found: list[mx.array] = []
+        tokens = tokens if isinstance(tokens, mx.array) else mx.array([*tokens], mx.int32)
+        for part in parts:
+            some, tokens = tokens[: len(part.offsets)], tokens[len(part.offsets) :]
+            if isinstance(part, MergedPart):
+                found.append(self._model(some[:, None], cache=part.caches)[:, -1])
+            elif isinstance(part, OwnPart):
+                found.append(self._alone(part.caches, some))
+        for piece in pieces:
+            if piece.row is None or len(piece.tokens) > 1:  # else the logits of all its tokens are computed
+                self._alone(piece.caches, mx.array(piece.tokens[: -1 if piece.row else None]))
+            if piece.row is not None:
+                found.append(self._alone(piece.caches, mx.array(piece.tokens[-1:])))
+        return mx.concatenate(found) if found else mx.array([])
+
+    def _alone(self, caches: Sequence[Any], tokens: mx.array) -> mx.array:
+        """Build a pass over one session's next tokens; return their logits, (tokens, vocabulary)."""
+        return run_alone(self._model, caches, tokens, self._rotations)[0]
+
+
+def run_alone(
+    model: Any, caches: Sequence[Any], tokens: mx.array, rotations: Sequence[Rotate] | None
+) -> mx.array:
+    """Build a pass over one session's next `tokens`; return their logits, (1, tokens, vocabulary).
+
+    One call of the model cannot cross a multiple of a ring's grid; tokens on both sides of it take several
+    calls.
+    """
+    rings = [cache for _, cache in leaves(caches) if type(cache) is RingCache]
+    if not rings or rotations is None:
+        whole: mx.array = model(tokens[None], cache=caches)
+        return whole
+    found: list[mx.array] = []
+    while len(tokens):
+        num = min(len(tokens), *(ring.grid - ring.offset % ring.grid for ring in rings))
+        found.append(model(tokens[:num][None], cache=_shown(caches, num, rotations)))
+        tokens = tokens[num:]
+    return found[0] if len(found) == 1 else mx.concatenate(found, axis=1)
+
+
+def _shown(caches: Sequence[Any], num_tokens: int, rotations: Sequence[Rotate]) -> list[Any]:
+    """Replace ring caches by views, for a pass over the next tokens."""
+    held = [cache for _, cache in leaves(caches)]
+    start = next(cache.offset for cache in held if type(cache) is RingCache)
+    part, number = OwnPart(held, start, num_tokens), count()
+
+    def shown(cache: Any, rotate: Rotate) -> Any:
+        if type(cache) is CacheList:
+            members = [shown(member, rotate) for member in cache.caches]
+            return CacheList(*members)  # type: ignore[no-untyped-call]
+        leaf = next(number)
+        return RingView(leaf, part, rotate) if type(cache) is RingCache else cache
+
+    return [shown(cache, rotate) for cache, rotate in zip(caches, rotations, strict=True)]

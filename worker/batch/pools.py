@@ -1,0 +1,91 @@
+"""Keeps rows of similar length together in pools (`slots`), so that they attend in one operation.
+
+For models with plain KV. Device thread only.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Final
+
+from .batch import Keeping
+from .slots import Pool, capacity_for, form_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from .batch import Row
+    from .parts import Part
+    from .slots import Form
+
+#: A row joins a pool with room for at least this many more tokens, so that it does not move at once.
+_ROOM: Final = 32
+
+
+class Pools(Keeping):
+    """The pools, by form and capacity, and each kept row's slot."""
+
+    def __init__(self, room: Callable[[int], bool], least: int) -> None:
+        """`room(n)` says whether `n` more bytes may be allocated; fewer than `least` rows are not moved."""
+        self._room = room
+        self._least = least
+        self._pools: dict[tuple[Form, int], Pool] = {}
+        self._slots: dict[Row, tuple[Pool, int]] = {}
+
+    @property
+    def removal_bytes(self) -> int:  # type: ignore[override]
+        """A copy of a slot."""
+        return max((pool.slot_bytes for pool in self._pools.values()), default=0)
+
+    def place(self, rows: Sequence[Row]) -> None:
+        """Move rows of similar length into a pool, once there are enough to pay for the copies."""
+        for row in rows:
+            if row in self._slots and not self.may_run_ahead(row, 0):
+                self.leave(row)
+            row.form = row.form or form_of(row.caches or ())
+        wanted = {row: self._pool_of(row, row.form) for row in rows if row.form}
+        together = Counter(wanted.values())
+        for row, key in wanted.items():
+            if row.caches is None or together[key] < self._least:
+                continue
+            pool = self._pools.get(key) or Pool(*key)
+            if self._room(pool.growth_bytes(row.caches) + self.removal_bytes):
+                self._pools[key] = pool
+                self._slots[row], row.caches = (pool, pool.join(row.caches)), None
+
+    def parts(self, rows: Sequence[Row], num_ahead: int) -> list[tuple[Part, list[Row]]]:
+        """Make one part for each pool."""
+        found: list[tuple[Part, list[Row]]] = []
+        for pool in self._pools.values():
+            pooled = sorted((row for row in rows if self._slots[row][0] is pool), key=self._slot)
+            if pooled:
+                lengths = [row.num_cached + num_ahead for row in pooled]
+                found.append((pool.part([*map(self._slot, pooled)], lengths), pooled))
+        return found
+
+    def caches(self, row: Row) -> list[Any]:
+        """Show a row's slot."""
+        pool, slot = self._slots[row]
+        return pool.views(slot, row.num_cached)
+
+    def leave(self, row: Row) -> None:
+        """Copy a row out of its slot."""
+        pool, slot = self._slots.pop(row)
+        row.caches = pool.leave(slot, row.num_cached)
+        if not pool.num_rows:
+            self._pools = {key: kept for key, kept in self._pools.items() if kept is not pool}
+
+    def may_run_ahead(self, row: Row, num_ahead: int = 1) -> bool:
+        """Say whether a row's slot has room for one more token behind `num_ahead` others."""
+        return not self._slots[row][0].is_full(row.num_cached + num_ahead)
+
+    def clear(self) -> None:
+        """Drop the pools and their rows."""
+        self._pools, self._slots = {}, {}
+
+    def _slot(self, row: Row) -> int:
+        return self._slots[row][1]
+
+    def _pool_of(self, row: Row, form: Form) -> tuple[Form, int]:
+        held = self._slots.get(row)
+        return form, held[0].capacity if held else capacity_for(form, row.num_cached + _ROOM)
