@@ -65,9 +65,9 @@ class Restored:
 
 @dataclass(frozen=True, slots=True)
 class ReadOutcome:
-    """The outcome of a read. `num_read` files are good; `doubt` says what is wrong with the next one, if any.
+    """The outcome of a read. `num_read` files are valid; `doubt` says what is wrong with the next, if any.
 
-    If that file `is_partial`, it is undamaged, but lacks sections that were evicted.
+    If `is_partial`, that next file is undamaged, but lacks sections that were evicted.
     """
 
     restored: Restored | None
