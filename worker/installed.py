@@ -1,4 +1,4 @@
-"""Knows how this Turnkeep was installed: the commands that run it and that add packages to it."""
+"""Knows how Turnkeep was installed: the commands that run it, and that install packages beside it."""
 
 from __future__ import annotations
 

@@ -108,19 +108,19 @@ class Batch(ABC):
 
     @property
     def growing(self) -> list[int]:
-        """For each row whose caches are full, so that the next step allocates: its number of tokens."""
+        """The lengths in tokens of all rows with full caches, for which the next step allocates memory."""
         # One step may be in flight and another be launched before the next check: room for two tokens.
         full = (row for row in self._rows if row.caches and layers.grows(row.caches, 2))
         return [min(row.num_cached, row.most_held) for row in full]
 
     @property
     def removal_bytes(self) -> int:
-        """The most bytes that are allocated to remove a row."""
+        """The most bytes that removing one row allocates meanwhile."""
         return 0
 
     @property
     def is_ahead(self) -> bool:
-        """Whether the next step is in flight already, and cannot take pieces."""
+        """Whether the next step has been launched already, so that it can take no pieces of prompts."""
         return False
 
     def caches(self, row: Row) -> list[Any]:
@@ -129,10 +129,10 @@ class Batch(ABC):
 
     @abstractmethod
     def step(self, pieces: Sequence[PrefillPiece], *, run_ahead: bool = False) -> None:
-        """Run every row and piece, and draw the rows' next tokens; rows of `pieces` get their first and join.
+        """Run every row and piece, and draw each row's next token; a piece's row joins with its first token.
 
-        A row gets one token, or more if its draft is accepted: see `Row.drawn`. Afterwards KV covers all
-        tokens that were run. With `run_ahead` a batch may launch the next step before the caller has read
+        A row gets one token, or more if its draft is accepted: see `Row.drawn`. Afterwards all tokens
+        that were run have KV. With `run_ahead` a batch may launch the next step before the caller has read
         this step's tokens: see `is_ahead`.
         """
 

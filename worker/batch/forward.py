@@ -73,7 +73,7 @@ class OwnPart:
         return cache.grid if isinstance(cache, RingCache) else 0
 
     def masks(self, layer: int, options: dict[str, Any]) -> Any:
-        """Let the cache make the mask, as the model does. For a ring, `attend` makes the mask itself."""
+        """Return the mask that the cache makes for the model; for a ring none, since `attend` makes it."""
         cache = self._caches[layer]
         if isinstance(cache, RingCache):
             return None
@@ -205,7 +205,7 @@ class _LayerView:
 
 
 class RingView(_LayerView):
-    """Takes the place of a ring cache while mlx-lm's own code runs consecutive tokens of one session.
+    """Replaces a ring cache while mlx-lm's own code runs consecutive tokens of one session.
 
     All these tokens must lie between the same two multiples of the ring's grid.
     """

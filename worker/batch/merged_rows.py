@@ -52,12 +52,12 @@ class MergedRows(Batch):
 
     @property
     def growing(self) -> list[int]:
-        """For each row whose caches the next step enlarges, merged or not: its length."""
+        """The lengths in tokens of all rows, merged or not, whose caches the next step enlarges."""
         return super().growing + self._merged.growing
 
     @property
     def removal_bytes(self) -> int:
-        """The most bytes that are allocated to remove a row."""
+        """The most bytes that removing one row allocates meanwhile."""
         return self._merged.removal_bytes
 
     def caches(self, row: Row) -> list[Any]:
@@ -80,7 +80,7 @@ class MergedRows(Batch):
         self._merged.commit()
 
     def remove(self, row: Row) -> list[Any]:
-        """Take a row out, and return its KV as caches of its own."""
+        """Remove a row, and return its KV as separate caches."""
         self._rows.remove(row)
         if row.caches is None:
             row.caches = self._merged.leave(row)

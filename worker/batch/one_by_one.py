@@ -1,7 +1,7 @@
-"""Answers and prompts one after the other, each in passes of its own. Device thread only.
+"""Runs answers and prompts one after the other, each in separate passes. Device thread only.
 
-For models whose rows can neither share a pass (`forward`) nor be merged (`merged`). Every row stays on its
-session's own caches, where a failed step cannot be rolled back.
+For models whose rows can neither share a pass (`forward`) nor be merged (`merged`). Every row uses its
+session's own caches, in which a failed step cannot be rolled back.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def run_apart(
     logits: Sequence[mx.array] = (),
     rotations: Sequence[Rotate] | None = None,
 ) -> mx.array:
-    """Build a separate pass over each row and piece.
+    """Build a separate pass over each row and piece; return the logits that rows draw from.
 
-    Returns `logits` followed by the logits of the rows, then of the rows that the pieces start.
+    The result is `logits`, then the logits of `rows`, then of the rows whose prompts end in these pieces.
     """
 
     def run(caches: list[Any], tokens: list[int]) -> mx.array:
@@ -72,8 +72,8 @@ def run_alone(
 ) -> mx.array:
     """Build a pass over one session's next tokens; return their logits, (1, tokens, vocabulary).
 
-    One call of the model cannot cross a multiple of a ring's grid; tokens on both sides of it take several
-    calls.
+    One call of the model cannot cross a multiple of a ring's grid (see `RingCache`), so tokens on both sides
+    of it take several calls.
     """
     rings = [cache for _, cache in leaves(caches) if type(cache) is RingCache]
     if not rings or rotations is None:

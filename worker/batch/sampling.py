@@ -80,7 +80,7 @@ def draw_all(logits: mx.array, draws: Sequence[Draw]) -> mx.array:
 
 
 def waits_for_logits(sampling: Sampling) -> bool:
-    """Say whether `draw_all` evaluates such a row's logits, so that the row cannot run ahead.
+    """Say whether `draw_all` evaluates the logits of a row with this sampling; it cannot run ahead then.
 
     On a CPU sorting 49,152 logits takes 4 ms a row; finding the largest 1,024 takes a seventh of that.
     """

@@ -85,12 +85,12 @@ class SharedPass(Batch):
 
     @property
     def removal_bytes(self) -> int:
-        """The most bytes that are allocated to remove a row: a copy of its slot."""
+        """The most bytes that removing one row allocates meanwhile: a copy of its slot."""
         return max((pool.slot_bytes for pool in self._pools.values()), default=0)
 
     @property
     def is_ahead(self) -> bool:
-        """Whether the next step is in flight already, and cannot take pieces."""
+        """Whether the next step has been launched already, so that it can take no pieces of prompts."""
         return self._ahead is not None
 
     def caches(self, row: Row) -> list[Any]:
@@ -110,7 +110,7 @@ class SharedPass(Batch):
         self._collect(launched)
 
     def remove(self, row: Row) -> list[Any]:
-        """Take a row out, and return its KV as caches of its own."""
+        """Remove a row, and return its KV as separate caches."""
         self._rows.remove(row)
         if row.pool is not None:
             self._leave_pool(row, row.pool)
@@ -121,7 +121,7 @@ class SharedPass(Batch):
         return row.caches or []
 
     def roll_back(self) -> bool:
-        """Undo the failed step: it wrote only after the rows' ends, and the next step overwrites that."""
+        """Undo the failed step: it wrote only after the end of each row, which the next step overwrites."""
         self._ahead = None
         for row in self._rows:
             _count_back(row)
