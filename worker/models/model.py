@@ -58,7 +58,7 @@ _UNBOUNDED: Final = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to run. `model` belongs to the device thread; the rest may be read anywhere."""
+    """A loaded model. `model` belongs to the device thread; other fields may be read on any thread."""
 
     model: Module
     tokenizer: Tokenizer
@@ -271,7 +271,7 @@ def _name(folder: Path, config: dict[str, Any]) -> str:
 
 
 def dtype_name(config: dict[str, Any]) -> str:
-    """Name the dtype of a model's weights by its configuration: `float16`, or `4-bit` if quantised."""
+    """Return the dtype of a model's weights by its configuration: `float16`, or `4-bit` if quantised."""
     text = _text_config(config)
     quantization = config.get("quantization") or {}
     if "bits" in quantization:
