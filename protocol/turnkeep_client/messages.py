@@ -488,10 +488,10 @@ class Histogram(Struct, frozen=True):
 class SnapshotCounters(Struct, frozen=True, kw_only=True):
     """Counters of the snapshots; two sums hold at all times.
 
-    `accepted = durable + sum(dropped) + failed + cancelled + in_flight` counts snapshots.
-    `free + pinned + evictable = capacity` counts bytes. `pinned` must not be evicted now: pinned prefixes
-    (`kept`) and blocks that are being written or loaded. `rejected` counts files that failed a check,
-    `timed_out` loads that the disk did not answer in time.
+    `accepted = durable + sum(dropped) + failed + cancelled + in_flight` counts snapshots. `free + pinned +
+    evictable = capacity` counts bytes. `pinned` bytes must not be evicted now: pinned prefixes (`kept`) and
+    blocks that are being written or loaded. `rejected` counts files that failed a check, `timed_out` loads
+    that the disk did not answer in time.
     """
 
     accepted: int = 0
@@ -525,9 +525,9 @@ class TenantFigures(Struct, frozen=True, kw_only=True):
     """A worker's figures by tenant, empty unless its setting `metrics_tenants` asks for them.
 
     The first tenants that a worker sees have their own figures; all others share the name `_other`.
-    `requests` counts results by outcome, which is `ok` or an error's code; `sessions` are those with requests
-    that wait or run. `cached_tokens` counts tokens whose KV was reused, `restored_tokens` the part of them
-    that was read from disk.
+    `requests` counts results by outcome, which is `ok` or an error's code; `sessions` counts sessions with
+    waiting or running requests. `cached_tokens` counts tokens whose KV was reused, `restored_tokens` the
+    cached tokens whose KV was read from disk.
     """
 
     requests: dict[str, dict[str, int]] = {}
