@@ -1,4 +1,4 @@
-"""Derives the formula for the size of a session's KV from most of a run's turns. Pure.
+"""Derives a formula for the size of a session's KV from the majority of a run's turns. Pure.
 
 A turn's fact `kept` is the number of its session's tokens with KV on the device; only turns of paged sessions
 have the fact `again`. Checks compare every turn with the formula.

@@ -1,4 +1,4 @@
-"""`turnkeep bench load`: throughput, waiting, stalls and fairness with many sessions, at each load.
+"""`turnkeep bench load`: throughput, waiting, stalls and fairness with many sessions, at several loads.
 
 Each level of load opens sessions, sends turns to them in one of several ways, and closes them. A block is the
 unit of statistics. In a closed loop it is two waves of turns; a wave has one turn for each session served at

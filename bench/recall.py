@@ -158,7 +158,7 @@ def planted(texts: Texts, tokens: int, facts: Sequence[Fact]) -> tuple[int, ...]
 
 
 async def measure(run: Run[Plan]) -> None:
-    """Prefill each text under each policy, and ask its questions; a rewind removes each one again."""
+    """Prefill each text under each policy, and ask its questions; after each answer rewind to the text."""
     plan, drawn = run.plan, random.Random(run.plan.seed)  # noqa: S311  # codes in a text, not secrets
     if max(plan.resident) >= plan.tokens or max(plan.depths) > 100 or len(plan.depths) > len(NAMES):
         raise BenchError(

@@ -1,7 +1,7 @@
 """The screen of `turnkeep top`: reacts to keys, and draws. Pure; `top` owns the terminal.
 
 Fits 80 x 24: a table of the workers, and below it the selected worker, or an opened session. On a narrower
-terminal, lines are folded, and the table omits columns whose figures are also below the table.
+terminal, lines are wrapped, and the table omits columns whose figures are also below the table.
 """
 
 from __future__ import annotations

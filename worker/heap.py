@@ -25,7 +25,7 @@ _STEP: Final = 16 << 20
 
 
 class Spare:
-    """Spare memory, written to once on its own thread while the process starts.
+    """Spare memory that a separate thread writes to once while the process starts.
 
     Create it before other threads: a thread that already has its own heap keeps that heap.
     """

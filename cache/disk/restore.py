@@ -40,7 +40,8 @@ class ChainFile:
     """One file of a chain, and the position of its first token.
 
     `state` says whether to read the file's state: only of a chain's last file, and only if the model's layers
-    have states. If the file is a carrier, `carried` are the earlier tokens whose sketches it contains.
+    have states. If the file also has sketches (2-bit copies of keys) of earlier tokens, `carried`
+    are these tokens.
     """
 
     digest: bytes

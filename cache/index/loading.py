@@ -68,7 +68,7 @@ class Form:
         self.prefixes = Prefixes(index, identity.block_tokens, layout)
 
     def carried(self, span: Span) -> Span | None:
-        """Return the earlier tokens whose sketches the file of a span contains too; None for most files."""
+        """Return the earlier tokens whose sketches are also in a span's file; None for most files."""
         return carried(span, self.identity.block_tokens) if self.layout.carried else None
 
     def file(self, node: Node, end: int, *, state: bool = False) -> ChainFile:

@@ -114,7 +114,7 @@ class Removal:
                 node.doomed = False  # a snapshot that was saved meanwhile continues it
 
     def reject(self, node: Node, doubt: str) -> bool:
-        """Remove a doubtful snapshot and all its descendants, even pinned ones: no search can find them now.
+        """Remove a doubtful snapshot and all its descendants, even pinned ones: they became unreachable.
 
         False if the snapshot has been removed already, by another load or by `forget`.
         """

@@ -121,7 +121,7 @@ class Blank:
         return [place for place, _ in split]
 
     def arrays(self) -> Arrays:
-        """Return the tensors, evaluated: (1, heads, tokens, head_dim); those of a state have any shape.
+        """Return the evaluated tensors: (1, heads, tokens, head_dim), but any shape for a state's tensors.
 
         The buffers cannot be written to afterwards.
         """

@@ -5,8 +5,8 @@ positions. `Pages` chooses the chunks for all layers together: it compares queri
 every key in two bits a channel. Device thread only.
 
 Only a few attention heads find a fact, and only at one of the question's tokens. So a chunk's score is the
-largest share of attention that any head gives it. The mean over heads does not find facts, nor do the bounds
-of "Quest" (arXiv 2406.10774) over pages of keys, which take as many bytes (ADR 0041).
+largest share of attention that any head gives it. Two alternatives do not find facts (ADR 0041): the mean
+over heads, and bounds over pages of keys as in "Quest" (arXiv 2406.10774), which take as many bytes.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def leaves(caches: Sequence[Any], path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def is_cut(cache: Any) -> bool:
-    """Whether the cache keeps each token's KV apart, so that ranges of tokens can be copied."""
+    """Whether a cache is cut by tokens: it keeps each token's KV apart, so that ranges can be copied."""
     return type(cache) in PLAIN or isinstance(cache, PASSING)
 
 

@@ -54,7 +54,7 @@ class Tensor:
 
 
 def carried(span: Span, block: int) -> Span | None:
-    """Return the earlier tokens whose sketches the file of a span contains too; None for most files.
+    """Return the earlier tokens whose sketches (2-bit keys) are also in a span's file; None for most.
 
     Only one file in sixteen has sketches of earlier tokens, so a restore opens few files to read all
     sketches.

@@ -70,7 +70,7 @@ _OUTCOME: Final = msgspec.json.Decoder(_Outcome)
 
 
 async def list_sessions(client: Client, tenant: str = "*", match: str = "*") -> list[SessionRow]:
-    """List the sessions of a tenant, or of all, whose names match, in no order. Raises `TurnkeepError`."""
+    """List the sessions whose names match, of one tenant or of all, unordered. Raises `TurnkeepError`."""
     every = await client.stored.subjects(tenant)
     counts = {key: kinds for key, kinds in every.items() if fnmatchcase(key.session, match)}
     results = {key: one async for key, one in client.stored.last(counts, "out")}

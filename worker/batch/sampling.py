@@ -1,7 +1,7 @@
 """Chooses the next token of each row from its logits.
 
 Draws are keyed by (seed, index of the token), never by a running generator: a request draws the same numbers
-whatever else is in the batch, and an interrupted answer continues with the same numbers.
+in every batch, and an interrupted answer continues with the same numbers.
 """
 
 from __future__ import annotations

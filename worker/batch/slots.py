@@ -35,7 +35,7 @@ SMALLEST: Final = 256
 
 
 def form_of(caches: Sequence[Any]) -> Form | None:
-    """Return, per layer, (sink, window, grid) of a ring or None for a plain cache; None if not poolable."""
+    """Return, per layer, a ring's (sink, window, grid) or None if plain; one None if no pool can hold it."""
     if not all(type(cache) is KVCache or (type(cache) is RingCache and not cache.bits) for cache in caches):
         return None
     return tuple(

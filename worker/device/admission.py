@@ -2,9 +2,9 @@
 
 Pure: sizes in, decisions out.
 
-The ledger counts bytes of KV: those reserved by running turns, and those of idle sessions whose KV stays
-resident. The sum never exceeds the limit. A turn reserves what it is likely to need, and more as it grows.
-`Admission` decides who gets memory; the engine carries the decision out.
+The ledger counts bytes of KV: bytes that running turns have reserved, and bytes of idle sessions whose KV
+stays on the device. The sum never exceeds the limit. A turn reserves what it is likely to need, and more as
+it grows. `Admission` decides who gets memory; the engine carries the decision out.
 """
 
 from __future__ import annotations

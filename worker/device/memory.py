@@ -179,7 +179,7 @@ class Estimator:
     def restore_bytes(self, num_tokens: int, block: int) -> int:
         """Estimate the bytes of a restore of `num_tokens`.
 
-        These are their KV, one layer of it a second time, and the rest of a block.
+        Counts the KV of these tokens and of one more block, and one layer of the KV a second time.
         """
         return self.kv.held(num_tokens + block, ahead=block) + self.kv.held(num_tokens) // self.num_layers
 

@@ -59,7 +59,7 @@ class Paging:
         return turn in self._waiting
 
     def discard(self, turn: Turn) -> None:
-        """Remove a turn from those that wait for KV from SSD; does nothing if it is not waiting."""
+        """Forget that a turn waits for KV from SSD; no effect if it does not wait."""
         self._waiting.discard(turn)
 
     def start(self, turn: Turn) -> None:

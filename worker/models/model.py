@@ -1,6 +1,7 @@
 """Finds, loads and describes a model: the packaged one, a folder, a GGUF file or a hub id.
 
-Call `load` on the device thread, since MLX's streams belong to threads; the rest may run on any thread.
+Call `load` on the device thread, since MLX's streams belong to threads; all other functions may run on any
+thread.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Counts what may have crashed a worker: attempts at a request, and attempts to read a session's log.
+"""Counts attempts that may have crashed a worker: to answer a request, or to read a session's log.
 
 The count is stored in the log, beside the session's entries. The first attempt at a request stores nothing.
 Before each later attempt a note is stored, with the number of tokens published so far. An attempt that

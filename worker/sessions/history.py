@@ -206,7 +206,7 @@ class Fold:
         return replace(history, conversation=conversation, tokens=history.tokens[:position])
 
     def replay(self, history: History, request: Request, result: Result) -> History:
-        """Apply a request and its result to the history before.
+        """Return the history after a request, given its result and the `history` before the request.
 
         Raises `DivergedError` if the new position is not the one in the result, and `CutOffError`.
         """

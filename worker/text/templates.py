@@ -9,8 +9,9 @@ the tokenizer might choose others for the same text. Prompts between two answers
 token may span two turns.
 
 With a local template (`locality`) the cost of a turn depends on its size only: the last messages are rendered
-twice without most earlier ones: first without, then with the new messages. The first render must match the
-end of the session's text. The text that the second render adds is the text that a full render would add.
+twice, without most earlier messages: first without the new messages, then with them. The first render must
+match the end of the session's text. The text that the second render adds is the text that a full render would
+add.
 """
 
 from __future__ import annotations

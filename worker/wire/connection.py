@@ -27,7 +27,7 @@ log = structlog.get_logger(__name__)
 
 
 class BrokerError(TurnkeepError):
-    """The NATS server cannot be used; the message is one line that says why and what would help."""
+    """The NATS server cannot be used; the message is one line with the reason and the remedy."""
 
 
 async def connect(

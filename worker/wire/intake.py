@@ -1,10 +1,10 @@
 """Pulls requests from the stream's consumer; keeps one delivery per session, and acks the others.
 
-A delivery only tells a session that it has work: the session reads its log in order, whatever the order of
-deliveries. So one unacknowledged delivery per session, its anchor, is enough: after a crash the server
-redelivers the anchor, and the worker that gets the anchor answers all requests of the session without a
-result. Older deliveries are acknowledged when newer ones come; the anchor is acknowledged when all requests
-are answered. So memory grows with the number of sessions, not of requests.
+A delivery only tells a session that it has work: the session reads its log in order, so the order of
+deliveries does not matter. So one unacknowledged delivery per session, its anchor, is enough: after a crash
+the server redelivers the anchor, and the worker that gets the anchor answers all requests of the session
+without a result. Older deliveries are acknowledged when newer ones come; the anchor is acknowledged when all
+requests are answered. So memory grows with the number of sessions, not of requests.
 
 Tenants share the places for sessions: deliveries above a tenant's share are returned and come again later.
 """

@@ -1,4 +1,4 @@
-"""Removes sessions from the log: closed ones after a time, or earlier in a full log; forgotten ones at once.
+"""Removes sessions from the log: closed sessions after a time, or if the log is full; forgotten ones at once.
 
 Before the result of a close is stored, a note is stored on the session's subject `closed`. So the note exists
 even if the worker crashes in between; it takes effect once the result exists. Entries of an open session

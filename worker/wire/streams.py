@@ -70,7 +70,7 @@ async def ensure(js: JetStreamContext, subjects: Subjects, settings: Settings) -
     """Create the log stream, the token stream and the consumer, or bring them to these settings.
 
     Several workers may do this at the same time. An operator's other changes (placement, replicas without a
-    setting) are kept. Raises `BrokerError`, also if an existing stream cannot be changed to fit.
+    setting) are kept. Raises `BrokerError`, also if an existing stream cannot be updated to these settings.
     """
     is_copied = await ensure_stream(js, _log_stream(subjects, settings))
     await ensure_stream(js, _token_stream(subjects, settings))
