@@ -359,7 +359,7 @@ class Store:
     def save(
         self, tenant: str | Chain, tokens: Sequence[int], span: Span, tensors: tuple[Tensor, ...]
     ) -> bool:
-        """Queue the KV of `span` for the disk; False if it was dropped. `tokens` include the span's end.
+        """Queue the KV of `span` for the disk; False if it was dropped. `tokens` must reach its end.
 
         Returns True also if the same KV is stored or queued already. Once the snapshot is on disk, smaller
         snapshots of the same tokens are removed. Raises `ValueError` if the tensors do not fit the span or

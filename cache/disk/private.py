@@ -33,7 +33,7 @@ def is_open(directory: Path) -> bool:
 
 
 def tighten(directory: Path, files: Iterable[Path]) -> None:
-    """If other users have access to a directory, remove it from these files, then from the directory.
+    """If other users have access to a directory, make these files, then the directory, private.
 
     If this is not permitted, because another user owns the files, log it and change nothing.
     """

@@ -379,7 +379,7 @@ class Index:
         return [other for other in reversed(self.within(node.parent, node.tokens)) if other is not node]
 
     def resumable_path(self, parent: bytes, packed: bytes) -> tuple[Node, ...]:
-        """Return the path to the furthest node in `packed` at whose end a session can resume."""
+        """Return the path to the last usable node within `packed` at whose end a session can resume."""
         best: tuple[Node, ...] = ()
         for node in self._prefix_children(parent, packed):
             if node.usable:

@@ -105,7 +105,7 @@ def limit_freed() -> None:
 
 
 def limit_active(limit_bytes: int) -> None:
-    """Make MLX on a GPU wait for running evaluations rather than allocate more than this limit."""
+    """Make MLX on a GPU wait for running evaluations before it allocates more than this limit."""
     if not on_cpu():
         mx.set_memory_limit(limit_bytes + profile().freed_bytes)
 

@@ -83,7 +83,7 @@ def _makes_a_subject(name: str) -> bool:
 class Delivery:
     """A request as the server delivered it.
 
-    `again` says that the request was delivered before, possibly to another worker. All requests with a
+    `again` says that an earlier delivery of the request may have crashed a worker. All requests with a
     sequence below `first_seq` were delivered before too, even if they are not redelivered.
     """
 

@@ -67,7 +67,7 @@ class Streams:
 
 
 async def ensure(js: JetStreamContext, subjects: Subjects, settings: Settings) -> Streams:
-    """Create the log stream, the token stream and the consumer, or bring them to these settings.
+    """Create the log stream, the token stream and the consumer, or update them to these settings.
 
     Several workers may do this at the same time. An operator's other changes (placement, replicas without a
     setting) are kept. Raises `BrokerError`, also if an existing stream cannot be updated to these settings.
