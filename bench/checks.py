@@ -58,7 +58,7 @@ class Check(Struct, frozen=True, kw_only=True):
 
 
 def count(name: str, of: Collection[T], broken: Callable[[T], object], things: str = "turns") -> Check:
-    """Check that no element of `of` is `broken`. Exact. The verdict is "cannot tell" if `of` is empty."""
+    """Exactly check that no element of `of` is `broken`; the verdict for no elements is "cannot tell"."""
     wrong = sum(bool(broken(one)) for one in of)
     detail = f"{wrong:,} of {len(of):,} {things} break it" if wrong else f"{len(of):,} {things}"
     return Check(name=name, outcome=_verdict(None if not of else not wrong), detail=detail, exact=True)
@@ -111,7 +111,7 @@ def judged(
 
 
 def common(turns: Sequence[Turn], lags_s: Sequence[float]) -> Iterable[Check]:
-    """Yield every bench's checks: turns answered, chunks complete, counts consistent, event loop on time."""
+    """Yield the checks that all benches share: answers, chunks, token counts, and the event loop's lag."""
     answered = [turn for turn in turns if turn.error is None]
     every = count("every turn was answered", turns, lambda turn: turn.error)
     if errors := Counter(turn.error for turn in turns if turn.error):
@@ -128,7 +128,7 @@ def common(turns: Sequence[Turn], lags_s: Sequence[float]) -> Iterable[Check]:
 
 
 def kept_time(lags_s: Sequence[float]) -> Check:
-    """Check the measuring loop's own lag while turns were in flight."""
+    """Check that the bench's own event loop was hardly late while turns were in flight."""
     late = stats.quantile(lags_s, 0.99)
     name = f"the measuring loop was late by at most {number(LAG_BOUND_S, 's')} at p99"
     detail = (
@@ -141,8 +141,8 @@ def kept_time(lags_s: Sequence[float]) -> Check:
 def held_tokens_are_cheap(runs: Mapping[str, Sequence[Turn]]) -> Check:
     """Check that tokens reported as cached hardly delay the first chunk, by the client's clock.
 
-    `runs` are named sets of turns, each with a verdict of its own. A turn's fact `held` is its session's
-    position before the turn; None if unknown.
+    `runs` are named sets of turns, each judged separately. A turn's fact `held` is its session's position
+    before the turn; None if unknown.
     """
     name = f"a token that a session holds costs at most {BELIEVED:.0%} of a prefilled one's time"
     return bounded(
@@ -169,7 +169,7 @@ def _costs(turns: Sequence[Turn]) -> list[float]:
 
 
 def keeps_its_size(readings: Sequence[Sample]) -> Check:
-    """Check that a process's memory, without KV, hardly grows. A reading's `x` is its time."""
+    """Check that a process's memory without KV hardly grows; a reading's `x` is its time in seconds."""
     name = "the process without its KV grows by at most 8 MiB an hour"
     times = [reading.x or 0.0 for reading in readings]
     begin, end = min(times, default=0.0), max(times, default=0.0)

@@ -92,7 +92,7 @@ def bench() -> None:
 def compare(reports: tuple[Path, ...]) -> None:
     """Compare the typical values of two reports.
 
-    Five pairs of runs that took turns, A B A B ..., are judged.
+    Only five or more pairs of alternating runs, A B A B ..., get a verdict.
     """
     from .compare import load as read
     from .compare import table, warnings

@@ -1,8 +1,8 @@
-"""`turnkeep bench compare`: shows two reports side by side; judges five pairs of runs that took turns.
+"""`turnkeep bench compare`: shows two reports side by side; gives a verdict on five alternating pairs.
 
-A machine's speed varies more between runs than within a run. So the variation within two runs cannot show
-whether the code or the machine's speed has changed, and two reports get no verdict. Five pairs of runs that
-took turns get a verdict, with each run as a block.
+A machine's speed varies more between runs than within a run. So two runs cannot
+show whether the code or the machine's speed has changed, and two reports get no verdict. Five pairs of
+alternating runs (A B A B ...) get a verdict, with each pair as a block.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def load(paths: Sequence[Path], benches: Mapping[str, AnyBench]) -> tuple[AnyBen
 
 
 def interleaved(pairs: Sequence[Pair]) -> bool:
-    """Whether the runs took turns: no other run lies between the two of a pair."""
+    """Whether the runs alternated: no other run was made between the two runs of a pair."""
     order = sorted(range(2 * len(pairs)), key=lambda i: pairs[i // 2][i % 2].started_at)
     return all(one // 2 == other // 2 for one, other in zip(order[::2], order[1::2], strict=True))
 
@@ -70,7 +70,7 @@ def table(bench: AnyBench, pairs: Sequence[Pair]) -> Table:
 
 
 def warnings(pairs: Sequence[Pair]) -> list[str]:
-    """Say what makes the runs less comparable, and what is judged."""
+    """List the reasons why the runs are less comparable, and say which ratios are judged."""
     cut = [report for pair in pairs for report in pair if not report.complete]
     found = [f"a report is not complete: {report.ending}" for report in cut]
     here, there = (_setting(report) for report in pairs[0])

@@ -1,4 +1,4 @@
-"""A bench from its start to its printed report, also if it is interrupted.
+"""Runs a bench and saves its report, even if the run is interrupted.
 
 The report's page is one self-contained HTML file: tables as text, plots as inline SVG.
 """

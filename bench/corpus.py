@@ -118,7 +118,7 @@ class Texts:
         return tuple(found[:number])
 
     def tokens_of(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of a text, without any that a tokenizer would add."""
+        """Return the tokens of a text, without special tokens that the tokenizer would add."""
         return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def next_text(self, number: int) -> str:

@@ -1,4 +1,4 @@
-"""The faults that stop a bench, each with a one-line message; and coroutines that one fault stops together.
+"""The errors that stop a bench, each with a one-line message, and groups of coroutines that fail together.
 
 A task group alone would raise an exception group, which a command cannot print in one line.
 """

@@ -1,4 +1,4 @@
-"""Numbers for readers: fitting units, significant digits only. Pure."""
+"""Formats numbers for readers: suitable units, significant digits only. Pure."""
 
 from __future__ import annotations
 

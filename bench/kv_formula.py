@@ -1,7 +1,7 @@
-"""Derives the formula for the size of a session's KV from most of a run's turns. Pure.
+"""Derives a formula for the size of a session's KV from the majority of a run's turns. Pure.
 
-A turn's fact `kept` is the number of tokens with KV on the device; only turns of paged sessions have the fact
-`again`. Checks compare every turn with the formula.
+A turn's fact `kept` is the number of its session's tokens with KV on the device; only turns of paged sessions
+have the fact `again`. Checks compare every turn with the formula.
 """
 
 from __future__ import annotations
@@ -50,5 +50,5 @@ def _kept(turn: Turn) -> float:
 
 
 def follows_formula(turn: Turn, formula: Callable[[int, Turn], float]) -> bool:
-    """Whether a turn's KV has the formula's size for all tokens, or for all but the last."""
+    """Whether the size of a turn's KV equals the formula for all tokens, or for all but the last."""
     return turn.kv_live_bytes in {formula(tokens, turn) for tokens in _lengths(turn)}

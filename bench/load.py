@@ -1,4 +1,4 @@
-"""`turnkeep bench load`: many sessions at once: throughput, waiting, stalls and fairness at each load.
+"""`turnkeep bench load`: throughput, waiting, stalls and fairness with many sessions, at several loads.
 
 Each level of load opens sessions, sends turns to them in one of several ways, and closes them. A block is the
 unit of statistics. In a closed loop it is two waves of turns; a wave has one turn for each session served at
@@ -142,7 +142,7 @@ PLOTS = (
 
 
 def follows(turns: Sequence[Turn]) -> Iterator[Sample]:
-    """Yield samples computed from all turns of a level, and samples of answers beside a long prompt."""
+    """Yield samples computed from several turns: rates, fairness, and stalls beside a long prompt."""
     sent = [turn for turn in turns if turn.fact("late_s") is not None]
     for (case, x), level in stats.grouped(((turn.case, turn.x), turn) for turn in sent).items():
         yield from (Sample(GENERATED.name, case, x, *rate) for rate in enumerate(_generated(level)))
@@ -451,7 +451,7 @@ async def _ask(run: Run[Plan], talk: _Talk) -> Turn:
 
 
 def order(sessions: int, turns: int, seed: int) -> list[int]:
-    """Draw the session of each turn: every session once, more turns by Zipf's law, in random order."""
+    """Draw which session each turn is for: every session once, the rest by Zipf's law, in random order."""
     draw = np.random.default_rng(seed)
     shares = 1.0 / np.arange(1, sessions + 1) ** SKEW
     popular = draw.choice(draw.permutation(sessions), max(turns - sessions, 0), p=shares / shares.sum())

@@ -61,7 +61,7 @@ class Process:
 
     @property
     def blas(self) -> list[Path]:
-        """The BLAS libraries that the process has mapped; none where the system does not tell."""
+        """The BLAS libraries that the process has loaded; empty if the system does not provide this."""
         try:
             found = {Path(region.path) for region in psutil.Process(self.pid).memory_maps()}
         except (psutil.Error, AttributeError):  # not on macOS
@@ -127,7 +127,7 @@ class Process:
             raise BenchError(": ".join([f"{self.name} ended with exit code {self.exit_code}", *said]))
 
     async def until(self, reached: Callable[[], Awaitable[T]]) -> T:
-        """Call `reached` until it succeeds, and return its result. Raises `BenchError`."""
+        """Call `reached` until it succeeds; return its result. Raises `BenchError` at a time limit."""
         deadline_s = time.monotonic() + READY_TIMEOUT_S
         while time.monotonic() < deadline_s:
             self.check_alive()
@@ -172,7 +172,7 @@ class LocalWorker(Process):
 
     @property
     def model_folder(self) -> Path:
-        """The MLX folder of the worker's model: the given one, one from the hub, or a converted GGUF file.
+        """The MLX folder of the worker's model: a local folder, a download, or a converted GGUF file.
 
         Known once the worker is ready. Raises `BenchError`.
         """

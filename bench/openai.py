@@ -1,6 +1,6 @@
 """A client for streamed chat completions of OpenAI-compatible servers; and `mlx_lm.server` as a process.
 
-A bad answer becomes a turn with the class of its error; nothing is raised.
+A failed request becomes a turn with its class of error; nothing is raised.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def parse(spec: str) -> Server:
 
 
 class MlxServer(Process):
-    """`mlx_lm.server` on a free port of 127.0.0.1, with the same OpenBLAS as the process `like`."""
+    """`mlx_lm.server` on a free port of 127.0.0.1, with the same OpenBLAS library as the process `like`."""
 
     def __init__(self, model: Path, like: Process) -> None:
         """Prepare the server. Raises `BenchError` if it is not installed."""

@@ -1,4 +1,4 @@
-"""`turnkeep bench overhead`: the cost of a worker compared with the model in process, and of snapshots.
+"""`turnkeep bench overhead`: the cost of a worker compared with mlx-lm alone, and the cost of snapshots.
 
 Every side is a process, and the sides take turns in a random order: while one answers, the others are idle.
 All get the same prompts, in sessions of several turns. The sides are paired by round.
@@ -108,7 +108,7 @@ PLOTS = (
 
 
 def checks(found: Findings[Plan]) -> Iterator[Check]:
-    """Check that each side runs as its name says, and the cost of snapshots."""
+    """Check that each side ran with its intended settings, and check the cost of snapshots."""
     through = [turn for turn in found.answered if turn.case != IN_PROCESS]
     name = "a worker ran the very tokens that were run in process"
     yield count(name, through, lambda turn: turn.position != (turn.fact("sent") or 0) + len(turn.tokens))
@@ -168,7 +168,7 @@ def _agreeing(turns: Sequence[Turn]) -> dict[str, list[float]]:
 
 
 def follows(turns: Sequence[Turn]) -> Iterator[Sample]:
-    """Yield the samples of all sessions of a side together: their speeds, and the mean delay by a block."""
+    """Yield each side's samples over all its sessions: speeds, and the mean delay that a block causes."""
     pairs = [((turn.case, *turn.place), turn) for turn in turns if turn.error is None]
     at_once = stats.grouped(((place, turn.facts["turn"]), turn) for place, turn in pairs)
     for (place, _), some in at_once.items():
@@ -195,9 +195,9 @@ def steps(turn: Turn) -> list[float]:
 
 
 def decoding(turns: Sequence[Turn]) -> float | None:
-    """Return the tokens per second from the time when all answers have begun to the last token.
+    """Return the tokens per second between the moment when all answers have begun and the last token.
 
-    None if most tokens came before that time: the rest is too short to measure.
+    None if most tokens came before that moment, since the rest is too short to measure.
     """
     begins = [turn.at_s + (turn.first_s or 0.0) for turn in turns]
     pairs = zip(turns, begins, strict=True)
@@ -209,9 +209,9 @@ def decoding(turns: Sequence[Turn]) -> float | None:
 def beside_blocks(turn: Turn) -> list[float]:
     """Return, for each completed block, how much longer `WINDOW` steps took than the steps around them.
 
-    The last sampled token completes a block, so copying and writing the block can delay the steps behind that
-    token. The median of the neighbours on both sides is the usual time of a step then. So a cost of
-    milliseconds is visible although whole answers vary by seconds.
+    A sampled token completes the block, so copying and writing the block can delay the steps after that
+    token. They are compared with the median of the steps before and after them. So a cost of milliseconds is
+    visible although whole answers vary by seconds.
     """
     steps_s, found, block_tokens = steps(turn), [], int(turn.fact("block_tokens") or 0)
     first = block_tokens - ((turn.position or 0) - len(turn.tokens)) % block_tokens
@@ -264,7 +264,7 @@ def _keep(run: Run[Plan], case: str, block: int, prompts: Prompts, answers: list
 
 
 class Side(NamedTuple):
-    """One side; `answer` runs sessions of several turns, all prompts of a turn at once."""
+    """One side of the comparison. `answer` runs sessions of several turns, all prompts of a turn at once."""
 
     case: str
     pid: int

@@ -1,7 +1,7 @@
 """`turnkeep bench peers`: the same conversations with a worker and with OpenAI-compatible servers.
 
-The sides take turns for every measurement: each goes first equally often, and only one works at any time. The
-sides are paired by block: a chat, a round of streams, or a restart.
+Every measurement runs on one side after the other: only one works at any time, and each goes first equally
+often. The sides are paired by block: a chat, a round of streams, or a restart.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ PLOTS = (
 
 
 def checks(found: Findings[Plan]) -> Iterator[Check]:
-    """Check the conditions that the ratios rely on."""
+    """Check the conditions without which the ratios between the sides would be wrong."""
     chat = [turn for turn in found.turns if turn.facts.get("part") == CHAT and turn.prompt_tokens]
     pairs = list(Findings(found.bench, found.plan, chat).pairs(TURNKEEP))
     apart = stats.grouped(
@@ -156,7 +156,7 @@ class Peer:
         return turn
 
     async def wait_until_idle(self, chat: Any) -> None:
-        """Wait until the side has finished all work that continues after an answer."""
+        """Wait until the side has finished its work after the answer, such as writing snapshots."""
 
     async def restart(self, *, kill: bool) -> None:
         """End the process and start it again."""

@@ -1,13 +1,14 @@
-"""A plan is one annotated dataclass: its fields are the options of the command, the settings in the report,
-and, by `smoke`, the short form. A setting is defined nowhere else.
+"""Turns a plan, an annotated dataclass, into the options of a bench's command and the settings in its report.
+
+A setting is defined only as a field of the plan, together with its value in the short run (`smoke`).
 
     @dataclass(frozen=True, slots=True, kw_only=True)
     class Plan:
         "What `--help` says."
         rounds: Annotated[int, Option("How often.", smoke=1)] = 5
 
-gives `--rounds N` with a default of 5, and 1 under `--smoke` unless the command line names it.
-"""  # noqa: D205
+gives `--rounds N`: 5 by default, and 1 under `--smoke` unless the command line has `--rounds`.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ Setting = str | int | float | bool | tuple[int | float | str, ...] | None
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """The option of a plan's field. `smoke` is the value in the short form, which may be None.
+    """The command-line option of a plan's field. `smoke` is its value under `--smoke`, and may be None.
 
     `type` is a click type, where the annotation is not enough: numbers are above 0, a tuple of numbers is
     joined by commas, a tuple of strings is a repeatable option, a bool a flag.

@@ -134,7 +134,7 @@ def _most(readings: Sequence[Sample]) -> float:
 
 
 def planned(turn: Turn) -> bool:
-    """Whether a failed turn is intended: a refusal with a check of its own, or a cancelled request."""
+    """Whether a failed turn was intended: a cancelled request, or a refusal, which has its own check."""
     return turn.error == REFUSED or (turn.error == "expired" and bool(turn.facts["cancelled"]))
 
 
@@ -280,7 +280,7 @@ class _Load:
 
 
 def kind_of(size: int, room: int) -> str:
-    """Return the case of a request that grows its session to `size` tokens, with a limit of `room`."""
+    """Return the case (table row) of a request that grows its session to `size` of `room` tokens."""
     if size > room:
         return NEVER
     return ALONE if size > ALONE_FROM * room else LONG if size > LONG_FROM * room else SHORT

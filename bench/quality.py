@@ -1,8 +1,8 @@
-"""`turnkeep bench quality`: how much memory KV in fewer bits saves, and how much quality it costs.
+"""`turnkeep bench quality`: the memory that quantised KV saves, and the quality that it costs.
 
 The program `worker.quality` runs the model as a worker does, and prints the figures of each window of the
-text and of the answer after it. A window is a block: the geometric mean of perplexity over windows is that
-over all tokens.
+text and of the answer after it. A window is a block: the geometric mean of the windows' perplexities equals
+the perplexity over all tokens.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`turnkeep bench recall`: how many planted facts a session finds when a part of its KV is on the device.
+"""`turnkeep bench recall`: how many planted facts a session finds if only part of its KV is on the device.
 
 Each long text has secret codes at several depths, and a question for each code. Every cache policy gets the
 same texts; a text is a block. The right answers are the result; times are reported beside them.
@@ -130,7 +130,7 @@ def notes(plan: Plan) -> Iterator[str]:
 
 
 class Fact(NamedTuple):
-    """A planted sentence: how deep it is, in percent, who it is about, and the code that it says."""
+    """A planted sentence: its depth in the text in percent, its subject, and the code that it contains."""
 
     depth: int
     who: str
@@ -158,7 +158,7 @@ def planted(texts: Texts, tokens: int, facts: Sequence[Fact]) -> tuple[int, ...]
 
 
 async def measure(run: Run[Plan]) -> None:
-    """Prefill each text under each policy, and ask its questions; a rewind removes each one again."""
+    """Prefill each text under each policy, and ask its questions; after each answer rewind to the text."""
     plan, drawn = run.plan, random.Random(run.plan.seed)  # noqa: S311  # codes in a text, not secrets
     if max(plan.resident) >= plan.tokens or max(plan.depths) > 100 or len(plan.depths) > len(NAMES):
         raise BenchError(

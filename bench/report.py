@@ -36,7 +36,7 @@ BUSY: Final = 0.5
 
 
 class Environment(Struct, frozen=True, kw_only=True):
-    """Where a bench ran; the worker's machine may differ, unless the bench started the worker."""
+    """The machine that a bench ran on; a worker that the bench did not start may be on another one."""
 
     platform: str
     processor: str
@@ -51,8 +51,8 @@ class Environment(Struct, frozen=True, kw_only=True):
 class Report(Struct, frozen=True, kw_only=True):
     """One run. `complete` is false during a run and after an interruption; `ending` says how the run ended.
 
-    `facts` describe the bench's setting; `samples` are values that do not follow from the turns. `worker` are
-    the worker's metrics after the first turns.
+    `facts` describe the conditions of the run; `samples` are values that cannot be computed from the turns.
+    `worker` are the worker's metrics after the first turns.
     """
 
     schema: str
@@ -77,7 +77,7 @@ class Report(Struct, frozen=True, kw_only=True):
         return self.schema.removeprefix("turnkeep.bench.").partition("/")[0]
 
     def warnings(self) -> list[str]:
-        """Return what a reader must know before any figure."""
+        """Return the warnings that a reader must see before any result."""
         found = [] if self.complete else [f"this report is not complete: {self.ending}"]
         found += [f"a check fails: {one.name}" for one in self.checks if one.outcome is Verdict.FAILS]
         load, cpus = self.environment.load_average, self.environment.cpus

@@ -53,7 +53,7 @@ Lengths = Annotated[tuple[int, ...], Option("Lengths of the sessions.", smoke=(2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The first token of a session's next turn after a restart and after kill -9.
+    """The time to the first token of a session's next turn, after a restart and after kill -9.
 
     For comparison, the same turn in a session in memory, in a session that was evicted to SSD, and in a
     session without KV, which is prefilled from its beginning.

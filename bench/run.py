@@ -114,7 +114,7 @@ class Run(Generic[P]):
 
     @contextlib.contextmanager
     def timing(self) -> Iterator[None]:
-        """While the block runs, the event loop's lag is measured, and no report is written."""
+        """Measure the event loop's lag while the block runs, and write no report meanwhile."""
         self._in_flight += 1
         try:
             yield
@@ -134,7 +134,7 @@ class Run(Generic[P]):
         self._console.print(f"turnkeep: {message}", soft_wrap=True, markup=False)
 
     def progress(self, done: float, total: float | None, what: str) -> None:
-        """Move the progress bar; write a due checkpoint unless something is in flight."""
+        """Move the progress bar; save the report if due, unless a turn is in flight."""
         _end_where_cancelled()
         self._bars.update(self._bar, completed=done, total=total, description=what)
         if not self._in_flight and self.report_file.due:

@@ -127,9 +127,9 @@ PLOTS = (
 
 
 def follows(turns: Sequence[Turn]) -> Iterator[Sample]:
-    """Yield samples of several turns: KV against its formula, and each block's bytes written per token.
+    """Yield samples over several turns: KV size against its formula, and bytes written per token.
 
-    By block, since snapshots are written after their turns.
+    Written bytes are counted by block, since snapshots are written after their turns.
     """
     answered = [turn for turn in turns if turn.error is None]
     if formula := kv_formula(answered):

@@ -27,7 +27,7 @@ Kind = Literal["cdf", "over time", "by x", "bars", "points"]
 
 @dataclass(frozen=True, slots=True)
 class Against:
-    """A comparison by block: a measure in every other case against the case `base`."""
+    """A comparison, block by block, of a measure in every other case with the case `base`."""
 
     measure: Measure
     base: str
@@ -36,7 +36,7 @@ class Against:
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """One figure; `caption` says how to read it, `x` names an axis without levels.
+    """One plot; `caption` says how to read it, `x` names the x axis if it has no levels.
 
     `cdf`, `over time` (x in seconds) and `points` show a line or cloud for each of `measures` and each case;
     `by x` shows the typical values of the first, with their intervals; `bars` stacks all for each case.
@@ -54,10 +54,10 @@ class Plot:
 class Bench(Generic[P]):
     """One bench. `plan` is an annotated dataclass, whose docstring is the command's help (see `plan`).
 
-    `cases` is the order of tables and legends; other cases come last. `levels` names `x` if it is one of a
-    few levels with table rows of their own (lengths, batch sizes); otherwise `x` is only an axis. `remote`:
-    the bench can measure a running worker. `planned` says whether a failed turn is intended. `follows` makes
-    the samples of several turns together (tokens/s).
+    `cases` gives the order of cases in tables and legends; other cases come last. `levels` names `x` if it is
+    one of a few levels with table rows of their own (lengths, batch sizes); otherwise `x` is only an axis.
+    `remote`: the bench can measure a running worker. `planned` says whether a failed turn is intended.
+    `follows` makes samples that need several turns (for example tokens/s).
     """
 
     name: str
@@ -81,7 +81,7 @@ class Bench(Generic[P]):
         return Findings(self, plan, report.turns, report.samples, report.facts)
 
     def checked(self, found: Findings[P], lags_s: Sequence[float]) -> tuple[Check, ...]:
-        """Return this bench's own checks, and those of every bench unless this one has only samples."""
+        """Return the checks of all benches (not if the run has only samples), then this bench's own."""
         turns = [turn for turn in found.turns if not self.planned(turn)]
         shared = common(turns, lags_s) if found.turns or not found.given else ()
         return (*shared, *self.checks(found))
@@ -125,7 +125,7 @@ class Findings(Generic[P]):
         return found
 
     def of(self, measure: Measure, case: str | None = None, level: float | None = None) -> list[Sample]:
-        """Return the samples of a measure, or those of one case and one level."""
+        """Return the samples of a measure; with `case` or `level`, only the samples of these."""
         key = (measure.name, case, level)
         if key not in self._looked_up:
             some = self._samples[measure.name] if case is None else self.of(measure)
@@ -146,7 +146,7 @@ class Findings(Generic[P]):
         return self.bench.levels if measure.levels is None else measure.levels
 
     def places(self, measure: Measure) -> list[tuple[float | None, str]]:
-        """Return the levels and cases that have table rows; a level of None means all or none."""
+        """Return the pairs (level, case) that have table rows; the level is None without levels."""
         levelled = bool(self.level_name(measure))
         found = {(sample.x if levelled else None, sample.case) for sample in self._samples[measure.name]}
         order = self.cases(measure)
@@ -170,7 +170,7 @@ class Findings(Generic[P]):
         return compare(*(self.blocks(against.measure, one, level) for one in (against.base, case)))
 
     def pairs(self, base: str) -> Iterator[tuple[Turn, Turn]]:
-        """Yield the turns of all other cases, each with the turn of the case `base` at the same place."""
+        """Yield each turn of other cases with its counterpart (same level and block) in the case `base`."""
         bases = {turn.place: turn for turn in self.answered if turn.case == base}
         for turn in self.answered:
             if turn.case != base and turn.place in bases:

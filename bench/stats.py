@@ -1,10 +1,10 @@
 """The statistics of the reports: intervals, ratios and slopes over the blocks' numbers. Pure.
 
-A block is independent of the others: a round, a session, a section of a long run. Values within a block are
-not (turns share the machine's state, rows share a step), so a block is reduced to its median. An interval is
-Student's t over the blocks' numbers, or over their logarithms for times, sizes and ratios. Sides that took
-turns are paired by block. `tests/bench/test_bench_figures.py` checks the coverage on a known truth, where a
-percentile bootstrap has 0.83 at five blocks.
+A block (a round, a session, a section of a long run) is independent of other blocks. Values within a block
+depend on each other (turns share the machine's state, rows share a step), so a block is reduced to its
+median. An interval is Student's t over the blocks' numbers, or over their logarithms for times, sizes and
+ratios. Sides that took turns are paired by block. `tests/bench/test_bench_figures.py` checks the coverage on
+a known truth, where a percentile bootstrap has 0.83 at five blocks.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def mean(numbers: Iterable[float], *, log: bool = False, confidence: float = CON
 
 
 def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
-    """Collect the values of each key, both in the order in which they come."""
+    """Collect the values of each key; keys and values keep their order."""
     found: defaultdict[K, list[V]] = defaultdict(list)
     for key, value in pairs:
         found[key].append(value)
@@ -108,7 +108,7 @@ def trend(points: Sequence[tuple[float, float]], *, confidence: float = CONFIDEN
 
 
 def quantile(values: Sequence[float], share: float) -> float | None:
-    """Return a quantile of all values; None if fewer than `BEYOND` are beyond it."""
+    """Return a quantile of all values; None if fewer than `BEYOND` values lie on its smaller side."""
     if len(values) * min(share, 1 - share) < BEYOND - 1e-9:
         return None
     return float(np.quantile(values, share))

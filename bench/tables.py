@@ -67,7 +67,7 @@ def table(findings: Findings[Any], title: str, measures: Sequence[Measure]) -> T
 
 
 def about(report: Report) -> Table:
-    """Return a table of where and how a report was made."""
+    """Return a table with the machine, the worker and the settings of a report."""
     machine, worker, source = report.environment, report.worker, report.source
     rows = [
         ("measured", report.target),

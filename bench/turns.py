@@ -1,4 +1,4 @@
-"""What a bench measures: a turn as the client's clock sees it, a single value, and their measures. Pure."""
+"""The data of a bench: turns, timed by the client; single values; and the measures of both. Pure."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from .figures import Unit
 class Turn(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One generate. Times are measured by the client, in seconds; token counts come from the worker.
 
-    `case` is what is compared, `x` the place on an axis, `block` the unit of pairing and statistics. `at_s`
-    counts from the start of the run, `first_s` and `total_s` from sending the request; `gaps_s` are the times
-    between chunks. `counts` are the tokens of each chunk; empty if each has one. Exactly one of `error` and
-    `position` is set. `joined`: the chunks add up to the result. `facts` are specific to a bench.
+    `case` names the compared variant, `x` is the value on the x axis, `block` the unit of pairing and
+    statistics. `at_s` counts from the start of the run, `first_s` and `total_s` from sending the request;
+    `gaps_s` are the times between chunks. `counts` are the tokens of each chunk; empty if each has one.
+    Exactly one of `error` and `position` is set. `joined`: the chunks add up to the result. `facts` are
+    specific to a bench.
     """
 
     case: str = ""
@@ -46,7 +47,7 @@ class Turn(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def place(self) -> tuple[float | None, int]:
-        """What identifies the same turn in all cases: level and block."""
+        """Level and block, which identify the corresponding turn in every case."""
         return self.x, self.block
 
     @property
@@ -81,9 +82,9 @@ class Sample(Struct, frozen=True, array_like=True):
 class Measure:
     """One quantity. `of` returns a turn's values: one, several or None. Without `of` the values are samples.
 
-    `log`: values are above 0, and the typical value is a geometric mean; not for shares, or values that may
-    be 0. `at` returns a value's place on an axis, if not the turn's `x`. `levels` names `x`, if it is one of
-    a few levels that are not the bench's.
+    `log`: the typical value is a geometric mean, so all values must be above 0; not for shares. `at` returns
+    a value's place on the x axis, if not the turn's `x`. `levels` names `x`, if it is one of a few levels
+    that are not the bench's.
     """
 
     name: str

@@ -67,7 +67,7 @@ _SETTLE_S: Final = 0.005
 
 @dataclass(frozen=True, slots=True)
 class HeldPrefix:
-    """The snapshots of some tokens, stored or queued, held until `release`: they are not evicted.
+    """The snapshots of some tokens, stored or queued, protected from eviction until `release`.
 
     `edges` are the positions where the pieces of the last, partial block start and end; the first is a block
     boundary. A hold on the last node holds its whole chain.
@@ -79,7 +79,7 @@ class HeldPrefix:
 
 @dataclass(frozen=True, slots=True)
 class Forgotten:
-    """How many snapshots were removed. `settled` says whether the disk certainly has no copy of them left."""
+    """How many snapshots were removed; `settled` if it is certain that no copy is left on the disk."""
 
     num_snapshots: int
     settled: bool
@@ -206,12 +206,11 @@ class Store:
         )
 
     def chain(self, tenant: str, policy: Policy = FULL, of: Tokens | None = None) -> Chain:
-        """Return a tenant's chain under a policy.
+        """Return the chain that names a tenant's blocks under a policy.
 
-        A turn passes the chain to the methods: each block is hashed once.
-
-        The chain of some tokens continues the chain of the tokens that they extend. Methods that take a chain
-        or a tenant use the policy `FULL` for a tenant.
+        A turn passes its chain to the other methods, so that each block is hashed once. With `of`, the chain
+        is shared by these tokens and all tokens that extend them. A method that gets a tenant instead of a
+        chain uses the policy `FULL`.
         """
         form = self._form(policy)
         self._writer.note_identity(form.digest, self._model)
@@ -230,7 +229,7 @@ class Store:
         return of.chains.setdefault(root, chain)
 
     def match(self, tenant: str | Chain, tokens: Sequence[int]) -> Match:
-        """Find the longest stored prefix of `tokens`, and hold it until it is loaded or released."""
+        """Find the longest stored prefix of `tokens`; it is not evicted until it is loaded or released."""
         chain = self._chain(tenant)
         num_tokens, nodes = self._form(chain.policy).prefixes.longest(chain, as_tokens(tokens))
         if nodes:
@@ -246,7 +245,7 @@ class Store:
         timeout_s: float,
         is_stopped: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Wait until the KV of these tokens is on disk, if more than `least` of them are not yet on disk.
+        """Wait until the queued snapshots of these tokens are on disk, if they reach beyond position `least`.
 
         The wait ends after `timeout_s`, or once `is_stopped` returns true.
         """
@@ -259,7 +258,7 @@ class Store:
             await asyncio.sleep(_SETTLE_S)
 
     def hold(self, tenant: str | Chain, tokens: Sequence[int]) -> HeldPrefix:
-        """Hold the snapshots of these tokens, stored or queued, until `release`.
+        """Protect the snapshots of these tokens, stored or queued, from eviction until `release`.
 
         While they are held, a turn can save their continuation, even if other sessions save or forget KV.
         """
@@ -281,10 +280,10 @@ class Store:
         self._room.check()
 
     async def load(self, match: Match, *, room_tokens: int = 0) -> Restored | None:
-        """Read a match into evaluated arrays with room for `room_tokens` tokens in all, on I/O threads.
+        """Read a match, on I/O threads, into evaluated arrays with room for `room_tokens` tokens in total.
 
-        Reads only files, and sections of files, that hold tokens which a layer sees from the match's end on.
-        Arrays of a layer with a limited reach hold just these tokens, as `RingCache.fill` takes them.
+        Reads only the KV that tokens after the match see. For a layer that sees only some tokens, the arrays
+        hold just these tokens, in the form for `RingCache.fill`.
 
         A file that fails verification is moved to quarantine, the snapshots that continue it are removed, and
         the prefix before it is returned. Returns None if no prefix is left; if the prefix needs a state or
@@ -299,7 +298,7 @@ class Store:
     async def recall(
         self, chain: Chain, tokens: Sequence[int], spans: Sequence[Span]
     ) -> tuple[tuple[Span, ...], Arrays]:
-        """Read the stored ones of these spans, only for the layers to which the chain's policy applies.
+        """Read the KV of those `spans` that are stored, for the layers to which the chain's policy applies.
 
         `tokens` reach to the end of the last span. Returns the spans that were read, in order, and the arrays
         of their tokens, concatenated; no spans if nothing was read.
@@ -339,18 +338,18 @@ class Store:
         return self._loading.past(form, match, end)
 
     def end_past(self, past: StoredPast) -> None:
-        """Count the bytes that a past has read.
+        """Add the bytes that `past` has read to the counts.
 
-        If a file was doubtful, remove it and all that continue it.
+        If a file failed verification, remove its snapshot and all snapshots that continue it.
         """
         self._loading.end_past(past)
 
     def wanted(self, tenant: str | Chain, tokens: Sequence[int], start: int, end: int) -> list[Span]:
-        """Return the spans of `[start, end)` that are neither stored nor queued: those worth cutting.
+        """Return the spans of `[start, end)` that are neither stored nor queued, and so should be saved.
 
-        Full blocks, of which the first may begin before `start`, then a piece of the tail up to `end`, from
-        `blocks.tail_start`. Empty if the prefix before `start` is missing, since no match could reach the
-        span; with `start` 0 the missing prefix is returned too.
+        The spans are full blocks, the first of which may begin before `start`, then a piece of the last,
+        partial block up to `end` (see `blocks.tail_start`). Empty if the prefix before `start` is not stored,
+        since no match could reach the spans; with `start` 0 the missing prefix is returned too.
         """
         if self._writer.paused:
             return []
@@ -360,10 +359,11 @@ class Store:
     def save(
         self, tenant: str | Chain, tokens: Sequence[int], span: Span, tensors: tuple[Tensor, ...]
     ) -> bool:
-        """Queue the KV of `span` for the disk; `tokens` must reach at least to its end. False if dropped.
+        """Queue the KV of `span` for the disk; False if it was dropped. `tokens` must reach its end.
 
-        True also if the same KV is stored or queued already. Once the snapshot is durable, pieces of a tail
-        that it contains are removed. Raises `ValueError` if the tensors do not fit the span or the chain.
+        Returns True also if the same KV is stored or queued already. Once the snapshot is on disk, smaller
+        snapshots of the same tokens are removed. Raises `ValueError` if the tensors do not fit the span or
+        the chain.
         """
         chain = self._chain(tenant)
         form = self._form(chain.policy)
@@ -389,7 +389,7 @@ class Store:
         return True
 
     def room(self) -> int:
-        """Return how many bytes `save` would queue now. Safe on any thread: ask before cutting."""
+        """Return how many bytes `save` can queue now. Safe on any thread; call it before cutting KV."""
         return self._writer.room_bytes
 
     def skip(self, num_snapshots: int) -> None:
@@ -404,7 +404,7 @@ class Store:
         self._writer.abandon_queued("memory")
 
     def forget(self, tenant: str, tokens: Sequence[int]) -> int:
-        """Remove the snapshots of these tokens, except those that snapshots of other tokens continue.
+        """Remove the snapshots of these tokens, except snapshots that other sequences of tokens share.
 
         Covers all identities: other models, policies, `kv_bits`. Returns how many snapshots were removed. A
         snapshot that a load or a turn holds is removed when it is released; a pinned one stays. After a
@@ -445,7 +445,7 @@ class Store:
         return await self.barrier(timeout_s) and erasure.clean
 
     async def pin(self, tenant: str | Chain, tokens: Sequence[int], timeout_s: float = 2.0) -> Pinned:
-        """Pin a prefix, also over restarts: its stored snapshots, and those saved later.
+        """Pin a prefix, also across restarts: its snapshots, stored now or later, are not evicted.
 
         Raises `PinRefusedError` if it is too large, `ValueError` if it is empty.
         """
@@ -461,14 +461,14 @@ class Store:
     def unpin(self, tenant: str | Chain, tokens: Sequence[int], *, exactly: bool = False) -> list[int]:
         """Unpin all prefixes of these tokens; with `exactly` only the prefix that equals them.
 
-        Returns the lengths of the unpinned prefixes in tokens. From then on they can be evicted.
+        Returns the lengths of the unpinned prefixes in tokens. These prefixes can be evicted again.
         """
         gone = self._room.unpin(self._root(tenant), pack(tokens), exactly=exactly)
         self._writer.pin(gone, on=False)
         return sorted(len(pin.tokens) // TOKEN_BYTES for pin in gone)
 
     def set_limits(self, *, max_bytes: int | None = None, min_free_bytes: int | None = None) -> None:
-        """Change the limits. Snapshots above them are evicted in the background, in small batches."""
+        """Change the limits. Snapshots that exceed them are evicted in the background, in small batches."""
         self._room.set_limits(
             self._room.max_bytes if max_bytes is None else max_bytes,
             self._room.min_free_bytes if min_free_bytes is None else min_free_bytes,

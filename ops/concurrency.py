@@ -1,4 +1,4 @@
-"""Runs the tasks of a command side by side."""
+"""Runs the tasks of a command concurrently."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ if TYPE_CHECKING:
 
 
 async def until_one_ends(*parts: Coroutine[Any, Any, None]) -> None:
-    """Run all parts until the first one ends, cancel the others, and raise what the first one raised.
+    """Run all parts until the first one ends; cancel the others, and re-raise its exception, if any.
 
-    Not a task group, which would wrap the error that the command line shows as one line.
+    Unlike a task group it raises the exception itself, which the command line shows as one line.
     """
     tasks = [asyncio.create_task(part) for part in parts]
     try:

@@ -51,11 +51,11 @@ _HEADERS: Final = {
 
 
 class DashboardError(TurnkeepError):
-    """The dashboard cannot run; the message says what would help."""
+    """The dashboard cannot run; the message gives the remedy."""
 
 
 async def run(client: Client, host: str, port: int, *, keep_s: float, prefix: str) -> NoReturn:
-    """Serve the page until cancelled. Raises `DashboardError`, also once NATS has closed the connection."""
+    """Serve the page until cancelled. Raises `DashboardError`, also if NATS closes the connection."""
     dashboard = Dashboard(client, keep_s, prefix)
     with serving(dashboard, host, port) as url:
         click.echo(f"the dashboard is at {url}", err=True)
@@ -89,7 +89,7 @@ class Dashboard:
                     await self._is_new.wait()
 
     def document(self, worker: str | None) -> dict[str, Any]:
-        """Return the page's data with the history of `worker`, or of a default one."""
+        """Return the page's data: all workers now, and the history of `worker` (None: of one that is up)."""
         shown = self._history.shown(worker)
         return {"prefix": self._prefix, "connected": self._client.connected, **shown}
 

@@ -31,11 +31,11 @@ _LOOK_S: Final = 2.0
 
 
 class ExporterError(TurnkeepError):
-    """The exporter cannot run; the message says what would help."""
+    """The exporter cannot run; the message gives the remedy."""
 
 
 async def run(client: Client, host: str, port: int, *, keep_s: float) -> NoReturn:
-    """Serve the metrics until cancelled. Raises `ExporterError`, also once NATS has closed the connection."""
+    """Serve the metrics until cancelled. Raises `ExporterError`, also if NATS closes the connection."""
     exporter = Exporter(client, keep_s)
     with serving(exporter, host, port) as url:
         click.echo(f"serving metrics at {url}", err=True)
@@ -57,9 +57,9 @@ class Exporter:
             self._fleet.hear(metrics)
 
     async def look(self) -> NoReturn:
-        """Read the state of the log's consumer again and again.
+        """Read the state of the log's consumer periodically.
 
-        It may be missing or not permitted to read.
+        The state is unknown if there is no consumer, or if this user may not read it.
         """
         while True:
             self._backlog = await self._looked()

@@ -1,7 +1,7 @@
 """Turns workers' metrics into Prometheus's: names, types and labels. Pure.
 
-A figure is named after its field of the metrics message, followed by its unit. Every figure of a worker has
-the labels `worker`, `model` and `device`.
+A metric's name is the field of the metrics message, followed by the unit. Every metric of a worker has the
+labels `worker`, `model` and `device`.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ HISTOGRAMS: Final[tuple[tuple[str, ...], ...]] = (
 def families(sightings: Sequence[Sighting], backlog: Backlog | None, *, connected: bool) -> Iterator[Metric]:
     """Yield all metric families.
 
-    A silent worker only has `up` and `last_seen_seconds`, since its other figures are unknown. Without a
-    `backlog` the figures of the log's consumer are left out.
+    A silent worker only has `up` and `last_seen_seconds`, since its other metrics are out of date. Without a
+    `backlog` the metrics of the log's consumer are left out.
     """
     yield _single("nats_connected", "Whether the exporter has a connection to NATS.", connected)
     if backlog is not None:

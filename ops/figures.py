@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Figures:
-    """Figures of one worker. A figure is None if nothing happened from which it could be computed."""
+    """Rates, shares and percentiles of one worker; None if there was no event to compute a figure from."""
 
     def __init__(self, sighting: Sighting) -> None:
         now, before = sighting.metrics, sighting.before

@@ -33,8 +33,8 @@ _MAX_ENTRIES: Final = 2000
 class Sighting:
     """A worker's last message, `age_s` seconds old.
 
-    `before` is the oldest message from the same run of the worker in the fleet's window; None if there is no
-    other.
+    `before` is the oldest kept message of the same run of the worker; None if the last message is the only
+    one.
     """
 
     metrics: Metrics

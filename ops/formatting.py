@@ -8,13 +8,13 @@ _BAR_CELLS: Final = 12
 
 
 def bar(part: float | None) -> str:
-    """Draw a share as a bar."""
+    """Draw a share (0 to 1) as a bar of characters."""
     num_full = round(min(max(part or 0.0, 0.0), 1.0) * _BAR_CELLS)
     return "█" * num_full + "░" * (_BAR_CELLS - num_full)
 
 
 def count(value: float | None) -> str:
-    """Write a number in at most five characters: `31`, `4200`, `12k`, `3M`."""
+    """Format a number in at most five characters: `31`, `4200`, `12k`, `3M`."""
     if value is None:
         return "-"
     for limit, unit, name in ((1e4, 1, ""), (1e7, 1e3, "k")):
@@ -24,17 +24,17 @@ def count(value: float | None) -> str:
 
 
 def number(value: float | None) -> str:
-    """Write a number with one decimal."""
+    """Format a number with one decimal."""
     return "-" if value is None else f"{value:.1f}"
 
 
 def percent(part: float | None) -> str:
-    """Write a share."""
+    """Format a share (0 to 1) as a percentage."""
     return "-" if part is None else f"{100 * part:.0f}%"
 
 
 def seconds(value_s: float | None) -> str:
-    """Write a short time: `12ms`, `1.3s`, `45s`."""
+    """Format a short time: `12ms`, `1.3s`, `45s`."""
     if value_s is None:
         return "-"
     if value_s < 1:
@@ -43,7 +43,7 @@ def seconds(value_s: float | None) -> str:
 
 
 def span(value_s: float) -> str:
-    """Write a long time in its largest unit: `45s`, `3m`, `2h`, `5d`."""
+    """Format a long time in its largest unit: `45s`, `3m`, `2h`, `5d`."""
     for unit_s, name in ((2 * 86400, "d"), (3600, "h"), (60, "m")):
         if value_s >= unit_s:
             return f"{value_s / min(unit_s, 86400):.0f}{name}"
@@ -51,7 +51,7 @@ def span(value_s: float) -> str:
 
 
 def amount(size_bytes: float) -> str:
-    """Write a size: `512B`, `13M`, `1.5G`."""
+    """Format a size: `512B`, `13M`, `1.5G`."""
     for unit in ("B", "K", "M"):
         if size_bytes < 1024:
             return f"{size_bytes:.0f}{unit}"

@@ -53,9 +53,9 @@ class History:
         self._points: dict[str, list[_Point]] = {}
 
     def take(self, sightings: Sequence[Sighting], at_s: float) -> None:
-        """Add a point for each worker. A silent worker's point has no figures: its curves have a gap there.
+        """Add a point for each worker. A silent worker's point has no figures, so its curves have a gap.
 
-        A point that comes soon after the last one replaces it.
+        If the last point came less than half of `step_s` after the one before it, the new point replaces it.
         """
         now, points = {}, {}
         for one in sightings:
@@ -83,7 +83,7 @@ class History:
         return {"workers": now, "worker": worker, "course": self.course(worker or "")}
 
     def course(self, worker: str) -> dict[str, Sequence[float | None]]:
-        """Return the times of a worker's points (`at_s`) and its series; all empty if it is unknown."""
+        """Return a worker's points as columns: times (`at_s`) and figures; empty for an unknown worker."""
         points = self._points.get(worker, [])
         columns = zip(*(values for _, values in points), strict=True) if points else ((),) * len(SERIES)
         return {"at_s": [at_s for at_s, _ in points], **dict(zip(SERIES, columns, strict=True))}

@@ -1,4 +1,4 @@
-"""Decides which host names HTTP requests may name. The exporter and the dashboard refuse others. Pure."""
+"""Decides which Host headers the exporter and the dashboard accept in HTTP requests. Pure."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ REFUSAL: Final = "ask for localhost or 127.0.0.1, not for another name"
 def may_ask(client: str, host: str) -> bool:
     """Whether a request from the address `client` may have `host` in its Host header.
 
-    Requests from this machine must name this machine. Otherwise the owner of a foreign web page could let the
-    page's host name point to 127.0.0.1, and the page could read what is served (DNS rebinding).
+    Requests from this machine must name this machine. Otherwise a malicious web page could let its own
+    host name resolve to 127.0.0.1, and read the served data (DNS rebinding).
     """
     if not ipaddress.ip_address(client).is_loopback:
         return True

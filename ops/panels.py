@@ -1,6 +1,7 @@
 """The Grafana dashboard and the alert rules, as data; `python -m ops.panels` writes both files.
 
-Every expression names figures of `exposition`; a test runs each on a Prometheus that scrapes an exporter.
+All expressions use metrics of `exposition`; a test runs each expression on a Prometheus that scrapes an
+exporter.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _SOURCE: Final = {"type": "prometheus", "uid": "${source}"}
 
 @dataclass(frozen=True)
 class Panel:
-    """One graph: its curves by name. `by` are the labels that tell the curves of one name apart."""
+    """One graph: expressions by curve name. Each name has one curve for each value of the labels `by`."""
 
     title: str
     unit: str
@@ -34,7 +35,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Alert:
-    """Fires if the comparison of `figure` was true for `for_`; with `absent`, if the figure is missing."""
+    """Fires if the comparison of `figure` has been true for `for_`; `absent` fires if there is no figure."""
 
     name: str
     figure: str
@@ -46,7 +47,7 @@ class Alert:
 
     @property
     def expr(self) -> str:
-        """The rule's expression."""
+        """The rule's PromQL expression."""
         return f"absent({self.figure})" if self.compare == "absent" else f"{self.figure} {self.compare}"
 
 
@@ -253,7 +254,7 @@ ALERTS: Final = (
 
 
 def dashboard() -> dict[str, Any]:
-    """Build the dashboard, as Grafana imports it; source and workers are chosen on the page."""
+    """Build the dashboard for an import into Grafana; users choose data source and workers on its page."""
     source = {"name": "source", "label": "Data source", "type": "datasource", "query": "prometheus"}
     workers = {
         "name": "worker",
@@ -321,7 +322,7 @@ def rules() -> dict[str, Any]:
 
 
 def files() -> dict[Path, str]:
-    """Return the text of each file."""
+    """Return the generated files by path, with their text."""
     return {
         FOLDER / "dashboard.json": json.dumps(dashboard(), indent=1) + "\n",
         FOLDER / "alerts.yml": yaml.safe_dump(rules(), sort_keys=False, width=110),
@@ -329,7 +330,7 @@ def files() -> dict[Path, str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write the files; with `--check` only compare them, and return 1 if one is old."""
+    """Write the files; with `--check` only compare them, and return 1 if one is out of date."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--check", action="store_true")
     if parser.parse_args(arguments).check:

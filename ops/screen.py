@@ -1,7 +1,7 @@
 """The screen of `turnkeep top`: reacts to keys, and draws. Pure; `top` owns the terminal.
 
 Fits 80 x 24: a table of the workers, and below it the selected worker, or an opened session. On a narrower
-terminal, lines are folded, and the table omits columns whose figures are also below the table.
+terminal, lines are wrapped, and the table omits columns whose figures are also below the table.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NO_BREAK: Final = "\u00a0"
 
 
 class Mode(Enum):
-    """What typed keys mean."""
+    """How typed keys are interpreted."""
 
     WATCH = "watch"
     FILTER = "filter"
@@ -83,7 +83,7 @@ _LEAST: Final = ("model", "drop", "disk", "sess", "hit", "KV", "first", "tok/s")
 
 @dataclass
 class State:
-    """What the user has typed so far. `session` is the opened session; `left` says that the user quit."""
+    """The state of the screen, as set by keys. `session` is the opened session; `left`: the user has quit."""
 
     mode: Mode = Mode.WATCH
     sort: int = 0
@@ -95,7 +95,7 @@ class State:
     left: bool = False
 
     def press(self, key: str, shown: Sequence[str]) -> None:
-        """Act on a key; `shown` are the names of the workers in the table's order."""
+        """Update the state for a key; `shown` are the names of the workers in the table's order."""
         if self.mode is not Mode.WATCH:
             self._type(key)
             return
@@ -142,7 +142,7 @@ class State:
             self.session = ""
 
     def rows(self, sightings: Sequence[Sighting]) -> list[tuple[Sighting, Figures]]:
-        """Filter and sort the workers. Equal workers are sorted by name."""
+        """Filter and sort the workers; equal values are sorted by name."""
         wanted = self.filter.lower()
         found = [
             (one, Figures(one))
@@ -155,7 +155,7 @@ class State:
 
 
 def names(rows: Sequence[tuple[Sighting, Figures]]) -> list[str]:
-    """Return the workers of rows by name."""
+    """Return the names of the workers in these rows."""
     return [one.metrics.worker for one, _ in rows]
 
 
@@ -169,7 +169,7 @@ def draw(
 ) -> RenderableType:
     """Draw the screen for a terminal of `size` (columns, lines).
 
-    `session` is the opened session or an error.
+    `session` is the state of the opened session, or the error of the request for it.
     """
     rows = state.rows(sightings)
     shown = names(rows)
@@ -258,7 +258,7 @@ def _keys(state: State, columns: int) -> list[Text]:
 
 
 def worker_lines(one: Sighting, own: Figures) -> list[tuple[str, str]]:
-    """Describe a worker in lines of label and value."""
+    """Describe a worker as lines: pairs of label and value."""
     now = one.metrics
     about = f"{now.model} on {now.device}, turnkeep {now.version}"
     if not one.up:
@@ -332,7 +332,7 @@ def _room(now: Metrics, own: Figures) -> list[tuple[str, str]]:
 
 
 def session_lines(info: SessionInfo) -> list[tuple[str, str]]:
-    """Describe a session in lines of label and value."""
+    """Describe a session as lines: pairs of label and value."""
     progress = info.progress
     num_more = info.num_waiting - len(info.waiting)
     waiting = ", ".join(info.waiting) + (f" and {num_more} more" if num_more > 0 else "")
@@ -360,7 +360,7 @@ def _clean(text: str) -> str:
 
 
 def spread(histogram: Histogram | None) -> str:
-    """Write the median and a high percentile of a distribution."""
+    """Format the median and the 95th percentile of a distribution."""
     if histogram is None:
         return "-"
     return f"{seconds(percentile(histogram, 0.5))} (p95 {seconds(percentile(histogram, 0.95))})"

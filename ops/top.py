@@ -1,7 +1,7 @@
-"""`turnkeep top`: the workers of a prefix live on a terminal, from their metrics messages.
+"""`turnkeep top`: shows the workers of a prefix live on a terminal, from their metrics messages.
 
-Owns the terminal and the tasks; `screen` draws, `fleet` has the messages. Workers are only asked about an
-opened session: one `info` a second.
+Owns the terminal and the tasks; `screen` draws, `fleet` keeps the messages. Sends requests only while a
+session is open on the screen: one `info` a second.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class _Top:
 
 
 def keys(typed: str) -> list[str]:
-    """Split what a terminal sent into keys: single characters, or names such as `up`."""
+    """Split a terminal's input into keys: single characters, or names such as `up`."""
     found = re.findall(r"\x1b[\[O][0-9;]*[A-Za-z~]|[\s\S]", typed)
     return [_KEYS.get(one, one) for one in found if one in _KEYS or one.isprintable()]
 

@@ -1,8 +1,8 @@
 """The composition root: builds all parts of the worker, runs them, stops them in the right order.
 
 Start: data directory, model, NATS, streams, snapshots, then requests. Stop, in reverse order: no new
-requests, turns end and the end of their KV is saved, the snapshot writer finishes, NATS is last. Unanswered
-requests stay in the log for the next worker.
+requests; running turns end, and their last KV is saved; the snapshot writer finishes; NATS is last.
+Unanswered requests stay in the log for the next worker.
 """
 
 from __future__ import annotations

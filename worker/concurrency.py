@@ -1,7 +1,7 @@
 """Wraps anyio's task groups, threads and shields for the whole worker.
 
-Each task belongs to a task group, so no task outlives its purpose. A task group repeats a cancel until the
-task ends, because nats-py swallows some cancels (it uses `asyncio.wait_for`, and flushes under `except
+Each task belongs to a task group, so no task is forgotten. A task group repeats a cancellation until the task
+ends, because nats-py swallows some cancellations (it uses `asyncio.wait_for`, and flushes under `except
 CancelledError`).
 """
 

@@ -1,6 +1,6 @@
-"""Health over HTTP: whether to restart this worker (`/livez`), and whether to send it requests (`/readyz`).
+"""Health over HTTP: whether this worker needs a restart (`/livez`) and whether it is ready (`/readyz`).
 
-Owns the port. The composition root supplies the reasons against either; the answer is one line.
+Owns the port; `app` supplies the reasons why the worker is not healthy or not ready. An answer is one line.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class HealthError(TurnkeepError):
 
 
 class HealthServer:
-    """Answers GET and HEAD of a few paths. Event loop only."""
+    """Answers GET and HEAD requests for the health paths. Event loop only."""
 
     def __init__(self, endpoint: Endpoint, paths: Mapping[str, Callable[[], list[str]]]) -> None:
         """`paths` has a function for each path; it lists the reasons for a 503.
@@ -53,7 +53,7 @@ class HealthServer:
         self._open: dict[CancelScope, None] = {}
 
     async def open(self) -> None:
-        """Listen. Raises `HealthError`."""
+        """Start to listen on the port. Raises `HealthError`."""
         host, port = self._endpoint
         try:
             self._listener = await create_tcp_listener(local_host=host, local_port=port)

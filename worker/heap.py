@@ -1,9 +1,9 @@
-"""Prepares memory before the process needs it, and keeps freed memory for reuse.
+"""Touches memory before the process needs it, and keeps freed memory for reuse.
 
-The first write to a fresh page waits for the kernel, and in a virtual machine for its host: a measured write
-took 8 times as long as one to used memory, which was most of a restore's time. By default glibc's allocator
-returns freed memory to the system. Linux with glibc only; elsewhere nothing happens. Knows nothing of MLX,
-which allocates CPU memory from the same allocator.
+The first write to a fresh page waits for the kernel, and in a virtual machine for its host: it took 8 times
+as long as a write to used memory, and most of a restore's time. By default glibc's allocator returns freed
+memory to the system. Linux with glibc only; elsewhere nothing happens. Knows nothing of MLX, which allocates
+CPU memory from the same allocator.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _STEP: Final = 16 << 20
 
 
 class Spare:
-    """Spare memory, written to once on its own thread while the process starts.
+    """Spare memory that a separate thread writes to once while the process starts.
 
     Create it before other threads: a thread that already has its own heap keeps that heap.
     """
@@ -46,7 +46,7 @@ class Spare:
         self._thread.start()
 
     def release(self) -> None:
-        """Free the memory for use, once all of it was written to. Call this once, on any thread."""
+        """Give the memory to the allocator once all of it has been written to. Call once, on any thread."""
         if self._thread is None or self._libc is None:
             return
         self._thread.join()

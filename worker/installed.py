@@ -1,4 +1,4 @@
-"""Knows how this Turnkeep was installed: the commands that run it and that add packages to it."""
+"""Knows how Turnkeep was installed: the commands that run it, and that install packages beside it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PIP: Final = re.compile(r"(?<![\w/])pip install ('turnkeep(?P<extra>\[\w+\])')?
 
 
 def program() -> str:
-    """Return what a user types to run this program: `turnkeep`, or its path if the shell does not find it."""
+    """Return the command that runs this program: `turnkeep`, or its path if it is not on the PATH."""
     called = Path(sys.argv[0])
     if called.name != "turnkeep" or shutil.which("turnkeep") == str(called.absolute()):
         return "turnkeep"

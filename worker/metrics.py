@@ -1,6 +1,6 @@
-"""Builds the metrics message, which the worker publishes every few seconds and `info` replies contain.
+"""Builds the metrics message, which the worker publishes every few seconds and sends on request.
 
-Collects the counters of all parts; `telemetry` has the counters that belong to no single part.
+Collects the counters of all parts; `telemetry` keeps the counters of the worker as a whole.
 """
 
 from __future__ import annotations

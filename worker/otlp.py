@@ -41,9 +41,9 @@ _STOP_S: Final = 2.0
 
 
 class Traces:
-    """Accepts finished turns on the event loop.
+    """Accepts finished turns on the event loop, for a thread that sends their spans.
 
-    OpenTelemetry's environment variables decide which are sampled.
+    OpenTelemetry's environment variables decide which turns are sampled.
     """
 
     def __init__(self, endpoint: str | None, attributes: Mapping[str, str]) -> None:
@@ -68,7 +68,7 @@ class Traces:
         self._thread.start()
 
     def add(self, turn: TurnTimes) -> None:
-        """Hand over a turn. Never waits: if too many wait already, the turn gets no spans."""
+        """Queue a turn for its spans. Never waits: if the queue is full, the turn gets no spans."""
         try:
             self._queue.put_nowait(turn)
         except Full:

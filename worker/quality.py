@@ -1,9 +1,9 @@
 """A program that measures the cost of quantised KV: `python -m worker.quality TEXT --data-dir FOLDER ...`.
 
-`turnkeep bench quality` runs it and makes a report of its output: one JSON array per line, printed as soon
-as it is measured: the bits, the window of the text, and the values of the bench's measures by their names.
-Loads the model as a worker does, once per precision, and runs it with the worker's attention, without NATS,
-sessions or the scheduler.
+`turnkeep bench quality` runs it and makes a report of its output. Each line is a JSON array, printed as soon
+as it is measured: the bits, the window of the text, and the measured values by name. Loads the model as a
+worker does, once per precision, and runs it with the worker's attention, without NATS, sessions or the
+scheduler.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Plan:
 
 
 class Side:
-    """A model with its KV in one precision, and the outputs measured with it."""
+    """A model whose KV has one precision, and the measurements of its outputs."""
 
     def __init__(self, loaded: LoadedModel, plan: Plan, kv_bits: int | None) -> None:
         self._model = loaded.model
@@ -64,7 +64,7 @@ class Side:
         Forward(loaded.model)  # installs the worker's attention
 
     def score(self, tokens: Sequence[int]) -> tuple[float, list[int]]:
-        """Run a window; return the sum of -log p over its second half, and its most likely tokens.
+        """Run a window; return the sum of -log p over its second half, and the likeliest tokens there.
 
         Each scored token has at least half a window before it. Perplexity is exp of the mean over all of them
         (Jelinek, Mercer, Bahl and Baker, 1977). llama.cpp's `perplexity` also scores the second halves of

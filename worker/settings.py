@@ -45,9 +45,9 @@ class SettingsError(TurnkeepError):
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Parses and shows a setting's value. `wants` completes the sentence "it must be ...".
+    """A type of settings: parses and formats values. `wants` completes the sentence "it must be ...".
 
-    `shape` stands for the value in the command line's help: the choices, or a word such as SIZE.
+    `shape` is the placeholder in the command line's help: the choices, or a word such as SIZE.
     """
 
     wants: str
@@ -223,7 +223,7 @@ def _http_url(value: object) -> str:
 
 
 def policy_text(policy: Policy) -> str:
-    """Write a cache policy as the setting accepts it; `str(policy)` is its identity instead."""
+    """Format a cache policy in the syntax of the setting (`str(policy)` is its identity instead)."""
     return "full" if policy == FULL else _POLICY.show(policy)
 
 

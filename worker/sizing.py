@@ -1,7 +1,7 @@
-"""Estimates what a number of sessions needs: device memory, disk, and bytes written to the disk.
+"""Estimates the needs of a number of sessions: device memory, disk, and bytes written to the disk.
 
-Reads a model's shapes, mostly without its weights, and uses the estimator of admission and the sizes of
-snapshot files. Uses MLX; for commands, not for a running worker.
+Reads a model's shapes, mostly without its weights. Uses the same estimator as admission control, and the
+exact sizes of snapshot files. Uses MLX; for commands, not for a running worker.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Sized:
-    """A model on this device, under one policy. `layout` is None if its KV cannot be kept on disk."""
+    """The measured sizes of a model under one policy. `layout` is None if its KV cannot be kept on disk."""
 
     policy: Policy
     estimator: Estimator
@@ -107,7 +107,7 @@ class Plan:
 def measure(
     loaded: LoadedModel, policy: Policy, *, block: int, max_context: int, limit_bytes: int | None
 ) -> Sized:
-    """Measure a model that was loaded lazily; a pass runs only if the model has windows of its own.
+    """Measure a model that was loaded lazily; evaluates a pass only if the model has windows of its own.
 
     Raises `ValueError` with the reason if sessions cannot have this policy.
     """

@@ -1,4 +1,4 @@
-"""Counters and histograms of one worker, and the event loop's lag. Event loop only, no I/O."""
+"""Counters and histograms of one worker, and the lag of its event loop. Event loop only, no I/O."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Distribution:
 
 
 class Calls:
-    """Counts requests that were answered by a reply, and the time that they took."""
+    """Counts core NATS requests, which are answered by a reply, and adds up the time that they took."""
 
     def __init__(self) -> None:
         self.num = 0
@@ -63,7 +63,7 @@ class Calls:
 
 
 class Tenants:
-    """Counts for the first `most` tenants by name, and for all others together; no counts if `most` is 0."""
+    """Counters of the first `most` tenants, and of all other tenants together; none if `most` is 0."""
 
     def __init__(self, most: int) -> None:
         self._most = most

@@ -1,6 +1,6 @@
-"""Collects the times and numbers of a turn's spans while the turn runs; none of its text.
+"""Collects the times and numbers of a turn's spans while the turn runs, but none of its text.
 
-`otlp` makes the spans and sends them.
+`otlp` makes spans of them and sends the spans.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MOST_HEADER: Final = 512
 
 
 class Phase(NamedTuple):
-    """A part of a turn, between two readings of the monotonic clock."""
+    """A named part of a turn's time, between two readings of the monotonic clock."""
 
     name: str
     start_s: float
@@ -45,7 +45,7 @@ class TurnTimes:
 
 
 def trace_headers(headers: Mapping[str, str]) -> dict[str, str]:
-    """Pick the headers that name a publisher's span."""
+    """Return the headers that name the publisher's span (trace context), without others."""
     return {
         name.lower(): value
         for name, value in headers.items()

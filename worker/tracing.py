@@ -1,4 +1,4 @@
-"""Starts the exporter of spans. Imports OpenTelemetry only if a collector is configured."""
+"""Starts the export of OpenTelemetry spans. Imports OpenTelemetry only if a collector is configured."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _LACKS: Final = "OpenTelemetry's SDK is missing; pip install 'turnkeep[traces]' 
 
 
 class TracesError(TurnkeepError):
-    """Spans cannot be made; the message says how to fix it."""
+    """Spans cannot be created or exported; the message says how to fix this."""
 
 
 def start_traces(endpoint: str | None, environ: Mapping[str, str], **attributes: str) -> Traces | None:
-    """Start the exporter of spans.
+    """Start the export of spans.
 
     Returns None if neither `endpoint` nor OpenTelemetry's environment variables name a collector.
     `attributes` describe the worker. Raises `TracesError` if `endpoint` is given but the extra is not

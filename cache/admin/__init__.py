@@ -1,1 +1,1 @@
-"""The command line's work on a cache directory. Blocking; uses no running store."""
+"""Inspects and changes a cache directory for the command line, without a running worker's store. Blocking."""

@@ -1,8 +1,8 @@
 """Copy snapshots from one cache to another as a plain tar of their files. Blocking: for the command line.
 
-An archive is not encrypted: its files are those of a cache without a key. An import verifies every file
-before it moves the file into the cache, and makes the file's path itself, never from a path in the archive. A
-valid file does not prove that a model computed its KV: see `import --help`.
+An archive is not encrypted: it holds the files as a cache without a key would. An import verifies every file
+before moving it into the cache, and never uses a path from the archive. Verification does not prove that a
+model computed the KV: see `turnkeep cache import --help`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _EMPTY: Final = {
 
 @dataclass(slots=True)
 class Transferred:
-    """The result of a copy. `skipped` are the names of the skipped files, each with the reason."""
+    """The result of an export or import; `skipped` has the name of each skipped file, and the reason."""
 
     num_files: int = 0
     size_bytes: int = 0
@@ -65,9 +65,10 @@ class Transferred:
 def export(
     directory: Path, digests: Sequence[str] | None, target: Path, access: Access = PLAIN
 ) -> Transferred:
-    """Write chains of snapshots to a tar file: those that end in `digests`, or all chains if it is None.
+    """Write chains of snapshots to a tar file: the chains that end in `digests`, or all if it is None.
 
-    `digests` are hex names of snapshots, or prefixes of them. Needs no lock, and verifies every file. Raises
+    A chain is a sequence of snapshots, each continuing the one before. `digests` are hex names of snapshots,
+    or prefixes of such names. Needs no lock, and verifies every file. Raises
     `CacheError`, and leaves no archive, if a snapshot is unknown, doubtful, or was evicted meanwhile.
     """
     check(directory, access)
@@ -98,7 +99,7 @@ def export(
 
 
 def fields_in(source: Path) -> dict[str, Any]:
-    """Read the model identity's fields from an archive's first snapshot. Raises `CacheError`, `OSError`."""
+    """Return the model identity's fields from an archive's first snapshot. Raises `CacheError`, `OSError`."""
     with source.open("rb") as file:
         try:
             for member in _members(file):
@@ -110,7 +111,7 @@ def fields_in(source: Path) -> dict[str, Any]:
 
 
 def fields_here(directory: Path, access: Access = PLAIN) -> list[tuple[str, dict[str, Any]]]:
-    """List the models of a cache: the name, and the fields of the identity. Raises `CacheError`, `OSError`.
+    """List a cache's models: each one's name and identity fields. Raises `CacheError`, `OSError`.
 
     The list has a model several times if its snapshots were made under several policies or settings.
     """

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """The removed and the remaining snapshots; `num_pinned` snapshots remain only because they are pinned."""
+    """What was removed and what is left. `num_pinned` snapshots met the conditions but are pinned."""
 
     num_files: int
     size_bytes: int
@@ -67,10 +67,11 @@ def prune(
     model: str | None,
     now_s: float,
 ) -> Pruned:
-    """Remove snapshots unused for `older_than_s` seconds, of one model, until at most `to_bytes` are left.
+    """Remove the snapshots that meet all given conditions, the least recently used first.
 
-    A condition that is None does not apply. `model` is the hex digest of a model's identity, or a prefix of
-    it. Removes leaves first, least recently used first; pinned prefixes stay.
+    The conditions: unused for `older_than_s` seconds; of one `model`; and more than `to_bytes` are left. None
+    means no condition. `model` is the hex digest of a model's identity, or a prefix of
+    it. A snapshot that others continue is removed after those; pinned prefixes stay.
     """
     with opened(directory, access) as (folder, catalog, index):
         Pins(index, catalog.pins())
@@ -117,7 +118,7 @@ def prune_all(directory: Path) -> Pruned:
 
 
 def unpin(directory: Path, names: list[str], access: Access = PLAIN) -> list[Pin]:
-    """Remove pins by prefixes of their hex names.
+    """Remove the pins whose hex names begin with these prefixes; return them.
 
     Raises `CacheError` for an unknown or ambiguous prefix, or if the index cannot be written, since the pins
     would come back.

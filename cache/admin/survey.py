@@ -35,7 +35,7 @@ _COPY_TRIES: Final = 50
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model. `identity` is its identity's digest as hex; `name` is empty if no worker has stored it."""
+    """A model; `identity` is the hex digest of its identity, `name` is empty if no worker has stored it."""
 
     identity: str
     name: str
@@ -43,11 +43,11 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class StoredChain:
-    """One stored sequence of tokens, from a root to a leaf of the tree; `digest` names the leaf.
+    """A stored sequence of tokens, in snapshots that continue each other; `digest` names the last one.
 
-    `size_bytes` is the size of the whole chain, `own_bytes` the size of its files that no other chain shares.
+    `size_bytes` is the size of all its files, `own_bytes` the size of the files that no other chain shares.
     The first `pinned_tokens` tokens are pinned. The tenant is unknown, because names are hashes that include
-    it.
+    the tenant.
     """
 
     digest: bytes
@@ -74,8 +74,8 @@ class ModelUsage:
 class Survey:
     """The result of an inspection.
 
-    `doubtful` are the names of files that failed verification, each with the reason. `quarantined` are those
-    of them that were moved to quarantine.
+    `doubtful` has the name of each file that failed verification, and the reason. `quarantined` names the
+    doubtful files that were moved to quarantine.
     """
 
     chains: list[StoredChain] = field(default_factory=list)
@@ -147,9 +147,9 @@ def verify(
 ) -> Survey:
     """Verify every file: length, checksum, name, layout. Calls `progress(done, total)` with bytes read.
 
-    Returns a survey of the doubtful files; files of other format versions are only counted. With `quarantine`
-    doubtful files are moved to quarantine, under the directory's lock. Raises `CacheError`, and `OSError` if
-    the process cannot open more files or lacks memory.
+    The result lists doubtful files. Files of other format versions are counted, but not verified. With
+    `quarantine` doubtful files are moved to quarantine, under the directory's lock. Raises `CacheError`, and
+    `OSError` if the process cannot open more files or lacks memory.
     """
     check(directory, access)
     with closing(Folder(directory, access)) if quarantine else nullcontext() as folder:

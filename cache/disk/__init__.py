@@ -1,1 +1,1 @@
-"""Files: the directory, a snapshot's format, the SQLite catalog, and the threads that write and read."""
+"""The cache on disk: its directory, the file format, the SQLite catalog, the writer and reader threads."""

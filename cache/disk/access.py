@@ -72,7 +72,7 @@ class Writer:
 
 
 class Access:
-    """How the files, names and rows of a directory without a key are read and written: unencrypted."""
+    """Reads and writes the files, names and catalog rows of a directory without encryption."""
 
     #: What the file `SEAL` says: which key; empty without one.
     mark = ""
@@ -103,7 +103,7 @@ class Access:
         return Writer(file)
 
     def hidden(self, digest: bytes) -> bytes:
-        """Return a digest in the form that the catalog stores: here unchanged, with a key encrypted."""
+        """Return a digest in the form that the catalog stores: unchanged, or encrypted in a subclass."""
         return digest
 
     def hidden_row(self, row: Row, proof: bytes) -> tuple[Any, ...]:
@@ -123,7 +123,7 @@ class Access:
         return stored
 
     def check(self, directory: Path) -> None:
-        """Raise `SealedError` if a directory has contents that do not fit this key (or having no key)."""
+        """Raise `SealedError` if the directory's contents need another key, a key at all, or no key."""
         try:
             found = (directory / SEAL).read_text()
         except FileNotFoundError:

@@ -1,7 +1,8 @@
-"""The catalog: the index's SQLite file, used while a store opens, then by the writer thread alone.
+"""The catalog: the SQLite file that lists all snapshots, with their last use, and the pins.
 
-If the catalog and the snapshot files differ, the files are right. A lost, damaged or wrong catalog is rebuilt
-from their headers; only the order of use and the pins are lost.
+Used while a store opens, then by the writer thread alone. If the catalog and the snapshot files differ, the
+files are right: a lost or damaged catalog is rebuilt from their headers, without the times of last use and
+the pins.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ _PUT: Final = "INSERT OR REPLACE INTO snapshot VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
 
 
 class Catalog:
-    """The SQLite file. The caller logs its errors and continues: they lose the order of use, no snapshot."""
+    """The SQLite file. Callers log its errors and continue: errors lose times of use, never snapshots."""
 
     def __init__(self, folder: Folder) -> None:
         self._path = folder.catalog
@@ -173,17 +174,17 @@ class Catalog:
                 db.execute("INSERT OR REPLACE INTO model VALUES (?, ?)", (identity, name))
 
     def identities(self) -> list[bytes]:
-        """Read the identities of all models that may have snapshots here."""
+        """Read the identities of all models that may have snapshots in this directory."""
         return [row[0] for row in self._db.execute("SELECT identity FROM model")]
 
     def note_identities(self, identities: Iterable[bytes], name: str = "") -> None:
-        """Add identities that have snapshots, and the name of their model. Known identities do not change."""
+        """Add model identities that have snapshots, with a model name. Entries that exist do not change."""
         with self._transaction() as db:
             rows = [(identity, name) for identity in identities]
             db.executemany("INSERT OR IGNORE INTO model VALUES (?, ?)", rows)
 
     def purge_log(self) -> bool:
-        """Remove deleted rows from SQLite's log too. False if some may remain on the disk."""
+        """Remove deleted rows from SQLite's write-ahead log too; False if some may still be on the disk."""
         # The log still has the pages from before the deletion.
         if not self.is_lasting or self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]:
             return False
@@ -213,7 +214,7 @@ class Catalog:
                 db.execute("UPDATE snapshot SET used = max(used, ?) WHERE digest = ?", (row.used, parent))
 
     def use(self, uses: Iterable[tuple[int, bytes]]) -> None:
-        """Store when leaves were last used, as (used, digest). Their chains' last use follows from that."""
+        """Store times of last use: (used, digest). A use counts for all snapshots before this one, too."""
         with self._transaction() as db:
             hidden = ((used, self._access.hidden(digest)) for used, digest in uses)
             db.executemany("UPDATE snapshot SET used = max(used, ?) WHERE digest = ?", hidden)

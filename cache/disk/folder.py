@@ -1,10 +1,10 @@
 """The directory on SSD: its lock, its paths, and moving files between its subfolders. Knows no index.
 
 lock            locked while a store is open
-sealed          which key the contents are encrypted with, if with one
+sealed          identifies the encryption key; missing without encryption
 index.sqlite    the catalog: snapshots and their last use; can be lost
 snapshots/      complete files, named by digest
-tmp/            files being written; at a start, leftovers of a dead process
+tmp/            files being written, and unfinished files of a dead process
 quarantine/     the latest files that failed verification, for inspection
 """
 
@@ -53,7 +53,7 @@ def scan(snapshots: Path, access: Access = PLAIN) -> dict[bytes, tuple[int, int]
 
 
 def may_hold(directory: Path) -> bool:
-    """Whether a directory without a store may contain snapshots or remains of snapshots."""
+    """Whether a directory that no store has open may contain snapshots or remains of snapshots."""
     try:
         return any(any(path.iterdir()) for path in directory.iterdir() if path.is_dir())
     except FileNotFoundError:
@@ -106,9 +106,9 @@ class Folder:
         os.close(self._lock)
 
     def claim(self) -> None:
-        """Note in an empty directory which key encrypts it.
+        """Record in the directory which key encrypts it, if it is encrypted and this is not recorded yet.
 
-        Raises `SealedError` if contents do not fit it.
+        Raises `SealedError` if the directory's contents do not fit the key.
         """
         self.access.check(self.directory)
         if self.access.mark and not (self.directory / SEAL).exists():
@@ -136,7 +136,7 @@ class Folder:
 
     @contextmanager
     def placing(self, digest: bytes) -> Iterator[Path]:
-        """Yield a temporary path to write to; remove the file at the end unless `place` has moved it."""
+        """Yield a temporary path for a file; after the block remove it unless `place` has moved it."""
         path = self._unfinished(digest)
         try:
             yield path
@@ -153,7 +153,7 @@ class Folder:
         sync(self.snapshots)
 
     def repair(self, digest: bytes) -> None:
-        """Recreate missing subfolders, and remove anything at the path of this snapshot's file.
+        """Recreate missing subfolders, and clear the paths that this snapshot's file needs.
 
         Raises `OSError` if the directory itself is gone.
         """
@@ -190,7 +190,7 @@ class Folder:
         (self.quarantined / self.access.file_name(digest)).unlink(missing_ok=True)
 
     def remove_quarantined_of(self, packed: bytes) -> None:
-        """Remove the quarantined files whose tokens are a part of these packed tokens, or cannot be read."""
+        """Remove quarantined files whose tokens are part of `packed`, or whose tokens cannot be read."""
         for path in _within(self.quarantined):
             try:
                 name = read_name(path, self.access)

@@ -92,14 +92,14 @@ def write(encoded: EncodedSnapshot, path: Path, access: Access = PLAIN) -> None:
 
 
 def is_lack(error: Exception) -> bool:
-    """Whether an error means too many open files or too little memory, so that the file may be good."""
+    """Whether an error means too many open files or too little memory: then the file may be valid."""
     return isinstance(error, OSError) and error.errno in _LACKS
 
 
 def prove(path: Path, access: Access = PLAIN) -> Name:
-    """Verify a whole file against its own name and header; return the name of its snapshot. Blocking.
+    """Verify a whole file against its file name and its header; return its snapshot's `Name`. Blocking.
 
-    Raises `DoubtfulSnapshotError`, and `OSError` if the file may be good (`is_lack`).
+    Raises `DoubtfulSnapshotError`, or `OSError` if the file may be valid (see `is_lack`).
     """
     name = headers.read_name(path, access)
     with _opened(path, access) as found:
@@ -114,7 +114,7 @@ def peek(
 ) -> tuple[Layout, States]:
     """Read the layout and states of the snapshot `digest` from its header, and verify the header.
 
-    Raises `DoubtfulSnapshotError` if the file cannot be that snapshot, `OSError` as `prove` does.
+    Raises `DoubtfulSnapshotError` if the file is not that snapshot, `OSError` if the file may be valid.
     """
     with _opened(path, access) as found:
         found.check(digest, start, identity)
@@ -133,10 +133,11 @@ def read(
     carried: tuple[Span, Sequence[Place]] | None = None,
     state: Sequence[memoryview] | None = None,
 ) -> int:
-    """Read the KV of those tokens of a snapshot that have a place in memory, and verify the sections read.
+    """Read a snapshot's KV into memory, for the tokens that have a place there; verify all sections read.
 
-    `layout` is the model's; `places`, the buffers to write to, are in its order. If the file is a carrier,
-    `carried` has the tokens whose sketches it contains, and their places, which come last in the layout. A
+    `layout` is the model's; `places`, the buffers to write to, are in the layout's order. If the file is a
+    carrier, `carried` has the earlier tokens whose sketches the file contains, and their places, which come
+    last in the layout. A
     section is skipped if none of its tokens has a place. Each byte is read once, to its final place, and
     hashed there. The header is verified before the first write, a section after its last one: after a
     `DoubtfulSnapshotError` the places of this span must not be used.
@@ -196,7 +197,7 @@ def _there(
 def shortened(
     path: Path, row: Row, layout: ModelLayout, identity: Identity, access: Access = PLAIN
 ) -> EncodedSnapshot | None:
-    """Verify a file; return it without the sections of layers with windows. None if it has no such section.
+    """Verify a file; return it without the KV of layers with windows. None if it has no such KV.
 
     `layout` is the model's, without states. Raises `DoubtfulSnapshotError`, `OSError`.
     """

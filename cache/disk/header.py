@@ -90,7 +90,7 @@ NO_NAME: Final = Name(bytes(DIGEST_BYTES), 0, b"")
 
 
 class Section(NamedTuple):
-    """Tensors that are read together: their bytes, and their checksum as hex."""
+    """A part of a file whose tensors are read together: its size, and its checksum as hex."""
 
     size_bytes: int
     checksum: bytes
@@ -98,7 +98,7 @@ class Section(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file claims to hold. `identity` is a digest as hex, `model` the digested fields as JSON.
+    """A parsed header. `identity` is the model identity's hex digest, `model` the identity's fields as JSON.
 
     If the file has another format version, only the identity is known, and `name` is `NO_NAME`.
     """
@@ -116,7 +116,7 @@ class Header:
         return not self.name.tokens
 
     def fields(self) -> dict[str, Any]:
-        """Parse the identity's fields. Raises `DoubtfulSnapshotError` if their digest is not `identity`."""
+        """Parse the fields in `model`. Raises `DoubtfulSnapshotError` if their digest is not `identity`."""
         if self.is_foreign:
             raise DoubtfulSnapshotError("another format version")
         try:
@@ -172,7 +172,7 @@ def read_header(path: Path, access: Access = PLAIN) -> Header:
 
 
 def read_name(path: Path, access: Access = PLAIN) -> Name:
-    """Read which KV a file of this format version claims to hold. Raises the same errors as `read_header`."""
+    """Read the snapshot's `Name` from a file of this format version. Raises the errors of `read_header`."""
     header = read_header(path, access)
     if header.is_foreign:
         raise DoubtfulSnapshotError("another format version")

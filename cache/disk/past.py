@@ -1,7 +1,7 @@
 """Reads the KV of a session's first tokens from disk, one layer at a time, some blocks at a time.
 
-An exact prefill uses this module: its tokens attend to all earlier tokens, but the device has the KV of only
-some of them. Each block is verified at every read. While one part is used, an I/O thread reads the next one.
+Used by exact prefills, where the prompt attends to all earlier tokens, but the device has the KV of only some
+of them. Each block is verified at every read. While one part is used, an I/O thread reads the next one.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _READ_S: Final = 5.0
 class StoredPast:
     """The KV of the first `end` tokens, in `files`; made by `Store.past`, then used by one thread.
 
-    `ahead` is the next part, which was read early or is being read now. `doubt` is a file that failed
-    verification, and the reason.
+    `ahead` is the part that is read in advance. `doubt` is the file that failed verification, if any, and
+    the reason.
     """
 
     folder: Folder

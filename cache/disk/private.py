@@ -1,6 +1,6 @@
 """Creates files and directories that only their owner can read: KV and tokens reveal conversations.
 
-Knows modes, not the directory's layout (`folder`).
+Knows file modes; `folder` knows the directory's layout.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ DIRECTORY_MODE: Final = 0o700
 
 
 def opener(path: str, flags: int) -> int:
-    """The `opener` for Python's `open`: a new file is accessible to its owner only, and links are refused."""
+    """Open a file so that a new one is accessible to its owner only; refuse links. For `open(opener=...)`."""
     return os.open(path, flags | os.O_NOFOLLOW, FILE_MODE)
 
 
 def is_open(directory: Path) -> bool:
-    """Whether anybody but the owner has access to a directory."""
+    """Whether users other than the owner have access to a directory."""
     return bool(stat.S_IMODE(directory.stat().st_mode) & ~DIRECTORY_MODE)
 
 
 def tighten(directory: Path, files: Iterable[Path]) -> None:
-    """Remove others' access to these files, then to their directory, if others have access to it.
+    """If other users have access to a directory, make these files, then the directory, private.
 
-    If this is not permitted, because the files are another user's, log that and leave them unchanged.
+    If this is not permitted, because another user owns the files, log it and change nothing.
     """
     if not is_open(directory):
         return

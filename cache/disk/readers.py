@@ -1,4 +1,4 @@
-"""The I/O threads that restores read on: daemon threads, since a hanging disk may block them for ever.
+"""The I/O threads that read snapshots: daemon threads, since a hanging disk may block them for ever.
 
 If a read exceeds its time limit, the disk hangs. Until this read returns, all other reads fail at once:
 otherwise the disk would block the other threads too.
@@ -32,7 +32,7 @@ class _Job:
 
 
 class Readers:
-    """The threads; each calls `on_exit` at its end, if it has run a job."""
+    """The I/O threads. A thread that has run a job calls `on_exit` before it ends."""
 
     def __init__(self, num_threads: int, on_exit: Callable[[], None]) -> None:
         self._on_exit = on_exit

@@ -40,7 +40,8 @@ class ChainFile:
     """One file of a chain, and the position of its first token.
 
     `state` says whether to read the file's state: only of a chain's last file, and only if the model's layers
-    have states. If the file is a carrier, `carried` are the earlier tokens whose sketches it contains.
+    have states. If the file also has sketches (2-bit copies of keys) of earlier tokens, `carried`
+    are these tokens.
     """
 
     digest: bytes
@@ -65,9 +66,9 @@ class Restored:
 
 @dataclass(frozen=True, slots=True)
 class ReadOutcome:
-    """The outcome of a read. `num_read` files are good; `doubt` says what is wrong with the next one, if any.
+    """The outcome of a read. `num_read` files are valid; `doubt` says what is wrong with the next, if any.
 
-    If that file `is_partial`, it is undamaged, but lacks sections that were evicted.
+    If `is_partial`, that next file is undamaged, but lacks sections that were evicted.
     """
 
     restored: Restored | None

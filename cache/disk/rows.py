@@ -1,4 +1,4 @@
-"""The catalog's rows: of a snapshot, and of a pinned prefix."""
+"""The rows of the catalog: one type for snapshots, one for pinned prefixes."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class Row(NamedTuple):
 
     @property
     def name(self) -> Name:
-        """Which KV the snapshot holds."""
+        """The snapshot's `Name`: which KV it holds."""
         return Name(self.parent, self.start, self.tokens, bool(self.resumable & 1))
 
     def is_of(self, packed: bytes) -> bool:
-        """Whether the snapshot's tokens are a part of these packed tokens, at the same position."""
+        """Whether these packed tokens contain the snapshot's tokens at the snapshot's position."""
         return packed.startswith(self.tokens, self.start * TOKEN_BYTES)
 
 
@@ -66,12 +66,12 @@ class Pin(NamedTuple):
 
 
 def columns(rows: Sequence[Row]) -> Columns:
-    """Turn rows into columns: at a start there are too many rows for a Python call for each."""
+    """Transpose rows into columns, since at a start a Python call for each row would take too long."""
     return tuple(zip(*rows, strict=True)) if rows else ((),) * len(Row._fields)
 
 
 def proofs(columns: Columns) -> Iterator[bytes]:
-    """Yield a checksum for each row, computed without its last use, which changes too often.
+    """Yield each row's checksum. It excludes the time of last use, which changes often.
 
     Raises `TypeError` or `ValueError` if a field has the wrong type.
     """

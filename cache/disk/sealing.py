@@ -66,7 +66,7 @@ def read_key(path: Path) -> bytes:
 
 
 class Sealed(Access):
-    """How a directory is read and written that is encrypted with a key of 32 bytes. Safe on any thread."""
+    """Reads and writes a directory that is encrypted with a key of 32 bytes. Safe on any thread."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key

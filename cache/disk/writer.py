@@ -1,4 +1,4 @@
-"""The writer: one thread that owns the disk, a queue bounded by bytes, and the count of every snapshot.
+"""The writer: one thread that writes to the disk, a queue limited in bytes, and the count of snapshots.
 
 A snapshot is QUEUED, then WRITING, and ends DURABLE, FAILED, CANCELLED or DROPPED. The thread runs only its
 own loop. Everything else runs on the event loop, which is told of each finished job and alone changes the
@@ -6,7 +6,7 @@ counts. So
 
     accepted = durable + sum(dropped) + failed + cancelled + in_flight
 
-always holds on the event loop. Knows files and rows; not what a snapshot is used for.
+always holds on the event loop. Knows files and catalog rows, but not what snapshots are used for.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Write:
 
 @dataclass(slots=True, eq=False)
 class PinNote:
-    """A change of pins for the catalog. `made` is true once the change is on disk."""
+    """A queued change of pins (`on`: add, else delete). `made` is true once the change is on disk."""
 
     pins: list[Pin]
     on: bool
@@ -100,7 +100,7 @@ class PinNote:
 
 @dataclass(slots=True, eq=False)
 class Erasure:
-    """A job that erases all remains of some packed tokens; None erases everything.
+    """A job that erases all traces of the `packed` tokens from the disk; None erases everything.
 
     Once it is done, `clean` says whether no file of the directory contains any of these tokens, even after a
     crash.
@@ -206,7 +206,7 @@ class Writer:
         self._jobs.put(_Job(partial(self._write, write), partial(self._ended, write)))
 
     def abandon(self, node: Node, reason: DropReason | Literal["cancelled"]) -> None:
-        """Abandon a node's write, if any. It stays in flight until the thread is done with it."""
+        """Abandon a node's write, if any. The write counts as in flight until the thread has dropped it."""
         write = self._in_flight.get(node)
         if write is not None:
             write.abandon(reason)
@@ -231,7 +231,7 @@ class Writer:
         self._jobs.put(_Job(work, partial(self._unlinked, size_bytes)))
 
     def make_gaps(self, rows: list[Row], *, needed: bool = False) -> None:
-        """Queue the removal of files whose rows stay, with a size of 0. Never waits.
+        """Queue the removal of these rows' files; the rows stay, with a size of 0. Never waits.
 
         If a row cannot be written, its file stays until the next start, unless its disk space is `needed`.
         """
@@ -244,7 +244,7 @@ class Writer:
     def shorten(
         self, row: Row, layout: ModelLayout, identity: Identity, done: Callable[[int | None], None]
     ) -> None:
-        """Queue the eviction of sections from a file: see `format.shortened`. Never waits.
+        """Queue the eviction of the KV of layers with windows from a file. Never waits.
 
         `done` is called with the file's new size, or None if nothing has changed. If the process dies before
         the row is written, the row wrongly says that the file is whole; shortening the file again corrects
@@ -259,22 +259,22 @@ class Writer:
         self._jobs.put(_Job(partial(self._shorten, row, layout, identity, sizes), ended))
 
     def use(self, used: int, digest: bytes) -> None:
-        """Queue a note for the catalog that a snapshot was last used at `used`."""
+        """Queue a change of the catalog: this snapshot was last used at `used`."""
         self._jobs.put(_Job(partial(self._in_catalog, self._catalog.use, [(used, digest)])))
 
     def pin(self, pins: list[Pin], *, on: bool) -> PinNote:
-        """Queue the adding (`on`) or deleting of pinned prefixes in the catalog."""
+        """Queue a change of the catalog that adds these pins (`on`) or deletes them."""
         note = PinNote(pins, on)
         self._jobs.put(_Job(partial(self._note, note)))
         return note
 
     def note_identity(self, identity: bytes, model: str) -> None:
-        """Queue a note for the catalog that this identity has snapshots, unless the catalog knows it."""
+        """Queue a change of the catalog, unless already stored: this model identity has snapshots."""
         if identity not in self._noted:
             self._jobs.put(_Job(partial(self._note_identity, identity, model)))
 
     def erase(self, packed: bytes) -> Erasure:
-        """Queue the erasure of all remains of these tokens. Their files must have been unlinked before."""
+        """Queue the erasure of all traces of these tokens; call `unlink` for their files before."""
         erasure = Erasure(packed)
         self._jobs.put(_Job(partial(self._erase, erasure)))
         return erasure
@@ -288,7 +288,7 @@ class Writer:
         return erasure
 
     async def barrier(self) -> None:
-        """Wait until all earlier jobs are done and counted."""
+        """Wait until all jobs queued before this call are done and counted."""
         passed: asyncio.Future[None] = self._loop.create_future()
         # The waiting task may have been cancelled.
         self._jobs.put(_Job(_nothing, lambda: None if passed.done() else passed.set_result(None)))

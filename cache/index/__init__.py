@@ -1,1 +1,1 @@
-"""The index of stored snapshots, and its limits. Belongs to the event loop; never waits for the disk."""
+"""The index of stored snapshots, and the disk limits. Event loop only; never waits for the disk."""

@@ -1,7 +1,8 @@
-"""Evicts KV that every session has left far behind, even if there is disk space.
+"""Evicts KV far before the windows of all sessions, even if there is disk space.
 
-A session whose layers see only a window can grow for ever, and so would its KV on disk. This module decides
-which nodes are far behind; `room` calls it to evict them in steps. Belongs to the event loop. Knows no files.
+A session whose layers see only a window of tokens can grow for ever, and so would its KV on disk. So
+snapshots (nodes of the index) far before the window are evicted; `room` calls this module to do it in steps.
+Belongs to the event loop. Knows no files.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ class _Followed(NamedTuple):
 
 
 class Behind:
-    """Finds the nodes of an index that lie more than `keep_tokens` behind; with None it finds none.
+    """Finds nodes that all sessions have passed by more than `keep_tokens` tokens; None finds no node.
 
-    The tokens after a node are checked up to `keep_tokens`, and at least up to a window. The node is behind
-    if no chain that contains it ends there or splits into several there, and if no node there is held. Sinks
-    and pinned nodes are never behind.
+    A node is behind if its chain continues for `keep_tokens` more tokens, and for at least a window, without
+    a branch, and if no load or turn uses a node in this range. Nodes with sinks and pinned nodes are never
+    behind.
     """
 
     def __init__(self, index: Index, removal: Removal, keep_tokens: int | None) -> None:
@@ -58,9 +59,9 @@ class Behind:
         return len(self._due)
 
     def follow(self, root: bytes, layout: ModelLayout, identity: Identity) -> None:
-        """Look for nodes that are behind under a root, among its present nodes and its later ones.
+        """From now on look for nodes that are behind among all nodes under a root.
 
-        If some layers have windows and others have states, all nodes are kept.
+        If some layers have windows and others have states, no node counts as behind.
         """
         windows = layout.windows
         if self._keep_tokens is None or root in self._followed or windows == FULL:
@@ -72,7 +73,7 @@ class Behind:
             self._due |= dict.fromkeys((*self._index.descendants(node), node))
 
     def evict(self, most: int) -> None:
-        """Evict the files of up to `most` nodes that are behind, or the sections that no session sees."""
+        """Evict the files of up to `most` nodes that are behind, or only their KV of layers with windows."""
         found: list[Node] = []
         for _ in range(min(len(self._due), _MOST_NODES)):
             if len(found) == most or self._removal.num_shortened == _MOST_SHORTENED:

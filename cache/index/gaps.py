@@ -18,10 +18,10 @@ _MOST_NODES: Final = 1000
 
 
 def may_become_gap(node: Node) -> bool:
-    """Whether the node's file may be evicted although other nodes continue it: no session sees its KV.
+    """Whether a node's file may be evicted although other nodes continue it: no session sees its KV.
 
-    This is true if every chain that contains the node continues for at least a window after it, and if
-    nothing holds the node or a node within this window. Sinks and pinned nodes never become gaps.
+    This is true if every chain through the node continues for at least a window after it, and if no load or
+    turn uses a node in that range. Nodes with sinks and pinned nodes never become gaps.
     """
     window = _window(node)
     if window is None or node.reach is None or node.start < node.reach.sink:
@@ -41,7 +41,7 @@ def may_become_gap(node: Node) -> bool:
 
 
 def needed_by(node: Node) -> Iterator[Node]:
-    """Yield those nodes of a chain, from its last node upwards, whose KV a match that ends in it needs."""
+    """Yield the nodes whose KV a session needs to resume at the end of this node, the last one first."""
     window = _window(node)
     sink, first = (0 if node.reach is None else node.reach.sink), node.first
     for other in node.chain():
@@ -54,7 +54,7 @@ def needed_by(node: Node) -> Iterator[Node]:
 
 
 def passed_by(node: Node) -> Iterator[Node]:
-    """Yield the earlier nodes of a chain that may become gaps when this one is added, released or removed."""
+    """Yield the nodes before this one that may become gaps when this one is added, released or removed."""
     window = _window(node)
     if window is None:
         return

@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 class Index:
     """The tree of snapshots of all tenants and models in the directory.
 
-    Only leaves are removed, so the whole chain of every node is in the tree. Therefore a hold or a use of a
-    chain is noted at its last node alone. A removed node passes its last use and its holds to the node before
-    it. If no session sees a node, its file may be evicted while the node stays as a gap (see `gaps`).
+    A node is one snapshot; its parent is the snapshot that it continues. A chain is the path from a root to a
+    node. Only leaves are removed, so no chain has a missing node, and the last node alone stores the time of
+    last use and the holds (uses by loads and turns) of its chain. A removed node passes both to its parent. A
+    node whose KV no session sees may lose its file, and stays in the tree as a gap (see `gaps`).
     """
 
     def __init__(self, clock: Callable[[], float], stored: Sequence[Row] = ()) -> None:
@@ -94,7 +95,7 @@ class Index:
         return self._nodes.get(digest)
 
     def follow(self, digests: Sequence[bytes], *, usable: bool) -> list[Node]:
-        """Return a chain's nodes before the first missing one; with `usable`, up to the last usable one."""
+        """Return a chain's nodes before the first missing one; `usable` drops unusable nodes at the end."""
         num = self.num_known(digests)
         nodes = list(self._nodes[digests[num - 1]].chain()) if num else []
         nodes.reverse()
@@ -103,15 +104,15 @@ class Index:
         return nodes
 
     def names_up_to(self, root: bytes, digest: bytes) -> list[bytes]:
-        """Return the names of a node's chain, in order; an empty list if the root has no such node."""
+        """Return the digests from a root to a node, in order; an empty list if the root has no such node."""
         node = self._nodes.get(digest)
         nodes = [*node.chain()][::-1] if node is not None else []
         return [one.digest for one in nodes] if nodes and nodes[0].parent == root else []
 
     def num_known(self, digests: Sequence[bytes]) -> int:
-        """Count the nodes of a chain that the index has.
+        """Count how many of a chain's nodes are in the index.
 
-        By bisection: it has all nodes before each of them.
+        Uses bisection: if a node is in the index, so are all nodes before it.
         """
         return bisect_left(digests, True, key=lambda digest: digest not in self._nodes)
 
@@ -121,7 +122,7 @@ class Index:
         return node.children if node is not None else ()
 
     def limit(self, root: bytes, reach: Policy) -> None:
-        """Note that no layer of the sessions behind a root sees more than `reach`."""
+        """Record that no layer of the sessions under a root sees more tokens than `reach`."""
         if root in self._reaches:
             return
         self._reaches[root] = reach
@@ -160,7 +161,7 @@ class Index:
         return node
 
     def undo_add(self, node: Node) -> None:
-        """Remove a snapshot that was just added. If it was to fill a gap, the gap is there again."""
+        """Undo `add`: remove the node, or restore the gap or the partial file that it was to replace."""
         if node.rest_bytes:
             self.leave_partial(node)
         elif node.children:
@@ -183,12 +184,12 @@ class Index:
         self._reclassify(node)
 
     def leave_partial(self, node: Node) -> None:
-        """Note that a node still has its partial file, because its whole file could not be written."""
+        """Record that a node keeps its partial file, because its complete file could not be written."""
         self.resize(node, node.rest_bytes)
         self._reclassify(node)
 
     def resize(self, node: Node, size_bytes: int) -> None:
-        """Note that a node is stored in a file of this size."""
+        """Record that a node's file now has this size."""
         self._uncount(node)
         node.size_bytes, node.durable = size_bytes, True
         self.stored += 1
@@ -233,16 +234,16 @@ class Index:
         self._fill(())
 
     def use(self, node: Node) -> None:
-        """Mark a node, and with it its chain, as used now."""
+        """Record that a node and all nodes before it were used now."""
         node.used = self.next_use()
 
     def hold(self, node: Node) -> None:
-        """Hold a node, and with it its chain, for a load or a turn."""
+        """Protect a node and all nodes before it from eviction, for a load or a turn, until `release`."""
         node.holds += 1
         self._reclassify(node)
 
     def release(self, node: Node) -> Node | None:
-        """Release a hold; return the node that had it: this one, or the last remaining one of its chain."""
+        """Undo one `hold`; return the node that had it: this one or, if removed, the nearest one before."""
         held = next(filter(self.has, node.chain()), None)
         if held is not None:
             held.holds -= 1
@@ -250,11 +251,11 @@ class Index:
         return held
 
     def has(self, node: Node) -> bool:
-        """Whether this very node is in the tree: not removed, nor replaced by another of its name."""
+        """Whether this very node is in the tree: not removed, and not replaced by a node of the same name."""
         return self._nodes.get(node.digest) is node
 
     def keep(self, node: Node, by: int = 1) -> None:
-        """Count how many pinned prefixes contain the node; `by` is -1 when one of them is unpinned."""
+        """Change by `by` (1 or -1) the number of pinned prefixes that contain the node."""
         was_kept = node.kept > 0
         node.kept += by
         self.kept_bytes += ((node.kept > 0) - was_kept) * node.size_bytes
@@ -262,7 +263,7 @@ class Index:
             self._reclassify(node)
 
     def held_bytes(self) -> int:
-        """Return the bytes of pinned and held nodes, stored or not, and of the nodes that they need."""
+        """Return the bytes of pinned and held nodes, stored or queued, and of the nodes that they need."""
         seen: set[Node] = set()
         size_bytes = self.kept_bytes  # the chain of a pinned node is pinned too
         for held in self._held:
@@ -324,11 +325,11 @@ class Index:
     def closest_child(
         self, parent: bytes, packed: bytes, *, usable: bool = True, gaps: bool = False
     ) -> tuple[Node, int] | None:
-        """Return the child of `parent` that shares the most leading tokens with `packed`, and how many.
+        """Return the child of `parent` with the longest prefix in common with `packed`, and that length.
 
         Siblings are sorted by their tokens, so this child is a neighbour of the position where `packed` would
-        be inserted. If two children share equally many tokens, the smaller one is returned: it is read
-        faster. `usable` skips nodes that a match may not use, `gaps` includes gaps and partial files.
+        be inserted. Of two equally good children the smaller one is returned, since it is read faster.
+        `usable` skips nodes that a match may not use; `gaps` includes gaps and partial files.
         """
         siblings = self.children(parent)
         at = bisect_left(siblings, (packed, b""), key=BY_TOKENS)
@@ -344,10 +345,10 @@ class Index:
     def longest_path(
         self, parent: bytes, packed: bytes, *, usable: bool = False, min_share: float = 0.0
     ) -> tuple[tuple[Node, ...], int]:
-        """Return the nodes that hold the longest beginning of `packed`, and how many of its tokens they hold.
+        """Return the path of nodes with the longest prefix of `packed`, and the length of that prefix.
 
-        The last node may hold more than it shares with `packed`, but shares at least `min_share` of its
-        tokens. Of several paths that reach equally far, return the one with the fewest bytes to read.
+        The last node may have further tokens, but at least the share `min_share` of its tokens is in the
+        prefix. Of several paths that reach equally far, return the one with the fewest bytes to read.
         """
         best: tuple[tuple[Node, ...], int] = (), 0
         part = self.closest_child(parent, packed, usable=usable) if packed else None
@@ -363,7 +364,7 @@ class Index:
         return best
 
     def within(self, parent: bytes, packed: bytes) -> list[Node]:
-        """Return the nodes behind `parent` whose tokens are all in `packed`, parents before children."""
+        """Return the descendants of `parent` whose tokens are all in `packed`, parents before children."""
         found: list[Node] = []
         open_ends = [(parent, 0)]
         while open_ends:
@@ -374,11 +375,11 @@ class Index:
         return found
 
     def superseded(self, node: Node) -> list[Node]:
-        """Return the other nodes whose tokens are all in this one, children before parents."""
+        """Return the other nodes whose tokens this node contains too, children before parents."""
         return [other for other in reversed(self.within(node.parent, node.tokens)) if other is not node]
 
     def resumable_path(self, parent: bytes, packed: bytes) -> tuple[Node, ...]:
-        """Return the path to the furthest stored node at whose end `packed` can be resumed."""
+        """Return the path to the last usable node within `packed` at whose end a session can resume."""
         best: tuple[Node, ...] = ()
         for node in self._prefix_children(parent, packed):
             if node.usable:

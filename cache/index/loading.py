@@ -46,7 +46,7 @@ _LOAD_BYTES_PER_S: Final = 32 << 20
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The longest stored prefix of some tokens: `num_tokens` tokens, in these nodes in order.
+    """The longest stored prefix of some tokens: `num_tokens` tokens, stored in `nodes`, in order.
 
     The prefix may end within the last node. If the model's layers have states, it ends at the node's end, and
     the node's state is that of the whole prefix. The nodes are held until `load` or `release`.
@@ -58,7 +58,7 @@ class Match:
 
 
 class Form:
-    """How the model's snapshots under one policy are named and laid out."""
+    """The identity and the layout of the model's snapshots under one cache policy."""
 
     def __init__(self, identity: Identity, layout: ModelLayout, index: Index) -> None:
         self.identity = identity
@@ -68,16 +68,16 @@ class Form:
         self.prefixes = Prefixes(index, identity.block_tokens, layout)
 
     def carried(self, span: Span) -> Span | None:
-        """Return the earlier tokens whose sketches the file of a span contains too; None for most files."""
+        """Return the earlier tokens whose sketches are also in a span's file; None for most files."""
         return carried(span, self.identity.block_tokens) if self.layout.carried else None
 
     def file(self, node: Node, end: int, *, state: bool = False) -> ChainFile:
-        """Return a node's file; `end` is the position after its tokens, summed up along its chain."""
+        """Return a node's file; `end` is the position after its tokens."""
         span = Span(end - node.num_tokens, end)
         return ChainFile(node.digest, span.start, state=state, carried=self.carried(span))
 
     def carriers(self, match: Match) -> dict[Node, Span]:
-        """Return the carriers among a match's nodes, each with the earlier tokens whose sketches it has."""
+        """Return the match's nodes whose files also have sketches of earlier tokens, and these tokens."""
         every = match.nodes[CARRIER - 1 :: CARRIER]  # all but the last ones are whole blocks
         found = {node: self.carried(Span(node.start, node.end)) for node in every}
         return {node: span for node, span in found.items() if span is not None}
@@ -85,7 +85,7 @@ class Form:
     def files(
         self, match: Match, seen: Sequence[Span], carriers: Mapping[Node, Span], *, state: bool
     ) -> list[tuple[Node, ChainFile]]:
-        """Return the files to read in order: carriers, files with `seen` tokens, the last for its `state`."""
+        """Return the files to read, in order: carriers, files with `seen` tokens, with `state` the last."""
         # Positions are summed up here, not taken from files: the arrays must be filled without a gap.
         ends = list(accumulate(node.num_tokens for node in match.nodes))
         last = len(ends) - 1
@@ -98,7 +98,7 @@ class Form:
 
 
 class Loading:
-    """The loads of an open store, and their counts. Calls `release` with each match that it has loaded."""
+    """Loads matches from disk, and counts loads. Calls `release` with each match after its load."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class Loading:
         self._hangs = False
 
     async def load(self, form: Form, match: Match, room_tokens: int) -> Restored | None:
-        """Read the KV that tokens after the match see, and the state at its end. See `Store.load`."""
+        """Read the KV that tokens after the match see, and the state at the match's end; see `Store.load`."""
         carriers = form.carriers(match)
         num_carried = sum(span.num_tokens for span in carriers.values())
         seen = form.layout.seen(match.num_tokens, num_carried)
@@ -131,7 +131,7 @@ class Loading:
         return await self._read(form, match, files, room_tokens=room_tokens, num_carried=num_carried)
 
     async def recall(self, form: Form, match: Match, spans: tuple[Span, ...]) -> Restored | None:
-        """Read only these spans, and only of the layers to which the match's policy applies."""
+        """Read the KV of these spans only, for the layers to which the match's policy applies."""
         files = form.files(match, spans, {}, state=False)
         return await self._read(form, match, files, only=Only(match.policy, spans))
 
@@ -182,9 +182,9 @@ class Loading:
         return StoredPast(self._folder, files, end, form.digest, form.layout, match.policy, self._readers)
 
     def end_past(self, past: StoredPast) -> None:
-        """Count the bytes that a past has read.
+        """Add the bytes that `past` has read to the counts.
 
-        If a file was doubtful, remove it and all that continue it.
+        If a file failed verification, remove its snapshot and all snapshots that continue it.
         """
         self.restored_bytes += past.size_bytes
         file, why = past.doubt or (None, "")
@@ -194,7 +194,7 @@ class Loading:
             self.rejected += self._removal.reject(node, why)
 
     async def close(self, timeout_s: float) -> bool:
-        """End the I/O threads; False if one hangs, which then ends with the process."""
+        """End the I/O threads; False if a thread hangs: it then ends with the process."""
         return await self._readers.close(timeout_s)
 
     def _keep_no_copy(self, doubtful: Node) -> None:

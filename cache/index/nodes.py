@@ -37,7 +37,7 @@ class Parent:
 class Node(Parent):
     """A snapshot that is stored, or queued for the disk.
 
-    A snapshot that was removed and saved again is another node with the same digest.
+    If a snapshot is removed and saved again, the result is a new node with the same digest.
     """
 
     __slots__ = (
@@ -103,17 +103,17 @@ class Node(Parent):
 
     @property
     def is_gap(self) -> bool:
-        """Whether its file was evicted: only its name is there, for the snapshots that continue it."""
+        """Whether the file was evicted: the node only keeps the name that its children need."""
         return not self.size_bytes
 
     @property
     def is_partial(self) -> bool:
-        """Whether its file lacks the sections of layers with windows, which were evicted."""
+        """Whether the file lacks the KV of layers with windows, which was evicted."""
         return self.durable and self.rest_bytes > 0
 
     @property
     def is_hollow(self) -> bool:
-        """Whether the file, or its sections of layers with windows, were evicted."""
+        """Whether the node is a gap or partial: all or some of its KV was evicted."""
         return self.is_gap or self.is_partial
 
     @property
@@ -123,7 +123,7 @@ class Node(Parent):
 
     @property
     def name(self) -> Name:
-        """Which KV the snapshot holds."""
+        """The snapshot's `Name`: which KV it holds."""
         return Name(self.parent, self.start, self.tokens, self.resumable)
 
     @property
@@ -134,7 +134,7 @@ class Node(Parent):
 
     @property
     def first(self) -> Node:
-        """The first node of the chain. Found once and kept, since the nodes before a node never change."""
+        """The first node of the chain. Cached, since the nodes before a node never change."""
         passed, node = [], self
         while node.beginning is None and isinstance(node.up, Node):
             passed.append(node)

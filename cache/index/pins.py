@@ -1,4 +1,4 @@
-"""The pinned prefixes, and which snapshots hold them.
+"""The pinned prefixes, and the snapshots that contain their tokens.
 
 A pin names tokens, not files: it covers snapshots that are saved later, and moves to a longer snapshot that
 supersedes a shorter one. Belongs to the event loop; `catalog` keeps the pins on disk.
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Pinned:
-    """A pinned prefix of `num_tokens` tokens; `num_stored` of them are stored or queued, in `size_bytes`.
+    """A pinned prefix of `num_tokens` tokens; snapshots of `size_bytes` have `num_stored` of them.
 
     `pinned_bytes` is the size of all pins together. `noted` says whether the pin itself is recorded on disk.
     """
@@ -44,9 +44,9 @@ class _Path(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class TrackedPin:
-    """A pin, and the paths in the tree whose nodes hold the pin's tokens now, stored or queued.
+    """A pin, and the nodes that have its tokens now, stored or queued, as paths in the tree.
 
-    There is a path for each parent, because new or removed children of it may change the pin's nodes.
+    There is one path per parent, since a child added to that parent, or removed, may change the path.
     """
 
     pin: Pin
@@ -54,7 +54,7 @@ class TrackedPin:
 
     @property
     def num_tokens(self) -> int:
-        """How many of the pin's tokens are held by nodes."""
+        """How many of the pin's tokens are in nodes."""
         ends = (path.at // TOKEN_BYTES + num for path in self.paths.values() for num in path.found.values())
         return max(ends, default=0)
 

@@ -82,9 +82,9 @@ class Prefixes:
         return node is not None and node.is_hollow
 
     def known(self, chain: Chain, tokens: Tokens) -> tuple[tuple[int, ...], Node | None]:
-        """Return the positions where pieces of the tail, stored or queued, start and end, and the last node.
+        """Return the edges of the tail's pieces that are stored or queued, and the last node.
 
-        Ends before the first block that lacks KV that a session of these tokens sees.
+        Stops before the first block that lacks KV which a session of these tokens needs.
         """
         names = chain.names(tokens)
         num = self._index.num_known(names[1:])
@@ -114,7 +114,7 @@ class Prefixes:
         return wanted
 
     def parent(self, chain: Chain, tokens: Tokens, start: int) -> bytes | None:
-        """Return the parent's name for a snapshot from `start` on; None if all of `tokens` is stored.
+        """Return the parent's name for a snapshot that begins at `start`; None if all `tokens` are stored.
 
         The parent is a block or a piece of a tail. If the piece that should end at `start` was removed, the
         name is all zeros, which no snapshot has.

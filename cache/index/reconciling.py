@@ -1,4 +1,4 @@
-"""Makes a directory's catalog agree with its files at a start, and logs the differences.
+"""Corrects a directory's catalog by its files at a start, and logs the differences.
 
 The files are the truth. After an orderly stop catalog and files agree, which is verified fast, without
 opening a file; otherwise the catalog is repaired row by row.
@@ -36,7 +36,7 @@ _log = structlog.get_logger("turnkeep.cache")
 def reconcile(
     folder: Folder, catalog: Catalog, files: set[str], clock: Callable[[], float]
 ) -> tuple[Index, int, set[bytes]]:
-    """Return the index of stored snapshots, the number of doubtful files, and adopted files' identities.
+    """Return the index, the number of doubtful files, and the model identities of adopted files.
 
     `files` are the names of the folder's files. If the catalog cannot be written, the index is right
     nevertheless, and the next start repairs the catalog.

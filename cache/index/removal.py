@@ -28,7 +28,7 @@ _log = structlog.get_logger("turnkeep.cache")
 
 
 class Removal:
-    """Removes nodes from the index, and has the writer remove their files."""
+    """Removes nodes from the index, and queues the removal of their files on the writer."""
 
     def __init__(self, index: Index, writer: Writer) -> None:
         self._index = index
@@ -72,7 +72,7 @@ class Removal:
             self._writer.make_gaps(rows)
 
     def make_partial(self, node: Node, layout: ModelLayout, identity: Identity) -> None:
-        """Evict the sections of layers with windows from a node's file."""
+        """Evict the KV of layers with windows from a node's file."""
         row = node.row
         node.rest_bytes = node.size_bytes  # from now on no match counts on these sections
         self.num_shortened += 1
@@ -89,7 +89,7 @@ class Removal:
             self._index.resize(node, size_bytes)
 
     def discard(self, nodes: Iterable[Node]) -> int:
-        """Discard these nodes, children first, except nodes that others continue; return how many.
+        """Remove these nodes, children first, except nodes with remaining children; return how many.
 
         A node that a load or a turn holds stays until its release.
         """
@@ -102,7 +102,7 @@ class Removal:
         return num_discarded
 
     def discard_released(self, released: Node) -> None:
-        """Remove nodes that wait for their removal, from this one upwards, until one is still needed."""
+        """Remove discarded nodes from this one towards the root, up to the first that is still needed."""
         for node in released.chain():
             if not node.doomed or node.holds:
                 return
@@ -114,7 +114,7 @@ class Removal:
                 node.doomed = False  # a snapshot that was saved meanwhile continues it
 
     def reject(self, node: Node, doubt: str) -> bool:
-        """Remove a doubtful snapshot and all its descendants, even pinned ones: no search can find them now.
+        """Remove a doubtful snapshot and all its descendants, even pinned ones: they became unreachable.
 
         False if the snapshot has been removed already, by another load or by `forget`.
         """

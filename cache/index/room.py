@@ -44,9 +44,9 @@ class DiskUsage:
     """Bytes at one instant: `free + pinned + evictable = capacity`.
 
     `capacity` is the space that snapshots may use: the disk limit minus the quarantine, and no more than the
-    file system has beyond `min_free_bytes`. `pinned` must not be evicted now: pinned prefixes (`kept` is
-    their part), snapshots that are being written or loaded, and the chains of all these. `free` is below 0
-    while a lowered limit is exceeded.
+    file system has beyond `min_free_bytes`. `pinned` is what must not be evicted now: pinned prefixes (`kept`
+    bytes), snapshots that are being written or loaded, and all snapshots that these continue. `free` is below
+    0 while a lowered limit is exceeded.
     """
 
     capacity: int
@@ -57,7 +57,7 @@ class DiskUsage:
 
 
 class Room:
-    """The limits of an index; evicts through `removal`."""
+    """Keeps an index within the disk limits; `removal` does the evictions."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class Room:
         )
 
     def make(self, size_bytes: int) -> bool:
-        """Evict until `size_bytes` more fit both limits; False if that is impossible, or takes more steps."""
+        """Evict until `size_bytes` more fit both limits; False if this is impossible or not yet finished."""
         need = self._excess() + size_bytes
         if need <= 0:
             return True
@@ -118,7 +118,7 @@ class Room:
             self._step = self._loop.call_later(STEP_PAUSE_S, self._shrink)
 
     def shrink_at_once(self) -> None:
-        """Evict all that exceeds the disk limit at once: at a start, when no request waits."""
+        """Evict everything above the disk limit in one step; for the start, when no request waits."""
         used = self._index.stored_bytes + self._writer.quarantined_bytes
         before = self.evicted
         self._evict(min(used - self.max_bytes, self.usage().evictable), len(self._index))

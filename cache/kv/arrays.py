@@ -1,4 +1,4 @@
-"""Gives MLX arrays as plain memory, which a file's reader fills, and then returns the arrays.
+"""Allocates MLX arrays as plain memory, for a file's reader to fill, then returns the filled arrays.
 
 Runs on an I/O thread and returns only evaluated arrays. Every call names the CPU stream, so that only the
 device thread gives work to the device. Knows nothing of files or names.
@@ -66,9 +66,9 @@ def _held(
 class Blank:
     """Uninitialised tensors for the first `num_tokens` tokens of a session, and for a state.
 
-    `places` and `state` are the buffers to write to, until `arrays` returns the tensors. A tensor of the
-    layout has room for at least `room_tokens`: the caller must remember how many are valid. If its layer sees
-    only some tokens (its reach in `reaches`, by default `FULL`), it has room for exactly these. The last
+    `places` and `state` are the buffers to write to, until `arrays` returns the tensors. A layer's tensors
+    have room for at least `room_tokens` tokens, of which the first `num_tokens` are valid. If a layer sees
+    only some tokens (`reaches`, by default `FULL`), its tensors have room for exactly these. The last
     `num_carriable` tensors of the layout are read in two parts: `carried` are the buffers for their first
     `num_carried` tokens, `places` those for the rest. With `only`, just the tensors of some layers are made.
     """
@@ -121,7 +121,7 @@ class Blank:
         return [place for place, _ in split]
 
     def arrays(self) -> Arrays:
-        """Return the tensors, evaluated: (1, heads, tokens, head_dim); those of a state have any shape.
+        """Return the evaluated tensors: (1, heads, tokens, head_dim), but any shape for a state's tensors.
 
         The buffers cannot be written to afterwards.
         """

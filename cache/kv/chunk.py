@@ -19,7 +19,7 @@ class ChunkCache(ChunkedKVCache):
 
     @property
     def earliest(self) -> int:
-        """The smallest length to which `trim` can shorten the cache; every longer one is possible too.
+        """The smallest number of tokens to which `trim` can shorten the cache; any greater one works too.
 
         At such a length the cache still holds the whole chunk that the next token sees.
         """
@@ -34,7 +34,7 @@ class ChunkCache(ChunkedKVCache):
         self.offset = left
 
     def copy_from(self, other: ChunkCache) -> None:
-        """Become a copy, unevaluated, of a cache with chunks of the same size; both stay usable."""
+        """Replace this cache's contents by a copy of `other`, unevaluated. Both have the same chunk size."""
         if other.keys is not None and other.values is not None:
             self.keys, self.values = mx.array(other.keys), mx.array(other.values)
         self.offset, self.start_position = other.offset, other.start_position
@@ -54,9 +54,9 @@ class ChunkCache(ChunkedKVCache):
         return (self.keys[..., place, :],), (self.values[..., place, :],)
 
     def fill(self, keys: list[mx.array], values: list[mx.array], num_tokens: int) -> None:
-        """Fill an empty cache with the last `chunk_size` of a session's `num_tokens` tokens, or with all.
+        """Fill an empty cache with the last `chunk_size` of a session's `num_tokens` tokens, or all if fewer.
 
-        Raises `ValueError` for any other number.
+        Raises `ValueError` if the arrays have another number of tokens.
         """
         num_held = min(num_tokens, self.chunk_size)
         if any(array.shape[2] != num_held for array in (*keys, *values)):

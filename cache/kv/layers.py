@@ -1,8 +1,8 @@
 """Copy a model's caches into plain bytes, and rebuild them.
 
-Runs on the device thread, which owns every live cache. Layers that keep each token at its own place, fixed or
-in a ring, are cut by tokens; all others are copied as one state, at the current position. `states` knows what
-a cache of each class holds.
+Runs on the device thread, which owns every live cache. If a layer
+keeps each token's KV apart, plain or in a ring, ranges of tokens are copied (the layer "is cut by tokens").
+Other layers are copied as one state, valid at the current position. `states` knows each cache class.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def make(
     sketched: Collection[int] | None = None,
     block_tokens: int | None = None,
 ) -> list[Any]:
-    """Make a model's new caches under a policy: with a window, its plain layers are rings.
+    """Make new caches for a model under a policy. A policy with a window turns plain layers into rings.
 
     `rings` makes the model's own sliding windows rings too, if the runner can attend to rings. `sketched` are
     the layers whose keys a paged session keeps in sketches, by default all layers. With `block_tokens`,
@@ -102,9 +102,9 @@ def _under(policy: Policy, pages: Pages | None, cache: Any, *, rings: bool, is_s
 
 
 def unsupported(caches: Sequence[Any]) -> str | None:
-    """Return the first class that cannot be snapshotted; None if all can.
+    """Return the first cache class that snapshots do not support; None if all are supported.
 
-    `caches` must have run some tokens: a cache that is still empty is filled at unknown times. A subclass is
+    `caches` must have run some tokens. A cache that is empty even so is unsupported. A subclass is
     unsupported, since it may hold more than its base.
     """
     for _, cache in leaves(caches):
@@ -116,7 +116,7 @@ def unsupported(caches: Sequence[Any]) -> str | None:
 
 
 def describe(caches: Sequence[Any]) -> str:
-    """Return the classes of all layers in one line, for the identity: mlx-lm versions may differ."""
+    """Return the cache classes of all layers as one line; part of a model's identity."""
     named = [
         f"[{describe(cache.caches)}]" if type(cache) is CacheList else states.describe(cache)
         for cache in caches
@@ -130,7 +130,7 @@ def layout(
 ) -> ModelLayout:
     """Return the layout of a model's snapshots. `caches` have run some tokens.
 
-    `new` makes empty caches, under a policy if it is given one. `sketched` is that of `make`.
+    `new` makes empty caches, under a policy if it gets one as argument. For `sketched` see `make`.
     """
     whole: list[tuple[str, str, tuple[int, ...]]] = []
     sketches: list[tuple[str, str, tuple[int, ...]]] = []
@@ -171,7 +171,7 @@ def _is_sketched(path: str, cache: Any, sketched: Collection[int] | None) -> boo
 
 
 def kinds(caches: Sequence[Any]) -> dict[str, str]:
-    """Return which layers keep KV in which form: `{"8 bits": "5, 11", "full precision": "0-4, 6-10"}`."""
+    """Map each form of KV to its layers: `{"8 bits": "5, 11", "full precision": "0-4, 6-10"}`."""
     found: dict[str, list[int]] = {}
     for i, cache in enumerate(caches):
         members = cache.caches if type(cache) is CacheList else (cache,)
@@ -308,15 +308,15 @@ def pages(caches: Sequence[Any]) -> Pages | None:
 
 
 def num_passed(caches: Sequence[Any]) -> int:
-    """Return the position before which the device no longer has all tokens of a paged session, else 0."""
+    """Return from which position on the device has all tokens of a paged session; 0 if not paged."""
     return next((cache.num_passed for _, cache in leaves(caches) if isinstance(cache, PagedCache)), 0)
 
 
 def most_run(caches: Sequence[Any], block: int) -> int:
-    """Return how many tokens one pass may run so that rings still hold them and the unfinished block.
+    """Return the most tokens for one pass, such that their block can still be cut from the caches afterwards.
 
-    Chunks hold just a block and the next piece, and a layer with a state has it only at the end of a piece:
-    with either, a pass runs one block.
+    Rings must hold these tokens and the unfinished block before them. With layers of chunks or with states, a
+    pass runs one block: chunks hold no more, and a state exists only at the end of a pass.
     """
     held = sys.maxsize
     for _, cache in leaves(caches):
@@ -328,9 +328,10 @@ def most_run(caches: Sequence[Any], block: int) -> int:
 
 
 def recall(caches: Sequence[Any], tensors: Mapping[str, mx.array], spans: Sequence[Span]) -> int:
-    """Put whole chunks from SSD into slots, unevaluated. `tensors` have the tokens of `spans`, in order.
+    """Write whole chunks, read from SSD, to slots on the device, unevaluated; return how many were replaced.
 
-    A chunk with a lower score than all chunks in slots is left out. Returns how many chunks lost their slots.
+    `tensors` have the tokens of `spans`, in order. A chunk that scores lower than all chunks in slots is
+    dropped.
     """
     decides = pages(caches)
     if decides is None:
@@ -358,7 +359,7 @@ def trimmable(caches: Sequence[Any]) -> bool:
 
 
 def earliest(caches: Sequence[Any]) -> int | None:
-    """Return the smallest length that `trim` can shorten caches to; every longer one is possible too.
+    """Return the smallest number of tokens to which `trim` can shorten caches; any greater one works too.
 
     0 if every layer keeps all tokens. Otherwise a ring may have overwritten the earlier tokens, a chunk may
     have dropped them, or a restore may not have read them. None if a layer has a state, which cannot be
@@ -402,7 +403,7 @@ def fork(caches: Sequence[Any], new: list[Any], num_tokens: int) -> list[Any]:
 
 
 def shrink(caches: Sequence[Any]) -> None:
-    """Free what an idle session does not need: passed tokens of windows and chunks, and unused room.
+    """Free memory that an idle session does not need: tokens before its windows and chunks, unused room.
 
     A window holds the last piece of a prompt until the next token. A plain cache grows by 256 tokens at a
     time and never shrinks, so a short or rewound session would hold many times the memory that it needs.
@@ -419,7 +420,7 @@ def shrink(caches: Sequence[Any]) -> None:
 
 
 def grows(caches: Sequence[Any], num_tokens: int) -> bool | None:
-    """Whether caches must allocate for `num_tokens` more tokens; None if that is unknown.
+    """Whether caches must allocate memory before they can hold `num_tokens` more tokens; None if unknown.
 
     Plain layers grow together, and not later than rings, so only the first plain layer is asked.
     """
@@ -432,7 +433,7 @@ def grows(caches: Sequence[Any], num_tokens: int) -> bool | None:
 
 
 def sizes(caches: Sequence[Any], sketched: Collection[int] | None = None) -> KvSize:
-    """Measure the sizes of a model's KV on caches that have run some tokens; `sketched` as for `make`."""
+    """Measure the size of a model's KV on caches that have run some tokens; for `sketched` see `make`."""
     per_token = fixed = sketch = 0
     windows: Counter[tuple[int, bool, bool]] = Counter()
     for path, cache in leaves(caches):

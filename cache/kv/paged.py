@@ -5,8 +5,8 @@ positions. `Pages` chooses the chunks for all layers together: it compares queri
 every key in two bits a channel. Device thread only.
 
 Only a few attention heads find a fact, and only at one of the question's tokens. So a chunk's score is the
-largest share of attention that any head gives it. The mean over heads does not find facts, nor do the bounds
-of "Quest" (arXiv 2406.10774) over pages of keys, which take as many bytes (ADR 0041).
+largest share of attention that any head gives it. Two alternatives do not find facts (ADR 0041): the mean
+over heads, and bounds over pages of keys as in "Quest" (arXiv 2406.10774), which take as many bytes.
 """
 
 from __future__ import annotations
@@ -76,17 +76,17 @@ class Past(Protocol):
 
     @property
     def end(self) -> int:
-        """How many of the session's first tokens this covers: also the position after the last of them."""
+        """The number of the session's first tokens that this covers."""
 
     def parts(self, layer: str, then: str | None) -> Iterator[tuple[list[mx.array], list[mx.array]]]:
-        """Yield a layer's keys and values in the cache's form. `then` is the layer to read afterwards."""
+        """Yield a layer's keys and values as the cache stores them. `then` is the layer to read next."""
 
 
 class Pages:
-    """Which chunks are in the slots of a session's layers, and each chunk's score.
+    """The chunks in a session's slots, the same for all layers, and the score of every chunk.
 
-    While `sees_all` is true, the tokens that are run see all earlier tokens: those in the layers, and those
-    in `past`, which are no longer on the device.
+    While `sees_all` is true, the tokens being run see all earlier tokens: the tokens on the device, and the
+    tokens in `past`, which are only on SSD.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -103,7 +103,7 @@ class Pages:
         self.asks_from = 0
 
     def assign(self, chunk: int) -> int | None:
-        """Return a chunk's slot, a free one if it has none; None if no slot is free."""
+        """Return a chunk's slot. A chunk without a slot gets a free one; None if no slot is free."""
         if chunk in self.slots:
             return self.slots.index(chunk)
         if chunk in self._pinned:
@@ -126,7 +126,7 @@ class Pages:
         self._noted.append(mattering)
 
     def settle(self) -> None:
-        """Add the recorded scores to the chunks' scores. Scores recorded later belong to another question."""
+        """Update the chunks' scores from all scores recorded since the last call."""
         if not self._noted:
             return
         mx.eval(self._noted)
@@ -162,7 +162,10 @@ class Pages:
         return wanted
 
     def take(self, chunk: int) -> int | None:
-        """Give a recalled chunk the slot of the lowest-scoring chunk; None if all in slots score higher."""
+        """Return a slot for a recalled chunk: its own, a free one, or the slot of the lowest-scoring chunk.
+
+        None if no chunk in a slot scores lower than this chunk.
+        """
         slot = self.assign(chunk)
         if slot is None:
             movable = range(len(self._pinned), len(self.slots))
@@ -183,7 +186,7 @@ class Pages:
         self._noted = []
 
     def copy_from(self, other: Pages) -> None:
-        """Become a copy; both stay usable."""
+        """Replace this object's contents by a copy of `other`."""
         self.slots, self._mattered, self._usual = [*other.slots], other._mattered.copy(), other._usual.copy()
 
 
@@ -217,14 +220,14 @@ class PagedCache(RingCache):
         return max(0, held - self.capacity) // CHUNK
 
     def places_for(self, end: int) -> int:
-        """Return how many places `end` tokens take."""
+        """Return the number of places in the arrays that a session of `end` tokens takes."""
         if end <= self.window:
             return super().places_for(end)
         passed = min(-(-(end - self.window) // CHUNK), len(self.pages.slots))
         return self.capacity + max(passed, self.num_slots) * CHUNK
 
     def slot_positions(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Return the position of the token at each place of the allocated slots; -1 for none."""
+        """Return, for each place in the allocated slots, its token's position; -1 for an empty place."""
         chunks = np.array(self.pages.slots[: self.num_slots], np.int64)[:, None]
         return np.where(chunks < 0, -1, chunks * CHUNK + np.arange(CHUNK)).reshape(-1)
 
@@ -235,7 +238,7 @@ class PagedCache(RingCache):
         self._num_passed = min(self._num_passed, -(-max(self.offset - self.window, 0) // CHUNK))
 
     def copy_from(self, other: RingCache) -> None:
-        """Become a copy, unevaluated, of a cache with the same parameters; both stay usable."""
+        """Replace this cache's contents by a copy of `other`, unevaluated. Both have the same parameters."""
         super().copy_from(other)
         if isinstance(other, PagedCache):
             self.pages.copy_from(other.pages)
@@ -243,7 +246,7 @@ class PagedCache(RingCache):
             self._num_passed = other._num_passed  # noqa: SLF001  # of the same class
 
     def shrink(self) -> None:
-        """Free the places after the last token, unevaluated; only while no slots are allocated."""
+        """Free the unused places after the last token, unevaluated; no effect once slots are allocated."""
         if not self.num_slots:
             super().shrink()
 

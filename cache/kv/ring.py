@@ -49,7 +49,7 @@ class RingCache:
 
     @property
     def earliest(self) -> int:
-        """The smallest length to which `trim` can shorten the cache; every longer one is possible too."""
+        """The smallest number of tokens to which `trim` can shorten the cache; any greater one works too."""
         return 0 if self.first_held <= self.sink else self.first_held + self.window
 
     @property
@@ -63,7 +63,7 @@ class RingCache:
         return sum(array.nbytes for array in self.state)
 
     def places_for(self, end: int) -> int:
-        """Return how many places `end` tokens take."""
+        """Return the number of places in the arrays that a session of `end` tokens takes."""
         return min(end, self.capacity)
 
     def empty(self) -> bool:
@@ -71,31 +71,31 @@ class RingCache:
         return self.keys is None
 
     def can_trim(self, num_tokens: int) -> bool:
-        """Whether the cache can be shortened to `num_tokens`: it must have all that the next token sees."""
+        """Whether the cache can be shortened to `num_tokens`: it must hold all that the next token sees."""
         return self.earliest <= num_tokens <= self.offset
 
     def trim(self, num_tokens: int) -> None:
-        """Drop the last `num_tokens` tokens, as caches of mlx-lm do. Raises `ValueError` if it cannot."""
+        """Drop the last `num_tokens` tokens, as mlx-lm's caches do. Raises `ValueError` below `earliest`."""
         left = self.offset - num_tokens
         if not self.can_trim(left):
             raise ValueError(f"a ring of {self.offset} tokens cannot go back to {left}")
         self.offset = left
 
     def copy_from(self, other: RingCache) -> None:
-        """Become a copy, unevaluated, of a ring with the same parameters; both stay usable."""
+        """Replace this ring's contents by a copy of `other`, unevaluated. Both have the same parameters."""
         if other.keys is not None and other.values is not None:
             self.keys, self.values = tuple(map(mx.array, other.keys)), tuple(map(mx.array, other.values))
         self.offset, self.first_held = other.offset, other.first_held
 
     def like(self, keys: mx.array, values: mx.array, num_tokens: int, first_held: int) -> RingCache:
-        """Make an unquantised ring with the same parameters from arrays with tokens in their places."""
+        """Make an unquantised ring with the same parameters; the arrays have each token at its place."""
         ring = RingCache(self.sink, self.window, grid=self.grid)
         ring.keys, ring.values, ring.offset = (keys,), (values,), num_tokens
         ring.first_held = max(first_held, num_tokens - self.window - SLACK)
         return ring
 
     def shrink(self) -> None:
-        """Free the places after the last token, unevaluated; only before the ring has wrapped."""
+        """Free the unused places after the last token, unevaluated. A wrapped ring has none."""
         self.keys, self.values = (
             tuple(mx.contiguous(array[..., : self.offset, :]) for array in side or ())
             for side in (self.keys, self.values)
@@ -161,8 +161,7 @@ class RingCache:
     def fill(self, keys: Sequence[mx.array], values: Sequence[mx.array], num_tokens: int) -> None:
         """Fill an empty cache with the sinks, then the window, of a session of `num_tokens` tokens.
 
-        `keys` and `values` have `policy.num_visible(num_tokens)` tokens. Raises `ValueError` for any other
-        number.
+        `keys` and `values` have `policy.num_visible(num_tokens)` tokens; another number raises `ValueError`.
         """
         num_sinks = min(self.sink, num_tokens)
         num_held = min(num_tokens, self.sink + self.window)

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class Window:
     """Layers that hold at most `num_tokens` tokens; a token takes `bytes_per_token` in all of them together.
 
-    A ring is cut by tokens, and its size includes `spare` tokens: the piece of a prompt that is being
-    prefilled, and chunks that are being recalled. A chunk with `is_chunk` is cut by tokens, too.
+    The size of a ring (`is_ring`) includes `spare` tokens: the piece of a prompt that is being prefilled, and
+    chunks that are being recalled. Rings, and chunks with `is_chunk`, are stored by block.
     """
 
     num_tokens: int
@@ -31,7 +31,7 @@ class Window:
 
     @property
     def is_cut(self) -> bool:
-        """Whether the layers' tokens are stored by block, not as one state."""
+        """Whether snapshots store the layers' tokens by block, not as one state."""
         return self.is_ring or self.is_chunk
 
 
@@ -49,7 +49,7 @@ class KvSize:
 
     @property
     def is_plain(self) -> bool:
-        """Whether every token's KV is kept, so that a session can be cut at any token."""
+        """Whether all layers keep every token's KV, so that a session can be shortened to any length."""
         return not self.windows and not self.fixed_bytes
 
     @property
@@ -58,7 +58,7 @@ class KvSize:
         return self.fixed_bytes + sum(one.num_tokens * one.bytes_per_token for one in self.windows)
 
     def under(self, policy: Policy) -> KvSize:
-        """Return the bytes of the same layers under a policy."""
+        """Return the size of the same model's KV under a policy."""
         if policy.most_tokens is None or not self.bytes_per_token:
             return self
         spare = policy.spare
@@ -66,7 +66,7 @@ class KvSize:
         return KvSize(self.sketch_bytes if policy.recall else 0, (*self.windows, ring), self.fixed_bytes)
 
     def held(self, num_tokens: int, *, ahead: int = 0) -> int:
-        """Return the bytes of `num_tokens` tokens. Windows may hold `ahead` more tokens during prefill."""
+        """Return the bytes that a session of `num_tokens` tokens takes; `ahead`: more tokens in windows."""
         if not num_tokens:
             return 0
         windows = (
@@ -76,7 +76,7 @@ class KvSize:
         return self.fixed_bytes + num_tokens * self.bytes_per_token + sum(windows)
 
     def live(self, num_tokens: int) -> int:
-        """Return the bytes of the KV that the next token sees, without further tokens that a ring holds."""
+        """Return the bytes of the KV that the next token sees, without the spare tokens of rings."""
         seen = (
             replace(one, num_tokens=one.num_tokens - one.spare) if one.is_ring else one
             for one in self.windows
@@ -84,13 +84,13 @@ class KvSize:
         return replace(self, windows=tuple(seen)).held(num_tokens)
 
     def snapshot(self, num_new: int, *, at: int) -> int:
-        """Return the bytes of a snapshot of the last `num_new` of `at` tokens, including the states."""
+        """Return the bytes of a snapshot of a session's last `num_new` of `at` tokens, including states."""
         states = replace(self, bytes_per_token=0, windows=tuple(w for w in self.windows if not w.is_cut))
         per_token = self.bytes_per_token + sum(one.bytes_per_token for one in self.windows if one.is_cut)
         return states.held(at) + num_new * per_token
 
     def most_tokens(self, size_bytes: int, most: int) -> int:
-        """Return how many tokens fit into `size_bytes`, up to `most`."""
+        """Return how many tokens a session can have in `size_bytes`, at most `most`."""
         least = 0
         while least < most:
             middle = (least + most + 1) // 2

@@ -55,17 +55,17 @@ def leaves(caches: Sequence[Any], path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def is_cut(cache: Any) -> bool:
-    """Whether the cache is cut by tokens: every token that it holds has its own place."""
+    """Whether a cache is cut by tokens: it keeps each token's KV apart, so that ranges can be copied."""
     return type(cache) in PLAIN or isinstance(cache, PASSING)
 
 
 def is_known(cache: Any) -> bool:
-    """Whether this module knows everything that the cache holds."""
+    """Whether this module supports the cache's class, and can copy everything that it holds."""
     return is_cut(cache) or type(cache) in _WHOLE
 
 
 def describe(cache: Any) -> str:
-    """Return the class's name and its parameters, which the state does not contain."""
+    """Return the name of the cache's class, and the parameters that its state does not contain."""
     name = type(cache).__name__
     match cache:
         case QuantizedKVCache():
@@ -87,7 +87,7 @@ def describe(cache: Any) -> str:
 
 
 def reach(cache: Any) -> Policy:
-    """Return which tokens a cache that is cut by tokens sees."""
+    """Return which tokens are visible in this cache's layer; only for caches cut by tokens."""
     if isinstance(cache, PagedCache):
         return cache.pages.policy
     if isinstance(cache, ChunkCache):
@@ -101,7 +101,7 @@ def num_tokens(cache: Any) -> int | None:
 
 
 def sketch(cache: Any) -> dict[str, tuple[mx.Dtype, int, int]]:
-    """Return the types, heads and row lengths of the sketches of a plain cache's keys: see `PagedCache`.
+    """Return, by name, the type, heads and row length of a plain cache's sketches (see `PagedCache`).
 
     Empty if the keys cannot be sketched.
     """
@@ -117,14 +117,14 @@ def sketch(cache: Any) -> dict[str, tuple[mx.Dtype, int, int]]:
 
 
 def room(cache: Any) -> int | None:
-    """Return how many tokens are allocated; None if the class does not allocate ahead."""
+    """Return for how many tokens memory is allocated; None if the class does not allocate in advance."""
     if type(cache) not in _AHEAD and not isinstance(cache, RingCache):
         return None
     return next((int(array.shape[2]) for array in parts(cache).values()), 0)
 
 
 def most_tokens(cache: Any) -> int | None:
-    """Return the most tokens that a ring holds, or that a window or chunk keeps between steps, else None."""
+    """Return the most tokens that a ring, window or chunk keeps between steps; None for other caches."""
     if isinstance(cache, RingCache):
         return cache.capacity
     if type(cache) is RotatingKVCache:
@@ -133,7 +133,7 @@ def most_tokens(cache: Any) -> int | None:
 
 
 def drop_passed(cache: Any) -> list[mx.array]:
-    """Drop the tokens that a window or chunk drops before its next token; return the rest, unevaluated."""
+    """Drop the tokens that no later token of a window or chunk sees; return the rest, unevaluated."""
     most = most_tokens(cache)
     if most is None or cache.keys is None or isinstance(cache, RingCache):
         return []
@@ -205,8 +205,8 @@ def sketched(cache: PagedCache, start: int, end: int) -> dict[str, mx.array]:
 def set_parts(cache: Any, arrays: Mapping[str, mx.array], num_tokens: int) -> None:
     """Fill a new cache that is cut by tokens. Raises `ValueError` if the arrays do not fit.
 
-    The arrays of a plain cache may have unused room; those of a ring are its sinks, then its window,
-    and those of a chunk its last tokens.
+    The arrays of a plain cache may have unused room. A ring's arrays have its sinks, then its window; a
+    chunk's arrays have its last tokens.
     """
     is_passing = isinstance(cache, PASSING)
     names, more = ["keys", "values"], {}
@@ -269,10 +269,10 @@ def set_state(cache: Any, arrays: Mapping[str, mx.array], position: int) -> None
 
 
 def check_state(cache: Any, arrays: Mapping[str, mx.array], position: int) -> list[int]:
-    """Check that a new cache can be filled with the evaluated arrays from `state`.
+    """Check that a new cache can be filled with evaluated arrays that `state` has returned.
 
-    Returns what the cache's class counts besides the position. Raises `ValueError` if the arrays do not fit
-    `position`. Safe on any thread: it makes no arrays and leaves the cache as it is.
+    Returns the numbers that the cache's class stores besides the position. Raises `ValueError` if the arrays
+    do not fit `position`. Safe on any thread: it makes no arrays and leaves the cache as it is.
     """
     names = set(arrays) - {_NUMBERS}
     numbers: Any = arrays[_NUMBERS].tolist() if _NUMBERS in arrays else []

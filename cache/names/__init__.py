@@ -1,1 +1,1 @@
-"""How KV is named, by tokens, tenant and model, and what a snapshot of KV holds. Pure."""
+"""The names of KV (by tokens, tenant and model), and the parts of a KV snapshot. Pure."""

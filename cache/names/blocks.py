@@ -41,7 +41,7 @@ def root(identity: bytes, tenant: str) -> bytes:
 
 
 def link(parent: bytes, packed: bytes) -> bytes:
-    """Return the name of the packed tokens, a block or a piece of a tail, that follow the prefix `parent`."""
+    """Return the name of a block, or of a piece of a tail, of `packed` tokens after the prefix `parent`."""
     digest = _LINK.copy()  # twice as fast as a new one with parameters
     digest.update(parent)
     digest.update(packed)
@@ -63,7 +63,7 @@ def tail_start(edges: Sequence[int], end: int) -> int:
     """Choose where a tail's next piece, which ends at `end`, starts; existing pieces may be merged into it.
 
     `edges` are the positions where existing pieces start and end; the first is a block boundary. As in a
-    binary counter, the new piece replaces each last piece that is not longer than the tokens after it. Each
+    binary counter, the new piece absorbs the last piece while that piece is not longer than the new one. Each
     rewrite at least doubles the length of a token's piece, so a token is written at most log2(block / turn)
     times.
     """

@@ -55,7 +55,7 @@ class NotACacheError(CacheError):
 
 
 class CutOffError(CacheError):
-    """A caller needs tokens or turns that were left out of memory; it must read the whole session again."""
+    """An operation needs tokens or turns that are no longer in memory; the caller must reread the session."""
 
 
 class LostPastError(CacheError):

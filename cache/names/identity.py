@@ -1,4 +1,4 @@
-"""The identity of a model: what must match before the model may use a snapshot.
+"""The identity of a model: everything that must be equal before a model may use a snapshot.
 
 The identity hashes contents, not names: two models with one name, or a file that changed in place, never
 share KV.
@@ -36,7 +36,7 @@ _TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """The contents that KV depends on. `weights`, `config`, `tokenizer` and `code` are hex digests.
+    """Everything that KV depends on. `weights`, `config`, `tokenizer` and `code` are hex digests.
 
     `code` is the digest of the model's code; `caches` are the classes of its caches, by `layers.describe`.
     """
@@ -65,9 +65,9 @@ def _digest(text: bytes) -> bytes:
 
 
 def fields_of(text: bytes, digest: str) -> dict[str, Any]:
-    """Parse the output of any version's `Identity.to_json`.
+    """Parse the output of `Identity.to_json`, of this or another version.
 
-    Raises `ValueError` if its hex digest is another.
+    Raises `ValueError` if its digest is not `digest` (hex).
     """
     try:
         fields = json.loads(text)

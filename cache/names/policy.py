@@ -28,12 +28,12 @@ RECALLED: Final = 512
 class Policy:
     """Which tokens a token sees: all tokens up to itself, or, with a `window`, a part of them.
 
-    That part is the first `sink` and the last `window` tokens, including the token itself, as in "Efficient
-    Streaming Language Models with Attention Sinks" (arXiv 2309.17453). With `recall`, positions stay as they
-    are, and up to `recall` other tokens are visible too, in whole chunks: chunks with tokens of `pins`,
-    (start, end), and the chunks with the highest scores. All tokens are on SSD, the visible ones also on the
-    device. If the policy is `exact`, a prompt's tokens see all earlier tokens, read from SSD layer by layer,
-    and only an answer's tokens see a part.
+    The visible part is the first `sink` and the last `window` tokens, including the token itself, as in
+    "Efficient Streaming Language Models with Attention Sinks" (arXiv 2309.17453). With `recall`, rotary
+    positions equal session positions, and up to `recall` other tokens are visible too, in whole chunks: the
+    chunks that contain `pins`, (start, end), and the chunks with the highest scores. All tokens are on SSD,
+    the visible ones also on the device. If the policy is `exact`, a prompt's tokens see all earlier tokens,
+    read from SSD layer by layer, and only an answer's tokens see a part.
     """
 
     sink: int = 0
@@ -46,7 +46,9 @@ class Policy:
     def paged(
         cls, resident: int, pins: Iterable[tuple[int, int]] = (), *, sink: int, exact: bool = False
     ) -> Policy:
-        """Divide `resident` tokens: sinks, pins, then half of the rest each for other chunks and the window.
+        """Divide `resident` tokens into sinks, pinned chunks, other chunks, and a window.
+
+        Other chunks and the window get half of the remaining tokens each.
 
         Raises `ValueError` for pins that overlap, or that leave less than four chunks.
         """
@@ -65,7 +67,7 @@ class Policy:
 
     @property
     def pinned(self) -> list[int]:
-        """The numbers of the chunks that stay on the device, in order."""
+        """The numbers of the chunks that contain pinned tokens and so stay on the device, in order."""
         chunks = (range(start // CHUNK, -(-end // CHUNK)) for start, end in self.pins)
         return sorted(set(chain.from_iterable(chunks)))
 
@@ -98,15 +100,15 @@ class Policy:
         return f"{self.name}({','.join([*numbers, *pins, *(['exact'] if self.exact else [])])})"
 
     def num_visible(self, position: int) -> int:
-        """Return how many of the `position` tokens of a session are visible, at the most."""
+        """Return the most tokens that are visible in a session of `position` tokens."""
         return position if self.most_tokens is None else min(position, self.most_tokens)
 
     def num_held(self, position: int) -> int:
-        """Count the tokens whose KV the device holds for a session of `position` tokens, at the most."""
+        """Return the most tokens whose KV the device holds for a session of `position` tokens."""
         return position if self.most_tokens is None else min(position, self.most_tokens + self.spare)
 
     def visible_from(self, position: int) -> int:
-        """Return the first position from which on a session of `position` tokens has all tokens visible."""
+        """Return from which position on all tokens of a session of `position` tokens are visible."""
         if self.window is None or position <= self.sink + self.window:
             return 0
         num_before, pinned = -(-(position - self.window) // CHUNK), self.pinned
@@ -116,7 +118,7 @@ class Policy:
         return position - self.window
 
     def seen(self, position: int) -> tuple[tuple[int, int], ...]:
-        """List the spans that a session of `position` tokens needs: sinks and pins, then the window."""
+        """List the spans that are always visible in a session of `position` tokens: sinks, pins, window."""
         first = self.visible_from(position)
         if not first:
             return ((0, position),) if position else ()

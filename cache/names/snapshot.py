@@ -1,4 +1,4 @@
-"""What a snapshot is: its name and its tensors. Knows nothing of files."""
+"""The parts of a snapshot: its name, its tensors and their layout. Knows nothing of files."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ class Tensor:
 
     @property
     def is_carried(self) -> bool:
-        """Whether the tensor has the sketches of the blocks before its own, too."""
+        """Whether the tensor also has the sketches of the blocks before its own block."""
         return self.name.startswith(CARRIED)
 
 
 def carried(span: Span, block: int) -> Span | None:
-    """Return the earlier tokens whose sketches the file of a span contains too; None for most files.
+    """Return the earlier tokens whose sketches (2-bit keys) are also in a span's file; None for most.
 
-    So a restore of a session that keeps sketches of all tokens opens only one file in sixteen for the
+    Only one file in sixteen has sketches of earlier tokens, so a restore opens few files to read all
     sketches.
     """
     size = CARRIER * block
@@ -64,7 +64,7 @@ def carried(span: Span, block: int) -> Span | None:
 
 
 def section(name: str, reach: Policy) -> tuple[Policy, str]:
-    """Return the section of a tensor: its reach, and its layer if layers are read one by one."""
+    """Return a tensor's section in a file: its reach, and its layer if layers are read one by one."""
     return reach, layer_path(name) if reach.exact else ""
 
 
@@ -95,7 +95,7 @@ def seen(reach: Policy, num_tokens: int) -> tuple[Span, ...]:
 
 
 class Only(NamedTuple):
-    """A part of a session's KV: certain tokens of all layers with the same reach, or of one `layer`."""
+    """A part of a session's KV: the tokens in `spans`, of all layers with this reach, or of one `layer`."""
 
     reach: Policy
     spans: tuple[Span, ...]
@@ -108,7 +108,7 @@ GROWING: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class ModelLayout:
-    """The tensors of a model's snapshots, as its caches have them; a file with other tensors is not used.
+    """The tensors that every snapshot of a model has; a file with other tensors is not used.
 
     `kv` are the tensors that are cut by tokens, grouped by reach; `reaches` has the reach of each, by default
     all tokens. `states` are the tensors of a state; -1 along `GROWING` means any length. `prove(tensors,
@@ -137,7 +137,7 @@ class ModelLayout:
 
     @property
     def reach(self) -> Policy:
-        """The largest reach: sinks and a window that include those of all layers."""
+        """The reach that covers those of all layers: the most sinks and the longest window."""
         if not self._distinct or FULL in self._distinct:
             return FULL
         return Policy(
@@ -166,14 +166,15 @@ class ModelLayout:
         return replace(self, kv=self.kv + more, reaches=reaches, carried=carried)
 
     def name(self, policy: Policy) -> str:
-        """Return the part of an identity for a policy, including the layers that have sketches under it."""
+        """Return how an identity names a policy, including the layers that have sketches under the policy."""
         paths = dict.fromkeys(name.partition(".sketch.")[0] for name, _, _ in self.sketches)
         return f"{policy} by {','.join(paths)} in {CARRIER}" if policy.recall else str(policy)
 
     def seen(self, num_tokens: int, num_carried: int = 0) -> tuple[Span, ...]:
         """List the spans that the layers of a session of `num_tokens` tokens see; they may overlap.
 
-        If all tokens have sketches, those of the first `num_carried` tokens are left out: carriers have them.
+        If all tokens have sketches, the first `num_carried` tokens are left out: carriers have their
+        sketches.
         """
         found = {span: None for reach in self._distinct if reach != FULL for span in seen(reach, num_tokens)}
         if FULL in self._distinct and num_carried < num_tokens:
@@ -191,7 +192,7 @@ class ModelLayout:
     def ordered(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Sort a snapshot's tensors into the layout's order, the state last.
 
-        Raises `ValueError` for others.
+        Raises `ValueError` if these are not the layout's tensors.
         """
         kv = {tensor.name: tensor for tensor in tensors if not (tensor.of_state or tensor.is_carried)}
         reaches = {name: reach for (name, _, _), reach in zip(self.kv, self.reaches, strict=True)}
@@ -217,7 +218,7 @@ class ModelLayout:
 
 
 class Name(NamedTuple):
-    """Which KV a snapshot holds: the KV of the packed `tokens` from `start` on, after the prefix `parent`.
+    """The name of a snapshot: KV of the packed `tokens` from `start` on, after the prefix named `parent`.
 
     A session can resume at the end of a `resumable` snapshot. Any other snapshot lacks the state of some
     layers and can only be the middle of a chain.

@@ -43,7 +43,7 @@ class _Part:
 
 
 class Boundary(NamedTuple):
-    """The name that the first `end` tokens have under a root; `end` is the edge of a block."""
+    """The name of a session's first `end` tokens under a root; `end` is the end of a block."""
 
     root: bytes
     end: int
@@ -54,11 +54,11 @@ class Tokens(Sequence[int]):
     """A session's token ids, 4 bytes each. Immutable: appending makes new tokens that share the old ones.
 
     So the cost of a turn does not depend on its session's length: earlier ids are not copied, compared or
-    hashed again. `chains` has the names of these tokens' blocks, by root. It is shared with the tokens that
-    these extend, and belongs to the event loop.
+    hashed again. `chains` has the names of these tokens' blocks, by root; tokens share it with the tokens
+    that they extend. It belongs to the event loop.
 
     A long session's tokens may be `shortened`: the ids of a middle part are left out. A method that needs
-    such an id raises `CutOffError`. `boundaries` have the names of the first tokens up to some positions.
+    such an id raises `CutOffError`. `boundaries` are the known names of prefixes of these tokens.
     """
 
     __slots__ = ("_parts", "_rest", "boundaries", "chains")
@@ -131,12 +131,12 @@ class Tokens(Sequence[int]):
 
     @property
     def held_from(self) -> int:
-        """Return the position after the left-out ids; 0 if none are left out."""
+        """The position after the last left-out id; 0 if no ids are left out."""
         nums = range(len(self._parts), 0, -1)
         return next((num * _PART for num in nums if self._parts[num - 1].ids is None), 0)
 
     def holds(self, at: int) -> bool:
-        """Whether the id at a position is not left out."""
+        """Whether the id at position `at` is in memory (not left out)."""
         return not _PART <= at < self.held_from
 
     def ids(self, start: int = 0, end: int | None = None) -> _Ids:
@@ -168,7 +168,7 @@ class Tokens(Sequence[int]):
         return num + num_common(self.packed(num, num + _PART), other.packed(num, num + _PART))
 
     def digest(self) -> str:
-        """Return a 16-byte digest, as hex, of the digests of all whole parts and of the remaining ids."""
+        """Return the 16-byte digest of the tokens, as hex: a hash of all parts' digests and of the rest."""
         return _digest(self._parts, self._rest).hexdigest()
 
     def plain_digest(self) -> str:
@@ -180,7 +180,7 @@ class Tokens(Sequence[int]):
         return Tokens(self._parts, self._rest)
 
     def shortened(self, end: int) -> Tokens:
-        """Leave out the ids of the whole parts before `end`, except for the first part."""
+        """Return these tokens without the ids of the whole parts before `end`, except for the first part."""
         first, num = max(self.held_from // _PART, 1), end // _PART
         if num <= first:
             return self
@@ -208,7 +208,7 @@ class Tokens(Sequence[int]):
     def unpack_shortened(
         cls, before: bytes, digests: bytes, behind: bytes, boundaries: Sequence[Boundary]
     ) -> Tokens:
-        """Unpack what `pack_shortened` returned, with the boundaries. Raises `ValueError`."""
+        """Make tokens from the results of `pack_shortened`, and their boundaries. Raises `ValueError`."""
         begun = unpack(before)
         if len(begun) % _PART or len(digests) % _DIGESTED:
             raise ValueError("not whole parts of tokens")
@@ -227,7 +227,7 @@ class Chain:
         self._names = [root]
 
     def resume(self, tokens: Tokens, names: Iterable[bytes]) -> None:
-        """Take over the known names of some tokens' first blocks, whose ids may be left out."""
+        """Start from known `names` of the first blocks of `tokens`, whose ids may be left out."""
         self._names = [self.root, *names]
         self._named = tokens[: (len(self._names) - 1) * self.block].alone()
 
@@ -262,7 +262,7 @@ def _digest(before: Sequence[_Part], ids: _Ids) -> hashlib.blake2b:
 
 
 def as_tokens(ids: Iterable[int] = ()) -> Tokens:
-    """Make tokens of ids. Raises `OverflowError` for one outside of uint32."""
+    """Make `Tokens` from ids. Raises `OverflowError` for an id outside of uint32."""
     return ids if isinstance(ids, Tokens) else Tokens() + ids
 
 
@@ -281,7 +281,7 @@ def pack(tokens: Sequence[int]) -> bytes:
 
 
 def unpack(packed: bytes) -> Tokens:
-    """Unpack what `pack` returned. Raises `ValueError` if a token is truncated."""
+    """Unpack the bytes that `pack` returned. Raises `ValueError` if a token is truncated."""
     ids = array("I")
     ids.frombytes(packed)
     if sys.byteorder == "big":

@@ -1,1 +1,1 @@
-"""Reads, replays and copies the log for its operator. Reaches NATS through the client."""
+"""Reads, replays and copies the log, for operators. Reaches NATS through the client."""

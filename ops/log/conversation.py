@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Turn(Struct, frozen=True, kw_only=True):
-    """A request, None if its body is not valid, and its result, None if it waits or is not valid."""
+    """A request and its result. An invalid body is None, and so is the result of a waiting request."""
 
     number: int
     seq: int

@@ -1,8 +1,8 @@
 """One file that holds a session's log, and perhaps its KV: written, checked and read.
 
 The file is a plain tar: `session.json`, `log.jsonl` with a line for each request and its result, then KV
-snapshots as `turnkeep cache export` writes them. Requests without a result are left out: after an import, the
-workers of both logs would answer them.
+snapshots as `turnkeep cache export` writes them. Requests without a result are left out: after an import,
+the workers of both logs would answer such a request.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class CopyError(TurnkeepError):
 class Manifest(Struct, frozen=True, kw_only=True):
     """The contents of an exported file.
 
-    `digest` is the digest of its log; `kv` are the names and sizes of its snapshots.
+    `digest` is the digest of the file's log; `kv` has the name and size of each of its snapshots.
     """
 
     format: int
@@ -74,7 +74,7 @@ class _Form(Struct):
 
 
 class Line(Struct, frozen=True, kw_only=True):
-    """A request and its result, with the sequences and times that they had in their log."""
+    """A request and its result, with their sequences and times in the log that they come from."""
 
     seq: int
     stored: _Time

@@ -32,7 +32,7 @@ class DeadError(TurnkeepError):
 
 
 class Dead(Struct, frozen=True, kw_only=True):
-    """A dead letter. `at` is its sequence in the log, `asked` its request if the caller wanted it."""
+    """A dead letter. `at` is its sequence in the log; `asked` is its request, if it was read too."""
 
     tenant: str
     session: str
@@ -61,7 +61,7 @@ async def letters(client: Client, tenant: str = "*", session: str = "*") -> list
 
 
 async def find(client: Client, session: str, request: str) -> Dead:
-    """Return the letter of a request, by its id or sequence, with the request. Raises `DeadError`."""
+    """Return the dead letter and the request of this id or sequence. Raises `DeadError`."""
     for dead in reversed(await letters(client, client.tenant, session)):
         if request in (dead.letter.id, str(dead.letter.seq)):
             stored = await client.stored.get(dead.key, "in", dead.letter.seq)

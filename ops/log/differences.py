@@ -26,10 +26,10 @@ _AROUND: Final = 30
 
 
 class Difference(Struct, frozen=True, kw_only=True):
-    """The first difference of a session: at its request `number` (from 1), with this `id`.
+    """The first difference between a session and its replay: at request `number` (from 1), with this `id`.
 
-    `token` is the answer's first token that differs; None if the context before the answer differs already,
-    or if there is no answer.
+    `token` is the index of the answer's first different token; None if the context before the answer
+    differs, or if there is no answer.
     """
 
     session: str

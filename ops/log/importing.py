@@ -1,4 +1,4 @@
-"""Puts a session that was exported into a log: all of it, or nothing. Knows nothing of files or KV."""
+"""Puts an exported session into a log: all of it, or nothing. Knows nothing of files or KV."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ATTEMPTS: Final = 60
 
 
 class Import:
-    """Puts a session into a log, so that a worker finds no request of it without its result."""
+    """Puts a session into a log, each request with its result, so that no worker answers a request again."""
 
     def __init__(self, client: Client, key: SessionKey) -> None:
         self._stream, self._subjects, self._key = client.stored, client.subjects, key
@@ -44,7 +44,7 @@ class Import:
             )
 
     async def run(self, lines: Sequence[Line], progress: Callable[[int, int, str], None]) -> None:
-        """Store all exchanges, or none; up to 300 at a time appear at once. Raises `CopyError`."""
+        """Store all exchanges, or none; batches of up to 300 are atomic. Raises `CopyError`."""
         await self.check()
         await self._stream.allow_batches()
         done = 0

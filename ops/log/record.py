@@ -1,4 +1,4 @@
-"""Recorded sessions from a log: requests with their results, and which of them can be replayed. Pure."""
+"""Recorded sessions: the requests of a log with their results, and which requests can be replayed. Pure."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A request and its result, with their entries in the log."""
+    """A request and its result; `asked` and `answered` are their entries in the log."""
 
     request: Request
     result: Result
@@ -42,13 +42,13 @@ class Exchange:
 
     @property
     def took_s(self) -> float:
-        """Seconds from request to result, by the log."""
+        """Seconds from the request to its result, by the log's timestamps."""
         return (self.answered.stored - self.asked.stored).total_seconds()
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Sessions by name, with their replayable exchanges. `left_out` counts the others by reason."""
+    """Sessions by name, with their replayable exchanges. `left_out` counts other exchanges by reason."""
 
     sessions: dict[str, list[Exchange]]
     left_out: dict[str, int]
@@ -65,7 +65,7 @@ class Record:
 
 
 def pair_up(entries: Sequence[Entry]) -> Iterator[Exchange]:
-    """Yield the requests of a log with their results."""
+    """Yield each answered request of a log with its result."""
     results: dict[int | None, tuple[Result, Entry]] = {}
     for entry in entries:
         if entry.kind == "out" and (result := decoded(decode_result, entry.body)) is not None:
@@ -98,7 +98,7 @@ def within(
 
 
 def fold(entries: Sequence[Entry]) -> Record:
-    """Return the replayable record of a log, without exchanges that changed nothing."""
+    """Return the record of a log, without exchanges that changed no session, such as refused requests."""
     sessions: defaultdict[str, list[Exchange]] = defaultdict(list)
     joined = list(pair_up(entries))
     left_out = Counter({"not valid, or not answered": sum(one.kind == "in" for one in entries) - len(joined)})

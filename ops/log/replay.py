@@ -40,11 +40,11 @@ _LAG_S: Final = 10.0
 
 
 class ReplayError(TurnkeepError):
-    """A replay is not possible; the message says what would help."""
+    """A replay is not possible; the message gives the remedy."""
 
 
 class Times(Struct, frozen=True, kw_only=True):
-    """Median and 99th percentile in seconds, of the time to a request's result and to the first token."""
+    """Medians and 99th percentiles in seconds: from a request to its result, and to its first token."""
 
     turnaround: tuple[float, float]
     first_token: tuple[float, float]
@@ -77,7 +77,7 @@ class _Played:
 
 
 class Replay:
-    """Plays a record, as fast as it was made times `speed`. Event loop only."""
+    """Plays a record, `speed` times as fast as it was recorded. Event loop only."""
 
     def __init__(
         self,

@@ -32,7 +32,7 @@ ORDERS: Final = ("last", "name", "position", "entries", "bytes")
 
 
 class SessionRow(Struct, frozen=True, kw_only=True):
-    """One session. `last` is when its last result was stored, or its last request if that still waits.
+    """One session. `last` is the time of its last result, or of its last request if that still waits.
 
     `state` is `waiting` while requests have no result; `failed` if workers refuse all its requests, since
     they cannot restore the history that the log proves; `forgotten` if only the close is left in the log.
@@ -70,7 +70,7 @@ _OUTCOME: Final = msgspec.json.Decoder(_Outcome)
 
 
 async def list_sessions(client: Client, tenant: str = "*", match: str = "*") -> list[SessionRow]:
-    """List the sessions of a tenant, or of all, whose names match, in no order. Raises `TurnkeepError`."""
+    """List the sessions whose names match, of one tenant or of all, unordered. Raises `TurnkeepError`."""
     every = await client.stored.subjects(tenant)
     counts = {key: kinds for key, kinds in every.items() if fnmatchcase(key.session, match)}
     results = {key: one async for key, one in client.stored.last(counts, "out")}
@@ -157,7 +157,7 @@ def _shortened(text: str) -> str:
 
 
 async def measured(client: Client, rows: Sequence[SessionRow], tenant: str = "*") -> list[SessionRow]:
-    """Add the sizes of the sessions: bodies and headers of their entries, all of which are read."""
+    """Add the sizes of the sessions (bodies and headers of all entries). Reads every entry."""
     sizes: dict[SessionKey, int] = dict.fromkeys((SessionKey(row.tenant, row.session) for row in rows), 0)
     async for key, one in client.stored.every(SessionKey(tenant, "*")):
         if key in sizes:
@@ -167,7 +167,7 @@ async def measured(client: Client, rows: Sequence[SessionRow], tenant: str = "*"
 
 
 def order(rows: Iterable[SessionRow], by: str) -> list[SessionRow]:
-    """Sort by one of `ORDERS`."""
+    """Sort the rows by `by`, one of `ORDERS`."""
     if by == "name":
         return sorted(rows, key=lambda row: (row.tenant, row.session))
     field = {"bytes": "size_bytes"}.get(by, by)

@@ -1,1 +1,1 @@
-"""NATS for several tenants: an account for each of them, and the program that makes the accounts."""
+"""NATS for several tenants: a program that makes an account for each tenant."""

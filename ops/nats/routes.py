@@ -17,9 +17,9 @@ _PASSWORD: Final = re.compile(r'password: "([\w-]+)"')
 
 
 def write_routes(folder: Path, hosts: list[str]) -> None:
-    """Write the routes to these hosts, `NAME` or `NAME:PORT`, in a file that its owner alone reads.
+    """Write the routes to these hosts (`NAME` or `NAME:PORT`) to a file that only its owner can read.
 
-    A password that is in the file already is kept, since nodes with another password are refused.
+    If the file exists, its password is kept, since nodes with different passwords refuse each other.
     """
     if not (folder / CLUSTER).exists():
         shutil.copy(Path(__file__).with_name(CLUSTER), folder / CLUSTER)

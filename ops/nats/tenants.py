@@ -43,7 +43,7 @@ _MIRRORING: Final = ("CREATE", "UPDATE")
 
 
 def make_seed(path: Path) -> str:
-    """Return the public key of the user's seed in a file. A missing file is created with a new seed."""
+    """Return the public key of the nkey seed in a file; create a missing file with a new user seed."""
     with contextlib.suppress(FileExistsError), open(path, "xb", opener=_private) as file:
         file.write(nkeys.encode_seed(os.urandom(32), nkeys.PREFIX_BYTE_USER))
     return str(nkeys.from_seed(bytearray(path.read_bytes().strip())).public_key.decode())
@@ -67,7 +67,7 @@ class Limits:
 def accounts(
     subjects: Subjects, users: dict[str, tuple[str, str]], worker: str, metrics: str, limits: Limits
 ) -> dict[str, Any]:
-    """Build the server's accounts. `users`: by tenant, the public keys of its clients and of its mirrors.
+    """Build the server's accounts. `users` maps a tenant to the public keys of its clients and its mirrors.
 
     `worker` and `metrics` are the public keys of the workers and of monitoring.
     """
@@ -180,7 +180,7 @@ def _mirrored(subjects: Subjects, stream: str, tenant: str) -> str:
 def write(
     folder: Path, tenants: tuple[str, ...], prefix: str, limits: Limits, rotated: tuple[str, ...] = ()
 ) -> list[str]:
-    """Add tenants to the folder's configuration; returns all that it has now.
+    """Add tenants to the configuration in a folder; return all tenants that are in it now.
 
     The clients of the tenants in `rotated` get a new seed. Raises `TurnkeepError` if such a tenant does not
     exist.
@@ -212,7 +212,7 @@ def write(
 async def mirror(
     folder: Path, tenant: str, url: str, subjects: Subjects, keep_s: float, max_bytes: int
 ) -> None:
-    """Make the mirrors in a tenant's account, or change them to these limits. Raises `TurnkeepError`."""
+    """Create the stream mirrors in a tenant's account, or update their limits. Raises `TurnkeepError`."""
     client = Nats()
     said = "no answer"
 
@@ -306,10 +306,10 @@ def main(
     cluster: str | None,
     rotated: tuple[str, ...],
 ) -> None:
-    """Add each TENANT to the NATS configuration in FOLDER, which is made if need be; print the seed files.
+    """Add each TENANT to the NATS configuration in FOLDER, created if missing; print the seed files.
 
-    Then (re)start the server, and run this again with --nats: it makes the mirrors for reading back. All
-    tenants get the limits that are given, or the defaults, each time.
+    Then (re)start the server, and run this again with --nats, which creates the mirrors that clients read
+    from. Every run gives all tenants the limits on its command line, or the defaults.
     """
     hosts = cluster.split(",") if cluster is not None else []
     if cluster is not None and (len(hosts) != 3 or not all(hosts)):

@@ -144,7 +144,7 @@ def render() -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the document, or with `--check FILE` say whether the file is the document."""
+    """Print the document; with `--check FILE` only return 1 if FILE differs from it."""
     parser = argparse.ArgumentParser(prog="python -m turnkeep_client.asyncapi", description=main.__doc__)
     parser.add_argument("--check", metavar="FILE", type=Path, help="exit with 1 if FILE is not the document")
     checked: Path | None = parser.parse_args(arguments).check

@@ -69,7 +69,7 @@ class Wire(Protocol):
         """Say whether the message of `subject` at `seq` was removed from `stream`; false if unknown."""
 
     async def listen(self, subject: str, on_body: Callable[[bytes], None]) -> Callable[[], Awaitable[None]]:
-        """Call `on_body` for every message; awaiting the returned function ends that."""
+        """Subscribe: call `on_body` for every message. Await the returned function to unsubscribe."""
 
 
 class _Sequenced(Struct):
@@ -145,14 +145,14 @@ class _ResultFeed:
 
 
 class ResultFeeds:
-    """The result feeds in use, by session."""
+    """Subscriptions to sessions' results (`out`): one for each session that some caller waits for."""
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
         self._feeds: dict[SessionKey, _ResultFeed] = {}
 
     async def acquire(self, key: SessionKey) -> _ResultFeed:
-        """Subscribe to the session's `out` until `release`."""
+        """Return the session's feed, subscribed to `out`. Each `acquire` needs a `release`."""
         feed = self._feeds.setdefault(key, _ResultFeed(self._wire, key))
         feed.users += 1
         try:
@@ -166,7 +166,7 @@ class ResultFeeds:
         return feed
 
     async def release(self, key: SessionKey, feed: _ResultFeed) -> None:
-        """End one caller's use of a feed; after the last one the subscription ends."""
+        """End one caller's use of a feed; unsubscribe if it was the last caller."""
         feed.users -= 1
         if feed.users == 0:
             del self._feeds[key]  # before the await: a later call must open a new one
@@ -236,7 +236,7 @@ class Call:
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
-        """Subscribe to the result, and publish the request unless already published. Blocks may overlap."""
+        """Subscribe to the result inside the block. The first block also publishes the request."""
         self._users += 1
         try:
             async with self._in_time(), self._starting:
@@ -249,7 +249,7 @@ class Call:
                 await self._stop()
 
     async def wait_for_change(self, at_most_s: float = LAST_POLL_S) -> None:
-        """Wait until something arrives; after a reconnection or a long silence, read the log."""
+        """Wait for the next event, such as the result; after a reconnect or a long wait, read the log."""
         async with self._in_time():
             if self._epoch == self._wire.epoch and not self._wire.closed:
                 patience_s = min(self._poll_s, at_most_s)

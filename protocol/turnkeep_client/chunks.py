@@ -10,11 +10,11 @@ from .messages import Chunk, Generated
 
 
 class Assembly:
-    """The known beginning of one answer.
+    """The beginning of one answer, joined from the chunks received so far.
 
-    After a worker or server crash the same tokens may come again in different chunks. A chunk's token
-    position is its `i`; its text position is known only if another chunk began or ended at `i`. Any other
-    chunk is ignored: `has_gap` is true then, until a chunk that can be placed adds tokens.
+    After a worker or server crash the same tokens may come again in different chunks. A chunk's `i` is the
+    position of its first token in the answer. The position of its text is known only if another chunk began
+    or ended at `i`. Otherwise the chunk is ignored, and `has_gap` is true until a later chunk adds tokens.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Assembly:
         self._text_at = {0: 0}
 
     def add(self, chunk: Chunk) -> Chunk | None:
-        """Return the new part of `chunk`, or None.
+        """Add a chunk; return the part of it that is new, None if no part is new or the chunk is ignored.
 
         Raises `StreamBrokenError` if it contradicts earlier chunks.
         """
@@ -44,7 +44,7 @@ class Assembly:
         return self._extend(chunk.tokens[num_known:], chunk.text[self._text_length - text_start :])
 
     def finish(self, result: Generated) -> Chunk | None:
-        """Return the rest of `result` after the chunks; raises `StreamBrokenError` if they contradict it."""
+        """Return the part of `result` after all chunks, None if empty; `StreamBrokenError` if they differ."""
         num_known = len(self._tokens)
         if list(result.tokens[:num_known]) != self._tokens:
             raise StreamBrokenError(f"the recorded tokens of {result.id} differ from those streamed")

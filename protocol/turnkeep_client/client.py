@@ -102,7 +102,7 @@ async def connect(
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """Counts of requests: not yet delivered, delivered but not acknowledged, and redelivered among these."""
+    """Counts of requests: undelivered; delivered but not acknowledged; and, among the latter, redelivered."""
 
     num_pending: int
     num_ack_pending: int
@@ -161,7 +161,7 @@ class Client:
         timeout_s: float = 60.0,
         **sampling: Unpack[Sampling],
     ) -> Generated:
-        """Generate by core NATS request and reply: no access to the log, no stream, no retry.
+        """Generate by core NATS request and reply: no streamed chunks, no retries, no rights on the log.
 
         Raises `RequestFailedError`, and `NoWorkerError` if no worker serves or `timeout_s` passes.
         """
@@ -181,9 +181,9 @@ class Client:
         return [one for one in found if one is not None]
 
     async def log_backwards(self, session: str) -> AsyncIterator[list[Entry]]:
-        """Yield a session's log backwards in growing pieces; each piece is in order.
+        """Yield a session's log in pieces, the newest piece first; each piece is in log order.
 
-        Starts at the last result. Raises `NoWorkerError` if the log cannot be read.
+        The first piece ends with the last result. Raises `NoWorkerError` if the log cannot be read.
         """
         key, subjects = session_key(self.tenant, session), self._wire.subjects
         end = 1 + await self._wire.last_seq(subjects.log_stream, subjects.of(key, "out"))
@@ -202,16 +202,16 @@ class Client:
 
     @property
     def stored(self) -> LogStream:
-        """The log's stream, for operators; the user must be allowed to ask for it."""
+        """The log's stream, for operators: most of its methods need rights on JetStream's API."""
         return LogStream(self._wire, self._wire.subjects)
 
     @property
     def connected(self) -> bool:
-        """Whether the client is connected now. It reconnects by itself."""
+        """Whether the client is connected now; if not, it is reconnecting, or closed."""
         return self._wire.connected
 
     async def backlog(self) -> Backlog:
-        """Return the backlog of the log's consumer, for all tenants. The user needs the right to ask for it.
+        """Return the backlog of the log's consumer, for all tenants. Needs the right to read consumer info.
 
         Raises `NoWorkerError` if there is no consumer, or no answer.
         """

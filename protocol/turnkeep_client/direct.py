@@ -39,10 +39,10 @@ class DirectGets:
         self._numbers = itertools.count()
 
     async def read(self, stream: str, request: Mapping[str, Any]) -> tuple[list[Msg], int]:
-        """Return the messages that a request finds, each with headers, and how many more there are.
+        """Return one batch: messages that match a request, and the number of matches after the batch.
 
-        `request` is the body of `$JS.API.DIRECT.GET`, with `batch`. If the connection is lost, so are the
-        replies.
+        `request` is the body of a `$JS.API.DIRECT.GET` request, including `batch`. If the connection is lost
+        meanwhile, raises nats-py's TimeoutError.
         """
         async with self._opening:
             if self._subscription is None:

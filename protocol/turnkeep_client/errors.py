@@ -1,6 +1,6 @@
 """The protocol's error codes, which of them may be retried, and the client's exceptions.
 
-Knows nothing of what causes an error in a worker.
+Knows nothing of the causes of errors in a worker.
 """
 
 from __future__ import annotations

@@ -32,7 +32,8 @@ class _Type(Struct):
 def explain(error: Exception, body: bytes, expected: Any, what: str) -> str:
     """Say why `body` is not `expected` (a message type or a union of them), called `what` in the sentence.
 
-    `error` is what msgspec raised: `DecodeError`, `ValidationError`, `UnicodeDecodeError`, `RecursionError`.
+    `error` is the exception from decoding: `DecodeError`, `ValidationError`, `UnicodeDecodeError`,
+    `RecursionError`.
     """
     if not body.strip():
         return f"the body is empty: {what} must be one JSON object"

@@ -1,4 +1,4 @@
-"""A generate for its client: the chunks while the answer runs, the recorded result at the end.
+"""The client's side of one generate request: chunks while the answer runs, then the recorded result.
 
 Reads missing chunks from the token stream. `chunks` joins chunks; `calls` waits for the result.
 """
@@ -25,9 +25,9 @@ MAX_WAITING_CHUNKS: Final = 65_536
 
 
 class Generation:
-    """A running generate. Iterate over it for its chunks, await it for its result, or do both.
+    """One generate request. Iterate over it for its chunks, await it for its result, or do both.
 
-    Whichever comes first publishes the request. Leaving the iteration early does not stop the answer;
+    The first iteration or await publishes the request. Leaving the iteration early does not stop the answer;
     `cancel` does. The joined texts and tokens of the chunks are exactly those of the result.
     """
 
@@ -59,7 +59,7 @@ class Generation:
         return expect(Generated, await self._call.wait())
 
     async def cancel(self) -> Cancelled:
-        """Ask the worker to stop the answer. It then ends with the finish_reason `cancelled`."""
+        """Ask the worker to stop the answer, which then ends with the finish_reason `cancelled`."""
         return await self._cancel(self.id)
 
     async def __aiter__(self) -> AsyncIterator[Chunk]:

@@ -29,9 +29,10 @@ BUILD_HEADER: Final = "Turnkeep-Build"
 
 
 class Entry(NamedTuple):
-    """One message of the log; `stored` is the server's time. Only results have the last three fields.
+    """One message of the log, stored at the server's time `stored`. Requests lack the last three fields.
 
-    `build` names the `worker` that made the result, its `version`, `dtype`, `device` and `kv` precision.
+    `history` is the digest of the session's tokens after the result. `build` names the `worker` that made the
+    result, its `version`, `dtype`, `device` and `kv` precision.
     """
 
     seq: int
@@ -66,13 +67,13 @@ def entry(subjects: Subjects, seq: int, body: bytes, headers: Mapping[str, str])
 
 
 def words(header: str) -> dict[str, str]:
-    """Parse a header of `name=value` words."""
+    """Parse a header that consists of `name=value` words, separated by spaces."""
     return dict(word.split("=", 1) for word in header.split() if "=" in word)
 
 
 def derived_seed(key: SessionKey, seq: int) -> int:
-    """Derive the seed of a generate without a `seed`, from its session and its sequence in the log.
+    """Return the seed for a generate that names none: a hash of its session and its sequence in the log.
 
-    A worker that resumes the answer samples the same tokens, and a replay can name the same seed.
+    So a worker that resumes the answer samples the same tokens, and a replay can use the same seed.
     """
     return int.from_bytes(blake2b(f"{key}:{seq}".encode(), digest_size=7).digest(), "big")

@@ -2,8 +2,8 @@
 
 Requests are decoded strictly: unknown fields are refused by name. Results, chunks and replies are decoded
 openly: unknown types, finish reasons, codes and fields are kept, so an old client or worker never overlooks
-the result of a newer worker. This module defines only the messages' shapes; the worker decides what a message
-does to a session.
+the result of a newer worker. This module defines only the messages' shapes; the worker decides how a message
+changes a session.
 """
 
 from __future__ import annotations
@@ -360,7 +360,7 @@ def failure(
 
 
 class DeadLetter(Struct, frozen=True, kw_only=True, tag_field="type", tag="dead"):
-    """Why workers gave up a request. Stored on the subject `dead` of the session; `seq` is the request's."""
+    """Why workers gave up the request at sequence `seq`. Stored on the session's subject `dead`."""
 
     seq: int
     id: str | None
@@ -388,7 +388,7 @@ Result = KnownResult | UnknownResult
 
 
 class Chunk(Struct, frozen=True, omit_defaults=True):
-    """Some tokens of a running generate. `i` is the first one's index; `text` has only whole characters.
+    """Some tokens of a running generate; `i` is the index of the first. `text` has only whole characters.
 
     `seq` is the generate's stream sequence: ignore chunks with another `seq`.
     """
@@ -457,9 +457,9 @@ class Cancelled(Struct, frozen=True, kw_only=True, tag_field="type", tag="cancel
 
 
 class Pinned(Struct, frozen=True, kw_only=True, tag_field="type", tag="pinned"):
-    """Answer to `pin`: of `tokens`, `stored_tokens` are on disk or being written, in `size_bytes`.
+    """Answer to `pin`. `stored_tokens` of the `tokens` are on disk or being written; they take `size_bytes`.
 
-    `pinned_bytes` is the size of all pins in the worker's cache. `noted`: the pin itself is recorded on disk.
+    `pinned_bytes` is the size of all pins in the worker's cache. `noted`: whether the pin itself is on disk.
     """
 
     tokens: int
@@ -488,10 +488,10 @@ class Histogram(Struct, frozen=True):
 class SnapshotCounters(Struct, frozen=True, kw_only=True):
     """Counters of the snapshots; two sums hold at all times.
 
-    `accepted = durable + sum(dropped) + failed + cancelled + in_flight` counts snapshots.
-    `free + pinned + evictable = capacity` counts bytes. `pinned` must not be evicted now: pinned prefixes
-    (`kept`) and blocks that are being written or loaded. `rejected` counts files that failed a check,
-    `timed_out` loads that the disk did not answer in time.
+    `accepted = durable + sum(dropped) + failed + cancelled + in_flight` counts snapshots. `free + pinned +
+    evictable = capacity` counts bytes. `pinned` bytes must not be evicted now: pinned prefixes (`kept`) and
+    blocks that are being written or loaded. `rejected` counts files that failed a check, `timed_out` loads
+    that the disk did not answer in time.
     """
 
     accepted: int = 0
@@ -525,9 +525,9 @@ class TenantFigures(Struct, frozen=True, kw_only=True):
     """A worker's figures by tenant, empty unless its setting `metrics_tenants` asks for them.
 
     The first tenants that a worker sees have their own figures; all others share the name `_other`.
-    `requests` counts results by outcome, which is `ok` or an error's code; `sessions` are those with requests
-    that wait or run. `cached_tokens` counts tokens whose KV was reused, `restored_tokens` the part of them
-    that was read from disk.
+    `requests` counts results by outcome, which is `ok` or an error's code; `sessions` counts sessions with
+    waiting or running requests. `cached_tokens` counts tokens whose KV was reused, `restored_tokens` the
+    cached tokens whose KV was read from disk.
     """
 
     requests: dict[str, dict[str, int]] = {}
@@ -600,7 +600,7 @@ class Metrics(Struct, frozen=True, kw_only=True, tag_field="type", tag="metrics"
 
 
 class Progress(Struct, frozen=True, kw_only=True):
-    """Progress of the running request: how many of its context's tokens have KV, and its new tokens."""
+    """Progress of the running request: `cached_tokens` of its `context_tokens` have KV by now."""
 
     cached_tokens: int
     context_tokens: int
@@ -716,7 +716,7 @@ def decode_result(body: bytes) -> Result:
 
 
 def encode_repeat(body: bytes, *, seq: int, repeat_of: int) -> bytes:
-    """Return the result `body` as the answer to a repeated request at `seq`; unknown fields are kept."""
+    """Encode an earlier result `body` as the answer to a repeat of its request at `seq`; keeps all fields."""
     fields = _decode(_FIELDS, body, "a result")
     numbers = {"seq": seq, "repeat_of": repeat_of}
     return _ENCODER.encode(fields | {name: msgspec.Raw(str(number)) for name, number in numbers.items()})

@@ -1,9 +1,9 @@
-"""nats-py's client, changed so that nothing that a server sends can silence it or stop it from reading.
+"""nats-py's client, changed so that no message from a server can stop it from reading.
 
 A NATS server lets any client publish a header block without a line end, and subjects of almost any bytes. At
 some of them nats-py 2.16 stops reading, reports no error and does not reconnect; if a stream stores such a
 message, it comes back after every restart. This module overrides private methods of nats-py, so tests with
-raw sockets hold its behaviour.
+raw sockets check its behaviour.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class NoTlsError(NatsError):
 
 
 def refusal(error: Exception) -> str | None:
-    """Say why retries cannot help against an error, and what would help. None if retries can help."""
+    """Return why a retry after this error is useless, and the remedy; None if a retry can succeed."""
     text = str(error).lower()
     if isinstance(error, NoTlsError):
         return "does not speak TLS; enable it there, or use nats:// and no CA or certificate"
@@ -51,7 +51,7 @@ def refusal(error: Exception) -> str | None:
 
 
 def unreachable(error: Exception) -> str | None:
-    """Say why no server can be reached at an address. None if it makes sense to try again at once."""
+    """Return why no server can be reached, judging by this error; None if the error has another cause."""
     if isinstance(error, socket.gaierror):
         return "the host name is not known"
     # asyncio raises a bare OSError without a number if all addresses of a name refuse.
@@ -72,7 +72,7 @@ class Nats(Client):
         self._ps = _Parser(self)  # type: ignore[assignment]
 
     async def abandon(self) -> None:
-        """Close a failed connection: after a failed TLS handshake `close` may never return."""
+        """Close a failed connection within a time limit: after a failed TLS handshake `close` may hang."""
         with contextlib.suppress(TimeoutError, AssertionError):  # nats-py asserts that it was ever connected
             async with asyncio.timeout(_ABANDON_S):
                 await self.close()

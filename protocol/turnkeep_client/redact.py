@@ -11,7 +11,7 @@ _CREDENTIALS: Final = re.compile(r"(?<=://)[^\s/]*@")
 
 
 def shown(urls: str) -> str:
-    """Write comma-separated NATS URLs as scheme, host and port only; hide what cannot be parsed."""
+    """Reduce comma-separated NATS URLs to scheme, host and port; hide a URL that cannot be parsed."""
     return ",".join(_shown(url.strip()) for url in urls.split(","))
 
 

@@ -75,7 +75,7 @@ class Sampling(TypedDict, total=False):
 
 
 class Session:
-    """A session by its name. Several objects may stand for one session.
+    """A session by its name. Several objects may represent the same session.
 
     A `request_id` that is left out is generated. Repeating a request under its id is safe: the worker answers
     with the recorded result. `timeout_s` runs from the call to the result; without it a call waits without
@@ -134,8 +134,8 @@ class Session:
         """Add exactly one of `messages`, `text`, `tokens` and wait until it is prefilled.
 
         `special_tokens` parses special tokens that are spelled out in messages: for trusted messages only.
-        After `deadline_s` the worker drops the request; `timeout_s` only ends the wait. `headers` go with the
-        NATS message: by the caller's `traceparent` the worker's spans join the caller's trace.
+        After `deadline_s` the worker drops the request; `timeout_s` only ends the wait. `headers` are headers
+        of the NATS message; a `traceparent` adds the worker's spans to the caller's trace.
         """
         request = build(
             Append,
@@ -162,10 +162,10 @@ class Session:
         headers: Mapping[str, str] | None = None,
         **sampling: Unpack[Sampling],
     ) -> Generation:
-        """Prepare a generate, after appending at most one of `messages`, `text`, `tokens`.
+        """Prepare a generate, which first appends at most one of `messages`, `text`, `tokens`.
 
-        Iterate over it or await it to send it. `headers` as for `append`. Raises `InvalidMessageError` at
-        once.
+        Iterate over the result or await it to send the request. `headers` as for `append`. Raises
+        `InvalidMessageError` at once.
         """
         request = build(
             Generate,
@@ -298,7 +298,7 @@ _Q = TypeVar("_Q", Open, Append, Generate, Rewind, Close)
 
 
 def build(kind: type[_Q], request_id: str | None = None, **fields: Any) -> _Q:
-    """Build a request without the fields that are None. Raises `InvalidMessageError` with a worker's text."""
+    """Build a request, leaving out fields that are None. Raises `InvalidMessageError` as a worker would."""
     given = {name: value for name, value in fields.items() if value is not None}
     tag = kind.__struct_config__.tag
     request = decode_request(encode({"type": tag, "id": request_id or uuid4().hex, **given}))

@@ -1,4 +1,4 @@
-"""The log's stream for its operator: the sessions in it, their last entries, and single entries.
+"""The log's JetStream stream, for operators: list sessions, and read, remove and store entries.
 
 Get it from `Client.stored`. Most methods need rights on JetStream's API that a tenant's client may lack; each
 method names them.
@@ -38,11 +38,11 @@ class StreamError(TurnkeepError):
 
 
 class LastSequenceError(StreamError):
-    """Somebody else has written to the log."""
+    """Another client has written to the log meanwhile, so nothing was stored."""
 
 
 class Unsent(NamedTuple):
-    """A message to store."""
+    """A message to be stored in the log."""
 
     subject: str
     body: bytes
@@ -50,7 +50,7 @@ class Unsent(NamedTuple):
 
 
 class Api(Protocol):
-    """The calls that the stream makes on a connection. All raise `NoWorkerError` and `NotPermittedError`."""
+    """The NATS calls that `LogStream` needs. All raise `NoWorkerError` and `NotPermittedError`."""
 
     async def api(self, subject: str, body: bytes, headers: dict[str, str] | None = None) -> dict[str, Any]:
         """Ask JetStream's API, or publish to a stream, and return the answer. Raises `StreamError`."""
@@ -59,7 +59,7 @@ class Api(Protocol):
         """Publish without waiting for an answer."""
 
     def batches(self, stream: str, request: dict[str, Any]) -> AsyncGenerator[list[Stored], None]:
-        """Yield the messages that a batched direct get finds, in pieces."""
+        """Yield the messages that match a batched direct get, one list per batch."""
 
 
 class LogStream:
@@ -95,7 +95,7 @@ class LogStream:
     async def last(
         self, keys: Iterable[SessionKey], kind: SessionKind
     ) -> AsyncIterator[tuple[SessionKey, Stored]]:
-        """Yield the last entry of a kind of each session that has one. Needs `$JS.API.DIRECT.GET.<log>`."""
+        """Yield each session's last entry of this kind, if it has one. Needs `$JS.API.DIRECT.GET.<log>`."""
         wanted = {self._subjects.of(key, kind): key for key in keys}
         subjects = list(wanted)
         for start in range(0, len(subjects), _SUBJECTS_AT_ONCE):
@@ -105,7 +105,7 @@ class LogStream:
                     yield wanted[one.headers["Nats-Subject"]], one
 
     async def every(self, key: SessionKey, kind: str = "*") -> AsyncIterator[tuple[SessionKey, Stored]]:
-        """Yield a session's entries in order; tenant and name may be `*`.
+        """Yield a session's entries in order; the key's tenant and session may be `*` (all).
 
         Needs `$JS.API.DIRECT.GET.<log>`.
         """
@@ -146,7 +146,7 @@ class LogStream:
         return int(reply["state"]["last_seq"])
 
     async def allow_batches(self) -> None:
-        """Let the stream take whole batches. Needs `$JS.API.STREAM.INFO` and `.UPDATE.<log>`."""
+        """Allow atomic batches, for `store`. Needs `$JS.API.STREAM.INFO.<log>` and `.UPDATE.<log>`."""
         try:
             config = (await self._api.api(f"$JS.API.STREAM.INFO.{self.name}", b""))["config"]
         except StreamError as error:
@@ -160,9 +160,9 @@ class LogStream:
                 raise StreamError("the NATS server cannot store batches at once; it must be 2.12 or newer")
 
     async def store(self, messages: Sequence[Unsent], after: int) -> None:
-        """Store up to 1,000 messages directly after the sequence `after`: all of them, or none.
+        """Store up to 1,000 messages atomically, if `after` is the log's last sequence.
 
-        Raises `LastSequenceError` if another entry came after `after`. Needs the right to publish on the
+        Raises `LastSequenceError` if the log has an entry after `after`. Needs the right to publish on the
         messages' subjects.
         """
         batch = uuid4().hex

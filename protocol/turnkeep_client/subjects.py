@@ -89,23 +89,23 @@ class Subjects:
         return f"{self.prefix}.{key.tenant}.{key.session}.{kind}.{request_id}"
 
     def log(self, key: SessionKey) -> str:
-        """Return the pattern of all of a session's subjects in the log stream."""
+        """Return the wildcard that matches all subjects of a session in the log stream."""
         return f"{self.prefix}.{key.tenant}.{key.session}.*"
 
     def every(self, kind: SessionKind) -> str:
-        """Return the pattern of `kind` of every session."""
+        """Return the wildcard that matches the subject `kind` of every session."""
         return f"{self.prefix}.*.*.{kind}"
 
     def same(self, kind: SessionKind) -> str:
-        """Return the target of a NATS subject mapping: `kind` of the same session that `every` matched."""
+        """Return the target of a NATS subject mapping from `every`: `kind` of the matched session."""
         return f"{self.prefix}.{{{{wildcard(1)}}}}.{{{{wildcard(2)}}}}.{kind}"
 
     def every_token(self, kind: ChunkKind = "tok") -> str:
-        """Return the pattern of all generates' token chunks."""
+        """Return the wildcard that matches the token chunks of every generate."""
         return f"{self.prefix}.*.*.{kind}.*"
 
     def same_tokens(self, kind: ChunkKind) -> str:
-        """Return the target of a NATS subject mapping: `kind` of the generate that `every_token` matched."""
+        """Return the target of a NATS subject mapping from `every_token`: `kind` of the matched generate."""
         return f"{self.prefix}.{{{{wildcard(1)}}}}.{{{{wildcard(2)}}}}.{kind}.{{{{wildcard(3)}}}}"
 
     def metrics(self, worker: str) -> str:

@@ -206,7 +206,7 @@ class Batch:
 
     @property
     def growing(self) -> list[int]:
-        """For each row whose caches are full, so that the next step allocates: its number of tokens."""
+        """The lengths in tokens of all rows with full caches, for which the next step allocates memory."""
         # One step may be in flight and another be launched before the next check: room for two tokens.
         full = (row for row in self._rows if row.caches and layers.grows(row.caches, 2))
         return [min(row.num_cached, row.most_held) for row in full] + list(self._keeping.growing)
@@ -227,7 +227,7 @@ class Batch:
         return self._keeping.caches(row) if row.caches is None else row.caches
 
     def step(self, pieces: Sequence[PrefillPiece], *, run_ahead: bool = False) -> None:
-        """Run every row and piece, and draw the rows' next tokens; rows of `pieces` get their first and join.
+        """Run every row and piece, and draw each row's next token; a piece's row joins with its first token.
 
         A row gets one token, or more if its draft is accepted: see `Row.drawn`. Afterwards KV covers all
         tokens that were run. With `run_ahead` the next step may be launched before the caller has read this

@@ -1,7 +1,7 @@
 """Chooses, once a model is loaded, how its running answers (rows) are batched. Device thread only.
 
-Where the model's classes do not decide this, a trial does: it runs a few tokens batched and one by one, and
-compares the logits. `trials` remembers which trials passed.
+If the model's classes do not determine this, a trial does: it runs a few tokens batched and one by one, and
+compares the logits. `trials` stores which trials have passed.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def batch_for(
     runs_ahead: bool = False,
     trials: Trials | None = None,
 ) -> Batch:
-    """Return an empty batch of the fastest kind that the model supports; log if that kind is slow.
+    """Return an empty batch of the fastest kind that the model supports; log a warning if it is slow.
 
     `room(n)` says whether `n` more bytes may be allocated. `max_draft` limits a row's draft, in tokens. At
     least `pooled_rows` rows of similar length attend together, or `merged_rows` are merged. `runs_ahead`

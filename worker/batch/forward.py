@@ -84,7 +84,7 @@ class _LayerView:
 
 
 class RingView(_LayerView):
-    """Takes the place of a ring cache while mlx-lm's own code runs consecutive tokens of one session.
+    """Replaces a ring cache while mlx-lm's own code runs consecutive tokens of one session.
 
     All these tokens must lie between the same two multiples of the ring's grid.
     """

@@ -44,7 +44,7 @@ class Lookup:
 
     @property
     def may_propose(self) -> bool:
-        """Whether `propose` could return tokens after one more token, whatever that token is."""
+        """Whether `propose` may return a draft once one more, still unknown token is pushed."""
         return self._pause <= 1 and self._place(NGRAM - 1) is not None
 
     def propose(self, most: int) -> list[int]:

@@ -30,7 +30,7 @@ _FEWEST: Final = 4
 
 
 def num_sketched(num_layers: int) -> int:
-    """Return for how many of a model's layers sketches are kept."""
+    """Return in how many layers of a model paged sessions keep sketches (2-bit copies of keys)."""
     return min(num_layers, max(_FEWEST, -(-num_layers // _ONE_IN)))
 
 

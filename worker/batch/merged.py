@@ -2,9 +2,9 @@
 
 Device thread only.
 
-For models that cannot share a pass (`forward`), or whose caches are not all plain: recurrent states, windows,
-hybrids, custom attention. Rows of different length are padded on the left. A row that joins or leaves costs a
-copy of the whole batch; models of plain KV use `slots` instead.
+For models whose rows cannot share a pass (`forward`), or whose caches are not all plain: recurrent states,
+windows, hybrids, custom attention. Rows of different length are padded on the left. A row that joins or
+leaves costs a copy of the whole batch; models of plain KV use `slots` instead.
 
 Only decoding is merged: a row joins with caches that hold its prompt, so recurrent states never see padding.
 Each step can be rolled back until `commit`: the positions are remembered, and so are the arrays of recurrent
@@ -121,7 +121,7 @@ class MergedCaches(Generic[RowT]):
 
     @property
     def removal_bytes(self) -> int:
-        """The most bytes that are allocated to remove a row.
+        """The most bytes that removing one row allocates meanwhile.
 
         First the row is copied, then the other rows, one layer at a time.
         """
@@ -130,9 +130,9 @@ class MergedCaches(Generic[RowT]):
 
     @property
     def growing(self) -> list[int]:
-        """For each row, the length for which the next step allocates; empty if it does not.
+        """The lengths in tokens for which the next step allocates memory, one per row; empty if it does not.
 
-        The first number covers all rows, since the whole batch is copied; the others are 0.
+        The first number stands for all rows, since the whole batch is copied; the others are 0.
         """
         full = [leaf.keys.shape[2] for leaf in _leaves(self._caches) if _is_full(leaf)]
         return [max(full) * len(self._rows)] + [0] * (len(self._rows) - 1) if full else []
@@ -213,7 +213,7 @@ class MergedCaches(Generic[RowT]):
         self._mark = None
 
     def roll_back(self) -> None:
-        """Undo the step that is not committed, if there is one."""
+        """Undo the last step unless it was committed."""
         if self._mark is not None:
             for leaf, fields in zip(_leaves(self._caches), self._mark, strict=True):
                 vars(leaf).update(fields)

@@ -1,11 +1,11 @@
-"""Computes attention to ring caches, whose keys have another rotary position than their session position.
+"""Computes attention to ring caches, whose keys are rotated by other positions than their session positions.
 
-A session without end must not give a model large positions: float32 angles are useless beyond some 100,000.
-So the layers of a `RingCache` count positions modulo `RingCache.grid`: the base, where the count is 0, moves
-on by one grid at a time. A key that was counted from the previous base is one grid further away than its
-rotation says, and a sink must appear right before the window. Rotating the query corrects both, since the dot
-product depends only on the distance. So no stored key changes, and results for a token depend only on its
-position. Device thread only.
+An endless session must not give a model large positions: float32 angles are useless beyond some 100,000. So
+layers with a `RingCache` use positions modulo `RingCache.grid`, counted from a base that is a multiple of the
+grid. A key that was counted from the previous base is one grid further away than its rotation says, and a
+sink must appear right before the window. Rotating the query corrects both, since the dot product depends only
+on the distance. So no stored key changes, and results for a token depend only on its position. Device thread
+only.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ _KINDS: Final = ("here", "before", "sinks")
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """Which places of ring caches are visible to some tokens; the same for all layers with such rings.
+    """Which places of ring caches are visible to some tokens; equal for all layers with rings of this kind.
 
     `seen`, (rows, 1, tokens, places), is None if all places are visible. `before`, (rows, 1, 1, places),
     marks the keys that were counted from the previous base; None if there are none. `to_sinks`, (tokens,), is

@@ -14,7 +14,7 @@ from . import cpu
 
 
 class RunningAttention:
-    """Attention of some tokens of one session: `queries`, (1, heads, tokens, head_dim)."""
+    """The attention of some tokens of one session; their `queries` are (1, heads, tokens, head_dim)."""
 
     def __init__(self, queries: mx.array, scale: float, sink_logits: mx.array | None = None) -> None:
         """`sink_logits`, one per head, are scores of learned attention sinks without keys (some models)."""

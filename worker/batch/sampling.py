@@ -1,7 +1,7 @@
 """Chooses the next token of each row from its logits.
 
 Draws are keyed by (seed, index of the token), never by a running generator: a request draws the same numbers
-whatever else is in the batch, and an interrupted answer continues with the same numbers.
+in every batch, and an interrupted answer continues with the same numbers.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def draw_all(logits: mx.array, draws: Sequence[Draw]) -> mx.array:
 
 
 def waits_for_logits(sampling: Sampling) -> bool:
-    """Say whether `draw_all` evaluates such a row's logits, so that the row cannot run ahead.
+    """Say whether `draw_all` evaluates the logits of a row with this sampling; it cannot run ahead then.
 
     On a CPU sorting 49,152 logits takes 4 ms a row; finding the largest 1,024 takes a seventh of that.
     """

@@ -1,4 +1,6 @@
-"""KV of running answers in shared buffers: attention over all rows is one operation. Device thread only.
+"""Keeps KV of running answers in shared buffers, so that one operation computes attention for all rows.
+
+Device thread only.
 
 A pool holds rows of similar length: `(slots, KV heads, capacity, head_dim)` for the keys of a layer, and for
 its values. A row is copied into a slot when it joins, and out of the slot when it leaves; the other rows stay
@@ -33,7 +35,7 @@ SMALLEST: Final = 256
 
 
 def form_of(caches: Sequence[Any]) -> Form | None:
-    """Return the form of a row with these caches (see `Form`); None if a pool cannot hold them."""
+    """Return, per layer, a ring's (sink, window, grid) or None if plain; one None if no pool can hold it."""
     if not all(type(cache) is KVCache or (type(cache) is RingCache and not cache.bits) for cache in caches):
         return None
     return tuple(
@@ -93,7 +95,7 @@ class Pool:
 
     @property
     def num_rows(self) -> int:
-        """Slots in use."""
+        """Number of slots in use."""
         return sum(self._used)
 
     @property

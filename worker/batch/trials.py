@@ -1,9 +1,8 @@
-"""Remembers on disk which trials a model has passed, so that later starts need not repeat them.
+"""Stores on disk which trials a model has passed, so that later starts need not repeat them.
 
-A trial runs dozens of passes.
-
-A trial finds out whether rows can share a pass, or be merged: with a large vocabulary on a CPU it takes
-seconds, or half a minute on busy cores. `choosing` runs the trials; this module must not know what they test.
+A trial runs dozens of passes, to find out whether rows can share a pass or be merged. With a large vocabulary
+on a CPU it takes seconds, or half a minute on busy cores. `choosing` runs the trials; this module must not
+know what they test.
 """
 
 from __future__ import annotations
@@ -38,9 +37,10 @@ class Trials:
         self._has_begun = False
 
     def way(self, name: str, run: Callable[[], int | None], num_ways: int) -> int | None:
-        """Return which of `num_ways` ways passes: the stored result, or else the result of `run()`.
+        """Return the index of the way, of `num_ways`, that passed: the stored one, or the result of `run()`.
 
-        If no way passes, the result None is not stored: a trial may have failed because memory was short.
+        If no way passes, the result is None, and is not stored: a trial may have failed because memory was
+        short.
         """
         known = self._read().get(self._key, {}).get(name)
         if type(known) is int and 0 <= known < num_ways:

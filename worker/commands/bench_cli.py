@@ -1,6 +1,6 @@
 """The command `turnkeep bench`.
 
-Adds the credentials of the NATS servers at --nats, since the package `bench` does not read settings.
+Adds the credentials for the servers at --nats, since the package `bench` does not read settings.
 """
 
 from __future__ import annotations

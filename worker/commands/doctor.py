@@ -52,7 +52,7 @@ print(json.dumps([mx.__version__, "cpu" if cpu else "metal" if mx.metal.is_avail
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One finding. `missing` and `mend` are empty if nothing is wrong."""
+    """One finding. `missing` (what is wrong) and `mend` (the remedy) are empty if all is well."""
 
     name: str
     state: State

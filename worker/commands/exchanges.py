@@ -41,7 +41,7 @@ class Exchange:
 
 
 async def last_exchanges(client: Client, session: str, at_least: int = 1) -> list[Exchange]:
-    """Return at least the last `at_least` exchanges of a session, or all, the newest last.
+    """Return the last exchanges of a session, at least `at_least` if it has so many; the newest is last.
 
     Reads the log from its end, so a long session costs no more than a short one.
     """
@@ -55,7 +55,7 @@ async def last_exchanges(client: Client, session: str, at_least: int = 1) -> lis
 
 
 def exchanges(entries: Iterable[Entry], position: int | None = None) -> list[Exchange]:
-    """Return the exchanges in a part of a session's log, in order, except removed ones.
+    """Return the exchanges in a part of a session's log, in order, without removed exchanges.
 
     A rewind or a close removes exchanges. `position` is the session's position before this part, or None if
     unknown.

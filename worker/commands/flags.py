@@ -58,7 +58,7 @@ tenant_option = click.option(
 
 
 def check_target(target: Path, *, force: bool) -> None:
-    """Raise `TurnkeepError` if a file would be overwritten without `force`."""
+    """Raise `TurnkeepError` if a file exists, unless `force` allows to overwrite it."""
     if target.exists() and not force:
         raise TurnkeepError(
             f"there is a file {target} already; choose another name, or overwrite it with --force"
@@ -93,7 +93,7 @@ def with_result_timeout(help_text: str) -> Callable[[Callable[..., Any]], Callab
 
 
 def with_settings(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add the options of the named settings (no names: all), and `--config`."""
+    """Add the command-line options of the named settings (no names: of all), and `--config`."""
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         for setting in reversed(settings_module.describe()):
@@ -148,7 +148,7 @@ def with_sampling(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def load_settings(config: Path | None, flags: dict[str, Any]) -> Settings:
-    """Load the settings of a command with these options. Raises `SettingsError`."""
+    """Load the settings for a command, given its options. Raises `SettingsError`."""
     return settings_module.load(flags, os.environ, config)
 
 

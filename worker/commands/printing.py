@@ -1,4 +1,4 @@
-"""Prints tables: folded to a terminal's width, unfolded in a pipe."""
+"""Prints tables: wrapped to a terminal's width, but one line per row in a pipe."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> None:
-    """Print a table: folded to a terminal's width, elsewhere one line per row.
+    """Print a table: wrapped to a terminal's width, but one line per row in a pipe or file.
 
     Cells are printed literally, never as markup.
     """

@@ -19,7 +19,7 @@ def terminal_progress(
     """Yield a callback for progress, in bytes or plain numbers; any thread may call it.
 
     Calls `begins(what)` once per step. A bar is shown only while its step runs: a permanent live display
-    would keep redrawing its line and erase what others print there.
+    would keep redrawing its line and erase other output there.
     """
     begun: set[str] = set()
 

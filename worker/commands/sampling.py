@@ -26,12 +26,12 @@ _CAREFUL: Final = {"repetition_penalty": 1.1}
 
 
 def preferred(own: Mapping[str, float], given: Sampling) -> dict[str, Any]:
-    """Return the options that the user gave, and the model's `own` values for the others."""
+    """Return the options that the user gave, and for the others the model's recommended values (`own`)."""
     return {**(own or _CAREFUL), **{name: value for name, value in given.items() if value not in (None, ())}}
 
 
 async def asked(client: Client, given: Sampling) -> dict[str, Any]:
-    """Ask the worker for the model's own options; options that the user gave replace them."""
+    """Ask the worker for the model's recommended options; options that the user gave replace them."""
     try:
         own = (await client.worker_metrics()).sampling
     except TurnkeepError:  # the request waits in the log for a worker
@@ -40,7 +40,7 @@ async def asked(client: Client, given: Sampling) -> dict[str, Any]:
 
 
 def whole(options: dict[str, Any]) -> dict[str, Any]:
-    """Let an answer without `max_tokens` continue to its natural end."""
+    """Add a very large `max_tokens` if there is none, so that the answer continues to its natural end."""
     return {"max_tokens": _ALL_THAT_FITS, **options}
 
 

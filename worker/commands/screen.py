@@ -1,6 +1,6 @@
 """Shows a streaming answer on a terminal: wraps words, shows a temporary note below, hides typed keys.
 
-In a pipe it prints the text unchanged, and nothing else.
+If the output is a pipe, prints only the text, unchanged.
 """
 
 from __future__ import annotations

@@ -25,9 +25,9 @@ _SILENCE_S: Final = 1.5
 async def stream(session: Session, generation: Generation, *, shown: bool = True, kept: bool = True) -> bool:
     """Print an answer as it arrives; False if Ctrl-C ended the answer or the wait for it.
 
-    Ctrl-C cancels the answer. If no worker is there, or at a second Ctrl-C, only the wait ends: the request
-    stays in the log, unless `kept` is false, which says that the caller then removes the session. Without
-    `shown` the text is not printed. Raises what the generation raises.
+    Ctrl-C cancels the answer. If no worker runs, or at a second Ctrl-C, only the wait ends, and the request
+    stays in the log. `kept` is false if the caller then removes the session. Without `shown` the text is not
+    printed. Raises what the generation raises.
     """
     return await _Stream(session, generation, shown=shown, kept=kept).run()
 

@@ -72,7 +72,7 @@ def talk(settings: Settings, tenant: str, say: Callable[[Client], Coroutine[Any,
 
 
 def command_line(settings: Settings, command: str) -> str:
-    """Return the command line that a user types to run `command` with these settings; without passwords."""
+    """Return the shell command that runs `command` with these settings, without secrets in it."""
     standard, words = type(settings)(), [program(), command]
     for name in CLIENT_SETTINGS:
         value = getattr(settings, name)

@@ -1,1 +1,1 @@
-"""The device thread and its scheduling: the next step, the sessions whose KV stays there, and memory."""
+"""The device thread: which step runs next, which sessions keep KV on the device, and its memory."""

@@ -1,7 +1,7 @@
 """Gives each turn its KV: KV of its own session, a rebuilt snapshot, or a copy of another session's KV.
 
-Device thread only. A turn waits here while another turn prefills their common beginning, or until there is
-memory for a copy. The `runner` decides which step runs when, and how turns end.
+Device thread only. A turn waits here while another turn prefills the prefix that both share, or until there
+is memory for a copy. The `runner` decides which step runs when, and how turns end.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class Acquisition:
 
     @property
     def is_short(self) -> bool:
-        """Whether a turn waits for memory."""
+        """Whether a turn waits for memory to copy another session's KV."""
         return bool(self._short)
 
     def add(self, turn: Turn) -> bool:
-        """Add a turn; False if it waits for another turn to prefill the tokens that both begin with."""
+        """Add a turn; False if it must wait for another turn, which prefills the prefix that both share."""
         # An append leaves its last token to the answer drawn from its logits: run twice, the token could
         # have other bits in memory than on disk.
         turn.target = max(len(turn.context) - (turn.answer is None), 0)
@@ -66,14 +66,14 @@ class Acquisition:
         return not self._sharing.add(turn)
 
     def ready(self) -> list[Turn]:
-        """Return the turns that no longer wait for another turn or for memory, and forget them."""
+        """Remove and return the turns that need not wait for another turn or for memory any more."""
         short: list[Turn] = []
         if not self._room.awaits_drops:
             short, self._short = self._short, []
         return short + self._sharing.ready()
 
     def stop_waiting(self, turn: Turn) -> bool:
-        """End a turn's waiting; False if it did not wait.
+        """Stop a turn from waiting here; False if it did not wait.
 
         The turn then uses only KV of its own session.
         """
@@ -117,7 +117,7 @@ class Acquisition:
         return True
 
     def drop_resident(self) -> bool:
-        """Drop the KV of one session whose turn waits here; False if no waiting turn's session has KV."""
+        """Drop the KV of one session whose turn waits here; False if there is none to drop."""
         for turn in (*self._sharing.following, *self._short):
             if turn.resident is not None:
                 turn.resident = None

@@ -2,9 +2,9 @@
 
 Pure: sizes in, decisions out.
 
-The ledger counts bytes of KV: those reserved by running turns, and those of idle sessions whose KV stays
-resident. The sum never exceeds the limit. A turn reserves what it is likely to need, and more as it grows.
-`Admission` decides who gets memory; the engine carries the decision out.
+The ledger counts bytes of KV: bytes that running turns have reserved, and bytes of idle sessions whose KV
+stays on the device. The sum never exceeds the limit. A turn reserves what it is likely to need, and more as
+it grows. `Admission` decides who gets memory; the engine carries the decision out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PRIORITY_S: Final = 10.0
 
 
 def place(arrived_s: float, priority: int) -> float:
-    """Return a request's place among requests of all priorities, in seconds; the lowest comes first.
+    """Return a request's place in the order of all requests, in seconds; the lowest place comes first.
 
     A place never changes, so no request starves: later requests of higher priority overtake it only for a
     limited time.
@@ -54,9 +54,9 @@ class Claim:
 
 
 class Ledger:
-    """Counts the device bytes of turns and of idle sessions.
+    """Counts the device bytes that turns have reserved and that idle sessions hold.
 
-    The least recently used idle sessions are dropped first.
+    If a reservation needs room, the least recently used idle sessions are dropped first.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -81,7 +81,7 @@ class Ledger:
         return tuple(self._reserved)
 
     def ever_fits(self, size_bytes: int) -> bool:
-        """Say whether a turn of this size could run if it were alone on the device."""
+        """Say whether a turn of this size could run alone on the device."""
         return size_bytes <= self.max_bytes
 
     def reserved(self, claim: Claim) -> int:
@@ -128,15 +128,16 @@ class Decision:
 
 
 class Admission:
-    """Turns that want memory, in the order in which they get it.
+    """Decides in which order turns get memory.
 
-    First the turns that have run or were overtaken, oldest first. If pausing younger turns makes enough room
-    for such a turn, they are paused, youngest first, and no younger turn gets memory before it. Otherwise the
-    turn waits for older ones, and younger ones may use the remaining memory. Then new turns, by priority, and
-    within a priority in rotation by tenant. A new turn that would bring its tenant above `max_tenant_bytes`
-    waits until it fits, or is the tenant's only one. A turn that fits may overtake one that does not; from
-    then on the overtaken turn counts as older than the turns that overtake it. So no turn waits for ever, and
-    the oldest always continues.
+    Turns that have run, or were overtaken, come first, oldest first. If pausing younger turns makes enough
+    room for such a turn, they are paused, youngest first, and no younger turn gets memory before it.
+    Otherwise the turn waits for older turns, and younger turns may use the remaining memory.
+
+    New turns come next, by priority, and within a priority in rotation by tenant. A new turn that would bring
+    its tenant above `max_tenant_bytes` waits until it fits, or until it is the tenant's only turn. A turn
+    that fits may overtake a turn that does not; from then on the overtaken turn counts as older than the
+    turns that overtake it. So no turn waits for ever, and the oldest always continues.
     """
 
     def __init__(self, ledger: Ledger, max_tenant_bytes: int | None = None) -> None:
@@ -149,12 +150,12 @@ class Admission:
 
     @property
     def num_waiting(self) -> int:
-        """Turns that want memory and have none."""
+        """Number of turns that wait for memory and have none."""
         new = sum(len(queue) for tenants in self._new.values() for queue in tenants.values())
         return new + sum(not self._ledger.reserved(claim) for claim in self._aged)
 
     def begin(self, claim: Claim, size_bytes: int) -> Decision:
-        """Ask for `size_bytes` for a turn that is new, or paused: a paused turn's reservation ends."""
+        """Ask for `size_bytes` for a new turn, or for a paused one, whose old reservation ends."""
         self._give_back(claim)
         claim.wanted = size_bytes
         if claim.age is not None:
@@ -176,7 +177,7 @@ class Admission:
         return self.decide()
 
     def decide(self) -> Decision:
-        """Grant what fits now; called after each change, and after idle sessions were dropped."""
+        """Grant the claims that fit now; call it after each change, also after dropping idle sessions."""
         decision = Decision()
         for claim in sorted(self._aged, key=_age):
             if not self._grant(claim, decision) and self._pause_younger(claim, decision):

@@ -1,7 +1,7 @@
 """Chooses the device's next step so that it fits into memory. Device thread only.
 
-The scheduler decides which turns run next, `pace` how many tokens; this module checks that the step fits. If
-a step does not fit, the scheduler's state does not change, and the next choice starts from that state.
+The scheduler decides which turns run next, and `pace` how many prompt tokens; this module checks that the
+step fits. If it does not fit, the scheduler's state stays as it is for the next choice.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class StepChooser:
     def learn(self, choice: ChosenStep, measured_bytes: int) -> None:
         """Learn from a step with prompts that took `measured_bytes` besides weights and KV.
 
-        Later estimates are no lower than that, for a while. While restores are under way nothing is learned,
-        since their memory is measured too.
+        If it took more than estimated, later estimates are raised for a while. While restores are under way
+        nothing is learned, since the measurement would include their memory.
         """
         if choice.step.prefill and not self._room.is_promised:
             factor = self._factor * measured_bytes / choice.scratch_bytes
@@ -91,8 +91,8 @@ class StepChooser:
     def choose(self) -> ChosenStep:
         """Choose a step.
 
-        If none fits, idle sessions are dropped first, then prompts run in smaller pieces, then prompts wait
-        until the running answers end. If no answer runs, one prompt continues alone.
+        If no step fits, idle sessions are dropped first, then prompts run in smaller pieces, then prompts
+        wait until the running answers end. If no answer runs, one prompt continues alone.
         """
         if self._batch.is_ahead:
             return ChosenStep(Step(self._scheduler.decoding, ()))

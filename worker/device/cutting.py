@@ -38,9 +38,9 @@ EXACT_PATIENCE_S: Final = 30.0
 
 
 class Cutting:
-    """Cuts snapshots.
+    """Cuts snapshots: copies spans of turns' KV for the writer.
 
-    Nothing is cut before `room` is set: a function that returns the writer queue's free bytes.
+    Cuts nothing until `room` is set, a function that returns how many bytes the writer's queue can take.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Cutting:
     def size_bytes(self, step: Step[Turn]) -> int:
         """Count the bytes of the snapshots that are due after a step.
 
-        These are the snapshots that the step's pieces of prompts complete, and those noted before.
+        These are the snapshots that the step's pieces of prompts complete, and snapshots already noted.
         """
         if self.room is None:
             return 0
@@ -84,7 +84,7 @@ class Cutting:
     def is_behind(self, turn: Turn, num_tokens: int) -> bool:
         """Say whether a paged prompt's next piece should wait for the disk. The wait has a time limit.
 
-        KV that leaves the device before the writer has it must be prefilled again.
+        Otherwise KV could leave the device before it is queued for the disk, and would be prefilled again.
         """
         if self.room is None or not turn.policy.recall:
             return False
@@ -97,12 +97,12 @@ class Cutting:
         return time.monotonic() < turn.behind_since_s + patience_s
 
     def note_prompt(self, turn: Turn) -> None:
-        """Note the spans of the prompt that lack a snapshot and now have all their KV."""
+        """Note for cutting: the prompt's spans without a snapshot that now have all their KV."""
         while turn.spans and turn.spans[0].end <= turn.num_cached:
             self._due.append((turn, turn.spans.pop(0)))
 
     def note_block(self, turn: Turn) -> None:
-        """If an answer's last token completes a block, note that block."""
+        """If an answer's last token completes a block, note that block for cutting."""
         if turn.num_cached % self._block == 0:
             self._due.append((turn, Span(turn.num_cached - self._block, turn.num_cached)))
 
@@ -119,7 +119,7 @@ class Cutting:
     def cut_noted(self, only: Turn | None = None) -> None:
         """Cut the noted spans, of all turns or only of `only`.
 
-        Called after the step's report, before KV changes.
+        Call it after the step's report, before KV changes.
 
         A cut that would delay an answer's first token stays noted until after that token. Nothing is cut for
         a turn that has failed.

@@ -1,7 +1,7 @@
 """The device thread: it alone touches MLX.
 
-The event loop sends commands; the thread runs a `runner.Runner` and hands back one report per step. It knows
-neither NATS nor the log, and of a session only its key.
+The event loop sends commands; the thread runs a `runner.Runner` and returns one report per step. Knows
+neither NATS nor the log, and only the keys of sessions.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _Command: TypeAlias = "Callable[[Runner], object] | None"
 
 
 class RunnerOptions(TypedDict):
-    """What a runner's `__init__` takes, with its defaults, besides the model and the report.
+    """The arguments of `Runner` besides the model and the report.
 
-    `limit_bytes` bounds all that MLX allocates, `max_draft` an answer's draft; None lets the device decide.
-    `trials` is the file that remembers how a model's rows run together.
+    `limit_bytes` limits the memory that MLX allocates, `max_draft` the tokens of a draft; None means the
+    device's default. `trials` is the file that stores how a model's rows can run together.
     """
 
     block_tokens: int
@@ -99,7 +99,7 @@ class Device:
 
     @property
     def busy_s(self) -> float:
-        """Seconds that the thread has spent on the present step or command; 0 while it waits for one."""
+        """Seconds that the thread has spent on its current step or command; 0 while it is idle."""
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 
@@ -117,11 +117,11 @@ class Device:
         self._report = report
 
     def cut_snapshots(self, room: Callable[[], int]) -> None:
-        """Start to cut snapshots. Each has at most `room()` bytes; `room` is called on the device thread."""
+        """Start cutting snapshots, of at most `room()` bytes each. The device thread calls `room`."""
         self._runner.cutting.room = room
 
     def submit(self, turn: Turn) -> None:
-        """Run a turn. A session has at most one turn under way."""
+        """Queue a turn; returns at once. A session must have at most one turn under way."""
         self._commands.put(lambda runner: runner.submit(turn))
 
     def cancel(self, turn: Turn) -> None:
@@ -137,7 +137,7 @@ class Device:
         self._commands.put(lambda runner: runner.room.pop(key))
 
     def made_room(self) -> None:
-        """Answer a `Short`, after calling `drop` for each session that could be dropped."""
+        """Answer a `Short` event; call it after `drop` for each session that could be dropped."""
         self._commands.put(lambda runner: runner.room.made_room())
 
     def reserve_room(
@@ -154,11 +154,11 @@ class Device:
         self._commands.put(lambda runner: runner.room.release(key))
 
     def recalled(self, turn: Turn, spans: tuple[Span, ...], tensors: dict[str, mx.array]) -> None:
-        """Answer a `Recall` with the chunks that were read, in order, and the arrays of their tokens."""
+        """Answer a `Recall` event with the chunks that were read, in order, and their tokens' arrays."""
         self._commands.put(lambda runner: runner.recalled(turn, spans, tensors))
 
     def give_past(self, turn: Turn, past: Past | None) -> None:
-        """Answer a `WantsPast` with the KV read from SSD; None fails the turn."""
+        """Answer a `WantsPast` event with the KV on SSD; None if it cannot be read: the turn then fails."""
         self._commands.put(lambda runner: runner.give_past(turn, past))
 
     def stop(self, timeout_s: float = 10.0) -> bool:

@@ -1,8 +1,8 @@
 """Controls the device from the event loop: which turns run, whose KV stays resident, and how turns end.
 
-The engine owns the ledger of device memory, and with it the residency. For each turn the engine lets
-`finding` find the KV, submits the turn (`flights`), and passes its tokens on. It knows nothing of messages,
-the log or the order of a session's requests; each session makes sure that it has at most one turn under way.
+The engine owns the ledger of device memory, and the record of which sessions have KV there. For each turn,
+`finding` finds the KV, `flights` submits the turn, and the engine passes its tokens on. It knows nothing of
+messages, the log or the order of a session's requests; each session runs at most one turn at a time.
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ _MOST_LOST: Final = 3
 
 
 class DeviceFaultError(Exception):
-    """The forward pass failed; the session's tokens are as they were."""
+    """The forward pass failed; the session's tokens have not changed."""
 
 
 class NoMemoryError(Exception):
-    """The device had no room for the next piece of the prompt; the session's tokens are as they were."""
+    """The device had no room for the next piece of the prompt; the session's tokens have not changed."""
 
 
 class StoppingError(Exception):
@@ -93,9 +93,9 @@ class TurnProgress:
 
 @dataclass(frozen=True, slots=True)
 class TurnResult:
-    """The cost of a turn. `num_cached` prompt tokens already had KV, `num_prefilled` were run.
+    """The cost of a turn. `num_cached` prompt tokens already had KV; `num_prefilled` were run.
 
-    `complete` says that the whole context has KV: the turn was not cancelled before that. `started_s` and
+    `complete` says that the turn was not cancelled before its whole context had KV. `started_s` and
     `first_token_s` are readings of the monotonic clock.
     """
 
@@ -187,12 +187,12 @@ class Engine:
 
     @property
     def num_running(self) -> int:
-        """Turns on the device."""
+        """Number of turns on the device."""
         return len(self._turns)
 
     @property
     def num_waiting(self) -> int:
-        """Turns that wait for device memory."""
+        """Number of turns that wait for device memory."""
         return self._admission.num_waiting
 
     def refusal(self, policy: Policy) -> str | None:
@@ -212,11 +212,11 @@ class Engine:
         return self._kv.under(policy).live(self._residency.tokens(key).num_common(tokens))
 
     def progress(self, key: SessionKey) -> TurnProgress | None:
-        """Return the progress of a session's turn; None if it runs none."""
+        """Return the progress of a session's running turn; None if there is none."""
         return next((run.progress for turn, run in self._turns.items() if turn.key == key), None)
 
     def most_tokens(self, most: int, policy: Policy = FULL) -> int:
-        """Return how many tokens a session may have so that its KV fits, at most `most`."""
+        """Return the largest number of tokens, at most `most`, with which a session fits into KV memory."""
         return self._kv.under(policy).most_tokens(self.ledger.max_bytes, most)
 
     async def run(
@@ -238,9 +238,10 @@ class Engine:
         `publish(index, tokens, text)` is awaited for the answer's new tokens, several at a time if it is
         slower than the device. Among waiting turns higher priorities come first. Returns None if the turn was
         `cancelled()` before it reached the device; later, `cancel` ends it with the tokens so far. The phases
-        of the turn's time are added to `phases`, even if the turn fails. Raises `DeviceFaultError`,
-        `NoMemoryError`, `CutOffError` if tokens have to be run that the shortened context no longer has, and
-        `StoppingError` if the worker stops before the end.
+        of the turn's time are appended to `phases`, even if the turn fails.
+
+        Raises `DeviceFaultError`; `NoMemoryError`; `CutOffError` if the turn needs token ids that `context`
+        leaves out; and `StoppingError` if the worker stops before the end.
         """
         if (refusal := self.refusal(policy)) is not None:
             raise ValueError(refusal)
@@ -300,7 +301,7 @@ class Engine:
         return await self._store.erase(key.tenant, tokens)
 
     def stop(self) -> None:
-        """End every turn; each `run` raises `StoppingError` once its tail has been cut for the SSD."""
+        """End every turn; each `run` raises `StoppingError` after its last KV has been copied for the SSD."""
         self._stopping = True
         for run in self._runs.values():
             self._stop_run(run)

@@ -1,7 +1,7 @@
-"""Finds a turn's KV: its session's own, another session's, or a longer prefix on SSD. Event loop only.
+"""Finds a turn's KV: KV of its session or of another one on the device, or a longer prefix on SSD.
 
 Owns the resources that a turn holds until it is over: snapshots that must stay on disk, and room on the
-device.
+device. Event loop only.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ _RESTORE_TRIES: Final = 2
 
 @dataclass(slots=True, eq=False)
 class Holding:
-    """What a session's turn holds until it is over.
+    """The resources that a session's turn holds until it is over.
 
-    `room` is a request for device memory, granted once its result is True. Once the turn `is_stopped`, it
-    waits for nothing.
+    `room` is a request for device memory, granted once its result is True. Once `is_stopped` returns true,
+    the turn waits for nothing.
     """
 
     key: SessionKey
@@ -57,7 +57,7 @@ class Holding:
     room: asyncio.Future[bool] | None = None
 
     def stop_waiting(self) -> None:
-        """End the wait for room."""
+        """Stop waiting for room on the device; the request counts as not granted."""
         resolve(self.room, granted=False)
 
 
@@ -88,7 +88,7 @@ class Finder:
         holding.prefix = holding.past = holding.room = None
 
     async def find(self, turn: Turn, holding: Holding, busy: Collection[SessionKey]) -> None:
-        """Find the longest KV for a turn. `busy` are the sessions whose turns have their memory."""
+        """Find the longest KV for a turn. `busy` are the sessions whose turns have reserved memory."""
         resident = self._residency.tokens(turn.key)
         # KV that may not reach further back leaves the context's last token for the turn to run.
         num_usable = len(turn.context) - (not self._device.kv(turn.policy).is_plain)
@@ -148,7 +148,7 @@ class Finder:
             self._device.give_past(turn, past)  # the turn waits for it
 
     async def recall(self, turn: Turn, spans: tuple[Span, ...]) -> int:
-        """Read chunks of a turn's session from SSD for the device; return how many tokens were there."""
+        """Read chunks of a turn's session from SSD for the device; return the number of tokens found."""
         found: tuple[Span, ...] = ()
         tensors: dict[str, mx.array] = {}
         try:

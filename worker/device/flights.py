@@ -1,6 +1,6 @@
-"""Turns in flight, for the event loop: the only path to the device thread and back.
+"""Submits turns to the device thread, and hands each turn's events to its follower. Event loop only.
 
-Owns the submitted turns and their unread events. Knows nothing of memory or of a turn's purpose.
+Owns the submitted turns and their unread events. Knows nothing of memory, or of what a turn is for.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TurnEvent: TypeAlias = Sampled | Recall | WantsPast | Finished | Faulted
 
 
 class Flights:
-    """The turns in flight, from `submit` to their end; event loop only."""
+    """The submitted turns that have not ended yet; event loop only."""
 
     def __init__(self, device: Device, handle: Callable[[StepReport], None]) -> None:
         """`handle` gets the device's reports on the event loop, and calls `deliver` for a turn's events."""
@@ -41,7 +41,7 @@ class Flights:
 
     @property
     def keys(self) -> set[SessionKey]:
-        """The sessions whose KV belongs to a turn in flight."""
+        """The sessions that have a submitted turn."""
         return {turn.key for turn in self._flights}
 
     def submit(self, turn: Turn) -> Flight:
@@ -51,12 +51,12 @@ class Flights:
         return flight
 
     def cancel(self, turn: Turn | None) -> None:
-        """End a turn with the tokens so far; no effect if the turn is not in flight."""
+        """End a turn with the tokens so far; no effect if the turn is over, or None."""
         if turn is not None and turn in self._flights:
             self._device.cancel(turn)
 
     def deliver(self, event: TurnEvent) -> None:
-        """Pass an event on to the turn's follower."""
+        """Pass an event from the device to its turn's follower."""
         if isinstance(event, Sampled | Recall | WantsPast):
             self._flights[event.turn].events.put_nowait(event)
         else:
@@ -64,7 +64,7 @@ class Flights:
 
 
 class Flight:
-    """The events of one submitted turn, for its follower."""
+    """One submitted turn, through which its follower receives the turn's events."""
 
     def __init__(self) -> None:
         self.events: asyncio.Queue[TurnEvent] = asyncio.Queue()

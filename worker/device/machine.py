@@ -1,4 +1,4 @@
-"""What differs between devices: each kind's constants, how much memory MLX may use, and MLX's limits.
+"""The differences between devices: the constants of each kind, and the limits of MLX's memory.
 
 The constants of GPUs follow MLX's sources; no GPU has measured them yet (`turnkeep bench device` will).
 """
@@ -85,16 +85,16 @@ def name() -> str:
 
 
 def loses_kv(error: BaseException) -> bool:
-    """Say whether an error of MLX leaves unknown what evaluations in flight have written.
+    """Say whether, after this error of MLX, the results of running evaluations, and so KV, are undefined.
 
-    A GPU reports a failed command buffer once, to whoever evaluates next, and then goes on; what the buffer
-    was to write holds anything. A CPU raises in the call that fails.
+    A GPU reports a failed command buffer once, to the next evaluation, and continues; the arrays that the
+    buffer should have written are undefined. A CPU raises in the call that fails.
     """
     return isinstance(error, RuntimeError) and fails_late()
 
 
 def fails_late() -> bool:
-    """Say whether the device runs what was launched after the call that launched it has returned."""
+    """Say whether the device runs operations asynchronously, so that they fail after their call returned."""
     return not on_cpu()
 
 
@@ -109,7 +109,7 @@ def limit_freed() -> None:
 
 
 def limit_active(limit_bytes: int) -> None:
-    """Let a GPU wait for evaluations in flight before it allocates more than this and the freed buffers."""
+    """Make MLX on a GPU wait for running evaluations before it allocates more than this limit."""
     if not on_cpu():
         mx.set_memory_limit(limit_bytes + profile().freed_bytes)
 

@@ -58,7 +58,7 @@ class Shape:
     value_dim: int = 0
 
     def fuses(self, head_dims: Collection[int]) -> bool:
-        """Say whether attention holds no scores on a device that has such kernels for `head_dims`."""
+        """Say whether attention holds no scores in memory if fused kernels exist for `head_dims`."""
         return not self.value_dim and self.head_dim in head_dims
 
 
@@ -179,7 +179,7 @@ class Estimator:
     def restore_bytes(self, num_tokens: int, block: int) -> int:
         """Estimate the bytes of a restore of `num_tokens`.
 
-        These are their KV, one layer of it a second time, and the rest of a block.
+        Counts the KV of these tokens and of one more block, and one layer of the KV a second time.
         """
         return self.kv.held(num_tokens + block, ahead=block) + self.kv.held(num_tokens) // self.num_layers
 
@@ -188,10 +188,11 @@ class Estimator:
         return self.room_for_kv(max_rows, chunk, min(num_context, _PLANNED_CONTEXT), policy)
 
     def room_for_kv(self, max_rows: int, chunk: int, num_context: int, policy: Policy = FULL) -> int:
-        """Return the bytes of KV that fit beside weights, the largest step, and what is allocated ahead.
+        """Return the bytes of KV that fit beside weights, the largest step, and memory allocated in advance.
 
         No session has more than `num_context` tokens, nor more than fit into the result; with less KV, steps
-        are smaller too. Under a policy a step sees what the device holds, however long the session is.
+        are smaller too. Under a policy with a window, a step sees only the KV on the device, however long the
+        session is.
         """
         left, kv = self.limit_bytes - self.weight_bytes, self.kv.under(policy)
         chunk *= EXACT_SCALE if policy.exact else 1

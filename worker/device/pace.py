@@ -16,9 +16,9 @@ _SHARE: Final = 0.4
 
 
 class Pace:
-    """`stall_s` is the time that a step may take while answers run.
+    """Limits the prompt tokens of a step, so that it takes at most `stall_s` while answers run.
 
-    `block` is the longest piece in tokens beside answers, `most` without them.
+    A step has at most `block` prompt tokens while answers run, and at most `most` without answers.
     """
 
     def __init__(self, stall_s: float, block: int, most: int = 0) -> None:
@@ -31,8 +31,8 @@ class Pace:
     def learn(self, num_rows: int, num_tokens: int, step_s: float) -> None:
         """Learn from a step of `step_s` seconds over `num_rows` answers and `num_tokens` tokens of prompts.
 
-        Only a step without prompts measures the answers; otherwise their cost is the last one measured, at
-        most the whole step, and the rest of the step counts for the prompts.
+        The cost of answers is measured only in steps without prompts. In other steps the last measured cost
+        is subtracted, at most the whole step, and the rest counts as the cost of the prompt tokens.
         """
         if num_tokens == 0:
             if num_rows:

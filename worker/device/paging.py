@@ -36,7 +36,7 @@ RECALL_EVERY: Final = 16
 
 
 class Paging:
-    """The requests of paged sessions for KV on SSD, and their waits. For other turns, calls do nothing."""
+    """Requests KV on SSD for paged sessions, and keeps their waiting turns; ignores other turns."""
 
     def __init__(
         self, scheduler: Scheduler[Turn], batch: Batch, block: int, emit: Callable[[Event], None]
@@ -59,11 +59,11 @@ class Paging:
         return turn in self._waiting
 
     def discard(self, turn: Turn) -> None:
-        """Remove a turn from those that wait for KV from SSD; does nothing if it is not waiting."""
+        """Forget that a turn waits for KV from SSD; no effect if it does not wait."""
         self._waiting.discard(turn)
 
     def start(self, turn: Turn) -> None:
-        """Handle a new turn, which has its caches and is in the scheduler."""
+        """Prepare a new turn that has its caches and is in the scheduler; request KV that it needs."""
         if turn.caches is not None:
             turn.most_blocks = layers.most_run(turn.caches, self._block) // self._block
         if turn.policy.exact:
@@ -72,7 +72,7 @@ class Paging:
         self.want_past(turn)
 
     def begin_piece(self, turn: Turn) -> None:
-        """Set which KV the tokens of a prompt's next piece see, and which of their queries score chunks."""
+        """Set which KV a prompt's next piece sees, and which of its tokens' queries score chunks."""
         if (pages := layers.pages(turn.caches or [])) is not None:
             # An end that is run again, with what it asked for in sight, does not ask again.
             asks = turn.asks or not turn.draws
@@ -80,22 +80,22 @@ class Paging:
             pages.sees_all, pages.past = turn.policy.exact, turn.past
 
     def end_piece(self, turn: Turn) -> None:
-        """Let the next tokens see only the KV on the device."""
+        """Update the chunks' scores after a piece; later tokens see only the KV on the device."""
         if (pages := layers.pages(turn.caches or [])) is not None:
             pages.settle()
             pages.sees_all, pages.past = False, None
 
     def want_past(self, turn: Turn) -> None:
-        """Ask for the KV of tokens that have left the device, if the next piece has to see them."""
+        """Request the KV that is no longer on the device, if the prompt's next piece must see it."""
         end = layers.num_passed(turn.caches or []) if turn.policy.exact else 0
         if end and turn in self._scheduler and turn.row is None:
             self._wait(turn)
             self._emit(WantsPast(turn, end))
 
     def give_past(self, turn: Turn, past: Past | None) -> None:
-        """Let a prompt continue that waited for the KV of all earlier tokens.
+        """Continue a prompt that waited for the KV of all earlier tokens.
 
-        Raises `LostPastError` for None.
+        Raises `LostPastError` if `past` is None.
         """
         if past is None:
             why = "the prompt needs the KV of all earlier tokens, and the disk lacks some of it"
@@ -105,7 +105,7 @@ class Paging:
         self.recall(turn)
 
     def recall(self, turn: Turn) -> None:
-        """Ask for the session's chunks that score high enough now and are not on the device."""
+        """Request the chunks that are not on the device although they now score high enough."""
         is_end = turn.asks and turn.num_cached >= turn.target - 1
         if not (is_end or turn.row is None or turn.num_cached % RECALL_EVERY == 0):
             return

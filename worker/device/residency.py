@@ -34,9 +34,9 @@ class _Kv:
 
 
 class Residency:
-    """The sessions with KV on the device: idle ones, and ones in use, whose turns have reserved the bytes.
+    """The sessions with KV on the device. A session is in use while its turn has reserved memory, else idle.
 
-    For a session in use, the record describes the KV of its last turn, until the present turn ends.
+    For a session in use, the record describes the KV that its previous turn left, until its turn ends.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Residency:
 
     @property
     def num_idle(self) -> int:
-        """Sessions with KV that no turn uses."""
+        """Number of sessions whose KV no turn uses."""
         return len(self._idle)
 
     def tokens(self, key: SessionKey) -> Tokens:
@@ -113,9 +113,10 @@ class Residency:
         return key
 
     def oldest(self, num_bytes: int, but: Container[SessionKey | None]) -> list[SessionKey]:
-        """List sessions whose KV adds up to `num_bytes`; all if they have less.
+        """List the sessions to drop so that `num_bytes` become free; all sessions if they have less.
 
-        Idle sessions come first, each group by last use, the oldest first. Sessions in `but` are left out.
+        Idle sessions come first, then sessions in use, each group least recently used first. Sessions in
+        `but` are left out.
         """
         found: list[SessionKey] = []
         for key in chain(self._idle, self._used):

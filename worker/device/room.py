@@ -2,7 +2,7 @@
 
 Device thread only.
 
-Also counts the memory promised to restores. Drops a session only when the event loop says so, in answer to a
+Also counts the memory promised to restores. Drops KV only by order of the event loop, which answers the event
 `Short`. Knows nothing of turns or steps.
 """
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RoomRequest:
-    """A restore's request for room. `reply` is called with False if there will never be enough room."""
+    """A restore's request for memory; `reply` gets True once it is granted, False if it never can be."""
 
     key: SessionKey
     num_tokens: int
@@ -53,11 +53,11 @@ class Room:
 
     @property
     def is_promised(self) -> bool:
-        """Whether a restore is under way; then the next command starts its turn or ends the restore."""
+        """Whether a restore has been promised memory and is still under way."""
         return bool(self._promised)
 
     def get(self, key: SessionKey) -> ResidentKv | None:
-        """Return a session's KV; it stays here."""
+        """Return an idle session's KV, and keep it."""
         return self._resident.get(key)
 
     def put(self, key: SessionKey, resident: ResidentKv) -> None:
@@ -92,7 +92,7 @@ class Room:
     def grant_requests(self, *, is_busy: bool) -> None:
         """Answer the requests for room in the order of their arrival, while there is room.
 
-        If there is none, the requests keep waiting while idle sessions, running turns (`is_busy`) or other
+        If there is no room, the requests keep waiting while idle sessions, running turns (`is_busy`) or other
         restores may still free some.
         """
         while self._requests:
@@ -117,7 +117,7 @@ class Room:
         return self._excess(size_bytes) <= 0
 
     def has_or_asks(self, size_bytes: int) -> bool:
-        """Say whether `size_bytes` fit now; if not, ask for room, so that a later call may succeed."""
+        """Say whether `size_bytes` fit now; if not, ask the event loop for room, for a later call."""
         if self.has(size_bytes):
             return True
         self.ask_for(size_bytes)

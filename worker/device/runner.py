@@ -1,4 +1,4 @@
-"""The body of the device thread's loop: lets `choice` choose a step, runs the step, and ends turns.
+"""Runs the device thread's work: `choice` chooses a step, the runner runs the step and ends turns.
 
 The runner owns the model and the batch; `acquisition` gets the KV of turns. The runner knows nothing of
 commands, nor of the thread itself. Device thread only.
@@ -126,7 +126,7 @@ def _refusal(model: Any, batch: Batch) -> str | None:
 
 
 class Runner:
-    """Runs the turns under way, and keeps the KV of idle sessions. `report` is called after each step."""
+    """Runs all submitted turns, and keeps the KV of idle sessions. Calls `report` after each step."""
 
     def __init__(
         self,
@@ -221,10 +221,10 @@ class Runner:
         return bool(self._scheduler)
 
     def step(self, *, undisturbed: bool) -> float | None:
-        """Run one step and report it; `undisturbed` says that no command waits.
+        """Run one step and report it; `undisturbed` says that no command is queued.
 
-        Returns for how many seconds the thread can sleep if no command arrives: mostly 0; None means until a
-        command.
+        Returns how many seconds the thread may sleep before the next call, unless a command arrives: mostly
+        0; None means until a command arrives.
         """
         try:
             return self._step(undisturbed=undisturbed)
@@ -295,7 +295,7 @@ class Runner:
             self._guarded(turn, lambda turn: self._paging.recalled(turn, spans, tensors))
 
     def give_past(self, turn: Turn, past: Past | None) -> None:
-        """Let a prompt continue that waited for the KV of all earlier tokens; None: some of it is lost."""
+        """Continue a prompt that waited for the KV of all earlier tokens; None if some of it is lost."""
         if turn in self._paging:
             self._guarded(turn, lambda turn: self._paging.give_past(turn, past))
 

@@ -2,8 +2,8 @@
 
 A step is one token for every running answer, and pieces of prompts up to a budget. Prompts rotate, first by
 tenant and then within a tenant, so that neither a long prompt nor a tenant with many prompts delays others.
-Higher priorities come first; but a priority of which a step runs no piece rises a little with every such
-step.
+Higher priorities come first. If a step runs no piece of a priority's prompts, this priority rises a little,
+so that no prompt starves.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Work(Protocol):
 
     @property
     def asks(self) -> bool:
-        """Whether the prompt's last token has to wait for recalled chunks, even if a row is free."""
+        """Whether the prompt's last token must wait for chunks from SSD, even if a batch row is free."""
 
     @property
     def scale(self) -> int:
@@ -47,7 +47,7 @@ class Work(Protocol):
 
     @property
     def most_blocks(self) -> int:
-        """The most blocks that a piece of the prompt may have, if the budget allows more than one."""
+        """The most blocks in one piece of the prompt, if the step's budget allows more than one."""
 
 
 T = TypeVar("T", bound=Work)
@@ -58,7 +58,7 @@ AGE_STEPS: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class Step(Generic[T]):
-    """`decode` are turns that get one token each; `prefill` pairs turns with numbers of prompt tokens."""
+    """A step: `decode` are the turns that get a token; `prefill` pairs turns with prompt token counts."""
 
     decode: tuple[T, ...]
     prefill: tuple[tuple[T, int], ...]
@@ -72,8 +72,8 @@ class Scheduler(Generic[T]):
 
     At most `max_rows` turns decode, at most `max_tenant_rows` of one tenant.
 
-    A piece of a prompt never crosses a multiple of `block`, as a prefill that resumes at one gives the same
-    bits; of several blocks, if the budget is that large and the prompt may have such pieces.
+    A piece of a prompt never crosses a multiple of `block`, so that a prefill resumed at a multiple gives the
+    same bits. With a large budget, a prompt that allows it uses a multiple of several blocks instead.
     """
 
     def __init__(self, max_rows: int, block: int, max_tenant_rows: int | None = None) -> None:
@@ -120,9 +120,9 @@ class Scheduler(Generic[T]):
                 del self._prefilling[turn.tenant]
 
     def next(self, budget: int, only: T | None = None) -> Step[T]:
-        """Choose a step with up to `budget` prompt tokens; with `only`, all of them from that prompt.
+        """Choose a step with up to `budget` prompt tokens; with `only`, all of them from that turn.
 
-        Nothing changes until `advance`.
+        The scheduler's state does not change until `advance`.
         """
         rows = Counter(turn.tenant for turn in self._decoding)
         num_blocks = max(budget // self._block, 1)

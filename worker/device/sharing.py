@@ -1,4 +1,4 @@
-"""Lets one turn prefill the tokens that several sessions begin with, while the other turns wait. Pure.
+"""Lets one turn prefill a prefix that several turns share, while the other turns wait. Pure.
 
 Device thread only. Knows which turns are under way and their progress; `acquisition` copies the KV.
 """
@@ -34,11 +34,11 @@ class Sharing:
         return [one.turn for one in self._following]
 
     def add(self, turn: Turn) -> bool:
-        """Add a turn whose target is known; True if it has to wait for another one.
+        """Add a turn whose `target` is set; True if it must wait for another turn.
 
-        A turn waits until the common tokens are prefilled. It does not wait for the other turn's last token,
-        which may itself wait for a row. It does not wait for a turn of lower priority, which may itself wait
-        for others.
+        It waits until the other turn has prefilled the common prefix, except for that turn's last token,
+        which may have to wait for a batch row. It does not wait for a turn of lower priority, which may
+        itself have to wait for others.
         """
         self._active[turn.key] = turn
         leader = self.source(turn)
@@ -63,13 +63,13 @@ class Sharing:
         return len(self._following) < waited
 
     def source(self, turn: Turn) -> Turn | None:
-        """Return the running turn of the session whose KV this turn is to copy; None if there is none."""
+        """Return the running turn of the session whose KV `turn` is to copy; None if there is none."""
         return self._active.get(turn.source) if turn.source is not None else None
 
     def ready(self) -> list[Turn]:
-        """Return the turns that need not wait any more; they leave the waiting list.
+        """Remove and return the turns that need not wait any more.
 
-        The turn that such a turn waited for has prefilled the common tokens, or is over.
+        The turn that they waited for has prefilled the common tokens, or is over.
         """
         ready = [
             one

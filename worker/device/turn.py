@@ -1,7 +1,7 @@
 """The messages between the event loop and the device thread about one turn.
 
-A `Turn` changes hands once: the loop builds and submits the turn, and from then on the device thread alone
-writes to it, until a `Finished` or `Faulted` event hands the turn back.
+The event loop builds and submits a `Turn`. From then on only the device thread writes to it, until a
+`Finished` or `Faulted` event returns the turn to the event loop.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Prefilled:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The answer's token number `index`, from 0, and the text that is certain with this token."""
+    """The answer's token number `index`, from 0, and the text that is final after this token."""
 
     turn: Turn
     index: int
@@ -130,10 +130,9 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotCut:
-    """A snapshot as plain bytes; or None, if the writer had no room, or cutting failed.
+    """A snapshot as plain bytes; `tensors` is None if the writer had no room, or if cutting failed.
 
-    Some layers have a state only at the end of KV, so a snapshot that is cut later lacks the state.
-    `state_lost` says that there was a state, but no room for it.
+    `state_lost` says that the snapshot lacks the layers' state because there was no room for it.
     """
 
     turn: Turn
@@ -160,9 +159,9 @@ class WantsPast:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The turn is over. Its session's KV stays on the device: `num_cached` tokens, `live_bytes` bytes.
+    """The turn is over. KV of its session's first `num_cached` tokens, `live_bytes`, stays on the device.
 
-    It can be cut back to `earliest` tokens, or to any number between.
+    This KV can be shortened to any number of tokens from `earliest` on.
     """
 
     turn: Turn
@@ -173,7 +172,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Faulted:
-    """The turn failed on the device, and its session's KV is gone from there."""
+    """The turn failed on the device, which has dropped the KV of its session."""
 
     turn: Turn
     error: Exception
@@ -181,14 +180,14 @@ class Faulted:
 
 @dataclass(frozen=True, slots=True)
 class KvLost:
-    """An evaluation failed on the device, which has dropped all KV; its turns are `Faulted` as well."""
+    """An evaluation failed on the device, which has dropped all KV; its turns get `Faulted` events too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Short:
     """The device lacks `num_bytes`, and idle sessions hold that much. The session `but` must not be dropped.
 
-    The event loop drops as many sessions as needed, or all, and answers with `Device.made_room`.
+    The event loop drops as many idle sessions as needed, or all, and answers with `Device.made_room`.
     """
 
     num_bytes: int

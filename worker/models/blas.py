@@ -1,10 +1,10 @@
 """Loads OpenBLAS into the process before MLX, so that MLX's CPU back end multiplies with it.
 
-The `mlx-cpu` wheel contains the reference BLAS. A library loaded earlier with global symbols replaces it, and
-makes float32 prefill about 15 times faster. If the processor is newer than the installed OpenBLAS, OpenBLAS
-does not recognise it and uses its oldest kernels, which are five times slower. In that case this module sets
-`OPENBLAS_CORETYPE` to kernels that the processor supports, and loads OpenBLAS again. Must not import MLX,
-since this module has to run first.
+The `mlx-cpu` wheel contains the reference BLAS. An OpenBLAS that was loaded before, with global symbols,
+replaces it, and makes float32 prefill about 15 times faster. If the processor is newer than the installed
+OpenBLAS, OpenBLAS does not recognise it and uses its oldest kernels, which are five times slower. In that
+case this module sets `OPENBLAS_CORETYPE` to kernels that the processor supports, and loads OpenBLAS again.
+Must not import MLX, since this module has to run first.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Renders a model's chat template within limits, since a template is foreign code that may loop forever.
 
 Every loop iteration and every macro call is a step. The limit counts steps, so the same messages pass or fail
-on every machine, and every worker reads the same tokens from a session's log. A time limit is the last
-resort. The sandbox is transformers' Jinja environment.
+on every machine, and every worker reads the same tokens from a session's log. Only as a last
+resort there is a time limit. Templates run in transformers' sandboxed Jinja environment.
 """
 
 from __future__ import annotations

@@ -12,10 +12,9 @@ from typing import Any
 def code_digest(model: Any) -> str:
     """Digest the source code that computes a model's KV.
 
-    This is the module that defines the model, the modules of its caches, and all modules that they import.
-
-    So a release of mlx-lm that does not change this model keeps its KV valid, and a patched copy of the same
-    version does not. MLX's rounding is no part of the digest. Reads some files.
+    Covers the module that defines the model, the modules of its caches, and all modules that these import. So
+    KV stays valid after an update of mlx-lm that does not change the model, but not after a patch of its
+    code. MLX itself, and so its rounding, is not covered. Reads some files.
     """
     module = type(model).__module__
     caches = module.rpartition(".")[0] + ".cache"  # models without `make_cache` use mlx-lm's caches

@@ -1,10 +1,10 @@
 """Keeps messages from injecting control tokens: text in a message never becomes a control token.
 
-A template puts content between its own control tokens into one text, which is tokenised as a whole. Content
-that could form a control token is therefore marked: a lone surrogate, which no message and no template can
-contain, follows each of its characters. The template may cut the content; each mark stays with its character.
-If a control token would cover a mark, the text is tokenised in pieces instead. Marks change no other token,
-and content that cannot form a control token is not marked.
+A template writes control tokens and the content of messages into one text, which is tokenised as a whole.
+Content that could form a control token is therefore marked: a lone surrogate, which no message and no
+template can contain, follows each of its characters. The template may cut the content; each mark stays with
+its character. If a control token would cover a mark, the text is tokenised in pieces instead. Marks change no
+other token, and content that cannot form a control token is not marked.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _NO_CONTENT: Final = frozenset({"role", "type"})
 class ControlTokens:
     """The tokens of a vocabulary that only the chat template may use. Immutable, so thread-safe.
 
-    These are the special tokens, the tokens that end an answer, and the other added tokens that the template
-    writes (`<tool_call>`). An assistant's messages may contain tokens of the last kind, since models sample
-    them in their answers.
+    These are the special tokens, the tokens that end an answer, and other added tokens that the template
+    writes (`<tool_call>`). An assistant's messages may contain such other tokens, since models sample them in
+    their answers.
     """
 
     def __init__(self, rust: Any, end_ids: Collection[int], template: str) -> None:
@@ -77,7 +77,7 @@ class ControlTokens:
     def mark_answer(self, tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> str:
         """Return the text of sampled tokens.
 
-        Control tokens that the model sampled stay unmarked. Text that only spells one is marked.
+        Control tokens that the model sampled stay unmarked. Text that only spells a control token is marked.
         """
         runs = groupby(tokens, self._all.__contains__)
         return "".join(
@@ -86,7 +86,7 @@ class ControlTokens:
         )
 
     def encode(self, text: str, encode_later: Callable[[str], list[int]]) -> list[int]:
-        """Tokenise a text with marks. `encode_later` tokenises a piece that is not the first one."""
+        """Tokenise a text with marks. `encode_later` tokenises a piece in the middle of a text."""
         parts = text.split(_MARK)
         plain = "".join(parts)
         marks = _mark_positions(parts)

@@ -58,7 +58,7 @@ _ROPE_FACTORS: Final = "rope_freqs.weight"
 def convert(source: Path, models_dir: Path, *, dtype: str, progress: Progress | None = None) -> Path:
     """Return the model folder made from a GGUF file; convert the file unless it was converted before.
 
-    `dtype` is float32, float16, bfloat16, or keep, which chooses the type nearest to the file's own. Raises
+    `dtype` is float32, float16, bfloat16, or keep: the type nearest to the types in the file. Raises
     `ModelError`.
     """
     try:

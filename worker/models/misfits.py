@@ -1,7 +1,7 @@
-"""Explains in one sentence why config.json and weights do not fit, and which field to correct.
+"""Explains in one sentence why config.json and weights do not match, and which field to correct.
 
-The errors of MLX and mlx-lm name classes, arguments and a hundred tensors. This module parses them; an
-unknown error is returned as it is. Must not import MLX.
+The errors of MLX and mlx-lm name classes, arguments and a hundred tensors. This module parses such errors;
+the text of an unknown error stays unchanged. Must not import MLX.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NUMBERS: Final = (
 
 
 def explain(config: Mapping[str, Any], error: Exception) -> str:
-    """Return one sentence that explains a loading error. `config` is that of the language model."""
+    """Return one sentence that explains a loading error; `config` is the language model's configuration."""
     said = one_line(error)
     for name in _NUMBERS:
         if isinstance(config.get(name), str | list | dict):

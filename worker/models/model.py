@@ -1,6 +1,7 @@
 """Finds, loads and describes a model: the packaged one, a folder, a GGUF file or a hub id.
 
-Call `load` on the device thread, since MLX's streams belong to threads; the rest may run on any thread.
+Call `load` on the device thread, since MLX's streams belong to threads; all other functions may run on any
+thread.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ _UNBOUNDED: Final = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to run. `model` belongs to the device thread; the rest may be read anywhere."""
+    """A loaded model. `model` belongs to the device thread; other fields may be read on any thread."""
 
     model: Module
     tokenizer: Tokenizer
@@ -271,7 +272,7 @@ def _name(folder: Path, config: dict[str, Any]) -> str:
 
 
 def dtype_name(config: dict[str, Any]) -> str:
-    """Name the dtype of a model's weights by its configuration: `float16`, or `4-bit` if quantised."""
+    """Return the dtype of a model's weights by its configuration: `float16`, or `4-bit` if quantised."""
     text = _text_config(config)
     quantization = config.get("quantization") or {}
     if "bits" in quantization:

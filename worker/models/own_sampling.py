@@ -17,9 +17,9 @@ _OPTIONS: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty
 
 
 def own_sampling(folder: Path) -> dict[str, float]:
-    """Return the options in `generation_config.json`, without options that a generate request cannot have.
+    """Return those options in `generation_config.json` that a generate request can have.
 
-    Empty if there is no such file, or no option in it. `do_sample: false` becomes greedy sampling.
+    Empty if the file is missing or has none of them. `do_sample: false` becomes greedy sampling.
     """
     path = folder / "generation_config.json"
     config = read_json(path) if path.exists() else {}

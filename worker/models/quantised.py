@@ -1,4 +1,4 @@
-"""Quantised KV: replaces a model's plain caches by quantised ones, or says why not. Device thread only.
+"""Quantised KV: replaces a model's plain caches by quantised ones. Device thread only.
 
 Keys and values are quantised when they enter the cache, from a session's first token on, and never change: a
 session's KV has one precision on the device and on disk, and the same bits after a restore. Layers with other

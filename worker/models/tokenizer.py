@@ -1,8 +1,8 @@
-"""Tokenises, decodes and renders chat templates: a thin wrapper around a Hugging Face tokenizer.
+"""A thin wrapper around a Hugging Face tokenizer: encodes, decodes, and renders chat templates.
 
 Special tokens in raw text are parsed, since chat templates contain them; in messages they stay plain text
-(see `content`). Decoding joins each token's bytes, so it is also right in the middle of a session, where a
-tokenizer's own decoder would cut a leading space. All methods are thread-safe. Must not import MLX.
+(see `content`). Decoding joins each token's bytes, so it is correct in the middle of a session too, where the
+tokenizer's own decoder would drop a leading space. All methods are thread-safe. Must not import MLX.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TemplateError(Exception):
-    """The chat template refuses these messages; carries the template's own message."""
+    """The chat template refuses these messages; the error's text is that of the template."""
 
 
 class _HfTokenizer(Protocol):
@@ -95,11 +95,11 @@ class Tokenizer:
         return self._join(ids).decode("utf-8", "replace")
 
     def as_content(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a message for `render` whose content cannot become a special token."""
+        """Return a copy of a message, for `render`, whose content cannot become a special token."""
         return self._controls.mark(message)
 
     def as_text(self, text: str) -> str:
-        """Return a text for `encode` that cannot become a special token."""
+        """Return a text, for `encode`, none of which becomes a special token."""
         return self._controls.mark_text(text)
 
     def answer_content(self, tokens: Sequence[int]) -> tuple[str, str]:
@@ -112,7 +112,7 @@ class Tokenizer:
         return lead, text[index_after(text, len(lead)) :]
 
     def token_bytes(self, token: int) -> bytes:
-        """Return the bytes of a token in the middle of a text; none for an id beyond the vocabulary."""
+        """Return a token's bytes as in the middle of a text; empty for an id beyond the vocabulary."""
         found = self._bytes.get(token)
         if found is None:
             found = self._bytes[token] = self._find_bytes(token)
@@ -137,7 +137,7 @@ class Tokenizer:
 
     @property
     def fingerprint(self) -> bytes:
-        """Digest of everything that decides a conversation's tokens; computed on first use."""
+        """A digest of everything that determines a conversation's tokens; computed on first use."""
         if self._fingerprint is None:
             named = blake2b(self._rust.to_str().encode(), digest_size=16)
             named.update(repr((self._hf.chat_template, sorted(self.eos_ids))).encode())

@@ -1,1 +1,1 @@
-"""Sessions: the order of their requests, their logs, and how a request is carried out."""
+"""Sessions: they read their logs, carry out requests in order, and commit the results."""

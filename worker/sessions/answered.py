@@ -1,7 +1,7 @@
 """Records which request ids of a session have a result, and where in the log; takes 24 bytes per id.
 
-Only a hash of each id is stored. So the caller of `find` must read that request from the log and compare its
-id.
+Only a hash of each id is stored. So the caller of `find` must read the found request from the log, and
+compare its id.
 """
 
 from __future__ import annotations

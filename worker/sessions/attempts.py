@@ -1,9 +1,9 @@
-"""Counts actions that may have crashed a worker: attempts at a request, and readings of a session's log.
+"""Counts attempts that may have crashed a worker: to answer a request, or to read a session's log.
 
 The count is stored in the log, beside the session's entries. The first attempt at a request stores nothing.
-Before another attempt a note is stored with the number of tokens published so far. An attempt that published
-more tokens than the one before does not count. The last attempt runs alone on the device, so that a crash
-harms no other request. A reading counts only if the worker ended during it.
+Before each later attempt a note is stored, with the number of tokens published so far. An attempt that
+published more tokens than the previous one does not count. The last attempt runs alone on the device, so that
+a crash harms no other request. A reading of a log counts only if the worker ended during it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class AttemptNote(Struct, frozen=True, omit_defaults=True):
     """Counts attempts at the request at `seq` that may have crashed a worker.
 
     `tokens` is the number of the answer's tokens that were published before the last attempt. `reads` counts
-    readings of the session's log that a worker began and did not end.
+    how often a worker began to read the session's log but ended before it was done.
     """
 
     seq: int = 0
@@ -56,11 +56,11 @@ class Attempts:
 
     @asynccontextmanager
     async def reading(self, key: SessionKey) -> AsyncIterator[AttemptNote]:
-        """Count a reading of a session's log, which may crash this worker, until the reading ends.
+        """Record in the log that this worker reads a session's log, until the block ends.
 
-        Yields the session's earlier note. If an earlier reading did not end, the log is in doubt. Logs in
-        doubt are read one at a time, so that if `max_attempts` more readings do not end either, only this log
-        can be the cause.
+        So if the reading crashes the worker, the next worker knows. Yields the note of earlier readings. A
+        log whose earlier reading did not end is in doubt. Logs in doubt are read one at a time, so that if
+        `max_attempts` more readings do not end, only this log can be the cause.
         """
         note = await self.note(key)
         async with self._readings.enter(lambda: False, alone=note.reads > 0):
@@ -85,7 +85,7 @@ class Attempts:
         return note
 
     async def uncount(self, key: SessionKey, seq: int, num_tokens: int, last: AttemptNote) -> None:
-        """Remove the last attempt from the count, because the worker was stopped in an orderly way."""
+        """Subtract the last attempt from the count: the worker did not crash, it was stopped normally."""
         attempts = last.attempts if last.seq == seq else 1
         await self.store(key, AttemptNote(seq, attempts - 1, num_tokens))
 
@@ -106,8 +106,8 @@ class SharedLock:
     async def enter(self, stopped: Callable[[], bool], *, alone: bool = False) -> AsyncIterator[None]:
         """Hold the lock, shared with others or `alone`.
 
-        A caller for which `stopped()` is true does not wait: it will not do the work. Call `recheck` when the
-        result of `stopped()` may have changed.
+        A caller for which `stopped()` is true does not wait, since it will not do the work. Call `recheck`
+        when the result of `stopped()` may have changed.
         """
         while self._is_shut and not stopped():
             await self._changed.wait()

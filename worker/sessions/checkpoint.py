@@ -1,8 +1,8 @@
-"""Encodes how a history changed since its last checkpoint, and decodes all checkpoints to a history.
+"""Encodes a session's changes since its last checkpoint, and decodes checkpoints to a history.
 
-A checkpoint consists of one or more messages beside the session's log. Each message names the one before by
+A checkpoint consists of one or more messages beside the session's log. Each message names the previous one by
 stream sequence and digest, and a result in the log names the last message. So checkpoints are as trustworthy
-as the log, and messages that no result leads to are never read. Pure: no I/O.
+as the log, and a message that no chain from a result reaches is never read. Pure: no I/O.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Link(NamedTuple):
 class CheckpointMessage(Struct, frozen=True, tag_field="type", tag="checkpoint", omit_defaults=True):
     """One message of a checkpoint: a part of its bytes, and the `Link` of the message `before`, as text.
 
-    `begins` marks a checkpoint's first message. JSON, like all messages on a session's subjects.
+    `begins` is true in a checkpoint's first message. Encoded as JSON, like all messages of a session.
     """
 
     part: bytes
@@ -75,7 +75,7 @@ class CheckpointMessage(Struct, frozen=True, tag_field="type", tag="checkpoint",
 
     @classmethod
     def unpack(cls, body: bytes, link: Link) -> CheckpointMessage | None:
-        """Decode a message's body; None if the body is not the one that `link` names."""
+        """Decode a message's body; None if its digest is not that of `link`."""
         with suppress(msgspec.MsgspecError):
             return msgspec.json.decode(body, type=cls) if digest(body) == link.digest else None
         return None
@@ -87,9 +87,9 @@ def digest(body: bytes) -> bytes:
 
 
 class Start(Struct, frozen=True, array_like=True):
-    """A session's shortened tokens and all of its answered ids.
+    """All of a session's answered ids, and its tokens, of which a middle part may be left out.
 
-    A checkpoint with a start needs no earlier checkpoints.
+    A checkpoint with a start can be decoded without earlier checkpoints.
     """
 
     begun: bytes
@@ -141,8 +141,8 @@ class _Body(Struct, frozen=True, array_like=True):
 class Delta:
     """The changes of a session from its last checkpoint to the request at `in_seq`.
 
-    `tokens` follow the first `changes.kept_tokens` tokens of the session; `history` has no tokens. `ids` are
-    new answered ids. With a `start`, a session can be opened from this checkpoint alone.
+    `tokens` are the session's tokens after the first `changes.kept_tokens`; `history` has no tokens. `ids`
+    are the new answered ids. With a `start`, a session can be opened from this checkpoint alone.
     """
 
     in_seq: int
@@ -191,7 +191,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A session after the request at `in_seq`, decoded from its checkpoints."""
+    """The state of a session after the request at sequence `in_seq`, decoded from its checkpoints."""
 
     in_seq: int
     history: History
@@ -218,9 +218,9 @@ def has_start(body: bytes) -> bool:
 def restore(bodies: Sequence[bytes], tokenizer: Tokenizer, maker: bytes, *, whole: bool) -> Checkpoint | None:
     """Decode a session from the bodies of its checkpoints, oldest first. Call it on a thread.
 
-    With `whole`, `bodies` are all checkpoints; else they begin with the last one that has a start. Then the
-    decoded conversation is shortened, and with a start the tokens too. Returns None if the bodies cannot be
-    decoded, do not fit together, or are of another version or tokenizer.
+    With `whole`, `bodies` are all checkpoints. Otherwise they begin with the last checkpoint that has a
+    start, if any, and the result lacks the early parts of the conversation, and with a start also of tokens.
+    Returns None if the bodies cannot be decoded, do not fit together, or are of another version or tokenizer.
     """
     tokens, segments, answered = as_tokens(), list[Segment](), AnsweredIds()
     num_bytes = 0

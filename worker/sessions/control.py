@@ -1,4 +1,4 @@
-"""Answers control requests on a session's `ctl`: cancel, info, pin and unpin."""
+"""Answers control requests (subject `ctl`): cancel, info, metrics, pin and unpin."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Carries out one request of a session: adds its input, runs its turn on the device, builds the result.
 
-Stateless between requests: a history comes in, a result and the history after it go out. The session commits
-both, so a failure in this module changes only which KV is resident.
+Keeps no state between requests: takes a history, and returns a result and the history after it. The session
+commits both, so a failure in this module changes nothing but the KV on the device.
 """
 
 from __future__ import annotations
@@ -381,10 +381,9 @@ def failed(pending: Pending, position: int, code: ErrorCode, message: str) -> Fa
 
 
 def withdrawn(pending: Pending, history: History, position: int) -> Result:
-    """Build the result of a request that was cancelled or expired before it had an effect.
+    """Build the result of a request that was cancelled or expired before it changed the session.
 
-    `position` is the session's position. If the log cannot be read, `history` may have only a part of the
-    session.
+    `position` is the session's position: if the log cannot be read, `history` may be incomplete.
     """
     if pending.expired and not pending.cancelled:
         return failed(pending, position, "expired", "its deadline passed; nothing was added")

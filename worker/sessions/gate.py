@@ -1,4 +1,4 @@
-"""Limits concurrent work (for example, reading logs), and shares the places fairly between tenants."""
+"""Limits concurrent work, such as reading logs, and shares the places fairly between tenants."""
 
 from __future__ import annotations
 

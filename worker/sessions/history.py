@@ -57,7 +57,7 @@ class RefusedError(Exception):
 
 
 class DivergedError(Exception):
-    """Reading the log gives other tokens than the log states: another model or template wrote it."""
+    """The log gives other tokens than its results state: another model or template has written it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +92,9 @@ class History:
     def shortened(self) -> History:
         """Return the history without the parts that only a rewind or a prefill after lost KV needs.
 
-        These operations then raise `CutOffError`.
-
-        Under a policy without an end, also leave out tokens that the model no longer sees, except the last
-        `KEPT`. This saves memory, and the time to read them.
+        This saves memory, and the time to read them; those operations then raise `CutOffError`. Under a
+        policy for endless sessions, tokens that the model no longer sees are left out too, except the last
+        `KEPT`.
         """
         conversation = self.conversation.shortened()
         tokens, policy = self.tokens, self.policy
@@ -106,7 +105,7 @@ class History:
 
 
 def seen(history: History) -> dict[str, Any]:
-    """Build the fields about the cache policy, for the result that leads to `history`; none for `full`."""
+    """Build a result's fields about the cache policy; `history` is the session after it. Empty for `full`."""
     cache = in_words(history.policy) if history.exists else None
     if cache is None:
         return {}
@@ -207,7 +206,7 @@ class Fold:
         return replace(history, conversation=conversation, tokens=history.tokens[:position])
 
     def replay(self, history: History, request: Request, result: Result) -> History:
-        """Apply a request and its result to the history before.
+        """Return the history after a request, given its result and the `history` before the request.
 
         Raises `DivergedError` if the new position is not the one in the result, and `CutOffError`.
         """

@@ -1,4 +1,4 @@
-"""A session's cache policy: read from its `open`, written to its results, read back from the log. Pure."""
+"""Converts a session's cache policy from its `open` request, and to and from its results. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def chosen(cache: CachePolicy, default: Policy) -> Policy:
-    """Return the policy that an `open` asks for; `default` if it asks for none.
+    """Return the policy that an `open` request names; `default` if it names none.
 
     Raises `ValueError` for pins that do not fit.
     """

@@ -1,6 +1,7 @@
-"""Holds the state of one session as read from its log: history, answered ids and pending requests.
+"""The state of one session as read from its log: history, answered ids and pending requests.
 
-Pure: entries in, state out. Not thread-safe: the session lets only one caller at a time change its record.
+Pure: entries in, state out. Not thread-safe: only one caller at a time may change it, which `session`
+ensures.
 """
 
 from __future__ import annotations
@@ -53,12 +54,12 @@ log = structlog.get_logger()
 class Pending:
     """A request without a result.
 
-    `request` is None if the body is invalid; then `error` says why, and `named` is the body's id, if any.
-    `first` is the body of the id's first result, if the request repeats the id. `stored` is the time at which
-    the log stored the request. `held_text` is the text not yet published when an answer was ended early;
-    `published` is the task, if any, that reads the answer's chunks from the token stream. The last fields are
-    for spans: `parent` names the publisher's span, `phases` are how the turn has spent its time, and
-    `num_resumed` tokens of the answer come from a worker that has died.
+    `request` is None if the body is invalid; then `error` says why, and `named` is the body's id, if any. If
+    the request repeats an answered id, `first` is the body of that id's first result. `stored` is the time at
+    which the log stored the request. `held_text` is the text not yet published when an answer was ended
+    early; `published` is the task, if any, that reads the answer's chunks from the token stream. Three fields
+    are for spans: `parent` names the publisher's span, `phases` are the parts of the turn's time, and the
+    first `num_resumed` tokens of the answer come from a worker that has died.
     """
 
     seq: int
@@ -84,7 +85,7 @@ class Pending:
 
     @property
     def stopped(self) -> bool:
-        """Whether the request has to end as soon as possible."""
+        """Whether the request was cancelled or has expired, and so has to end as soon as possible."""
         return self.cancelled or self.expired
 
     @property
@@ -126,7 +127,7 @@ class _EarlyResult:
 
 
 class Record:
-    """One session's state as folded from its log. Starts empty, before the first request.
+    """One session's state, computed by applying the entries of its log. Starts empty.
 
     Requests and results are read in pages: results first, then the requests that they answer. Unread requests
     stay in the log, so a long queue takes no memory.
@@ -177,7 +178,7 @@ class Record:
 
     @property
     def position(self) -> int:
-        """The session's position, for results that do not change it; 0 while the session is closed.
+        """The session's position; 0 while the session is closed.
 
         If this worker cannot continue the log, this is the last position that the log states.
         """
@@ -186,7 +187,7 @@ class Record:
         return 0 if self.history.closed else self.history.position
 
     def digest(self, history: History) -> str:
-        """Return the history digest for a result that leads to `history`.
+        """Return the history digest for the result after which the session has this `history`.
 
         If this worker cannot continue the log, its history is incomplete: then return the last digest in the
         log.
@@ -196,9 +197,9 @@ class Record:
         return history.digest()
 
     def next_delta(self, in_seq: int) -> Delta | None:
-        """Return the next checkpoint, of the history after the request at `in_seq`; None if not due.
+        """Return the next checkpoint, of the history after the request at `in_seq`; None if none is due.
 
-        The result of that request must have a digest of the history. No checkpoint is due while an earlier
+        The result of that request must contain a digest of the history. No checkpoint is due while an earlier
         request is pending.
         """
         waits = self.pending[0].seq < in_seq if self.pending else False
@@ -221,14 +222,14 @@ class Record:
         return delta
 
     def has_result(self, seq: int) -> bool:
-        """Whether the result of a request is known that was not read yet."""
+        """Whether the result of the unread request at `seq` is known."""
         return seq in self._early or seq in self._answered_unread
 
     def add_results(self, entries: Sequence[Entry]) -> bool:
         """Add results; return whether any of them answers a request that had no result.
 
-        Ignores entries that no worker can have written: entries without a valid result or a digest of the
-        history, and results of requests that were stored later or already have a result.
+        Ignores entries that no worker can have written: without a valid result or a digest of the history; or
+        for a request that was stored later or already has a result.
         """
         found = False
         waiting = {pending.seq for pending in self.pending}
@@ -247,7 +248,7 @@ class Record:
         return found
 
     def lacks_result(self, pending: Pending) -> bool:
-        """Whether a request has no result: it is pending, or was not read yet."""
+        """Whether a request still has no result, as far as the log was read."""
         return pending in self.pending or (pending.seq > self.in_seq and not self.has_result(pending.seq))
 
     def add_requests(self, entries: Sequence[Entry]) -> None:
@@ -266,7 +267,7 @@ class Record:
             self.in_seq = max(self.in_seq, entry.seq)
 
     def end_fold(self) -> None:
-        """Compare the history with the digest in the last result, after all results were read.
+        """Finish the first reading of the log: compare the history with the digest in the last result.
 
         Raises `CutOffError`.
         """

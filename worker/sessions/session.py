@@ -1,8 +1,8 @@
 """One session: carries out its requests in the order of the log, and commits a result for each.
 
-An actor on the event loop. A delivery only wakes the session, which then reads its log forward and answers
-requests without a result, one at a time. Each commit names the sequence of the session's last known result,
-so it fails if another worker has stored a result since.
+An actor on the event loop. A delivery only wakes the session, which then reads its log forward, and answers
+the requests that have no result, one at a time. Each commit names the sequence of the last result that the
+session knows, so it fails if another worker has stored a result since.
 """
 
 from __future__ import annotations
@@ -88,9 +88,9 @@ _TOKEN_BYTES: Final = 8
 class Services:
     """The services that all sessions of a worker share.
 
-    `ack` acknowledges the deliveries of a session that has answered all its requests. `shares` limits a
-    tenant's sessions at work. `fold_gate` limits the logs that are read at the same time. Each result has
-    `build` in a header.
+    `ack` acknowledges the deliveries of a session that has answered all its requests. `shares` limits how
+    many sessions of a tenant work at once, `fold_gate` how many logs are read at once. `build` is a header of
+    every result.
     """
 
     journal: Journal
@@ -113,14 +113,17 @@ class Services:
 
 
 class AnsweredRequest(NamedTuple):
-    """An answered request, as read from the log."""
+    """An answered request, read from the log, and the sequences of the request and its result."""
 
     request: Request
     at: AnsweredAt
 
 
 class Session:
-    """See the module. Call `run` from one task at a time, everything else at any time. Event loop only."""
+    """One session: reads its log, and answers its requests in order. Event loop only.
+
+    `run` may be called by one task at a time, all other methods at any time.
+    """
 
     def __init__(self, key: SessionKey, services: Services, wake: Callable[[Session], None]) -> None:
         """`wake(session)` starts `run` in a task unless it runs already."""
@@ -165,7 +168,7 @@ class Session:
 
     @property
     def has_work(self) -> bool:
-        """Whether `run` has something to do."""
+        """Whether `run` has work: requests without a result, or entries to read."""
         record = self._record
         behind = self._delivered is not None or self._rung_seq > record.in_seq
         return bool(record.pending) or record.has_more or behind
@@ -192,7 +195,7 @@ class Session:
         return 0
 
     def ring(self, delivery: Delivery) -> None:
-        """Note that the log has a request at the delivery's sequence, and start `run`."""
+        """Record that the log has a request at the delivery's sequence, and wake the session's task."""
         self._rung_seq = max(self._rung_seq, delivery.seq)
         self._first_seq = delivery.first_seq
         self._delivered = self._delivered or delivery
@@ -252,10 +255,10 @@ class Session:
         return give
 
     async def catch_up(self, *, beyond_bell: bool = False) -> None:
-        """Read the log up to a request to answer, or to the last delivered request.
+        """Read the log up to the next request without a result, or to the last delivered request.
 
-        With `beyond_bell`, also read requests that were not delivered yet, as the first reading of the log
-        does. Raises `FencedError` if another worker has continued the session.
+        With `beyond_bell`, or if the log was not read before, also read requests that were not delivered yet.
+        Raises `FencedError` if another worker has continued the session.
         """
         async with self._log_lock:
             record = self._record  # the pages read belong to this record, not to its replacement
@@ -331,7 +334,7 @@ class Session:
     async def whole_tokens(self) -> Tokens:
         """Return all tokens of the session.
 
-        Tokens missing in memory are read from a stored checkpoint if it has them.
+        Tokens that are no longer in memory are read from a stored checkpoint, if it has them.
         """
         tokens = self.history.tokens
         return tokens.filled(await self._trail.tokens()) if tokens.held_from else tokens
@@ -366,7 +369,7 @@ class Session:
             await self.catch_up(beyond_bell=True)
 
     async def cancel(self, request_id: str) -> Cancelled | Failed:
-        """Stop a request that has no result yet; return when its result is in the log."""
+        """Cancel a request that has no result yet; return once its result is in the log."""
         try:
             await self.refresh()  # the request may be younger than its delivery
         except FencedError:
@@ -395,9 +398,9 @@ class Session:
         return Cancelled(id=request_id, was="running")
 
     async def waiting(self, skip: int, limit: int) -> tuple[list[str], int]:
-        """Return the ids of `limit` waiting requests after the first `skip`, and the number of all.
+        """Return the ids of up to `limit` waiting requests after the first `skip`, and how many wait in all.
 
-        The number includes unread requests that were cancelled already.
+        The number may include cancelled requests that were not read yet.
         """
         names = [pending.id or "" for pending in self.pending if pending is not self.active]
         after, num_more = self._record.in_seq, int(bool(self.pending))
@@ -438,7 +441,7 @@ class Session:
         return None
 
     def forget(self) -> None:
-        """Drop the session's KV and its record; the next `run` reads the whole log again."""
+        """Drop the session's KV and its state in memory; the next `run` reads the log again."""
         self._services.engine.forget(self.key)
         self._reset_record()
 

@@ -59,7 +59,7 @@ class Sessions:
         return dict(Counter(one.policy.name for one in histories if one.exists and not one.closed))
 
     def ring(self, delivery: Delivery) -> None:
-        """Pass a delivery to its session. The session refuses names that break the rule for ids."""
+        """Pass a delivery to its session, which refuses names that break the rule for ids."""
         self._get(delivery.key).ring(delivery)
 
     @contextlib.contextmanager
@@ -85,7 +85,7 @@ class Sessions:
                     self._evict(key)
 
     def stop(self) -> None:
-        """Start no more tasks; running turns end when the engine is told to stop."""
+        """Start no more tasks. Running turns continue until the engine is stopped."""
         self._stopping.set()
         self._services.shares.stop()
 

@@ -1,8 +1,8 @@
 """Limits how many sessions of a tenant work at once.
 
-The limit keeps the device busy; it is lower while other tenants have work. Other sessions wait here before
-their logs are read. Each session at work makes the device's steps and the event loop slower for all others,
-and many more sessions than the device has batch rows gain nothing.
+The limit is high enough to keep the device busy, and lower while other tenants have work. Sessions above the
+limit wait here before their logs are read. Each working session makes the device's steps and the event loop
+slower for all others, and many more sessions than the device has batch rows bring no gain.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Tenant:
 class Shares:
     """Limits how many sessions of each tenant work at once. Event loop only.
 
-    No session waits for another tenant's.
+    A session waits only for sessions of its own tenant.
     """
 
     def __init__(self, num_rows: int, clock: Callable[[], float] = monotonic) -> None:
@@ -61,8 +61,8 @@ class Shares:
     async def enter(self, key: SessionKey, priority: int, *, at_once: bool) -> AsyncIterator[None]:
         """Count the session as at work inside the block.
 
-        Unless `at_once`, first wait until the tenant's share has room. Raises `StoppingError` if the worker
-        stops before.
+        Unless `at_once`, first wait until the tenant has fewer sessions at work than its limit. Raises
+        `StoppingError` if the worker stops before that.
         """
         if self._is_stopped:
             raise StoppingError
@@ -92,7 +92,7 @@ class Shares:
             self._leave(key.tenant)
 
     def admit(self, key: SessionKey) -> None:
-        """Admit a waiting session regardless of its tenant's share: it no longer needs the device."""
+        """Admit a waiting session above its tenant's limit, because it no longer needs the device."""
         admitted = self._waiting.get(key)
         if admitted is not None and not admitted.is_set():
             self._present[key.tenant].num_at_work += 1

@@ -38,7 +38,7 @@ _PART_BYTES: Final = 128 * 2**10
 
 
 class Trails:
-    """The services that all trails of a worker share; `tasks` gets the tasks that store. Event loop only."""
+    """The services that all trails of a worker share; `tasks` runs the storing tasks. Event loop only."""
 
     def __init__(
         self, journal: Journal, tokenizer: Tokenizer, tasks: TaskGroup, *, max_message_bytes: int
@@ -50,14 +50,14 @@ class Trails:
 
 
 class Found(NamedTuple):
-    """A checkpoint, and those results of the session after it that were already read."""
+    """A checkpoint, and the session's later results that were read to find and confirm it."""
 
     checkpoint: Checkpoint
     results: list[Entry]
 
 
 class Trail:
-    """The checkpoints of one session's record. Event loop only."""
+    """The checkpoints of one session. Event loop only."""
 
     def __init__(self, key: SessionKey, trails: Trails) -> None:
         self.key = key
@@ -70,7 +70,7 @@ class Trail:
         self._ended = False
 
     def add(self, delta: Delta) -> None:
-        """Store a checkpoint, after the checkpoints that were added earlier."""
+        """Queue a checkpoint to be stored, after the checkpoints that were added earlier."""
         if self._ended:
             return
         self._waiting.append(delta)
@@ -86,7 +86,7 @@ class Trail:
             self._storing.cancel()
 
     async def finish(self) -> None:
-        """Stop storing checkpoints after the current one, and wait for it: it is removed with the session."""
+        """Stop storing checkpoints after the current one; return once that one is stored."""
         self._ended = True
         self._waiting.clear()
         await self.stored()
@@ -128,14 +128,14 @@ class Trail:
         return link
 
     async def tokens(self) -> Tokens:
-        """Read the tokens of the last stored checkpoint, without confirming them; none if that fails."""
+        """Read the tokens of the last stored checkpoint, without checking it by the log; none on failure."""
         await self.stored()
         bodies, tokenizer = await self._read(self.link, whole=True), self._trails.tokenizer
         found = await in_thread(lambda: restore(bodies, tokenizer, tokenizer.fingerprint, whole=True))
         return found.history.tokens if found else as_tokens()
 
     async def find(self, *, whole: bool) -> Found | None:
-        """Read the checkpoint that the last result names; None if there is none that the log confirms."""
+        """Read the checkpoint that the last result names; None if it is missing or the log contradicts it."""
         journal = self._trails.journal
         named = await journal.last_result(self.key)
         text = named.headers.get(CHECKPOINT_HEADER) if named else None

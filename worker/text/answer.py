@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 class TextSink(Protocol):
-    """Turns tokens into text that is safe to publish; implemented by `worker.text.text.TextStream`."""
+    """Turns tokens into text that is final and so safe to publish; implemented by `TextStream`."""
 
     @property
     def stopped(self) -> bool:
         """Whether a stop string was seen."""
 
     def push(self, token: int) -> str:
-        """Add a token, return the text that is now certain."""
+        """Add a token; return the text that no later token can change."""
 
     def finish(self) -> str:
         """Return the text that was held back."""
@@ -49,7 +49,7 @@ class Answer:
         return "".join(self.texts)
 
     def push(self, token: int) -> str:
-        """Add the next token; returns its new text. Sets `finish_reason` if this token is the last."""
+        """Add the next token; return the text that is final now. Sets `finish_reason` at the last token."""
         self.tokens.append(token)
         if token in self.end_tokens:
             self.finish_reason = "stop"

@@ -1,8 +1,8 @@
 """Finds out whether later messages can change the text that a chat template gives an earlier message. Pure.
 
 If they cannot, the template is local: it renders the end of a conversation to the same text even if most
-earlier messages are left out. This is proved from the template's source. A construct that is not known to be
-harmless counts as one that looks at other messages.
+earlier messages are left out. This is derived from the template's source. A construct that is not known to be
+harmless is assumed to depend on other messages.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class _LooksBackError(Exception):
 
 @lru_cache(maxsize=16)
 def num_first(template: str | None) -> int | None:
-    """Count the first messages on which every text may depend; None if texts may depend on any message.
+    """Return on how many first messages every message's text may depend; None if not local.
 
-    Otherwise a message's text depends on its neighbours, and on whether its index is odd. Text before the
-    messages depends on the first ones, text after them on the last ones.
+    In a local template a message's text depends on these messages, on its neighbours, and on whether its
+    index is odd. Text before all messages depends on the first messages, text after them on the last.
     """
     if template is None:
         return None

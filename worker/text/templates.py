@@ -1,9 +1,7 @@
-"""Renders a session as a conversation, and finds the tokens that each turn adds.
+"""Renders a session with the model's chat template, and finds the tokens that each turn adds.
 
-Uses the model's chat template.
-
-A turn adds the tokens that a full render of the whole conversation would add. If the template changes text
-that it rendered before (trims an answer, drops its thoughts), the addition says from which position on the
+A turn adds the tokens that a render of the whole conversation would add. If the template now renders earlier
+messages to another text (trims an answer, drops its thoughts), the `Addition` says from which position on the
 history is replaced. Pure: no device, no broker, no clock.
 
 The history is a sequence of segments: prompts, answers, raw content. Answers keep their sampled tokens, as
@@ -11,8 +9,9 @@ the tokenizer might choose others for the same text. Prompts between two answers
 token may span two turns.
 
 With a local template (`locality`) the cost of a turn depends on its size only: the last messages are rendered
-twice without most earlier ones: first without, then with the new messages. The first render must match the
-end of the session's text. The text that the second render adds is the text that a full render would add.
+twice, without most earlier messages: first without the new messages, then with them. The first render must
+match the end of the session's text. The text that the second render adds is the text that a full render would
+add.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ class _Target:
 
 
 class Changes(NamedTuple):
-    """A changed conversation: its numbers of unchanged first segments and tokens, and its new segments."""
+    """The difference between two conversations: numbers of kept segments and tokens, and new segments."""
 
     kept_segments: int
     kept_tokens: int
@@ -95,8 +94,8 @@ class Changes(NamedTuple):
 class Conversation:
     """A session's state besides its tokens. Immutable: every change returns a new object.
 
-    `history` is always the session's tokens before the change. `started` is the date that the template may
-    write: one date per session, so replaying its log gives the same tokens.
+    The argument `history` is always the session's tokens before the change. `started` is the date that the
+    template may print: one date per session, so that a replay of its log gives the same tokens.
     """
 
     tokenizer: Tokenizer
@@ -115,7 +114,7 @@ class Conversation:
 
     @property
     def has_messages(self) -> bool:
-        """Whether the next messages are rendered together with earlier ones."""
+        """Whether the next messages continue a conversation, so that they are rendered with earlier ones."""
         return self._first < len(self._segments)
 
     def add_messages(
@@ -132,8 +131,8 @@ class Conversation:
     def start_answer(self, history: Sequence[int], *, raw: bool = False) -> tuple[Conversation, Addition]:
         """Add the assistant header that a generate needs.
 
-        Adds nothing with `raw`, without messages, after raw content, and after an answer without its
-        end-of-turn token, which the generate continues. Raises `TemplateError` and `CutOffError`.
+        Adds nothing with `raw`, in a session without messages, after raw content, and after an answer without
+        its end-of-turn token: the generate continues that answer. Raises `TemplateError` and `CutOffError`.
         """
         segments = self._segments[self._first :]
         if (
@@ -148,8 +147,8 @@ class Conversation:
     def add_answer(self, history: Sequence[int], tokens: Sequence[int]) -> Conversation:
         """Add generated tokens; the last one may be an end-of-turn token.
 
-        After an assistant header or an unfinished answer they belong to the assistant; elsewhere they are raw
-        content.
+        After an assistant header or an unfinished answer the tokens belong to the assistant; otherwise they
+        are raw content.
         """
         last = self._segments[-1] if self._segments else None
         if (
@@ -174,8 +173,8 @@ class Conversation:
     def rewind(self, history: Sequence[int], position: int) -> Conversation:
         """Drop everything from `position` on.
 
-        The remaining part of an answer is an unfinished answer, that of a prompt is raw content. Raises
-        `CutOffError`.
+        If the cut is inside an answer, its first part becomes an unfinished answer; inside a prompt, raw
+        content. Raises `CutOffError`.
         """
         if not position:
             return Conversation(self.tokenizer, self.started)
@@ -195,10 +194,7 @@ class Conversation:
 
     @property
     def begins(self) -> int:
-        """The first position at which a change may read tokens.
-
-        A change that needs earlier tokens raises `CutOffError`.
-        """
+        """The first position that changes may read; a change that needs more raises `CutOffError`."""
         return self._base
 
     @property
@@ -207,9 +203,10 @@ class Conversation:
         return num_first(self.tokenizer.template) is None
 
     def shortened(self) -> Conversation:
-        """Leave out the segments that only a rewind needs; no effect if the template looks at all messages.
+        """Return the conversation without segments that only a rewind needs, to save memory.
 
-        This saves memory. Every change then gives the same result as before, or raises `CutOffError`.
+        No effect if the template looks at all messages. Every change then gives the same result as before, or
+        raises `CutOffError`.
         """
         num_head, segments = num_first(self.tokenizer.template), self._segments
         if num_head is None or not segments:
@@ -235,7 +232,7 @@ class Conversation:
         )
 
     def changes(self, since: Conversation) -> Changes:
-        """Return the changes since an earlier state, if both were shortened at the same segment."""
+        """Return the changes since an earlier state. If it was shortened since, all segments count as new."""
         if self._num_cut != since._num_cut:
             return Changes(0, 0, list(self._segments))  # shortened since: all have changed
         kept = 0

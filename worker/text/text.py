@@ -31,7 +31,7 @@ class TextStream:
         self.stopped = False
 
     def push(self, token: int) -> str:
-        """Add the next token; return the text that is now certain. End-of-turn tokens add no text."""
+        """Add the next token; return the text that is now final. End-of-turn tokens add no text."""
         if token in self._tokenizer.eos_ids:
             return ""
         return self._release(self._decoder.decode(self._tokenizer.token_bytes(token)))

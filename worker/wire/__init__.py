@@ -1,1 +1,1 @@
-"""Everything that crosses NATS: server process, connection, streams, requests, chunks and session logs."""
+"""All use of NATS: server process, connection, streams, requests, chunks and session logs."""

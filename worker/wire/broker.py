@@ -1,4 +1,4 @@
-"""The worker's own NATS server: starts, adopts, supervises and ends its process.
+"""The worker's own NATS server: starts or adopts its process, supervises and ends it.
 
 Owns the process and its files in the data directory. Knows nothing of streams or sessions.
 """
@@ -99,7 +99,7 @@ def check_port(port: int) -> None:
 
 
 def server_name(root: Path) -> str:
-    """Return the server name for a data directory; it identifies this server among others on its port."""
+    """Return the server name for a data directory, by which a worker recognises its own server."""
     return SERVER_PREFIX + hashlib.sha256(os.fsencode(root.absolute())).hexdigest()[:16]
 
 
@@ -301,7 +301,7 @@ class EmbeddedServer:
         return f"see {self._log_file}"
 
     async def supervise(self) -> None:
-        """Restart the server whenever it dies or cannot recover, until cancelled."""
+        """Restart the server whenever it dies or stays unusable, until cancelled."""
         next_check = current_time() + _HEALTH_S
         known: str | None = None
         while True:

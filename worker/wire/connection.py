@@ -1,6 +1,6 @@
-"""Connects to NATS with clear errors if that fails, and reconnects for ever after that.
+"""Connects to NATS, with clear errors if the first connection fails; then reconnects for ever.
 
-Owns the log messages about the connection. Knows nothing of the server process, streams or sessions.
+Writes the log messages about the connection. Knows nothing of the server process, streams or sessions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = structlog.get_logger(__name__)
 
 
 class BrokerError(TurnkeepError):
-    """The NATS server cannot be used; the message is one line that says why and what would help."""
+    """The NATS server cannot be used; the message is one line with the reason and the remedy."""
 
 
 async def connect(

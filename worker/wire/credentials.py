@@ -1,4 +1,4 @@
-"""Turns the settings on NATS users and TLS into nats-py's options.
+"""Converts the settings for NATS users and TLS to nats-py's options.
 
 Files are read once, at the start. No message repeats the content of a file or of a secret setting.
 """
@@ -47,7 +47,7 @@ def nats_options(settings: Settings) -> dict[str, Any]:
 
 
 def worker_options(settings: Settings) -> dict[str, Any]:
-    """Read the credentials of a worker, whose own server makes its token. Raises `SettingsError`."""
+    """Read a worker's credentials. Raises `SettingsError` if there are some for its own server."""
     options = nats_options(settings)
     if options and settings.nats is None:
         raise SettingsError("the worker's own NATS server makes its token itself; set nats too")

@@ -49,7 +49,7 @@ _TOO_LARGE = "the request is larger than a message may be: send it as several ap
 
 
 class Desk:
-    """Answers on `ctl` and `ask`. An ask goes through the log like any generate. Event loop only."""
+    """Answers requests on `ctl` and `ask`. An ask is stored in the log like any generate. Event loop only."""
 
     def __init__(
         self,

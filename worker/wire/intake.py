@@ -1,10 +1,10 @@
 """Pulls requests from the stream's consumer; keeps one delivery per session, and acks the others.
 
-A delivery only tells a session that it has work: the session reads its log in order, whatever the order of
-deliveries. So one unacknowledged delivery per session, its anchor, is enough: after a crash the server
-redelivers the anchor, and the worker that gets the anchor answers all requests of the session without a
-result. Older deliveries are acknowledged when newer ones come; the anchor is acknowledged when all requests
-are answered. So memory grows with sessions, not with requests.
+A delivery only tells a session that it has work: the session reads its log in order, so the order of
+deliveries does not matter. So one unacknowledged delivery per session, its anchor, is enough: after a crash
+the server redelivers the anchor, and the worker that gets the anchor answers all requests of the session
+without a result. Older deliveries are acknowledged when newer ones come; the anchor is acknowledged when all
+requests are answered. So memory grows with the number of sessions, not of requests.
 
 Tenants share the places for sessions: deliveries above a tenant's share are returned and come again later.
 """
@@ -60,10 +60,10 @@ _FULL: Final = frozenset({"Message Size Exceeds MaxBytes", "Batch Completed"})
 
 
 def session_of(subject: str) -> SessionKey | None:
-    """Return the session that a stored request's subject names; None if its names can form no subject.
+    """Return the session that a stored request's subject names; None if its names cannot be used in subjects.
 
-    A name that breaks the rule for ids may form a subject: then its session refuses the request on `out`.
-    Call this before a subject or filter is built from names that clients have chosen.
+    A name may break the rule for ids and still be usable in subjects; then the session refuses the request on
+    `out`. Call this before building a subject or filter from names that clients have chosen.
     """
     _, tenant, session, _ = subject.rsplit(".", 3)
     if _makes_a_subject(tenant) and _makes_a_subject(session):
@@ -83,8 +83,8 @@ def _makes_a_subject(name: str) -> bool:
 class Delivery:
     """A request as the server delivered it.
 
-    `again` says that it was delivered to another worker before. So were all requests with a sequence below
-    `first_seq`, even if they are not redelivered.
+    `again` says that an earlier delivery of the request may have crashed a worker. All requests with a
+    sequence below `first_seq` were delivered before too, even if they are not redelivered.
     """
 
     key: SessionKey
@@ -151,11 +151,11 @@ class Intake:
 
     @property
     def num_returned(self) -> int:
-        """Number of requests returned to the server because their tenants were above their shares."""
+        """Number of requests returned to the server because their tenants had too many sessions here."""
         return len(self._returned)
 
     async def pull(self, ring: Ring) -> None:
-        """Pull until cancelled, and call `ring`, which must not block, for each accepted delivery."""
+        """Pull deliveries until cancelled; call `ring`, which must not block, for each accepted one."""
         while True:
             try:
                 inbox = self._nc.new_inbox()
@@ -273,7 +273,7 @@ class Intake:
         self._pull_over.set()
 
     async def keep_alive(self) -> None:
-        """Tell the server periodically that the anchors are in progress, until cancelled.
+        """Tell the server periodically that the anchors are still being worked on, until cancelled.
 
         Must run longer than `pull`: while the worker drains, its anchors must not be redelivered.
         """
@@ -286,7 +286,7 @@ class Intake:
     async def ack(self, key: SessionKey) -> None:
         """Acknowledge a session's anchor: all its requests have results.
 
-        If the ack is lost, the server only delivers the request again.
+        If the ack is lost, the server delivers the request again, which does no harm.
         """
         message = self._anchors.pop(key, None)
         if message is None:

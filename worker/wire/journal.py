@@ -1,7 +1,7 @@
 """The session logs in JetStream: reads entries forward, commits results, publishes and reads chunks.
 
 Owns the fence: a result is stored only if no other result of the session was stored since this worker last
-read the log. Knows nothing of what entries do to a session; see `sessions/history`.
+read the log. Does not know what entries mean for a session; see `sessions/history`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Entry:
 
 
 def answers(entry: Entry) -> int:
-    """Return the sequence of the request that an entry of `out` answers; 0 if the entry is no result."""
+    """Return the sequence of the request that an `out` entry answers; 0 if the entry is not a result."""
     try:
         return decode_result(entry.body).seq or 0
     except InvalidMessageError:
@@ -87,9 +87,9 @@ class Journal:
     ) -> tuple[list[Entry], bool]:
         """Read a session's next requests, or results, after the stream sequence `after`, in order.
 
-        Returns up to `_BATCH` entries or some MiB, and whether there are more. `until` is the sequence of an
-        delivered entry: a replica that ends before this entry lags behind and is read again, unless the
-        stream's leader says that the entry was removed.
+        Returns up to `_BATCH` entries or some MiB, and whether there are more. `until` is the sequence of a
+        delivered entry: if a replica of the stream ends before this entry, it lags behind and is read again,
+        unless the stream's leader says that the entry was removed.
         """
         stream, subject = self._subjects.log_stream, self._subjects.of(key, kind)
         pause_s = 0.01
@@ -242,7 +242,7 @@ class Journal:
             pause_s = min(pause_s * 2, _MAX_BACKOFF_S)
 
     async def append(self, key: SessionKey, kind: Literal["attempt", "dead", "closed"], body: bytes) -> None:
-        """Store another kind of entry for a session: an attempt, a dead letter, or a note of a close."""
+        """Store an entry of another kind for a session: a note of attempts, a dead letter, or a close."""
         pause_s = 0.1
         while True:
             try:
@@ -277,7 +277,10 @@ class Journal:
         return (await self._js.stream_info(self._subjects.log_stream)).state.bytes
 
     async def closed(self, after: int) -> tuple[list[Entry], bool]:
-        """Read the next notes of closes, for all sessions, after the stream sequence `after`."""
+        """Read the next notes of closes, of all sessions, after the stream sequence `after`.
+
+        Also returns whether there are more.
+        """
         entries, num_more = await self._direct_batch(
             self._subjects.log_stream, self._subjects.every("closed"), after
         )
@@ -303,9 +306,10 @@ class Journal:
             await self._js.delete_msg(self._subjects.log_stream, seq)
 
     async def refuse(self, subject: str, seq: int, message: str) -> None:
-        """Answer a request whose names form no subject, on its tenant's subject `_refused`. Does not retry.
+        """Refuse a request whose names cannot be used in subjects, on its tenant's subject `_refused`.
 
-        There is no answer if the tenant's name is invalid too, and after a crash there may be two.
+        Does not retry. There is no answer if the tenant's name is invalid too; after a crash there may be
+        two.
         """
         tenant = subject.rsplit(".", 3)[1]
         with contextlib.suppress(InvalidMessageError):

@@ -46,7 +46,7 @@ log = structlog.get_logger()
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """Who has the lease. `directory` identifies a data directory, `boot` one run of a worker."""
+    """The holder of a lease. `directory` identifies its data directory, `boot` this run of the worker."""
 
     worker: str
     host: str
@@ -59,7 +59,7 @@ class Holder(msgspec.Struct, frozen=True):
 
 
 class Lease:
-    """One worker's hold on its prefix; `keep` runs between `acquire` and `release`. Event loop only."""
+    """One worker's lease on its prefix; run `keep` between `acquire` and `release`. Event loop only."""
 
     def __init__(
         self,
@@ -94,8 +94,8 @@ class Lease:
     async def acquire(self) -> None:
         """Acquire the lease. Raises `BrokerError` if a running worker has it.
 
-        Waits until the lease of a killed worker has run out, but not with the same data directory: its lock
-        proves that no other worker runs on it.
+        Waits until the lease of a killed worker has expired. Takes the lease at once if its holder had the
+        same data directory, whose lock proves that the holder no longer runs.
         """
         await self._make_stream()
         try:

@@ -1,6 +1,6 @@
-"""Publishes the ends of answers, replies and metrics, at most once.
+"""Publishes messages that may be lost: ends of answers, replies and metrics.
 
-`journal` stores messages that must not be lost.
+`journal` stores the messages that must not be lost.
 """
 
 from __future__ import annotations

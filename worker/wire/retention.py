@@ -1,10 +1,11 @@
-"""Removes sessions from the log: closed ones after a time, or earlier in a full log; forgotten ones at once.
+"""Removes sessions from the log: closed sessions after a time, or if the log is full; forgotten ones at once.
 
-A close is noted on the session's `closed` before its result is stored. So the note exists even if the worker
-crashes in between; it takes effect once the result exists. Entries of an open session always stay.
+Before the result of a close is stored, a note is stored on the session's subject `closed`. So the note exists
+even if the worker crashes in between; it takes effect once the result exists. Entries of an open session
+always stay.
 
-Between a close and its result, the log may have requests for the next session of the same name, and results
-of requests before the close.
+Between a close and its result, the log may contain requests for the next session of the same name, and
+results of requests before the close.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class Retention:
     async def note_close(self, key: SessionKey, *, forget: bool) -> int | None:
         """Store a note that a session is about to be closed.
 
-        With `forget`, return how many entries will be removed.
+        With `forget`, returns how many entries will be removed.
         """
         num_entries = await self._journal.count(key) if forget else None
         await self._journal.append(key, "closed", _FORGET if forget else b"")

@@ -67,10 +67,10 @@ class Streams:
 
 
 async def ensure(js: JetStreamContext, subjects: Subjects, settings: Settings) -> Streams:
-    """Create the log stream, the token stream and the consumer, or bring them to these settings.
+    """Create the log stream, the token stream and the consumer, or update them to these settings.
 
-    Workers may do this at the same time. An operator's other changes (placement, replicas without a setting)
-    are kept. Raises `BrokerError`, also if an existing stream cannot be changed to fit.
+    Several workers may do this at the same time. An operator's other changes (placement, replicas without a
+    setting) are kept. Raises `BrokerError`, also if an existing stream cannot be updated to these settings.
     """
     is_copied = await ensure_stream(js, _log_stream(subjects, settings))
     await ensure_stream(js, _token_stream(subjects, settings))
@@ -146,7 +146,7 @@ def _consumer(subjects: Subjects, settings: Settings) -> api.ConsumerConfig:
 
 
 async def ensure_stream(js: JetStreamContext, wanted: api.StreamConfig) -> bool:
-    """Create a stream, or change it to these settings; say whether its number of copies changed.
+    """Create a stream, or update it to these settings; return whether its number of replicas changed.
 
     Raises `BrokerError`.
     """
@@ -257,5 +257,5 @@ async def _explain(js: JetStreamContext, wanted: api.StreamConfig, error: Except
 
 
 def reason(error: Exception) -> str:
-    """Return the server's reason for an error."""
+    """Return the reason that the NATS server gave for an error."""
     return str(getattr(error, "description", None) or error or type(error).__name__)
