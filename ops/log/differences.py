@@ -20,7 +20,20 @@ if TYPE_CHECKING:
 
 #: What a token depends on besides the model: its name in `Entry.build`, and in a sentence.
 _BUILD: Final = {"dtype": "dtype", "kv": "KV precision", "device": "device", "version": "version"}
-_SAMPLING: Final = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop")
+_SAMPLING: Final = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "min_tokens",
+    "ignore_eos",
+    "stop",
+)
 #: Characters of an answer to show on either side of the first difference.
 _AROUND: Final = 30
 

@@ -6,7 +6,7 @@ Pure: chunks in, new text and tokens out. Knows nothing of NATS.
 from __future__ import annotations
 
 from .errors import StreamBrokenError
-from .messages import Chunk, Generated
+from .messages import Chunk, Generated, TokenLogprob
 
 
 class Assembly:
@@ -41,7 +41,8 @@ class Assembly:
         self._text_at.setdefault(chunk.i + len(chunk.tokens), text_start + len(chunk.text))
         if len(chunk.tokens) > num_known:
             self.has_gap = False
-        return self._extend(chunk.tokens[num_known:], chunk.text[self._text_length - text_start :])
+        text = chunk.text[self._text_length - text_start :]
+        return self._extend(chunk.tokens[num_known:], text, chunk.logprobs[num_known:])
 
     def finish(self, result: Generated) -> Chunk | None:
         """Return the part of `result` after all chunks, None if empty; `StreamBrokenError` if they differ."""
@@ -50,17 +51,18 @@ class Assembly:
             raise StreamBrokenError(f"the recorded tokens of {result.id} differ from those streamed")
         if not result.text.startswith("".join(self._texts)):
             raise StreamBrokenError(f"the recorded text of {result.id} differs from that streamed")
-        return self._extend(result.tokens[num_known:], result.text[self._text_length :])
+        text = result.text[self._text_length :]
+        return self._extend(result.tokens[num_known:], text, result.logprobs[num_known:])
 
     def _check_text(self, start: int, text: str) -> None:
         overlap = text[: self._text_length - start]
         if overlap and not "".join(self._texts).startswith(overlap, start):
             raise StreamBrokenError(f"text from character {start} on was published twice and differs")
 
-    def _extend(self, tokens: tuple[int, ...], text: str) -> Chunk | None:
+    def _extend(self, tokens: tuple[int, ...], text: str, logprobs: tuple[TokenLogprob, ...]) -> Chunk | None:
         if not tokens and not text:
             return None
-        new = Chunk(i=len(self._tokens), tokens=tokens, text=text)
+        new = Chunk(i=len(self._tokens), tokens=tokens, text=text, logprobs=logprobs)
         self._tokens += tokens
         self._texts.append(text)
         self._text_length += len(text)

@@ -9,7 +9,7 @@ changes a session.
 from __future__ import annotations
 
 import contextlib
-from typing import Annotated, Any, Final, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeVar, get_args
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -19,9 +19,22 @@ from .errors import ERROR_CODES, RETRYABLE, ErrorCode, InvalidMessageError
 from .explain import explain
 from .subjects import ID_PATTERN, ID_RULE
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 VERSION: Final = 1
 #: What clients may ask of a worker of this version; `$SRV.INFO` and the worker's log line `ready` name them.
-FEATURES: Final = ("priority", "deadline", "pin", "forget", "sink_window", "paged", "exact_prefill")
+FEATURES: Final = (
+    "logprobs",
+    "penalties",
+    "priority",
+    "deadline",
+    "pin",
+    "forget",
+    "sink_window",
+    "paged",
+    "exact_prefill",
+)
 
 Id = Annotated[str, Meta(pattern=ID_PATTERN, description=ID_RULE)]
 Position = Annotated[int, Meta(ge=0, le=2**53, description="tokens from the session's start")]
@@ -36,6 +49,8 @@ SpecialTokens = Annotated[
 ]
 Deadline = Annotated[float, Meta(gt=0, le=31_536_000, description="seconds after the log stored the request")]
 Priority = Annotated[int, Meta(ge=-10, le=10, description="among waiting requests, higher first")]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
 Stop = Annotated[str, Meta(min_length=1, max_length=256)]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
@@ -169,11 +184,17 @@ class Append(_Input, frozen=True, tag="append"):
 class Generate(_Input, frozen=True, tag="generate"):
     """Sample tokens, after appending at most one of `messages`, `text`, `tokens`.
 
-    Filters apply in the order repetition_penalty, temperature, top_k, top_p, min_p. A temperature of 0 takes
-    the most likely token. `top_k` 0 and `top_p` 1 are off. The penalty is for the answer's tokens and the
-    session's tokens; under `sink_window` only for the session's tokens that the model sees when the answer
-    begins. A missing seed is derived from the request, so an interrupted answer continues with the same
-    tokens. `raw` leaves out the assistant header that the chat template would add after messages.
+    `logit_bias` (added to the logits of token ids), penalties, temperature, `top_k`, `top_p` and `min_p`
+    apply in this order. A temperature of 0 takes the most likely token; `top_k` 0 and `top_p` 1 are off. The
+    `repetition_penalty` is for the answer's tokens and the session's tokens; under `sink_window` only for the
+    session's tokens that the model sees when the answer begins. `presence_penalty` and `frequency_penalty`
+    are for the answer's tokens, as in OpenAI's API. A missing seed is derived from the request, so an
+    interrupted answer continues with the same tokens.
+
+    The model's end tokens are not drawn before the answer has `min_tokens` tokens; with `ignore_eos` they do
+    not end it. With `logprobs`, each token of the answer has the logarithm of its probability by the model
+    itself, before everything above, and the `top_logprobs` likeliest tokens. `raw` leaves out the assistant
+    header that the chat template would add after messages.
     """
 
     max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] = 256
@@ -182,6 +203,13 @@ class Generate(_Input, frozen=True, tag="generate"):
     top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[float, Meta(gt=0, le=100)] = 1.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    logit_bias: Annotated[dict[Annotated[int, Meta(ge=0, le=2**31 - 1)], Bias], Meta(max_length=1024)] = {}
+    min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
+    ignore_eos: bool = False
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] = 0
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
     stop: Annotated[tuple[Stop, ...], Meta(max_length=16)] | Stop = ()
     raw: bool = False
@@ -192,6 +220,12 @@ class Generate(_Input, frozen=True, tag="generate"):
         if self.num_inputs > 1:
             raise ValueError(
                 f"generate takes at most one of messages, text, tokens; it has {self.num_inputs}"
+            )
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("takes top_logprobs with logprobs only: set logprobs to true")
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"needs min_tokens of at most max_tokens ({self.max_tokens}), not {self.min_tokens}"
             )
 
 
@@ -322,8 +356,29 @@ class Seconds(Struct, frozen=True, kw_only=True):
     total: float
 
 
+class LikelyToken(Struct, frozen=True, omit_defaults=True):
+    """A token and the logarithm of its probability.
+
+    `token` is its text. `bytes` are its bytes if these are not whole characters.
+    """
+
+    id: int
+    token: str
+    logprob: float
+    bytes: tuple[int, ...] | None = None
+
+
+class TokenLogprob(LikelyToken, frozen=True, omit_defaults=True):
+    """One token of an answer. `top` are the `top_logprobs` likeliest tokens in its place, likeliest first."""
+
+    top: tuple[LikelyToken, ...] = ()
+
+
 class Generated(_Bounded, frozen=True, tag="generated"):
-    """Answer to `generate`. `text` leaves out the stop string; `tokens` are all ids that were added."""
+    """Answer to `generate`. `text` leaves out the stop string; `tokens` are all ids that were added.
+
+    With `logprobs`, the field of that name has an item for each token.
+    """
 
     text: str
     tokens: tuple[int, ...]
@@ -332,6 +387,7 @@ class Generated(_Bounded, frozen=True, tag="generated"):
     seconds: Seconds
     kv_live_bytes: int
     rewritten_from: int | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class Failed(Struct, frozen=True, kw_only=True, tag_field="type", tag="failed", omit_defaults=True):
@@ -388,7 +444,9 @@ Result = KnownResult | UnknownResult
 
 
 class Chunk(Struct, frozen=True, omit_defaults=True):
-    """Some tokens of a running generate; `i` is the index of the first. `text` has only whole characters.
+    """A part of an answer: some of its tokens, and what is said of them; `i` is the index of the first.
+
+    `text` has only whole characters. `logprobs` has an item for each token, if the request asks for them.
 
     `seq` is the generate's stream sequence: ignore chunks with another `seq`.
     """
@@ -397,6 +455,17 @@ class Chunk(Struct, frozen=True, omit_defaults=True):
     tokens: tuple[int, ...]
     text: str
     seq: int | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+def joined(chunks: Sequence[Chunk]) -> Chunk:
+    """Join consecutive chunks of one answer; at least one."""
+    return replace(
+        chunks[0],
+        tokens=tuple(token for chunk in chunks for token in chunk.tokens),
+        text="".join(chunk.text for chunk in chunks),
+        logprobs=tuple(one for chunk in chunks for one in chunk.logprobs),
+    )
 
 
 class InfoRequest(

@@ -66,6 +66,13 @@ class Sampling(TypedDict, total=False):
     top_k: int
     min_p: float
     repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    min_tokens: int
+    ignore_eos: bool
+    logprobs: bool
+    top_logprobs: int
     seed: int | None
     stop: Sequence[str] | str
     raw: bool

@@ -157,7 +157,7 @@ class Rig:
         ]
 
     def tokens(self, turn: Turn) -> list[int]:
-        return [event.token for event in self.of(turn) if isinstance(event, Sampled)]
+        return [event.chunk.tokens[0] for event in self.of(turn) if isinstance(event, Sampled)]
 
     def chunk_ends(self, turn: Turn) -> list[int]:
         return [event.num_cached for event in self.of(turn) if isinstance(event, Prefilled)]

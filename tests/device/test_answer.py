@@ -34,7 +34,7 @@ def new_answer(tokenizer):
 
 
 def push_until_over(answer: Answer, tokens: list[int]) -> list[str]:
-    return [answer.push(token) for token in tokens if answer.finish_reason is None]
+    return [answer.push(token).text for token in tokens if answer.finish_reason is None]
 
 
 @given(data=st.data())

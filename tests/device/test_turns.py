@@ -59,7 +59,7 @@ def test_every_turn_leaves_its_last_token_to_the_next_one(make_rig, model) -> No
     turn = generate(prompt(19), 6, num_kept=18)
     rig.run(turn)
     assert rig.tokens(turn) == alone(model, prompt(19), 6)[0]
-    assert [event.index for event in rig.of(turn) if isinstance(event, Sampled)] == list(range(6))
+    assert [event.chunk.i for event in rig.of(turn) if isinstance(event, Sampled)] == list(range(6))
     assert (turn.num_reused, turn.num_prefilled, turn.num_cached) == (18, 1, 19 + 6 - 1)
     assert rig.end(turn) == Finished(turn, 24, 24 * per_token)
     assert turn.answer.finish_reason == "length"
@@ -107,7 +107,7 @@ def test_forced_tokens_are_the_beginning_of_the_answer(make_rig, model) -> None:
     turn = Turn(key(), as_tokens(prompt(11) + whole[:5]), answer=begun, sampling=sampling)
     rig.run(turn)
     assert begun.tokens == whole
-    assert [event.index for event in rig.of(turn) if isinstance(event, Sampled)] == list(range(5, 12))
+    assert [event.chunk.i for event in rig.of(turn) if isinstance(event, Sampled)] == list(range(5, 12))
     assert turn.num_prompt == turn.num_prefilled == 11, "forced tokens are no part of the prompt"
 
 

@@ -261,6 +261,9 @@ class Endless:
     def push(self, token: int) -> str:
         return f"<{token}>"
 
+    def spell(self, token: int) -> bytes:
+        return f"<{token}>".encode()
+
     def finish(self) -> str:
         return ""
 

@@ -55,6 +55,9 @@ _OPTIONS: Final[dict[str, Callable[[str], Any]]] = {
     "top_k": int,
     "min_p": float,
     "repetition_penalty": float,
+    "presence_penalty": float,
+    "frequency_penalty": float,
+    "min_tokens": int,
     "seed": int,
     "stop": lambda text: [text],
 }

@@ -210,6 +210,7 @@ def chat(
 )
 @tenant_option
 @as_json
+@click.option("--logprobs", metavar="N", type=int, help="With --json: logprobs, and the N likeliest tokens.")
 @with_sampling
 @with_settings(*CLIENT_SETTINGS)
 def ask(
@@ -218,6 +219,7 @@ def ask(
     name: str | None,
     tenant: str,
     as_json: bool,
+    logprobs: int | None,
     system: str | None,
     sampling: Sampling,
     **flags: Any,
@@ -231,6 +233,10 @@ def ask(
     from .ask import question as whole
 
     text = whole(question)
+    if logprobs is not None:
+        if not as_json:
+            raise click.UsageError("--logprobs is for --json, whose result has them")
+        sampling |= {"logprobs": True, "top_logprobs": logprobs}
 
     async def answer(client: Client) -> bool:
         return await run(client, name, text, system, sampling, as_json=as_json)

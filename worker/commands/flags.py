@@ -126,8 +126,25 @@ _SAMPLING: tuple[tuple[str, str, Any, str], ...] = (
         "Only tokens at least P times as likely as the likeliest. [default: the model's]",
     ),
     ("--repetition-penalty", "X", float, "Above 1: repeat fewer tokens. [default: the model's]"),
+    ("--presence-penalty", "X", float, "Above 0: repeat fewer of the answer's tokens (-2 to 2)."),
+    ("--frequency-penalty", "X", float, "The same, times how often a token occurs (-2 to 2)."),
+    ("--min-tokens", "N", int, "No end of the answer before N tokens."),
     ("--seed", "N", int, "Seed of the sampling. [default: a new one]"),
 )
+
+
+def _biases(
+    _context: click.Context, _option: click.Parameter, given: tuple[str, ...]
+) -> dict[int, float] | None:
+    """Parse `ID:BIAS` pairs; None if there are none."""
+    found: dict[int, float] = {}
+    for pair in given:
+        token, _, bias = pair.partition(":")
+        try:
+            found[int(token)] = float(bias)
+        except ValueError:
+            raise click.BadParameter(f"{pair!r} must be a token id, a colon and a number: 42:-100") from None
+    return found or None
 
 
 def with_sampling(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -136,9 +153,19 @@ def with_sampling(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(command)
     def sampled(*args: Any, **options: Any) -> Any:
-        sampling = {name: options.pop(name) for name in (*names, "stop")}
+        sampling = {name: options.pop(name) for name in (*names, "stop", "logit_bias", "ignore_eos")}
         return command(*args, sampling=sampling, **options)
 
+    sampled = click.option(
+        "--logit-bias",
+        metavar="ID:BIAS",
+        multiple=True,
+        callback=_biases,
+        help="Add to the logit of a token id, -100 to 100; may be repeated.",
+    )(sampled)
+    sampled = click.option(
+        "--ignore-eos", is_flag=True, default=None, help="Go on behind the model's end of the answer."
+    )(sampled)
     sampled = click.option(
         "--stop", metavar="TEXT", multiple=True, help="End before this text; may be repeated."
     )(sampled)

@@ -19,6 +19,7 @@ import structlog
 from cache.names.errors import CutOffError, LostPastError
 from cache.names.policy import FULL
 from cache.store import Forgotten
+from turnkeep_client.messages import joined
 from worker.batch.chooser import Sampling
 from worker.traces import Phase
 
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from cache.names.policy import Policy
     from cache.names.tokens import Tokens
     from cache.store import Store
+    from turnkeep_client.messages import Chunk
     from turnkeep_client.subjects import SessionKey
     from worker.telemetry import Telemetry
     from worker.text.answer import Answer
@@ -59,7 +61,7 @@ if TYPE_CHECKING:
     from .admission import Decision, Ledger
     from .device import Device
 
-    Publish: TypeAlias = Callable[[int, list[int], str], Awaitable[None]]
+    Publish: TypeAlias = Callable[[Chunk], Awaitable[None]]
 
 
 log = structlog.get_logger()
@@ -235,8 +237,8 @@ class Engine:
     ) -> TurnResult | None:
         """Bring the KV of `context` onto the device, then sample up to `max_new` tokens into `answer`.
 
-        `publish(index, tokens, text)` is awaited for the answer's new tokens, several at a time if it is
-        slower than the device. Among waiting turns higher priorities come first. Returns None if the turn was
+        `publish(chunk)` is awaited for the answer's new tokens, several at a time if it is slower than the
+        device. Among waiting turns higher priorities come first. Returns None if the turn was
         `cancelled()` before it reached the device; later, `cancel` ends it with the tokens so far. The phases
         of the turn's time are appended to `phases`, even if the turn fails.
 
@@ -345,13 +347,13 @@ class Engine:
                 if run is not None:
                     run.progress.num_cached = num_cached
                 return
-            case Sampled(_, index):
+            case Sampled(_, chunk):
                 self._telemetry.generated_tokens += 1
                 self._telemetry.tenants.count_tokens("generated", turn.tenant)
                 if run is not None:
-                    run.progress.num_generated = index + 1
+                    run.progress.num_generated = chunk.i + 1
                     run.num_lost = 0
-                    self._grow(run, turn.num_prompt + index + 1)
+                    self._grow(run, turn.num_prompt + chunk.i + 1)
             case Finished(_, num_cached, _, earliest):
                 self._residency.pop(turn.key)
                 if num_cached:
@@ -458,8 +460,7 @@ class Engine:
                 drawn_s = drawn_s or monotonic()
                 run.first_token_s = run.first_token_s or monotonic()
                 if publish is not None:
-                    tokens = [event.token for event in sampled]
-                    await publish(sampled[0].index, tokens, "".join(event.text for event in sampled))
+                    await publish(joined([event.chunk for event in sampled]))
             for event in events:
                 if isinstance(event, Recall):
                     self._telemetry.recalled_tokens += await self._finder.recall(turn, event.spans)

@@ -483,8 +483,7 @@ class Runner:
         """Add a token to the answer, and end the turn if the answer is complete."""
         if turn.answer is None:
             raise AssertionError("only answers decode")
-        index = len(turn.answer.tokens)
-        self._emit(Sampled(turn, index, drawn.token, turn.answer.push(drawn.token)))
+        self._emit(Sampled(turn, turn.answer.push(*drawn)))
         if turn.answer.finish_reason is not None or _num_left(turn) <= 0:
             self._end_or_fault_all(turn)
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from cache.names.policy import Policy
     from cache.names.snapshot import Tensor
     from cache.names.tokens import Chain, Tokens
+    from turnkeep_client.messages import Chunk
     from turnkeep_client.subjects import SessionKey
     from worker.batch.batch import Row
     from worker.text.answer import Answer
@@ -120,12 +121,10 @@ class Prefilled:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The answer's token number `index`, from 0, and the text that is final after this token."""
+    """The answer's next part: one token, the text that is final with it, and what is said of it."""
 
     turn: Turn
-    index: int
-    token: int
-    text: str
+    chunk: Chunk
 
 
 @dataclass(frozen=True, slots=True)

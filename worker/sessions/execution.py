@@ -6,6 +6,7 @@ commits both, so a failure in this module changes nothing but the KV on the devi
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from time import monotonic
 from typing import TYPE_CHECKING, Final
 
@@ -42,7 +43,7 @@ from .policies import chosen, misfit
 if TYPE_CHECKING:
     from cache.names.policy import Policy
     from turnkeep_client.errors import ErrorCode
-    from turnkeep_client.messages import CachePolicy, Request, Result
+    from turnkeep_client.messages import CachePolicy, Request, Result, TokenLogprob
     from turnkeep_client.subjects import SessionKey
     from worker.device.engine import Engine, TurnResult
     from worker.models.tokenizer import Tokenizer
@@ -183,6 +184,7 @@ class Execution:
     ) -> tuple[Result, History]:
         policy = history.policy
         self._check_policy(policy)
+        self._check_bias(request)
         async with task_group() as tasks:
             reading = pending.published or tasks.start_soon(
                 self._journal.published, key, request.id, pending.seq, pending.stored
@@ -206,7 +208,7 @@ class Execution:
             stream,
             max_tokens=max_tokens,
             max_bytes=self._max_answer_bytes,
-            end_tokens=self._tokenizer.eos_ids,
+            end_tokens=frozenset() if request.ignore_eos else self._tokenizer.eos_ids,
         )
         self._resume(published, answer)
         pending.num_resumed = len(answer.tokens)
@@ -235,9 +237,9 @@ class Execution:
             if not all(0 <= token < self._vocab_size for token in chunk.tokens):
                 log.warning("ignoring tokens that this model does not have", first=chunk.i)
                 break
-            for token in chunk.tokens:
+            for token, said in zip_longest(chunk.tokens, chunk.logprobs[: len(chunk.tokens)]):
                 if answer.finish_reason is None:
-                    answer.push(token)
+                    answer.push(token, *_known(said))
         if answer.tokens:
             log.info("resuming an interrupted answer", tokens=len(answer.tokens))
 
@@ -253,9 +255,9 @@ class Execution:
         num_known = len(answer.tokens)
         is_heard = True
 
-        async def publish(index: int, tokens: list[int], text: str) -> None:
+        async def publish(chunk: Chunk) -> None:
             nonlocal is_heard
-            chunk = Chunk(index, tuple(tokens), text, pending.seq)
+            chunk = structs.replace(chunk, seq=pending.seq)
             is_heard = is_heard and await self._journal.publish_chunk(key, request.id, chunk)
 
         turn = await self._engine.run(
@@ -295,6 +297,7 @@ class Execution:
             position=after.position,
             text=answer.text,
             tokens=tuple(answer.tokens),
+            logprobs=tuple(answer.logprobs),
             finish_reason=answer.finish_reason or "cancelled",
             usage=Usage(
                 prompt_tokens=num_prompt,
@@ -314,6 +317,15 @@ class Execution:
             rewritten_from=extended.rewritten_from,
             **seen(after),
         )
+
+    def _check_bias(self, request: Generate) -> None:
+        """Refuse biases for tokens that the model does not have."""
+        beyond = [token for token in request.logit_bias if token >= self._vocab_size]
+        if beyond:
+            raise RefusedError(
+                "invalid_request",
+                f"logit_bias names the token {beyond[0]}; the model's tokens are 0 to {self._vocab_size - 1}",
+            )
 
     def _check_precision(self, kv_bits: int | None) -> None:
         """Refuse a session that asks for another KV precision than this worker's."""
@@ -404,6 +416,11 @@ def withdrawn(pending: Pending, history: History, position: int) -> Result:
     )
 
 
+def _known(said: TokenLogprob | None) -> tuple[float | None, list[tuple[int, float]]]:
+    """Return what a published chunk says of a token, as `Answer.push` takes it."""
+    return (said.logprob, [(one.id, one.logprob) for one in said.top]) if said is not None else (None, [])
+
+
 def _sampling(key: SessionKey, request: Generate, pending: Pending) -> Sampling:
     # A seed derived from the request's place in the log: a worker that resumes the answer draws the same.
     seed = request.seed
@@ -415,5 +432,10 @@ def _sampling(key: SessionKey, request: Generate, pending: Pending) -> Sampling:
         top_k=request.top_k,
         min_p=request.min_p,
         repetition_penalty=request.repetition_penalty,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        logit_bias=tuple(sorted(request.logit_bias.items())),
+        min_tokens=request.min_tokens,
+        top_logprobs=request.top_logprobs if request.logprobs else None,
         seed=seed,
     )

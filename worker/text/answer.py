@@ -6,11 +6,16 @@ restores the answer's state.
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
+from turnkeep_client.messages import Chunk, LikelyToken, TokenLogprob
+
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from turnkeep_client.messages import FinishReason
 
 
@@ -23,6 +28,9 @@ class TextSink(Protocol):
 
     def push(self, token: int) -> str:
         """Add a token; return the text that no later token can change."""
+
+    def spell(self, token: int) -> bytes:
+        """Return the bytes of any token."""
 
     def finish(self) -> str:
         """Return the text that was held back."""
@@ -41,6 +49,7 @@ class Answer:
         self.end_tokens = end_tokens
         self.tokens: list[int] = []
         self.texts: list[str] = []
+        self.logprobs: list[TokenLogprob] = []
         self.finish_reason: FinishReason | None = None
 
     @property
@@ -48,9 +57,16 @@ class Answer:
         """All text so far."""
         return "".join(self.texts)
 
-    def push(self, token: int) -> str:
-        """Add the next token; return the text that is final now. Sets `finish_reason` at the last token."""
+    def push(self, token: int, logprob: float | None = None, top: Iterable[tuple[int, float]] = ()) -> Chunk:
+        """Add the next token, and return what is published of it.
+
+        `logprob` and the likeliest tokens (`top`) are those of `worker.batch.chooser.Drawn`. Sets
+        `finish_reason` if this token is the last.
+        """
+        index = len(self.tokens)
         self.tokens.append(token)
+        said = self._said(token, logprob, top)
+        self.logprobs += said
         if token in self.end_tokens:
             self.finish_reason = "stop"
             text = ""
@@ -58,13 +74,29 @@ class Answer:
             text = self._stream.push(token)
             if self._stream.stopped:
                 self.finish_reason = "stop"
-            self._left_bytes -= len(str(token)) + len(msgspec.json.encode(text)) - 1  # a comma, no quotes
+            encoded = len(msgspec.json.encode(text)) + len(msgspec.json.encode(said)) - 2
+            self._left_bytes -= len(str(token)) + encoded - 1  # a comma, no quotes, no brackets
             if self.finish_reason is None and (len(self.tokens) >= self.max_tokens or self._left_bytes < 0):
                 self.finish_reason = "length"
         if self.finish_reason is not None:
             text += self._stream.finish()
         self.texts.append(text)
-        return text
+        return Chunk(index, (token,), text, logprobs=said)
+
+    def _said(
+        self, token: int, logprob: float | None, top: Iterable[tuple[int, float]]
+    ) -> tuple[TokenLogprob, ...]:
+        if logprob is None:
+            return ()
+        likely = tuple(LikelyToken(one, *self._spelled(one, value)) for one, value in top)
+        return (TokenLogprob(token, *self._spelled(token, logprob), likely),)
+
+    def _spelled(self, token: int, logprob: float) -> tuple[str, float, tuple[int, ...] | None]:
+        spelled = self._stream.spell(token)
+        text = spelled.decode("utf-8", "replace")
+        # The least float stands for minus infinity, which JSON does not have.
+        logprob = max(logprob, -sys.float_info.max)
+        return text, logprob, None if text.encode() == spelled else tuple(spelled)
 
     def cancel(self, reason: Literal["cancelled", "expired"] = "cancelled") -> str:
         """End the answer here; returns the text that was held back."""

@@ -36,6 +36,10 @@ class TextStream:
             return ""
         return self._release(self._decoder.decode(self._tokenizer.token_bytes(token)))
 
+    def spell(self, token: int) -> bytes:
+        """Return the bytes of any token."""
+        return self._tokenizer.token_bytes(token)
+
     def finish(self) -> str:
         """Return the text that was held back; an incomplete character becomes U+FFFD."""
         text = self._release(self._decoder.decode(b"", final=True))
