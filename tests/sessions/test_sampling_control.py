@@ -1,0 +1,164 @@
+"""Penalties, biases, limits of the end, and logprobs: an answer has what was asked for, also after a crash."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from turnkeep_client.errors import InvalidMessageError, RequestFailedError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from pathlib import Path
+
+    from turnkeep_client.client import Client
+    from turnkeep_client.messages import Chunk, Generated
+    from turnkeep_client.session import Session
+
+EOS = 2
+
+
+@pytest.fixture
+async def client(local_worker: Callable[..., Awaitable[Any]], endless_model: Path) -> Client:
+    worker = await local_worker(model=str(endless_model))
+    client: Client = worker.client
+    return client
+
+
+async def answered(session: Session, **options: Any) -> tuple[list[Chunk], Generated]:
+    generation = session.generate(**options)
+    chunks = [chunk async for chunk in generation]
+    return chunks, generation.result
+
+
+async def test_each_token_of_an_answer_has_its_logprob_in_chunks_and_result(client: Client) -> None:
+    chunks, result = await answered(
+        client.session("s"), text="Once upon", max_tokens=12, logprobs=True, top_logprobs=4
+    )
+    said = [one for chunk in chunks for one in chunk.logprobs]
+    assert tuple(said) == result.logprobs
+    assert [one.id for one in said] == list(result.tokens)
+    for one in said:
+        assert len(one.top) == 4
+        assert one.top[0].id == one.id, "greedy: the likeliest"
+        assert one.top[0].logprob == pytest.approx(one.logprob, abs=1e-5)
+        assert [other.logprob for other in one.top] == sorted((t.logprob for t in one.top), reverse=True)
+        assert 0 < sum(math.exp(other.logprob) for other in one.top) <= 1 + 1e-5
+        assert one.bytes is None or bytes(one.bytes).decode("utf-8", "replace") == one.token
+    _, plain = await answered(client.session("t"), text="Once upon", max_tokens=12)
+    assert (plain.tokens, plain.logprobs) == (result.tokens, ())
+    _, few = await answered(client.session("u"), text="Once upon", max_tokens=12, logprobs=True)
+    assert [one.logprob for one in few.logprobs] == pytest.approx([one.logprob for one in said], abs=1e-4)
+    assert {one.top for one in few.logprobs} == {()}
+
+
+async def test_a_bias_forces_and_forbids_tokens(client: Client) -> None:
+    _, plain = await answered(client.session("s"), text="Once upon", max_tokens=6)
+    _, forced = await answered(client.session("t"), text="Once upon", max_tokens=6, logit_bias={77: 100})
+    assert forced.tokens == (77,) * 6
+    _, without = await answered(
+        client.session("u"), text="Once upon", max_tokens=6, logit_bias=dict.fromkeys(plain.tokens, -100)
+    )
+    assert not set(without.tokens) & set(plain.tokens)
+
+
+async def test_penalties_are_of_the_answer_alone(client: Client) -> None:
+    """A token that is forced until it has occurred: the prompt's own occurrences do not count."""
+    bias = {70: 50.0, 71: 49.0, 72: 48.0}
+    options = {"tokens": [70, 70, 70], "max_tokens": 6, "logit_bias": bias}
+    _, plain = await answered(client.session("s"), **options)
+    assert plain.tokens == (70,) * 6
+    _, present = await answered(client.session("t"), **options, presence_penalty=1.5)
+    assert present.tokens[:2] == (70, 71)
+    _, often = await answered(client.session("u"), **options, frequency_penalty=0.3)
+    assert often.tokens[:2] == (70, 70)
+    assert {70, 71} <= set(often.tokens)
+
+
+async def test_no_end_before_min_tokens_and_none_at_all_if_it_is_ignored(
+    local_worker: Callable[..., Awaitable[Any]],
+) -> None:
+    client, end = (await local_worker()).client, {EOS: 100}
+    _, at_once = await answered(client.session("s"), text="x", max_tokens=9, logit_bias=end)
+    assert (at_once.tokens, at_once.finish_reason) == ((EOS,), "stop")
+    _, later = await answered(client.session("t"), text="x", max_tokens=9, logit_bias=end, min_tokens=4)
+    assert (len(later.tokens), later.tokens[-1], later.finish_reason) == (5, EOS, "stop")
+    _, never = await answered(client.session("u"), text="x", max_tokens=9, logit_bias=end, ignore_eos=True)
+    assert (never.tokens, never.finish_reason) == ((EOS,) * 9, "length")
+    more = await client.session("u").append(text="y")
+    assert more.position == never.position + 1
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"top_logprobs": 3}, "takes top_logprobs with logprobs only"),
+        ({"logprobs": True, "top_logprobs": 5000}, "top_logprobs"),
+        ({"logit_bias": {5: 101.0}}, "logit_bias"),
+        ({"logit_bias": {-1: 1.0}}, "logit_bias"),
+        ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, "logit_bias"),
+        ({"presence_penalty": 2.1}, "presence_penalty"),
+        ({"min_tokens": 10, "max_tokens": 9}, "min_tokens of at most max_tokens"),
+    ],
+)
+async def test_contradictions_and_numbers_out_of_range_are_said_at_once(
+    client: Client, options: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(InvalidMessageError, match=says):
+        await client.session("s").generate(text="x", **options)
+
+
+async def test_a_bias_beyond_the_vocabulary_changes_nothing(client: Client) -> None:
+    session = client.session("s")
+    await session.append(text="before")
+    with pytest.raises(
+        RequestFailedError, match="logit_bias names the token 1000000; the model's tokens are"
+    ):
+        await session.generate(text="x", logit_bias={1_000_000: 1.0})
+    assert (await session.info()).position == len("before")
+
+
+@pytest.mark.process
+async def test_an_answer_goes_on_after_a_crash_with_what_was_said_of_its_tokens(
+    worker_process: Any, endless_model: Path, local_worker: Callable[..., Awaitable[Any]], tmp_path: Path
+) -> None:
+    """The same tokens as without the crash, under penalties; each token has its logprob."""
+    options = {
+        "text": "Once upon a time",
+        "max_tokens": 120,
+        "temperature": 0.9,
+        "seed": 5,
+        "presence_penalty": 0.7,
+        "frequency_penalty": 0.4,
+        "repetition_penalty": 1.1,
+        "logit_bias": {70: 2.5},
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
+    undisturbed = await local_worker(model=str(endless_model), data_dir=tmp_path / "alone")
+    _, expected = await answered(undisturbed.client.session("s"), **options)
+    process = worker_process("--ack-wait-s", "0.5", model=endless_model)
+    process.start()
+    client = await process.client()
+    try:
+        generation = client.session("s").generate(**options)
+        chunks: list[Chunk] = []
+        kills = 0
+        async for chunk in generation:
+            chunks.append(chunk)
+            if kills < 2 and sum(len(one.tokens) for one in chunks) > 25 * (kills + 1):
+                process.kill()
+                process.start()
+                kills += 1
+        result = generation.result
+    finally:
+        await client.close()
+    assert kills == 2
+    assert result.tokens == expected.tokens
+    assert [one.id for one in result.logprobs] == list(result.tokens)
+    assert [one for chunk in chunks for one in chunk.logprobs] == list(result.logprobs)
+    for mine, theirs in zip(result.logprobs, expected.logprobs, strict=True):
+        assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-3)
+        assert len(mine.top) == 2
