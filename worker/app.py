@@ -420,6 +420,7 @@ class App:
             self._engine,
             self._store,
             subjects,
+            services.fold,
             model=loaded.name,
             metrics=lambda: self._metrics(intake),
         )

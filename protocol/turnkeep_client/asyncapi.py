@@ -25,6 +25,8 @@ from .messages import (
     Chunk,
     Close,
     Closed,
+    Counted,
+    CountRequest,
     DeadLetter,
     Failed,
     Generate,
@@ -46,8 +48,8 @@ from .subjects import ID_RULE, SessionKey, Subjects
 
 REQUESTS: Final = (Open, Append, Generate, Rewind, Close)
 RESULTS: Final = (Opened, Appended, Generated, Rewound, Closed, Failed)
-CONTROLS: Final = (InfoRequest, MetricsRequest, CancelRequest, PinRequest, UnpinRequest)
-CONTROL_REPLIES: Final = (SessionInfo, Metrics, Cancelled, Pinned, Unpinned, Failed)
+CONTROLS: Final = (InfoRequest, MetricsRequest, CancelRequest, PinRequest, UnpinRequest, CountRequest)
+CONTROL_REPLIES: Final = (SessionInfo, Metrics, Cancelled, Pinned, Unpinned, Counted, Failed)
 
 _END: Final = "EndOfTokens"
 _KEY: Final = SessionKey("{tenant}", "{session}")

@@ -27,6 +27,7 @@ VERSION: Final = 1
 FEATURES: Final = (
     "logprobs",
     "penalties",
+    "count",
     "priority",
     "deadline",
     "pin",
@@ -515,7 +516,22 @@ class UnpinRequest(
     )
 
 
-ControlRequest = InfoRequest | MetricsRequest | CancelRequest | PinRequest | UnpinRequest
+class CountRequest(
+    Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="count", omit_defaults=True
+):
+    """Count the tokens that a generate with this input would add; nothing runs (on `ctl`).
+
+    Of a session that does not exist: the tokens that it would begin with.
+    """
+
+    messages: tuple[Message, ...] | None = None
+    text: Text | None = None
+    tokens: tuple[TokenId, ...] | None = None
+    special_tokens: SpecialTokens | None = None
+    raw: bool = False
+
+
+ControlRequest = InfoRequest | MetricsRequest | CancelRequest | PinRequest | UnpinRequest | CountRequest
 
 
 class Cancelled(Struct, frozen=True, kw_only=True, tag_field="type", tag="cancelled"):
@@ -543,6 +559,18 @@ class Unpinned(Struct, frozen=True, kw_only=True, tag_field="type", tag="unpinne
 
     prefixes: tuple[int, ...]
     pinned_bytes: int
+
+
+class Counted(Struct, frozen=True, kw_only=True, tag_field="type", tag="counted", omit_defaults=True):
+    """Answer to `count`: the session would have `position` tokens, the last `tokens` of them new.
+
+    `rewritten_from` is set if the chat template would change earlier text: then `tokens` are those from there
+    on.
+    """
+
+    tokens: int
+    position: int
+    rewritten_from: int | None = None
 
 
 class Histogram(Struct, frozen=True):
@@ -705,7 +733,7 @@ class SessionInfo(Struct, frozen=True, kw_only=True, tag_field="type", tag="sess
     worker: Metrics
 
 
-ControlReply = SessionInfo | Metrics | Cancelled | Pinned | Unpinned | Failed
+ControlReply = SessionInfo | Metrics | Cancelled | Pinned | Unpinned | Counted | Failed
 
 _T = TypeVar("_T")
 

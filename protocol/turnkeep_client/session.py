@@ -28,6 +28,8 @@ from .messages import (
     Closed,
     ControlReply,
     ControlRequest,
+    Counted,
+    CountRequest,
     Generate,
     InfoRequest,
     Message,
@@ -225,6 +227,28 @@ class Session:
     async def unpin(self, position: int | None = None) -> Unpinned:
         """Unpin all pinned prefixes of the session, or the one with `position` tokens."""
         return expect(Unpinned, await self._control(UnpinRequest(position=position)))
+
+    async def count(
+        self,
+        *,
+        messages: Messages | None = None,
+        text: str | None = None,
+        tokens: Sequence[int] | None = None,
+        special_tokens: bool | None = None,
+        raw: bool = False,
+    ) -> Counted:
+        """Count the tokens that a generate with this input would add, without running it."""
+        asked = build(
+            Generate, messages=messages, text=text, tokens=tokens, special_tokens=special_tokens, raw=raw
+        )
+        request = CountRequest(
+            messages=asked.messages,
+            text=asked.text,
+            tokens=asked.tokens,
+            special_tokens=asked.special_tokens,
+            raw=asked.raw,
+        )
+        return expect(Counted, await self._control(request))
 
     async def _result_of(self, request: Request, timeout_s: float | None) -> Any:
         return await self._call(request, timeout_s)

@@ -1,4 +1,4 @@
-"""Penalties, biases, limits of the end, and logprobs: an answer has what was asked for, also after a crash."""
+"""Penalties, biases, limits of the end, logprobs: an answer has what was asked for, also after a crash."""
 
 from __future__ import annotations
 
@@ -162,3 +162,25 @@ async def test_an_answer_goes_on_after_a_crash_with_what_was_said_of_its_tokens(
     for mine, theirs in zip(result.logprobs, expected.logprobs, strict=True):
         assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-3)
         assert len(mine.top) == 2
+
+
+async def test_a_count_is_what_a_generate_then_adds_and_changes_nothing(client: Client) -> None:
+    session = client.session("s")
+    asked = {"messages": [{"role": "user", "content": "How many?"}]}
+    new = await session.count(**asked)
+    assert new.position == new.tokens > 0
+    with pytest.raises(RequestFailedError, match="there is no such session"):
+        await session.info()
+    first = await session.generate(**asked, max_tokens=3)
+    assert first.usage.prompt_tokens == new.tokens
+    more = await session.count(**asked)
+    assert more.position == first.position + more.tokens
+    assert (await session.info()).position == first.position
+    second = await session.generate(**asked, max_tokens=3)
+    assert second.usage.prompt_tokens == more.position
+    assert (await session.count()).tokens == 0
+    assert (await session.count(text="abc")).tokens == 3
+    with pytest.raises(InvalidMessageError, match="at most one of"):
+        await session.count(text="a", tokens=[1])
+    with pytest.raises(RequestFailedError, match="vocabulary"):
+        await session.count(tokens=[1_000_000])

@@ -1,8 +1,9 @@
-"""Answers control requests (subject `ctl`): cancel, info, metrics, pin and unpin."""
+"""Answers control requests (subject `ctl`): cancel, count, info, metrics, pin and unpin."""
 
 from __future__ import annotations
 
 import contextlib
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 import structlog
@@ -12,6 +13,9 @@ from cache.names.errors import CutOffError, PinRefusedError
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.messages import (
     CancelRequest,
+    Counted,
+    CountRequest,
+    Generate,
     InfoRequest,
     MetricsRequest,
     Pinned,
@@ -22,8 +26,10 @@ from turnkeep_client.messages import (
     decode_control,
     failure,
 )
+from worker.concurrency import in_thread
 from worker.wire.journal import FencedError
 
+from .history import RefusedError
 from .policies import in_words
 
 if TYPE_CHECKING:
@@ -36,7 +42,7 @@ if TYPE_CHECKING:
     from turnkeep_client.subjects import SessionKey, Subjects
     from worker.device.engine import Engine
 
-    from .history import History
+    from .history import Fold, History
     from .session import Session
     from .sessions import Sessions
 
@@ -50,6 +56,7 @@ class Control:
         engine: Engine,
         store: Store | None,
         subjects: Subjects,
+        fold: Fold,
         *,
         model: str,
         metrics: Callable[[], Metrics],
@@ -59,6 +66,7 @@ class Control:
         self._engine = engine
         self._store = store
         self._subjects = subjects
+        self._fold = fold
         self._model = model
         self._metrics = metrics
 
@@ -75,7 +83,9 @@ class Control:
             return await self._answer(session, request)
 
     async def _answer(
-        self, session: Session, request: InfoRequest | CancelRequest | PinRequest | UnpinRequest
+        self,
+        session: Session,
+        request: InfoRequest | CancelRequest | PinRequest | UnpinRequest | CountRequest,
     ) -> ControlReply:
         key = session.key
         if isinstance(request, CancelRequest):
@@ -89,6 +99,8 @@ class Control:
         history = session.history
         if session.diverged is not None:
             return failure(None, "history_diverged", session.diverged)
+        if isinstance(request, CountRequest):
+            return await self._count(history, request)
         if session.pending or (history.exists and not history.closed):
             if isinstance(request, InfoRequest):
                 return await self._info(session, request)
@@ -97,6 +109,29 @@ class Control:
             return failure(None, "unknown_session", "the session was closed; an open starts it anew")
         return failure(
             None, "unknown_session", "there is no such session; an append or a generate starts one"
+        )
+
+    async def _count(self, history: History, request: CountRequest) -> Counted | Failed:
+        """Count what a generate would add; a session that is gone is counted as a new one."""
+        if history.closed or not history.exists:
+            history = self._fold.begin(datetime.now(UTC))
+        try:
+            asked = Generate(
+                id="count",
+                messages=request.messages,
+                text=request.text,
+                tokens=request.tokens,
+                special_tokens=request.special_tokens,
+                raw=request.raw,
+            )
+            extended = await in_thread(self._fold.extend, history, asked)
+        except (RefusedError, ValueError) as error:
+            return _refused(str(error))
+        except CutOffError:
+            return failure(None, "internal", "the session's last checkpoint is not stored yet: ask again")
+        position = extended.history.position
+        return Counted(
+            tokens=position - extended.kept, position=position, rewritten_from=extended.rewritten_from
         )
 
     async def _info(self, session: Session, request: InfoRequest) -> SessionInfo:
