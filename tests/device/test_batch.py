@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
@@ -14,13 +14,16 @@ from tiny_models import GREEDY, WIDE, alone, begin, kv, prompt
 
 from worker.batch import batch as steps
 from worker.batch import pools, slots
-from worker.batch.batch import Batch, Keeping, PrefillPiece, Row
 from worker.batch.chooser import Chooser, Sampling
 from worker.batch.choosing import batch_for
 from worker.batch.forward import Forward
 from worker.batch.merged_rows import MergedRows
 from worker.batch.own_pass import OwnPass
 from worker.batch.pools import Pools
+from worker.batch.rows import Keeping, PrefillPiece, Row
+
+if TYPE_CHECKING:
+    from worker.batch.batch import Batch
 
 SAMPLINGS = [
     GREEDY,

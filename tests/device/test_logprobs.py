@@ -14,7 +14,7 @@ from worker.batch.chooser import Sampling
 from worker.batch.choosing import batch_for
 
 if TYPE_CHECKING:
-    from worker.batch.batch import Row
+    from worker.batch.rows import Row
 
 PLAIN = Sampling()
 TOLD = Sampling(top_logprobs=3)

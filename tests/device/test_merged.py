@@ -15,10 +15,10 @@ from tiny_models import GREEDY, VOCABULARY, alone, begin, generate, prefill, pro
 
 from worker.batch import choosing
 from worker.batch import merged as merged_module
-from worker.batch.batch import PrefillPiece, Row
 from worker.batch.chooser import Sampling
 from worker.batch.choosing import batch_for
 from worker.batch.own_pass import OwnPass
+from worker.batch.rows import PrefillPiece, Row
 from worker.batch.trials import Trials
 
 #: Recurrent states, windows, hybrids of them with each other and with plain caches, attention of other kinds.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import pytest
@@ -17,11 +17,14 @@ from cache.kv import layers
 from cache.kv.size import KvSize
 from worker.batch import batch as steps
 from worker.batch import cpu, forward
-from worker.batch.batch import Batch, PrefillPiece, Row
 from worker.batch.chooser import Chooser, Sampling
 from worker.batch.choosing import batch_for
+from worker.batch.rows import PrefillPiece, Row
 from worker.models.model import ModelError, cache_sizes
 from worker.models.quantised import quantise_kv, unpacked_bytes
+
+if TYPE_CHECKING:
+    from worker.batch.batch import Batch
 
 SAMPLINGS = [GREEDY, Sampling(0.8, seed=1), Sampling(1.2, top_k=20, seed=2)]
 #: Of the tiny llama with wide heads: 2 layers, keys and values, 2 heads of 32 numbers, each with a scale and

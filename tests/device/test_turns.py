@@ -19,7 +19,7 @@ from worker.device.runner import Runner
 from worker.device.turn import Faulted, Finished, Prefilled, Sampled, SnapshotCut, Turn
 
 if TYPE_CHECKING:
-    from worker.batch.batch import PrefillPiece
+    from worker.batch.rows import PrefillPiece
 
 
 class Wrapped:

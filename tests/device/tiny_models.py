@@ -11,8 +11,8 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from cache.names.tokens import as_tokens
 from turnkeep_client.subjects import SessionKey
-from worker.batch.batch import PrefillPiece, Row
 from worker.batch.chooser import Chooser, Sampling
+from worker.batch.rows import PrefillPiece, Row
 from worker.batch.sampling import draw
 from worker.device.turn import Turn
 from worker.models.model import LoadedModel, cache_sizes

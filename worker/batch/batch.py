@@ -11,10 +11,9 @@ A step only appends to plain caches, so setting a cache's offset back undoes the
 
 from __future__ import annotations
 
-import sys
 import time
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
 
 import mlx.core as mx
 
@@ -25,13 +24,11 @@ from .parts import OwnPart
 from .sampling import Logprobs, draw_all, waits_for_logits
 
 if TYPE_CHECKING:
-    from array import array
     from collections.abc import Callable, Sequence
     from typing import TypeAlias
 
-    from .chooser import Chooser, Drawn
     from .parts import Part
-    from .slots import Form
+    from .rows import Keeping, Pass, PrefillPiece, Row
 
     #: A row, and its draft: the tokens speculated after its last one.
     Draft: TypeAlias = "tuple[Row, list[int]]"
@@ -40,108 +37,6 @@ if TYPE_CHECKING:
 _DRAFTING_ROWS: Final = 2
 #: Weight of the last step in the average time of a step without drafts.
 _SHARE: Final = 0.2
-
-
-@dataclass(slots=True, eq=False)
-class Row:
-    """One running answer.
-
-    `known` are the session's last tokens; drafts are looked up in them. The last token has no KV yet. The
-    first `num_cached` tokens of the session have KV: in `caches`, or, if that is None, where the batch keeps
-    it. `drawn` are the tokens of the last step; `num_left` counts the tokens that the answer may still get.
-    If the session has a window, its caches hold KV of at most `most_held` tokens.
-    """
-
-    caches: list[Any] | None
-    known: array[int]
-    chooser: Chooser
-    num_cached: int
-    num_left: int
-    most_held: int = sys.maxsize
-    drawn: list[Drawn] = field(default_factory=list)
-    lookup: Lookup | None = None
-    form: Form | None = None  # of its pool
-
-    def append(self, drawn: list[Drawn]) -> None:
-        """Add the tokens that a step has drawn to the answer."""
-        tokens = [one.token for one in drawn]
-        self.drawn = drawn
-        self.known.extend(tokens)
-        self.num_left -= len(tokens)
-        self.chooser.push(tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillPiece:
-    """Consecutive tokens of a prompt, to be run into a session's caches, which already hold `start` tokens.
-
-    If `row` is set, the piece ends the prompt, and the logits of its last token draw the row's first token.
-    """
-
-    caches: list[Any]
-    start: int
-    tokens: list[int]
-    row: Row | None = None
-
-    @property
-    def states(self) -> list[Any]:
-        """The arrays of the caches, to be evaluated together with the drawn tokens."""
-        return [cache.state for cache in self.caches]
-
-
-class Pass(Protocol):
-    """Runs a model over tokens of many sessions."""
-
-    def __call__(
-        self, parts: Sequence[Part], tokens: Sequence[int] | mx.array, pieces: Sequence[PrefillPiece] = ()
-    ) -> mx.array:
-        """Build a pass over `tokens`, which are the tokens of `parts` in order, and over pieces of prompts.
-
-        Returns logits, (rows, vocabulary): of all `tokens`, then of the last token of each piece that starts
-        a row. The caches are updated.
-        """
-
-
-class Keeping:
-    """Where rows keep their KV beside their own caches. This one keeps no row."""
-
-    #: For each kept row whose memory the next step enlarges: the number of tokens to allocate for.
-    growing: Sequence[int] = ()
-    #: The most bytes that are allocated to remove a row.
-    removal_bytes = 0
-    #: Whether the KV of a kept row includes the step in flight.
-    includes_ahead = False
-
-    def place(self, rows: Sequence[Row]) -> None:
-        """Move rows in and out before a step. `caches` of a row is None exactly while it is kept here."""
-
-    def parts(self, rows: Sequence[Row], num_ahead: int) -> list[tuple[Part, list[Row]]] | None:  # noqa: ARG002
-        """Make the parts of a pass over the kept ones of `rows`, with the rows of each in order.
-
-        `num_ahead` tokens of each row are not known yet. None if a pass over exactly these rows is not
-        possible.
-        """
-        return []
-
-    def caches(self, row: Row) -> list[Any]:
-        """Return a kept row's KV as caches that share memory; valid until the next step."""
-        raise AssertionError(f"no row is kept here: {row}")
-
-    def leave(self, row: Row) -> None:
-        """Move a kept row to caches of its own."""
-
-    def may_run_ahead(self, row: Row) -> bool:  # noqa: ARG002
-        """Say whether the step after the next one has room for a row."""
-        return True
-
-    def commit(self) -> None:
-        """Make the last step final."""
-
-    def roll_back(self) -> None:
-        """Undo the last step for the kept rows, unless it is final."""
-
-    def clear(self) -> None:
-        """Drop all kept rows."""
 
 
 @dataclass(frozen=True, slots=True)

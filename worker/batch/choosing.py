@@ -29,13 +29,14 @@ from cache.kv.ring import RingCache
 from cache.kv.states import leaves
 
 from . import matching
-from .batch import Batch, Keeping, PrefillPiece
+from .batch import Batch
 from .forward import Forward
 from .merged import WAYS, MergedCaches, can_merge
 from .merged_rows import MergedRows
 from .own_pass import OwnPass, run_alone
 from .parts import OwnPart
 from .pools import Pools
+from .rows import Keeping, PrefillPiece
 from .trials import Trials
 
 if TYPE_CHECKING:

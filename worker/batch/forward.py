@@ -30,9 +30,9 @@ from .parts import OwnPart, of_one_session
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from .batch import PrefillPiece
     from .parts import Part
     from .ring_attention import Rotate
+    from .rows import PrefillPiece
 
 
 class _Masks:

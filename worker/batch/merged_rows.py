@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .batch import Keeping
+from .rows import Keeping
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from .batch import Row
     from .merged import MergedCaches
     from .parts import Part
+    from .rows import Row
 
 
 class MergedRows(Keeping):

@@ -20,9 +20,9 @@ from .parts import MergedPart, OwnPart
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from .batch import PrefillPiece
     from .parts import Part
     from .ring_attention import Rotate
+    from .rows import PrefillPiece
 
 
 class OwnPass:

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
-from .batch import Keeping
+from .rows import Keeping
 from .slots import Pool, capacity_for, form_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from .batch import Row
     from .parts import Part
+    from .rows import Row
     from .slots import Form
 
 #: A row joins a pool with room for at least this many more tokens, so that it does not move at once.

@@ -27,10 +27,10 @@ from cache.kv.states import leaves
 from cache.names.errors import CutOffError, LostPastError
 from cache.names.policy import Policy
 from cache.names.snapshot import ModelLayout
-from worker.batch.batch import PrefillPiece, Row
 from worker.batch.chooser import Chooser
 from worker.batch.choosing import batch_for
 from worker.batch.lookup import MOST_SEEN
+from worker.batch.rows import PrefillPiece, Row
 from worker.batch.trials import Trials
 from worker.models.code import code_digest, package_digest
 from worker.models.quantised import unpacked_bytes

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from cache.names.tokens import Chain, Tokens
     from turnkeep_client.messages import Chunk
     from turnkeep_client.subjects import SessionKey
-    from worker.batch.batch import Row
+    from worker.batch.rows import Row
     from worker.text.answer import Answer
     from worker.traces import Phase
 
