@@ -57,16 +57,8 @@ class Plan:
 
 
 def plan_of(*arguments: str) -> Plan:
-    made = []
-
-    def take(smoke: bool, **given: object) -> None:
-        source = click.get_current_context().get_parameter_source
-        named = {one for one in given if source(one).name == "COMMANDLINE"}
-        made.append(plan.make(Plan, given, named=named, smoke=smoke))
-
-    options = [*plan.options(Plan), click.Option(["--smoke"], is_flag=True)]
-    click.Command("x", callback=take, params=options).main([*arguments], standalone_mode=False)
-    return made[0]
+    command = click.Command("x", callback=Plan, params=[*plan.options(Plan), plan.smoke(Plan)])
+    return command.main([*arguments], standalone_mode=False)
 
 
 def test_a_plan_is_its_options_and_what_the_command_line_names_is_no_smoke() -> None:
@@ -266,7 +258,7 @@ async def test_the_bench_that_is_written_in_the_guide_works(tmp_path: Path, tiny
     module = types.ModuleType("last_turn")
     sys.modules["last_turn"] = module  # where a dataclass looks up its annotations
     exec(code, module.__dict__)
-    short = plan.make(module.Plan, {}, named=set(), smoke=True)
+    short = module.Plan(**plan.short_form(module.Plan))
     found = await conduct(module.BENCH, short, Where(model=str(tiny_model), out=tmp_path))
     assert sorted(turn.x for turn in found.turns) == [16, 64]
     assert {check.outcome for check in found.checks if check.exact} == {Verdict.HOLDS}
