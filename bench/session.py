@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated, Final
@@ -26,7 +27,6 @@ from turnkeep_client.session import Session
 from . import stats
 from .checks import STRETCHES, Check, count, held_tokens_are_cheap, judged, keeps_its_size
 from .faults import BenchError
-from .kv_formula import follows_formula, kv_formula
 from .plan import Corpus, Option, TurnTimeout
 from .run import FAULT_PAUSE_S, Run
 from .spec import Bench, Findings, Plot
@@ -87,26 +87,17 @@ class Plan:
         return turn // max(MIN_TURNS, math.ceil(self.limit / STRETCHES))
 
 
-def _at(turn: Turn) -> float:
-    return turn.at_s
-
-
-WHOLE = Measure("whole turn", "s", of=lambda turn: turn.total_s, at=_at)
-FIRST = Measure("first chunk", "s", of=lambda turn: turn.first_s, at=_at)
-RESTARTED = Measure(
-    "first chunk after a restart",
-    "s",
-    of=lambda turn: turn.first_s if turn.facts.get("restarted") else None,
-    at=lambda turn: turn.fact("held"),
-)
-PACE = Measure("each token after it", "s", of=lambda turn: turn.per_token_s, at=_at)
-PREFILLED = Measure("prefilled", "tokens", of=lambda turn: turn.prefilled_tokens, log=False, at=_at)
-CONTEXT = Measure("whole context", "tokens", of=lambda turn: turn.prompt_tokens, log=False, at=_at)
-PROCESS = Measure("process", "bytes", of=lambda turn: turn.fact("process_bytes"), at=_at)
-BESIDE = Measure("process without KV", "bytes", of=lambda turn: turn.fact("beside_bytes"), at=_at)
+WHOLE = Measure("whole turn", "s", of=lambda turn: turn.total_s)
+FIRST = Measure("first chunk", "s", of=lambda turn: turn.first_s)
+RESTARTED = Measure("first chunk after a restart", "s")
+PACE = Measure("each token after it", "s", of=lambda turn: turn.per_token_s)
+PREFILLED = Measure("prefilled", "tokens", of=lambda turn: turn.prefilled_tokens, log=False)
+CONTEXT = Measure("whole context", "tokens", of=lambda turn: turn.prompt_tokens, log=False)
+PROCESS = Measure("process", "bytes", of=lambda turn: turn.fact("process_bytes"))
+BESIDE = Measure("process without KV", "bytes", of=lambda turn: turn.fact("beside_bytes"))
 FORMULA = Measure("KV by its formula", "bytes", log=False)
-KV = Measure("KV of the session", "bytes", of=lambda turn: turn.kv_live_bytes, log=False, at=_at)
-STORED = Measure("on SSD", "bytes", of=lambda turn: turn.fact("stored_bytes"), log=False, at=_at)
+KV = Measure("KV of the session", "bytes", of=lambda turn: turn.kv_live_bytes, log=False)
+STORED = Measure("on SSD", "bytes", of=lambda turn: turn.fact("stored_bytes"), log=False)
 WRITTEN = Measure("written for a generated token", "bytes", log=False)
 
 PLOTS = (
@@ -127,20 +118,22 @@ PLOTS = (
 
 
 def follows(turns: Sequence[Turn]) -> Iterator[Sample]:
-    """Yield samples of several turns: KV against its formula, and each block's bytes written per token.
+    """Yield the KV by its formula, turns after a restart by length, and each block's bytes written per token.
 
     By block, since snapshots are written after their turns.
     """
     answered = [turn for turn in turns if turn.error is None]
-    if formula := kv_formula(answered):
-        for turn in answered:
-            yield Sample(FORMULA.name, "", turn.at_s, turn.block, formula(turn.position or 0, turn))
+    formula = kv_formula(answered)
+    for turn in answered:
+        yield Sample(FORMULA.name, "", turn.x, turn.block, formula(turn.position or 0))
+        if turn.facts.get("restarted") and turn.first_s is not None:
+            yield Sample(RESTARTED.name, "", turn.fact("held"), turn.block, turn.first_s)
     known = [(turn, size) for turn in turns if (size := turn.fact("written_bytes")) is not None]
     steps = ((turn.block, (later - size, turn)) for (_, size), (turn, later) in pairwise(known))
     # Fewer bytes than before are those of a worker that was restarted.
     for block, some in stats.grouped(step for step in steps if step[1][0] >= 0).items():
         if tokens := sum(len(turn.tokens) for _, turn in some):
-            yield Sample(WRITTEN.name, "", some[-1][1].at_s, block, sum(more for more, _ in some) / tokens)
+            yield Sample(WRITTEN.name, "", some[-1][1].x, block, sum(more for more, _ in some) / tokens)
 
 
 def checks(found: Findings[Plan]) -> Iterator[Check]:
@@ -148,7 +141,7 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
     several = found.answered if len(found.answered) > 1 else []  # one turn fits any formula
     formula = kv_formula(several)
     name = "KV is not empty and follows its formula at every turn"
-    yield count(name, several, lambda turn: formula is None or not follows_formula(turn, formula))
+    yield count(name, several, lambda t: t.kv_live_bytes not in set(map(formula, _lengths(t))) - {0})
     name = "only a turn's own tokens are prefilled"
     yield count(name, found.answered, lambda turn: turn.prefilled_tokens > _own_tokens(turn))
     known = [turn for turn in found.answered if turn.fact("capacity_bytes") is not None]
@@ -163,6 +156,32 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
     name = f"turns at the end take at most {DRIFT:.0%} longer than those at the beginning"
     yield judged(name, {"": drift}, at_most=DRIFT, unit="share")
     yield keeps_its_size(found.of(BESIDE))
+
+
+def kv_formula(turns: Sequence[Turn]) -> Callable[[int], float]:
+    """Return the bytes of KV as a function of a session's tokens, fitted to most turns; 0 if no turn has KV.
+
+    Each of the first tokens (as many as the fact `kept`, or all) takes the same number of bytes. Each further
+    token takes no bytes, or in a paged session (which has the fact `again`) the bytes of its sketch.
+    """
+    sizes = [(turn.kv_live_bytes, tokens) for turn in turns for tokens in _lengths(turn)]
+    kept = (turns[0].fact("kept") if turns else None) or math.inf
+    is_paged = any(turn.fact("again") is not None for turn in turns)
+    held = _voted(size / min(tokens, kept) for size, tokens in sizes if tokens <= kept or not is_paged)
+    beyond = [one for one in sizes if is_paged and one[1] > kept]
+    more = _voted((size - kept * held) / (tokens - kept) for size, tokens in beyond)
+    return lambda tokens: min(tokens, kept) * held + max(tokens - kept, 0) * more
+
+
+def _lengths(turn: Turn) -> list[int]:
+    """Return the possible numbers of tokens with KV after a turn: all, or all but the last."""
+    position = turn.position or 0
+    return [tokens for tokens in (position, position - 1) if tokens > 0]
+
+
+def _voted(sizes: Iterable[float]) -> float:
+    votes = Counter(size for size in sizes if size > 0)
+    return max(votes, key=votes.__getitem__, default=0)
 
 
 def _own_tokens(turn: Turn) -> float:
@@ -262,7 +281,7 @@ class _Conversation:
             turn = await _ask(run, session, text, 0)
         if is_restarted:
             turn = replace(turn, facts=turn.facts | {"restarted": "yes"})
-        run.keep(replace(turn, block=plan.stretch(number, elapsed_s)))
+        run.keep(replace(turn, x=turn.at_s, block=plan.stretch(number, elapsed_s)))
         self._held = turn.position
         return turn
 

@@ -99,7 +99,6 @@ class Findings(Generic[P]):
     turns: Sequence[Turn]
     given: Sequence[Sample] = ()
     facts: dict[str, Any] = field(default_factory=dict)
-    _looked_up: dict[tuple[str, str | None, float | None], list[Sample]] = field(default_factory=dict)
 
     @cached_property
     def answered(self) -> list[Turn]:
@@ -116,9 +115,8 @@ class Findings(Generic[P]):
                 if measure.of is not None:
                     value = measure.of(turn)
                     values = value if isinstance(value, Iterable) else () if value is None else (value,)
-                    x = turn.x if measure.at is None else measure.at(turn)
                     found[measure.name] += (
-                        Sample(measure.name, turn.case, x, turn.block, one) for one in values
+                        Sample(measure.name, turn.case, turn.x, turn.block, one) for one in values
                     )
         for sample in self.bench.follows(self.turns):
             found[sample.measure].append(sample)
@@ -126,15 +124,11 @@ class Findings(Generic[P]):
 
     def of(self, measure: Measure, case: str | None = None, level: float | None = None) -> list[Sample]:
         """Return the samples of a measure, or those of one case and one level."""
-        key = (measure.name, case, level)
-        if key not in self._looked_up:
-            some = self._samples[measure.name] if case is None else self.of(measure)
-            self._looked_up[key] = [
-                sample
-                for sample in some
-                if case in {None, sample.case} and (level is None or level == sample.x)
-            ]
-        return self._looked_up[key]
+        return [
+            sample
+            for sample in self._samples[measure.name]
+            if case in {None, sample.case} and level in {None, sample.x}
+        ]
 
     def cases(self, measure: Measure) -> list[str]:
         """Return the cases that have samples, in the bench's order."""

@@ -82,8 +82,7 @@ class Measure:
     """One quantity. `of` returns a turn's values: one, several or None. Without `of` the values are samples.
 
     `log`: values are above 0, and the typical value is a geometric mean; not for shares, or values that may
-    be 0. `at` returns a value's place on an axis, if not the turn's `x`. `levels` names `x`, if it is one of
-    a few levels that are not the bench's.
+    be 0. `levels` names `x`, if it is one of a few levels that are not the bench's.
     """
 
     name: str
@@ -91,5 +90,4 @@ class Measure:
     better: Literal["lower", "higher"] = "lower"
     of: Callable[[Turn], float | Sequence[float] | None] | None = None
     log: bool = True
-    at: Callable[[Turn], float | None] | None = None
     levels: str | None = None
