@@ -61,7 +61,8 @@ def count(name: str, of: Collection[T], broken: Callable[[T], object], things: s
     """Check that no element of `of` is `broken`. Exact. The verdict is "cannot tell" if `of` is empty."""
     wrong = sum(bool(broken(one)) for one in of)
     detail = f"{wrong:,} of {len(of):,} {things} break it" if wrong else f"{len(of):,} {things}"
-    return Check(name=name, outcome=_verdict(None if not of else not wrong), detail=detail, exact=True)
+    outcome = Verdict.FAILS if wrong else Verdict.HOLDS if of else Verdict.CANNOT_TELL
+    return Check(name=name, outcome=outcome, detail=detail, exact=True)
 
 
 def bounded(
@@ -95,19 +96,24 @@ def judged(
     def verdict(one: Estimate | None) -> Verdict:
         if one is None or one.low is None or one.high is None:
             return Verdict.CANNOT_TELL
-        above, below = at_least is None or one.low >= at_least, at_most is None or one.high <= at_most
-        beyond = (not above and one.high < (at_least or 0)) or (not below and one.low > (at_most or 0))
-        return Verdict.FAILS if beyond else Verdict.HOLDS if above and below else Verdict.CANNOT_TELL
+        within = [
+            (at_least is None or end >= at_least) and (at_most is None or end <= at_most)
+            for end in (one.low, one.high)
+        ]
+        return Verdict.HOLDS if all(within) else Verdict.CANNOT_TELL if any(within) else Verdict.FAILS
 
-    verdicts = [verdict(estimate) for estimate in estimates.values()]
-    worst = next((one for one in (Verdict.FAILS, Verdict.CANNOT_TELL) if one in verdicts), Verdict.HOLDS)
-    told = {
-        label: interval(one, unit, signed=one is not None and min(one.value, one.low or 0) < 0)
+    verdicts = [verdict(estimate) for estimate in estimates.values()] or [Verdict.CANNOT_TELL]
+    worst = next(one for one in (Verdict.FAILS, Verdict.CANNOT_TELL, Verdict.HOLDS) if one in verdicts)
+    said = [
+        f"{label} {interval(one, unit, signed=one is not None and min(one.value, one.low or 0) < 0)}".strip()
         for label, one in estimates.items()
-    }
-    said = "; ".join(f"{label} {estimate}".strip() for label, estimate in told.items())
-    detail = said or "nothing was measured"
-    return Check(name=name, outcome=worst if verdicts else Verdict.CANNOT_TELL, detail=detail, exact=False)
+    ]
+    return Check(name=name, outcome=worst, detail="; ".join(said) or "nothing was measured", exact=False)
+
+
+def exactly(value: float | None) -> dict[str, Estimate | None]:
+    """Return what `judged` takes for a value that has no interval, or for none."""
+    return {"": None if value is None else Estimate(value, value, value)}
 
 
 def common(turns: Sequence[Turn], lags_s: Sequence[float]) -> Iterable[Check]:
@@ -129,13 +135,8 @@ def common(turns: Sequence[Turn], lags_s: Sequence[float]) -> Iterable[Check]:
 
 def kept_time(lags_s: Sequence[float]) -> Check:
     """Check the measuring loop's own lag while turns were in flight."""
-    late = stats.quantile(lags_s, 0.99)
     name = f"the measuring loop was late by at most {number(LAG_BOUND_S, 's')} at p99"
-    detail = (
-        f"{number(late, 's')}, at most {number(max(lags_s), 's')}" if late is not None else "too few turns"
-    )
-    verdict = _verdict(None if late is None else late <= LAG_BOUND_S)
-    return Check(name=name, outcome=verdict, detail=detail, exact=False)
+    return judged(name, exactly(stats.quantile(lags_s, 0.99)), at_most=LAG_BOUND_S, unit="s")
 
 
 def held_tokens_are_cheap(runs: Mapping[str, Sequence[Turn]]) -> Check:
@@ -173,17 +174,13 @@ def keeps_its_size(readings: Sequence[Sample]) -> Check:
     name = "the process without its KV grows by at most 8 MiB an hour"
     times = [reading.x or 0.0 for reading in readings]
     begin, end = min(times, default=0.0), max(times, default=0.0)
+    if end - begin < MIN_GROWTH_S:
+        return judged(name, {"a run of minutes shows none:": None}, at_most=GROWTH_PER_HOUR)
     warm_s = begin + WARM_UP * (end - begin)
     parts = stats.grouped(
         (int(STRETCHES * (at_s - warm_s) / (end - warm_s) * (1 - 1e-9)), (at_s / 3600, reading.value))
         for at_s, reading in zip(times, readings, strict=True)
-        if at_s >= warm_s < end
+        if at_s >= warm_s
     )
     points = [(median(at for at, _ in part), median(size for _, size in part)) for part in parts.values()]
-    if end - begin < MIN_GROWTH_S:
-        return judged(name, {"a run of minutes shows none:": None}, at_most=GROWTH_PER_HOUR)
     return judged(name, {"": stats.trend(points)}, at_most=GROWTH_PER_HOUR, unit="bytes")
-
-
-def _verdict(kept: bool | None) -> Verdict:
-    return {True: Verdict.HOLDS, False: Verdict.FAILS, None: Verdict.CANNOT_TELL}[kept]

@@ -100,30 +100,26 @@ def _publish(bench: Bench[Any], report: Report, run: Run[Any]) -> None:
             printing().print(f"page: {path.with_suffix('.html')}", soft_wrap=True)
 
 
-def until_stopped(work: Coroutine[Any, Any, Any]) -> Any:
+def until_stopped(work: Coroutine[Any, Any, Report]) -> Report:
     """Run `work`; raise KeyboardInterrupt after Ctrl-C, SIGTERM or SIGHUP, once `work` has cleaned up.
 
     Faults during that cleanup are ignored, except a report that cannot be written.
     """
-    told: list[int] = []
 
-    async def guarded() -> Any:
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
-
-        def stop(number: int) -> None:
-            told.append(number)
-            if task is not None:
-                task.cancel()
-
+    async def guarded() -> Report | None:
+        task = asyncio.create_task(work)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, stop, number)
-        return await work
+            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+        try:
+            return await task
+        except ReportError:
+            raise
+        except (asyncio.CancelledError, Exception):
+            if task.cancelling():
+                return None
+            raise
 
-    try:
-        return asyncio.run(guarded())
-    except ReportError:
-        raise
-    except (asyncio.CancelledError, Exception):
-        if told:
-            raise KeyboardInterrupt from None
-        raise
+    report = asyncio.run(guarded())
+    if report is None:
+        raise KeyboardInterrupt
+    return report

@@ -180,14 +180,14 @@ def test_no_mark_is_cut_by_the_frame_of_a_plot_and_every_plot_has_a_zero(values:
         (number(0.985, "share"), "98.5 %"),
         (number(1480.7, "tokens/s"), "1,480 tokens/s"),
         (number(None, "s"), "-"),
-        (interval(Estimate(1.0932, 1.0456, 1.1433, 9)), "1.09 (1.05 to 1.14)"),
-        (interval(Estimate(1083.2, 869.4, 1350.2, 9), "tokens/s"), "1,080 (870 to 1,350) tokens/s"),
-        (interval(Estimate(0.2203, 0.1985, 0.2427, 9), "s"), "220 (198 to 243) ms"),
-        (interval(Estimate(0.012, -0.041, 0.0653, 9), "s", signed=True), "+12 (-41 to +65) ms"),
-        (interval(Estimate(0.012, -0.0001, 0.0241, 9), "s", signed=True), "+12 (0 to +24) ms"),
-        (interval(Estimate(5.432, None, None, 4), "s"), "5.43 s"),
-        (interval(Estimate(0.89, 0.6, 1.17, 9), "share"), "89 (60 to 100) %"),
-        (interval(Estimate(1.21, 0.53, 2.75, 9), "share"), "121 (53 to 275) %"),
+        (interval(Estimate(1.0932, 1.0456, 1.1433)), "1.09 (1.05 to 1.14)"),
+        (interval(Estimate(1083.2, 869.4, 1350.2), "tokens/s"), "1,080 (870 to 1,350) tokens/s"),
+        (interval(Estimate(0.2203, 0.1985, 0.2427), "s"), "220 (198 to 243) ms"),
+        (interval(Estimate(0.012, -0.041, 0.0653), "s", signed=True), "+12 (-41 to +65) ms"),
+        (interval(Estimate(0.012, -0.0001, 0.0241), "s", signed=True), "+12 (0 to +24) ms"),
+        (interval(Estimate(5.432, None, None), "s"), "5.43 s"),
+        (interval(Estimate(0.89, 0.6, 1.17), "share"), "89 (60 to 100) %"),
+        (interval(Estimate(1.21, 0.53, 2.75), "share"), "121 (53 to 275) %"),
     ],
 )
 def test_numbers_have_the_digits_that_count(shown: str, says: str) -> None:
@@ -196,7 +196,7 @@ def test_numbers_have_the_digits_that_count(shown: str, says: str) -> None:
 
 def test_a_bound_within_the_interval_cannot_be_told() -> None:
     intervals = [(0.1, 0.4), (0.4, 0.6), (0.6, 0.9), (None, None)]
-    found = [judged("", {"": Estimate(0.5, *ends, 9)}, at_most=0.5).outcome for ends in intervals]
+    found = [judged("", {"": Estimate(0.5, *ends)}, at_most=0.5).outcome for ends in intervals]
     assert found == [Verdict.HOLDS, Verdict.CANNOT_TELL, Verdict.FAILS, Verdict.CANNOT_TELL]
 
 
