@@ -20,12 +20,13 @@ from msgspec.structs import replace
 
 from .checks import Verdict
 from .faults import ReportError
+from .figures import number
 from .plan import Where
 from .plots import draw
 from .report import Report
 from .run import Run
 from .spec import Bench
-from .tables import about, machine, print_report, printing, tables
+from .tables import print_report, printing, tables
 
 P = TypeVar("P")
 
@@ -73,13 +74,11 @@ def render(bench: Bench[Any], report: Report, *, warn: Callable[[str], None]) ->
     return templates.from_string(TEMPLATE.read_text("utf-8")).render(
         bench=bench,
         report=report,
-        machine=machine(report),
-        warnings=report.warnings(),
-        counts=", ".join(f"{number} {verdict}" for verdict, number in counts.items() if number),
+        counts=", ".join(f"{times} {verdict}" for verdict, times in counts.items() if times),
         notes=list(bench.notes(findings.plan)),
         tables=tables(findings),
         plots=[(plot, svg) for plot in bench.plots if (svg := draw(plot, findings))],
-        about=about(report),
+        number=number,
     )
 
 
@@ -108,8 +107,8 @@ def until_stopped(work: Coroutine[Any, Any, Report]) -> Report:
 
     async def guarded() -> Report | None:
         task = asyncio.create_task(work)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+        for ending in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            asyncio.get_running_loop().add_signal_handler(ending, task.cancel)
         try:
             return await task
         except ReportError:

