@@ -7,6 +7,7 @@ the bound, and cannot tell if the interval contains the bound. A value at the bo
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import StrEnum
@@ -94,7 +95,7 @@ def judged(
     """Compare estimates with a bound; the worst verdict counts."""
 
     def verdict(one: Estimate | None) -> Verdict:
-        if one is None or one.low is None or one.high is None:
+        if one is None:
             return Verdict.CANNOT_TELL
         within = [
             (at_least is None or end >= at_least) and (at_most is None or end <= at_most)
@@ -104,10 +105,8 @@ def judged(
 
     verdicts = [verdict(estimate) for estimate in estimates.values()] or [Verdict.CANNOT_TELL]
     worst = next(one for one in (Verdict.FAILS, Verdict.CANNOT_TELL, Verdict.HOLDS) if one in verdicts)
-    said = [
-        f"{label} {interval(one, unit, signed=one is not None and min(one.value, one.low or 0) < 0)}".strip()
-        for label, one in estimates.items()
-    ]
+    signed = any(one is not None and -math.inf < min(one.value, one.low) < 0 for one in estimates.values())
+    said = [f"{label} {interval(one, unit, signed=signed)}".strip() for label, one in estimates.items()]
     return Check(name=name, outcome=worst, detail="; ".join(said) or "nothing was measured", exact=False)
 
 

@@ -85,7 +85,7 @@ def warnings(pairs: Sequence[Pair]) -> list[str]:
 
 
 def _reading(ratio: Estimate | None, measure: Measure) -> str:
-    if ratio is None or ratio.low is None or ratio.high is None or ratio.low <= 1 <= ratio.high:
+    if ratio is None or ratio.low <= 1 <= ratio.high:
         return "cannot tell"
     return "B is better" if (ratio.value < 1) == (measure.better == "lower") else "B is worse"
 

@@ -7,6 +7,7 @@ light and dark mode.
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -143,8 +144,9 @@ def _sizes(estimate: Estimate, measure: Measure) -> tuple[float, float]:
 
     A share's interval is cut at 0 and 100%.
     """
-    value = estimate.value
-    low, high = (value if edge is None else edge for edge in (estimate.low, estimate.high))
+    value, low, high = estimate.value, estimate.low, estimate.high
+    if math.isinf(high):
+        return 0.0, 0.0
     if measure.unit == "share":
         low, high = max(low, min(value, 0.0)), min(high, max(value, 1.0))
     return value - low, high - value

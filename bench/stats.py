@@ -31,11 +31,11 @@ V = TypeVar("V")
 
 
 class Estimate(Struct, frozen=True):
-    """A mean over blocks with its interval; None if there are too few blocks."""
+    """A mean over blocks with its interval, which is unbounded if there are too few blocks."""
 
     value: float
-    low: float | None
-    high: float | None
+    low: float
+    high: float
 
 
 def mean(numbers: Iterable[float], *, log: bool = False, confidence: float = CONFIDENCE) -> Estimate | None:
@@ -48,10 +48,9 @@ def mean(numbers: Iterable[float], *, log: bool = False, confidence: float = CON
         return None
     if log:
         return transformed(mean(map(math.log, found), confidence=confidence), math.exp)
-    n, centre = len(found), fmean(found)
-    if n < MIN_BLOCKS:
-        return Estimate(centre, None, None)
-    half = student_t(n - 1, confidence) * stdev(found, centre) / math.sqrt(n)
+    n, centre, half = len(found), fmean(found), math.inf
+    if n >= MIN_BLOCKS:
+        half = student_t(n - 1, confidence) * stdev(found, centre) / math.sqrt(n)
     return Estimate(centre, centre - half, centre + half)
 
 
@@ -98,9 +97,7 @@ def trend(points: Sequence[tuple[float, float]]) -> Estimate | None:
     if n < 3 or np.ptp(xs) == 0:
         return None
     (slope, _), covariance = np.polyfit(xs, ys, 1, cov=True)
-    if n < MIN_BLOCKS:
-        return Estimate(float(slope), None, None)
-    half = student_t(n - 2) * math.sqrt(covariance[0, 0])
+    half = student_t(n - 2) * math.sqrt(covariance[0, 0]) if n >= MIN_BLOCKS else math.inf
     return Estimate(float(slope), float(slope - half), float(slope + half))
 
 
@@ -138,7 +135,4 @@ def _within(t: float, degrees: int) -> float:
 
 def transformed(estimate: Estimate | None, to: Callable[[float], float]) -> Estimate | None:
     """Apply an increasing function to an estimate and its interval."""
-    if estimate is None:
-        return None
-    low, high = (None if bound is None else to(bound) for bound in (estimate.low, estimate.high))
-    return Estimate(to(estimate.value), low, high)
+    return estimate and Estimate(to(estimate.value), to(estimate.low), to(estimate.high))

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import math
 import sys
 import types
 from collections.abc import Callable
@@ -185,7 +186,7 @@ def test_no_mark_is_cut_by_the_frame_of_a_plot_and_every_plot_has_a_zero(values:
         (interval(Estimate(0.2203, 0.1985, 0.2427), "s"), "220 (198 to 243) ms"),
         (interval(Estimate(0.012, -0.041, 0.0653), "s", signed=True), "+12 (-41 to +65) ms"),
         (interval(Estimate(0.012, -0.0001, 0.0241), "s", signed=True), "+12 (0 to +24) ms"),
-        (interval(Estimate(5.432, None, None), "s"), "5.43 s"),
+        (interval(Estimate(5.432, -math.inf, math.inf), "s"), "5.43 s"),
         (interval(Estimate(0.89, 0.6, 1.17), "share"), "89 (60 to 100) %"),
         (interval(Estimate(1.21, 0.53, 2.75), "share"), "121 (53 to 275) %"),
     ],
@@ -195,7 +196,7 @@ def test_numbers_have_the_digits_that_count(shown: str, says: str) -> None:
 
 
 def test_a_bound_within_the_interval_cannot_be_told() -> None:
-    intervals = [(0.1, 0.4), (0.4, 0.6), (0.6, 0.9), (None, None)]
+    intervals = [(0.1, 0.4), (0.4, 0.6), (0.6, 0.9), (-math.inf, math.inf)]
     found = [judged("", {"": Estimate(0.5, *ends)}, at_most=0.5).outcome for ends in intervals]
     assert found == [Verdict.HOLDS, Verdict.CANNOT_TELL, Verdict.FAILS, Verdict.CANNOT_TELL]
 
