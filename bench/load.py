@@ -179,11 +179,9 @@ def _served(turns: Sequence[Turn]) -> list[float]:
 
     Sessions with a failed turn are kept, with the few tokens that they got.
     """
-    tokens: defaultdict[object, int] = defaultdict(int)
-    seconds: defaultdict[object, float] = defaultdict(float)
-    for turn in turns:
-        tokens[turn.fact("number")] += len(turn.tokens)
-        seconds[turn.fact("number")] += _late(turn) + turn.total_s
+    by_number = stats.grouped((turn.fact("number"), turn) for turn in turns)
+    tokens = {one: sum(len(turn.tokens) for turn in some) for one, some in by_number.items()}
+    seconds = {one: sum(_late(turn) + turn.total_s for turn in some) for one, some in by_number.items()}
     failed = {turn.fact("number") for turn in turns if turn.error is not None}
     middle = median([size for one, size in tokens.items() if one not in failed] or [0])
     alike = [one for one, size in tokens.items() if one in failed or abs(size - middle) <= EQUAL * middle]
