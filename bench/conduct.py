@@ -75,7 +75,7 @@ def render(bench: Bench[Any], report: Report, *, warn: Callable[[str], None]) ->
         bench=bench,
         report=report,
         counts=", ".join(f"{times} {verdict}" for verdict, times in counts.items() if times),
-        notes=list(bench.notes(findings.plan)),
+        notes=bench.notes.format(plan=findings.plan),
         tables=tables(findings),
         plots=[(plot, svg) for plot in bench.plots if (svg := draw(plot, findings))],
         number=number,

@@ -123,12 +123,6 @@ def follows(turns: Sequence[Turn]) -> Iterator[Sample]:
             yield Sample(RATE.name, *place, sum(turn.num_tokens for turn in streams) / seconds)
 
 
-def notes(plan: Plan) -> Iterator[str]:
-    """Note which servers may run other weights."""
-    if others := [peer.partition("=")[0] for peer in plan.peer if peer != OWN]:
-        yield f"Whether {', '.join(others)} runs the same weights is not known."
-
-
 class Peer:
     """One side: an OpenAI-compatible server, the bench's own `process` or one that was already running.
 
@@ -313,5 +307,5 @@ BENCH = Bench(
     checks=checks,
     measure=measure,
     follows=follows,
-    notes=notes,
+    notes=f"Whether a server other than {OWN} runs the same weights is not known.",
 )

@@ -57,7 +57,7 @@ class Bench(Generic[P]):
     `cases` is the order of tables and legends; other cases come last. `levels` names `x` if it is one of a
     few levels with table rows of their own (lengths, batch sizes); otherwise `x` is only an axis. `remote`:
     the bench can measure a running worker. `planned` says whether a failed turn is intended. `follows` makes
-    the samples of several turns together (tokens/s).
+    the samples of several turns together (tokens/s). `notes` are for the page, with fields of `{plan}`.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Bench(Generic[P]):
     levels: str = ""
     remote: bool = False
     planned: Callable[[Turn], bool] = lambda _: False
-    notes: Callable[[P], Iterable[str]] = lambda _: ()
+    notes: str = ""
     follows: Callable[[Sequence[Turn]], Iterable[Sample]] = lambda _: ()
 
     def findings(self, report: Report) -> Findings[P]:
