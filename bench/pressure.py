@@ -17,7 +17,7 @@ from uuid import uuid4
 import click
 from msgspec.structs import replace
 
-from turnkeep_client.client import Client
+from turnkeep_client.client import Client, connect
 from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.messages import Metrics, decode_result
 from turnkeep_client.session import Session
@@ -151,7 +151,7 @@ async def measure(run: Run[Plan]) -> None:
                 run.progress(done_s, plan.duration, f"request {len(run.turns):,}")
                 await load.stretch(plan.duration / STRETCHES)
             await load.read_log()
-            async with run.connect(worker, "alone") as other:  # finds nothing in the cache
+            async with await connect(worker.url, tenant="alone") as other:  # finds nothing in the cache
                 await load.again(other)
 
 

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from turnkeep_client.client import Client, connect
+from turnkeep_client.client import Client
 from turnkeep_client.errors import RequestFailedError, TurnkeepError
 from turnkeep_client.messages import Chunk, Generated, Metrics
 from turnkeep_client.session import Session
@@ -180,12 +180,6 @@ class Run(Generic[P]):
                 yield client
             return
         async with await reach(where.nats, prefix=where.prefix, tenant=where.tenant, **where.login) as client:
-            yield client
-
-    @asynccontextmanager
-    async def connect(self, worker: LocalWorker, tenant: str) -> AsyncGenerator[Client]:
-        """Connect to an own worker as a tenant; tenants share no KV."""
-        async with await connect(worker.url, tenant=tenant) as client:
             yield client
 
     @asynccontextmanager

@@ -19,7 +19,7 @@ from uuid import uuid4
 import click
 from msgspec.structs import replace
 
-from turnkeep_client.client import Client
+from turnkeep_client.client import Client, connect
 from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.messages import CachePolicy
 from turnkeep_client.session import Session
@@ -222,7 +222,7 @@ async def measure(run: Run[Plan]) -> None:
         while not talk.is_over:
             if run.turns:
                 await run.restart(worker)
-            async with run.connect(worker, run.where.tenant) as client:
+            async with await connect(worker.url, tenant=run.where.tenant) as client:
                 await talk.go_on(client, plan.restart_every)
 
 
