@@ -75,11 +75,6 @@ class Plan:
         """The most turns."""
         return DEFAULT_TURNS if self.turns is None and self.duration is None else self.turns
 
-    def over(self, turns: int, elapsed_s: float) -> bool:
-        """Whether the run is over."""
-        ended = self.duration is not None and elapsed_s >= self.duration
-        return ended or (self.limit is not None and turns >= self.limit)
-
     def stretch(self, turn: int, elapsed_s: float) -> int:
         """Return the block of a turn, counted from 0."""
         if self.limit is None:
@@ -213,7 +208,8 @@ async def measure(run: Run[Plan]) -> None:
             try:
                 await talk.go_on(client)
             finally:
-                await talk.close(client)
+                with contextlib.suppress(TurnkeepError):
+                    await client.session(talk.name).close(timeout_s=CLOSE_TIMEOUT_S)
         return
     if run.where.nats is not None:
         raise BenchError("only a worker of the bench's own is restarted: leave out --nats or --restart-every")
@@ -231,27 +227,26 @@ class _Conversation:
 
     def __init__(self, run: Run[Plan]) -> None:
         self._run, self._texts, self._cache = run, run.corpus.texts(), _cache(run.plan)
-        self._name = f"bench-{uuid4().hex[:12]}"
-        self._began_s: float | None = None
+        self.name = f"bench-{uuid4().hex[:12]}"
         self._began_anew = 0
         self._held: int | None = 0  # None after a fault
 
     @property
     def _elapsed_s(self) -> float:
         """The seconds since the first turn."""
-        return 0.0 if self._began_s is None else self._run.elapsed_s - self._began_s
+        return self._run.elapsed_s - self._run.turns[0].at_s if self._run.turns else 0.0
 
     @property
     def is_over(self) -> bool:
         """Whether the last turn was run."""
-        return self._run.plan.over(len(self._run.turns), self._elapsed_s)
+        plan = self._run.plan
+        ended = plan.duration is not None and self._elapsed_s >= plan.duration
+        return ended or (plan.limit is not None and len(self._run.turns) >= plan.limit)
 
     async def go_on(self, client: Client, most: int | None = None) -> None:
         """Run the remaining turns, at most `most`. The first of them may follow a restart."""
         run, plan = self._run, self._run.plan
-        session = client.session(self._name, cache=self._cache)
-        if self._began_s is None:
-            self._began_s = run.elapsed_s
+        session = client.session(self.name, cache=self._cache)
         first = len(run.turns)
         while not self.is_over and (most is None or len(run.turns) < first + most):
             due_s = self._elapsed_s + plan.every
@@ -261,11 +256,6 @@ class _Conversation:
             if not self.is_over:
                 end_s = due_s if plan.duration is None else min(due_s, plan.duration)
                 await asyncio.sleep(max(0.0, end_s - self._elapsed_s))
-
-    async def close(self, client: Client) -> None:
-        """Close the session."""
-        with contextlib.suppress(TurnkeepError):
-            await client.session(self._name).close(timeout_s=CLOSE_TIMEOUT_S)
 
     async def _turn(self, session: Session, *, is_restarted: bool) -> Turn:
         run, plan, held, text = self._run, self._run.plan, self._held, next(self._texts)
