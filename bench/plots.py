@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from pathlib import Path
 from textwrap import fill
 from typing import Any, Final
 
@@ -19,7 +20,8 @@ from .spec import Findings, Plot
 from .stats import Estimate
 from .turns import Measure, Sample
 
-#: Placeholder colours, and the page's variables that replace them.
+_STYLE: Final = Path(__file__).with_name("plots.mplstyle")
+#: Its placeholder colours, and the page's variables that replace them.
 _COLOURS: Final = {
     "#010101": "var(--ink)",
     "#020202": "var(--faint)",
@@ -33,21 +35,6 @@ MAX_SHAPES: Final = 1500
 MAX_TICKS: Final = 5
 #: How many characters of an axis's name fit.
 MAX_LABEL: Final = 34
-_STYLE: Final[Any] = {
-    "svg.fonttype": "path",  # the same letters in every browser
-    "svg.hashsalt": "turnkeep",  # the same run gives the same page
-    "font.family": "DejaVu Sans",
-    "font.size": 10,
-    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), "#010101"),
-    **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), "#020202"),
-    "grid.color": "#030303",
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "legend.frameon": False,
-    "legend.fontsize": 9,
-}
 
 
 def draw(plot: Plot, findings: Findings[Any]) -> str | None:
@@ -58,7 +45,7 @@ def draw(plot: Plot, findings: Findings[Any]) -> str | None:
     shown = (sample for measure in plot.measures for sample in findings.of(measure))
     if all(plot.kind == "by x" and sample.x is None for sample in shown):
         return None
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(fname=_STYLE):
         figure = Figure(figsize=(4.5, 3.1), layout="constrained")
         axes = figure.add_subplot()
         _KINDS[plot.kind](axes, plot, findings)
