@@ -68,51 +68,36 @@ def count(name: str, of: Collection[T], broken: Callable[[T], object], things: s
 
 def bounded(
     name: str,
-    numbers: Mapping[str, Sequence[float]],
+    numbers: Mapping[str, Sequence[float] | Estimate | float | None],
     *,
-    at_most: float | None = None,
-    at_least: float | None = None,
+    at_most: float = math.inf,
+    at_least: float = -math.inf,
     unit: Unit = "",
     log: bool = False,
 ) -> Check:
     """Compare means over blocks with a bound: `numbers` has, for each label, one number per block.
 
-    The confidence level applies to all labels together: the more labels, the wider each interval.
+    The confidence level applies to all labels together: the more labels, the wider each interval. A label may
+    also have an estimate, or a single number that is known exactly. The worst verdict counts.
     """
     sure = 1 - (1 - stats.CONFIDENCE) / max(len(numbers), 1)
-    found = {label: stats.mean(some, log=log, confidence=sure) for label, some in numbers.items()}
-    return judged(name, found, at_most=at_most, at_least=at_least, unit=unit)
 
-
-def judged(
-    name: str,
-    estimates: Mapping[str, Estimate | None],
-    *,
-    at_most: float | None = None,
-    at_least: float | None = None,
-    unit: Unit = "",
-) -> Check:
-    """Compare estimates with a bound; the worst verdict counts."""
+    def estimate(one: Sequence[float] | Estimate | float | None) -> Estimate | None:
+        if isinstance(one, int | float):
+            return Estimate(one, one, one)
+        return stats.mean(one, log=log, confidence=sure) if isinstance(one, Sequence) else one
 
     def verdict(one: Estimate | None) -> Verdict:
-        if one is None:
-            return Verdict.CANNOT_TELL
-        within = [
-            (at_least is None or end >= at_least) and (at_most is None or end <= at_most)
-            for end in (one.low, one.high)
-        ]
+        ends = (-math.inf, math.inf) if one is None else (one.low, one.high)
+        within = [at_least <= end <= at_most for end in ends]
         return Verdict.HOLDS if all(within) else Verdict.CANNOT_TELL if any(within) else Verdict.FAILS
 
-    verdicts = [verdict(estimate) for estimate in estimates.values()] or [Verdict.CANNOT_TELL]
+    found = {label: estimate(one) for label, one in numbers.items()}
+    verdicts = [verdict(one) for one in found.values()] or [Verdict.CANNOT_TELL]
     worst = next(one for one in (Verdict.FAILS, Verdict.CANNOT_TELL, Verdict.HOLDS) if one in verdicts)
-    signed = any(one is not None and -math.inf < min(one.value, one.low) < 0 for one in estimates.values())
-    said = [f"{label} {interval(one, unit, signed=signed)}".strip() for label, one in estimates.items()]
+    signed = any(one is not None and -math.inf < min(one.value, one.low) < 0 for one in found.values())
+    said = [f"{label} {interval(one, unit, signed=signed)}".strip() for label, one in found.items()]
     return Check(name=name, outcome=worst, detail="; ".join(said) or "nothing was measured", exact=False)
-
-
-def exactly(value: float | None) -> dict[str, Estimate | None]:
-    """Return what `judged` takes for a value that has no interval, or for none."""
-    return {"": None if value is None else Estimate(value, value, value)}
 
 
 def common(turns: Sequence[Turn], lags_s: Sequence[float]) -> Iterable[Check]:
@@ -135,7 +120,7 @@ def common(turns: Sequence[Turn], lags_s: Sequence[float]) -> Iterable[Check]:
 def kept_time(lags_s: Sequence[float]) -> Check:
     """Check the measuring loop's own lag while turns were in flight."""
     name = f"the measuring loop was late by at most {number(LAG_BOUND_S, 's')} at p99"
-    return judged(name, exactly(stats.quantile(lags_s, 0.99)), at_most=LAG_BOUND_S, unit="s")
+    return bounded(name, {"": stats.quantile(lags_s, 0.99)}, at_most=LAG_BOUND_S, unit="s")
 
 
 def held_tokens_are_cheap(runs: Mapping[str, Sequence[Turn]]) -> Check:
@@ -174,7 +159,7 @@ def keeps_its_size(readings: Sequence[Sample]) -> Check:
     times = [reading.x or 0.0 for reading in readings]
     begin, end = min(times, default=0.0), max(times, default=0.0)
     if end - begin < MIN_GROWTH_S:
-        return judged(name, {"a run of minutes shows none:": None}, at_most=GROWTH_PER_HOUR)
+        return bounded(name, {"a run of minutes shows none:": None}, at_most=GROWTH_PER_HOUR)
     warm_s = begin + WARM_UP * (end - begin)
     parts = stats.grouped(
         (int(STRETCHES * (at_s - warm_s) / (end - warm_s) * (1 - 1e-9)), (at_s / 3600, reading.value))
@@ -182,4 +167,4 @@ def keeps_its_size(readings: Sequence[Sample]) -> Check:
         if at_s >= warm_s
     )
     points = [(median(at for at, _ in part), median(size for _, size in part)) for part in parts.values()]
-    return judged(name, {"": stats.trend(points)}, at_most=GROWTH_PER_HOUR, unit="bytes")
+    return bounded(name, {"": stats.trend(points)}, at_most=GROWTH_PER_HOUR, unit="bytes")

@@ -22,7 +22,7 @@ from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.messages import Metrics, decode_result
 from turnkeep_client.session import Session
 
-from .checks import STRETCHES, Check, count, exactly, judged
+from .checks import STRETCHES, Check, bounded, count
 from .faults import in_background, together
 from .figures import number
 from .plan import Option, Seed, TurnTimeout
@@ -111,11 +111,11 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
     if held and active:
         near = min(_most(active) - idle, _most(held)) / kv
         name = f"the load came near the limit: at least {NEAR:.0%} of it were used"
-        yield judged(name, exactly(near), unit="share", at_least=NEAR)
+        yield bounded(name, {"": near}, unit="share", at_least=NEAR)
     if process:
         beyond = _most(process) - process[0].value - (device - idle)
         name = f"the process grows by at most {number(BESIDE_BYTES, 'bytes')} more than the device's memory"
-        yield judged(name, exactly(beyond), unit="bytes", at_most=BESIDE_BYTES)
+        yield bounded(name, {"": beyond}, unit="bytes", at_most=BESIDE_BYTES)
 
 
 def _within(name: str, readings: Sequence[Sample], limit: int) -> Check:

@@ -25,7 +25,7 @@ from turnkeep_client.messages import CachePolicy
 from turnkeep_client.session import Session
 
 from . import stats
-from .checks import STRETCHES, Check, count, held_tokens_are_cheap, judged, keeps_its_size
+from .checks import STRETCHES, Check, bounded, count, held_tokens_are_cheap, keeps_its_size
 from .faults import BenchError
 from .plan import Corpus, Option, TurnTimeout
 from .run import FAULT_PAUSE_S, Run
@@ -149,7 +149,7 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
     span = medians[-1][0] - medians[0][0] if medians else 0
     drift = stats.transformed(stats.trend(medians), lambda slope: math.expm1(slope * span)) if span else None
     name = f"turns at the end take at most {DRIFT:.0%} longer than those at the beginning"
-    yield judged(name, {"": drift}, at_most=DRIFT, unit="share")
+    yield bounded(name, {"": drift}, at_most=DRIFT, unit="share")
     yield keeps_its_size(found.of(BESIDE))
 
 

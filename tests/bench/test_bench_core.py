@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 from msgspec.structs import replace
 
 from bench import corpus, plan, plots, recall, report, session
-from bench.checks import Check, Verdict, judged
+from bench.checks import Check, Verdict, bounded
 from bench.cli import bench
 from bench.conduct import conduct, render
 from bench.faults import BenchError, ReportError
@@ -197,7 +197,7 @@ def test_numbers_have_the_digits_that_count(shown: str, says: str) -> None:
 
 def test_a_bound_within_the_interval_cannot_be_told() -> None:
     intervals = [(0.1, 0.4), (0.4, 0.6), (0.6, 0.9), (-math.inf, math.inf)]
-    found = [judged("", {"": Estimate(0.5, *ends)}, at_most=0.5).outcome for ends in intervals]
+    found = [bounded("", {"": Estimate(0.5, *ends)}, at_most=0.5).outcome for ends in intervals]
     assert found == [Verdict.HOLDS, Verdict.CANNOT_TELL, Verdict.FAILS, Verdict.CANNOT_TELL]
 
 
