@@ -64,11 +64,7 @@ def draw(plot: Plot, findings: Findings[Any]) -> str | None:
 def _cdf(axes: Any, plot: Plot, findings: Findings[Any]) -> None:
     divisor, name = _scale(plot.measures, findings)
     for label, colour, some in _groups(plot, findings):
-        values = sorted(sample.value / divisor for sample in some)
-        n = len(values)
-        kept = sorted({*range(0, n, max(1, n // 400)), n - 1})
-        xs = [values[0], *(values[i] for i in kept)]
-        axes.step(xs, [0.0, *((i + 1) / n for i in kept)], where="post", color=colour, label=label)
+        axes.ecdf([sample.value / divisor for sample in some], color=colour, label=label)
     axes.set(xlabel=_name(plot, name), ylabel="share of values", ylim=(0, 1.02))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     _numbers(axes.xaxis, log=plot.log)
@@ -202,9 +198,7 @@ def _name(plot: Plot, unit: str) -> str:
 
 def _vertical(axes: Any, plot: Plot) -> None:
     if not plot.log:
-        low, high = (
-            function(0.0, end) for function, end in zip((min, max), axes.dataLim.intervaly, strict=True)
-        )
+        low, high = min(axes.dataLim.intervaly[0], 0.0), max(axes.dataLim.intervaly[1], 0.0)
         room = 0.03 * (high - low) or 1.0  # a mark at the very top is whole
         axes.set_ylim(low - room if low else 0.0, high + room)
     _numbers(axes.yaxis, log=plot.log)
