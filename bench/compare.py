@@ -11,8 +11,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import msgspec
-
 from . import stats
 from .faults import ReportError
 from .figures import interval, number
@@ -92,8 +90,7 @@ def _reading(ratio: Estimate | None, measure: Measure) -> str:
 
 def _setting(report: Report) -> dict[str, object]:
     """Return the settings that must be equal in comparable runs."""
-    environment = msgspec.to_builtins(report.environment)
-    del environment["load_average"]  # differs between any two runs
+    environment = report.environment | {"load_average": None}  # differs between any two runs
     worker = {
         f"worker's {name}": getattr(report.worker, name, None)
         for name in ("model", "device", "version", "max_memory_bytes")

