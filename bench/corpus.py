@@ -41,10 +41,8 @@ class Corpus:
     conversations: tuple[tuple[str, ...], ...]
 
     def texts(self) -> Iterator[str]:
-        """Yield every utterance, conversation by conversation, in an endless cycle."""
-        while True:
-            for conversation in self.conversations:
-                yield from conversation
+        """Return every utterance, conversation by conversation, in an endless cycle."""
+        return itertools.cycle(said for conversation in self.conversations for said in conversation)
 
 
 def paragraphs(path: Path) -> Iterator[str]:

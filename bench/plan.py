@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Annotated, Any, Final, get_args, get_origin, get_type_hints
 
 import click
-import msgspec
 
 from turnkeep_client.subjects import DEFAULT_PREFIX
 
@@ -150,12 +149,6 @@ def smoke(plan: type[Any]) -> click.Option:
 
     how: Any = {"is_flag": True, "is_eager": True, "expose_value": False, "callback": shorten}
     return click.Option(["--smoke"], help="A short form only, to see that everything works.", **how)
-
-
-def settings(plan: Any) -> dict[str, Setting]:
-    """Return a plan's settings for a report."""
-    found: dict[str, Setting] = msgspec.to_builtins(plan, enc_hook=str)
-    return found
 
 
 def _fields(plan: type[Any]) -> Iterator[tuple[str, Any, Option, Any]]:

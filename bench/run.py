@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, Generic, Self, TypeVar
 
+import msgspec
 from msgspec.structs import replace
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -30,7 +31,7 @@ from turnkeep_client.session import Session
 from .corpus import CORPORA, Corpus
 from .faults import BenchError, ReportError, in_background
 from .local import LocalWorker, Process, reach
-from .plan import Setting, Where, settings
+from .plan import Setting, Where
 from .report import VERSION, Report, ReportFile, describe
 from .turns import Measure, Sample, Turn
 
@@ -240,7 +241,7 @@ class Run(Generic[P]):
             load_after=os.getloadavg(),
             worker=self.metrics,
             source=None if self._corpus is None else self._corpus.source,
-            plan=settings(self.plan),
+            plan=msgspec.to_builtins(self.plan, enc_hook=str),
             facts=self.facts,
             turns=tuple(self.turns),
             samples=tuple(self._samples),
