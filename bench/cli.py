@@ -29,18 +29,7 @@ def _bench(name: str) -> AnyBench:
 
 
 class _Benches(click.Group):
-    """Imports a bench on demand, so that other commands do not wait for numpy.
-
-    Shows a `BenchError` in one line.
-    """
-
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run the command."""
-        try:
-            return super().invoke(ctx)
-        except BenchError as error:
-            click.echo(f"turnkeep: {error}", err=True)
-            ctx.exit(1)
+    """Imports a bench on demand, so that other commands do not wait for numpy."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """List the benches, then the other commands."""

@@ -22,7 +22,7 @@ import click
 from msgspec.structs import replace
 
 from turnkeep_client.client import Client
-from turnkeep_client.errors import TurnkeepError
+from turnkeep_client.errors import RequestFailedError
 
 from . import stats
 from .checks import Check, bounded
@@ -186,7 +186,7 @@ class Turnkeep(Peer):
 
     async def wait_until_idle(self, chat: Any) -> None:
         """Wait until every snapshot is on the disk."""
-        with contextlib.suppress(TurnkeepError):  # no session if its first turn failed
+        with contextlib.suppress(RequestFailedError):  # no session if its first turn failed
             await self._run.wait_for_snapshots(chat)
 
     async def restart(self, *, kill: bool) -> None:

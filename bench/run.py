@@ -223,7 +223,7 @@ class Run(Generic[P]):
             with self._bars:
                 async with in_background(self._pulse()):
                     await how(self)
-        except (TurnkeepError, BenchError):
+        except TurnkeepError:
             self._check_alive()
             raise
 

@@ -23,7 +23,6 @@ from msgspec.structs import replace
 
 from bench import corpus, load, plan, plots, recall, report, session
 from bench.checks import Check, Verdict, bounded
-from bench.cli import bench
 from bench.conduct import conduct, render
 from bench.faults import BenchError, ReportError
 from bench.figures import interval, number
@@ -35,6 +34,7 @@ from bench.run import Run
 from bench.spec import Findings, Plot
 from bench.stats import Estimate
 from bench.turns import Turn
+from worker.commands.cli import main
 
 
 def make_report(turns: list[Turn] | None = None, **changes: object) -> Report:
@@ -207,7 +207,7 @@ def written(folder: Path, starts: list[int], slower: float = 1.0) -> list[Path]:
 
 
 def said(*paths: Path) -> tuple[int, str]:
-    done = CliRunner().invoke(bench, ["compare", *map(str, paths)], terminal_width=200)
+    done = CliRunner().invoke(main, ["bench", "compare", *map(str, paths)], terminal_width=200)
     return done.exit_code, done.output
 
 
