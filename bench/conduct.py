@@ -13,7 +13,7 @@ import signal
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import jinja2
 from msgspec.structs import replace
@@ -25,15 +25,13 @@ from .plan import Where
 from .plots import draw
 from .report import Report
 from .run import Run
-from .spec import Bench
+from .spec import AnyBench
 from .tables import print_report, printing, tables
-
-P = TypeVar("P")
 
 TEMPLATE: Final = Path(__file__).with_name("page.html")
 
 
-async def conduct(bench: Bench[P], plan: P, where: Where) -> Report:
+async def conduct(bench: AnyBench, plan: Any, where: Where) -> Report:
     """Run a bench, save its report, and return it.
 
     After a cancellation or a fault the partial report is saved, marked as not complete. Raises `ReportError`,
@@ -57,7 +55,7 @@ async def conduct(bench: Bench[P], plan: P, where: Where) -> Report:
     return report
 
 
-def render(bench: Bench[Any], report: Report, *, warn: Callable[[str], None]) -> str | None:
+def render(bench: AnyBench, report: Report, *, warn: Callable[[str], None]) -> str | None:
     """Return the page as HTML; None, after a warning, if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         python = os.path.relpath(sys.executable)
@@ -82,7 +80,7 @@ def render(bench: Bench[Any], report: Report, *, warn: Callable[[str], None]) ->
     )
 
 
-def _publish(bench: Bench[Any], report: Report, run: Run[Any]) -> None:
+def _publish(bench: AnyBench, report: Report, run: Run[Any]) -> None:
     """Print and save the report; remove its file if nothing was measured."""
     path = run.report_file.path
     if not report.complete and not report.turns and not report.samples:

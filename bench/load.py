@@ -454,7 +454,6 @@ def order(sessions: int, turns: int, seed: int) -> list[int]:
 
 BENCH = Bench(
     name="load",
-    title="Many sessions at once",
     plan=Plan,
     levels="sessions at a time",
     measures=(*LEVELS, STAND, HELD_UP, PROMPT, PER_SESSION, STORED, PROCESS, KV),

@@ -356,7 +356,6 @@ def _prompt(texts: Texts, order: random.Random, plan: Plan, number: int) -> Toke
 
 BENCH = Bench(
     name="overhead",
-    title="What a worker costs beside the model in process",
     plan=Plan,
     levels="at a time",
     cases=CASES,

@@ -299,7 +299,6 @@ def _rotated(sides: Collection[Peer], by: int) -> list[Peer]:
 
 BENCH = Bench(
     name="peers",
-    title="The same conversations with other servers",
     plan=Plan,
     cases=(TURNKEEP, OWN),
     measures=(*TIMES, BUSY),

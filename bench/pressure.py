@@ -315,7 +315,6 @@ def draw(dice: random.Random, room: int, held: int) -> tuple[str, dict[str, Any]
 
 BENCH = Bench(
     name="pressure",
-    title="At the memory limit",
     plan=Plan,
     cases=CASES,
     measures=(REQUEST, DEVICE, KV, PROCESS),

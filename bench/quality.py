@@ -110,7 +110,6 @@ async def measure(run: Run[Plan]) -> None:
 
 BENCH = Bench(
     name="quality",
-    title="KV in fewer bits",
     plan=Plan,
     cases=CASES,
     measures=tuple(MEASURES.values()),

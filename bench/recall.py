@@ -186,7 +186,6 @@ async def measure(run: Run[Plan]) -> None:
 
 BENCH = Bench(
     name="recall",
-    title="Facts in long texts",
     plan=Plan,
     levels="% deep",
     cases=WAYS,

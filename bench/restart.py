@@ -249,7 +249,6 @@ async def _room_for_one(client: Client, plan: Plan) -> tuple[int, int]:
 
 BENCH = Bench(
     name="restart",
-    title="The next turn after a restart",
     plan=Plan,
     levels="tokens",
     cases=CASES,

@@ -22,8 +22,6 @@ from .turns import Measure, Sample, Turn
 
 P = TypeVar("P")
 
-Kind = Literal["cdf", "over time", "by x", "bars", "points"]
-
 
 @dataclass(frozen=True, slots=True)
 class Against:
@@ -42,7 +40,7 @@ class Plot:
     `by x` shows the typical values of the first, with their intervals; `bars` stacks all for each case.
     """
 
-    kind: Kind
+    kind: Literal["cdf", "over time", "by x", "bars", "points"]
     title: str
     measures: tuple[Measure, ...]
     caption: str = ""
@@ -61,7 +59,6 @@ class Bench(Generic[P]):
     """
 
     name: str
-    title: str
     plan: type[P]
     measures: tuple[Measure, ...]
     plots: tuple[Plot, ...]
@@ -74,6 +71,11 @@ class Bench(Generic[P]):
     planned: Callable[[Turn], bool] = lambda _: False
     notes: str = ""
     follows: Callable[[Sequence[Turn]], Iterable[Sample]] = lambda _: ()
+
+    @property
+    def title(self) -> str:
+        """The first line of the plan's docstring."""
+        return (self.plan.__doc__ or "").partition("\n")[0].rstrip(".")
 
     def findings(self, report: Report) -> Findings[P]:
         """Return the findings of a report, for lookups."""
