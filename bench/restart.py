@@ -30,7 +30,7 @@ from .corpus import Texts
 from .faults import BenchError
 from .local import LocalWorker
 from .plan import Corpus, Option, Seed, TurnTimeout
-from .run import Run
+from .run import PULSE_S, Run
 from .spec import Against, Bench, Findings, Plot
 from .turns import Measure, Turn
 
@@ -40,7 +40,6 @@ BELIEVED: Final = 0.5
 #: A shorter prefill cannot be told from the overhead of a turn.
 MIN_PREFILL_S: Final = 0.05
 MIN_MEMORY_BYTES: Final = 2**20
-PAUSE_S: Final = 0.02
 
 WARM, SPILLED, RESTART, KILL, COLD = CASES = ("in memory", "spilled", "restart", "kill -9", "cold")
 LIVED, RESTARTED, RESTORED = (WARM, SPILLED), (RESTART, KILL), (SPILLED, RESTART, KILL)
@@ -226,7 +225,7 @@ class _Lives:
             generation = session.generate(tokens=long, max_tokens=1, timeout_s=timeout_s)
             over = asyncio.ensure_future(generation)
             while not over.done() and (await session.info()).state != "running":  # noqa: ASYNC110 - over the wire
-                await asyncio.sleep(PAUSE_S)
+                await asyncio.sleep(PULSE_S)
             with contextlib.suppress(TurnkeepError):  # already over
                 await generation.cancel()
             await over

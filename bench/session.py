@@ -43,7 +43,6 @@ CLOSE_TIMEOUT_S: Final = 2.0
 #: Tokens at the end of a paged session's prompt that run once more with what came back from SSD.
 RUN_AGAIN: Final = 32
 
-NOT_NEGATIVE: Final = click.FloatRange(min=0)
 LIMIT: Final = f"Turns of the session. [default: {DEFAULT_TURNS}, or no limit with --duration]"
 
 
@@ -56,7 +55,9 @@ class Plan:
     """
 
     duration: Annotated[float | None, Option("Stop after.", metavar="SECONDS")] = None
-    every: Annotated[float, Option("From turn to turn.", type=NOT_NEGATIVE, metavar="SECONDS")] = 0.0
+    every: Annotated[float, Option("From turn to turn.", type=click.FloatRange(min=0), metavar="SECONDS")] = (
+        0.0
+    )
     turns: Annotated[int | None, Option(LIMIT, smoke=12)] = None
     max_tokens: Annotated[int, Option("Most of one answer.", smoke=16)] = 64
     window: Annotated[int | None, Option("Keep the KV of so many tokens, behind those of --sink.")] = None
@@ -183,9 +184,9 @@ def _own_tokens(turn: Turn) -> float:
     """
     held, again = turn.fact("held"), turn.fact("again") or 0
     kept = held if turn.rewritten_from is None else turn.rewritten_from
-    return (
-        math.inf if held is None or kept is None else turn.prompt_tokens - kept + (1 if kept else 0) + again
-    )
+    if held is None or kept is None:
+        return math.inf
+    return turn.prompt_tokens - kept + (1 if kept else 0) + again
 
 
 def _cache(plan: Plan) -> CachePolicy | None:
