@@ -23,7 +23,7 @@ from .faults import ReportError
 from .figures import number
 from .plan import Where
 from .plots import draw
-from .report import Report
+from .report import Report, write
 from .run import Run
 from .spec import AnyBench
 from .tables import print_report, printing, tables
@@ -90,10 +90,11 @@ def _publish(bench: AnyBench, report: Report, run: Run[Any]) -> None:
     print_report(bench, report)
     if path is not None:
         page = render(bench, report, warn=run.warn)
-        run.report_file.save(report, page)
+        run.report_file.save(report)
         kind = "report" if report.complete else "partial report"
         printing().print(f"{kind}: {path}", soft_wrap=True)
         if page is not None:
+            write(path.with_suffix(".html"), page.encode())
             printing().print(f"page: {path.with_suffix('.html')}", soft_wrap=True)
 
 

@@ -120,13 +120,11 @@ class ReportFile:
         """Whether a checkpoint is due."""
         return self.path is not None and time.monotonic() - self._written_s >= self._every_s
 
-    def save(self, report: Report, page: str | None = None) -> None:
-        """Write the report, and the page beside it. Raises `ReportError`."""
+    def save(self, report: Report) -> None:
+        """Write the report. Raises `ReportError`."""
         self._written_s = time.monotonic()
         if self.path is not None:
             write(self.path, msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
-            if page is not None:
-                write(self.path.with_suffix(".html"), page.encode())
 
 
 def write(path: Path, content: bytes) -> None:
