@@ -7,6 +7,7 @@ the bound, and cannot tell if the interval contains the bound. A value at the bo
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import StrEnum
@@ -61,53 +62,42 @@ def count(name: str, of: Collection[T], broken: Callable[[T], object], things: s
     """Exactly check that no element of `of` is `broken`; the verdict for no elements is "cannot tell"."""
     wrong = sum(bool(broken(one)) for one in of)
     detail = f"{wrong:,} of {len(of):,} {things} break it" if wrong else f"{len(of):,} {things}"
-    return Check(name=name, outcome=_verdict(None if not of else not wrong), detail=detail, exact=True)
+    outcome = Verdict.FAILS if wrong else Verdict.HOLDS if of else Verdict.CANNOT_TELL
+    return Check(name=name, outcome=outcome, detail=detail, exact=True)
 
 
 def bounded(
     name: str,
-    numbers: Mapping[str, Sequence[float]],
+    numbers: Mapping[str, Sequence[float] | Estimate | float | None],
     *,
-    at_most: float | None = None,
-    at_least: float | None = None,
+    at_most: float = math.inf,
+    at_least: float = -math.inf,
     unit: Unit = "",
     log: bool = False,
 ) -> Check:
     """Compare means over blocks with a bound: `numbers` has, for each label, one number per block.
 
-    The confidence level applies to all labels together: the more labels, the wider each interval.
+    The confidence level applies to all labels together: the more labels, the wider each interval. A label may
+    also have an estimate, or a single number that is known exactly. The worst verdict counts.
     """
     sure = 1 - (1 - stats.CONFIDENCE) / max(len(numbers), 1)
-    found = {label: stats.mean(some, log=log, confidence=sure) for label, some in numbers.items()}
-    return judged(name, found, at_most=at_most, at_least=at_least, unit=unit)
 
-
-def judged(
-    name: str,
-    estimates: Mapping[str, Estimate | None],
-    *,
-    at_most: float | None = None,
-    at_least: float | None = None,
-    unit: Unit = "",
-) -> Check:
-    """Compare estimates with a bound; the worst verdict counts."""
+    def estimate(one: Sequence[float] | Estimate | float | None) -> Estimate | None:
+        if isinstance(one, int | float):
+            return Estimate(one, one, one)
+        return stats.mean(one, log=log, confidence=sure) if isinstance(one, Sequence) else one
 
     def verdict(one: Estimate | None) -> Verdict:
-        if one is None or one.low is None or one.high is None:
-            return Verdict.CANNOT_TELL
-        above, below = at_least is None or one.low >= at_least, at_most is None or one.high <= at_most
-        beyond = (not above and one.high < (at_least or 0)) or (not below and one.low > (at_most or 0))
-        return Verdict.FAILS if beyond else Verdict.HOLDS if above and below else Verdict.CANNOT_TELL
+        ends = (-math.inf, math.inf) if one is None else (one.low, one.high)
+        within = [at_least <= end <= at_most for end in ends]
+        return Verdict.HOLDS if all(within) else Verdict.CANNOT_TELL if any(within) else Verdict.FAILS
 
-    verdicts = [verdict(estimate) for estimate in estimates.values()]
-    worst = next((one for one in (Verdict.FAILS, Verdict.CANNOT_TELL) if one in verdicts), Verdict.HOLDS)
-    told = {
-        label: interval(one, unit, signed=one is not None and min(one.value, one.low or 0) < 0)
-        for label, one in estimates.items()
-    }
-    said = "; ".join(f"{label} {estimate}".strip() for label, estimate in told.items())
-    detail = said or "nothing was measured"
-    return Check(name=name, outcome=worst if verdicts else Verdict.CANNOT_TELL, detail=detail, exact=False)
+    found = {label: estimate(one) for label, one in numbers.items()}
+    verdicts = [verdict(one) for one in found.values()] or [Verdict.CANNOT_TELL]
+    worst = next(one for one in (Verdict.FAILS, Verdict.CANNOT_TELL, Verdict.HOLDS) if one in verdicts)
+    signed = any(one is not None and -math.inf < min(one.value, one.low) < 0 for one in found.values())
+    said = [f"{label} {interval(one, unit, signed=signed)}".strip() for label, one in found.items()]
+    return Check(name=name, outcome=worst, detail="; ".join(said) or "nothing was measured", exact=False)
 
 
 def common(turns: Sequence[Turn], lags_s: Sequence[float]) -> Iterable[Check]:
@@ -128,14 +118,9 @@ def common(turns: Sequence[Turn], lags_s: Sequence[float]) -> Iterable[Check]:
 
 
 def kept_time(lags_s: Sequence[float]) -> Check:
-    """Check that the bench's own event loop was hardly late while turns were in flight."""
-    late = stats.quantile(lags_s, 0.99)
+    """Check the measuring loop's own lag while turns were in flight."""
     name = f"the measuring loop was late by at most {number(LAG_BOUND_S, 's')} at p99"
-    detail = (
-        f"{number(late, 's')}, at most {number(max(lags_s), 's')}" if late is not None else "too few turns"
-    )
-    verdict = _verdict(None if late is None else late <= LAG_BOUND_S)
-    return Check(name=name, outcome=verdict, detail=detail, exact=False)
+    return bounded(name, {"": stats.quantile(lags_s, 0.99)}, at_most=LAG_BOUND_S, unit="s")
 
 
 def held_tokens_are_cheap(runs: Mapping[str, Sequence[Turn]]) -> Check:
@@ -173,17 +158,13 @@ def keeps_its_size(readings: Sequence[Sample]) -> Check:
     name = "the process without its KV grows by at most 8 MiB an hour"
     times = [reading.x or 0.0 for reading in readings]
     begin, end = min(times, default=0.0), max(times, default=0.0)
+    if end - begin < MIN_GROWTH_S:
+        return bounded(name, {"a run of minutes shows none:": None}, at_most=GROWTH_PER_HOUR)
     warm_s = begin + WARM_UP * (end - begin)
     parts = stats.grouped(
         (int(STRETCHES * (at_s - warm_s) / (end - warm_s) * (1 - 1e-9)), (at_s / 3600, reading.value))
         for at_s, reading in zip(times, readings, strict=True)
-        if at_s >= warm_s < end
+        if at_s >= warm_s
     )
     points = [(median(at for at, _ in part), median(size for _, size in part)) for part in parts.values()]
-    if end - begin < MIN_GROWTH_S:
-        return judged(name, {"a run of minutes shows none:": None}, at_most=GROWTH_PER_HOUR)
-    return judged(name, {"": stats.trend(points)}, at_most=GROWTH_PER_HOUR, unit="bytes")
-
-
-def _verdict(kept: bool | None) -> Verdict:
-    return {True: Verdict.HOLDS, False: Verdict.FAILS, None: Verdict.CANNOT_TELL}[kept]
+    return bounded(name, {"": stats.trend(points)}, at_most=GROWTH_PER_HOUR, unit="bytes")

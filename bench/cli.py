@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
-from click.core import ParameterSource
 
 from .faults import BenchError
-from .plan import REMOTE, Where, make, options
+from .plan import REMOTE, Where, options, smoke
 
 if TYPE_CHECKING:
     from .spec import AnyBench
@@ -30,18 +29,7 @@ def _bench(name: str) -> AnyBench:
 
 
 class _Benches(click.Group):
-    """Imports a bench on demand, so that other commands do not wait for numpy.
-
-    Shows a `BenchError` in one line.
-    """
-
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run the command."""
-        try:
-            return super().invoke(ctx)
-        except BenchError as error:
-            click.echo(f"turnkeep: {error}", err=True)
-            ctx.exit(1)
+    """Imports a bench on demand, so that other commands do not wait for numpy."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """List the benches, then the other commands."""
@@ -55,27 +43,22 @@ class _Benches(click.Group):
 def command(bench: AnyBench) -> click.Command:
     """Make a bench's command. It exits with 1 after a fault, or after a failed exact check."""
     shared = [one for one in options(Where) if bench.remote or one.name not in REMOTE]
-    smoke = click.Option(["--smoke"], is_flag=True, help="A short form only, to see that everything works.")
 
-    def run(smoke: bool, **given: Any) -> None:
+    def run(**given: Any) -> None:
         from .conduct import conduct, until_stopped
 
         where = Where(**{one.name: given.pop(one.name) for one in shared if one.name})
         if where.nats is not None and where.model is not None:
             raise click.UsageError("--model is for the bench's own worker; the one at --nats has its own")
-        context = click.get_current_context()
-        if where.nats is not None and context.obj is not None:
-            where = replace(where, **context.obj(where.nats))
-        source = context.get_parameter_source
-        named = {name for name in given if source(name) is ParameterSource.COMMANDLINE}
-        plan = make(bench.plan, given, named=named, smoke=smoke)
-        report = until_stopped(conduct(bench, plan, where))
+        login = click.get_current_context().obj
+        if where.nats is not None and login is not None:
+            where = replace(where, **login(where.nats))
+        report = until_stopped(conduct(bench, bench.plan(**given), where))
         if any(check.failed for check in report.checks):
             raise BenchError("a check failed that does not fail by chance")
 
-    made = click.Command(
-        bench.name, callback=run, params=[*options(bench.plan), *shared, smoke], help=bench.plan.__doc__
-    )
+    params: list[click.Parameter] = [*options(bench.plan), *shared, smoke(bench.plan)]
+    made = click.Command(bench.name, callback=run, params=params, help=bench.plan.__doc__)
     made.short_help = made.get_short_help_str(limit=sys.maxsize)  # click cuts it to the terminal's width
     return made
 

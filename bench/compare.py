@@ -11,8 +11,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import msgspec
-
 from . import stats
 from .faults import ReportError
 from .figures import interval, number
@@ -85,15 +83,14 @@ def warnings(pairs: Sequence[Pair]) -> list[str]:
 
 
 def _reading(ratio: Estimate | None, measure: Measure) -> str:
-    if ratio is None or ratio.low is None or ratio.high is None or ratio.low <= 1 <= ratio.high:
+    if ratio is None or ratio.low <= 1 <= ratio.high:
         return "cannot tell"
     return "B is better" if (ratio.value < 1) == (measure.better == "lower") else "B is worse"
 
 
 def _setting(report: Report) -> dict[str, object]:
     """Return the settings that must be equal in comparable runs."""
-    environment = msgspec.to_builtins(report.environment)
-    del environment["load_average"]  # differs between any two runs
+    environment = report.environment | {"load_average": None}  # differs between any two runs
     worker = {
         f"worker's {name}": getattr(report.worker, name, None)
         for name in ("model", "device", "version", "max_memory_bytes")

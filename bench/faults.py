@@ -10,8 +10,10 @@ from collections.abc import AsyncGenerator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
+from turnkeep_client.errors import TurnkeepError
 
-class BenchError(Exception):
+
+class BenchError(TurnkeepError):
     """A bench cannot continue, or a report cannot be used; the message is one line."""
 
 

@@ -40,7 +40,7 @@ def interval(estimate: Estimate | None, unit: Unit = "", *, signed: bool = False
     """Write an estimate with its interval, with as many digits as the interval's width supports."""
     if estimate is None:
         return "-"
-    if estimate.low is None or estimate.high is None or estimate.low == estimate.high:
+    if math.isinf(estimate.high) or estimate.low == estimate.high:
         return number(estimate.value, unit, signed=signed)
     divisor, name = scale(max(abs(estimate.value), estimate.high - estimate.low), unit)
     value, low, high = (one / divisor for one in (estimate.value, estimate.low, estimate.high))

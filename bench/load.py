@@ -179,11 +179,9 @@ def _served(turns: Sequence[Turn]) -> list[float]:
 
     Sessions with a failed turn are kept, with the few tokens that they got.
     """
-    tokens: defaultdict[object, int] = defaultdict(int)
-    seconds: defaultdict[object, float] = defaultdict(float)
-    for turn in turns:
-        tokens[turn.fact("number")] += len(turn.tokens)
-        seconds[turn.fact("number")] += _late(turn) + turn.total_s
+    by_number = stats.grouped((turn.fact("number"), turn) for turn in turns)
+    tokens = {one: sum(len(turn.tokens) for turn in some) for one, some in by_number.items()}
+    seconds = {one: sum(_late(turn) + turn.total_s for turn in some) for one, some in by_number.items()}
     failed = {turn.fact("number") for turn in turns if turn.error is not None}
     middle = median([size for one, size in tokens.items() if one not in failed] or [0])
     alike = [one for one, size in tokens.items() if one in failed or abs(size - middle) <= EQUAL * middle]
@@ -252,12 +250,12 @@ async def measure(run: Run[Plan]) -> None:
         run.sample(PROCESS, "", at_s, 0, beside_bytes)
         run.sample(KV, "", at_s, 0, metrics.resident_kv_bytes / max(metrics.max_memory_bytes, 1))
 
-    dues = {f"{rate:g} a second": _poisson(run, rate) for rate in plan.rate or ()}
     async with run.target(*METRICS) as client, run.watching(client, note):
         for at_once in plan.closed:
-            await _closed(run, client, at_once)
-        for case, due in dues.items():
-            await _open(run, client, case, due)
+            dues = [[None] * plan.turns] * max(plan.sessions, at_once)
+            await _loop(run, client, dues, at_once, x=at_once)
+        for rate in plan.rate or ():
+            await _loop(run, client, _poisson(run, rate), plan.sessions, case=f"{rate:g} a second")
         for block in range(plan.rounds if plan.long_prompt is not None else 0):
             await _long_prompt(run, client, block)
         if plan.crowd is not None:
@@ -340,36 +338,30 @@ async def _each(talks: Iterable[_Talk], act: Callable[[_Talk], Awaitable[None]],
     await together(*(work() for _ in range(at_once)))
 
 
-async def _closed(run: Run[Plan], client: Client, at_once: int) -> None:
-    """Run a closed loop: `at_once` sessions at a time, each turn after the answer to the last one."""
+async def _loop(
+    run: Run[Plan], client: Client, dues: Sequence[Sequence[float | None]], at_once: int, **place: Any
+) -> None:
+    """Send each session's turns, `at_once` sessions at a time.
+
+    A turn is sent when it is due, in seconds from the level's start, or (None) after the answer before it.
+    """
     plan, sent = run.plan, counted()
 
     async def converse(talk: _Talk) -> None:
-        for _ in range(plan.turns):
-            block = next(sent) // (WAVES * at_once)
-            run.keep(replace(await talk.say(plan.max_tokens, late_s=0.0), x=at_once, block=block))
-            run.progress(len(run.turns), None, f"{at_once} at a time")
-
-    histories = [number % (plan.history + 1) for number in range(max(plan.sessions, at_once))]
-    async with _level(run, client, histories, at_once, case=OPENING, x=at_once) as talks:
-        await _each(talks, converse, at_once)
-
-
-async def _open(run: Run[Plan], client: Client, case: str, dues: Sequence[Sequence[float]]) -> None:
-    """Run an open loop: send each session's turns when they are due, in seconds from the level's start."""
-    plan = run.plan
-
-    async def keep_time(talk: _Talk) -> None:
         for due_s in dues[talk.number]:
-            await asyncio.sleep(max(0.0, began_s + due_s - run.elapsed_s))
-            turn = await talk.say(plan.max_tokens, late_s=max(0.0, run.elapsed_s - began_s - due_s))
-            run.keep(replace(turn, case=case, block=int(STRETCHES * due_s / plan.duration)))
-            run.progress(len(run.turns), None, case)
+            late_s, block = 0.0, next(sent) // (WAVES * at_once)
+            if due_s is not None:
+                await asyncio.sleep(max(0.0, began_s + due_s - run.elapsed_s))
+                late_s = max(0.0, run.elapsed_s - began_s - due_s)
+                block = int(STRETCHES * due_s / plan.duration)
+            run.keep(replace(await talk.say(plan.max_tokens, late_s=late_s), block=block, **place))
+            run.progress(len(run.turns), None, place.get("case") or f"{at_once} at a time")
 
     histories = [number % (plan.history + 1) for number in range(len(dues))]
-    async with _level(run, client, histories, case=OPENING) as talks:
+    opening = place | {"case": OPENING}
+    async with _level(run, client, histories, min(at_once, AT_ONCE), **opening) as talks:
         began_s = run.elapsed_s
-        await _each(talks, keep_time, len(talks))
+        await _each(talks, converse, at_once)
 
 
 def _poisson(run: Run[Plan], rate: float) -> list[list[float]]:
@@ -462,7 +454,6 @@ def order(sessions: int, turns: int, seed: int) -> list[int]:
 
 BENCH = Bench(
     name="load",
-    title="Many sessions at once",
     plan=Plan,
     levels="sessions at a time",
     measures=(*LEVELS, STAND, HELD_UP, PROMPT, PER_SESSION, STORED, PROCESS, KV),

@@ -162,11 +162,8 @@ class LocalWorker(Process):
         return f"nats://{(self.data_dir / 'nats-token').read_text().strip()}@{self._place}"
 
     async def ready(self, tenant: str) -> Client:
-        """Wait until the worker answers; return a connection. Raises `NoWorkerError` if it never does."""
-        try:
-            client = await self.until(lambda: reach(self.url, tenant=tenant))
-        except BenchError as error:
-            raise NoWorkerError(str(error)) from None
+        """Wait until the worker answers; return a connection. Raises `BenchError` if it never does."""
+        client = await self.until(lambda: reach(self.url, tenant=tenant))
         self.find_children()
         return client
 

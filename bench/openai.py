@@ -161,8 +161,7 @@ class MlxServer(Process):
         if importlib.util.find_spec("mlx_lm") is None:
             raise BenchError(f"{OWN} is not installed: pip install mlx-lm, or name a running peer by --peer")
         self._port = free_port()
-        #: The server as an argument of `parse`.
-        self.address = f"{OWN}=http://127.0.0.1:{self._port}#{MODEL}"
+        self.url = f"http://127.0.0.1:{self._port}/v1"
         command = [sys.executable, "-m", "mlx_lm", "server", "--model", str(model), "--log-level", "WARNING"]
         command += ["--host", "127.0.0.1", "--port", f"{self._port}"]
         super().__init__(f"the peer {OWN}", command, logged=True, like=like)

@@ -22,6 +22,7 @@ from uuid import uuid4
 import msgspec
 from msgspec.structs import replace
 
+from turnkeep_client.client import connect
 from turnkeep_client.messages import SnapshotCounters
 from turnkeep_client.session import Session
 
@@ -299,7 +300,7 @@ def _through(run: Run[Plan], case: str, worker: LocalWorker) -> Side:
 
     async def answer(prompts: Prompts) -> list[list[Turn]]:
         answers = []
-        async with run.connect(worker, f"bench-{uuid4().hex[:12]}") as client:
+        async with await connect(worker.url, tenant=f"bench-{uuid4().hex[:12]}") as client:
             idle, *sessions = (client.session(f"s{i}") for i in range(-1, len(prompts[0])))
             await idle.open(timeout_s=timeout_s)  # only for its `info`
             before = await counters(idle)
@@ -355,7 +356,6 @@ def _prompt(texts: Texts, order: random.Random, plan: Plan, number: int) -> Toke
 
 BENCH = Bench(
     name="overhead",
-    title="What a worker costs beside the model in process",
     plan=Plan,
     levels="at a time",
     cases=CASES,

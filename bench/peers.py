@@ -22,14 +22,14 @@ import click
 from msgspec.structs import replace
 
 from turnkeep_client.client import Client
-from turnkeep_client.errors import TurnkeepError
+from turnkeep_client.errors import RequestFailedError
 
 from . import stats
 from .checks import Check, bounded
 from .corpus import Texts
 from .faults import BenchError
 from .local import LocalWorker, Process, common_blas, cpu_s
-from .openai import OWN, MlxServer, Server, parse
+from .openai import MODEL, OWN, MlxServer, Server, parse
 from .plan import Corpus, Option, Seed, TurnTimeout
 from .run import Run
 from .spec import Against, Bench, Findings, Plot
@@ -123,12 +123,6 @@ def follows(turns: Sequence[Turn]) -> Iterator[Sample]:
             yield Sample(RATE.name, *place, sum(turn.num_tokens for turn in streams) / seconds)
 
 
-def notes(plan: Plan) -> Iterator[str]:
-    """Note which servers may run other weights."""
-    if others := [peer.partition("=")[0] for peer in plan.peer if peer != OWN]:
-        yield f"Whether {', '.join(others)} runs the same weights is not known."
-
-
 class Peer:
     """One side: an OpenAI-compatible server, the bench's own `process` or one that was already running.
 
@@ -192,7 +186,7 @@ class Turnkeep(Peer):
 
     async def wait_until_idle(self, chat: Any) -> None:
         """Wait until every snapshot is on the disk."""
-        with contextlib.suppress(TurnkeepError):  # no session if its first turn failed
+        with contextlib.suppress(RequestFailedError):  # no session if its first turn failed
             await self._run.wait_for_snapshots(chat)
 
     async def restart(self, *, kill: bool) -> None:
@@ -216,7 +210,8 @@ async def measure(run: Run[Plan]) -> None:
             if process is not None:
                 stack.enter_context(run.owning(process))
                 await process.ready()
-            server = await stack.enter_async_context(parse(process.address if process else peer))
+            named = parse(peer) if process is None else Server(OWN, process.url, MODEL)
+            server = await stack.enter_async_context(named)
             run.facts[f"model of {server.name}"] = server.model
             sides.append(Peer(run, server, process))
         for side in sides:
@@ -304,7 +299,6 @@ def _rotated(sides: Collection[Peer], by: int) -> list[Peer]:
 
 BENCH = Bench(
     name="peers",
-    title="The same conversations with other servers",
     plan=Plan,
     cases=(TURNKEEP, OWN),
     measures=(*TIMES, BUSY),
@@ -313,5 +307,5 @@ BENCH = Bench(
     checks=checks,
     measure=measure,
     follows=follows,
-    notes=notes,
+    notes=f"Whether a server other than {OWN} runs the same weights is not known.",
 )

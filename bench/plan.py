@@ -13,8 +13,8 @@ gives `--rounds N`: 5 by default, and 1 under `--smoke` unless the command line 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Final, get_args, get_origin, get_type_hints
 
@@ -26,21 +26,20 @@ from .corpus import CORPORA
 
 COUNT: Final = click.IntRange(min=1)
 POSITIVE: Final = click.FloatRange(min=0, min_open=True)
-_UNSET: Final = object()
 
 Setting = str | int | float | bool | tuple[int | float | str, ...] | None
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """The command-line option of a plan's field. `smoke` is its value under `--smoke`, and may be None.
+    """The option of a plan's field. `smoke` is the value in the short form, if that has another one.
 
     `type` is a click type, where the annotation is not enough: numbers are above 0, a tuple of numbers is
     joined by commas, a tuple of strings is a repeatable option, a bool a flag.
     """
 
     help: str
-    smoke: Any = _UNSET
+    smoke: Any = None
     type: Any = None
     metavar: str | None = None
 
@@ -90,45 +89,46 @@ REMOTE: Final = ("nats", "prefix", "tenant")
 
 
 class Numbers(click.ParamType[Any]):
-    """Numbers above 0, joined by commas; returns them sorted, without duplicates."""
+    """Numbers joined by commas; returns them sorted, without duplicates."""
 
     name = "N,..."
 
-    def __init__(self, kind: type[int | float]) -> None:
-        self._kind = kind
+    def __init__(self, each: click.ParamType[Any]) -> None:
+        self._each = each
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Parse the numbers."""
+        """Parse the numbers; those of the short form are a tuple already."""
         if isinstance(value, tuple):
             return value
-        try:
-            found = {self._kind(part) for part in str(value).split(",")}
-        except ValueError:
-            found = set()
-        if not found or not all(0 < number < math.inf for number in found):
-            what = "whole numbers" if self._kind is int else "numbers"
-            self.fail(f"{value!r} is not valid: it must be {what} above 0, joined by commas", param, ctx)
-        return tuple(sorted(found))
+        return tuple(sorted({self._each.convert(part, param, ctx) for part in value.split(",")}))
+
+
+_TYPES: Final[dict[Any, Any]] = {
+    bool: click.BOOL,
+    int: COUNT,
+    float: POSITIVE,
+    str: click.STRING,
+    Path: click.Path(path_type=Path),
+    tuple[int, ...]: Numbers(COUNT),
+    tuple[float, ...]: Numbers(click.FloatRange(0, math.inf, min_open=True, max_open=True)),
+    tuple[str, ...]: click.STRING,
+}
 
 
 def options(plan: type[Any]) -> list[click.Option]:
     """Return the options of a plan."""
     found = []
-    for name, hint, option, default in _fields(plan):
-        kind = _bare(hint)
-        flag = kind is bool
-        several = get_origin(kind) is tuple and get_args(kind)[0] is str
+    for name, kind, option, default in _fields(plan):
+        several = kind == tuple[str, ...]
         joined = isinstance(default, tuple) and not several
-        shown: Any = ",".join(map(str, default)) if joined else default
         found.append(
             click.Option(
                 [f"--{name.replace('_', '-')}", name],
-                type=None if flag else option.type or _click_type(kind),
-                is_flag=flag,
-                required=default is MISSING,
+                type=option.type or _TYPES[kind],
+                is_flag=kind is bool,
                 multiple=several,
-                default=None if default is MISSING else shown,
-                show_default=not flag and default is not None,
+                default=",".join(map(str, default)) if joined else default,
+                show_default=kind is not bool and default is not None,
                 metavar=option.metavar,
                 help=option.help,
             )
@@ -136,40 +136,26 @@ def options(plan: type[Any]) -> list[click.Option]:
     return found
 
 
-def make(plan: type[Any], given: Mapping[str, Any], *, named: set[str], smoke: bool) -> Any:
-    """Make a plan from options' values and defaults. `named` are the options given on the command line."""
-    values = dict(given)
-    if smoke:
-        for name, _, option, _ in _fields(plan):
-            if name not in named and option.smoke is not _UNSET:
-                values[name] = option.smoke
-    return plan(**values)
+def short_form(plan: type[Any]) -> dict[str, Any]:
+    """Return the settings of the short form that differ from the defaults."""
+    return {name: option.smoke for name, _, option, _ in _fields(plan) if option.smoke is not None}
 
 
-def settings(plan: Any) -> dict[str, Setting]:
-    """Return a plan's settings for a report."""
-    values = {field.name: getattr(plan, field.name) for field in fields(plan)}
-    return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+def smoke(plan: type[Any]) -> click.Option:
+    """Return the flag of the short form; settings that the command line names stay as they are."""
+
+    def shorten(context: click.Context, _: click.Parameter, wanted: bool) -> None:
+        if wanted:
+            context.default_map = short_form(plan)
+
+    how: Any = {"is_flag": True, "is_eager": True, "expose_value": False, "callback": shorten}
+    return click.Option(["--smoke"], help="A short form only, to see that everything works.", **how)
 
 
-def _fields(plan: type[Any]) -> list[tuple[str, Any, Option, Any]]:
+def _fields(plan: type[Any]) -> Iterator[tuple[str, Any, Option, Any]]:
+    """Yield the name, the type without `None`, the option and the default of each annotated field."""
     hints = get_type_hints(plan, include_extras=True)
-    found = []
     for one in fields(plan):
         if get_origin(hints[one.name]) is Annotated:
             kind, option = get_args(hints[one.name])[:2]
-            found.append((one.name, kind, option, one.default))
-    return found
-
-
-def _bare(kind: Any) -> Any:
-    """Return `int` for `int | None`."""
-    some = [one for one in get_args(kind) if one is not type(None)]
-    return some[0] if some and get_origin(kind) is not tuple else kind
-
-
-def _click_type(kind: Any) -> Any:
-    if get_origin(kind) is tuple:
-        inner = get_args(kind)[0]
-        return click.STRING if inner is str else Numbers(inner)
-    return {int: COUNT, float: POSITIVE, Path: click.Path(path_type=Path), str: click.STRING}[kind]
+            yield one.name, get_args(kind)[0] if type(None) in get_args(kind) else kind, option, one.default

@@ -7,9 +7,11 @@ light and dark mode.
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from pathlib import Path
 from textwrap import fill
 from typing import Any, Final
 
@@ -18,7 +20,8 @@ from .spec import Findings, Plot
 from .stats import Estimate
 from .turns import Measure, Sample
 
-#: Placeholder colours, and the page's variables that replace them.
+_STYLE: Final = Path(__file__).with_name("plots.mplstyle")
+#: Its placeholder colours, and the page's variables that replace them.
 _COLOURS: Final = {
     "#010101": "var(--ink)",
     "#020202": "var(--faint)",
@@ -32,21 +35,6 @@ MAX_SHAPES: Final = 1500
 MAX_TICKS: Final = 5
 #: How many characters of an axis's name fit.
 MAX_LABEL: Final = 34
-_STYLE: Final[Any] = {
-    "svg.fonttype": "path",  # the same letters in every browser
-    "svg.hashsalt": "turnkeep",  # the same run gives the same page
-    "font.family": "DejaVu Sans",
-    "font.size": 10,
-    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), "#010101"),
-    **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), "#020202"),
-    "grid.color": "#030303",
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "legend.frameon": False,
-    "legend.fontsize": 9,
-}
 
 
 def draw(plot: Plot, findings: Findings[Any]) -> str | None:
@@ -57,7 +45,7 @@ def draw(plot: Plot, findings: Findings[Any]) -> str | None:
     shown = (sample for measure in plot.measures for sample in findings.of(measure))
     if all(plot.kind == "by x" and sample.x is None for sample in shown):
         return None
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(fname=_STYLE):
         figure = Figure(figsize=(4.5, 3.1), layout="constrained")
         axes = figure.add_subplot()
         _KINDS[plot.kind](axes, plot, findings)
@@ -76,11 +64,7 @@ def draw(plot: Plot, findings: Findings[Any]) -> str | None:
 def _cdf(axes: Any, plot: Plot, findings: Findings[Any]) -> None:
     divisor, name = _scale(plot.measures, findings)
     for label, colour, some in _groups(plot, findings):
-        values = sorted(sample.value / divisor for sample in some)
-        n = len(values)
-        kept = sorted({*range(0, n, max(1, n // 400)), n - 1})
-        xs = [values[0], *(values[i] for i in kept)]
-        axes.step(xs, [0.0, *((i + 1) / n for i in kept)], where="post", color=colour, label=label)
+        axes.ecdf([sample.value / divisor for sample in some], color=colour, label=label)
     axes.set(xlabel=_name(plot, name), ylabel="share of values", ylim=(0, 1.02))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     _numbers(axes.xaxis, log=plot.log)
@@ -143,8 +127,9 @@ def _sizes(estimate: Estimate, measure: Measure) -> tuple[float, float]:
 
     A share's interval is cut at 0 and 100%.
     """
-    value = estimate.value
-    low, high = (value if edge is None else edge for edge in (estimate.low, estimate.high))
+    value, low, high = estimate.value, estimate.low, estimate.high
+    if math.isinf(high):
+        return 0.0, 0.0
     if measure.unit == "share":
         low, high = max(low, min(value, 0.0)), min(high, max(value, 1.0))
     return value - low, high - value
@@ -213,9 +198,7 @@ def _name(plot: Plot, unit: str) -> str:
 
 def _vertical(axes: Any, plot: Plot) -> None:
     if not plot.log:
-        low, high = (
-            function(0.0, end) for function, end in zip((min, max), axes.dataLim.intervaly, strict=True)
-        )
+        low, high = min(axes.dataLim.intervaly[0], 0.0), max(axes.dataLim.intervaly[1], 0.0)
         room = 0.03 * (high - low) or 1.0  # a mark at the very top is whole
         axes.set_ylim(low - room if low else 0.0, high + room)
     _numbers(axes.yaxis, log=plot.log)

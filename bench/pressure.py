@@ -17,18 +17,17 @@ from uuid import uuid4
 import click
 from msgspec.structs import replace
 
-from turnkeep_client.client import Client
+from turnkeep_client.client import Client, connect
 from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.messages import Metrics, decode_result
 from turnkeep_client.session import Session
 
-from .checks import STRETCHES, Check, count, judged
+from .checks import STRETCHES, Check, bounded, count
 from .faults import in_background, together
 from .figures import number
 from .plan import Option, Seed, TurnTimeout
 from .run import Run, class_of
 from .spec import Bench, Findings, Plot
-from .stats import Estimate
 from .turns import Measure, Sample, Turn
 
 #: Cases by the share of the limit that a session will use. The last case repeats sessions alone.
@@ -112,21 +111,17 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
     if held and active:
         near = min(_most(active) - idle, _most(held)) / kv
         name = f"the load came near the limit: at least {NEAR:.0%} of it were used"
-        yield judged(name, _exactly(near), unit="share", at_least=NEAR)
+        yield bounded(name, {"": near}, unit="share", at_least=NEAR)
     if process:
         beyond = _most(process) - process[0].value - (device - idle)
         name = f"the process grows by at most {number(BESIDE_BYTES, 'bytes')} more than the device's memory"
-        yield judged(name, _exactly(beyond), unit="bytes", at_most=BESIDE_BYTES)
+        yield bounded(name, {"": beyond}, unit="bytes", at_most=BESIDE_BYTES)
 
 
 def _within(name: str, readings: Sequence[Sample], limit: int) -> Check:
     found = count(name, readings, lambda reading: reading.value > limit, "readings")
     most = f"at the most {number(_most(readings), 'bytes')} of {number(limit, 'bytes')}"
     return replace(found, detail=f"{most}, in {len(readings):,} readings") if readings else found
-
-
-def _exactly(value: float) -> dict[str, Estimate]:
-    return {"": Estimate(value, value, value, 1)}
 
 
 def _most(readings: Sequence[Sample]) -> float:
@@ -156,7 +151,7 @@ async def measure(run: Run[Plan]) -> None:
                 run.progress(done_s, plan.duration, f"request {len(run.turns):,}")
                 await load.stretch(plan.duration / STRETCHES)
             await load.read_log()
-            async with run.connect(worker, "alone") as other:  # finds nothing in the cache
+            async with await connect(worker.url, tenant="alone") as other:  # finds nothing in the cache
                 await load.again(other)
 
 
@@ -320,7 +315,6 @@ def draw(dice: random.Random, room: int, held: int) -> tuple[str, dict[str, Any]
 
 BENCH = Bench(
     name="pressure",
-    title="At the memory limit",
     plan=Plan,
     cases=CASES,
     measures=(REQUEST, DEVICE, KV, PROCESS),

@@ -60,6 +60,10 @@ WHOLE = Measure("answers equal as a whole", "share", "higher", log=False)
 MEMORY = Measure("a token's KV in memory", "bytes")
 DISK = Measure("a token's KV on disk", "bytes")
 MEASURES: Final = {one.name: one for one in (PERPLEXITY, LIKELIEST, EQUAL, WHOLE, MEMORY, DISK)}
+NOTES = (
+    "Perplexity is taken over the second half of windows of {plan.window:,} tokens. Likeliest tokens are"
+    " compared where all precisions have the same text before them; answers go their own way."
+)
 PLOTS = (
     Plot("points", "Perplexity of each window", (PERPLEXITY,), "Windows in the text's order.", x="window"),
     Plot("cdf", "How far answers are equal", (EQUAL,), "Up to the first token that differs."),
@@ -79,14 +83,6 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
     name = f"8 bits answer alike for {EQUAL_BOUND:.0%} of an answer, and more"
     equal = found.numbers(EQUAL).get(EIGHT, [])
     yield bounded(name, {"": equal}, at_least=EQUAL_BOUND, unit="share")
-
-
-def notes(plan: Plan) -> Iterator[str]:
-    """Say how the precisions were compared."""
-    yield (
-        f"Perplexity is taken over the second half of windows of {plan.window:,} tokens. Likeliest tokens are"
-        " compared where all precisions have the same text before them; answers go their own way."
-    )
 
 
 async def measure(run: Run[Plan]) -> None:
@@ -114,7 +110,6 @@ async def measure(run: Run[Plan]) -> None:
 
 BENCH = Bench(
     name="quality",
-    title="KV in fewer bits",
     plan=Plan,
     cases=CASES,
     measures=tuple(MEASURES.values()),
@@ -122,5 +117,5 @@ BENCH = Bench(
     plots=PLOTS,
     checks=checks,
     measure=measure,
-    notes=notes,
+    notes=NOTES,
 )

@@ -81,6 +81,11 @@ RIGHT = Measure("right", "share", "higher", of=lambda turn: turn.fact("right"), 
 KNOWN = Measure("right at all depths", "share", "higher", log=False, levels="tokens on the device")
 KV = Measure("KV of the session", "bytes", of=lambda turn: turn.kv_live_bytes, levels="")
 FIRST = Measure("first token of the answer", "s", of=lambda turn: turn.first_s, levels="")
+NOTES = (
+    "Texts of {plan.tokens:,} tokens. An answer is right if it has the code's four digits. Where a full"
+    " session is wrong the model cannot tell: compare with its line, not with 100%."
+    f" A window of n tokens has {SINK} sinks among them; paged sessions divide n as the protocol says."
+)
 PLOTS = (
     Plot("by x", "Right answers", (KNOWN,), "A line at the height of the full session's has lost nothing."),
 )
@@ -118,15 +123,6 @@ def _prefills_more(turn: Turn) -> bool:
     """Whether more was prefilled than the question, the token before it, and the end of a paged prompt."""
     again = RUN_AGAIN if _way(turn.case)[0] == PAGED else 0
     return turn.prefilled_tokens > turn.prompt_tokens - (turn.fact("held") or 0) + 1 + again
-
-
-def notes(plan: Plan) -> Iterator[str]:
-    """Explain which answers count as right, and what a wrong answer of a full session means."""
-    yield (
-        f"Texts of {plan.tokens:,} tokens. An answer is right if it has the code's four digits. Where a full"
-        " session is wrong the model cannot tell: compare with its line, not with 100%."
-    )
-    yield f"A window of n tokens has {SINK} sinks among them; paged sessions divide n as the protocol says."
 
 
 class Fact(NamedTuple):
@@ -190,7 +186,6 @@ async def measure(run: Run[Plan]) -> None:
 
 BENCH = Bench(
     name="recall",
-    title="Facts in long texts",
     plan=Plan,
     levels="% deep",
     cases=WAYS,
@@ -200,5 +195,5 @@ BENCH = Bench(
     checks=checks,
     measure=measure,
     follows=follows,
-    notes=notes,
+    notes=NOTES,
 )

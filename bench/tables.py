@@ -20,12 +20,11 @@ PRINTED_WIDTH: Final = 132
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table. The first column is text; with `numbers` the others are right-aligned."""
+    """A table. The first column is text, the others are numbers."""
 
     title: str
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
-    numbers: bool = True
 
 
 def tables(findings: Findings[Any]) -> list[Table]:
@@ -66,35 +65,6 @@ def table(findings: Findings[Any], title: str, measures: Sequence[Measure]) -> T
     return Table(title, kept[0], kept[1:])
 
 
-def about(report: Report) -> Table:
-    """Return a table with the machine, the worker and the settings of a report."""
-    machine, worker, source = report.environment, report.worker, report.source
-    rows = [
-        ("measured", report.target),
-        ("platform", machine.platform),
-        ("Python", machine.python),
-        ("packages", ", ".join(f"{name} {version}" for name, version in machine.packages.items())),
-        ("commit", machine.commit or "not a checkout"),
-        *((f"plan: {name}", _setting(value)) for name, value in report.plan.items()),
-        *((name, _setting(value)) for name, value in report.facts.items()),
-    ]
-    if worker is not None:
-        limit = f"{number(worker.max_memory_bytes, 'bytes')} for KV"
-        rows.append(("worker", f"{worker.worker}, version {worker.version}, {limit}"))
-    if source is not None:
-        rows.append(("input", f"{source.description}; {source.name} {source.version}, {source.licence}"))
-    return Table("The run", ("", ""), rows, numbers=False)
-
-
-def machine(report: Report) -> str:
-    """Return one line about the machine and its load."""
-    found = report.environment
-    loads = (found.load_average, report.load_after)
-    before, after = ("?" if load is None else f"{load[0]:.1f}" for load in loads)
-    memory = number(found.memory_bytes, "bytes")
-    return f"{found.processor}, {found.cpus} CPUs, {memory}; load {before} before, {after} after"
-
-
 def printing() -> Console:
     """Return a console for a bench's output; without a terminal it is wide enough for tables."""
     console = Console(highlight=False)
@@ -124,7 +94,7 @@ def print_table(table: Table, console: Console) -> None:
     """Print a table."""
     printed = Grid(box=None, header_style="bold", title=table.title, title_justify="left", title_style="bold")
     for i, name in enumerate(table.head):
-        printed.add_column(name, justify="right" if i and table.numbers else "left", no_wrap=not i)
+        printed.add_column(name, justify="right" if i else "left", no_wrap=not i)
     for row in table.rows:
         printed.add_row(*row)
     console.print(printed)
@@ -136,9 +106,3 @@ def label(name: str, level: float | None, case: str) -> str:
         return case or "all"
     at = f"{level:,g} {name}"
     return f"{at}, {case}" if case else at
-
-
-def _setting(value: object) -> str:
-    if isinstance(value, list | tuple):
-        return ", ".join(map(str, value))
-    return "-" if value is None else f"{value}"

@@ -82,9 +82,8 @@ class Sample(Struct, frozen=True, array_like=True):
 class Measure:
     """One quantity. `of` returns a turn's values: one, several or None. Without `of` the values are samples.
 
-    `log`: the typical value is a geometric mean, so all values must be above 0; not for shares. `at` returns
-    a value's place on the x axis, if not the turn's `x`. `levels` names `x`, if it is one of a few levels
-    that are not the bench's.
+    `log`: values are above 0, and the typical value is a geometric mean; not for shares, or values that may
+    be 0. `levels` names `x`, if it is one of a few levels that are not the bench's.
     """
 
     name: str
@@ -92,5 +91,4 @@ class Measure:
     better: Literal["lower", "higher"] = "lower"
     of: Callable[[Turn], float | Sequence[float] | None] | None = None
     log: bool = True
-    at: Callable[[Turn], float | None] | None = None
     levels: str | None = None

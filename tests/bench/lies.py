@@ -332,7 +332,7 @@ def honest_session(seed: int) -> Run:
         size = 700 * MIB + round(noise.gauss(0, MIB))
         facts = {"held": held, "beside_bytes": size, "written_bytes": 5 * MIB * number}
         facts |= {"stored_bytes": 4 * MIB * number, "capacity_bytes": 500 * MIB}
-        more = {"block": SESSION.stretch(number, at_s), "kv_live_bytes": 46_080 * (context + 63)}
+        more = {"x": at_s, "block": SESSION.stretch(number, at_s), "kv_live_bytes": 46_080 * (context + 63)}
         found.append(answer(context, ran, range(64), facts=facts, **more, **times))
         held = context + 64
     return found, []

