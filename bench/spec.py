@@ -57,7 +57,8 @@ class Bench(Generic[P]):
     `cases` gives the order of cases in tables and legends; other cases come last. `levels` names `x` if it is
     one of a few levels with table rows of their own (lengths, batch sizes); otherwise `x` is only an axis.
     `remote`: the bench can measure a running worker. `planned` says whether a failed turn is intended.
-    `follows` makes samples that need several turns (for example tokens/s).
+    `follows` makes samples that need several turns (for example tokens/s). `closing` makes the
+    rows of a last table, whose head begins with its title.
     """
 
     name: str
@@ -74,6 +75,7 @@ class Bench(Generic[P]):
     planned: Callable[[Turn], bool] = lambda _: False
     notes: Callable[[P], Iterable[str]] = lambda _: ()
     follows: Callable[[Sequence[Turn]], Iterable[Sample]] = lambda _: ()
+    closing: Callable[[Findings[P]], Sequence[Sequence[str]]] = lambda _: ()
 
     def findings(self, report: Report) -> Findings[P]:
         """Return the findings of a report, for lookups."""
