@@ -7,7 +7,7 @@ from typing import Final, Literal
 
 from .stats import Estimate
 
-Unit = Literal["s", "bytes", "tokens", "tokens/s", "share", ""]
+Unit = Literal["s", "bytes", "tokens", "tokens/s", "MB/s", "share", ""]
 
 _SCALES: Final[dict[str, tuple[tuple[float, str], ...]]] = {
     "s": ((3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms"), (1e-6, "µs")),

@@ -52,10 +52,11 @@ class Plot:
 class Bench(Generic[P]):
     """One bench. `plan` is an annotated dataclass, whose docstring is the command's help (see `plan`).
 
-    `cases` is the order of tables and legends; other cases come last. `levels` names `x` if it is one of a
-    few levels with table rows of their own (lengths, batch sizes); otherwise `x` is only an axis. `remote`:
-    the bench can measure a running worker. `planned` says whether a failed turn is intended. `follows` makes
-    the samples of several turns together (tokens/s). `notes` are for the page, with fields of `{plan}`.
+    `cases` gives the order of cases in tables and legends; other cases come last. `levels` names `x` if it is
+    one of a few levels with table rows of their own (lengths, batch sizes); otherwise `x` is only an axis.
+    `remote`: the bench can measure a running worker. `planned` says whether a failed turn is intended.
+    `follows` makes samples that need several turns (for example tokens/s). `closing` makes the
+    rows of a last table, whose head begins with its title. `notes` are for the page, with fields of `{plan}`.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Bench(Generic[P]):
     planned: Callable[[Turn], bool] = lambda _: False
     notes: str = ""
     follows: Callable[[Sequence[Turn]], Iterable[Sample]] = lambda _: ()
+    closing: Callable[[Findings[P]], Sequence[Sequence[str]]] = lambda _: ()
 
     @property
     def title(self) -> str:

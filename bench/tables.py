@@ -28,11 +28,16 @@ class Table:
 
 
 def tables(findings: Findings[Any]) -> list[Table]:
-    """Return one table of all measures with a single row, and one table for each other measure."""
+    """Return one table of all measures with a single row, one for each other measure, and the closing one."""
     shown = [measure for measure in findings.bench.measures if findings.cases(measure)]
     short = [measure for measure in shown if findings.places(measure) == [(None, "")]]
     others = [table(findings, measure.name, [measure]) for measure in shown if measure not in short]
-    return [*([table(findings, "all in all", short)] if short else []), *others]
+    last = findings.bench.closing(findings)
+    return [
+        *([table(findings, "all in all", short)] if short else []),
+        *others,
+        *([Table(last[0][0], ("", *last[0][1:]), last[1:])] if last else []),
+    ]
 
 
 def table(findings: Findings[Any], title: str, measures: Sequence[Measure]) -> Table:

@@ -39,7 +39,8 @@ FLOORS = {
 FACE = {"names", "kv", "store"}
 MLX = {
     "cache/kv",
-    *("worker/device", "worker/batch", "worker/models", "worker/quality.py", "worker/sizing.py"),
+    *("worker/device", "worker/batch", "worker/models", "worker/sizing.py"),
+    *("worker/quality.py", "worker/measuring.py"),
     "bench/in_process.py",  # a program of its own, which a bench compares a worker with
 }
 NATS = {

@@ -16,7 +16,7 @@ from typing import Any
 import saboteurs as by
 from saboteurs import ALL, PREFILL_S, WAITS, Lie, Suite, answer, samples, turns
 
-from bench import load, overhead, peers, pressure, quality, recall, restart, session
+from bench import device, load, overhead, peers, pressure, quality, recall, restart, session
 from bench.openai import OWN
 from bench.turns import Sample, Turn
 
@@ -28,6 +28,25 @@ COMMON = (
     Lie("leaves a turn unanswered", "every turn was", turns(when=lambda t: t.block == 1, error="internal")),
     Lie("loses a chunk", "the chunks of an answer", turns(joined=False)),
     Lie("tells other sums", "what was cached and", turns(prompt_tokens=lambda t: t.prompt_tokens + 1)),
+)
+
+DEVICE = device.Plan(corpus="built-in")
+
+
+def honest_device(seed: int) -> Run:
+    """Pieces that take less than their estimates, and restores that change nothing."""
+    noise, found = random.Random(seed), []
+    for block in range(DEVICE.rounds):
+        found.append(Sample(device.CHANGED.name, "", None, block, 0))
+        for piece in DEVICE.pieces:
+            share = 0.8 * noise.lognormvariate(0, 0.02)
+            found.append(Sample(device.SCRATCH.name, device.WORKER, piece, block, share))
+    return [], found
+
+
+DEVICE_LIES = (
+    Lie("restores badly from SSD", "what is restored", samples(device.CHANGED, lambda _: 1), by.change_read),
+    Lie("takes more than it says", "a piece of a prompt", samples(device.SCRATCH, lambda one: 2 * one.value)),
 )
 
 LOAD = load.Plan(concurrency=(1, 4), sessions=8, long_prompt=4000, crowd=30, corpus="built-in")
@@ -354,6 +373,7 @@ SESSION_LIES = (
 
 
 SUITES = (
+    Suite(device.BENCH, DEVICE, honest_device, DEVICE_LIES, program="worker.measuring"),
     Suite(load.BENCH, LOAD, honest_load, LOAD_LIES),
     Suite(overhead.BENCH, OVERHEAD, honest_overhead, OVERHEAD_LIES),
     Suite(peers.BENCH, PEERS, honest_peers, PEERS_LIES),

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from bench.spec import AnyBench
 from bench.turns import Measure, Sample, Turn
+from cache.kv import layers
 from worker.device.acquisition import Acquisition
 from worker.device.admission import Ledger
 from worker.device.runner import Runner
@@ -117,6 +118,18 @@ def restore_badly() -> None:
         return held
 
     Acquisition._rebuilt = spoil
+
+
+def change_read() -> None:
+    """Turn the sign of one layer's restored values."""
+    rebuild = layers.rebuild
+
+    def spoil(*given: Any) -> Any:
+        caches = rebuild(*given)
+        caches[0].values = -caches[0].values
+        return caches
+
+    layers.rebuild = spoil
 
 
 def report_no_kv() -> None:

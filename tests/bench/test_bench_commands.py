@@ -28,6 +28,7 @@ PATIENCE_S = 120
 #: Runs that last until they are ended. What ends a run is the same code in all benches: one with a process
 #: beside it and one with several are enough, but for `make soak`.
 LONG = {
+    "device": "--pieces 64 --rows 1 --rounds 10000",
     "session": "--duration 600 --every 0.1 --max-tokens 2",
     "peers": "--part chat --chats 1000 --turns 3 --turn-tokens 20 --max-tokens 4",
     "load": "--concurrency 1 --turns 10000 --max-tokens 2 --history 1",
@@ -75,7 +76,9 @@ def lasting(suite: Suite, tmp_path: Path, model: Path, turnkeep: Start) -> Lasti
     raise AssertionError("no checkpoint had three turns or samples")
 
 
-@_benches("session", packaging=("load", "peers", "quality", "recall", "restart"))  # the others run long
+@_benches(
+    "session", packaging=("device", "load", "peers", "quality", "recall", "restart")
+)  # the others run long
 def test_a_smoke_run_ends_well_with_a_model_of_the_hub_too(
     suite: Suite, tmp_path: Path, model: Path, turnkeep: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,6 +152,7 @@ def test_a_worker_that_dies_is_one_line_in_the_report_too(lasting: Lasting) -> N
     ("command", "content", "message"),
     [
         ("restart --tokens 5000", None, "the context is 2048"),
+        ("device --prompt 5000", None, "is 2,048 tokens; take a shorter --prompt"),
         ("recall --resident 2048 --tokens 1000", b"abc", "take fewer resident tokens than the 1,000"),
         ("recall --depths 10,110", b"abc", "depths of up to 100%"),
         ("recall", b" \n\n", "text has no text"),

@@ -1,6 +1,7 @@
 """The differences between devices: the constants of each kind, and the limits of MLX's memory.
 
-The constants of GPUs follow MLX's sources; no GPU has measured them yet (`turnkeep bench device` will).
+The constants of GPUs follow MLX's sources; none is measured on a GPU yet. `turnkeep bench device` measures a
+device and suggests values for some of them.
 """
 
 from __future__ import annotations

@@ -1,0 +1,88 @@
+"""The constants that `bench device` suggests from its figures, and the rate of several answers at a time."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from bench import device, stats
+from bench.device import BENCH, Plan, kept_layers, prompt_blocks, rate_of, rows_together, suggested
+from bench.spec import Findings
+from bench.turns import Measure, Sample, Turn
+
+BLOCK = 128
+
+
+def test_the_fewest_blocks_that_are_nearly_as_fast_as_any():
+    assert prompt_blocks({128: 0.949, 256: 0.951, 512: 1}, BLOCK) == 2
+    assert prompt_blocks({2048: 1, 1024: 0.96}, BLOCK) == 8
+    assert prompt_blocks({}, BLOCK) is None
+
+
+def test_a_constant_has_several_values_if_intervals_do_not_decide():
+    sure, open_ = stats.Estimate(1.2, 1.1, 1.3), stats.Estimate(1.1, 0.9, 1.3)
+    assert suggested(rows_together, {2: sure, 4: sure}) == "2"
+    assert suggested(rows_together, {2: open_, 4: sure}) == "2 or 4"
+    assert suggested(rows_together, {2: sure, 4: open_}) == "2 or -"
+    assert suggested(rows_together, {2: stats.Estimate(0.9, -math.inf, math.inf), 4: sure}) == "4"
+    assert suggested(rows_together, {}) == "-"
+
+
+@pytest.mark.parametrize(
+    ("ratios", "rows"),
+    [
+        ({1: 0.5, 2: 1.0, 4: 1.3}, 2),
+        ({2: 0.9, 3: 1.01, 4: 1.3}, 3),
+        ({2: 1.2, 3: 0.99, 4: 1.3}, 4),  # a gain below a loss does not count
+        ({2: 1.2, 4: 0.9}, None),
+        ({1: 2.0}, 1),
+    ],
+)
+def test_a_pool_begins_where_it_is_never_slower_with_more_rows(ratios: dict[int, float], rows: int | None):
+    assert rows_together(ratios) == rows
+
+
+@pytest.mark.parametrize(
+    ("kept", "layers"),
+    [({64: 30, 128: 0.7, 256: 0.9}, 1), ({128: 2.04, 256: 1.5}, 2), ({128: 2.06}, 3), ({128: -4}, 1)],
+)
+def test_as_many_layers_are_kept_as_the_largest_piece_of_memory_shows(kept: dict[int, float], layers: int):
+    assert kept_layers(kept, BLOCK) == layers
+    assert kept_layers({64: 3}, BLOCK) is None
+
+
+def test_answers_count_from_when_all_have_begun_until_the_first_has_ended():
+    early = Turn(total_s=9, first_s=1, gaps_s=(1, 1, 1, 1))
+    late = Turn(total_s=9, first_s=2.5, gaps_s=(1, 1, 1, 1))
+    assert rate_of([early, late]) == (3 + 2) / 2.5  # at 3, 4 and 5; at 3.5 and 4.5
+    assert rate_of([early]) == 1
+    assert rate_of([early, Turn(total_s=9, first_s=6, gaps_s=(1,))]) is None
+
+
+def test_the_last_table_has_the_constants_in_use_and_those_that_the_figures_suggest():
+    samples = []
+
+    def add(measure: Measure, case: str, x: int, value: float) -> None:
+        samples.extend(Sample(measure.name, case, x, block, value * (1 + block)) for block in range(2))
+
+    for x, rate, kept in ((64, 900, 30), (128, 100, 0.4), (512, 200, 1.4), (2048, 201, 1.2)):
+        add(device.PREFILL, device.WORKER, x, rate)
+        add(device.KEPT, device.WORKER, x, kept)
+    add(device.PREFILL, device.MLX, 2048, 1000)  # mlx-lm's rate is not the worker's
+    for x, both, apart in ((1, 5, 9), (2, 20, 19), (4, 40, 30)):
+        add(device.DECODING, "together, ahead", x, both)
+        add(device.DECODING, "apart, ahead", x, apart)
+        add(device.DECODING, "apart", x, 100)
+    in_use = {"prompt_blocks": 8, "pooled_rows": 3, "merged_rows": 1, "kept_layers": 10, "max_draft": 0}
+    facts = {"device": "metal", "block": BLOCK, "least": "pooled_rows", "freed_bytes": 1024, **in_use}
+    head, *rows = BENCH.closing(Findings(BENCH, Plan(rows=(1, 2, 4)), (), samples, facts))
+    assert head == ("constants of metal", "in use", "suggested")
+    shown = {name: (used, value) for name, used, value in rows}
+    assert shown["prompt_blocks"] == ("8", "4")
+    assert shown["pooled_rows"] == ("3", "2")
+    assert shown["kept_layers"] == ("10", "3")
+    assert [shown[name][1] for name in ("merged_rows", "max_draft", "freed_bytes")] == ["not measured"] * 3
+    facts["least"] = "merged_rows"
+    _, *rows = BENCH.closing(Findings(BENCH, Plan(rows=(1, 2, 4)), (), samples, facts))
+    assert ("merged_rows", "1", "2") in rows

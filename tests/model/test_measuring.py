@@ -1,0 +1,82 @@
+"""The program behind `bench device`: it has all figures of the bench, and runs the model's own answers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from parts import free_port
+
+from bench.device import MEASURES
+from cache.kv import layers
+from worker import settings
+from worker.datadir import DataDir
+from worker.measuring import Measuring
+from worker.models import model
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from worker.batch.batch import Row
+
+TOKENS = [(7 * i + 3) % 250 for i in range(96)]
+PROMPTS = [TOKENS[:40], TOKENS[20:60], TOKENS[30:70]]
+
+
+@pytest.fixture
+def measuring(tiny_model: Path, tmp_path: Path) -> Iterator[Measuring]:
+    flags = {"data_dir": str(tmp_path), "nats_port": str(free_port()), "block_tokens": "16"}
+    directory = DataDir.open(tmp_path)
+    yield Measuring(model.load(tiny_model, dtype="float32"), directory, settings.load(flags, {}))
+    directory.close()
+
+
+def test_the_figures_are_those_of_the_bench(measuring: Measuring):
+    asked = (
+        measuring.prefill(32, TOKENS),
+        measuring.decode(True, True, 3, PROMPTS),
+        measuring.cut(2, PROMPTS),
+    )
+    found: dict[str, Any] = {}
+    for figures in (*asked, measuring.restore(TOKENS), measuring.publish(3)):
+        found |= figures
+    assert found.keys() == MEASURES.keys()
+    assert len(found.pop("publish")) == 3
+    assert (found.pop("arrays changed"), found.pop("delay by a cut") < 1) == (0, True)
+    assert all(value > 0 for value in found.values())
+    assert found["scratch memory"] < 1 > found["layers kept"]
+    assert measuring.description["constants"].keys() >= {"prompt_blocks", "pooled_rows", "kept_layers"}
+
+
+def test_a_changed_restore_is_counted(measuring: Measuring, monkeypatch: pytest.MonkeyPatch):
+    rebuild = layers.rebuild
+
+    def change(*given: Any) -> Any:
+        caches = rebuild(*given)
+        caches[1].keys = caches[1].keys + 1
+        return caches
+
+    monkeypatch.setattr(layers, "rebuild", change)
+    assert measuring.restore(TOKENS)["arrays changed"] == 1
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("together", [True, False])
+def test_all_ways_give_the_model_s_own_tokens(
+    measuring: Measuring, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, together: bool, ahead: bool
+):
+    rows: list[Row] = []
+    begin = measuring._begin
+    monkeypatch.setattr(measuring, "_begin", lambda *given: rows.extend(begin(*given)) or rows[:])
+    measuring.decode(together, ahead, 5, PROMPTS)
+    own: Any = model.load(tiny_model, dtype="float32").model
+    for row, prompt in zip(rows, PROMPTS, strict=True):
+        caches, last, expected = make_prompt_cache(own), prompt, []
+        for _ in range(6):
+            last = [int(mx.argmax(own(mx.array([last]), cache=caches)[0, -1]).item())]
+            expected += last
+        assert row.known[len(prompt) :].tolist() == expected
+        assert (row.num_cached, row.num_left) == (len(prompt) + 5, 0)

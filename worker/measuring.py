@@ -1,0 +1,311 @@
+"""A program that measures a device: `python -m worker.measuring --data-dir FOLDER --nats-port PORT`.
+
+`turnkeep bench device` runs it. It loads a model as a worker does and prints a line that describes it. Each
+line of its input is an array in JSON, a method of `Measuring` with its arguments. For each line it prints the
+values of the bench's measures by their names. Runs the worker's own batch, snapshots and NATS server, without
+sessions and the scheduler.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from array import array
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from worker.models import blas
+
+from . import settings
+
+blas.preload()  # before anything imports MLX
+
+import anyio  # noqa: E402
+import mlx.core as mx  # noqa: E402
+
+from cache.kv import layers  # noqa: E402
+from cache.names.blocks import Span  # noqa: E402
+from cache.names.identity import Identity  # noqa: E402
+from cache.store import Store  # noqa: E402
+from turnkeep_client.errors import TurnkeepError  # noqa: E402
+from turnkeep_client.subjects import Subjects, session_key  # noqa: E402
+from worker.batch.chooser import Chooser, Sampling  # noqa: E402
+from worker.batch.choosing import batch_for  # noqa: E402
+from worker.batch.rows import PrefillPiece, Row  # noqa: E402
+from worker.batch.trials import Trials  # noqa: E402
+from worker.datadir import DataDir  # noqa: E402
+from worker.device import machine  # noqa: E402
+from worker.device.runner import estimator  # noqa: E402
+from worker.models import model as models  # noqa: E402
+from worker.wire import connection, streams  # noqa: E402
+from worker.wire.broker import EmbeddedServer  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from cache.names.snapshot import Tensor
+    from worker.models.model import LoadedModel
+    from worker.settings import Settings
+
+#: Values by the names of the bench's measures.
+Figures: TypeAlias = "dict[str, float | list[float]]"
+Save: TypeAlias = "Callable[[Span, tuple[Tensor, ...]], object]"
+
+#: Steps that are timed together with one cut, or with none: with a step in flight, the next one is late.
+_GROUP: Final = 4
+#: As large as a short result.
+_BODY: Final = bytes(1024)
+
+
+class Measuring:
+    """A loaded model, and the parts of a worker around it. Nothing else may run on the device meanwhile."""
+
+    def __init__(self, loaded: LoadedModel, directory: DataDir, chosen: Settings) -> None:
+        """Choose the model's batch as a worker does, once for rows together and once for rows apart."""
+        self._directory, self._settings, self._block = directory, chosen, chosen.block_tokens
+        trials = Trials(directory.path / "trials", loaded.name)
+        self._batches = {
+            together: batch_for(
+                loaded.model, pooled_rows=least, merged_rows=least, runs_ahead=True, trials=trials
+            )
+            for together, least in ((True, 1), (False, sys.maxsize))
+        }
+        batch = self._batches[False]
+        self._new = partial(
+            layers.make,
+            loaded.model,
+            rings=batch.windows_are_rings,
+            sketched=batch.sketched,
+            block_tokens=self._block,
+        )
+        self._held: dict[tuple[int, ...], list[Any]] = {}
+        caches = self._prefilled((0,))
+        limit_bytes = chosen.device_memory or machine.default_limit_bytes()
+        machine.limit_active(limit_bytes)
+        self._estimator = estimator(loaded, caches, limit_bytes, batch.sketched)
+        self._trimmable = layers.trimmable(caches)
+        self._is_stored = layers.unsupported(caches) is None
+        if self._is_stored:
+            self._layout = layers.layout(caches, self._new, batch.sketched)
+            zeros, described = "0" * 64, layers.describe(caches)
+            self._identity = Identity(
+                weights=zeros,
+                config=zeros,
+                tokenizer=zeros,
+                kv_dtype=chosen.dtype,
+                block_tokens=self._block,
+                caches=described,
+            )
+        #: What the bench must know before it asks.
+        self.description = {
+            "folder": str(loaded.folder),
+            "model": loaded.name,
+            "device": machine.name(),
+            "least": self._least_rows(),
+            "block": self._block,
+            "context": loaded.context_tokens,
+            "sync": chosen.sync_interval,
+            "constants": {
+                name: value for name, value in asdict(machine.profile()).items() if isinstance(value, int)
+            },
+        }
+
+    def prefill(self, piece: int, tokens: Sequence[int]) -> Figures:
+        """Prefill in pieces; return tokens/s, and the memory of the piece that exceeds its estimate most."""
+        caches, step_s, ratios, kept = self._new(), 0.0, [0.0], [0.0]
+        for start in range(0, len(tokens), piece):
+            some = list(tokens[start : start + piece])
+            before = mx.get_active_memory()
+            mx.reset_peak_memory()
+            began_s = time.perf_counter()
+            self._batches[True].step([PrefillPiece(caches, start, some)])
+            step_s += time.perf_counter() - began_s
+            measured = mx.get_peak_memory() - max(before, mx.get_active_memory())  # as the runner measures it
+            shapes = [(len(some), start + len(some))]
+            one, two = (
+                replace(self._estimator, kept_layers=number, num_layers=2).scratch_bytes(0, shapes)
+                for number in (1, 2)
+            )
+            ratios.append(measured / self._estimator.scratch_bytes(0, shapes))
+            kept.append(1 + (measured - one) / (two - one))
+        memory = {"scratch memory": max(ratios), "layers kept": max(kept)}
+        return {"prefill": len(tokens) / step_s, **memory}
+
+    def decode(self, together: bool, ahead: bool, steps: int, prompts: Sequence[Sequence[int]]) -> Figures:
+        """Answer all prompts at a time; copying the rows together and apart is part of the measured time."""
+        batch, rows = self._batches[together], self._begin(together, steps, prompts)
+        began_s = time.perf_counter()
+        for _ in range(steps):
+            batch.step([], run_ahead=ahead)
+        for row in rows:
+            batch.remove(row)
+        return {"decoding": len(rows) * steps / (time.perf_counter() - began_s)}
+
+    def cut(self, groups: int, prompts: Sequence[Sequence[int]]) -> Figures:
+        """Cut the last full block of a session, and of a row while rows decode."""
+        if not self._is_stored:
+            return {}
+        batch, rows = self._batches[True], self._begin(True, 1 + 2 * groups * _GROUP, prompts)
+        batch.step([], run_ahead=True)  # the rows are copied together
+        taken: tuple[list[float], list[float]] = [], []
+        for i in range(2 * groups):
+            began_s = time.perf_counter()
+            for j in range(_GROUP):
+                batch.step([], run_ahead=True)
+                if i % 2 and not j:
+                    self._cut_block(batch.caches(rows[0]), rows[0].num_cached)
+            taken[i % 2].append(time.perf_counter() - began_s)
+        for row in rows:
+            batch.remove(row)
+        mx.synchronize()
+        cuts_s, size_bytes = [], 0
+        for _ in range(groups):
+            began_s = time.perf_counter()
+            size_bytes = self._cut_block(self._prefilled(prompts[0]), len(prompts[0]))
+            cuts_s.append(time.perf_counter() - began_s)
+        cut_s, delay_s = median(cuts_s), median(taken[1]) - median(taken[0])
+        return {"cut of a block": cut_s, "cut rate": size_bytes / cut_s / 1e6, "delay by a cut": delay_s}
+
+    def restore(self, tokens: Sequence[int]) -> Figures:
+        """Store the blocks of a session, read them again, and compare."""
+        return anyio.run(self._restore, tokens) if self._is_stored else {}
+
+    def publish(self, number: int) -> Figures:
+        """Publish results to a NATS server as a worker runs it, one after the other."""
+        return anyio.run(self._publish, number)
+
+    async def _restore(self, tokens: Sequence[int]) -> Figures:
+        num, folder = len(tokens), self._directory.snapshots
+        store = await Store.open(
+            folder,
+            identity=self._identity,
+            layout=self._layout,
+            max_bytes=1 << 50,
+            queue_bytes=1 << 50,
+            min_free_bytes=0,
+        )
+        try:
+            caches = self._prefilled(tokens, partial(store.save, "bench", tokens))
+            await store.barrier(600)
+            _drop_cached(folder)
+            began_s = time.perf_counter()
+            restored = await store.load(store.match("bench", tokens), room_tokens=num + self._block)
+            if restored is None or restored.num_tokens != num:
+                raise TurnkeepError(f"{num} tokens were stored, and not read again; is the disk full?")
+            found = layers.rebuild(restored.tensors, self._new(), num)
+            mx.eval([cache.state for cache in found])
+            took_s = time.perf_counter() - began_s
+        finally:
+            await store.close()
+        sides = (caches, found)  # a window holds its last tokens only
+        held = next(i for i in range(num) if all(layers.holds(side, i, num) for side in sides))
+        both = (layers.cut(side, held, num, at_end=True) or () for side in sides)
+        wrong = sum(one.data != other.data for one, other in zip(*both, strict=True))
+        rate = restored.size_bytes / took_s / 1e6
+        return {"restore": took_s, "restore rate": rate, "arrays changed": wrong}
+
+    async def _publish(self, number: int) -> Figures:
+        subjects, times_s = Subjects("bench"), list[float]()
+        server = EmbeddedServer(self._directory, self._settings)
+        await server.start()
+        try:
+            client = await connection.connect(server.url, name="turnkeep bench", token=server.token)
+            js = client.jetstream()
+            await streams.ensure(js, subjects, self._settings)
+            for _ in range(number):
+                began_s = time.perf_counter()
+                await js.publish(subjects.of(session_key("bench", "one"), "commit"), _BODY)
+                times_s.append(time.perf_counter() - began_s)
+            await client.close()
+        finally:
+            await server.stop()
+        return {"publish": times_s}
+
+    def _cut_block(self, caches: list[Any], num_tokens: int) -> int:
+        """Cut the last full block as a worker does; return the bytes of the copy."""
+        end = num_tokens - num_tokens % self._block
+        tensors = layers.cut(caches, end - self._block, end)
+        return sum(tensor.data.nbytes for tensor in tensors or ())
+
+    def _prefilled(self, tokens: Sequence[int], save: Save | None = None) -> list[Any]:
+        """Return caches of these tokens, which must not be written to; a second call computes nothing."""
+        key = tuple(tokens)
+        if key not in self._held:
+            self._held[key] = self._run(key, save)
+        return self._held[key]
+
+    def _run(self, tokens: Sequence[int], save: Save | None = None) -> list[Any]:
+        """Prefill new caches by blocks, and `save` what is cut of each."""
+        caches = self._new()
+        for start in range(0, len(tokens), self._block):
+            piece = list(tokens[start : start + self._block])
+            self._batches[False].step([PrefillPiece(caches, start, piece)])
+            if save is not None:
+                end = start + len(piece)
+                save(Span(start, end), layers.cut(caches, start, end, at_end=True) or ())
+        return caches
+
+    def _least_rows(self) -> str:
+        """Name the constant that says from how many rows on this model's rows are together; "" if never."""
+        (row,) = self._begin(True, 1, [[0, 0]])
+        self._batches[True].step([])
+        is_together = row.caches is None
+        self._batches[True].remove(row)
+        return ("merged_rows" if row.form is None else "pooled_rows") if is_together else ""
+
+    def _begin(self, together: bool, steps: int, prompts: Sequence[Sequence[int]]) -> list[Row]:
+        """Start an answer to each prompt; return their rows, which have their first tokens."""
+        pieces = []
+        for prompt in prompts:
+            *before, last = prompt
+            if self._trimmable:
+                caches = layers.fork(self._prefilled(before), self._new(), len(before))
+            else:
+                caches = self._run(before)
+            row = Row(caches, array("I", prompt), Chooser(Sampling()), len(prompt), steps + 1)
+            pieces.append(PrefillPiece(caches, len(before), [last], row))
+        self._batches[together].step(pieces)
+        return [piece.row for piece in pieces if piece.row is not None]
+
+
+def _drop_cached(folder: Path) -> None:
+    """Let the system forget the contents of files, so that they are read from the disk; not on macOS."""
+    for path in folder.rglob("*") if sys.platform == "linux" else ():
+        if path.is_file():
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Answer lines until the input ends."""
+    parser = argparse.ArgumentParser(prog="python -m worker.measuring")
+    parser.add_argument("--data-dir", type=Path, required=True)
+    parser.add_argument("--nats-port", required=True)
+    parser.add_argument("--model")
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # the log of the worker's parts must not come between the replies
+    chosen = settings.load(vars(parser.parse_args(arguments)), os.environ)
+    dtype = chosen.dtype if chosen.dtype != "auto" else models.default_dtype()
+    machine.limit_freed()
+    try:
+        directory = DataDir.open(chosen.data_dir)
+        folder = models.resolve(chosen.model, chosen.data_dir, dtype=dtype)
+        loaded = models.load(folder, dtype=dtype, kv_bits=chosen.kv_bits)
+        measuring = Measuring(loaded, directory, replace(chosen, dtype=dtype))
+        print(json.dumps(measuring.description), file=replies, flush=True)
+        for line in sys.stdin:
+            name, *asked = json.loads(line)
+            print(json.dumps(getattr(measuring, name)(*asked)), file=replies, flush=True)
+    except TurnkeepError as error:
+        raise SystemExit(str(error)) from None
+    mx.clear_streams()
+
+
+if __name__ == "__main__":
+    main()
