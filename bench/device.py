@@ -156,8 +156,8 @@ def suggested(choose: Callable[[dict[int, float]], int | None], figures: Mapping
     """Write what the figures suggest: several values if it depends on where in its interval a figure is."""
     chosen = []
     for end in ("value", "low", "high"):
-        ends = {x: getattr(one, end) for x, one in figures.items()}
-        chosen.append(choose({x: at if math.isfinite(at) else figures[x].value for x, at in ends.items()}))
+        ends = {x: getattr(one, end if math.isfinite(one.high) else "value") for x, one in figures.items()}
+        chosen.append(choose(ends))
     numbers = sorted({number for number in chosen if number is not None})
     return " or ".join([*map(str, numbers), *(["-"] if None in chosen else [])])
 
