@@ -44,7 +44,9 @@ def honest(make: Callable[[int], Any], seed: int) -> Sequence[Any]:
 
 
 def judged(suite: Suite, seed: int, lie: Lie | None = None, end: int | None = None) -> list[Check]:
-    turns, samples = ([lie.bend(one) if lie else one for one in some[:end]] for some in honest(suite.honest, seed))
+    turns, samples = (
+        [lie.bend(one) if lie else one for one in some[:end]] for some in honest(suite.honest, seed)
+    )
     found = Findings(suite.bench, suite.plan, turns, samples, suite.facts)
     return [*suite.bench.checked(found, [])]
 
