@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -86,9 +87,13 @@ def packaged_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The packaged model, converted once a run; once for all where TURNKEEP_TEST_DATA names a folder."""
     from worker.models import model
 
-    shared = os.environ.get("TURNKEEP_TEST_DATA")
-    data_dir = Path(shared) if shared else tmp_path_factory.mktemp("turnkeep")
-    return model.resolve(None, data_dir, dtype="float32")
+    base = tmp_path_factory.getbasetemp()
+    own = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base  # common to the run's processes
+    data_dir = Path(os.environ.get("TURNKEEP_TEST_DATA") or own / "turnkeep")
+    data_dir.mkdir(parents=True, exist_ok=True)
+    with (data_dir / "tests.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return model.resolve(None, data_dir, dtype="float32")
 
 
 @pytest.fixture(scope="session")

@@ -1,37 +1,66 @@
 """Starts the program from a process that has imported it: imports are most of the work of a start.
 
 That process is the fork server of `multiprocessing`, one for each process of the tests. A child has
-arguments, environment and output of its own, and ends by a signal as a new process would.
+arguments, environment, working directory and standard streams of its own, and ends by a signal as a new
+process would.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import multiprocessing
 import os
 import runpy
+import signal
 import sys
-from typing import TYPE_CHECKING
+import termios
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import connection, reduction
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
-    import signal
     from multiprocessing.context import ForkServerProcess
-    from pathlib import Path
 
 #: On macOS a process that has loaded Metal must not fork.
 CAN_FORK = sys.platform == "linux"
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["tests.imported"])
+#: A start asks all processes for their exit codes, and an exit code can be read only once.
+_LOCK = threading.Lock()
 
 
 class Forked:
     """`python -m worker ARGUMENTS` or `python FILE ARGUMENTS`; what tests use of `subprocess.Popen`."""
 
-    def __init__(self, command: list[str], output: Path, environment: dict[str, str]) -> None:
+    def __init__(
+        self,
+        command: list[str],
+        environment: dict[str, str],
+        streams: tuple[int, int, int],
+        *,
+        new_session: bool = False,
+        own_terminal: bool = False,
+    ) -> None:
+        """`streams` are the descriptors of its standard streams; the caller closes its own ones.
+
+        With `own_terminal` its standard input becomes the terminal of its session of processes.
+        """
+        passed = tuple(map(_Passed, streams))
+        options = (new_session, own_terminal)
         self._process: ForkServerProcess = _FORKS.Process(
-            target=_run, args=(command, str(output), environment)
+            target=_run, args=(command, environment, str(Path.cwd()), passed, *options)
         )
-        output.touch()
-        self._process.start()
+        with _LOCK:
+            self._process.start()
+
+    @classmethod
+    def logging_to(cls, output: Path, command: list[str], environment: dict[str, str]) -> Self:
+        """Start a process without input whose output is appended to a file."""
+        with Path(os.devnull).open() as nothing, output.open("ab") as log:
+            return cls(command, environment, (nothing.fileno(), log.fileno(), log.fileno()))
 
     @property
     def pid(self) -> int:
@@ -39,27 +68,110 @@ class Forked:
         return self._process.pid
 
     def poll(self) -> int | None:
-        return self._process.exitcode
+        with _LOCK:
+            return self._process.exitcode
+
+    @property
+    def returncode(self) -> int | None:
+        return self.poll()
 
     def send_signal(self, number: signal.Signals) -> None:
         if self.poll() is None:
             os.kill(self.pid, number)
 
-    def wait(self, timeout_s: float) -> int:
-        self._process.join(timeout_s)
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        connection.wait([self._process.sentinel], timeout_s)
         code = self.poll()
         if code is None:
             raise TimeoutError(f"process {self.pid} is still there after {timeout_s} s")
         return code
 
 
-def _run(command: list[str], output: str, environment: dict[str, str]) -> None:
-    log = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
+class Piped(Forked):
+    """A process with its standard streams in pipes; its output is collected from the start on."""
+
+    def __init__(self, command: list[str], environment: dict[str, str], *, new_session: bool = False) -> None:
+        pipes = [os.pipe() for _ in range(3)]
+        (theirs_in, ours_in), (ours_out, theirs_out), (ours_err, theirs_err) = pipes
+        self._input = os.fdopen(ours_in, "wb")
+        super().__init__(command, environment, (theirs_in, theirs_out, theirs_err), new_session=new_session)
+        for end in (theirs_in, theirs_out, theirs_err):
+            os.close(end)
+        self._readers = ThreadPoolExecutor(2)
+        self._outputs = [self._readers.submit(_read, end) for end in (ours_out, ours_err)]
+        self._readers.shutdown(wait=False)
+
+    def communicate(self, content: bytes = b"", timeout: float | None = None) -> tuple[str, str]:
+        """Write all of its input, wait for its end, and return all of its output."""
+        with contextlib.suppress(BrokenPipeError), self._input:
+            self._input.write(content)
+        try:
+            self.wait(timeout)
+        except TimeoutError:
+            self.kill()
+            raise
+        out, err = (output.result(timeout).decode() for output in self._outputs)
+        return out, err
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._input.close()
+        self.wait()
+
+
+def _read(end: int) -> bytes:
+    with os.fdopen(end, "rb") as pipe:
+        return pipe.read()
+
+
+class _Passed:
+    """A descriptor that a forked process gets as a number of its own."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (reduction.DupFd(self._descriptor),)
+
+
+def _received(passed: Any) -> int:
+    descriptor: int = passed.detach()
+    return descriptor
+
+
+def _run(
+    command: list[str],
+    environment: dict[str, str],
+    folder: str,
+    streams: tuple[int, int, int],
+    new_session: bool,
+    own_terminal: bool,
+) -> None:
+    if new_session:
+        os.setsid()
+    for number, descriptor in enumerate(streams):
+        os.dup2(descriptor, number)
+    for descriptor in set(streams) - {0, 1, 2}:
+        os.close(descriptor)
+    if own_terminal:
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    # As the interpreter opens them at a start.
+    text = {"encoding": "utf-8", "closefd": False}
+    sys.stdin = sys.__stdin__ = os.fdopen(0, **text)
+    sys.stdout = sys.__stdout__ = os.fdopen(1, "w", **text)
+    sys.stderr = sys.__stderr__ = os.fdopen(2, "w", 1, errors="backslashreplace", **text)
     os.environ.clear()
     os.environ.update(environment)
+    os.chdir(folder)
     program, *sys.argv[1:] = command
     if program == "-m":
         sys.argv = ["turnkeep", *sys.argv[2:]]

@@ -1,5 +1,6 @@
 """Imports what a worker with a tiny model needs: for the process that `forked` forks."""
 
+import gc
 from importlib import import_module
 
 from worker.models.blas import preload
@@ -15,3 +16,4 @@ for name in (
     "worker.models.tokenizer",
 ):
     import_module(name)
+gc.freeze()  # else the collector of each forked process copies these pages

@@ -140,7 +140,7 @@ class WorkerProcess:
             (self._given_data_dir / "nats-token").write_text(secrets.token_urlsafe(32))
         environment = {k: v for k, v in os.environ.items() if not k.startswith("TURNKEEP_")}
         if self.forks:
-            self._process = Forked(self.command[1:], self.log_path, environment)
+            self._process = Forked.logging_to(self.log_path, self.command[1:], environment)
             return
         with self.log_path.open("ab") as output:
             self._process = subprocess.Popen(

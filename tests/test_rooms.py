@@ -1,6 +1,7 @@
 """The rooms of the design: who may import whom, and who may touch MLX and nats-py."""
 
 import ast
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -63,7 +64,8 @@ def module_parts(path: Path) -> tuple[str, ...]:
     return parts[1:] if parts[0] == "protocol" else parts
 
 
-def imports(path: Path, *, of_types: bool = False) -> set[str]:
+@cache
+def imports(path: Path, *, of_types: bool = False) -> frozenset[str]:
     """List the absolute names of all modules that a file imports, at run time or, too, `of_types`."""
     tree = ast.parse(path.read_text())
     guards = (node for node in ast.walk(tree) if isinstance(node, ast.If))
@@ -80,10 +82,10 @@ def imports(path: Path, *, of_types: bool = False) -> set[str]:
             base = ".".join((*package, *filter(None, [node.module])))
             found.add(base)
             found.update(f"{base}.{alias.name}" for alias in node.names)
-    return found
+    return frozenset(found)
 
 
-def tops(names: set[str]) -> set[str]:
+def tops(names: frozenset[str]) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
 

@@ -8,22 +8,28 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from parts import make_tiny_model
 
+from tests.forked import CAN_FORK, Piped
+
 
 @pytest.fixture
 def turnkeep() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Start `turnkeep bench` in a session of its own. What a failed test left is ended, with its workers."""
-    started = []
+    started: list[Any] = []
 
     def start(*arguments: object) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "worker", "bench", *map(str, arguments)]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("TURNKEEP_")}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        started.append(subprocess.Popen(command, env=environment, start_new_session=True, **pipes))
+        if CAN_FORK:
+            started.append(Piped(command[1:], environment, new_session=True))
+        else:
+            started.append(subprocess.Popen(command, env=environment, start_new_session=True, **pipes))
         return started[-1]
 
     yield start

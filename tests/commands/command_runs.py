@@ -21,6 +21,7 @@ from click.testing import CliRunner
 from rich.cells import cell_len
 from structlog.testing import capture_logs
 
+from tests.forked import CAN_FORK, Forked, Piped
 from worker.commands.cli import main
 
 if TYPE_CHECKING:
@@ -43,11 +44,21 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
 
 
-def turnkeep(*arguments: object, text: str | bytes = "", **more: str) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end, with `text` on its standard input and its output in pipes."""
+def turnkeep(
+    *arguments: object, text: str | bytes = "", fresh: bool = False, **more: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, with `text` on its standard input and its output in pipes.
+
+    A `fresh` process imports what it needs itself.
+    """
+    content = text.encode() if isinstance(text, str) else text
+    if CAN_FORK and not fresh:
+        process = Piped(["-m", "worker", *map(str, arguments)], environment() | more)
+        out, err = process.communicate(content, timeout=100)
+        return subprocess.CompletedProcess(arguments, process.wait(), out, err)
     done = subprocess.run(
         [sys.executable, "-m", "worker", *map(str, arguments)],
-        input=text.encode() if isinstance(text, str) else text,
+        input=content,
         capture_output=True,
         timeout=100,
         check=False,
@@ -81,15 +92,31 @@ class Terminal:
     """A command on a terminal of its own: keys go in, and what it has printed can be waited for. Blocking."""
 
     def __init__(
-        self, *arguments: object, columns: int = 80, command: str = "", own: bool = True, **more: str
+        self,
+        *arguments: object,
+        columns: int = 80,
+        command: str = "",
+        own: bool = True,
+        fresh: bool = False,
+        **more: str,
     ) -> None:
-        """`command` is run by a shell around the program; without `own` the terminal is another session's."""
+        """`command` is run by a shell around the program; without `own` the terminal is another session's.
+
+        A `fresh` process imports what it needs itself.
+        """
         self._columns = columns
         self._output = b""
         self._seen = 0
         self._control, terminal = pty.openpty()
         fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
         program = [sys.executable, "-m", "worker", *map(str, arguments)]
+        settings = environment() | {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"} | more
+        self.terminal = terminal
+        self.process: Forked | subprocess.Popen[bytes]
+        if CAN_FORK and not (command or fresh):
+            streams = (terminal, terminal, terminal)
+            self.process = Forked(program[1:], settings, streams, new_session=True, own_terminal=own)
+            return
         self.process = subprocess.Popen(
             [
                 *((sys.executable, "-c", _TAKE_TERMINAL) if own else ()),
@@ -99,10 +126,9 @@ class Terminal:
             stdin=terminal,
             stdout=terminal,
             stderr=terminal,
-            env=environment() | {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"} | more,
+            env=settings,
             start_new_session=True,
         )
-        self.terminal = terminal
 
     def __enter__(self) -> Self:
         return self

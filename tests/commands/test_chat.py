@@ -25,12 +25,14 @@ END = r"\n\s*>\x08? ?$"
 BEGUN = r"first\r*\n(?:\r(?:waiting|prefill)[^\r\n]*+)*\r?(?!waiting|prefill)[^>\r\n]"
 
 
-async def on_terminal(script: Callable[[Terminal], None], worker: LocalWorker, *options: object) -> str:
+async def on_terminal(
+    script: Callable[[Terminal], None], worker: LocalWorker, *options: object, fresh: bool = False
+) -> str:
     """Run a script at a chat's terminal; returns all that was printed, when the chat has ended well."""
 
     def run() -> str:
         arguments = ("chat", "--session", "s", "--max-tokens", 5, *where(worker), *options)
-        with Terminal(*arguments, columns=100) as terminal:
+        with Terminal(*arguments, columns=100, fresh=fresh) as terminal:
             script(terminal)
             assert terminal.end() == 0
             return terminal.transcript
@@ -227,7 +229,7 @@ async def test_ctrl_c_clears_the_line_first_and_leaves_second(local_worker: Call
             terminal.wait_for(PROMPT)
         terminal.type("\x03")
 
-    await on_terminal(script, worker)
+    await on_terminal(script, worker, fresh=True)
     assert said(await requests(worker.client)) == []
 
 

@@ -11,6 +11,7 @@ from tiny_models import BLOCK, key, prompt
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from cache.index.nodes import Node
     from cache.store import Store
 
 KEEP = 4 * BLOCK
@@ -24,10 +25,17 @@ async def _settle(store: Store) -> int:
     while store._behind:
         store._room._shrink()
         assert await store.barrier(5)
+    assert await store.barrier(5)  # the store's own timer may have evicted the last ones during a barrier
+    assert not any(_is_behind(store, node) for node in store._index)
     files = [store._folder.path(node.digest) for node in store._index]
     assert store.stats().stored_bytes == sum(path.stat().st_size for path in files)
     heads = [int.from_bytes(path.read_bytes()[:8], "little") + 8 for path in files]
     return store.stats().stored_bytes - sum(heads)
+
+
+def _is_behind(store: Store, node: Node) -> bool:
+    followed = store._behind._followed.get(node.first.parent)
+    return followed is not None and store._behind._is_behind(node, followed.windows)
 
 
 async def _live(model: Any, directory: Path, keep_behind: int | None) -> tuple[list[Any], list[int]]:

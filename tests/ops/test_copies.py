@@ -44,13 +44,22 @@ async def exported(
     with pytest.raises(RequestFailedError):
         await session.rewind(999, request_id="far")
     await session.generate(text="x" * 60, max_tokens=30, temperature=1.0, request_id="g")
-    await asyncio.sleep(0.3)  # snapshots are written behind the answer
+    await written(worker, "garden")
     target = folder / "garden.turnkeep"
     data = ("--data-dir", worker.settings.data_dir)
     done = await command("export", "garden", target, *options, *data, *where(worker))
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"wrote {5 if policy else 4} requests with their results")
     return worker, target
+
+
+async def written(worker: LocalWorker, session: str) -> None:
+    """Wait until snapshots of a session are on disk, and none is on its way."""
+    async with asyncio.timeout(20):
+        while True:
+            counts = (await worker.client.session(session).info()).worker.snapshots
+            if counts.in_flight == 0 < counts.durable:
+                return
 
 
 async def other(start: Start, folder: Path, **settings: Any) -> LocalWorker:
@@ -155,7 +164,7 @@ async def test_kv_that_cannot_serve_is_refused_before_anything_is_stored(
     small = str(make_tiny_model(tmp_path / "small", num_hidden_layers=1))
     second = await other(local_worker, tmp_path, model=small)
     await second.client.session("s").generate(text="z" * 99, max_tokens=1)
-    await asyncio.sleep(0.3)
+    await written(second, "s")
     await second.stop()
     data = ("--data-dir", second.settings.data_dir, *where(second))
     for options, says in (

@@ -257,7 +257,7 @@ async def test_a_worker_and_a_session_are_seen_on_a_terminal_and_it_is_left_as_i
 
 
 def test_a_key_typed_before_the_screen_is_there_is_not_lost(nats_url: str) -> None:
-    with Terminal("top", "--nats", nats_url) as terminal:
+    with Terminal("top", "--nats", nats_url, fresh=True) as terminal:
         terminal.type("q")
         assert terminal.end() == 0
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -11,6 +10,7 @@ import urllib.parse
 import pytest
 import structlog
 
+from tests.commands import command_runs
 from turnkeep_client.client import connect as client
 from turnkeep_client.errors import NoWorkerError
 from turnkeep_client.redact import redact, shown
@@ -24,15 +24,7 @@ PATIENCE_S = 60
 
 def turnkeep(*arguments):
     """Run a command to its end; returns its exit code and everything that it has written."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("TURNKEEP_")}
-    done = subprocess.run(
-        [sys.executable, "-m", "worker", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-        env=environment,
-    )
+    done = command_runs.turnkeep(*arguments)
     return done.returncode, done.stdout + done.stderr
 
 

@@ -17,6 +17,7 @@ import nats.errors
 import pytest
 from click.testing import CliRunner
 
+from tests.commands.command_runs import turnkeep
 from tests.parts import free_port
 from turnkeep_client.errors import TurnkeepError
 from worker.commands.cli import main
@@ -30,20 +31,6 @@ if TYPE_CHECKING:
     from tests.parts import WorkerProcess
 
 NOBODY = "nats://127.0.0.1:1"
-
-
-def turnkeep(*arguments: object, text: str = "") -> subprocess.CompletedProcess[str]:
-    """Run a command to its end, `text` on its standard input."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("TURNKEEP_")}
-    return subprocess.run(
-        [sys.executable, "-m", "worker", *map(str, arguments)],
-        input=text,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env=environment,
-    )
 
 
 def check_one_line(done: subprocess.CompletedProcess[str], code: int, *says: str) -> None:
@@ -328,7 +315,7 @@ async def test_chat_reads_its_lines_from_a_pipe_and_goes_on_the_next_time(
 ) -> None:
     worker = await local_worker()
     options = ("--nats", worker.settings.nats, "--prefix", worker.settings.prefix, "--max-tokens", 5)
-    done = await asyncio.to_thread(turnkeep, "chat", *options, text="hello\n\n  \nonce more\n")
+    done = await asyncio.to_thread(turnkeep, "chat", *options, text="hello\n\n  \nonce more\n", fresh=True)
     cut = "Ended at max_tokens (5): the answer is cut\n"
     assert (done.returncode, done.stderr) == (0, 2 * cut)
     info = await worker.client.session("chat").info()
@@ -346,12 +333,12 @@ async def test_ask_info_and_cancel_speak_with_a_worker(local_worker: Callable[..
     worker = await local_worker()
     options = ("--nats", worker.settings.nats, "--prefix", worker.settings.prefix)
     ask = ("ask", "hello", "--max-tokens", 5, "--temperature", 0, *options)
-    once = await asyncio.to_thread(turnkeep, *ask)
+    once = await asyncio.to_thread(turnkeep, *ask, fresh=True)
     cut = "turnkeep: ended at max_tokens (5): the answer is cut\n"
     assert (once.returncode, once.stderr) == (0, cut)
     kept = await asyncio.to_thread(turnkeep, *ask, "--session", "s")
     assert (kept.returncode, kept.stdout) == (0, once.stdout)
-    shown = await asyncio.to_thread(turnkeep, "info", "s", "--json", *options)
+    shown = await asyncio.to_thread(turnkeep, "info", "s", "--json", *options, fresh=True)
     assert (shown.returncode, json.loads(shown.stdout)["session"]) == (0, "s")
     table = await asyncio.to_thread(turnkeep, "info", "s", *options)
     assert (table.returncode, table.stderr) == (0, "")
