@@ -88,18 +88,19 @@ def test_a_step_that_took_more_than_was_estimated_raises_the_next_estimates_for_
     for turn in turns():
         scheduler.add(turn)
     first = chooser.choose()
-    chooser.learn(first, first.scratch_bytes // 2)
+    whole_bytes = first.scratch_bytes + first.growth_bytes
+    chooser.learn(first, whole_bytes // 2)
     assert chooser.choose().scratch_bytes == first.scratch_bytes, "never less than the formula"
-    chooser.learn(first, 3 * first.scratch_bytes)
+    chooser.learn(first, 3 * whole_bytes)
     second = chooser.choose()
     assert second.scratch_bytes == 3 * first.scratch_bytes
-    chooser.learn(second, second.scratch_bytes)
+    chooser.learn(second, 3 * whole_bytes)
     assert chooser.choose().scratch_bytes == second.scratch_bytes
     room.is_promised = True
-    chooser.learn(second, 9 * second.scratch_bytes)
+    chooser.learn(second, 9 * whole_bytes)
     assert chooser.choose().scratch_bytes == second.scratch_bytes, "a restore was measured too"
     room.is_promised = False
-    chooser.learn(second, 100 * second.scratch_bytes)
+    chooser.learn(second, 100 * whole_bytes)
     assert chooser.choose().scratch_bytes == 4 * first.scratch_bytes
     for _ in range(400):
         chooser.learn(choice := chooser.choose(), 0)

@@ -41,7 +41,7 @@ _MOST_FACTOR: Final = 4.0
 
 @dataclass(frozen=True, slots=True)
 class ChosenStep:
-    """A step that fits, and the estimated bytes that it needs besides weights and KV.
+    """A step that fits, and the bytes that it needs besides weights and KV: while it runs, and for growth.
 
     An empty step means that nothing fits now: choose again after `pause_s` seconds, or, if `pause_s` is None,
     after the next command. `hopeless` is a prompt that can never continue, with the bytes that its next piece
@@ -50,6 +50,7 @@ class ChosenStep:
 
     step: Step[Turn]
     scratch_bytes: int = 0
+    growth_bytes: int = 0
     pause_s: float | None = 0.0
     hopeless: tuple[Turn, int] | None = None
 
@@ -85,7 +86,8 @@ class StepChooser:
         nothing is learned, since the measurement would include their memory.
         """
         if choice.step.prefill and not self._room.is_promised:
-            factor = self._factor * measured_bytes / choice.scratch_bytes
+            # Caches that grow are copied meanwhile, which the estimate has elsewhere.
+            factor = measured_bytes / (choice.scratch_bytes / self._factor + choice.growth_bytes)
             self._factor = min(max(factor, 1 + (self._factor - 1) * _KEPT, 1.0), _MOST_FACTOR)
 
     def choose(self) -> ChosenStep:
@@ -124,6 +126,7 @@ class StepChooser:
         If even that does not fit, the prompt waits a while until snapshots have left memory. After that the
         prompt counts as hopeless.
         """
+        self._factor = 1.0  # no prompt is refused for what an earlier step took
         turn = max(self._scheduler.prefilling, key=lambda turn: turn.num_cached)
         step = self._scheduler.next(LEAST, turn)
         while (choice := self._fitting(step)) is None and self._preempt_for(turn):
@@ -148,7 +151,7 @@ class StepChooser:
             return None
         self._patient_until_s = None
         self._scheduler.advance(step)
-        return ChosenStep(step, scratch_bytes)
+        return ChosenStep(step, scratch_bytes, growth_bytes)
 
     def _needs(self, step: Step[Turn]) -> tuple[int, int]:
         """Estimate the bytes that a step needs while it runs, and the bytes that stay allocated after it."""
