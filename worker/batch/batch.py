@@ -174,7 +174,10 @@ class Batch:
         """Build a step over every row and these pieces."""
         began_s = self._clock()
         self._keeping.place(self._rows)
-        drafts, parts = self._parts(self._rows) or ([], [])
+        found = self._parts(self._rows)
+        if found is None:
+            raise AssertionError("every row that is kept runs in each step")
+        drafts, parts = found
         tokens = [token for row, draft in drafts for token in (row.known[-1], *draft)]
         logits = self._run(parts, tokens, pieces)
         draws = [draw for row, draft in drafts for draw in row.chooser.draws(draft)]
