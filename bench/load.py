@@ -2,8 +2,9 @@
 
 Each level of load opens sessions, sends turns to them in one of several ways, and closes them. A block is the
 unit of statistics. In a closed loop it is two waves of turns; a wave has one turn for each session served at
-a time. In an open loop, and for a crowd's turns, a block is a section of the level; for a long prompt it is a
-round.
+a time. In an open loop a block has the turns that are due in a tenth of the level's time; with a crowd (more
+sessions than fit into memory) a tenth of the crowd's turns. With a long prompt it is one sending of this
+prompt, with the answers that run beside it.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class Plan:
 
     @property
     def limit(self) -> int | None:
-        """The most turns."""
+        """The number of turns after which the run ends; None if only `duration` ends it."""
         return DEFAULT_TURNS if self.turns is None and self.duration is None else self.turns
 
     def stretch(self, turn: int, elapsed_s: float) -> int:

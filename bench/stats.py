@@ -102,7 +102,10 @@ def trend(points: Sequence[tuple[float, float]]) -> Estimate | None:
 
 
 def quantile(values: Sequence[float], share: float) -> float | None:
-    """Return a quantile of all values; None if fewer than `BEYOND` values lie on its smaller side."""
+    """Return the quantile at `share`; None if fewer than `BEYOND` values lie beyond it.
+
+    Beyond means below it if `share` is under a half, else above it.
+    """
     if len(values) * min(share, 1 - share) < BEYOND - 1e-9:
         return None
     return float(np.quantile(values, share))

@@ -44,9 +44,10 @@ class _Path(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class TrackedPin:
-    """A pin, and the nodes that have its tokens now, stored or queued, as paths in the tree.
+    """A pin, and the nodes, stored or queued, that have its tokens now.
 
-    There is one path per parent, since a child added to that parent, or removed, may change the path.
+    `paths` has one entry for each prefix of the pin from which the search continued. When a child is added
+    behind such a prefix, or removed, only this entry and those below it can change.
     """
 
     pin: Pin

@@ -187,10 +187,10 @@ class Record:
         return 0 if self.history.closed else self.history.position
 
     def digest(self, history: History) -> str:
-        """Return the history digest for the result after which the session has this `history`.
+        """Return the digest to write into a result that leaves the session with `history`.
 
-        If this worker cannot continue the log, its history is incomplete: then return the last digest in the
-        log.
+        If this worker cannot continue the log, `history` is incomplete: then return the digest of the last
+        result that proves the history, if there is one.
         """
         if self.diverged is not None and self._proof is not None:
             return self._proof.headers[HISTORY_HEADER]

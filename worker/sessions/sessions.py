@@ -76,7 +76,11 @@ class Sessions:
                 self._evict(key)  # else questions about unknown names would fill the memory
 
     async def sweep(self) -> None:
-        """Evict idle sessions, until cancelled. Their KV stays on the device as long as there is room."""
+        """Until cancelled, forget the sessions that have been idle for the idle timeout.
+
+        A forgotten session is read from its log when it is next needed. Its KV stays on the device as long as
+        there is room.
+        """
         while True:
             await sleep(min(max(self._idle_timeout_s / 4, _LEAST_SWEEP_S), 30.0))
             horizon_s = monotonic() - self._idle_timeout_s

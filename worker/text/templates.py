@@ -194,7 +194,10 @@ class Conversation:
 
     @property
     def begins(self) -> int:
-        """The first position that changes may read; a change that needs more raises `CutOffError`."""
+        """The position of the first token that changes can read; 0 if no tokens were left out.
+
+        A change that needs earlier tokens raises `CutOffError`.
+        """
         return self._base
 
     @property
