@@ -169,8 +169,7 @@ class Writer:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
         self._catalog_failed = False
-        #: Whether a job ended with a fault of the program: no snapshot is written from then on. Set by the
-        #: thread.
+        #: Whether a job ended with a fault of the program: then the thread writes no further snapshots.
         self._failed = False
         #: What could not be removed from the disk or the catalog. Belongs to the thread.
         self._left: dict[bytes, Row] = {}

@@ -70,13 +70,7 @@ def batch_for(
     forward = Forward(model)
     share = partial(_deviation_shared, model, forward)
     shares = trials.way("share", lambda: 0 if _fits(model, "share", share) else None, 1) is not None
-    rotates = partial(_deviation_rotated, model, forward, shares=shares)
-    has_rings = (
-        forward.rotations is not None
-        and trials.way("rings", lambda: 0 if _fits(model, "rings", rotates) else None, 1) is not None
-    )
-    if not has_rings:
-        log.info("this model's sessions cannot have a window: the policies sink_window and paged are refused")
+    has_rings = _has_rings(model, forward, trials, shares=shares)
     rotations = forward.rotations if has_rings else None
     classes = {type(cache) for cache in layers.make(model, rings=has_rings)}
     is_plain = classes <= {KVCache, QuantizedKVCache, RingCache}
@@ -100,6 +94,18 @@ def batch_for(
         windows_are_rings=sharing and has_rings,
         sketched=_sketched(model, forward, trials) if sharing and has_rings else (),
     )
+
+
+def _has_rings(model: Any, forward: Forward, trials: Trials, *, shares: bool) -> bool:
+    """Say whether sessions of a model can have a window; log it if they cannot."""
+    rotates = partial(_deviation_rotated, model, forward, shares=shares)
+    has_rings = (
+        forward.rotations is not None
+        and trials.way("rings", lambda: 0 if _fits(model, "rings", rotates) else None, 1) is not None
+    )
+    if not has_rings:
+        log.info("this model's sessions cannot have a window: the policies sink_window and paged are refused")
+    return has_rings
 
 
 def _sketched(model: Any, forward: Forward, trials: Trials) -> tuple[int, ...]:

@@ -240,10 +240,9 @@ class Engine:
         `publish(chunk)` is awaited for the answer's new tokens, several at a time if it is slower than the
         device. Among waiting turns higher priorities come first. Returns None if the turn was
         `cancelled()` before it reached the device; later, `cancel` ends it with the tokens so far. The phases
-        of the turn's time are appended to `phases`, even if the turn fails.
-
-        Raises `DeviceFaultError`; `NoMemoryError`; `CutOffError` if the turn needs token ids that `context`
-        leaves out; and `StoppingError` if the worker stops before the end.
+        of the turn's time are appended to `phases`, even if the turn fails. Raises `DeviceFaultError`;
+        `NoMemoryError`; `CutOffError` if the turn needs token ids that `context` leaves out; and
+        `StoppingError` if the worker stops before the end.
         """
         if (refusal := self.refusal(policy)) is not None:
             raise ValueError(refusal)
@@ -327,19 +326,20 @@ class Engine:
             self._handle_event(event)
 
     def _handle_event(self, event: Event) -> None:
-        if isinstance(event, SnapshotCut):
-            self._save(event)
-            return
-        if isinstance(event, Starved):
-            if self._store is not None:
-                self._store.free_memory()
-            return
-        if isinstance(event, Short):
-            self._make_room(event)
-            return
-        if isinstance(event, KvLost):
-            self._drop_idle(sys.maxsize)
-            return
+        match event:
+            case SnapshotCut():
+                self._save(event)
+            case Starved():
+                if self._store is not None:
+                    self._store.free_memory()
+            case Short():
+                self._make_room(event)
+            case KvLost():
+                self._drop_idle(sys.maxsize)
+            case _:
+                self._handle_turn(event)
+
+    def _handle_turn(self, event: Prefilled | Sampled | Recall | WantsPast | Finished | Faulted) -> None:
         turn = event.turn
         run = self._turns.get(turn)
         match event:

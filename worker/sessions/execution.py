@@ -202,11 +202,10 @@ class Execution:
         most = len(prompt) + request.max_tokens if policy.is_endless else self._context_tokens
         most = self._engine.most_tokens(most, policy) - len(prompt)
         most = max(most, sum(len(chunk.tokens) for chunk in published))
-        max_tokens = min(request.max_tokens, most)
         stream = TextStream(self._tokenizer, request.stop)
         answer = Answer(
             stream,
-            max_tokens=max_tokens,
+            max_tokens=min(request.max_tokens, most),
             max_bytes=self._max_answer_bytes,
             end_tokens=frozenset() if request.ignore_eos else self._tokenizer.eos_ids,
         )
