@@ -179,6 +179,11 @@ class Tokens(Sequence[int]):
         """Return a copy without `chains`, so that a chain can keep a reference to it."""
         return Tokens(self._parts, self._rest)
 
+    def apart(self) -> Tokens:
+        """Return a copy with `chains` of its own, for a session that continues apart from this one's."""
+        chains = {root: chain.copy() for root, chain in self.chains.items()}
+        return Tokens(self._parts, self._rest, chains, self.boundaries)
+
     def shortened(self, end: int) -> Tokens:
         """Return these tokens without the ids of the whole parts before `end`, except for the first part."""
         first, num = max(self.held_from // _PART, 1), end // _PART
@@ -230,6 +235,12 @@ class Chain:
         """Start from known `names` of the first blocks of `tokens`, whose ids may be left out."""
         self._names = [self.root, *names]
         self._named = tokens[: (len(self._names) - 1) * self.block].alone()
+
+    def copy(self) -> Chain:
+        """Return a chain with the same names, which grows apart from this one."""
+        chain = Chain(self.root, self.block, self.policy)
+        chain._named, chain._names = self._named, [*self._names]  # of this class
+        return chain
 
     def boundary(self, tokens: Tokens, position: int) -> Boundary | None:
         """Return the boundary at the first block edge from `position` on; None if it has no name yet."""

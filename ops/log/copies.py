@@ -1,7 +1,8 @@
 """One file that holds a session's log, and perhaps its KV: written, checked and read.
 
 The file is a plain tar: `session.json`, `log.jsonl` with a line for each request and its result, then KV
-snapshots as `turnkeep cache export` writes them. Requests without a result are left out: after an import,
+snapshots as `turnkeep cache export` writes them. The line of a fork's `open` has what the fork took from its
+parent. Requests without a result are left out: after an import,
 the workers of both logs would answer such a request.
 """
 
@@ -22,6 +23,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from turnkeep_client import __version__
+from turnkeep_client.checkpoints import Link, backwards
 from turnkeep_client.errors import InvalidMessageError, TurnkeepError
 from turnkeep_client.log import BUILD_HEADER, HISTORY_HEADER, MODEL_HEADER, Entry, words
 from turnkeep_client.messages import decode_request, decode_result
@@ -30,7 +32,9 @@ from turnkeep_client.subjects import SessionKey, session_key
 from .record import pair_up
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from turnkeep_client.client import Client
 
     from .record import Exchange
 
@@ -73,8 +77,11 @@ class _Form(Struct):
     format: int
 
 
-class Line(Struct, frozen=True, kw_only=True):
-    """A request and its result, with their sequences and times in the log that they come from."""
+class Line(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A request and its result, with their sequences and times in the log that they come from.
+
+    `base` is what a fork took from its parent, for workers.
+    """
 
     seq: int
     stored: _Time
@@ -83,19 +90,45 @@ class Line(Struct, frozen=True, kw_only=True):
     answered: _Time
     result: msgspec.Raw
     headers: dict[str, str]
+    base: bytes | None = None
+
+
+async def read_bases(client: Client, key: SessionKey, entries: Sequence[Entry]) -> dict[int, bytes]:
+    """Read what the forks of a log took from their parents, by the sequence of the result of the `open`.
+
+    Raises `CopyError`.
+    """
+
+    async def read(seq: int) -> bytes | None:
+        stored = await client.stored.get(key, "checkpoint", seq)
+        return stored.body if stored else None
+
+    found: dict[int, bytes] = {}
+    for entry in entries:
+        if entry.base is not None:
+            messages = [one async for one in backwards(Link.parse(entry.base), read)]
+            parts = [one.part for one in messages[::-1] if one is not None]
+            if len(parts) != len(messages) or not parts:
+                raise CopyError(f"{key} is a fork, and what it took from its parent is gone from the log")
+            found[entry.seq] = b"".join(parts)
+    return found
 
 
 def export(
     target: Path,
     key: SessionKey,
     entries: Sequence[Entry],
+    bases: Mapping[int, bytes],
     kv: Path | None = None,
 ) -> Manifest:
-    """Write a session to a file, with the snapshots of the archive `kv`. Raises `CopyError`, `OSError`."""
+    """Write a session to a file, with the snapshots of the archive `kv`, and with `bases` of `read_bases`.
+
+    Raises `CopyError`, `OSError`.
+    """
     exchanges = list(pair_up(entries))
     if not exchanges:
         raise CopyError(f"the log has no session {key} with answered requests; see turnkeep sessions")
-    log = _lines(exchanges)
+    log = _lines(exchanges, bases)
     with contextlib.ExitStack() as stack:
         snapshots = stack.enter_context(tarfile.open(kv, "r:")) if kv else None
         members = snapshots.getmembers() if snapshots else []
@@ -126,7 +159,7 @@ def export(
     return manifest
 
 
-def _lines(exchanges: Sequence[Exchange]) -> bytes:
+def _lines(exchanges: Sequence[Exchange], bases: Mapping[int, bytes]) -> bytes:
     """Return the file's log: a line of JSON for each request with its result."""
     encoder = msgspec.json.Encoder()
     return b"".join(
@@ -139,6 +172,7 @@ def _lines(exchanges: Sequence[Exchange]) -> bytes:
                 answered=one.answered.stored,
                 result=msgspec.Raw(one.answered.body),
                 headers=_headers(one.answered),
+                base=bases.get(one.answered.seq),
             )
         )
         + b"\n"

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from turnkeep_client.checkpoints import CheckpointMessage, Link, digest
 from turnkeep_client.errors import TurnkeepError
-from turnkeep_client.log import BEGAN_HEADER
+from turnkeep_client.log import BASE_HEADER, BEGAN_HEADER
 from turnkeep_client.messages import Close, Closed, decode_request, decode_result
 from turnkeep_client.stream import LastSequenceError, Unsent
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 _TOGETHER: Final = 300
 #: Attempts to store some exchanges in a log that others write too, with half as many from time to time.
 _ATTEMPTS: Final = 60
+#: Bytes of a base in one message.
+_PART_BYTES: Final = 128 * 2**10
 
 
 class Import:
@@ -112,5 +115,13 @@ class Import:
                 yield Unsent(self._subjects.of(self._key, "closed"), b"", {})
                 seq += 1
             headers = {name: line.headers[name] for name in HEADERS if name in line.headers}
+            if line.base is not None:
+                link: Link | None = None
+                for start in range(0, len(line.base), _PART_BYTES):
+                    part, before = line.base[start : start + _PART_BYTES], str(link) if link else ""
+                    message = CheckpointMessage(part, begins=start == 0, before=before).pack()
+                    yield Unsent(self._subjects.of(self._key, "checkpoint"), message, {})
+                    link, seq = Link(seq, digest(message)), seq + 1
+                headers[BASE_HEADER] = str(link)
             yield Unsent(self._subjects.of(self._key, "commit"), msgspec.json.encode(result), headers)
             seq += 1

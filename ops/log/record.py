@@ -16,6 +16,7 @@ from turnkeep_client.messages import (
     Failed,
     Generate,
     Generated,
+    Open,
     UnknownResult,
     decode_request,
     decode_result,
@@ -100,10 +101,14 @@ def within(
 def fold(entries: Sequence[Entry]) -> Record:
     """Return the record of a log, without exchanges that changed no session, such as refused requests."""
     sessions: defaultdict[str, list[Exchange]] = defaultdict(list)
-    joined = list(pair_up(entries))
+    joined, forks = list(pair_up(entries)), set[str]()
     left_out = Counter({"not valid, or not answered": sum(one.kind == "in" for one in entries) - len(joined)})
     for one in joined:
-        if one.result.repeat_of is not None:
+        if isinstance(one.request, Open) and not isinstance(one.result, Failed):
+            (forks.add if one.request.from_ else forks.discard)(one.asked.key.session)
+        if one.asked.key.session in forks:
+            left_out["of a fork"] += 1
+        elif one.result.repeat_of is not None:
             left_out["repeated"] += 1
         elif isinstance(one.result, UnknownResult):
             left_out["of a newer version"] += 1

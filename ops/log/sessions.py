@@ -7,9 +7,10 @@ first words need the first entries of each session.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from datetime import datetime
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -17,15 +18,17 @@ from msgspec.structs import replace
 
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.log import BUILD_HEADER, MODEL_HEADER, words
-from turnkeep_client.messages import Append, Generate, decode_request
+from turnkeep_client.messages import Append, Generate, Open, Opened, Parent, decode_request, decode_result
 from turnkeep_client.subjects import SessionKey
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from turnkeep_client.calls import Stored
     from turnkeep_client.client import Client
+    from turnkeep_client.messages import Request
 
+T = TypeVar("T")
 State = Literal["idle", "waiting", "failed", "closed", "forgotten"]
 #: What `order` can sort by; with the largest first, except names.
 ORDERS: Final = ("last", "name", "position", "entries", "bytes")
@@ -36,8 +39,8 @@ class SessionRow(Struct, frozen=True, kw_only=True):
 
     `state` is `waiting` while requests have no result; `failed` if workers refuse all its requests, since
     they cannot restore the history that the log proves; `forgotten` if only the close is left in the log.
-    `position` is None if the last result has none. `dead` counts dead letters. `size_bytes` and `begins`, the
-    first words of what the user said, are None unless they were asked for.
+    `position` is None if the last result has none. `dead` counts dead letters. `size_bytes`, and the last
+    three fields with the first words of what the user said, are only set if they were asked for.
     """
 
     tenant: str
@@ -52,6 +55,8 @@ class SessionRow(Struct, frozen=True, kw_only=True):
     worker: str | None
     size_bytes: int | None = None
     begins: str | None = None
+    parent: Parent | None = None
+    tags: tuple[str, ...] = ()
 
 
 class _Outcome(Struct):
@@ -121,25 +126,37 @@ def _state(outcome: _Outcome, *, was_closed: bool) -> State:
 
 
 async def begun(client: Client, rows: Sequence[SessionRow]) -> list[SessionRow]:
-    """Add the first words of the sessions, read from the first entries of each."""
+    """Add the first words of the sessions, parents and tags, read from the first entries of each."""
     places = asyncio.Semaphore(_AT_ONCE)
 
     async def read(row: SessionRow) -> SessionRow:
+        key = SessionKey(row.tenant, row.session)
         async with places:
-            entries = await client.stored.first(SessionKey(row.tenant, row.session), "in", _FIRST)
-        return replace(row, begins=_first_words(one.body for one in entries))
+            requests = _decoded(decode_request, await client.stored.first(key, "in", _FIRST))
+            opens = [one for one in requests if isinstance(one, Open)]
+            opened = None
+            if any(one.from_ or one.tags for one in opens):
+                results = _decoded(decode_result, await client.stored.first(key, "out", _FIRST))
+                opened = next((one for one in results if isinstance(one, Opened)), None)
+        row = replace(row, begins=_first_words(requests))
+        return replace(row, parent=opened.parent, tags=opened.tags) if opened else row
 
     return list(await asyncio.gather(*map(read, rows)))
 
 
-def _first_words(bodies: Iterable[bytes]) -> str | None:
+def _decoded(decode: Callable[[bytes], T], entries: Iterable[Stored]) -> list[T]:
+    """Decode entries, without those that are not valid: workers refuse or ignore them."""
+    found = []
+    for entry in entries:
+        with contextlib.suppress(InvalidMessageError):
+            found.append(decode(entry.body))
+    return found
+
+
+def _first_words(requests: Iterable[Request]) -> str | None:
     """Return the user's first words in a session's first requests; if there are none, those of any role."""
     others = ""
-    for body in bodies:
-        try:
-            request = decode_request(body)
-        except InvalidMessageError:  # refused by the worker, too
-            continue
+    for request in requests:
         if not isinstance(request, Append | Generate):
             continue
         said = [("user", request.text)] if request.text else []

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 HISTORY_HEADER: Final = "Turnkeep-History"
 #: Header of a result: the last checkpoint of the session's history, by its stream sequence and digest.
 CHECKPOINT_HEADER: Final = "Turnkeep-Checkpoint"
+#: Header of the result of a fork's `open`: the message with the tokens that the fork took from its parent.
+BASE_HEADER: Final = "Turnkeep-Base"
 #: Header of a session's first request that was copied from another log: when that log stored it.
 BEGAN_HEADER: Final = "Turnkeep-Began"
 #: Header of a result: the model that made it.
@@ -29,10 +31,10 @@ BUILD_HEADER: Final = "Turnkeep-Build"
 
 
 class Entry(NamedTuple):
-    """One message of the log, stored at the server's time `stored`. Requests lack the last three fields.
+    """One message of the log, stored at the server's time `stored`. Requests lack the last four fields.
 
     `history` is the digest of the session's tokens after the result. `build` names the `worker` that made the
-    result, its `version`, `dtype`, `device` and `kv` precision.
+    result, its `version`, `dtype`, `device` and `kv` precision. `base` is the value of `BASE_HEADER`.
     """
 
     seq: int
@@ -43,6 +45,7 @@ class Entry(NamedTuple):
     model: str | None
     history: str | None
     build: Mapping[str, str] = {}
+    base: str | None = None
 
 
 def entry(subjects: Subjects, seq: int, body: bytes, headers: Mapping[str, str]) -> Entry | None:
@@ -63,6 +66,7 @@ def entry(subjects: Subjects, seq: int, body: bytes, headers: Mapping[str, str])
         headers.get(MODEL_HEADER),
         headers.get(HISTORY_HEADER),
         words(headers.get(BUILD_HEADER, "")),
+        headers.get(BASE_HEADER),
     )
 
 

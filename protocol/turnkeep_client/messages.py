@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 VERSION: Final = 1
 #: What clients may ask of a worker of this version; `$SRV.INFO` and the worker's log line `ready` name them.
 FEATURES: Final = (
+    "fork",
     "logprobs",
     "penalties",
     "count",
@@ -53,6 +54,7 @@ Priority = Annotated[int, Meta(ge=-10, le=10, description="among waiting request
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 Stop = Annotated[str, Meta(min_length=1, max_length=256)]
+Tag = Annotated[str, Meta(pattern=r"^[^\x00-\x1f\x7f]{1,64}$", description="1 to 64 printable characters")]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
@@ -147,6 +149,16 @@ class CachePolicy(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
                 raise ValueError(f"needs pins of a start and a larger end, from 0, not [{start}, {end}]")
 
 
+class ForkPoint(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Where a new session begins: with the first `position` tokens of another session of the tenant.
+
+    Without `position`: with all tokens that the session has after its last result.
+    """
+
+    session: Id
+    position: Position | None = None
+
+
 class _Request(
     Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="type", omit_defaults=True
 ):
@@ -155,9 +167,19 @@ class _Request(
 
 
 class Open(_Request, frozen=True, tag="open"):
-    """Start a session explicitly. Optional: the first append or generate starts it too."""
+    """Start a session explicitly. Optional: the first append or generate starts it too.
+
+    With `from` it is a fork: it begins with tokens of another session and keeps that session's cache policy.
+    `tags` are names under which operators find it.
+    """
 
     cache: CachePolicy = CachePolicy()
+    from_: ForkPoint | None = msgspec.field(name="from", default=None)
+    tags: Annotated[tuple[Tag, ...], Meta(max_length=16)] = ()
+
+    def __post_init__(self) -> None:
+        if self.from_ is not None and self.cache.policy is not None:
+            raise ValueError("takes from or a cache policy, not both: a fork keeps its parent's policy")
 
 
 class _Input(_Request, frozen=True):
@@ -294,8 +316,21 @@ class _Bounded(_Result, frozen=True, kw_only=True):
     visible_from: int | None = None
 
 
+class Parent(Struct, frozen=True, kw_only=True):
+    """The session that a fork was made from, and the number of tokens that the fork took from it."""
+
+    session: str
+    position: int
+
+
 class Opened(_Bounded, frozen=True, tag="opened"):
-    """Answer to `open`. `cache` is the session's policy; it is left out if the policy is `full`."""
+    """Answer to `open`. `cache` is the session's policy; it is left out if the policy is `full`.
+
+    A fork has a `parent`, and `position` counts the tokens that it took from it.
+    """
+
+    parent: Parent | None = None
+    tags: tuple[str, ...] = ()
 
 
 class Rewound(_Bounded, frozen=True, tag="rewound"):
@@ -709,7 +744,8 @@ class SessionInfo(Struct, frozen=True, kw_only=True, tag_field="type", tag="sess
 
     If `policy` is not `full`, `cache` has the policy's numbers. `visible_tokens` tokens keep their KV, at
     most `capacity_tokens`, and the model sees all tokens from the position `visible_from` on. `snapshot` is
-    the name of the last stored snapshot, as in `turnkeep cache ls`, if the request asked for it.
+    the name of the last stored snapshot, as in `turnkeep cache ls`, if the request asked for it. A fork has a
+    `parent`.
     """
 
     tenant: str
@@ -729,6 +765,8 @@ class SessionInfo(Struct, frozen=True, kw_only=True, tag_field="type", tag="sess
     visible_tokens: int | UnsetType = UNSET
     visible_from: int | UnsetType = UNSET
     snapshot: str | UnsetType = UNSET
+    parent: Parent | UnsetType = UNSET
+    tags: tuple[str, ...] | UnsetType = UNSET
     model: str
     worker: Metrics
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
+from typing import Any, TypedDict, TypeVar, Unpack
 from uuid import uuid4
 
 from msgspec import UNSET
@@ -30,6 +30,7 @@ from .messages import (
     ControlRequest,
     Counted,
     CountRequest,
+    ForkPoint,
     Generate,
     InfoRequest,
     Message,
@@ -48,10 +49,7 @@ from .messages import (
     decode_request,
     encode,
 )
-from .subjects import check_id
-
-if TYPE_CHECKING:
-    from .subjects import SessionKey
+from .subjects import SessionKey, check_id
 
 #: Chat messages, as `messages.Message` or as dicts in OpenAI's shape.
 Messages = Sequence[Message | Mapping[str, Any]]
@@ -113,15 +111,20 @@ class Session:
         self,
         cache: Cache | None = None,
         *,
+        fork_of: ForkPoint | None = None,
+        tags: Sequence[str] = (),
         request_id: str | None = None,
         timeout_s: float | None = None,
     ) -> Opened:
         """Start the session explicitly. This must be its first request, or the first one after `close`.
 
-        Without `cache` the session gets this object's policy, or the worker's default.
+        Without `cache` the session gets this object's policy, or the worker's default. With `fork_of` it
+        begins with tokens of another session, under that session's policy: see `fork`. `tags` are names under
+        which `turnkeep sessions` finds it.
         """
-        asked = self._cache if cache is None else _fields(cache)
-        call = self._call(build(Open, request_id, cache=asked), timeout_s)
+        asked = self._cache if cache is None and fork_of is None else cache and _fields(cache)
+        request = build(Open, request_id, cache=asked, tags=list(tags), **{"from": fork_of})
+        call = self._call(request, timeout_s)
         opened = expect(Opened, await call)
         self._is_begun = True
         return opened
@@ -199,6 +202,26 @@ class Session:
         """Forget every token from `position` on."""
         request = build(Rewind, request_id, position=position, expect_position=expect_position)
         return expect(Rewound, await self._result_of(request, timeout_s))
+
+    async def fork(
+        self,
+        name: str,
+        position: int | None = None,
+        *,
+        tags: Sequence[str] = (),
+        request_id: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Session:
+        """Open the session `name`, of the same tenant, with the first `position` tokens of this one.
+
+        Without `position` it begins with all tokens that this session has after its last result. The fork
+        shares nothing with this session: both may continue, and either may be closed or forgotten.
+        """
+        key = SessionKey(self.key.tenant, check_id("session", name))
+        session = Session(self._wire, self._feeds, key, self._control_timeout_s)
+        point = ForkPoint(session=self.key.session, position=position)
+        await session.open(fork_of=point, tags=tags, request_id=request_id, timeout_s=timeout_s)
+        return session
 
     async def close(
         self, *, forget: bool = False, request_id: str | None = None, timeout_s: float | None = None

@@ -48,7 +48,7 @@ def sound(folder: Path, num_requests: int = 2) -> dict[str, bytes]:
             Entry(2 * number + 1, KEY, "in", STORED, bodies[0], None, None),
             Entry(2 * number + 2, KEY, "out", STORED, bodies[1], "tiny", "00" * 16),
         ]
-    copies.export(folder / "sound", KEY, entries)
+    copies.export(folder / "sound", KEY, entries, {})
     with tarfile.open(folder / "sound") as tar:
         return {member.name: tar.extractfile(member).read() for member in tar}  # type: ignore[union-attr]
 

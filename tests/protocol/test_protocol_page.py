@@ -111,7 +111,7 @@ def test_every_error_code_stands_there_with_its_retryable() -> None:
 
 def test_every_field_of_every_request_stands_there() -> None:
     for kind in (Open, Append, Generate, Rewind, Close):
-        for field in (kind.__struct_config__.tag, *kind.__struct_fields__):
+        for field in (kind.__struct_config__.tag, *kind.__struct_encode_fields__):
             assert f"`{field}`" in PAGE, (kind, field)
 
 

@@ -18,11 +18,12 @@ from test_fold import OPERATIONS, World, assert_same, live
 
 from cache.names.policy import FULL, Policy
 from cache.names.tokens import pack
+from turnkeep_client.checkpoints import CheckpointMessage, Link, digest
 from turnkeep_client.log import CHECKPOINT_HEADER, HISTORY_HEADER, MODEL_HEADER
 from turnkeep_client.messages import Append, Close, Closed, Generate, Message, Open, Rewind
 from worker.models.tokenizer import Tokenizer
 from worker.sessions import history, record, trail
-from worker.sessions.checkpoint import CheckpointMessage, Link, Start, _Body, digest
+from worker.sessions.checkpoint import Start, _Body
 from worker.sessions.trail import Trails
 from worker.text import templates
 

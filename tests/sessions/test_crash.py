@@ -451,7 +451,7 @@ class Crowd:
         record = Record(self._fold)
         entries = await self._log.entries(name)
         record.add_results([entry for entry in entries if entry.kind == "out"])
-        record.add_requests([entry for entry in entries if entry.kind == "in"])
+        record.add_requests([entry for entry in entries if entry.kind == "in"], {})
         record.end_fold()
         assert record.diverged is None
         assert not record.pending

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from hashlib import blake2b
 from types import SimpleNamespace
@@ -256,7 +257,7 @@ class World:
             build="",
             **parts,
         )
-        self.session = Session(KEY, services, lambda _: None)
+        self.session = Session(KEY, services, lambda _: None, lambda _: nullcontext(self.session))
 
     async def _release(self, _: SessionKey) -> None:
         self.num_released += 1

@@ -26,7 +26,16 @@ from worker.keys import cache_access
 from worker.settings import SettingsError
 from worker.wire.credentials import own_token, worker_options
 
-from .flags import HelpContext, SpanType, as_json, load_settings, tenant_option, with_sampling, with_settings
+from .flags import (
+    HelpContext,
+    SpanType,
+    as_json,
+    load_settings,
+    tag_option,
+    tenant_option,
+    with_sampling,
+    with_settings,
+)
 from .printing import table
 from .talking import CLIENT_SETTINGS, talk
 
@@ -47,6 +56,7 @@ _ELSEWHERE: Final = {
     "close": ("worker.commands.close_cli", "close"),
     "dead": ("worker.commands.log_cli", "dead"),
     "export": ("worker.commands.copy_cli", "export"),
+    "fork": ("worker.commands.fork_cli", "fork"),
     "import": ("worker.commands.copy_cli", "import_"),
     "replay": ("worker.commands.replay", "replay"),
     "rewind": ("worker.commands.close_cli", "rewind"),
@@ -54,6 +64,7 @@ _ELSEWHERE: Final = {
     "sessions": ("worker.commands.log_cli", "sessions"),
     "size": ("worker.commands.size_cli", "size"),
     "show": ("worker.commands.log_cli", "show"),
+    "tree": ("worker.commands.fork_cli", "tree"),
 }
 
 
@@ -271,6 +282,7 @@ def ask(
     type=click.Choice(["exact", "resident"]),
     help="What prompts see under paged: all tokens, or those on the device. [default: resident]",
 )
+@tag_option("A name for it, which `turnkeep sessions --tag` finds; may be given several times.")
 @with_settings(*CLIENT_SETTINGS)
 def open_session(
     config: Path | None,
@@ -282,6 +294,7 @@ def open_session(
     resident: int | None,
     pin: tuple[tuple[int, int], ...],
     prefill: str | None,
+    tags: tuple[str, ...],
     **flags: Any,
 ) -> None:
     """Start SESSION under a cache policy, which it keeps until it is closed.
@@ -301,7 +314,7 @@ def open_session(
         "prefill": prefill,
     }
     cache = {name: value for name, value in asked.items() if value is not None}
-    talk(load_settings(config, flags), tenant, lambda client: run(client, session, cache))
+    talk(load_settings(config, flags), tenant, lambda client: run(client, session, cache, tags))
 
 
 @main.command()

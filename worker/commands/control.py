@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 _PATIENCE_S: Final = 15.0
 
 
-async def open_session(client: Client, name: str, cache: dict[str, Any]) -> None:
+async def open_session(client: Client, name: str, cache: dict[str, Any], tags: tuple[str, ...]) -> None:
     """Start a session under a cache policy, and print its policy."""
-    opened = await client.session(name).open(cache, timeout_s=30)
+    opened = await client.session(name).open(cache, tags=tags, timeout_s=30)
     click.echo(f"opened {name} under {opened.cache or 'full'}")
 
 
@@ -46,6 +46,7 @@ async def info(client: Client, name: str | None, *, as_json: bool) -> None:
         ("tenant", session.tenant),
         ("state", session.state + (f" ({session.active})" if session.active else "")),
         ("position", f"{session.position} tokens"),
+        *_origin(session),
         *_policy(session),
         ("KV on the device", size(session.kv_live_bytes)),
         ("requests answered", str(session.requests)),
@@ -53,6 +54,13 @@ async def info(client: Client, name: str | None, *, as_json: bool) -> None:
     ]
     table(("session", session.session), rows)
     _print_metrics(session.worker)
+
+
+def _origin(session: SessionInfo) -> list[tuple[str, str]]:
+    """Describe what the session was opened with."""
+    parent, tags = session.parent, session.tags
+    rows = [] if parent is UNSET else [("forked from", f"{parent.session} at position {parent.position}")]
+    return rows if tags is UNSET else [*rows, ("tags", ", ".join(tags))]
 
 
 def _policy(session: SessionInfo) -> list[tuple[str, str]]:

@@ -57,6 +57,11 @@ tenant_option = click.option(
 )
 
 
+def tag_option(help_text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Add `--tag`, passed as the tuple `tags`."""
+    return click.option("--tag", "tags", metavar="TAG", multiple=True, help=help_text)
+
+
 def check_target(target: Path, *, force: bool) -> None:
     """Raise `TurnkeepError` if a file exists, unless `force` allows to overwrite it."""
     if target.exists() and not force:

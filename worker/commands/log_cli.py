@@ -15,13 +15,22 @@ from turnkeep_client.messages import (
     Failed,
     Generate,
     Generated,
+    Open,
     Rewind,
     UnknownResult,
     encode,
 )
 from worker.formatting import size, span
 
-from .flags import as_json, load_settings, moment, tenant_option, with_result_timeout, with_settings
+from .flags import (
+    as_json,
+    load_settings,
+    moment,
+    tag_option,
+    tenant_option,
+    with_result_timeout,
+    with_settings,
+)
 from .printing import table
 from .screen import printable
 from .talking import CLIENT_SETTINGS, talk
@@ -49,6 +58,7 @@ _WITH_WORDS = 1000
     type=click.Choice(["idle", "waiting", "failed", "closed", "forgotten", "dead"]),
     help="Only in this state; may be repeated. dead: with dead letters. [default: all but forgotten]",
 )
+@tag_option("Only with this tag; may be repeated. This reads the first entries of every session.")
 @click.option("--since", metavar="TIME", callback=moment, help="Only those at work since: 2h, 2026-11-20.")
 @click.option("--until", metavar="TIME", callback=moment, help="Only those not at work since.")
 @click.option("--sort", "by", type=click.Choice(ORDERS), default="last", show_default=True)
@@ -62,6 +72,7 @@ def sessions(
     tenant: str,
     match: str,
     states: tuple[str, ...],
+    tags: tuple[str, ...],
     since: datetime | None,
     until: datetime | None,
     by: str,
@@ -90,6 +101,8 @@ def sessions(
     async def read(client: Client) -> tuple[str, list[SessionRow]]:
         found = await list_sessions(client, tenant, match)
         rows = [row for row in found if wanted(row)]
+        if tags:
+            rows = [row for row in await begun(client, rows) if set(tags) <= set(row.tags)]
         if with_bytes or by == "bytes":
             rows = await measured(client, rows, tenant)
         rows = order(rows, by)
@@ -125,12 +138,19 @@ def _print_sessions(rows: list[SessionRow]) -> None:
             row.worker or "-",
             row.model or "-",
             *([size(row.size_bytes or 0)] if sized else []),
-            printable(row.begins or "-"),
+            printable(_begins(row)),
         ]
         for row in rows
     ]
     if lines:
         table(heads, lines)
+
+
+def _begins(row: SessionRow) -> str:
+    """Say what a session begins with: a part of another one, or the user's first words."""
+    forked = f"fork of {row.parent.session} at {row.parent.position}" if row.parent else ""
+    tags = "".join(f"[{tag}] " for tag in row.tags)
+    return tags + ": ".join(filter(None, (forked, row.begins))) or "-"
 
 
 def _state(row: SessionRow) -> str:
@@ -301,6 +321,8 @@ def _asked(request: Request | None) -> Iterator[str]:
             yield f"  {len(request.tokens)} tokens by their ids"
     if isinstance(request, Rewind):
         yield f"  back to position {request.position}"
+    if isinstance(request, Open) and request.from_ is not None:
+        yield f"  fork of {request.from_.session}"
 
 
 def _said(role: str, text: str) -> Iterator[str]:

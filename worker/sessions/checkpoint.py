@@ -1,8 +1,7 @@
 """Encodes a session's changes since its last checkpoint, and decodes checkpoints to a history.
 
-A checkpoint consists of one or more messages beside the session's log. Each message names the previous one by
-stream sequence and digest, and a result in the log names the last message. So checkpoints are as trustworthy
-as the log, and a message that no chain from a result reaches is never read. Pure: no I/O.
+A fork's base, the part of its parent's history that it begins with, is encoded as a checkpoint too: as the
+changes since nothing. Pure: no I/O.
 """
 
 from __future__ import annotations
@@ -11,15 +10,14 @@ import zlib
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime  # noqa: TC003  # msgspec looks it up
-from hashlib import blake2b
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 from msgspec import Struct
 
 from cache.names.errors import CutOffError
 from cache.names.tokens import TOKEN_BYTES, Boundary, Tokens, as_tokens, pack, unpack
-from turnkeep_client.messages import SessionCache  # noqa: TC001  # msgspec looks it up
+from turnkeep_client.messages import Parent, SessionCache
 from worker.text.templates import Conversation, Segment, pack_segments, unpack_segments
 
 from .answered import AnsweredIds
@@ -32,58 +30,13 @@ if TYPE_CHECKING:
     from worker.models.tokenizer import Tokenizer
     from worker.text.templates import Changes
 
-#: Increase it when the fields change their meaning, or when the same requests give other tokens.
+#: Increase it when the fields change their meaning, or when the same requests give other tokens. The bases of
+#: forks must stay readable in every version: nothing else has their tokens.
 _VERSION: Final = 1
 #: Limit of one decompressed field: the tokens or texts of some millions of tokens.
 _MAX_BYTES: Final = 256 * 2**20
 #: zlib level: halves the size of token ids, at some megabytes in a tenth of a second.
 _LEVEL: Final = 1
-
-
-class Link(NamedTuple):
-    """Names a message by its sequence in the log's stream and the digest of its body."""
-
-    seq: int
-    digest: bytes
-
-    def __str__(self) -> str:
-        return f"{self.seq} {self.digest.hex()}"
-
-    @classmethod
-    def parse(cls, text: str) -> Link | None:
-        """Parse the text that `str(link)` returns; None for any other text."""
-        seq, _, digest = text.partition(" ")
-        try:
-            return cls(int(seq), bytes.fromhex(digest))
-        except ValueError:
-            return None
-
-
-class CheckpointMessage(Struct, frozen=True, tag_field="type", tag="checkpoint", omit_defaults=True):
-    """One message of a checkpoint: a part of its bytes, and the `Link` of the message `before`, as text.
-
-    `begins` is true in a checkpoint's first message. Encoded as JSON, like all messages of a session.
-    """
-
-    part: bytes
-    begins: bool
-    before: str = ""
-
-    def pack(self) -> bytes:
-        """Encode as a message's body."""
-        return msgspec.json.encode(self)
-
-    @classmethod
-    def unpack(cls, body: bytes, link: Link) -> CheckpointMessage | None:
-        """Decode a message's body; None if its digest is not that of `link`."""
-        with suppress(msgspec.MsgspecError):
-            return msgspec.json.decode(body, type=cls) if digest(body) == link.digest else None
-        return None
-
-
-def digest(body: bytes) -> bytes:
-    """Return the 16 bytes that identify a message's body."""
-    return blake2b(body, digest_size=16).digest()
 
 
 class Start(Struct, frozen=True, array_like=True):
@@ -135,6 +88,8 @@ class _Body(Struct, frozen=True, array_like=True):
     ids: bytes
     cache: SessionCache | None = None
     start: bytes | None = None
+    parent: tuple[str, int] | None = None
+    tags: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +111,11 @@ class Delta:
     def size_bytes(self) -> int:
         """The bytes of tokens and ids."""
         return len(self.tokens) * TOKEN_BYTES + len(self.ids)
+
+    @classmethod
+    def base(cls, in_seq: int, history: History) -> Delta:
+        """Collect all of a history, for a fork that the request at `in_seq` opens."""
+        return cls.of(in_seq, history, Conversation(history.conversation.tokenizer), b"")
 
     @classmethod
     def of(cls, in_seq: int, history: History, since: Conversation, ids: bytes) -> Delta:
@@ -182,6 +142,8 @@ class Delta:
             ids=self.ids,
             cache=in_words(self.history.policy) if self.history.exists else None,
             start=zlib.compress(msgspec.msgpack.encode(self.start), _LEVEL) if self.start else None,
+            parent=msgspec.structs.astuple(self.history.parent) if self.history.parent else None,
+            tags=self.history.tags or None,
         )
         fields = [*msgspec.structs.astuple(body)]
         while fields[-1] is None:
@@ -215,18 +177,22 @@ def has_start(body: bytes) -> bool:
     return False
 
 
-def restore(bodies: Sequence[bytes], tokenizer: Tokenizer, maker: bytes, *, whole: bool) -> Checkpoint | None:
+def restore(
+    bodies: Sequence[bytes], tokenizer: Tokenizer, maker: bytes | None, *, whole: bool
+) -> Checkpoint | None:
     """Decode a session from the bodies of its checkpoints, oldest first. Call it on a thread.
 
     With `whole`, `bodies` are all checkpoints. Otherwise they begin with the last checkpoint that has a
     start, if any, and the result lacks the early parts of the conversation, and with a start also of tokens.
     Returns None if the bodies cannot be decoded, do not fit together, or are of another version or tokenizer.
+    `maker` None accepts any tokenizer, for the base of a fork: later results of its log prove its tokens.
     """
     tokens, segments, answered = as_tokens(), list[Segment](), AnsweredIds()
     num_bytes = 0
     try:
         read = [msgspec.msgpack.decode(body, type=_Body) for body in bodies]
-        if not read or any(body.version != _VERSION or body.maker != maker for body in read):
+        makers = {maker or body.maker for body in read}
+        if not read or any(body.version != _VERSION or body.maker not in makers for body in read):
             return None
         last = read[-1]
         whole = whole or not last.near
@@ -247,9 +213,18 @@ def restore(bodies: Sequence[bytes], tokenizer: Tokenizer, maker: bytes, *, whol
         else:
             conversation = Conversation.unpack(tokenizer, _inflate(last.near))
         policy = recorded(last.cache)
+        parent = Parent(session=last.parent[0], position=last.parent[1]) if last.parent else None
     except (msgspec.MsgspecError, zlib.error, ValueError, CutOffError):
         return None
-    history = History(conversation, tokens, exists=last.exists, closed=last.closed, policy=policy)
+    history = History(
+        conversation,
+        tokens,
+        exists=last.exists,
+        closed=last.closed,
+        policy=policy,
+        parent=parent,
+        tags=last.tags or (),
+    )
     if conversation.position != len(tokens):
         return None
     return Checkpoint(last.in_seq, history, answered, num_bytes)

@@ -165,6 +165,8 @@ class Control:
             visible_tokens=policy.num_visible(history.position) if policy.window else UNSET,
             visible_from=policy.visible_from(history.position) if policy.window else UNSET,
             snapshot=self._snapshot(key, history) if request.snapshot else UNSET,
+            parent=history.parent or UNSET,
+            tags=history.tags or UNSET,
             model=self._model,
             worker=self._metrics(),
         )

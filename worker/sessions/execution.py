@@ -26,6 +26,7 @@ from turnkeep_client.messages import (
     Generated,
     Open,
     Opened,
+    Parent,
     Rewind,
     Rewound,
     Seconds,
@@ -43,7 +44,7 @@ from .policies import chosen, misfit
 if TYPE_CHECKING:
     from cache.names.policy import Policy
     from turnkeep_client.errors import ErrorCode
-    from turnkeep_client.messages import CachePolicy, Request, Result, TokenLogprob
+    from turnkeep_client.messages import CachePolicy, ForkPoint, Request, Result, TokenLogprob
     from turnkeep_client.subjects import SessionKey
     from worker.device.engine import Engine, TurnResult
     from worker.models.tokenizer import Tokenizer
@@ -120,15 +121,28 @@ class Execution:
                 return await self._generate(key, request, pending, history)
             case Open(cache=cache):
                 self._check_precision(cache.kv_bits)
-                after = self._fold.opened(history, self._chosen(cache))
+                after = self._fold.opened(history, self._chosen(cache), request.tags)
                 self._check_policy(after.policy)
                 self._note_policy(after.policy)
-                return Opened(id=request.id, seq=pending.seq, position=0, **seen(after)), after
+                return _opened(request, pending, after), after
             case Rewind(position=position):
                 after = self._fold.rewound(history, position)
                 return Rewound(id=request.id, seq=pending.seq, position=position, **seen(after)), after
             case Close():
                 return await self._close(key, request, pending, history), self._fold.closed(history)
+
+    def fork(self, request: Open, of: ForkPoint, pending: Pending, parent: History) -> tuple[Result, History]:
+        """Open a session with tokens of `parent`, a whole history. Raises `RefusedError`."""
+        position = parent.position if of.position is None else of.position
+        if position > parent.position:
+            raise RefusedError(
+                "invalid_request",
+                f"cannot fork {of.session} at {position}: it is at position {parent.position}",
+            )
+        self._check_precision(request.cache.kv_bits)
+        after = self._fold.forked(parent, Parent(session=of.session, position=position), request.tags)
+        self._check_policy(after.policy)
+        return _opened(request, pending, after), after
 
     async def _close(self, key: SessionKey, request: Close, pending: Pending, history: History) -> Closed:
         removed = await self._retention.note_close(key, forget=request.forget)
@@ -389,6 +403,17 @@ class Execution:
 def failed(pending: Pending, position: int, code: ErrorCode, message: str) -> Failed:
     """Build the `failed` result of a request that left the session at `position`."""
     return failure(pending.id, code, message, seq=pending.seq, position=position)
+
+
+def _opened(request: Open, pending: Pending, after: History) -> Opened:
+    return Opened(
+        id=request.id,
+        seq=pending.seq,
+        position=after.position,
+        parent=after.parent,
+        tags=after.tags,
+        **seen(after),
+    )
 
 
 def withdrawn(pending: Pending, history: History, position: int) -> Result:

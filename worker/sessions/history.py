@@ -24,6 +24,7 @@ from turnkeep_client.messages import (
     Generated,
     Open,
     Opened,
+    Parent,
     Rewind,
     Rewound,
 )
@@ -64,7 +65,8 @@ class DivergedError(Exception):
 class History:
     """A session's tokens and the state of its conversation.
 
-    `policy` says which of the tokens the model sees; while the session does not exist, it is the default.
+    `policy` says which of the tokens the model sees; while the session does not exist, it is the default. A
+    fork has a `parent`; `tags` are those of the session's `open`.
     """
 
     conversation: Conversation
@@ -72,6 +74,8 @@ class History:
     exists: bool = False
     closed: bool = False
     policy: Policy = FULL
+    parent: Parent | None = None
+    tags: tuple[str, ...] = ()
 
     @property
     def position(self) -> int:
@@ -102,6 +106,19 @@ class History:
             seen_from = min(policy.visible_from(len(tokens)), len(tokens) - KEPT)
             tokens = tokens.shortened(min(seen_from, conversation.begins))
         return replace(self, conversation=conversation, tokens=tokens)
+
+    def filled(self, whole: History) -> History:
+        """Return the history with the parts that were left out, from an earlier `whole` history.
+
+        Raises `CutOffError` if that history lacks them too.
+        """
+        conversation = self.conversation.filled(whole.conversation)
+        return replace(self, conversation=conversation, tokens=self.tokens.filled(whole.tokens))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is left out."""
+        return not (self.conversation.begins or self.tokens.held_from)
 
 
 def seen(history: History) -> dict[str, Any]:
@@ -192,9 +209,18 @@ class Fold:
         conversation = extended.conversation.add_answer(extended.tokens, tokens)
         return replace(extended, conversation=conversation, tokens=extended.tokens + tokens, exists=True)
 
-    def opened(self, history: History, policy: Policy) -> History:
+    def opened(self, history: History, policy: Policy, tags: tuple[str, ...] = ()) -> History:
         """Start a session; it may replace a closed session of the same name."""
-        return replace(self.begin(history.conversation.started), exists=True, policy=policy)
+        return replace(self.begin(history.conversation.started), exists=True, policy=policy, tags=tags)
+
+    def forked(self, whole: History, parent: Parent, tags: tuple[str, ...] = ()) -> History:
+        """Start a session with the first tokens of its parent, given the parent's `whole` history.
+
+        At a position inside an answer or a prompt this is what a rewind to that position leaves. Raises
+        `CutOffError`.
+        """
+        begun = self.rewound(whole, parent.position)
+        return replace(begun, tokens=begun.tokens.apart(), parent=parent, tags=tags)
 
     def closed(self, history: History) -> History:
         """End a session. Its tokens are kept only for its position."""
@@ -205,8 +231,12 @@ class Fold:
         conversation = history.conversation.rewind(history.tokens, position)
         return replace(history, conversation=conversation, tokens=history.tokens[:position])
 
-    def replay(self, history: History, request: Request, result: Result) -> History:
+    def replay(
+        self, history: History, request: Request, result: Result, base: History | None = None
+    ) -> History:
         """Return the history after a request, given its result and the `history` before the request.
+
+        `base` is what the request, if it opened a fork, took from the parent.
 
         Raises `DivergedError` if the new position is not the one in the result, and `CutOffError`.
         """
@@ -215,8 +245,12 @@ class Fold:
                 return history
             case _, Generated(tokens=(), finish_reason="cancelled"):
                 return history  # cancelled before its first token: not even its input was added
+            case Open(from_=None), Opened():
+                after = self.opened(history, _recorded(result), result.tags)
+            case Open(), Opened(parent=Parent() as parent) if base is not None:
+                after = self.forked(base, parent, result.tags)
             case Open(), Opened():
-                after = self.opened(history, _recorded(result))
+                raise DivergedError("the tokens that this fork took from its parent are gone from the log")
             case Append(), Appended():
                 after = self._replay_extend(_begun(history, result), request, result.position)
             case Generate(), Generated(tokens=tokens):

@@ -17,7 +17,7 @@ import structlog
 from anyio import Event
 
 from turnkeep_client.errors import InvalidMessageError
-from turnkeep_client.log import BEGAN_HEADER, BUILD_HEADER, HISTORY_HEADER, MODEL_HEADER, words
+from turnkeep_client.log import BASE_HEADER, BEGAN_HEADER, BUILD_HEADER, HISTORY_HEADER, MODEL_HEADER, words
 from turnkeep_client.messages import (
     Append,
     Closed,
@@ -251,8 +251,16 @@ class Record:
         """Whether a request still has no result, as far as the log was read."""
         return pending in self.pending or (pending.seq > self.in_seq and not self.has_result(pending.seq))
 
-    def add_requests(self, entries: Sequence[Entry]) -> None:
+    def bases(self, entries: Sequence[Entry]) -> dict[int, str]:
+        """Return the bases of the forks that these requests have opened, as their results name them."""
+        found = ((entry.seq, self._early.get(entry.seq)) for entry in entries)
+        named = ((seq, early.entry.headers.get(BASE_HEADER)) for seq, early in found if early)
+        return {seq: base for seq, base in named if base is not None}
+
+    def add_requests(self, entries: Sequence[Entry], bases: Mapping[int, History | None]) -> None:
         """Add the next requests: apply those with a result, queue the others.
+
+        `bases` has what forks took from their parents, by the sequence of the request that opened the fork.
 
         Applying requests tokenises text, so call this on a thread. Requests without a result are only
         decoded.
@@ -263,7 +271,7 @@ class Record:
             if entry.seq in self._answered_unread:
                 self._answered_unread.remove(entry.seq)  # its id was added when it was answered
             else:
-                self._add_request(entry, self._early.pop(entry.seq, None))
+                self._add_request(entry, self._early.pop(entry.seq, None), bases.get(entry.seq))
             self.in_seq = max(self.in_seq, entry.seq)
 
     def end_fold(self) -> None:
@@ -292,7 +300,7 @@ class Record:
         if pending.request is not None:
             self.answered_ids.add(pending.request.id, AnsweredAt(pending.seq, out_seq))
 
-    def _add_request(self, entry: Entry, recorded: _EarlyResult | None) -> None:
+    def _add_request(self, entry: Entry, recorded: _EarlyResult | None, base: History | None) -> None:
         pending = pending_at(entry)
         request = pending.request
         if recorded is not None and self.pending and not _changes_nothing(recorded.result):
@@ -324,7 +332,7 @@ class Record:
             self._diverge_by_version(entry, result, out)
             return
         try:
-            self.history = self._fold.replay(self.history, request, result)
+            self.history = self._fold.replay(self.history, request, result, base)
         except DivergedError as error:
             self._diverge(str(error), out)
 

@@ -17,8 +17,9 @@ import structlog
 from anyio import Lock, sleep
 
 from cache.names.errors import CutOffError
+from turnkeep_client.checkpoints import Link
 from turnkeep_client.errors import ERROR_CODES, InvalidMessageError
-from turnkeep_client.log import BUILD_HEADER, CHECKPOINT_HEADER, HISTORY_HEADER, MODEL_HEADER
+from turnkeep_client.log import BASE_HEADER, BUILD_HEADER, CHECKPOINT_HEADER, HISTORY_HEADER, MODEL_HEADER
 from turnkeep_client.messages import (
     Append,
     Appended,
@@ -30,13 +31,15 @@ from turnkeep_client.messages import (
     Failed,
     Generate,
     Generated,
+    Open,
+    Opened,
     decode_request,
     decode_result,
     encode,
     encode_repeat,
     failure,
 )
-from turnkeep_client.subjects import session_key
+from turnkeep_client.subjects import SessionKey, session_key
 from worker.concurrency import in_thread, task_group
 from worker.device.engine import DeviceFaultError, NoMemoryError, StoppingError
 from worker.wire.journal import FencedError, TooLargeError
@@ -50,13 +53,13 @@ from .trail import Trail
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
+    from contextlib import AbstractContextManager
     from typing import Any
 
     from anyio.abc import TaskGroup
 
     from cache.names.tokens import Tokens
-    from turnkeep_client.messages import Request, Result
-    from turnkeep_client.subjects import SessionKey
+    from turnkeep_client.messages import ForkPoint, Request, Result
     from worker.device.engine import Engine
     from worker.otlp import Traces
     from worker.telemetry import Telemetry
@@ -125,9 +128,16 @@ class Session:
     `run` may be called by one task at a time, all other methods at any time.
     """
 
-    def __init__(self, key: SessionKey, services: Services, wake: Callable[[Session], None]) -> None:
-        """`wake(session)` starts `run` in a task unless it runs already."""
+    def __init__(
+        self,
+        key: SessionKey,
+        services: Services,
+        wake: Callable[[Session], None],
+        others: Callable[[SessionKey], AbstractContextManager[Session]],
+    ) -> None:
+        """`wake(session)` starts `run` in a task unless it runs already; `others` finds sessions by name."""
         self.key = key
+        self._others = others
         self._services = services
         self._wake = wake
         self._record = Record(services.fold)
@@ -316,7 +326,9 @@ class Session:
                 results, more_results = await journal.page(self.key, "out", record.out_seq)
                 record.add_results(results)
             # Tokenises all messages of the page: too long for the event loop.
-            await in_thread(record.add_requests, requests)
+            named = record.bases(requests).items()
+            bases = {seq: await self._trail.base(Link.parse(link)) for seq, link in named}
+            await in_thread(record.add_requests, requests, bases)
             if record.proven_seq and (delta := record.next_delta(record.proven_seq)):
                 deltas.append(delta)
         while more_results:
@@ -337,7 +349,21 @@ class Session:
         Tokens that are no longer in memory are read from a stored checkpoint, if it has them.
         """
         tokens = self.history.tokens
-        return tokens.filled(await self._trail.tokens()) if tokens.held_from else tokens
+        whole = await self._trail.whole() if tokens.held_from else None
+        return tokens.filled(whole.tokens) if whole else tokens
+
+    async def whole_history(self) -> History:
+        """Return the history with all of its tokens and all of its conversation.
+
+        What is no longer in memory is read from a stored checkpoint. Raises `CutOffError` if that lacks it.
+        """
+        history = self.history
+        if history.is_whole:
+            return history
+        whole = await self._trail.whole()
+        if whole is None:
+            raise CutOffError("no checkpoint has all of the session")
+        return history.filled(whole)
 
     async def _read_on(self, record: Record) -> None:
         """Read the next requests, unless some are pending.
@@ -351,7 +377,7 @@ class Session:
         if record.pending:
             return
         requests, record.has_more = await journal.page(self.key, "in", record.in_seq, until=until)
-        record.add_requests(requests)  # only queued, so not worth a thread
+        record.add_requests(requests, {})  # only queued, so not worth a thread
         if not record.has_more:
             record.in_seq = max(record.in_seq, until)
 
@@ -616,7 +642,31 @@ class Session:
         if self._record.diverged is not None:
             raise RefusedError("history_diverged", self._record.diverged)
         self._services.fold.check(history, request)
+        if isinstance(request, Open) and request.from_ is not None:
+            parent = await self._parent(request.from_)
+            return self._services.execution.fork(request, request.from_, pending, parent)
         return await self._services.execution.carry_out(self.key, request, pending, history)
+
+    async def _parent(self, of: ForkPoint) -> History:
+        """Return all of the history of the session that this one is forked from. Raises `RefusedError`."""
+        if of.session == self.key.session:
+            raise RefusedError("invalid_request", "a session cannot be forked from itself")
+        with self._others(SessionKey(self.key.tenant, of.session)) as parent:
+            await parent.refresh()
+            if parent.diverged is not None:
+                raise RefusedError("history_diverged", f"{of.session} cannot be forked: {parent.diverged}")
+            history = parent.history
+            if history.closed or not history.exists:
+                gone = "was closed" if history.closed else "does not exist"
+                raise RefusedError(
+                    "unknown_session", f"the session {of.session} {gone}: only an open session can be forked"
+                )
+            try:
+                return await parent.whole_history()
+            except CutOffError:
+                raise RefusedError(
+                    "internal", f"the last checkpoint of {of.session} is not stored yet: ask again"
+                ) from None
 
     async def _repeated(self, request: Request, pending: Pending, known: AnsweredRequest) -> Result:
         """Answer a request whose id was used before with the first result of that id."""
@@ -701,6 +751,8 @@ class Session:
             headers[HISTORY_HEADER] = record.digest(history)
         if self._trail.link is not None:
             headers[CHECKPOINT_HEADER] = str(self._trail.link)
+        if isinstance(result, Opened) and result.parent and result.repeat_of is None:
+            headers[BASE_HEADER] = str(await self._trail.store_base(pending.seq, history))
         while True:
             try:
                 return await journal.commit(self.key, body, record.out_seq, headers)

@@ -94,7 +94,7 @@ class Sessions:
         self._services.shares.stop()
 
     def _get(self, key: SessionKey) -> Session:
-        session = self._sessions.pop(key, None) or Session(key, self._services, self._wake)
+        session = self._sessions.pop(key, None) or Session(key, self._services, self._wake, self.in_use)
         self._bound_memory()
         self._sessions[key] = session  # last in the order of eviction
         session.used_s = monotonic()

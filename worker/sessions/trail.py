@@ -1,7 +1,8 @@
 """A session's checkpoints in the log: stores them after answers, and finds them when the session is opened.
 
 A checkpoint has only the changes since the previous one. To open a session, its checkpoints and the end of
-its log are read; if the log does not confirm a checkpoint, the whole log is read instead.
+its log are read; if the log does not confirm a checkpoint, the whole log is read instead. The whole log of a
+fork begins with a base, which has all of its parent's history up to the fork.
 """
 
 from __future__ import annotations
@@ -10,24 +11,24 @@ from collections import deque
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import structlog
+from anyio import sleep
 
-from cache.names.tokens import as_tokens
+from turnkeep_client.checkpoints import CheckpointMessage, Link, backwards, digest
 from turnkeep_client.log import CHECKPOINT_HEADER, HISTORY_HEADER
 from worker.concurrency import in_thread
 from worker.wire.journal import answers
 
-from .checkpoint import Checkpoint, CheckpointMessage, Link, digest, has_start, restore
+from .checkpoint import Checkpoint, Delta, has_start, restore
 
 if TYPE_CHECKING:
     from anyio import TaskHandle
     from anyio.abc import TaskGroup
 
-    from cache.names.tokens import Tokens
     from turnkeep_client.subjects import SessionKey
     from worker.models.tokenizer import Tokenizer
     from worker.wire.journal import Entry, Journal
 
-    from .checkpoint import Delta
+    from .history import History
 
 log = structlog.get_logger()
 
@@ -35,6 +36,8 @@ log = structlog.get_logger()
 _MAX_WAITING: Final = 64
 #: Bytes of a checkpoint in one message; base64 and JSON add a third.
 _PART_BYTES: Final = 128 * 2**10
+#: Longest pause between two attempts to store a base.
+_MAX_PAUSE_S: Final = 5.0
 
 
 class Trails:
@@ -100,7 +103,7 @@ class Trail:
         """Store the waiting checkpoints. If storing one fails, the next `add` tries it again."""
         try:
             while self._waiting:
-                link = await self._store(self._waiting[0])
+                link = await self._store(self._waiting[0], self.link)
                 if link is None or self._ended:
                     if len(self._waiting) > _MAX_WAITING:
                         log.warning("giving up a session's checkpoints until it is opened again")
@@ -112,13 +115,25 @@ class Trail:
         finally:
             self._is_storing = False
 
-    async def _store(self, delta: Delta) -> Link | None:
+    async def store_base(self, in_seq: int, history: History) -> Link:
+        """Store the base of a fork that the request at `in_seq` opens. Retries until it is stored."""
+        delta, pause_s = Delta.base(in_seq, history), 0.1
+        while (link := await self._store(delta, None)) is None:
+            await sleep(pause_s)
+            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+        return link
+
+    async def base(self, link: Link | None) -> History | None:
+        """Read the base of a fork; None if it is gone, or not what `link` names."""
+        bodies, tokenizer = await self._read(link, whole=True), self._trails.tokenizer
+        found = await in_thread(lambda: restore(bodies, tokenizer, None, whole=True))
+        return found.history if found else None
+
+    async def _store(self, delta: Delta, link: Link | None) -> Link | None:
+        """Store a checkpoint whose first part names `link`; None on failure."""
         trails = self._trails
         body = await in_thread(lambda: delta.pack(trails.tokenizer.fingerprint))
-        link = self.link
         for start in range(0, len(body), trails.part_bytes):
-            if self._ended:
-                return None
             part = body[start : start + trails.part_bytes]
             message = CheckpointMessage(part, begins=start == 0, before=str(link) if link else "").pack()
             seq = await trails.journal.store_checkpoint(self.key, message)
@@ -127,12 +142,12 @@ class Trail:
             link = Link(seq, digest(message))
         return link
 
-    async def tokens(self) -> Tokens:
-        """Read the tokens of the last stored checkpoint, without checking it by the log; none on failure."""
+    async def whole(self) -> History | None:
+        """Read all of the history at the last stored checkpoint, without checking it by the log."""
         await self.stored()
         bodies, tokenizer = await self._read(self.link, whole=True), self._trails.tokenizer
         found = await in_thread(lambda: restore(bodies, tokenizer, tokenizer.fingerprint, whole=True))
-        return found.history.tokens if found else as_tokens()
+        return found.history if found else None
 
     async def find(self, *, whole: bool) -> Found | None:
         """Read the checkpoint that the last result names; None if it is missing or the log contradicts it."""
@@ -159,9 +174,7 @@ class Trail:
         """
         parts: list[bytes] = []
         bodies: list[bytes] = []
-        while link is not None:
-            body = await self._trails.journal.checkpoint(link.seq)
-            message = CheckpointMessage.unpack(body, link) if body is not None else None
+        async for message in backwards(link, self._trails.journal.checkpoint):
             if message is None:
                 return []
             parts.append(message.part)
@@ -170,7 +183,6 @@ class Trail:
                 parts.clear()
                 if not whole and has_start(bodies[-1]):
                     break
-            link = Link.parse(message.before)
         return bodies[::-1]
 
     async def _confirmed(self, checkpoint: Checkpoint, named: Entry) -> Found | None:

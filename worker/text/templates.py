@@ -234,6 +234,18 @@ class Conversation:
             _head=head,
         )
 
+    def filled(self, whole: Conversation) -> Conversation:
+        """Return the conversation with what `shortened` left out, from an earlier state that has it.
+
+        Raises `CutOffError` if that state lacks it too.
+        """
+        if not self._num_cut:
+            return self
+        before = whole._segments[: self._num_cut]  # of this class
+        if whole.begins or len(before) < self._num_cut or before[-1].end != self._base:
+            raise CutOffError("the earlier state lacks the beginning of the conversation too")
+        return Conversation.of(self.tokenizer, self.started, (*before, *self._segments))
+
     def changes(self, since: Conversation) -> Changes:
         """Return the changes since an earlier state. If it was shortened since, all segments count as new."""
         if self._num_cut != since._num_cut:

@@ -1,0 +1,54 @@
+"""Sessions as trees: which session was forked from which. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
+
+from .sessions import SessionRow  # noqa: TC001  # msgspec reads the annotations
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+
+class Branch(Struct, frozen=True, kw_only=True):
+    """A session and its forks. `row` is None if the session has left the log."""
+
+    tenant: str
+    session: str
+    row: SessionRow | None
+    forks: tuple[Branch, ...] = ()
+
+    def __iter__(self) -> Iterator[Branch]:
+        """Iterate over this branch and all branches below it."""
+        yield self
+        for fork in self.forks:
+            yield from fork
+
+
+def trees(rows: Iterable[SessionRow]) -> list[Branch]:
+    """Return the sessions with forks, each as the tree that begins with it. `rows` must have their parents.
+
+    Names are compared, so after a session's end a new session of its name counts as the parent of its forks.
+    """
+    known = {(row.tenant, row.session): row for row in rows}
+    forks: defaultdict[tuple[str, str], list[SessionRow]] = defaultdict(list)
+    for row in known.values():
+        if row.parent is not None:
+            forks[row.tenant, row.parent.session].append(row)
+    seen = set[tuple[str, str]]()
+
+    def grow(key: tuple[str, str]) -> Branch:
+        seen.add(key)
+        below = sorted(forks[key], key=lambda row: (row.parent.position if row.parent else 0, row.session))
+        grown = tuple(
+            grow((one.tenant, one.session)) for one in below if (one.tenant, one.session) not in seen
+        )
+        return Branch(tenant=key[0], session=key[1], row=known.get(key), forks=grown)
+
+    roots = sorted(key for key in forks if key not in known or known[key].parent is None)
+    grown = [grow(key) for key in roots]
+    # What is left are names in a circle: a session that was ended, and begun again as a fork of its own fork.
+    return grown + [grow(key) for key in sorted(forks) if key not in seen]

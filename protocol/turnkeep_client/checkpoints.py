@@ -1,0 +1,77 @@
+"""The messages on a session's subject `checkpoint`: bytes in parts, each of which names the part before it.
+
+A result in the log names the last part. So the bytes are as trustworthy as the log, and a message that no
+chain from a result reaches is never read. What the bytes mean is known to workers only.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from hashlib import blake2b
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+from msgspec import Struct
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
+
+class Link(NamedTuple):
+    """Names a message by its sequence in the log's stream and the digest of its body."""
+
+    seq: int
+    digest: bytes
+
+    def __str__(self) -> str:
+        return f"{self.seq} {self.digest.hex()}"
+
+    @classmethod
+    def parse(cls, text: str) -> Link | None:
+        """Parse the text that `str(link)` returns; None for any other text."""
+        seq, _, digest = text.partition(" ")
+        try:
+            return cls(int(seq), bytes.fromhex(digest))
+        except ValueError:
+            return None
+
+
+class CheckpointMessage(Struct, frozen=True, tag_field="type", tag="checkpoint", omit_defaults=True):
+    """One message of a checkpoint: a part of its bytes, and the `Link` of the message `before`, as text.
+
+    `begins` is true in a checkpoint's first message. Encoded as JSON, like all messages of a session.
+    """
+
+    part: bytes
+    begins: bool
+    before: str = ""
+
+    def pack(self) -> bytes:
+        """Encode as a message's body."""
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def unpack(cls, body: bytes, link: Link) -> CheckpointMessage | None:
+        """Decode a message's body; None if its digest is not that of `link`."""
+        with suppress(msgspec.MsgspecError):
+            return msgspec.json.decode(body, type=cls) if digest(body) == link.digest else None
+        return None
+
+
+def digest(body: bytes) -> bytes:
+    """Return the 16 bytes that identify a message's body."""
+    return blake2b(body, digest_size=16).digest()
+
+
+async def backwards(
+    link: Link | None, read: Callable[[int], Awaitable[bytes | None]]
+) -> AsyncIterator[CheckpointMessage | None]:
+    """Yield a chain's messages from the last to the first; None at the end if one is gone or differs.
+
+    `read` returns the body of the message at a stream sequence.
+    """
+    while link is not None:
+        body = await read(link.seq)
+        message = CheckpointMessage.unpack(body, link) if body is not None else None
+        yield message
+        link = Link.parse(message.before) if message else None

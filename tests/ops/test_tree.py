@@ -1,0 +1,105 @@
+"""`turnkeep fork` and `tree`, and what other commands say of forks."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from ops.log.sessions import SessionRow
+from ops.log.tree import trees
+from tests.commands.command_runs import command, where
+from turnkeep_client.messages import Parent
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from pathlib import Path
+
+    from tests.conftest import LocalWorker
+
+    Start = Callable[..., Awaitable[LocalWorker]]
+
+SAY = [{"role": "user", "content": "What is red?"}]
+
+
+async def family(start: Start) -> LocalWorker:
+    """A garden with two questions, a fork before the second one, and a fork of that fork."""
+    worker = await start()
+    garden = worker.client.session("garden")
+    for number in range(2):
+        await garden.generate(messages=SAY, max_tokens=4, request_id=f"q{number}")
+    for asked in (("garden", "red", "--last", 1, "--tag", "try"), ("red", "rose")):
+        done = await command("fork", *asked, *where(worker))
+        assert done.returncode == 0, done.stderr
+    return worker
+
+
+async def test_a_fork_is_made_and_shown_by_the_commands(local_worker: Start) -> None:
+    worker = await family(local_worker)
+    position = (await worker.client.session("red").info()).position
+    end = (await worker.client.session("garden").info()).position
+    assert position < end
+    await worker.client.session("garden").close(forget=True)
+    done = await command("tree", *where(worker))
+    assert [line.split() for line in done.stdout.splitlines()] == [
+        ["session", "forked", "at", "position", "state", "tags"],
+        ["garden", "-", str(end), "forgotten"],
+        ["└─", "red", str(position), str(position), "idle", "try"],
+        ["└─", "rose", str(position), str(position), "idle"],
+    ]
+    (found,) = json.loads((await command("tree", "rose", "--json", *where(worker))).stdout)["trees"]
+    assert found["forks"][0]["row"]["tags"] == ["try"]
+    listed = (await command("sessions", "--tag", "try", *where(worker))).stdout
+    assert f"[try] fork of garden at {position}" in listed
+    assert "1 of 2 sessions" in listed
+    shown = (await command("show", "red", *where(worker))).stdout
+    assert "  fork of garden\n" in shown
+    info = (await command("info", "red", *where(worker))).stdout
+    assert f"garden at position {position}" in info
+
+
+async def test_a_command_that_cannot_fork_says_why(local_worker: Start) -> None:
+    worker = await family(local_worker)
+    for asked, says in [
+        (("nobody", "x"), "the session nobody does not exist"),
+        (("garden", "red"), "the session is open already"),
+        (("garden", "x", "--position", "99999"), "cannot fork garden at 99999"),
+        (("garden", "x", "--last", "9"), "the session has 2 exchanges, not 9"),
+        (("garden", "a.b"), "a.b"),
+    ]:
+        done = await command("fork", *asked, *where(worker))
+        assert (done.returncode, done.stdout) == (1, "")
+        assert says in done.stderr
+    done = await command("tree", "nobody", *where(worker))
+    assert done.stderr == "turnkeep: nobody is not forked, and no fork; see turnkeep sessions\n"
+
+
+async def test_a_fork_is_copied_with_what_it_took_from_its_parent(
+    local_worker: Start, tmp_path: Path
+) -> None:
+    worker = await family(local_worker)
+    file, data = tmp_path / "red.turnkeep", ("--data-dir", worker.settings.data_dir)
+    done = await command("export", "red", file, *data, *where(worker))
+    assert done.returncode == 0, done.stderr
+    second = await local_worker(prefix=f"other{tmp_path.name}", data_dir=tmp_path / "other")
+    done = await command("import", file, *where(second))
+    assert done.returncode == 0, done.stderr
+    sessions = [one.client.session("red") for one in (worker, second)]
+    answers = [await session.generate(messages=SAY, max_tokens=20) for session in sessions]
+    assert answers[0].tokens == answers[1].tokens
+    assert answers[0].position == answers[1].position
+    done = await command("replay", "red", "--speed", "max", *where(worker))
+    assert "there is nothing to replay" in done.stderr
+
+
+def test_names_in_a_circle_are_shown_once() -> None:
+    """A session was ended, and begun again as a fork of its own fork."""
+    assert [
+        [part.session for part in one] for one in trees([row("a", "b"), row("b", "a"), row("c", "b")])
+    ] == [["a", "b", "c"]]
+
+
+def row(name: str, parent: str) -> SessionRow:
+    fields: dict[str, Any] = {"tenant": "t", "state": "idle", "last": datetime.now(UTC), "entries": 2}
+    more: dict[str, Any] = {"waiting": 0, "position": 3, "dead": 0, "model": None, "worker": None}
+    return SessionRow(session=name, parent=Parent(session=parent, position=3), **fields, **more)

@@ -1,0 +1,255 @@
+"""Forks: a session begins with another one's tokens, prefills none of them again, and needs it no longer."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from parts import BLOCK
+from test_checkpoints import often as often  # noqa: PLC0414  # a fixture
+
+from turnkeep_client.client import connect
+from turnkeep_client.errors import InvalidMessageError, RequestFailedError
+from turnkeep_client.messages import Open, Opened, Parent, SessionCache
+from turnkeep_client.session import build
+from turnkeep_client.subjects import SessionKey
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from pathlib import Path
+
+    from turnkeep_client.client import Client
+    from turnkeep_client.messages import Metrics
+    from turnkeep_client.session import Session
+
+Start = Any  # of `local_worker`
+
+
+def said(text: str, role: str = "user") -> list[dict[str, str]]:
+    return [{"role": role, "content": text}]
+
+
+@pytest.fixture
+async def client(local_worker: Callable[..., Awaitable[Any]], endless_model: Path) -> Client:
+    client: Client = (await local_worker(model=str(endless_model))).client
+    return client
+
+
+async def conversation(client: Client, name: str = "parent", turns: int = 2, **options: Any) -> Session:
+    session = client.session(name, **options)
+    await session.append(messages=said("Answer in rhymes.", "system"))
+    for number in range(turns):
+        await session.generate(messages=said(f"And number {number}?"), max_tokens=8)
+    return session
+
+
+async def settled(session: Session) -> Metrics:
+    """Return the worker's metrics once all snapshots are on the disk."""
+    async with asyncio.timeout(10):
+        while True:
+            metrics = (await session.info()).worker
+            if not metrics.snapshots.in_flight:
+                return metrics
+            await asyncio.sleep(0.05)
+
+
+async def tokens_after(session: Session, **options: Any) -> tuple[int, ...]:
+    return (await session.generate(messages=said("Go on."), max_tokens=12, **options)).tokens
+
+
+async def test_a_fork_continues_as_its_parent_would_and_prefills_nothing_again(client: Client) -> None:
+    parent = await conversation(client)
+    before = (await parent.info()).position
+    fork = await parent.fork("fork", tags=["try", "night shift"])
+    info = await fork.info()
+    assert (info.position, info.parent) == (before, Parent(session="parent", position=before))
+    assert info.tags == ("try", "night shift")
+    forked = await fork.generate(messages=said("Go on."), max_tokens=12)
+    assert forked.usage.cached_tokens == before - 1, "all but the last token, which gives the logits"
+    assert forked.tokens == await tokens_after(parent)
+    other = await parent.fork("other", before)
+    assert await tokens_after(other) == forked.tokens, "the parent's later turn is not in it"
+
+
+async def test_a_fork_inside_a_turn_is_what_a_rewind_leaves(client: Client) -> None:
+    parent = await conversation(client)
+    end = (await parent.info()).position
+    for position in (1, 7, end - 11, end - 3, end - 1):
+        fork, whole = await parent.fork(f"at-{position}", position), await parent.fork(f"whole-{position}")
+        assert (await fork.info()).position == position
+        await whole.rewind(position)
+        assert await tokens_after(fork) == await tokens_after(whole)
+        assert (await fork.info()).position == (await whole.info()).position
+
+
+async def test_a_fork_of_a_running_session_begins_after_its_last_result(client: Client) -> None:
+    parent = await conversation(client)
+    before = (await parent.info()).position
+    running = parent.generate(messages=said("Tell all."), max_tokens=400)
+    async for _ in running:
+        break
+    fork = await parent.fork("fork")
+    assert (await parent.info()).state == "running"
+    assert (await fork.info()).position == before
+    await parent.cancel(running.id)
+    await running
+
+
+@pytest.mark.parametrize("forget", [False, True])
+async def test_a_fork_outlives_its_parent_and_its_worker(
+    local_worker: Start, endless_model: Path, *, forget: bool
+) -> None:
+    worker = await local_worker(model=str(endless_model))
+    parent = await conversation(worker.client)
+    fork = await parent.fork("fork")
+    wanted = await tokens_after(await parent.fork("wanted"))
+    grandchild = await fork.fork("grandchild", tags=["third"])
+    position = (await grandchild.info()).position
+    await parent.close(forget=forget)
+    await fork.close(forget=forget)
+    await worker.stop()
+    client = (await local_worker(model=str(endless_model))).client
+    again = client.session("grandchild")
+    assert await tokens_after(again) == wanted
+    info = await again.info()
+    assert info.parent == Parent(session="fork", position=position)
+    assert info.tags == ("third",)
+
+
+async def test_a_repeated_fork_is_answered_from_the_record(local_worker: Start, endless_model: Path) -> None:
+    worker = await local_worker(model=str(endless_model))
+    parent = await conversation(worker.client)
+    fork = await parent.fork("fork", request_id="once")
+    position = (await fork.info()).position
+    await tokens_after(parent)
+    for _ in range(2):
+        again = await parent.fork("fork", request_id="once")
+        assert (await again.info()).position == position
+        await worker.stop()
+        worker = await local_worker(model=str(endless_model))
+        parent = worker.client.session("parent")
+    with pytest.raises(RequestFailedError, match="the id 'once' was used before for another request"):
+        await parent.fork("fork", 3, request_id="once")
+
+
+@pytest.mark.usefixtures("often")
+@pytest.mark.parametrize("cache", [None, {"policy": "sink_window", "sink": 4, "window": 40}], ids=str)
+async def test_a_long_parent_gives_all_of_its_history_and_so_does_a_long_fork(
+    local_worker: Start, endless_model: Path, cache: dict[str, Any] | None
+) -> None:
+    """Most of the conversation is no longer in memory: a fork reads it from the parent's checkpoints."""
+    worker = await local_worker(model=str(endless_model))
+    parent = await conversation(worker.client, turns=14, cache=cache)
+    end = (await parent.info()).position
+    fork = await parent.fork("fork")
+    early = await parent.fork("early", 40)
+    assert await tokens_after(early) == await tokens_after(await fork.fork("early-fork", 40))
+    for number in range(9):
+        await fork.generate(messages=said(f"Further {number}?"), max_tokens=4)
+    await worker.stop()
+    client = (await local_worker(model=str(endless_model))).client
+    fork, parent = client.session("fork"), client.session("parent")
+    info = await fork.info()
+    assert info.parent == Parent(session="parent", position=end)
+    assert info.policy == ("sink_window" if cache else "full")
+    await fork.rewind(end)
+    assert await tokens_after(fork) == await tokens_after(parent)
+    await fork.rewind(40)
+    assert await tokens_after(fork) == await tokens_after(await parent.fork("early-again", 40))
+
+
+async def test_a_reopened_session_may_become_a_fork(local_worker: Start, endless_model: Path) -> None:
+    worker = await local_worker(model=str(endless_model))
+    parent = await conversation(worker.client)
+    fork = await conversation(worker.client, "fork", turns=1)
+    await fork.close()
+    await parent.fork("fork", 20)
+    wanted = await tokens_after(fork)
+    await fork.rewind(20)
+    await worker.stop()
+    fork = (await local_worker(model=str(endless_model))).client.session("fork")
+    assert (await fork.info()).parent == Parent(session="parent", position=20)
+    assert await tokens_after(fork) == wanted
+
+
+async def test_forks_share_one_prefill_and_its_snapshots(local_worker: Start, endless_model: Path) -> None:
+    """16 forks of 2,000 tokens at once: prefilled once, stored once; each fork adds its own tokens."""
+    worker = await local_worker(model=str(endless_model), max_batch=16)
+    parent = worker.client.session("parent")
+    await parent.append(tokens=[7 + i * i % 200 for i in range(2000)])
+    before = await settled(parent)
+    stored = before.snapshots.stored_bytes
+    forks = await asyncio.gather(*(parent.fork(f"fork-{i}") for i in range(16)))
+    results = await asyncio.gather(
+        *(fork.generate(text=chr(97 + i) * 2, max_tokens=4) for i, fork in enumerate(forks))
+    )
+    spent = [one.usage.prefilled_tokens for one in results]
+    assert max(spent) == 3, "the prefix's last token, and two of its own"
+    assert (await parent.info()).worker.prefilled_tokens - before.prefilled_tokens == sum(spent)
+    assert {(await fork.info()).kv_live_bytes for fork in forks} == {results[0].kv_live_bytes}
+    found = (await settled(parent)).snapshots
+    token_bytes = results[0].kv_live_bytes // (2000 + 2 + 3)
+    most = 16 * (2000 % BLOCK + 6) * token_bytes + 32 * 4096
+    assert found.stored_bytes - stored < most, "each fork stores only the tokens behind the last whole block"
+
+
+async def test_a_fork_that_cannot_be_says_why_and_changes_nothing(client: Client) -> None:
+    parent = await conversation(client)
+    end = (await parent.info()).position
+    closed = await conversation(client, "closed")
+    await closed.close()
+    fork = client.session("fork")
+    for of, position, code, says in [
+        ("nobody", None, "unknown_session", "the session nobody does not exist"),
+        ("closed", None, "unknown_session", "the session closed was closed"),
+        ("fork", None, "invalid_request", "a session cannot be forked from itself"),
+        ("parent", end + 1, "invalid_request", f"cannot fork parent at {end + 1}: it is at position {end}"),
+    ]:
+        with pytest.raises(RequestFailedError, match=says) as refused:
+            await client.session(of).fork("fork", position)
+        assert refused.value.code == code
+    with pytest.raises(RequestFailedError, match="there is no such session"):
+        await fork.info()
+    await parent.fork("twice")
+    with pytest.raises(RequestFailedError, match="the session is open already"):
+        await parent.fork("twice")
+    for bad, says in [
+        ({"from": {"session": "a.b"}}, "from.session"),
+        ({"from": {"session": "a", "tenant": "b"}}, "tenant"),
+        ({"from": {"session": "a", "position": -1}}, "position"),
+        ({"from": {"session": "a"}, "cache": {"policy": "full"}}, "from or a cache policy, not both"),
+        ({"tags": ["a\nb"]}, "tags"),
+        ({"tags": [str(i) for i in range(17)]}, "tags"),
+    ]:
+        with pytest.raises(InvalidMessageError, match=says):
+            build(Open, **bad)
+
+
+async def test_another_tenants_session_cannot_be_forked(local_worker: Start, nats_url: str) -> None:
+    worker = await local_worker()
+    await conversation(worker.client)
+    async with await connect(nats_url, prefix=worker.settings.prefix, tenant="other") as other:
+        with pytest.raises(RequestFailedError, match="the session parent does not exist"):
+            await other.session("parent").fork("fork")
+
+
+async def test_a_fork_whose_base_is_gone_says_so(local_worker: Start, endless_model: Path) -> None:
+    worker = await local_worker(model=str(endless_model))
+    parent = await conversation(worker.client)
+    await parent.fork("fork")
+    async for _, base in worker.client.stored.every(SessionKey("default", "fork"), "checkpoint"):
+        await worker.client.stored.delete(base.seq)
+    await worker.stop()
+    fork = (await local_worker(model=str(endless_model))).client.session("fork")
+    with pytest.raises(RequestFailedError, match="took from its parent are gone from the log"):
+        await tokens_after(fork)
+
+
+async def test_a_fork_keeps_its_parents_cache_policy(client: Client) -> None:
+    policy = {"policy": "sink_window", "sink": 4, "window": 64}
+    parent = await conversation(client, cache=policy)
+    fork = await parent.fork("fork")
+    assert (await fork.info()).cache == SessionCache(**policy)
+    opened = await client.session("tagged").open(tags=["a"])
+    assert opened == Opened(id=opened.id, seq=opened.seq, position=0, tags=("a",))

@@ -1,0 +1,104 @@
+"""The commands `fork` and `tree`: begin a session with another one's tokens, and show which did."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from turnkeep_client.errors import TurnkeepError
+from turnkeep_client.messages import encode
+
+from .close_cli import start_of_last
+from .flags import as_json, load_settings, tag_option, tenant_option, with_result_timeout, with_settings
+from .printing import table
+from .talking import CLIENT_SETTINGS, talk
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from ops.log.tree import Branch
+    from turnkeep_client.client import Client
+
+
+@click.command()
+@click.argument("session")
+@click.argument("name", metavar="NEW")
+@click.option("--position", metavar="N", type=click.IntRange(0), help="Begin with the first N tokens.")
+@click.option("--last", metavar="N", type=click.IntRange(1), help="Leave out the last N questions.")
+@tag_option("A name for it, which `turnkeep sessions --tag` finds; may be given several times.")
+@with_result_timeout("How long to wait for the result.")
+@tenant_option
+@with_settings(*CLIENT_SETTINGS)
+def fork(
+    config: Path | None,
+    session: str,
+    name: str,
+    position: int | None,
+    last: int | None,
+    tags: tuple[str, ...],
+    timeout_s: float,
+    tenant: str,
+    **flags: Any,
+) -> None:
+    """Open the session NEW with the tokens of SESSION: all, or those up to a position.
+
+    Nothing is prefilled again. Both sessions go on apart: either may be closed or removed.
+    """
+    if last is not None and position is not None:
+        raise click.UsageError("give --last or --position, not both")
+
+    async def run(client: Client) -> None:
+        at = position if last is None else (await start_of_last(client, session, last))[0]
+        forked = await client.session(session).fork(name, at, tags=tags, timeout_s=timeout_s)
+        info = await forked.info(limit=0)
+        click.echo(f"forked {session} at position {info.position} as {name}")
+
+    talk(load_settings(config, flags), tenant, run)
+
+
+@click.command()
+@click.argument("session", required=False)
+@click.option("--tenant", metavar="NAME", default="*", help="Only of this tenant. [default: all]")
+@as_json
+@with_settings(*CLIENT_SETTINGS)
+def tree(config: Path | None, session: str | None, tenant: str, as_json: bool, **flags: Any) -> None:
+    """Show which sessions were forked from which; with SESSION, only the tree that it is in.
+
+    Reads the first entries of all sessions.
+    """
+    from ops.log.sessions import begun, list_sessions
+    from ops.log.tree import trees
+
+    async def read(client: Client) -> list[Branch]:
+        return trees(await begun(client, await list_sessions(client, tenant)))
+
+    found = talk(load_settings(config, flags), "default", read)
+    shown = [one for one in found if session is None or any(part.session == session for part in one)]
+    if as_json:
+        click.echo(encode({"trees": shown}))
+    elif shown:
+        table(
+            ("session", "forked at", "position", "state", "tags"),
+            [row for one in shown for row in _rows(one, "", "")],
+        )
+    elif session is not None:
+        raise TurnkeepError(f"{session} is not forked, and no fork; see turnkeep sessions")
+    else:
+        click.echo("no session is forked")
+
+
+def _rows(branch: Branch, before: str, below: str) -> Iterator[tuple[str, ...]]:
+    """Yield a line for a branch, which begins with `before`, and lines for its forks, with `below`."""
+    row = branch.row
+    yield (
+        f"{before}{branch.session}",
+        str(row.parent.position) if row and row.parent else "-",
+        str(row.position) if row and row.position is not None else "-",
+        row.state if row else "gone",
+        ", ".join(row.tags) if row else "",
+    )
+    for number, fork_ in enumerate(branch.forks, 1):
+        is_last = number == len(branch.forks)
+        yield from _rows(fork_, below + ("└─ " if is_last else "├─ "), below + ("   " if is_last else "│  "))
