@@ -457,6 +457,7 @@ class App:
             block_tokens=settings.block_tokens,
             vocab_size=loaded.vocab_size,
             kv_bits=settings.kv_bits,
+            own_sampling=loaded.sampling,
         )
         return Services(
             journal=journal,

@@ -138,7 +138,7 @@ def _playable(one: Exchange) -> Request:
     if isinstance(request, Close):
         changes["forget"] = False  # what is behind it is still to be compared
     if isinstance(request, Generate) and isinstance(result, Generated):
-        if request.seed is None and request.temperature > 0:
+        if request.seed is None and (request.temperature or request.own_sampling):
             changes["seed"] = derived_seed(entry.key, entry.seq)
         if result.finish_reason in ("cancelled", "expired"):  # stopped from outside
             changes["max_tokens"] = len(result.tokens)

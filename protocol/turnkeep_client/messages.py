@@ -38,6 +38,9 @@ FEATURES: Final = (
     "exact_prefill",
 )
 
+#: The options of a generate that a model's authors may recommend, in the model's `generation_config.json`.
+RECOMMENDED: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
 Id = Annotated[str, Meta(pattern=ID_PATTERN, description=ID_RULE)]
 Position = Annotated[int, Meta(ge=0, le=2**53, description="tokens from the session's start")]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -218,14 +221,20 @@ class Generate(_Input, frozen=True, tag="generate"):
     not end it. With `logprobs`, each token of the answer has the logarithm of its probability by the model
     itself, before everything above, and the `top_logprobs` likeliest tokens. `raw` leaves out the assistant
     header that the chat template would add after messages.
+
+    `prefix` is the beginning of the answer, given by the client: it belongs to the prompt, and to the answer
+    in later turns. With `own_sampling`, options that the request leaves out are those that the model's
+    authors recommend (`generation_config.json`).
     """
 
     max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] = 256
-    temperature: Annotated[float, Meta(ge=0, le=100)] = 0.0
-    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
-    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] = 1.0
+    prefix: Annotated[str, Meta(description="the answer's first text, given")] = ""
+    own_sampling: bool = False
+    temperature: Annotated[float, Meta(ge=0, le=100)] | UnsetType = UNSET
+    top_p: Annotated[float, Meta(gt=0, le=1)] | UnsetType = UNSET
+    top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] | UnsetType = UNSET
+    min_p: Annotated[float, Meta(ge=0, le=1)] | UnsetType = UNSET
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | UnsetType = UNSET
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     logit_bias: Annotated[dict[Annotated[int, Meta(ge=0, le=2**31 - 1)], Bias], Meta(max_length=1024)] = {}

@@ -32,6 +32,7 @@ from .messages import (
     CountRequest,
     ForkPoint,
     Generate,
+    Generated,
     InfoRequest,
     Message,
     Open,
@@ -61,6 +62,8 @@ class Sampling(TypedDict, total=False):
     """The options of a generate; the defaults are those of `messages.Generate`."""
 
     max_tokens: int
+    prefix: str
+    own_sampling: bool
     temperature: float
     top_p: float
     top_k: int
@@ -222,6 +225,36 @@ class Session:
         point = ForkPoint(session=self.key.session, position=position)
         await session.open(fork_of=point, tags=tags, request_id=request_id, timeout_s=timeout_s)
         return session
+
+    async def samples(
+        self,
+        n: int,
+        *,
+        messages: Messages | None = None,
+        text: str | None = None,
+        **sampling: Unpack[Sampling],
+    ) -> list[Generated]:
+        """Return `n` answers to one prompt; the session, which must be open, does not change.
+
+        Each answer comes from a fork of the session, which is removed afterwards. The prompt is prefilled
+        once. Answer number i is sampled with the seed `seed + i`.
+        """
+        seed, ends = sampling.pop("seed", None), uuid4().hex[:12]
+
+        async def sample(number: int) -> Generated:
+            fork = await self.fork(f"{self.key.session[:40]}-{ends}-{number}")
+            try:
+                own: Any = {**sampling, "seed": None if seed is None else seed + number}
+                return await fork.generate(messages=messages, text=text, **own)
+            finally:
+                await fork.close(forget=True)
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                started = [tasks.create_task(sample(number)) for number in range(n)]
+        except BaseExceptionGroup as faults:
+            raise faults.exceptions[0] from None
+        return [task.result() for task in started]
 
     async def close(
         self, *, forget: bool = False, request_id: str | None = None, timeout_s: float | None = None

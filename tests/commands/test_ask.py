@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from command_runs import Terminal, environment, turnkeep, where
+from msgspec import UNSET
 
 from tests.parts import TINY_CONTEXT
 from turnkeep_client.messages import Closed, Generate, Generated, decode_request, decode_result, encode
@@ -175,7 +176,7 @@ async def test_options_that_are_not_given_are_those_of_the_model(
         assert done.returncode == 0
         assert "nded at max_tokens (4): the answer is cut\n" in done.stderr
         request = await asked(worker.client)
-        assert (request.temperature, request.top_k, request.top_p, request.min_p) == (0.7, 20, 0.5, 0)
+        assert (request.temperature, request.top_k, request.top_p, request.min_p) == (0.7, 20, 0.5, UNSET)
 
 
 @pytest.mark.parametrize("columns", [40, 80])

@@ -236,6 +236,7 @@ class World:
             "max_result_bytes": 2**20,
             "vocab_size": 2**20,
             "kv_bits": None,
+            "own_sampling": {},
         }
         retention = Retention(self.log, closed_ttl_s=None, max_bytes=2**30)  # type: ignore[arg-type]
         execution = Execution(tokenizer=self._tokenizer, retention=retention, **limits, **parts)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -127,7 +129,7 @@ async def test_an_answer_goes_on_after_a_crash_with_what_was_said_of_its_tokens(
     """The same tokens as without the crash, under penalties; each token has its logprob."""
     options = {
         "text": "Once upon a time",
-        "max_tokens": 120,
+        "max_tokens": 400,
         "temperature": 0.9,
         "seed": 5,
         "presence_penalty": 0.7,
@@ -184,3 +186,61 @@ async def test_a_count_is_what_a_generate_then_adds_and_changes_nothing(client: 
         await session.count(text="a", tokens=[1])
     with pytest.raises(RequestFailedError, match="vocabulary"):
         await session.count(tokens=[1_000_000])
+
+
+async def test_an_answer_begins_with_the_given_prefix_and_goes_on(client: Client) -> None:
+    asked = {"messages": [{"role": "user", "content": "Say."}], "max_tokens": 6}
+    _, given = await answered(client.session("s"), **asked, prefix="As <|im_end|> you")
+    rendered = await client.session("t").append(messages=asked["messages"])
+    header = await client.session("t").count(text="")
+    assert header.tokens == given.usage.prompt_tokens - rendered.position - len("As <|im_end|> you")
+    _, more = await answered(client.session("s"), messages=asked["messages"], max_tokens=6)
+    shown = client.session("u")
+    await shown.append(tokens=[*given.tokens])
+    assert more.usage.cached_tokens == given.position - 1, "the answer with its prefix was not rendered anew"
+
+
+async def test_a_prefix_after_raw_text_is_text(client: Client) -> None:
+    _, given = await answered(client.session("s"), text="Once ", prefix="upon", max_tokens=6)
+    _, plain = await answered(client.session("t"), text="Once upon", max_tokens=6)
+    assert (given.tokens, given.position) == (plain.tokens, plain.position)
+
+
+async def test_a_request_may_ask_for_the_models_own_sampling(
+    local_worker: Callable[..., Awaitable[Any]], tiny_model: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "own"
+    shutil.copytree(tiny_model, folder)
+    own = {"temperature": 5.0, "top_k": 3, "do_sample": True}
+    (folder / "generation_config.json").write_text(json.dumps(own))
+    client = (await local_worker(model=str(folder))).client
+    asked: dict[str, Any] = {"text": "Once", "max_tokens": 12, "ignore_eos": True, "seed": 4}
+    results = []
+    for number, more in enumerate(
+        (
+            {},
+            {"own_sampling": True},
+            {"temperature": 5.0, "top_k": 3},
+            {"own_sampling": True, "temperature": 0.0},
+        )
+    ):
+        results.append((await answered(client.session(f"s{number}"), **asked, **more))[1].tokens)
+    plain, by_model, by_hand, greedy = results
+    assert by_model == by_hand != plain
+    assert greedy == plain
+
+
+async def test_samples_are_answers_to_one_prompt_and_leave_the_session_alone(client: Client) -> None:
+    session = client.session("s")
+    await session.append(text="Once upon a time" * 20)
+    before = await session.info()
+    first, *others = await session.samples(4, text=" there", max_tokens=8, temperature=2.0, seed=3)
+    alone = await client.session("t").generate(
+        text="Once upon a time" * 20 + " there", max_tokens=8, temperature=2.0, seed=3
+    )
+    assert first.tokens == alone.tokens
+    assert len({one.tokens for one in (first, *others)}) == 4
+    after = await session.info()
+    assert (after.position, after.requests) == (before.position, before.requests)
+    spent = after.worker.prefilled_tokens - before.worker.prefilled_tokens
+    assert spent <= 4 * (1 + len(" there")), "the session's own tokens are not prefilled again"

@@ -120,10 +120,10 @@ class Attack:
         self._numbers[key] += 1
         made: dict[str, Any] = {"id": f"r{self._numbers[key]}"}
         text = TEXT[: rng.randint(1, 90)]
-        kinds = {"append": 30, "generate": 30, "chat": 20, "rewind": 12, "close": 4, "open": 4}
+        kinds = {"append": 30, "generate": 30, "chat": 20, "rewind": 12, "close": 7, "open": 4, "fork": 4}
         kind = rng.choices(list(kinds), list(kinds.values()))[0]
         if (self._was_closed[key] or self._numbers[key] == 1) and rng.random() < 0.7:
-            kind = "open"
+            kind = rng.choice(("open", "fork"))
         self._was_closed[key] = kind == "close"
         match kind:
             case "append":
@@ -140,6 +140,11 @@ class Attack:
                 made |= {"type": "close"} | rng.choice(({}, {"forget": True}))
             case "open":
                 made |= {"type": "open", "cache": rng.choice(CACHES)}
+            case "fork":
+                parents = [other.session for other in self._numbers if other.tenant == key.tenant]
+                point: dict[str, Any] = {"session": rng.choice(parents)}
+                point |= rng.choice(({}, {"position": rng.randint(0, 200)}))
+                made |= {"type": "open", "from": point, "tags": ["fork"]}
         if made["type"] in ("append", "generate"):
             made |= rng.choice(({}, {}, {}, {"priority": rng.randint(-3, 3)}, {"deadline_s": 20.0}))
         if rng.random() < 0.05:

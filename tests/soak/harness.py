@@ -33,14 +33,17 @@ import nats.errors  # noqa: E402
 import psutil  # noqa: E402
 from parts import BLOCK, WorkerProcess, free_port, make_endless_model, make_tiny_model  # noqa: E402
 
+from turnkeep_client.checkpoints import CheckpointMessage, Link  # noqa: E402
 from turnkeep_client.client import connect  # noqa: E402
 from turnkeep_client.errors import InvalidMessageError, TurnkeepError  # noqa: E402
-from turnkeep_client.log import MODEL_HEADER  # noqa: E402
+from turnkeep_client.log import HISTORY_HEADER, MODEL_HEADER  # noqa: E402
 from turnkeep_client.messages import (  # noqa: E402
     Close,
     Closed,
     Failed,
     Generated,
+    Open,
+    Opened,
     decode_chunk,
     decode_request,
     decode_result,
@@ -48,12 +51,15 @@ from turnkeep_client.messages import (  # noqa: E402
 from turnkeep_client.nats_client import Nats  # noqa: E402
 from turnkeep_client.subjects import SessionKey, Subjects, session_key  # noqa: E402
 from worker.models.tokenizer import Tokenizer  # noqa: E402
+from worker.sessions.checkpoint import restore  # noqa: E402
 from worker.sessions.history import Fold  # noqa: E402
 from worker.sessions.record import Record  # noqa: E402
 from worker.wire.journal import Entry  # noqa: E402
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable
+    from collections.abc import AsyncIterator, Iterable, Mapping
+
+    from worker.sessions.history import History
 
 SUBJECTS = Subjects()
 #: Long enough for any answer on a busy machine; what takes longer is counted as unanswered.
@@ -269,6 +275,7 @@ def judge(
     asked: dict[SessionKey, list[Entry]] = defaultdict(list)
     told: dict[SessionKey, list[Entry]] = defaultdict(list)
     requests: dict[int, bytes] = {}
+    checkpoints: dict[int, bytes] = {}
     for one in stored:
         _, tenant, session, kind = one.headers["Nats-Subject"].rsplit(".", 3)
         try:
@@ -280,23 +287,68 @@ def judge(
             asked[key].append(_entry(one, kind))
         elif kind == "out" and MODEL_HEADER in one.headers:
             told[key].append(_entry(one, kind))
+        elif kind == "checkpoint":
+            checkpoints[one.seq] = one.body
     forgotten = {key: _forgotten(asked[key], told[key]) for key in asked.keys() | told.keys()}
     for seq, (key, body) in (acked or {}).items():
         if requests.get(seq) != body and seq >= forgotten.get(key, 0):
             verdict.blame("lost", f"{key} {seq} was acknowledged")
-    fold = Fold(Tokenizer.from_folder(model)) if model else None
+    tokenizer = Tokenizer.from_folder(model) if model else None
+    fold = Fold(tokenizer) if tokenizer else None
     for key, before in forgotten.items():
         _judge_session(verdict, key, asked[key], told[key], heard, before)
-        if fold is not None:
+        if fold is not None and tokenizer is not None:
             record = Record(fold, whole=True)
             record.add_results(told[key])
-            record.add_requests(asked[key])
+            bases = {
+                seq: _base(link, checkpoints, tokenizer) for seq, link in record.bases(asked[key]).items()
+            }
+            _judge_bases(verdict, key, asked[key], told, bases, forgotten)
+            record.add_requests(asked[key], bases)
             record.end_fold()
             if record.diverged or record.num_foreign:
                 verdict.blame(
                     "contradicting", f"{key} folds to {record.diverged}, {record.num_foreign} foreign"
                 )
     return verdict
+
+
+def _base(text: str, checkpoints: Mapping[int, bytes], tokenizer: Tokenizer) -> History | None:
+    """Read what a fork took from its parent."""
+    parts: list[bytes] = []
+    link = Link.parse(text)
+    while link is not None:
+        message = CheckpointMessage.unpack(checkpoints.get(link.seq, b""), link)
+        parts.append(message.part if message else b"")
+        link = Link.parse(message.before) if message else None
+    found = restore([b"".join(reversed(parts))], tokenizer, None, whole=True)
+    return found.history if found else None
+
+
+def _judge_bases(
+    verdict: Verdict,
+    key: SessionKey,
+    asked: Iterable[Entry],
+    told: Mapping[SessionKey, list[Entry]],
+    bases: Mapping[int, History | None],
+    forgotten: Mapping[SessionKey, int],
+) -> None:
+    """Check what forks took: of a parent's end, its digest must be that of one of the parent's results."""
+    bodies = {entry.seq: entry.body for entry in asked}
+    for entry in told[key]:
+        opened = decode_result(entry.body)
+        if not isinstance(opened, Opened) or opened.parent is None or opened.repeat_of is not None:
+            continue
+        parent, base = SessionKey(key.tenant, opened.parent.session), bases.get(opened.seq or 0)
+        verdict.outcomes["forked"] += 1
+        if base is None or base.position != opened.position:
+            verdict.blame("contradicting", f"{key} {entry.seq} has no base of {opened.position} tokens")
+        elif not forgotten.get(parent):
+            request = decode_request(bodies[opened.seq or 0])
+            digests = {one.headers.get(HISTORY_HEADER) for one in told[parent] if one.seq < entry.seq}
+            at_end = isinstance(request, Open) and request.from_ and request.from_.position is None
+            if at_end and base.digest() not in digests:
+                verdict.blame("contradicting", f"{key} {entry.seq} took tokens that {parent} never had")
 
 
 def _entry(one: Any, kind: Any) -> Entry:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 from uuid import uuid4
 
 import click
@@ -14,12 +14,12 @@ from turnkeep_client.messages import encode
 
 from .close_cli import removed
 from .sampling import asked, cut
-from .screen import wrapped
+from .screen import printable, wrapped
 from .stream import stream
 
 if TYPE_CHECKING:
     from turnkeep_client.client import Client
-    from turnkeep_client.session import Sampling
+    from turnkeep_client.session import Sampling, Session
 
 #: How long to wait until a session that was made for one question is removed.
 _CLOSE_S: Final = 2.0
@@ -50,21 +50,32 @@ def decoded(body: bytes) -> str:
 
 
 async def ask(
-    client: Client, name: str | None, text: str, system: str | None, sampling: Sampling, *, as_json: bool
+    client: Client,
+    name: str | None,
+    text: str,
+    system: str | None,
+    sampling: Sampling,
+    *,
+    as_json: bool,
+    count: int | None = None,
 ) -> bool:
     """Stream the answer; if no session was named, remove the one that was created for the question.
 
-    Returns False if Ctrl-C ended it.
-
-    With `as_json`, print the whole result at the end instead.
+    Returns False if Ctrl-C ended it. With `as_json`, print the whole result at the end instead. With `count`,
+    print so many answers, and leave the session as it is.
     """
     session = client.session(name or f"ask-{uuid4().hex[:12]}")
     messages = [{"role": "user", "content": text}]
     if system:
         messages.insert(0, {"role": "system", "content": system})
     options = await asked(client, sampling)
+    if count is not None:
+        await _answers(session, count, messages, options, is_new=name is None, as_json=as_json)
+        return True
     generation = session.generate(messages=messages, **options)
     finished = False
+    if not as_json:
+        click.echo(options.get("prefix", ""), nl=False)
     try:
         finished = await stream(session, generation, shown=not as_json, kept=name is not None)
         if finished and as_json:
@@ -80,3 +91,23 @@ async def ask(
                     await generation.cancel()
             with contextlib.suppress(TurnkeepError):  # the close is in the log, for the next worker
                 await removed(session, _CLOSE_S)
+
+
+async def _answers(
+    session: Session, count: int, messages: Any, options: Any, *, is_new: bool, as_json: bool
+) -> None:
+    """Print `count` answers to the same messages, each after a line with its number."""
+    if is_new:
+        await session.open()
+    try:
+        results = await session.samples(count, messages=messages, **options)
+    finally:
+        if is_new:
+            with contextlib.suppress(TurnkeepError):
+                await removed(session, _CLOSE_S)
+    if as_json:
+        click.echo(encode({"answers": results}))
+        return
+    for number, result in enumerate(results, 1):
+        click.echo(click.style(f"#{number}", bold=True))
+        click.echo(printable(result.text))

@@ -222,6 +222,14 @@ def chat(
 @tenant_option
 @as_json
 @click.option("--logprobs", metavar="N", type=int, help="With --json: logprobs, and the N likeliest tokens.")
+@click.option("--answer-prefix", "prefix_", metavar="TEXT", help="Begin the answer with this text.")
+@click.option(
+    "-n",
+    "count",
+    metavar="N",
+    type=click.IntRange(1),
+    help="Print N answers; the session stays as it is.",
+)
 @with_sampling
 @with_settings(*CLIENT_SETTINGS)
 def ask(
@@ -231,6 +239,8 @@ def ask(
     tenant: str,
     as_json: bool,
     logprobs: int | None,
+    prefix_: str | None,
+    count: int | None,
     system: str | None,
     sampling: Sampling,
     **flags: Any,
@@ -249,8 +259,11 @@ def ask(
             raise click.UsageError("--logprobs is for --json, whose result has them")
         sampling |= {"logprobs": True, "top_logprobs": logprobs}
 
+    if prefix_:
+        sampling |= {"prefix": prefix_}
+
     async def answer(client: Client) -> bool:
-        return await run(client, name, text, system, sampling, as_json=as_json)
+        return await run(client, name, text, system, sampling, as_json=as_json, count=count)
 
     if not talk(load_settings(config, flags), tenant, answer):
         sys.exit(_INTERRUPTED)
@@ -315,6 +328,26 @@ def open_session(
     }
     cache = {name: value for name, value in asked.items() if value is not None}
     talk(load_settings(config, flags), tenant, lambda client: run(client, session, cache, tags))
+
+
+@main.command()
+@click.argument("question", required=False)
+@click.option("--session", "name", metavar="NAME", help="As the next question of this session.")
+@click.option("--raw", is_flag=True, help="Count the text alone, without the chat template.")
+@tenant_option
+@with_settings(*CLIENT_SETTINGS)
+def count(
+    config: Path | None, question: str | None, name: str | None, tenant: str, raw: bool, **flags: Any
+) -> None:
+    """Count the tokens that a question would add to a session, without asking it.
+
+    Piped input is added to QUESTION, or is the question if there is none.
+    """
+    from .ask import question as whole
+    from .control import count as run
+
+    text = whole(question)
+    talk(load_settings(config, flags), tenant, lambda client: run(client, name, text, raw=raw))
 
 
 @main.command()

@@ -1,4 +1,4 @@
-"""The commands `open`, `info`, `pin` and `unpin`: requests to a worker that generate no tokens."""
+"""The commands `open`, `info`, `count`, `pin` and `unpin`: requests to a worker that generate no tokens."""
 
 from __future__ import annotations
 
@@ -78,6 +78,14 @@ def _waiting(session: SessionInfo) -> str:
     """Name the waiting requests, and count those that the reply leaves out."""
     num_more = session.num_waiting - len(session.waiting)
     return (", ".join(session.waiting) or "none") + (f" and {num_more} more" if num_more > 0 else "")
+
+
+async def count(client: Client, name: str | None, text: str, *, raw: bool) -> None:
+    """Print the number of tokens that a question would add to a session, and the position after them."""
+    session = client.session(name or "any-new-session")
+    said = [{"role": "user", "content": text}]
+    counted = await (session.count(text=text, raw=True) if raw else session.count(messages=said))
+    click.echo(f"{counted.tokens} tokens" + (f", to position {counted.position}" if name else ""))
 
 
 async def pin(client: Client, name: str, position: int | None) -> None:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from turnkeep_client.errors import InvalidMessageError
-from turnkeep_client.messages import Generate
+from turnkeep_client.messages import RECOMMENDED, Generate
 from turnkeep_client.session import build
 
 from .model_files import read_json
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-_OPTIONS: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def own_sampling(folder: Path) -> dict[str, float]:
@@ -25,7 +23,7 @@ def own_sampling(folder: Path) -> dict[str, float]:
     config = read_json(path) if path.exists() else {}
     if config.get("do_sample") is False:
         config["temperature"] = 0.0
-    return {name: config[name] for name in _OPTIONS if _is_valid(name, config.get(name))}
+    return {name: config[name] for name in RECOMMENDED if _is_valid(name, config.get(name))}
 
 
 def _is_valid(name: str, value: Any) -> bool:

@@ -11,11 +11,12 @@ from time import monotonic
 from typing import TYPE_CHECKING, Final
 
 import structlog
-from msgspec import structs
+from msgspec import UNSET, structs
 
 from cache.names.policy import FULL
 from turnkeep_client.log import derived_seed
 from turnkeep_client.messages import (
+    RECOMMENDED,
     Append,
     Appended,
     Chunk,
@@ -42,6 +43,8 @@ from .history import RefusedError, seen
 from .policies import chosen, misfit
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from cache.names.policy import Policy
     from turnkeep_client.errors import ErrorCode
     from turnkeep_client.messages import CachePolicy, ForkPoint, Request, Result, TokenLogprob
@@ -85,10 +88,11 @@ class Execution:
         max_result_bytes: int,
         vocab_size: int,
         kv_bits: int | None,
+        own_sampling: Mapping[str, float],
     ) -> None:
         """`context_tokens` is the most that a session under `full` or `paged` may hold.
 
-        `vocab_size` bounds token ids.
+        `vocab_size` bounds token ids. `own_sampling` are the options that the model's authors recommend.
 
         An answer ends before its result takes more than `max_result_bytes` of the log. `kv_bits` is the
         precision of this worker's KV; None is full precision. A `sink_window` is refused if its window is
@@ -105,6 +109,7 @@ class Execution:
         self._max_answer_bytes = max(max_result_bytes - _RESULT_BYTES, max_result_bytes // 4)
         self._vocab_size = vocab_size
         self._kv_bits = kv_bits
+        self._own_sampling = own_sampling
         self._policies: set[Policy] = set()  # under which sessions were opened
 
     async def carry_out(
@@ -236,7 +241,7 @@ class Execution:
 
     async def _extend(self, history: History, request: Append | Generate) -> Input:
         """Add a request's input, on a thread unless it is small; raises `RefusedError`."""
-        num_given = len(request.text or request.tokens or ())
+        num_given = len(request.text or request.tokens or ()) + len(getattr(request, "prefix", ""))
         if request.messages or num_given > _LITTLE or history.conversation.has_messages:
             return await in_thread(self._fold.extend, history, request)
         return self._fold.extend(history, request)
@@ -280,7 +285,7 @@ class Execution:
             policy=prompt.policy,
             priority=pending.priority,
             answer=answer,
-            sampling=_sampling(key, request, pending),
+            sampling=_sampling(key, request, pending, self._own_sampling),
             max_new=answer.max_tokens - num_known,
             publish=publish,
             phases=pending.phases,
@@ -445,17 +450,15 @@ def _known(said: TokenLogprob | None) -> tuple[float | None, list[tuple[int, flo
     return (said.logprob, [(one.id, one.logprob) for one in said.top]) if said is not None else (None, [])
 
 
-def _sampling(key: SessionKey, request: Generate, pending: Pending) -> Sampling:
+def _sampling(
+    key: SessionKey, request: Generate, pending: Pending, own_sampling: Mapping[str, float]
+) -> Sampling:
+    given = {name: getattr(request, name) for name in RECOMMENDED}
+    options = {name: value for name, value in given.items() if value is not UNSET}
     # A seed derived from the request's place in the log: a worker that resumes the answer draws the same.
-    seed = request.seed
-    if seed is None:
-        seed = derived_seed(key, pending.seq)
+    seed = derived_seed(key, pending.seq) if request.seed is None else request.seed
     return Sampling(
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_k=request.top_k,
-        min_p=request.min_p,
-        repetition_penalty=request.repetition_penalty,
+        **{**(own_sampling if request.own_sampling else {}), **options},
         presence_penalty=request.presence_penalty,
         frequency_penalty=request.frequency_penalty,
         logit_bias=tuple(sorted(request.logit_bias.items())),

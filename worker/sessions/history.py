@@ -28,7 +28,7 @@ from turnkeep_client.messages import (
     Rewind,
     Rewound,
 )
-from worker.text.templates import Conversation, TemplateError
+from worker.text.templates import Addition, Conversation, TemplateError
 
 from .policies import in_words, recorded
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from cache.names.tokens import Tokens
     from turnkeep_client.errors import ErrorCode
     from turnkeep_client.messages import Request, Result
-    from worker.text.templates import Addition, Tokenizer
+    from worker.text.templates import Tokenizer
 
     Edit: TypeAlias = Callable[["History"], tuple[Conversation, Addition]]
 
@@ -304,6 +304,14 @@ class Fold:
             yield lambda state: self._raw(state, tokens)
         if isinstance(request, Generate):
             yield lambda state: state.conversation.start_answer(state.tokens, raw=request.raw)
+            if request.prefix:
+                yield lambda state: self._begin_answer(state, request)
+
+    def _begin_answer(self, state: History, request: Generate) -> tuple[Conversation, Addition]:
+        """Add the beginning of the answer, which the request gives."""
+        text = request.prefix if request.special_tokens else self._tokenizer.as_text(request.prefix)
+        tokens = self._tokenizer.encode(text, at_start=not state.tokens)
+        return state.conversation.add_answer(state.tokens, tokens), Addition(state.position, tokens)
 
     def _raw(self, state: History, tokens: list[int]) -> tuple[Conversation, Addition]:
         return state.conversation.add_raw(state.tokens, tokens)
