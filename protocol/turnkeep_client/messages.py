@@ -26,6 +26,8 @@ VERSION: Final = 1
 #: What clients may ask of a worker of this version; `$SRV.INFO` and the worker's log line `ready` name them.
 FEATURES: Final = (
     "fork",
+    "tools",
+    "reasoning",
     "logprobs",
     "penalties",
     "count",
@@ -74,6 +76,44 @@ class ToolCall(Struct, frozen=True, forbid_unknown_fields=True):
     id: str
     function: Function
     type: Literal["function"] = "function"
+
+
+class ToolFunction(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A function that a model may call; `parameters` is a JSON schema of an object."""
+
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.\-]{1,128}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Struct, frozen=True, forbid_unknown_fields=True):
+    """A tool, in OpenAI's shape."""
+
+    function: ToolFunction
+    type: Literal["function"] = "function"
+
+
+class _ChosenFunction(Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+
+
+class NamedTool(Struct, frozen=True, forbid_unknown_fields=True):
+    """The tool that an answer must call, in OpenAI's shape."""
+
+    function: _ChosenFunction
+    type: Literal["function"] = "function"
+
+
+class Reasoning(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What becomes of an answer's reasoning. After `budget` tokens it is ended.
+
+    Without `keep` it leaves the session when the next user message comes; the answer's text is then prefilled
+    again. Some chat templates drop it by themselves.
+    """
+
+    keep: bool = True
+    budget: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
 
 
 class TextPart(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
@@ -225,11 +265,19 @@ class Generate(_Input, frozen=True, tag="generate"):
     `prefix` is the beginning of the answer, given by the client: it belongs to the prompt, and to the answer
     in later turns. With `own_sampling`, options that the request leaves out are those that the model's
     authors recommend (`generation_config.json`).
+
+    `tools` stay those of the session until a request gives others, or none (`[]`). `tool_choice` says whether
+    the answer may call them (`auto`), must not (`none`), must (`required`), or must call the one that it
+    names. Without `parallel_tool_calls` the answer ends with its first call.
     """
 
     max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] = 256
     prefix: Annotated[str, Meta(description="the answer's first text, given")] = ""
     own_sampling: bool = False
+    tools: Annotated[tuple[Tool, ...], Meta(max_length=512)] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool = "auto"
+    parallel_tool_calls: bool = True
+    reasoning: Reasoning = Reasoning()
     temperature: Annotated[float, Meta(ge=0, le=100)] | UnsetType = UNSET
     top_p: Annotated[float, Meta(gt=0, le=1)] | UnsetType = UNSET
     top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] | UnsetType = UNSET
@@ -255,6 +303,13 @@ class Generate(_Input, frozen=True, tag="generate"):
             )
         if self.top_logprobs and not self.logprobs:
             raise ValueError("takes top_logprobs with logprobs only: set logprobs to true")
+        names = [tool.function.name for tool in self.tools or ()]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"has two tools of the name {twice}")
+        if isinstance(self.tool_choice, NamedTool) and self.tools is not None:
+            chosen = self.tool_choice.function.name
+            if chosen not in names:
+                raise ValueError(f"has a tool_choice of {chosen}, which is none of its tools")
         if self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"needs min_tokens of at most max_tokens ({self.max_tokens}), not {self.min_tokens}"
@@ -378,18 +433,22 @@ class Appended(_Bounded, frozen=True, tag="appended"):
 
 
 _OPEN: Final = "later versions have other values too"
-FinishReason = Literal["stop", "length", "cancelled", "expired", "tool_calls"]
+FinishReason = Literal["stop", "length", "cancelled", "expired", "tool_calls", "tool_calls_malformed"]
 _OpenReason = Annotated[str, Meta(description=_OPEN, examples=list(get_args(FinishReason)))]
 _OpenCode = Annotated[str, Meta(description=_OPEN, examples=list(ERROR_CODES))]
 
 
 class Usage(Struct, frozen=True, kw_only=True):
-    """Tokens of one generate: `prompt_tokens = cached_tokens + prefilled_tokens`."""
+    """Tokens of one generate: `prompt_tokens = cached_tokens + prefilled_tokens`.
+
+    `reasoning_tokens` of the `completion_tokens` are reasoning.
+    """
 
     prompt_tokens: int
     cached_tokens: int
     prefilled_tokens: int
     completion_tokens: int
+    reasoning_tokens: int = 0
 
 
 class Seconds(Struct, frozen=True, kw_only=True):
@@ -419,10 +478,27 @@ class TokenLogprob(LikelyToken, frozen=True, omit_defaults=True):
     top: tuple[LikelyToken, ...] = ()
 
 
+class CalledFunction(Struct, frozen=True):
+    """The function of a tool call; `arguments` is JSON as text."""
+
+    name: str
+    arguments: str
+
+
+class Called(Struct, frozen=True):
+    """One tool call of an answer, in OpenAI's shape."""
+
+    id: str
+    function: CalledFunction
+    type: str = "function"
+
+
 class Generated(_Bounded, frozen=True, tag="generated"):
     """Answer to `generate`. `text` leaves out the stop string; `tokens` are all ids that were added.
 
-    With `logprobs`, the field of that name has an item for each token.
+    With `logprobs`, the field of that name has an item for each token. `reasoning` and `tool_calls` are not
+    in the text. A call that cannot be parsed is in the text, and the `finish_reason` is then
+    `tool_calls_malformed`. `warnings` say what of the request had no effect.
     """
 
     text: str
@@ -433,6 +509,9 @@ class Generated(_Bounded, frozen=True, tag="generated"):
     kv_live_bytes: int
     rewritten_from: int | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
+    reasoning: str = ""
+    tool_calls: tuple[Called, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 class Failed(Struct, frozen=True, kw_only=True, tag_field="type", tag="failed", omit_defaults=True):
@@ -488,10 +567,21 @@ KnownResult = Opened | Appended | Generated | Rewound | Closed | Failed
 Result = KnownResult | UnknownResult
 
 
+class CallPart(Struct, frozen=True, omit_defaults=True):
+    """A part of the tool call number `index`, from 0: `id` and `name` once, then text of its arguments."""
+
+    index: int
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
 class Chunk(Struct, frozen=True, omit_defaults=True):
     """A part of an answer: some of its tokens, and what is said of them; `i` is the index of the first.
 
     `text` has only whole characters. `logprobs` has an item for each token, if the request asks for them.
+    `reasoning` and `tool_calls` are not in the text; parts of a call that turns out to be malformed have no
+    counterpart in the result.
 
     `seq` is the generate's stream sequence: ignore chunks with another `seq`.
     """
@@ -501,6 +591,8 @@ class Chunk(Struct, frozen=True, omit_defaults=True):
     text: str
     seq: int | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
+    reasoning: str = ""
+    tool_calls: tuple[CallPart, ...] = ()
 
 
 def joined(chunks: Sequence[Chunk]) -> Chunk:
@@ -510,6 +602,8 @@ def joined(chunks: Sequence[Chunk]) -> Chunk:
         tokens=tuple(token for chunk in chunks for token in chunk.tokens),
         text="".join(chunk.text for chunk in chunks),
         logprobs=tuple(one for chunk in chunks for one in chunk.logprobs),
+        reasoning="".join(chunk.reasoning for chunk in chunks),
+        tool_calls=tuple(one for chunk in chunks for one in chunk.tool_calls),
     )
 
 

@@ -1,0 +1,283 @@
+"""Answers in each family's format: cut anywhere they split into the same parts, and nothing vanishes."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from worker.models.dialect import Dialect, dialect_of
+from worker.text.harmony import HarmonySplitter
+from worker.text.splitting import MarkedSplitter, Piece, call_id
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from worker.text.splitting import Splitter
+
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "city": {"type": "string"},
+                    "days": {"type": "integer"},
+                    "code": {"type": "string"},
+                },
+            },
+        },
+    }
+    for name in ("weather", "run")
+]
+#: The template's mark and the vocabulary by which a family is told, and how it writes one call.
+FAMILIES: dict[str, tuple[str, set[str], str]] = {
+    "generic": ("", set(), '<tool_call>\n{{"name": "{name}", "arguments": {json}}}\n</tool_call>'),
+    "json_tools": (
+        "tools <tool_call> tool_call.name",
+        {"<think>", "</think>"},
+        '<tool_call>\n{{"name": "{name}", "arguments": {json}}}\n</tool_call>',
+    ),
+    "qwen3_coder": (
+        "tools <tool_call>\n<function=",
+        set(),
+        "<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>",
+    ),
+    "glm47": ("tools <arg_key>", set(), "<tool_call>{name}\n{pairs}</tool_call>"),
+    "mistral": ("tools [TOOL_CALLS]", set(), '[TOOL_CALLS][{{"name": "{name}", "arguments": {json}}}]'),
+    "mistral_args": ("tools [TOOL_CALLS]", {"[THINK]", "[/THINK]"}, "[TOOL_CALLS]{name}[ARGS]{json}"),
+    "pythonic": (
+        "tools <|tool_call_start|>",
+        set(),
+        "<|tool_call_start|>[{name}({python})]<|tool_call_end|>",
+    ),
+    "kimi_k2": (
+        "tools <|tool_calls_section_begin|>",
+        set(),
+        (
+            "<|tool_calls_section_begin|><|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>{json}"
+            "<|tool_call_end|><|tool_calls_section_end|>"
+        ),
+    ),
+    "llama": ("tools", {"<|python_tag|>"}, '<|python_tag|>{{"name": "{name}", "parameters": {json}}}'),
+    "llama_bare": ("tools", {"<|python_tag|>"}, '{{"name": "{name}", "parameters": {json}}}'),
+    "deepseek_v3": (
+        "tools <~tool▁calls▁begin~>",
+        {"<think>", "</think>"},
+        (
+            "<~tool▁calls▁begin~><~tool▁call▁begin~>function<~tool▁sep~>{name}\n```json\n{json}\n```"
+            "<~tool▁call▁end~><~tool▁calls▁end~>"
+        ),
+    ),
+    "deepseek_v31": (
+        "tools <~tool▁calls▁begin~>",
+        {"<think>", "</think>"},
+        (
+            "<~tool▁calls▁begin~><~tool▁call▁begin~>{name}<~tool▁sep~>{json}<~tool▁call▁end~>"
+            "<~tool▁calls▁end~>"
+        ),
+    ),
+    "harmony": (
+        "tools",
+        {"<|channel|>", "<|message|>"},
+        "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{json}<|call|>",
+    ),
+}
+#: Those that end a call before the answer ends, so that text or another call may follow.
+ENDED = [
+    "generic",
+    "json_tools",
+    "qwen3_coder",
+    "glm47",
+    "pythonic",
+    "kimi_k2",
+    "deepseek_v3",
+    "deepseek_v31",
+]
+ARGUMENTS: dict[str, Any] = {"city": "Zürich 😀", "days": 3}
+
+
+def dialect(family: str) -> Dialect:
+    template, vocabulary, _ = FAMILIES[family]
+    return dialect_of(wide(template), vocabulary)
+
+
+def wide(text: str) -> str:
+    """Write the bars of DeepSeek's special tokens as they are."""
+    return text.replace("<~", "<\uff5c").replace("~>", "\uff5c>")
+
+
+def splitter(family: str, *, in_reasoning: bool = False, tools: Any = TOOLS) -> Splitter:
+    found = dialect(family)
+    if found.is_harmony:
+        return HarmonySplitter(with_calls=bool(tools), new_id=lambda index: call_id("r", index))
+    return MarkedSplitter(
+        found, in_reasoning=in_reasoning, tools=tools, new_id=lambda index: call_id("r", index)
+    )
+
+
+def written(family: str, name: str = "weather", arguments: dict[str, Any] = ARGUMENTS) -> str:
+    as_json = json.dumps(arguments, ensure_ascii=False)
+    return wide(FAMILIES[family][2]).format(
+        name=name,
+        json=as_json,
+        python=", ".join(f"{key}={value!r}" for key, value in arguments.items()),
+        parameters="".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items()),
+        pairs="".join(
+            f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in arguments.items()
+        ),
+    )
+
+
+def split(one: Splitter, pieces: Iterable[str]) -> Piece:
+    whole = Piece()
+    for piece in pieces:
+        whole += one.push(piece)
+    return whole + one.finish()
+
+
+def joined_calls(piece: Piece) -> list[tuple[str | None, str | None, str]]:
+    """Join the parts of calls by their index, as a client does."""
+    calls: list[tuple[str | None, str | None, str]] = []
+    for part in piece.calls:
+        if part.index == len(calls):
+            calls.append((part.id, part.name, part.arguments))
+        else:
+            own, name, arguments = calls[part.index]
+            calls[part.index] = (own, name, arguments + part.arguments)
+    return calls
+
+
+def outcome(one: Splitter, pieces: Iterable[str]) -> tuple[Any, ...]:
+    piece = split(one, pieces)
+    told = [(call.id, call.function.name, call.function.arguments) for call in one.calls]
+    if not one.malformed:
+        assert joined_calls(piece) == told, "the parts make the calls"
+    return piece.text, piece.reasoning, told, one.malformed
+
+
+def cuts(text: str) -> st.SearchStrategy[list[str]]:
+    places = st.lists(st.integers(0, len(text)), max_size=12).map(
+        lambda found: sorted({0, *found, len(text)})
+    )
+    return places.map(lambda found: [text[start:end] for start, end in pairwise(found)])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_call_is_found_cut_at_every_character(family: str) -> None:
+    text = written(family)
+    whole = outcome(splitter(family), [text])
+    said, _, calls, malformed = whole
+    assert (said, malformed) == ("", False)
+    ((_, name, arguments),) = calls
+    assert (name, json.loads(arguments)) == ("weather", ARGUMENTS)
+    for at in range(len(text) + 1):
+        assert outcome(splitter(family), [text[:at], text[at:]]) == whole
+    assert outcome(splitter(family), text) == whole
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@given(data=st.data())
+def test_an_answer_of_many_parts_splits_the_same_way_cut_anywhere(family: str, data: st.DataObject) -> None:
+    found = dialect(family)
+    words = st.text('ab <>|/[]{}"\n', max_size=12)
+    if found.is_harmony:
+        plain = words.map(lambda text: f"<|channel|>final<|message|>{text}<|end|><|start|>assistant")
+        thought = words.map(lambda text: f"<|channel|>analysis<|message|>{text}<|end|><|start|>assistant")
+    else:
+        plain = words
+        opens, closes = found.reasoning or ("", "")
+        thought = words.map(lambda text: opens + text + closes)
+    call = st.sampled_from([written(family), written(family)[:-9], written(family)[:12]])
+    text = "".join(data.draw(st.lists(st.one_of(plain, thought, call), max_size=5)))
+    whole = outcome(splitter(family), [text])
+    assert outcome(splitter(family), data.draw(cuts(text))) == whole
+    assert outcome(splitter(family), text) == whole
+    for word in text.split():
+        if word.isalpha():
+            assert word in f"{whole[0]} {whole[1]} {whole[2]}", "nothing vanishes"
+
+
+@pytest.mark.parametrize("family", ENDED)
+def test_text_before_and_between_and_several_calls(family: str) -> None:
+    text = f"I look.\n{written(family)}\n{written(family, 'run', {'code': 'x'})}\nDone."
+    said, _, calls, malformed = outcome(splitter(family), text)
+    assert [name for _, name, _ in calls] == ["weather", "run"]
+    assert len({own for own, _, _ in calls}) == 2
+    assert (said, malformed) == ("I look.\nDone.", False)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_tools_a_call_is_text(family: str) -> None:
+    text = written(family)
+    said, _, calls, malformed = outcome(splitter(family, tools=()), text)
+    assert calls == []
+    assert not malformed
+    assert said or dialect(family).is_harmony
+
+
+@pytest.mark.parametrize(
+    "family", ["generic", "json_tools", "llama", "mistral_args", "harmony", "deepseek_v31", "kimi_k2"]
+)
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"code": 'print("</tool_call><tool_call>")\n{"a": [1, "}"]}'}, {"code": {"deep": [{"x": '\\"'}]}}],
+    ids=["empty", "markers", "nested"],
+)
+def test_arguments_may_be_empty_nested_or_have_markers_in_their_strings(
+    family: str, arguments: dict[str, Any]
+) -> None:
+    _, _, ((_, _, found),), malformed = outcome(splitter(family), written(family, "run", arguments))
+    assert json.loads(found) == arguments
+    assert not malformed
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "llama_bare"])
+@pytest.mark.parametrize("cut", [0.4, 0.7])
+def test_a_call_without_its_end_is_kept_as_text(family: str, cut: float) -> None:
+    text = written(family)
+    text = text[: text.index("weather") + int(cut * (len(text) - text.index("weather")))]
+    said, _, calls, malformed = outcome(splitter(family), "First. " + text if family in ENDED else text)
+    assert calls == []
+    assert malformed
+    assert "weather" in said
+
+
+def test_a_bare_object_that_is_no_call_is_the_answer() -> None:
+    text = ' {"colour": "red"}'
+    said, _, calls, malformed = outcome(splitter("llama_bare"), text)
+    assert (said, calls, malformed) == (text, [], False)
+
+
+@pytest.mark.parametrize("family", ["json_tools", "mistral_args", "deepseek_v31"])
+def test_reasoning_is_apart_whether_the_prompt_opened_it_or_the_answer(family: str) -> None:
+    found = dialect(family).reasoning
+    assert found
+    for opens, in_reasoning in ((found[0], False), ("", True)):
+        text = f"{opens}\nFirst, hm.{found[1]}\n\nHello."
+        said, thought, _, _ = outcome(splitter(family, in_reasoning=in_reasoning), text)
+        assert (said, thought) == ("Hello.", "First, hm.")
+    said, thought, _, _ = outcome(splitter(family, in_reasoning=True), "No end")
+    assert (said, thought) == ("", "No end")
+
+
+def test_the_arguments_of_a_json_call_are_told_while_they_are_written() -> None:
+    one = splitter("generic")
+    parts = [
+        one.push(piece) for piece in ('<tool_call>\n{"name": "run", "argu', 'ments": {"code": "a', 'b"}', "}")
+    ]
+    assert [part.name for piece in parts for part in piece.calls] == ["run", None]
+    assert [part.arguments for piece in parts for part in piece.calls] == ['{"code": "a', 'b"}']
+    assert not one.calls, "it has no end yet"
+
+
+def test_ids_are_the_same_after_a_crash_and_of_nine_letters() -> None:
+    assert call_id("a:1", 0) == call_id("a:1", 0) != call_id("a:1", 1)
+    assert call_id("a:1", 0).isalnum()
+    assert len(call_id("a:1", 0)) == 9

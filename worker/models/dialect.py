@@ -1,0 +1,166 @@
+"""Finds out how a model writes reasoning and tool calls into its answers: markers, and a parser for calls.
+
+The parsers are mlx-lm's where it has one for the model's family; those of Llama's and DeepSeek's calls are
+here. All of them take whole calls; `worker.text.splitting` finds the calls while an answer grows.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+    from typing import TypeAlias
+
+    #: Parses the text between the markers, given the request's tools; raises any error.
+    Parser: TypeAlias = "Callable[[str, Sequence[Mapping[str, Any]]], list[ParsedCall]]"
+
+
+class ParsedCall(NamedTuple):
+    """One tool call of an answer. `arguments` is JSON as text; `id` is the model's own, mostly None."""
+
+    name: str
+    arguments: str
+    id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """How a model marks its reasoning and its tool calls.
+
+    `reasoning` and `calls` are pairs of markers, the end of `calls` is empty if calls go on to the answer's
+    end. With `is_json`, each call is one JSON object with `name` first, so that its arguments are known while
+    they are written. With `is_bare`, an answer that begins like a JSON object is a call without a marker.
+    With `is_harmony`, the text consists of messages with channels (OpenAI's harmony format), and the pairs
+    are not used.
+    """
+
+    reasoning: tuple[str, str] | None = None
+    calls: tuple[str, str] | None = None
+    parse: Parser | None = None
+    is_json: bool = False
+    is_bare: bool = False
+    is_harmony: bool = False
+    renders_tools: bool = False
+
+
+#: Pairs of markers of reasoning, by what the vocabulary has.
+_REASONING: Final = (
+    ("<think>", "</think>"),
+    ("<longcat_think>", "</longcat_think>"),
+    ("<|think:start|>", "<|think:end|>"),
+    ("[THINK]", "[/THINK]"),
+)
+#: What in a chat template tells mlx-lm's parsers apart, the first that is there.
+_PARSERS: Final = (
+    ("<minimax:tool_call>", "minimax_m2"),
+    ("<|tool_call>", "gemma4"),
+    ("<start_function_call>", "function_gemma"),
+    ("<longcat_tool_call>", "longcat"),
+    ("<arg_key>", "glm47"),
+    ("<|tool_call_start|>", "pythonic"),
+    ("<|tool_list_start|>", "pythonic"),
+    ("<function=", "qwen3_coder"),
+    ("<|tool_calls_section_begin|>", "kimi_k2"),
+    ('<function name="', "minicpm5"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<atem:function_calls>", "muse_spark"),
+)
+
+
+def _deepseek(name: str) -> str:
+    """Return the special token of this name, with DeepSeek's wide bars and low lines."""
+    return f"<\uff5c{name.replace(' ', chr(0x2581))}\uff5c>"
+
+
+_DEEPSEEK: Final = (_deepseek("tool calls begin"), _deepseek("tool calls end"))
+_DEEPSEEK_CALL: Final = re.compile(
+    f"{_deepseek('tool call begin')}(.*?){_deepseek('tool sep')}(.*?){_deepseek('tool call end')}", re.DOTALL
+)
+_FENCED: Final = re.compile(r"\s*([^\n]+)\n```json\n(.*?)\n```\s*", re.DOTALL)
+#: How models are asked to call whose template knows no tools: the format of Hermes and Qwen.
+GENERIC: Final = ("<tool_call>", "</tool_call>")
+
+
+def dialect_of(template: str, vocabulary: Collection[str]) -> Dialect:
+    """Return the dialect of a model, by its chat template's source and its vocabulary."""
+    if "<|channel|>" in vocabulary and "<|message|>" in vocabulary:
+        return Dialect(is_harmony=True, renders_tools="tools" in template)
+    reasoning = next((pair for pair in _REASONING if {*pair} <= {*vocabulary}), None)
+    if "<|channel>" in vocabulary and "<channel|>" in vocabulary:
+        reasoning = ("<|channel>thought", "<channel|>")
+    renders = re.search(r"\btools\b", template) is not None
+    if not renders:
+        return Dialect(reasoning, GENERIC, parse_json, is_json=True)
+    if _DEEPSEEK[0] in template:
+        return Dialect(reasoning, _DEEPSEEK, _parse_deepseek, renders_tools=True)
+    for mark, name in _PARSERS:
+        if mark in template:
+            module = import_module(f"mlx_lm.tool_parsers.{name}")
+            pair = (module.tool_call_start, module.tool_call_end)
+            return Dialect(reasoning, pair, _Foreign(module.parse_tool_call), renders_tools=True)
+    if "<|python_tag|>" in vocabulary:
+        return Dialect(reasoning, ("<|python_tag|>", ""), _parse_llama, is_bare=True, renders_tools=True)
+    return Dialect(reasoning, GENERIC, parse_json, is_json=True, renders_tools=True)
+
+
+class _Foreign:
+    """A parser of mlx-lm, whose calls have their arguments as objects."""
+
+    def __init__(self, parse: Callable[..., Any]) -> None:
+        self._parse = parse
+
+    def __call__(self, text: str, tools: Sequence[Mapping[str, Any]]) -> list[ParsedCall]:
+        found = self._parse(text, list(tools))
+        return [_checked(call) for call in (found if isinstance(found, list) else [found])]
+
+
+def parse_json(text: str, _tools: Sequence[Mapping[str, Any]] = ()) -> list[ParsedCall]:
+    """Parse one JSON object with `name` and `arguments`. Raises `ValueError`."""
+    return [_checked(json.loads(text))]
+
+
+def _parse_llama(text: str, _tools: Sequence[Mapping[str, Any]]) -> list[ParsedCall]:
+    """Parse JSON objects, which may be separated by semicolons."""
+    decoder, calls, at = json.JSONDecoder(), list[ParsedCall](), 0
+    text = text.strip()
+    while at < len(text) or not calls:
+        call, at = decoder.raw_decode(text, at)
+        calls.append(_checked(call))
+        while at < len(text) and text[at] in "; \n":
+            at += 1
+    return calls
+
+
+def _parse_deepseek(text: str, _tools: Sequence[Mapping[str, Any]]) -> list[ParsedCall]:
+    """Parse the calls of DeepSeek V3.1, or those of V3 and R1, whose arguments are in a fence."""
+    calls = []
+    for head, body in _DEEPSEEK_CALL.findall(text):
+        fenced = _FENCED.fullmatch(body)
+        name, arguments = (fenced[1], fenced[2]) if fenced else (head, body)
+        calls.append(_checked({"name": name.strip(), "arguments": json.loads(arguments)}))
+    if not calls:
+        raise ValueError("no call between the markers")
+    return calls
+
+
+def _checked(call: Any) -> ParsedCall:
+    """Check a parsed call; raises `ValueError`."""
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
+        raise ValueError("a call needs a name")
+    arguments = call.get("arguments", call.get("parameters", {}))
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments) if arguments.strip() else {}
+    if not isinstance(arguments, dict):
+        raise ValueError("the arguments of a call must be an object")  # noqa: TRY004
+    own = call.get("id")
+    return ParsedCall(call["name"], as_json(arguments), own if isinstance(own, str) and own else None)
+
+
+def as_json(arguments: Mapping[str, Any]) -> str:
+    """Return arguments as JSON. Raises `ValueError` for numbers that JSON does not have."""
+    return json.dumps(arguments, ensure_ascii=False, allow_nan=False)
