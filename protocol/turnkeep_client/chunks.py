@@ -5,8 +5,42 @@ Pure: chunks in, new text and tokens out. Knows nothing of NATS.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from .errors import StreamBrokenError
-from .messages import Chunk, Generated, TokenLogprob
+from .messages import CallPart, Chunk
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .messages import Called, Generated
+
+
+class _Stream:
+    """One thing that chunks carry beside their tokens: text, reasoning, or parts of tool calls.
+
+    How much of it belongs to the first tokens is known where some chunk began or ended.
+    """
+
+    def __init__(self, what: str, empty: Any) -> None:
+        self.known: Any = empty
+        self.length_at = {0: 0}  # token index at which some chunk began or ended -> length before it
+        self._what = what
+
+    def new(self, chunk: Chunk, part: Any) -> Any:
+        """Return what is new of a chunk's part. Raises `StreamBrokenError` if the rest contradicts."""
+        start = self.length_at[chunk.i]
+        overlap = part[: len(self.known) - start]
+        if overlap != self.known[start : start + len(overlap)]:
+            raise StreamBrokenError(f"{self._what} from token {chunk.i} on was published twice and differs")
+        self.length_at.setdefault(chunk.i + len(chunk.tokens), start + len(part))
+        return part[len(overlap) :]
+
+    def rest(self, whole: Any, of: str) -> Any:
+        """Return what of a result's part is not known yet."""
+        if whole[: len(self.known)] != self.known:
+            raise StreamBrokenError(f"the recorded {self._what} of {of} differs from that streamed")
+        return whole[len(self.known) :]
 
 
 class Assembly:
@@ -20,50 +54,67 @@ class Assembly:
     def __init__(self) -> None:
         self.has_gap = False
         self._tokens: list[int] = []
-        self._texts: list[str] = []
-        self._text_length = 0
-        #: Token index at which some chunk began or ended -> number of characters before it.
-        self._text_at = {0: 0}
+        self._text, self._reasoning = _Stream("text", ""), _Stream("reasoning", "")
+        self._calls = _Stream("tool calls", ())
 
     def add(self, chunk: Chunk) -> Chunk | None:
         """Add a chunk; return the part of it that is new, None if no part is new or the chunk is ignored.
 
         Raises `StreamBrokenError` if it contradicts earlier chunks.
         """
-        text_start = self._text_at.get(chunk.i)
-        if text_start is None:
+        if chunk.i not in self._text.length_at:
             self.has_gap = True
             return None
         num_known = len(self._tokens) - chunk.i
         if self._tokens[chunk.i : chunk.i + len(chunk.tokens)] != list(chunk.tokens[:num_known]):
             raise StreamBrokenError(f"tokens from {chunk.i} on were published twice and differ")
-        self._check_text(text_start, chunk.text)
-        self._text_at.setdefault(chunk.i + len(chunk.tokens), text_start + len(chunk.text))
+        new = Chunk(
+            i=len(self._tokens),
+            tokens=chunk.tokens[num_known:],
+            text=self._text.new(chunk, chunk.text),
+            logprobs=chunk.logprobs[num_known:],
+            reasoning=self._reasoning.new(chunk, chunk.reasoning),
+            tool_calls=self._calls.new(chunk, chunk.tool_calls),
+        )
         if len(chunk.tokens) > num_known:
             self.has_gap = False
-        text = chunk.text[self._text_length - text_start :]
-        return self._extend(chunk.tokens[num_known:], text, chunk.logprobs[num_known:])
+        return self._extend(new)
 
     def finish(self, result: Generated) -> Chunk | None:
         """Return the part of `result` after all chunks, None if empty; `StreamBrokenError` if they differ."""
         num_known = len(self._tokens)
         if list(result.tokens[:num_known]) != self._tokens:
             raise StreamBrokenError(f"the recorded tokens of {result.id} differ from those streamed")
-        if not result.text.startswith("".join(self._texts)):
-            raise StreamBrokenError(f"the recorded text of {result.id} differs from that streamed")
-        text = result.text[self._text_length :]
-        return self._extend(result.tokens[num_known:], text, result.logprobs[num_known:])
+        return self._extend(
+            Chunk(
+                i=num_known,
+                tokens=result.tokens[num_known:],
+                text=self._text.rest(result.text, result.id),
+                logprobs=result.logprobs[num_known:],
+                reasoning=self._reasoning.rest(result.reasoning, result.id),
+                tool_calls=_missing(self._calls.known, result.tool_calls),
+            )
+        )
 
-    def _check_text(self, start: int, text: str) -> None:
-        overlap = text[: self._text_length - start]
-        if overlap and not "".join(self._texts).startswith(overlap, start):
-            raise StreamBrokenError(f"text from character {start} on was published twice and differs")
-
-    def _extend(self, tokens: tuple[int, ...], text: str, logprobs: tuple[TokenLogprob, ...]) -> Chunk | None:
-        if not tokens and not text:
+    def _extend(self, new: Chunk) -> Chunk | None:
+        if not (new.tokens or new.text or new.reasoning or new.tool_calls):
             return None
-        new = Chunk(i=len(self._tokens), tokens=tokens, text=text, logprobs=logprobs)
-        self._tokens += tokens
-        self._texts.append(text)
-        self._text_length += len(text)
+        self._tokens += new.tokens
+        self._text.known += new.text
+        self._reasoning.known += new.reasoning
+        self._calls.known += new.tool_calls
         return new
+
+
+def _missing(parts: Sequence[CallPart], calls: Sequence[Called]) -> tuple[CallPart, ...]:
+    """Return what of the calls was not streamed in parts."""
+    missing = []
+    for index, call in enumerate(calls):
+        told = "".join(part.arguments for part in parts if part.index == index)
+        is_new = all(part.index != index for part in parts)
+        rest = call.function.arguments[len(told) :]
+        if is_new:
+            missing.append(CallPart(index, call.id, call.function.name, rest))
+        elif rest:
+            missing.append(CallPart(index, arguments=rest))
+    return tuple(missing)

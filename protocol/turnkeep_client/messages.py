@@ -438,7 +438,7 @@ _OpenReason = Annotated[str, Meta(description=_OPEN, examples=list(get_args(Fini
 _OpenCode = Annotated[str, Meta(description=_OPEN, examples=list(ERROR_CODES))]
 
 
-class Usage(Struct, frozen=True, kw_only=True):
+class Usage(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Tokens of one generate: `prompt_tokens = cached_tokens + prefilled_tokens`.
 
     `reasoning_tokens` of the `completion_tokens` are reasoning.

@@ -39,11 +39,13 @@ from .messages import (
     Opened,
     Pinned,
     PinRequest,
+    Reasoning,
     Request,
     Rewind,
     Rewound,
     SessionCache,
     SessionInfo,
+    Tool,
     Unpinned,
     UnpinRequest,
     decode_control_reply,
@@ -79,6 +81,10 @@ class Sampling(TypedDict, total=False):
     seed: int | None
     stop: Sequence[str] | str
     raw: bool
+    tools: Sequence[Tool | Mapping[str, Any]]
+    tool_choice: str | Mapping[str, Any]
+    parallel_tool_calls: bool
+    reasoning: Reasoning | Mapping[str, Any]
     special_tokens: bool | None
     deadline_s: float | None
     priority: int

@@ -79,7 +79,7 @@ def test_a_contradiction_is_refused() -> None:
     assembly.add(Chunk(i=0, tokens=(11, 12), text="ab"))
     with pytest.raises(StreamBrokenError, match="tokens from 0"):
         assembly.add(Chunk(i=0, tokens=(11, 13), text="ab"))
-    with pytest.raises(StreamBrokenError, match="text from character 0"):
+    with pytest.raises(StreamBrokenError, match="text from token 0"):
         assembly.add(Chunk(i=0, tokens=(11, 12), text="ac"))
     with pytest.raises(StreamBrokenError, match="recorded tokens"):
         assembly.finish(generated(1, Generate(id="g1"), text="ab", tokens=(11,)))

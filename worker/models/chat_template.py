@@ -47,7 +47,12 @@ class ChatTemplate:
         self._template = _compile(source)
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, started: datetime
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        started: datetime,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
         """Return the text of a conversation that started on the day `started`.
 
@@ -58,7 +63,7 @@ class ChatTemplate:
         for piece in self._template.generate(
             **self._constants,
             messages=list(messages),
-            tools=None,
+            tools=list(tools) or None,
             documents=None,
             add_generation_prompt=add_generation_prompt,
             session_dates={date_format: started.strftime(date_format) for date_format in self._formats},

@@ -60,7 +60,9 @@ class ControlTokens:
                 case str():
                     return self._mark(value, forbidden)
                 case dict():
-                    return {name: marked_field(name, each) for name, each in value.items()}
+                    return {
+                        self._mark(name, forbidden): marked_field(name, each) for name, each in value.items()
+                    }
                 case list() | tuple():
                     return [marked(each) for each in value]
             return value
@@ -69,6 +71,17 @@ class ControlTokens:
             return value if name in _NO_CONTENT else marked(value)
 
         return {name: marked_field(name, value) for name, value in message.items()}
+
+    def mark_all(self, value: Any) -> Any:
+        """Mark all texts in a value of JSON, names of fields too."""
+        match value:
+            case str():
+                return self.mark_text(value)
+            case dict():
+                return {self.mark_text(name): self.mark_all(each) for name, each in value.items()}
+            case list() | tuple():
+                return [self.mark_all(each) for each in value]
+        return value
 
     def mark_text(self, text: str) -> str:
         """Mark a text, so that none of it becomes a control token."""

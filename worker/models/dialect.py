@@ -164,3 +164,52 @@ def _checked(call: Any) -> ParsedCall:
 def as_json(arguments: Mapping[str, Any]) -> str:
     """Return arguments as JSON. Raises `ValueError` for numbers that JSON does not have."""
     return json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+
+
+_ASKED: Final = """You may call functions to answer the user's request. Their signatures:
+<tools>
+{tools}
+</tools>
+For each call, return a JSON object with the function's name and arguments within <tool_call> tags:
+<tool_call>
+{{"name": NAME, "arguments": ARGUMENTS}}
+</tool_call>"""
+
+
+def with_tools(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    """Return a conversation with its tools described in the system message, for templates without tools."""
+    listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    asked = _ASKED.format(tools=listed)
+    if messages and messages[0].get("role") == "system":
+        first = {**messages[0], "content": f"{messages[0].get('content') or ''}\n\n{asked}"}
+        return [first, *messages[1:]]
+    return [{"role": "system", "content": asked}, *messages]
+
+
+def with_calls(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an assistant's message with its tool calls in the content, for templates without tools."""
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    said = [str(message.get("content") or "")] if message.get("content") else []
+    said += [
+        f'{GENERIC[0]}\n{{"name": {json.dumps(call["name"], ensure_ascii=False)},'
+        f' "arguments": {call["arguments"] or "{}"}}}\n{GENERIC[1]}'
+        for call in calls
+    ]
+    return {**message, "content": "\n".join(said)}
+
+
+def with_objects(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message whose tool calls have their arguments as objects, as most templates want them."""
+    return {**message, "tool_calls": [_with_object(call) for call in message.get("tool_calls") or ()]}
+
+
+def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        arguments = json.loads(call["function"]["arguments"] or "{}")
+    except ValueError:
+        return dict(call)
+    if not isinstance(arguments, dict):
+        return dict(call)
+    return {**call, "function": {**call["function"], "arguments": arguments}}

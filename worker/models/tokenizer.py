@@ -10,16 +10,20 @@ from __future__ import annotations
 import os
 import re
 from datetime import UTC, datetime
+from functools import cached_property
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from .chat_template import ChatTemplate
 from .content import ControlTokens, index_after, is_marked, unmarked
+from .dialect import dialect_of, with_calls, with_objects, with_tools
 from .model_files import ModelError, one_line, read_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
+
+    from .dialect import Dialect
 
 _REPLACEMENT: Final = "\ufffd"
 #: A byte that is part of no longer token.
@@ -62,6 +66,7 @@ class Tokenizer:
         self._controls = ControlTokens(self._rust, self.eos_ids, str(hf.chat_template))
         self._bytes: dict[int, bytes] = {}
         self._lead: str | None = None
+        self._dialect: Dialect | None = None
         self._fingerprint: bytes | None = None
         self._guard: int = self._ids("a")[-1]
         self._guard_text: str = self._rust.decode([self._guard], skip_special_tokens=False)
@@ -118,10 +123,75 @@ class Tokenizer:
             found = self._bytes[token] = self._find_bytes(token)
         return found
 
+    @property
+    def dialect(self) -> Dialect:
+        """How the model writes reasoning and tool calls; found on first use."""
+        if self._dialect is None:
+            template = self.template if self.has_template and self.template else ""
+            self._dialect = dialect_of(template, self._rust.get_vocab(with_added_tokens=True))
+        return self._dialect
+
+    def adapted(self, messages: Sequence[dict[str, Any]], *, is_begun: bool) -> list[dict[str, Any]]:
+        """Return messages in the form that the template can render.
+
+        Tool calls have their arguments as objects or as text, as the template wants them, or stand in the
+        content if it knows no tools. A system message that is not the first of its conversation, if the
+        template refuses or drops such ones, becomes a part of the user's next message, or a user message.
+        `is_begun` says that messages come before these.
+        """
+        found: list[dict[str, Any]] = []
+        for number, message in enumerate(messages):
+            if message.get("tool_calls"):
+                if not self.dialect.renders_tools:
+                    message = with_calls(message)  # noqa: PLW2901
+                elif self._takes_objects:
+                    message = with_objects(message)  # noqa: PLW2901
+            is_late = message["role"] in ("system", "developer") and (is_begun or number > 0)
+            if is_late and not self._takes_late_system:
+                message = {"role": "user", "content": f"<system>\n{message['content']}\n</system>"}  # noqa: PLW2901
+            elif found and message["role"] == "user" and found[-1].get("content", "").endswith("</system>"):
+                said = f"{found.pop()['content']}\n\n{message['content']}"
+                message = {**message, "content": said}  # noqa: PLW2901
+            found.append(message)
+        return found
+
+    @cached_property
+    def _takes_objects(self) -> bool:
+        """Whether the template wants the arguments of tool calls as objects; some want text."""
+        function = {"name": "probe-name", "arguments": {"probe-key": "probe-value"}}
+        call = {"id": "abcdefghi", "type": "function", "function": function}
+        asked = {"role": "user", "content": "question"}
+        said = self._probe([asked, {"role": "assistant", "content": "", "tool_calls": [call]}])
+        return said is not None and "'probe-key'" not in said
+
+    @cached_property
+    def _takes_late_system(self) -> bool:
+        """Whether the template renders a system message in the middle of a conversation."""
+        roles = ("user", "question"), ("assistant", "answer"), ("system", "probe-text"), ("user", "question")
+        said = self._probe([{"role": role, "content": text} for role, text in roles])
+        return said is not None and "probe-text" in said
+
+    def _probe(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
+        try:
+            return self.render(messages, add_generation_prompt=False, started=datetime.now(UTC))
+        except TemplateError:
+            return None
+
+    def as_tools(self, tools: Any) -> Any:
+        """Return a copy of tools, for `render`, no text of which can become a special token."""
+        return self._controls.mark_all(tools)
+
     def render(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, started: datetime
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        started: datetime,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
         """Return the text of a whole conversation; raises `TemplateError`.
+
+        If the template knows no tools, they are described in the system message (`with_tools`).
 
         A template that asks for the date gets `started`, the day when the session began: with the present
         date, the same conversation would render differently tomorrow.
@@ -131,7 +201,11 @@ class Tokenizer:
         try:
             if self._chat is None:
                 self._chat = ChatTemplate(self._hf.get_chat_template(), self._hf.special_tokens_map)
-            return self._chat.render(messages, add_generation_prompt=add_generation_prompt, started=started)
+            if tools and not self.dialect.renders_tools:
+                messages, tools = with_tools(messages, tools), ()
+            return self._chat.render(
+                messages, add_generation_prompt=add_generation_prompt, started=started, tools=tools
+            )
         except Exception as error:  # noqa: BLE001  # a template is foreign code that can raise anything
             raise TemplateError(f"the chat template refuses these messages: {one_line(error)}") from None
 

@@ -90,6 +90,7 @@ class _Body(Struct, frozen=True, array_like=True):
     start: bytes | None = None
     parent: tuple[str, int] | None = None
     tags: tuple[str, ...] | None = None
+    tools: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +145,7 @@ class Delta:
             start=zlib.compress(msgspec.msgpack.encode(self.start), _LEVEL) if self.start else None,
             parent=msgspec.structs.astuple(self.history.parent) if self.history.parent else None,
             tags=self.history.tags or None,
+            tools=zlib.compress(conversation.pack_tools(), _LEVEL) if conversation.tools else None,
         )
         fields = [*msgspec.structs.astuple(body)]
         while fields[-1] is None:
@@ -212,6 +214,8 @@ def restore(
             conversation = Conversation.of(tokenizer, last.started, segments)
         else:
             conversation = Conversation.unpack(tokenizer, _inflate(last.near))
+        if last.tools is not None:
+            conversation = conversation.with_tools(_inflate(last.tools))
         policy = recorded(last.cache)
         parent = Parent(session=last.parent[0], position=last.parent[1]) if last.parent else None
     except (msgspec.MsgspecError, zlib.error, ValueError, CutOffError):

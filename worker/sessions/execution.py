@@ -25,6 +25,7 @@ from turnkeep_client.messages import (
     Failed,
     Generate,
     Generated,
+    NamedTool,
     Open,
     Opened,
     Parent,
@@ -37,6 +38,8 @@ from turnkeep_client.messages import (
 from worker.batch.chooser import Sampling
 from worker.concurrency import in_thread, task_group
 from worker.text.answer import Answer
+from worker.text.harmony import HarmonySplitter
+from worker.text.splitting import MarkedSplitter, call_id
 from worker.text.text import TextStream
 
 from .history import RefusedError, seen
@@ -52,6 +55,8 @@ if TYPE_CHECKING:
     from worker.device.engine import Engine, TurnResult
     from worker.models.tokenizer import Tokenizer
     from worker.telemetry import Telemetry
+    from worker.text.splitting import Splitter
+    from worker.text.templates import Conversation
     from worker.wire.journal import Journal
     from worker.wire.retention import Retention
 
@@ -221,9 +226,12 @@ class Execution:
         most = len(prompt) + request.max_tokens if policy.is_endless else self._context_tokens
         most = self._engine.most_tokens(most, policy) - len(prompt)
         most = max(most, sum(len(chunk.tokens) for chunk in published))
+        splitter = self._splitter(key, request, pending, extended.history.conversation)
         stream = TextStream(self._tokenizer, request.stop)
         answer = Answer(
             stream,
+            splitter=splitter,
+            max_calls=None if request.parallel_tool_calls else 1,
             max_tokens=min(request.max_tokens, most),
             max_bytes=self._max_answer_bytes,
             end_tokens=frozenset() if request.ignore_eos else self._tokenizer.eos_ids,
@@ -233,11 +241,44 @@ class Execution:
         turn = await self._sample(key, request, pending, extended.history, answer)
         if answer.finish_reason is None:
             late = pending.expired and not pending.cancelled
-            pending.held_text = answer.cancel("expired" if late else "cancelled")
+            pending.held = answer.cancel("expired" if late else "cancelled")
         if not answer.tokens:
             return withdrawn(pending, history, history.position), history
-        after = self._fold.answered(extended.history, answer.tokens)
+        after = self._fold.answered(extended.history, request, answer.tokens)
         return self._generated(key, pending, answer, turn, extended, after), after
+
+    def _splitter(
+        self, key: SessionKey, request: Generate, pending: Pending, conversation: Conversation
+    ) -> Splitter | None:
+        """Return what splits the answer into its parts; None if it is all text.
+
+        Raises `RefusedError` if the session lacks the tools that the request wants to be called.
+        """
+        tools = [*conversation.tools]
+        names = [tool["function"]["name"] for tool in tools]
+        choice = request.tool_choice
+        if isinstance(choice, NamedTool) and choice.function.name not in names:
+            raise RefusedError(
+                "invalid_request",
+                f"tool_choice names {choice.function.name}, which is none of the session's tools",
+            )
+        if choice == "required" and not tools:
+            raise RefusedError("invalid_request", "tool_choice requires a call, and the session has no tools")
+        if not conversation.has_messages or request.raw:
+            return None
+        dialect = self._tokenizer.dialect
+        if choice == "none":
+            tools = []
+
+        def new_id(index: int) -> str:
+            return call_id(f"{key}:{pending.seq}", index)
+
+        if dialect.is_harmony:
+            return HarmonySplitter(with_calls=bool(tools), new_id=new_id)
+        if not tools and dialect.reasoning is None:
+            return None
+        in_reasoning = conversation.in_reasoning()
+        return MarkedSplitter(dialect, in_reasoning=in_reasoning, tools=tools, new_id=new_id)
 
     async def _extend(self, history: History, request: Append | Generate) -> Input:
         """Add a request's input, on a thread unless it is small; raises `RefusedError`."""
@@ -316,12 +357,15 @@ class Execution:
             text=answer.text,
             tokens=tuple(answer.tokens),
             logprobs=tuple(answer.logprobs),
+            reasoning=answer.reasoning,
+            tool_calls=answer.calls,
             finish_reason=answer.finish_reason or "cancelled",
             usage=Usage(
                 prompt_tokens=num_prompt,
                 cached_tokens=num_cached,
                 prefilled_tokens=num_prompt - num_cached,
                 completion_tokens=len(answer.tokens),
+                reasoning_tokens=answer.num_thought,
             ),
             seconds=Seconds(
                 queued=(turn.started_s if turn else now_s) - begun_s,

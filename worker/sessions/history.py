@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from cache.names.policy import Policy
     from cache.names.tokens import Tokens
     from turnkeep_client.errors import ErrorCode
-    from turnkeep_client.messages import Request, Result
+    from turnkeep_client.messages import Request, Result, Tool
     from worker.text.templates import Tokenizer
 
     Edit: TypeAlias = Callable[["History"], tuple[Conversation, Addition]]
@@ -182,16 +182,17 @@ class Fold:
                 f"cannot rewind to {request.position}: the session is at position {history.position}",
             )
 
-    def extend(self, history: History, request: Append | Generate) -> Input:
+    def extend(self, history: History, request: Append | Generate, *, as_before: bool = False) -> Input:
         """Add a request's input, and for a generate the template's answer header.
 
-        Raises `RefusedError` for tokens outside the vocabulary and for messages that the chat template
-        refuses, and `CutOffError`.
+        With `as_before`, as versions did that passed tool calls and system messages on as they were. Raises
+        `RefusedError` for tokens outside the vocabulary and for messages that the chat template refuses, and
+        `CutOffError`.
         """
         kept = history.position
         state = replace(history, exists=True)
         try:
-            for edit in self._edits(request):
+            for edit in self._edits(history, request, as_before=as_before):
                 conversation, addition = edit(state)
                 kept = min(kept, addition.keep)
                 tokens = state.tokens[: addition.keep] + addition.tokens
@@ -204,9 +205,10 @@ class Fold:
             rewritten_from=kept if kept < history.position else None,
         )
 
-    def answered(self, extended: History, tokens: Sequence[int]) -> History:
+    def answered(self, extended: History, request: Generate, tokens: Sequence[int]) -> History:
         """Add an answer's tokens."""
-        conversation = extended.conversation.add_answer(extended.tokens, tokens)
+        keeps = request.reasoning.keep
+        conversation = extended.conversation.add_answer(extended.tokens, tokens, keeps_reasoning=keeps)
         return replace(extended, conversation=conversation, tokens=extended.tokens + tokens, exists=True)
 
     def opened(self, history: History, policy: Policy, tags: tuple[str, ...] = ()) -> History:
@@ -256,7 +258,7 @@ class Fold:
             case Generate(), Generated(tokens=tokens):
                 begun = _begun(history, result)
                 extended = self._replay_extend(begun, request, result.position - len(tokens))
-                after = self.answered(extended, tokens)
+                after = self.answered(extended, request, tokens)
             case Rewind(position=position), Rewound():
                 after = self.rewound(history, position)
             case Close(), Closed() if not history.exists:
@@ -277,19 +279,29 @@ class Fold:
         """Add the input of a request that brought the session to `position`."""
         try:
             extended = self.extend(history, request).history
+            if extended.position != position and request.messages:
+                as_then = self.extend(history, request, as_before=True).history
+                if as_then.position == position:
+                    return as_then
             if extended.position != position and request.messages and request.special_tokens is None:
                 # Earlier versions parsed special tokens in messages.
-                as_then = replace_fields(request, special_tokens=True)
-                return self.extend(history, as_then).history
+                parsed = replace_fields(request, special_tokens=True)
+                return self.extend(history, parsed, as_before=True).history
         except RefusedError as error:
             raise DivergedError(f"a request that was answered is refused now: {error}") from None
         return extended
 
-    def _edits(self, request: Append | Generate) -> Iterator[Edit]:
-        """List the edits of a request: its input, then for a generate the answer header."""
+    def _edits(self, history: History, request: Append | Generate, *, as_before: bool) -> Iterator[Edit]:
+        """List the edits of a request: tools, its input, then for a generate the answer header."""
+        if isinstance(request, Generate) and request.tools is not None:
+            tools = self._tokenizer.as_tools([_rendered(tool) for tool in request.tools])
+            yield lambda state: state.conversation.set_tools(state.tokens, tools)
         if request.messages:
             # A template may require the content that a message with only tool calls lacks.
             messages = [{"content": "", **msgspec.to_builtins(message)} for message in request.messages]
+            if not as_before:
+                is_begun = history.conversation.has_messages
+                messages = self._tokenizer.adapted(messages, is_begun=is_begun)
             if not request.special_tokens:
                 messages = [self._tokenizer.as_content(message) for message in messages]
             yield lambda state: state.conversation.add_messages(state.tokens, messages)
@@ -311,7 +323,9 @@ class Fold:
         """Add the beginning of the answer, which the request gives."""
         text = request.prefix if request.special_tokens else self._tokenizer.as_text(request.prefix)
         tokens = self._tokenizer.encode(text, at_start=not state.tokens)
-        return state.conversation.add_answer(state.tokens, tokens), Addition(state.position, tokens)
+        keeps = request.reasoning.keep
+        begun = state.conversation.add_answer(state.tokens, tokens, keeps_reasoning=keeps)
+        return begun, Addition(state.position, tokens)
 
     def _raw(self, state: History, tokens: list[int]) -> tuple[Conversation, Addition]:
         return state.conversation.add_raw(state.tokens, tokens)
@@ -324,6 +338,13 @@ class Fold:
                     "invalid_request",
                     f"token id {token} is outside of the vocabulary: ids go from 0 to {vocabulary - 1}",
                 )
+
+
+def _rendered(tool: Tool) -> dict[str, Any]:
+    """Return a tool as templates want it: without what is for the worker alone."""
+    shown: dict[str, Any] = msgspec.to_builtins(tool)
+    shown["function"].pop("strict", None)
+    return shown
 
 
 def _begun(history: History, result: Appended | Generated) -> History:

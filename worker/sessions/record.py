@@ -56,7 +56,7 @@ class Pending:
 
     `request` is None if the body is invalid; then `error` says why, and `named` is the body's id, if any. If
     the request repeats an answered id, `first` is the body of that id's first result. `stored` is the time at
-    which the log stored the request. `held_text` is the text not yet published when an answer was ended
+    which the log stored the request. `held` is what was not yet published when an answer was ended
     early; `published` is the task, if any, that reads the answer's chunks from the token stream. Three fields
     are for spans: `parent` names the publisher's span, `phases` are the parts of the turn's time, and the
     first `num_resumed` tokens of the answer come from a worker that has died.
@@ -69,7 +69,7 @@ class Pending:
     received_s: float = field(default_factory=monotonic)
     cancelled: bool = False
     expired: bool = False
-    held_text: str = ""
+    held: Chunk | None = None
     published: TaskHandle[list[Chunk]] | None = None
     named: str | None = None
     first: bytes = b""

@@ -518,11 +518,13 @@ class Session:
             return
         tokens = result.tokens if isinstance(result, Generated) else ()
         chunks = await self._published(pending)
-        held_text = ""
+        held = None
         # Only if all chunks before it are there: a client that misses chunks reads the result instead.
         if isinstance(result, Generated) and sum(len(chunk.tokens) for chunk in chunks) == len(tokens):
-            held_text = result.text[sum(len(chunk.text) for chunk in chunks) :]
-        await self._end_tokens(pending, request.id, len(tokens), held_text)
+            text = result.text[sum(len(chunk.text) for chunk in chunks) :]
+            reasoning = result.reasoning[sum(len(chunk.reasoning) for chunk in chunks) :]
+            held = Chunk(len(tokens), (), text, reasoning=reasoning)
+        await self._end_tokens(pending, request.id, held)
 
     async def _answer(self, pending: Pending, asides: TaskGroup) -> None:
         self.active = pending
@@ -716,8 +718,7 @@ class Session:
         if closes and isinstance(pending.request, Close) and pending.request.forget:
             await services.retention.forget(self.key, pending.seq, out_seq)
         if isinstance(pending.request, Generate):
-            num_tokens = len(result.tokens) if isinstance(result, Generated) else 0
-            await self._end_tokens(pending, pending.request.id, num_tokens, pending.held_text)
+            await self._end_tokens(pending, pending.request.id, pending.held)
         return True
 
     def _count(self, pending: Pending, result: Result) -> None:
@@ -762,11 +763,12 @@ class Session:
                     raise
                 self._services.telemetry.ignored["result"] += len(entries)
 
-    async def _end_tokens(self, pending: Pending, request_id: str, num_tokens: int, held_text: str) -> None:
+    async def _end_tokens(self, pending: Pending, request_id: str, held: Chunk | None) -> None:
         """Close an answer's token stream.
 
-        Publishes the text that was held back until a cancel. If that text were published before the commit,
-        the answer could continue differently after a crash.
+        Publishes what was held back until a cancel. If that were published before the commit, the answer
+        could continue differently after a crash.
         """
-        rest = Chunk(num_tokens, (), held_text, pending.seq) if held_text else None
+        says = held is not None and (held.text or held.reasoning or held.tool_calls)
+        rest = msgspec.structs.replace(held, seq=pending.seq) if held and says else None
         await self._services.outbox.end(self.key, request_id, rest)

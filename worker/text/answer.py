@@ -13,10 +13,14 @@ import msgspec
 
 from turnkeep_client.messages import Chunk, LikelyToken, TokenLogprob
 
+from .splitting import Piece
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from turnkeep_client.messages import FinishReason
+    from turnkeep_client.messages import Called, FinishReason
+
+    from .splitting import Splitter
 
 
 class TextSink(Protocol):
@@ -40,15 +44,29 @@ class Answer:
     """Tokens and text of one generate, up to its end."""
 
     def __init__(
-        self, stream: TextSink, *, max_tokens: int, max_bytes: int, end_tokens: frozenset[int]
+        self,
+        stream: TextSink,
+        *,
+        max_tokens: int,
+        max_bytes: int,
+        end_tokens: frozenset[int],
+        splitter: Splitter | None = None,
+        max_calls: int | None = None,
     ) -> None:
-        """`max_bytes` limits tokens and text as JSON, without the text that is held back."""
+        """`max_bytes` limits tokens and text as JSON, without the text that is held back.
+
+        Without a `splitter` all is text. The answer ends with its call number `max_calls`.
+        """
         self._stream = stream
+        self._splitter = splitter
+        self._max_calls = max_calls
         self.max_tokens = max_tokens
         self._left_bytes = max_bytes
         self.end_tokens = end_tokens
         self.tokens: list[int] = []
         self.texts: list[str] = []
+        self.thoughts: list[str] = []
+        self.num_thought = 0  # tokens of the reasoning
         self.logprobs: list[TokenLogprob] = []
         self.finish_reason: FinishReason | None = None
 
@@ -56,6 +74,16 @@ class Answer:
     def text(self) -> str:
         """All text so far."""
         return "".join(self.texts)
+
+    @property
+    def reasoning(self) -> str:
+        """All reasoning so far."""
+        return "".join(self.thoughts)
+
+    @property
+    def calls(self) -> tuple[Called, ...]:
+        """The complete tool calls so far."""
+        return tuple(self._splitter.calls) if self._splitter else ()
 
     def push(self, token: int, logprob: float | None = None, top: Iterable[tuple[int, float]] = ()) -> Chunk:
         """Add the next token, and return what is published of it.
@@ -67,21 +95,45 @@ class Answer:
         self.tokens.append(token)
         said = self._said(token, logprob, top)
         self.logprobs += said
+        self.num_thought += self._splitter is not None and self._splitter.in_reasoning
         if token in self.end_tokens:
             self.finish_reason = "stop"
-            text = ""
+            piece = Piece()
         else:
             text = self._stream.push(token)
             if self._stream.stopped:
                 self.finish_reason = "stop"
             encoded = len(msgspec.json.encode(text)) + len(msgspec.json.encode(said)) - 2
             self._left_bytes -= len(str(token)) + encoded - 1  # a comma, no quotes, no brackets
+            piece = self._split(text)
+            if self.finish_reason is None and self._max_calls and len(self.calls) >= self._max_calls:
+                self.finish_reason = "stop"
             if self.finish_reason is None and (len(self.tokens) >= self.max_tokens or self._left_bytes < 0):
                 self.finish_reason = "length"
         if self.finish_reason is not None:
-            text += self._stream.finish()
-        self.texts.append(text)
-        return Chunk(index, (token,), text, logprobs=said)
+            piece += self._finish()
+        self._add(piece)
+        return Chunk(
+            index, (token,), piece.text, logprobs=said, reasoning=piece.reasoning, tool_calls=piece.calls
+        )
+
+    def _split(self, text: str) -> Piece:
+        return self._splitter.push(text) if self._splitter else Piece(text)
+
+    def _finish(self) -> Piece:
+        """End the text, and say how the answer ended if it has calls."""
+        piece = self._split(self._stream.finish())
+        if self._splitter is not None:
+            piece += self._splitter.finish()
+            if self.finish_reason == "stop" and self._splitter.malformed:
+                self.finish_reason = "tool_calls_malformed"
+            elif self.finish_reason == "stop" and self._splitter.calls:
+                self.finish_reason = "tool_calls"
+        return piece
+
+    def _add(self, piece: Piece) -> None:
+        self.texts.append(piece.text)
+        self.thoughts.append(piece.reasoning)
 
     def _said(
         self, token: int, logprob: float | None, top: Iterable[tuple[int, float]]
@@ -98,8 +150,9 @@ class Answer:
         logprob = max(logprob, -sys.float_info.max)
         return text, logprob, None if text.encode() == spelled else tuple(spelled)
 
-    def cancel(self, reason: Literal["cancelled", "expired"] = "cancelled") -> str:
-        """End the answer here; returns the text that was held back."""
+    def cancel(self, reason: Literal["cancelled", "expired"] = "cancelled") -> Chunk:
+        """End the answer here; returns a chunk without tokens, with what was held back."""
         self.finish_reason = reason
-        self.texts.append(self._stream.finish())
-        return self.texts[-1]
+        piece = self._finish()
+        self._add(piece)
+        return Chunk(len(self.tokens), (), piece.text, reasoning=piece.reasoning, tool_calls=piece.calls)

@@ -61,7 +61,8 @@ class Segment(Struct, frozen=True, array_like=True):
 
     A prompt holds its messages and may end with the header of an answer. An end-of-turn token closes an
     answer. Messages after raw content start a new conversation; `num_before` counts its messages before this
-    segment.
+    segment. The first `num_thought` characters of an answer's content are reasoning that leaves the session
+    when the next user message comes.
     """
 
     kind: Literal["prompt", "answer", "raw"]
@@ -72,6 +73,7 @@ class Segment(Struct, frozen=True, array_like=True):
     opens_answer: bool = False
     closed: bool = False
     num_before: int = 0
+    num_thought: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,8 @@ class Conversation:
     """A session's state besides its tokens. Immutable: every change returns a new object.
 
     The argument `history` is always the session's tokens before the change. `started` is the date that the
-    template may print: one date per session, so that a replay of its log gives the same tokens.
+    template may print: one date per session, so that a replay of its log gives the same tokens. `tools` are
+    rendered with the messages.
     """
 
     tokenizer: Tokenizer
@@ -106,6 +109,7 @@ class Conversation:
     _num_cut: int = 0
     _base: int = 0
     _head: tuple[Message, ...] = ()
+    tools: tuple[Message, ...] = ()
 
     @property
     def position(self) -> int:
@@ -128,6 +132,16 @@ class Conversation:
             return self, Addition(len(history), [])
         return self._extend(history, messages, opens_answer=False)
 
+    def set_tools(self, history: Sequence[int], tools: Sequence[Message]) -> tuple[Conversation, Addition]:
+        """Change the tools; earlier messages are rendered again, as tools are mostly written before them.
+
+        Raises `TemplateError` and `CutOffError`.
+        """
+        changed = replace(self, tools=tuple(tools))
+        if not self.has_messages or changed.tools == self.tools:
+            return changed, Addition(len(history), [])
+        return changed._extend(history, (), opens_answer=False, whole=True)  # noqa: SLF001  # of this class
+
     def start_answer(self, history: Sequence[int], *, raw: bool = False) -> tuple[Conversation, Addition]:
         """Add the assistant header that a generate needs.
 
@@ -144,11 +158,14 @@ class Conversation:
             return self, Addition(len(history), [])
         return self._extend(history, (), opens_answer=True)
 
-    def add_answer(self, history: Sequence[int], tokens: Sequence[int]) -> Conversation:
+    def add_answer(
+        self, history: Sequence[int], tokens: Sequence[int], *, keeps_reasoning: bool = True
+    ) -> Conversation:
         """Add generated tokens; the last one may be an end-of-turn token.
 
-        After an assistant header or an unfinished answer the tokens belong to the assistant; otherwise they
-        are raw content.
+        Without `keeps_reasoning` the answer's reasoning leaves the session with the next user message. After
+        an assistant header or an unfinished answer the tokens belong to the assistant; otherwise they are raw
+        content.
         """
         last = self._segments[-1] if self._segments else None
         if (
@@ -158,8 +175,10 @@ class Conversation:
         ):
             return self.add_raw(history, tokens)[0]
         if last.kind == "prompt":
-            return self._with(self._answer(len(history), tokens, _num_up_to(last) - 1))
-        answer = self._answer(last.start, [*history[last.start :], *tokens], last.num_before)
+            answer = self._answer(len(history), tokens, _num_up_to(last) - 1, keeps_reasoning=keeps_reasoning)
+            return self._with(answer)
+        whole = [*history[last.start :], *tokens]
+        answer = self._answer(last.start, whole, last.num_before, keeps_reasoning=keeps_reasoning)
         return replace(self, _segments=(*self._segments[:-1], answer))
 
     def add_raw(self, history: Sequence[int], tokens: Sequence[int]) -> tuple[Conversation, Addition]:
@@ -177,20 +196,32 @@ class Conversation:
         content. Raises `CutOffError`.
         """
         if not position:
-            return Conversation(self.tokenizer, self.started)
+            return Conversation(self.tokenizer, self.started, tools=self.tools)
         if position <= self._base:
             raise CutOffError("the part to rewind to was left out")
         segments = [segment for segment in self._segments if segment.end <= position]
         if len(segments) < len(self._segments):
             cut = self._segments[len(segments)]
             if cut.start < position and cut.kind == "answer":
-                segments.append(self._answer(cut.start, history[cut.start : position], cut.num_before))
+                kept, keeps = history[cut.start : position], not cut.num_thought
+                segments.append(self._answer(cut.start, kept, cut.num_before, keeps_reasoning=keeps))
             elif cut.start < position:
                 segments.append(Segment("raw", cut.start, position))
         first = _first(segments)
         if self._first and self._num_cut and not first:
             raise CutOffError("the beginning of the conversation was left out")
         return replace(self, _segments=tuple(segments), _first=first)
+
+    def in_reasoning(self) -> bool:
+        """Whether the next token of the answer belongs to its reasoning."""
+        pair, last = self.tokenizer.dialect.reasoning, self._segments[-1] if self._segments else None
+        if pair is None or last is None:
+            return False
+        if last.kind == "answer":  # unfinished; the header before it may have opened the reasoning
+            before = self._segments[-2].text if len(self._segments) > 1 else ""
+            text = unmarked(before[-len(pair[0]) - 8 :] + last.text)
+            return not last.closed and text.rfind(pair[0]) > text.rfind(pair[1])
+        return last.opens_answer and last.text.rstrip().endswith(pair[0])
 
     @property
     def begins(self) -> int:
@@ -244,7 +275,8 @@ class Conversation:
         before = whole._segments[: self._num_cut]  # of this class
         if whole.begins or len(before) < self._num_cut or before[-1].end != self._base:
             raise CutOffError("the earlier state lacks the beginning of the conversation too")
-        return Conversation.of(self.tokenizer, self.started, (*before, *self._segments))
+        segments = (*before, *self._segments)
+        return replace(self, _segments=segments, _first=_first(segments), _num_cut=0, _base=0, _head=())
 
     def changes(self, since: Conversation) -> Changes:
         """Return the changes since an earlier state. If it was shortened since, all segments count as new."""
@@ -271,15 +303,30 @@ class Conversation:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, started: datetime, segments: Sequence[Segment]) -> Conversation:
-        """Build the conversation of these segments."""
+        """Build the conversation of these segments, without tools."""
         return cls(tokenizer, started, tuple(segments), _first(segments))
+
+    def pack_tools(self) -> bytes:
+        """Encode the tools, for `with_tools`."""
+        return pack_segments(self.tools)
+
+    def with_tools(self, packed: bytes) -> Conversation:
+        """Return the conversation with the tools that `pack_tools` encoded. Raises `ValueError`."""
+        return replace(self, tools=tuple(json.loads(packed)))
 
     def _with(self, segment: Segment) -> Conversation:
         return replace(self, _segments=(*self._segments, segment))
 
-    def _answer(self, start: int, tokens: Sequence[int], num_before: int) -> Segment:
+    def _answer(
+        self, start: int, tokens: Sequence[int], num_before: int, *, keeps_reasoning: bool
+    ) -> Segment:
         closed = tokens[-1] in self.tokenizer.eos_ids
         lead, content = self.tokenizer.answer_content(tokens[:-1] if closed else tokens)
+        num_thought = 0
+        if not keeps_reasoning and (pair := self.tokenizer.dialect.reasoning):
+            at = content.rfind(pair[1])
+            rest = content[at + len(pair[1]) :].lstrip() if at >= 0 else ""
+            num_thought = len(content) - len(rest) if at >= 0 or content.startswith(pair[0]) else 0
         return Segment(
             "answer",
             start,
@@ -288,38 +335,53 @@ class Conversation:
             ({"role": "assistant", "content": content},),
             closed=closed,
             num_before=num_before,
+            num_thought=num_thought,
         )
 
-    def _messages(self, segments: Sequence[Segment]) -> list[Message]:
-        """List the messages of the segments; a header without an answer counts as an empty message."""
+    def _messages(self, segments: Sequence[Segment], *, drops: bool = False) -> list[Message]:
+        """List the messages of the segments; a header without an answer counts as an empty message.
+
+        With `drops`, without the reasoning that is not to be kept.
+        """
         messages: list[Message] = []
         for segment in segments:
             if segment.kind == "answer":
                 messages.pop()
-            messages += segment.messages
+            if drops and segment.num_thought:
+                said = str(segment.messages[0]["content"])[segment.num_thought :]
+                messages.append({**segment.messages[0], "content": said})
+            else:
+                messages += segment.messages
             if segment.opens_answer:
                 messages.append({"role": "assistant", "content": ""})
         return messages
 
     def _render(self, messages: Sequence[Message], *, header: bool) -> str:
-        return self.tokenizer.render(messages, add_generation_prompt=header, started=self.started)
+        return self.tokenizer.render(
+            messages, add_generation_prompt=header, started=self.started, tools=self.tools
+        )
 
     def _extend(
-        self, history: Sequence[int], messages: Sequence[Message], *, opens_answer: bool
+        self,
+        history: Sequence[int],
+        messages: Sequence[Message],
+        *,
+        opens_answer: bool,
+        whole: bool = False,
     ) -> tuple[Conversation, Addition]:
         """Extend the conversation by messages as the template renders it.
 
-        Keeps as many tokens as possible.
+        Keeps as many tokens as possible. With `whole` any part of the text may have changed.
         """
-        near = self._near_target(messages, header=opens_answer)
+        near = None if whole else self._near_target(messages, header=opens_answer)
         extended = near and self._reach(near, history, messages, opens_answer=opens_answer)
         if extended:
             return extended
         if self._head:
             raise CutOffError("the template needs messages that were left out")
-        every = [*self._messages(self._segments[self._first :]), *messages]
-        whole = _Target(self._first, self._render(every, header=opens_answer))
-        extended = self._reach(whole, history, messages, opens_answer=opens_answer)
+        every = [*self._messages(self._segments[self._first :], drops=_has_question(messages)), *messages]
+        target = _Target(self._first, self._render(every, header=opens_answer))
+        extended = self._reach(target, history, messages, opens_answer=opens_answer)
         if extended is None:
             raise AssertionError("a render from the first segment cannot fail")
         return extended
@@ -338,7 +400,7 @@ class Conversation:
         head = self._head or self._first_messages(num_head)
         before = self._messages(segments[lead:end])[odd:]
         opened = segments[end - 1].opens_answer
-        after = [*self._messages(segments[lead:])[odd:], *messages]
+        after = [*self._messages(segments[lead:], drops=_has_question(messages))[odd:], *messages]
         try:
             known = self._render([*head, *(before[:-1] if opened else before)], header=opened)
             wanted = self._render([*head, *after], header=header)
@@ -414,7 +476,7 @@ class Conversation:
         if kept and kept[-1].opens_answer and len(kept) < len(segments):
             # The answer becomes a message of the new segment.
             kept[-1] = structs.replace(kept[-1], opens_answer=False)
-        every = [*self._messages(segments), *messages]
+        every = [*self._messages(segments, drops=_has_question(messages)), *messages]
         num_kept = len(self._messages(kept))
         added = Segment(
             "prompt",
@@ -504,6 +566,10 @@ def unpack_segments(packed: bytes) -> list[Segment]:
 def _first(segments: Sequence[Segment]) -> int:
     """Find the first segment after the last raw content: there the present conversation starts."""
     return next((index for index in range(len(segments), 0, -1) if segments[index - 1].kind == "raw"), 0)
+
+
+def _has_question(messages: Sequence[Message]) -> bool:
+    return any(message.get("role") == "user" for message in messages)
 
 
 def _num_up_to(segment: Segment) -> int:
