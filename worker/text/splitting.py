@@ -123,11 +123,13 @@ class MarkedSplitter:
         if call is not None:
             call.add(held)
             # An object of JSON shows itself that it is complete; the end of other calls is their marker.
-            return self._parsed(call, "", is_whole=not call.end or self._dialect.is_json)
-        if self.in_reasoning:
+            piece, held = self._parsed(call, "", is_whole=not call.end or self._dialect.is_json), ""
+        elif self.in_reasoning:
             return self._reasoned(held)
+        else:
+            piece = Piece()
         space, self._space = self._space, ""
-        return Piece(space + held)
+        return piece + Piece(space + held)
 
     def _in_text(self, held: str) -> tuple[Piece, str]:
         reasoning, calls = self._dialect.reasoning, self._dialect.calls
