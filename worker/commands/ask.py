@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 from typing import TYPE_CHECKING, Any, Final
 from uuid import uuid4
@@ -18,6 +19,9 @@ from .screen import printable, wrapped
 from .stream import stream
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
     from turnkeep_client.client import Client
     from turnkeep_client.session import Sampling, Session
 
@@ -39,6 +43,23 @@ def question(argument: str | None) -> str:
     return "\n\n".join(parts)
 
 
+def tools_of(files: Iterable[Path]) -> list[dict[str, Any]]:
+    """Read tools from files: each has a tool in OpenAI's shape, a function alone, or a list of these.
+
+    Raises `UsageError`.
+    """
+    found: list[dict[str, Any]] = []
+    for file in files:
+        try:
+            read = json.loads(file.read_text())
+        except (OSError, ValueError) as error:
+            raise click.UsageError(f"{file} is no JSON with a tool: {error}") from None
+        for tool in read if isinstance(read, list) else [read]:
+            is_whole = isinstance(tool, dict) and "function" in tool
+            found.append(tool if is_whole else {"type": "function", "function": tool})
+    return found
+
+
 def decoded(body: bytes) -> str:
     """Decode piped input. Raises `UsageError` if it is not UTF-8."""
     try:
@@ -58,6 +79,7 @@ async def ask(
     *,
     as_json: bool,
     count: int | None = None,
+    reasoning: str | None = None,
 ) -> bool:
     """Stream the answer; if no session was named, remove the one that was created for the question.
 
@@ -77,7 +99,9 @@ async def ask(
     if not as_json:
         click.echo(options.get("prefix", ""), nl=False)
     try:
-        finished = await stream(session, generation, shown=not as_json, kept=name is not None)
+        finished = await stream(
+            session, generation, shown=not as_json, kept=name is not None, reasoning=reasoning
+        )
         if finished and as_json:
             click.echo(encode(generation.result))
         elif finished and (why := cut(generation.result, options["max_tokens"])):

@@ -68,15 +68,18 @@ _SHOWN: Final = 2000
 _LINE, _QUOTED = "\n", "\n> "
 
 
-async def chat(client: Client, name: str, system: str | None, sampling: Sampling) -> None:
+async def chat(
+    client: Client, name: str, system: str | None, sampling: Sampling, reasoning: str | None = None
+) -> None:
     """Read lines and stream answers until the input ends. Raises `TurnkeepError` if it cannot start."""
     build(Generate, **sampling)  # report a wrong option before the first question
-    await _Chat(client, name, sampling).run(system)
+    await _Chat(client, name, sampling, reasoning).run(system)
 
 
 class _Chat:
-    def __init__(self, client: Client, name: str, sampling: Sampling) -> None:
+    def __init__(self, client: Client, name: str, sampling: Sampling, reasoning: str | None) -> None:
         self._client = client
+        self._reasoning = reasoning
         self._session = client.session(name)
         self._name = name
         self._system_text: str | None = None
@@ -150,7 +153,7 @@ class _Chat:
         options = whole(self._sampling)
         generation = self._session.generate(messages=[{"role": "user", "content": question}], **options)
         self._unanswered = question
-        answered = await stream(self._session, generation)
+        answered = await stream(self._session, generation, reasoning=self._reasoning)
         if not answered or generation.result.tokens:
             self._unanswered = None
         why = cut(generation.result, options["max_tokens"]) if answered else ""

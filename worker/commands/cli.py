@@ -31,6 +31,7 @@ from .flags import (
     SpanType,
     as_json,
     load_settings,
+    reasoning_option,
     tag_option,
     tenant_option,
     with_sampling,
@@ -199,10 +200,17 @@ def _examine(settings: Settings, *, as_json: bool) -> NoReturn:
     "--session", "name", metavar="NAME", default="chat", show_default=True, help="Session to continue."
 )
 @tenant_option
+@reasoning_option
 @with_sampling
 @with_settings(*CLIENT_SETTINGS)
 def chat(
-    config: Path | None, name: str, tenant: str, system: str | None, sampling: Sampling, **flags: Any
+    config: Path | None,
+    name: str,
+    tenant: str,
+    reasoning: str | None,
+    system: str | None,
+    sampling: Sampling,
+    **flags: Any,
 ) -> None:
     """Talk with the model. A later chat with the same session continues the conversation.
 
@@ -211,7 +219,7 @@ def chat(
     """
     from .chat import chat as run
 
-    talk(load_settings(config, flags), tenant, lambda client: run(client, name, system, sampling))
+    talk(load_settings(config, flags), tenant, lambda client: run(client, name, system, sampling, reasoning))
 
 
 @main.command()
@@ -222,6 +230,15 @@ def chat(
 @tenant_option
 @as_json
 @click.option("--logprobs", metavar="N", type=int, help="With --json: logprobs, and the N likeliest tokens.")
+@click.option(
+    "--tool",
+    "tools",
+    metavar="FILE",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    multiple=True,
+    help="A tool that the model may call, or a list of them, as JSON; may be given several times.",
+)
+@reasoning_option
 @click.option("--answer-prefix", "prefix_", metavar="TEXT", help="Begin the answer with this text.")
 @click.option(
     "-n",
@@ -239,6 +256,8 @@ def ask(
     tenant: str,
     as_json: bool,
     logprobs: int | None,
+    tools: tuple[Path, ...],
+    reasoning: str | None,
     prefix_: str | None,
     count: int | None,
     system: str | None,
@@ -252,8 +271,11 @@ def ask(
     """
     from .ask import ask as run
     from .ask import question as whole
+    from .ask import tools_of
 
     text = whole(question)
+    if tools:
+        sampling |= {"tools": tools_of(tools)}
     if logprobs is not None:
         if not as_json:
             raise click.UsageError("--logprobs is for --json, whose result has them")
@@ -263,7 +285,9 @@ def ask(
         sampling |= {"prefix": prefix_}
 
     async def answer(client: Client) -> bool:
-        return await run(client, name, text, system, sampling, as_json=as_json, count=count)
+        return await run(
+            client, name, text, system, sampling, as_json=as_json, count=count, reasoning=reasoning
+        )
 
     if not talk(load_settings(config, flags), tenant, answer):
         sys.exit(_INTERRUPTED)

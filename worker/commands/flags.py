@@ -62,6 +62,13 @@ def tag_option(help_text: str) -> Callable[[Callable[..., Any]], Callable[..., A
     return click.option("--tag", "tags", metavar="TAG", multiple=True, help=help_text)
 
 
+reasoning_option = click.option(
+    "--reasoning",
+    type=click.Choice(["show", "hide"]),
+    help="Whether to print the model's reasoning. [default: on a terminal, dimmed]",
+)
+
+
 def check_target(target: Path, *, force: bool) -> None:
     """Raise `TurnkeepError` if a file exists, unless `force` allows to overwrite it."""
     if target.exists() and not force:

@@ -103,13 +103,13 @@ class Screen:
         #: Used cells of the answer's last line on the terminal; the note is on the next line.
         self._column = 0
 
-    def write(self, text: str) -> None:
-        """Print more text of the answer."""
+    def write(self, text: str, *, dim: bool = False) -> None:
+        """Print more text of the answer, dimmed on a terminal."""
         text = printable(text)
         if self._words is None:
             self._print(text)
         elif ready := self._words.feed(text):
-            self._print(ready)
+            self._print(click.style(ready, dim=True) if dim else ready)
 
     def end(self) -> None:
         """End the answer's last line."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import sys
 from typing import TYPE_CHECKING, Final
 
 import click
@@ -22,19 +23,33 @@ _POLL_S: Final = 0.3
 _SILENCE_S: Final = 1.5
 
 
-async def stream(session: Session, generation: Generation, *, shown: bool = True, kept: bool = True) -> bool:
+async def stream(
+    session: Session,
+    generation: Generation,
+    *,
+    shown: bool = True,
+    kept: bool = True,
+    reasoning: str | None = None,
+) -> bool:
     """Print an answer as it arrives; False if Ctrl-C ended the answer or the wait for it.
+
+    `reasoning` is `show` or `hide`; None shows it on a terminal only, dimmed. Tool calls come last, one a
+    line.
 
     Ctrl-C cancels the answer. If no worker runs, or at a second Ctrl-C, only the wait ends, and the request
     stays in the log. `kept` is false if the caller then removes the session. Without `shown` the text is not
     printed. Raises what the generation raises.
     """
-    return await _Stream(session, generation, shown=shown, kept=kept).run()
+    told = sys.stdout.isatty() if reasoning is None else reasoning == "show"
+    return await _Stream(session, generation, shown=shown, kept=kept, shows_reasoning=told).run()
 
 
 class _Stream:
-    def __init__(self, session: Session, generation: Generation, *, shown: bool, kept: bool) -> None:
+    def __init__(
+        self, session: Session, generation: Generation, *, shown: bool, kept: bool, shows_reasoning: bool
+    ) -> None:
         self._session = session
+        self._shows_reasoning = shows_reasoning
         self._generation = generation
         self._screen = Screen()
         self._shown = shown
@@ -79,10 +94,21 @@ class _Stream:
         return self._stopping is None
 
     async def _read(self) -> None:
+        in_reasoning = False
         async for chunk in self._generation:
             self._heard_at, self._has_begun = self._loop.time(), True
-            if self._shown:
+            if self._shown and chunk.reasoning and self._shows_reasoning:
+                in_reasoning = True
+                self._screen.write(chunk.reasoning, dim=True)
+            if self._shown and chunk.text:
+                self._screen.write("\n\n" if in_reasoning else "")
+                in_reasoning = False
                 self._screen.write(chunk.text)
+        if self._shown:
+            result = self._generation.result
+            for number, call in enumerate(result.tool_calls):
+                self._screen.write("\n" if number or result.text else "")
+                self._screen.write(f"{call.function.name}({call.function.arguments})")
         self._end()
 
     def _end(self) -> None:
