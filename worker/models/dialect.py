@@ -35,8 +35,7 @@ class Dialect:
     `reasoning` and `calls` are pairs of markers, the end of `calls` is empty if calls go on to the answer's
     end. With `is_json`, each call is one JSON object with `name` first, so that its arguments are known while
     they are written. With `is_bare`, an answer that begins like a JSON object is a call without a marker.
-    With `is_harmony`, the text consists of messages with channels (OpenAI's harmony format), and the pairs
-    are not used.
+    With `is_harmony`, the text consists of messages with channels (OpenAI's harmony format).
     """
 
     reasoning: tuple[str, str] | None = None
@@ -46,6 +45,9 @@ class Dialect:
     is_bare: bool = False
     is_harmony: bool = False
     renders_tools: bool = False
+    #: How a call is written between its markers, for grammars: with NAME before the arguments, then what
+    #: follows them; None there if the arguments are not JSON.
+    form: tuple[str, str | None] = ('\n{"name": "NAME", "arguments": ', "}\n")
 
 
 #: Pairs of markers of reasoning, by what the vocabulary has.
@@ -55,20 +57,28 @@ _REASONING: Final = (
     ("<|think:start|>", "<|think:end|>"),
     ("[THINK]", "[/THINK]"),
 )
-#: What in a chat template tells mlx-lm's parsers apart, the first that is there.
-_PARSERS: Final = (
-    ("<minimax:tool_call>", "minimax_m2"),
-    ("<|tool_call>", "gemma4"),
-    ("<start_function_call>", "function_gemma"),
-    ("<longcat_tool_call>", "longcat"),
-    ("<arg_key>", "glm47"),
-    ("<|tool_call_start|>", "pythonic"),
-    ("<|tool_list_start|>", "pythonic"),
-    ("<function=", "qwen3_coder"),
-    ("<|tool_calls_section_begin|>", "kimi_k2"),
-    ('<function name="', "minicpm5"),
-    ("[TOOL_CALLS]", "mistral"),
-    ("<atem:function_calls>", "muse_spark"),
+#: What in a chat template tells mlx-lm's parsers apart, the first that is there, and the call's form.
+_PARSERS: Final[tuple[tuple[str, str, tuple[str, str | None]], ...]] = (
+    ("<minimax:tool_call>", "minimax_m2", ('\n<invoke name="NAME">\n', None)),
+    ("<|tool_call>", "gemma4", ("call:NAME{", None)),
+    ("<start_function_call>", "function_gemma", ("call:NAME{", None)),
+    ("<longcat_tool_call>", "longcat", ("NAME\n", None)),
+    ("<arg_key>", "glm47", ("NAME\n", None)),
+    ("<|tool_call_start|>", "pythonic", ("[NAME(", None)),
+    ("<|tool_list_start|>", "pythonic", ("[NAME(", None)),
+    ("<function=", "qwen3_coder", ("\n<function=NAME>\n", None)),
+    (
+        "<|tool_calls_section_begin|>",
+        "kimi_k2",
+        (
+            "<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>",
+            "<|tool_call_end|>",
+        ),
+    ),
+    ('<function name="', "minicpm5", ("", None)),
+    ("[ARGS]", "mistral", ("NAME[ARGS]", "")),
+    ("[TOOL_CALLS]", "mistral", ('[{"name": "NAME", "arguments": ', "}]")),
+    ("<atem:function_calls>", "muse_spark", ("", None)),
 )
 
 
@@ -89,7 +99,9 @@ GENERIC: Final = ("<tool_call>", "</tool_call>")
 def dialect_of(template: str, vocabulary: Collection[str]) -> Dialect:
     """Return the dialect of a model, by its chat template's source and its vocabulary."""
     if "<|channel|>" in vocabulary and "<|message|>" in vocabulary:
-        return Dialect(is_harmony=True, renders_tools="tools" in template)
+        form = ("to=functions.NAME <|constrain|>json<|message|>", "")
+        pair = ("<|channel|>commentary ", "")
+        return Dialect(calls=pair, is_harmony=True, renders_tools="tools" in template, form=form)
     reasoning = next((pair for pair in _REASONING if {*pair} <= {*vocabulary}), None)
     if "<|channel>" in vocabulary and "<channel|>" in vocabulary:
         reasoning = ("<|channel>thought", "<channel|>")
@@ -97,14 +109,19 @@ def dialect_of(template: str, vocabulary: Collection[str]) -> Dialect:
     if not renders:
         return Dialect(reasoning, GENERIC, parse_json, is_json=True)
     if _DEEPSEEK[0] in template:
-        return Dialect(reasoning, _DEEPSEEK, _parse_deepseek, renders_tools=True)
-    for mark, name in _PARSERS:
+        begin, sep, end = map(_deepseek, ("tool call begin", "tool sep", "tool call end"))
+        fenced = (f"{begin}function{sep}NAME\n```json\n", f"\n```{end}")
+        form = fenced if "```json" in template else (f"{begin}NAME{sep}", end)
+        return Dialect(reasoning, _DEEPSEEK, _parse_deepseek, renders_tools=True, form=form)
+    for mark, name, form in _PARSERS:
         if mark in template:
             module = import_module(f"mlx_lm.tool_parsers.{name}")
             pair = (module.tool_call_start, module.tool_call_end)
-            return Dialect(reasoning, pair, _Foreign(module.parse_tool_call), renders_tools=True)
+            return Dialect(reasoning, pair, _Foreign(module.parse_tool_call), renders_tools=True, form=form)
     if "<|python_tag|>" in vocabulary:
-        return Dialect(reasoning, ("<|python_tag|>", ""), _parse_llama, is_bare=True, renders_tools=True)
+        form = ('{"name": "NAME", "parameters": ', "}")
+        pair = ("<|python_tag|>", "")
+        return Dialect(reasoning, pair, _parse_llama, is_bare=True, renders_tools=True, form=form)
     return Dialect(reasoning, GENERIC, parse_json, is_json=True, renders_tools=True)
 
 

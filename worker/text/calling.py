@@ -1,0 +1,102 @@
+"""Writes grammars of tool calls: what an answer may be that must call, or may call only as tools allow. Pure.
+
+The grammars are in llguidance's variant of Lark. Arguments that a model writes as JSON follow the tool's
+schema; those of other formats are free, but the call's beginning is not.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from worker.models.dialect import Dialect
+
+
+def calls_grammar(
+    dialect: Dialect,
+    tools: Sequence[Mapping[str, Any]],
+    token_of: Callable[[str], int | None],
+    *,
+    answer: str | None,
+    several: bool,
+) -> str:
+    """Return a grammar whose answers are calls of `tools`.
+
+    `token_of` returns the id of a marker that is a control token, which the text of an answer cannot spell.
+    `answer` is the rule of an answer that calls nothing, or of the text around calls (`text`); None if the
+    answer must call. With `several`, there may be more calls than one.
+    """
+    opens, closes = dialect.calls or ("", "")
+    before, after = dialect.form
+    lines = []
+    for number, tool in enumerate(tools):
+        function = tool["function"]
+        begin = before.replace("NAME", function["name"])
+        lines.append(f"call_{number}: {_text(opens + begin, token_of)} {_arguments(after, number)}")
+        lines[-1] += f" {_text(after + closes, token_of)}" if after is not None and after + closes else ""
+        if after is not None:
+            lines.append(f"args_{number}: %json {_schema(function)}")
+    one = " | ".join(f"call_{number}" for number in range(len(tools)))
+    lines.append(f"call: {one}")
+    more = ' ("\\n"? call)*' if several and after is not None else ""
+    calls = f"/[ \\n]*/ call{more}"
+    if answer is None:
+        start = calls
+    elif answer == "text":
+        lines.append(f"TEXT: {_other_text(opens, token_of)}")
+        start = "TEXT? | TEXT? call (TEXT? call)* TEXT?" if several else "TEXT? call?"
+    else:
+        lines.append(f"answer: {answer}")
+        start = f"{calls} | answer"
+    return "\n".join([f"start: {start}", *lines])
+
+
+def _arguments(after: str | None, number: int) -> str:
+    return f"args_{number}" if after is not None else "/(?s:.*)/"
+
+
+def _schema(function: Mapping[str, Any]) -> str:
+    schema = dict(function.get("parameters") or {"type": "object"})
+    schema.setdefault("type", "object")
+    schema["x-guidance"] = {
+        "lenient": not function.get("strict"),
+        "whitespace_flexible": False,
+        "item_separator": ", ?",
+        "key_separator": ": ?",
+    }
+    return json.dumps(schema, ensure_ascii=False)
+
+
+def _text(text: str, token_of: Callable[[str], int | None]) -> str:
+    """Write text as a rule: control tokens within it by their ids, the rest as strings."""
+    parts: list[str] = []
+    rest = text
+    while rest:
+        found = None
+        for start in range(len(rest)):
+            for end in range(len(rest), start, -1):
+                if rest[start] in "<[" and (token := token_of(rest[start:end])) is not None:
+                    found = (start, end, token)
+                    break
+            if found:
+                break
+        if found is None:
+            parts.append(json.dumps(rest))
+            break
+        start, end, token = found
+        if start:
+            parts.append(json.dumps(rest[:start]))
+        parts.append(f"<[{token}]>")
+        rest = rest[end:]
+    return " ".join(parts)
+
+
+def _other_text(opens: str, token_of: Callable[[str], int | None]) -> str:
+    """Write the rule of text without the marker that opens a call."""
+    if token_of(opens) is not None:
+        return "/(?s:.)+/"
+    escaped = "".join(f"\\{char}" if char in "\\/.^$|?*+()[]{}" else char for char in opens)
+    return f"/(?s:.)+/ & ~/(?s:.*){escaped}(?s:.*)/"
