@@ -7,7 +7,6 @@ Sends requests to the event loop (`Recall`, `WantsPast`), and takes the answers.
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any, Final
 
 from cache.kv import layers
@@ -15,7 +14,7 @@ from cache.names.blocks import Span
 from cache.names.errors import LostPastError
 from cache.names.policy import CHUNK, RECALLED
 
-from .memory import EXACT_SCALE
+from .memory import PAGED_SCALE
 from .turn import Recall, WantsPast
 
 if TYPE_CHECKING:
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
     from .scheduler import Scheduler
     from .turn import Event, Turn
 
-#: The last tokens of a prompt are run again once what matters to them is on the device.
-ASKED_TOKENS: Final = 32
 #: An answer's session asks for chunks once in so many tokens.
 RECALL_EVERY: Final = 16
 
@@ -66,18 +63,16 @@ class Paging:
         """Prepare a new turn that has its caches and is in the scheduler; request KV that it needs."""
         if turn.caches is not None:
             turn.most_blocks = layers.most_run(turn.caches, self._block) // self._block
-        if turn.policy.exact:
-            turn.scale = min(turn.most_blocks, EXACT_SCALE)
+        if turn.policy.recall:
+            turn.scale = min(turn.most_blocks, PAGED_SCALE)
         turn.asks = turn.asks and turn.num_cached < turn.target - 1  # none of its tokens can ask
         self.want_past(turn)
 
     def begin_piece(self, turn: Turn) -> None:
         """Set which KV a prompt's next piece sees, and which of its tokens' queries score chunks."""
         if (pages := layers.pages(turn.caches or [])) is not None:
-            # An end that is run again, with what it asked for in sight, does not ask again.
-            asks = turn.asks or not turn.draws
-            pages.asks_from = turn.target - 1 - self._block if asks else sys.maxsize
-            pages.sees_all, pages.past = turn.policy.exact, turn.past
+            pages.asks_from = turn.target - 1 - self._block
+            pages.sees_all, pages.past = True, turn.past
 
     def end_piece(self, turn: Turn) -> None:
         """Update the chunks' scores after a piece; later tokens see only the KV on the device."""
@@ -87,7 +82,7 @@ class Paging:
 
     def want_past(self, turn: Turn) -> None:
         """Request the KV that is no longer on the device, if the prompt's next piece must see it."""
-        end = layers.num_passed(turn.caches or []) if turn.policy.exact else 0
+        end = layers.num_passed(turn.caches or [])
         if end and turn in self._scheduler and turn.row is None:
             self._wait(turn)
             self._emit(WantsPast(turn, end))
@@ -105,22 +100,22 @@ class Paging:
         self.recall(turn)
 
     def recall(self, turn: Turn) -> None:
-        """Request the chunks that are not on the device although they now score high enough."""
+        """Request the chunks that are not on the device although they now score high enough.
+
+        A prompt requests them once, before its last token, and waits: they are for the answer's tokens.
+        """
         is_end = turn.asks and turn.num_cached >= turn.target - 1
-        if not (is_end or turn.row is None or turn.num_cached % RECALL_EVERY == 0):
-            return
-        if turn.policy.exact and turn.row is None and not is_end:
-            return  # no token of the prompt would see what came
-        if not turn.is_recalling:
-            turn.asks = turn.asks and not is_end
+        is_due = is_end if turn.row is None else turn.num_cached % RECALL_EVERY == 0
+        if is_due and not turn.is_recalling:
+            turn.asks = False
             pages = layers.pages(self._caches(turn))
             chunks = pages.choose(turn.num_cached)[: RECALLED // CHUNK] if pages is not None else []
             if chunks:
                 turn.is_recalling = True
                 spans = (Span(chunk * CHUNK, (chunk + 1) * CHUNK) for chunk in sorted(chunks))
                 self._emit(Recall(turn, tuple(spans)))
-        if is_end and turn.is_recalling:
-            self._wait(turn)
+                if is_end:
+                    self._wait(turn)
 
     def recalled(self, turn: Turn, spans: tuple[Span, ...], tensors: dict[str, mx.array]) -> None:
         """Make chunks that were read visible to a turn; a prompt that waited for them continues."""
@@ -128,12 +123,6 @@ class Paging:
             self.num_evicted += CHUNK * layers.recall(self._caches(turn), tensors, spans)
         if turn in self._waiting:
             self._go_on(turn)
-            if turn.asks:
-                self.recall(turn)
-            elif spans and turn.caches is not None and not turn.policy.exact:
-                # With what matters in sight, the end is run again.
-                turn.num_cached = max(turn.num_cached - ASKED_TOKENS, turn.num_reused)
-                layers.trim(turn.caches, turn.num_cached)
 
     def _wait(self, turn: Turn) -> None:
         self._scheduler.remove(turn)
