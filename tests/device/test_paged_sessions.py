@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
     from engine_process import Process
 
+    from turnkeep_client.messages import Chunk
+
 WINDOW = Policy(4, 4 * CHUNK)
 POLICY = Policy.paged(9 * CHUNK + 4, [(3 * CHUNK + 5, 3 * CHUNK + 40)], sink=4)
 MOST = POLICY.recall + (POLICY.window or 0)
@@ -411,6 +413,36 @@ async def test_a_chunk_that_is_no_longer_on_the_disk_is_done_without(model, tmp_
         monkeypatch.setattr(process.store, "recall", none)
         outcome, answer = await _answered(process, [*tokens, 5], 12)
         assert (outcome.num_prefilled, len(answer)) == (2, 12)
+
+
+async def test_an_answer_gets_its_chunks_while_its_publishing_waits(model, tmp_path, monkeypatch) -> None:
+    """As when NATS is away: the answer goes on, and must not do so without what it asks for."""
+    tokens, can_publish, has_come, recall = (
+        prompt(16 * CHUNK),
+        asyncio.Event(),
+        threading.Event(),
+        layers.recall,
+    )
+    wanted = {len(tokens) // 16 * 16 + 16: [2]}  # by the position of an answer's token
+    monkeypatch.setattr(Pages, "choose", lambda _, position: wanted.pop(position, []))
+    monkeypatch.setattr(layers, "recall", lambda *args: has_come.set() or recall(*args))
+    published: list[int] = []
+
+    async def publish(chunk: Chunk) -> None:
+        await can_publish.wait()
+        published.extend(chunk.tokens)
+
+    async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
+        await process.append(tokens, policy=POLICY)
+        growing = engine_process.answer(40)
+        key, context = engine_process.key("s"), as_tokens([*tokens, 5])
+        more = {"answer": growing, "max_new": 40, "policy": POLICY, "publish": publish}
+        running = asyncio.create_task(process.engine.run(key, context, lambda: False, **more))
+        assert await asyncio.to_thread(has_come.wait, 10)
+        can_publish.set()
+        await running
+    assert published == growing.tokens
+    assert len(published) == 40
 
 
 async def test_a_turn_that_is_cancelled_while_it_waits_for_the_disk_ends(

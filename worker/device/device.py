@@ -24,16 +24,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from cache.kv.paged import Past
     from cache.kv.size import KvSize
-    from cache.names.blocks import Span
     from cache.names.policy import Policy
     from cache.names.snapshot import ModelLayout
     from turnkeep_client.subjects import SessionKey
     from worker.models.model import LoadedModel
 
     from .memory import Estimator
-    from .turn import StepReport, Turn
+    from .turn import KvRead, StepReport, Turn
 
 
 #: A call on the runner, on the device thread; None stops the thread.
@@ -153,13 +151,9 @@ class Device:
         """Release the room that `reserve_room` has reserved, or withdraw the request for it."""
         self._commands.put(lambda runner: runner.room.release(key))
 
-    def recalled(self, turn: Turn, spans: tuple[Span, ...], tensors: dict[str, mx.array]) -> None:
-        """Answer a `Recall` event with the chunks that were read, in order, and their tokens' arrays."""
-        self._commands.put(lambda runner: runner.recalled(turn, spans, tensors))
-
-    def give_past(self, turn: Turn, past: Past | None) -> None:
-        """Answer a `WantsPast` event with the KV on SSD; None if it cannot be read: the turn then fails."""
-        self._commands.put(lambda runner: runner.give_past(turn, past))
+    def give(self, turn: Turn, kv: KvRead) -> None:
+        """Answer a `NeedsKv` event; without the KV of all earlier tokens a prompt fails."""
+        self._commands.put(lambda runner: runner.give(turn, kv))
 
     def stop(self, timeout_s: float = 10.0) -> bool:
         """End the thread after the running step; False if it did not end in time."""

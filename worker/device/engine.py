@@ -21,6 +21,7 @@ from cache.names.policy import FULL
 from cache.store import Forgotten
 from turnkeep_client.messages import joined
 from worker.batch.chooser import Sampling
+from worker.concurrency import task_group
 from worker.traces import Phase
 
 from .admission import Admission, Claim, place
@@ -33,21 +34,22 @@ from .turn import (
     Finished,
     KvLost,
     LostKvError,
+    NeedsKv,
     NoRoomError,
     Prefilled,
-    Recall,
     Sampled,
     Short,
     SnapshotCut,
     Starved,
     StepReport,
     Turn,
-    WantsPast,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from typing import TypeAlias
+
+    from anyio.abc import TaskGroup
 
     from cache.kv.size import KvSize
     from cache.names.policy import Policy
@@ -128,6 +130,7 @@ class _Run:
     num_granted: int = 0
     admitted: asyncio.Future[bool] | None = None
     turn: Turn | None = None
+    reads: TaskGroup | None = None  # of KV from SSD for the turn on the device
     is_paused: bool = False
     is_cancelled: bool = False
     is_abandoned: bool = False  # no task waits for its end
@@ -339,13 +342,18 @@ class Engine:
             case _:
                 self._handle_turn(event)
 
-    def _handle_turn(self, event: Prefilled | Sampled | Recall | WantsPast | Finished | Faulted) -> None:
+    def _handle_turn(self, event: Prefilled | Sampled | NeedsKv | Finished | Faulted) -> None:
         turn = event.turn
         run = self._turns.get(turn)
         match event:
             case Prefilled(_, num_cached):
                 if run is not None:
                     run.progress.num_cached = num_cached
+                return
+            case NeedsKv():
+                # At once, and not behind the chunks to publish: these wait while NATS is away.
+                if run is not None and run.reads is not None and not run.is_abandoned:
+                    run.reads.start_soon(self._read, event, run.holding)
                 return
             case Sampled(_, chunk):
                 self._telemetry.generated_tokens += 1
@@ -422,7 +430,10 @@ class Engine:
                 return is_stopped
             run.started_s = run.started_s or monotonic()
             turn.num_granted = run.num_granted
-            return await self._follow(run, turn, publish)
+            async with task_group() as run.reads:
+                is_over = await self._follow(run, turn, publish)
+                run.reads.cancel_scope.cancel()
+            return is_over
         finally:
             self._finder.release(run.holding)
             if turn in self._flights:  # the device has not reported its end
@@ -461,11 +472,6 @@ class Engine:
                 run.first_token_s = run.first_token_s or monotonic()
                 if publish is not None:
                     await publish(joined([event.chunk for event in sampled]))
-            for event in events:
-                if isinstance(event, Recall):
-                    self._telemetry.recalled_tokens += await self._finder.recall(turn, event.spans)
-                elif isinstance(event, WantsPast):
-                    await self._finder.find_past(turn, run.holding, event.end)
             if isinstance(events[-1], Faulted | Finished):
                 run.phases += _on_device(turn, submitted_s, drawn_s)
             end = events[-1]
@@ -486,6 +492,10 @@ class Engine:
                     if self._stopping and not (over and run.is_complete):
                         raise StoppingError
                     return run.admitted is None
+
+    async def _read(self, needs: NeedsKv, holding: Holding) -> None:
+        num_recalled = await self._finder.read(needs, holding)
+        self._telemetry.recalled_tokens += num_recalled
 
     def _count(self, run: _Run, turn: Turn, num_cached: int, live_bytes: int) -> None:
         """Count what a turn cost. Tokens that are prefilled again after a pause are counted once."""

@@ -12,17 +12,18 @@ from itertools import chain
 from time import monotonic
 from typing import TYPE_CHECKING, Final
 
+from cache.names.blocks import Span
 from worker.traces import Phase
 
 from .memory import GROWTH_TOKENS
 from .residency import LEAST_SHARED
+from .turn import KvRead
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     import mlx.core as mx
 
-    from cache.names.blocks import Span
     from cache.names.policy import Policy
     from cache.names.tokens import Chain
     from cache.store import HeldPrefix, Store, StoredPast
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from .admission import Ledger
     from .device import Device
     from .flights import Flights
-    from .turn import Turn
+    from .turn import NeedsKv, Turn
 
 #: A prefix on SSD replaces one on the device only if it is longer by one part in so many: a restore reads
 #: the whole prefix, and reading a token is about this many times faster than computing it.
@@ -132,32 +133,27 @@ class Finder:
         start = turn.edges[0] if self._device.trimmable else 0
         turn.spans = store.wanted(chain, turn.context, start, end)
 
-    async def find_past(self, turn: Turn, holding: Holding, end: int) -> None:
-        """Give the device the KV of a turn's first `end` tokens, read from SSD.
+    async def read(self, needs: NeedsKv, holding: Holding) -> int:
+        """Read KV that a running turn needs from SSD for the device; return the number of tokens recalled.
 
-        The turn holds these snapshots from now on, so that they stay on disk.
+        The turn holds the snapshots that its prompt reads, so that they stay on disk.
         """
-        past = None
+        turn, past, spans = needs.turn, None, tuple[Span, ...]()
+        tensors: dict[str, mx.array] = {}
         try:
-            if self._store is not None and turn.chain is not None:
-                past = await self._store.past(turn.chain, turn.context, end, PATIENCE_S, holding.is_stopped)
+            if self._store is None or turn.chain is None:
+                raise AssertionError("without a store no session is paged")
+            if needs.num_past:
+                past = await self._store.past(turn.chain, turn.context, needs.num_past, PATIENCE_S)
                 held = self._store.hold(turn.chain, turn.context)
                 self.release(holding)
                 holding.prefix, holding.past = held, past
+            if needs.spans:
+                tokens = turn.tokens(needs.spans[-1].end)
+                spans, tensors = await self._store.recall(turn.chain, tokens, needs.spans)
         finally:
-            self._device.give_past(turn, past)  # the turn waits for it
-
-    async def recall(self, turn: Turn, spans: tuple[Span, ...]) -> int:
-        """Read chunks of a turn's session from SSD for the device; return the number of tokens found."""
-        found: tuple[Span, ...] = ()
-        tensors: dict[str, mx.array] = {}
-        try:
-            if self._store is not None and turn.chain is not None:
-                tokens = turn.tokens(max(span.end for span in spans))
-                found, tensors = await self._store.recall(turn.chain, tokens, spans)
-        finally:
-            self._device.recalled(turn, found, tensors)  # the turn may wait for it
-        return sum(span.num_tokens for span in found)
+            self._device.give(turn, KvRead(past, spans, tensors))  # a prompt waits for it
+        return sum(span.num_tokens for span in spans)
 
     def _find_source(self, turn: Turn, busy: Collection[SessionKey]) -> tuple[SessionKey | None, int]:
         """Find the tenant's session with the longest common prefix, resident or soon to be prefilled.

@@ -62,13 +62,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
     from pathlib import Path
 
-    from cache.kv.paged import Past
-    from cache.names.blocks import Span
     from worker.batch.batch import Batch
     from worker.batch.chooser import Drawn
     from worker.models.model import LoadedModel
 
     from .scheduler import Step
+    from .turn import KvRead
 
 log = structlog.get_logger()
 
@@ -273,10 +272,7 @@ class Runner:
 
     def cancel(self, turn: Turn) -> None:
         """End a turn with the tokens so far; no effect on a turn that is over."""
-        if turn in self._scheduler:
-            self._end_or_fault_all(turn)
-        elif turn in self._paging:
-            self._paging.discard(turn)
+        if turn in self._scheduler or turn in self._paging:
             self._end_or_fault_all(turn)
         elif self._acquisition.stop_waiting(turn):
             self._guarded(turn, self._start)  # so that its session keeps its KV
@@ -288,16 +284,10 @@ class Runner:
         if turn.row is not None:
             turn.row.num_left = _num_left(turn)
 
-    def recalled(self, turn: Turn, spans: tuple[Span, ...], tensors: dict[str, mx.array]) -> None:
-        """Make chunks that were read from SSD visible to a turn; a prompt that waited for them continues."""
-        turn.is_recalling = False
-        if turn in self._paging or turn in self._scheduler:
-            self._guarded(turn, lambda turn: self._paging.recalled(turn, spans, tensors))
-
-    def give_past(self, turn: Turn, past: Past | None) -> None:
-        """Continue a prompt that waited for the KV of all earlier tokens; None if some of it is lost."""
+    def give(self, turn: Turn, kv: KvRead) -> None:
+        """Give a turn the KV that it has asked for; no effect on a turn that is over."""
         if turn in self._paging:
-            self._guarded(turn, lambda turn: self._paging.give_past(turn, past))
+            self._guarded(turn, lambda turn: self._paging.take(turn, kv))
 
     def _emit(self, event: Event) -> None:
         self._events.append(event)
@@ -431,7 +421,7 @@ class Runner:
                 self._decoded(turn)
         for turn in (*step.decode, *pieces):
             if turn.policy.recall and turn in self._scheduler:
-                self._guarded(turn, self._paging.recall)
+                self._guarded(turn, self._paging.ask)
 
     def _piece(self, turn: Turn, num_tokens: int) -> PrefillPiece:
         start, end = turn.num_cached, turn.num_cached + num_tokens
@@ -466,8 +456,6 @@ class Runner:
             self._sampled(turn, turn.row.drawn[0])
         elif turn.num_cached == turn.target:
             self._end(turn)
-        else:
-            self._paging.want_past(turn)
 
     def _decoded(self, turn: Turn) -> None:
         """Add the tokens that a step has drawn for a row, up to the answer's end."""
@@ -510,6 +498,7 @@ class Runner:
     def _end(self, turn: Turn) -> None:
         """End a turn: its KV stays resident, and its tail is cut for the disk."""
         self._scheduler.remove(turn)
+        self._paging.discard(turn)
         self._acquisition.remove(turn)
         self.cutting.cut_noted(turn)
         if turn.row is not None:
