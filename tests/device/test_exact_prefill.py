@@ -25,6 +25,7 @@ from worker.batch.forward import Forward
 from worker.batch.parts import OwnPart
 from worker.device import cutting, finding
 from worker.device.engine import DeviceFaultError
+from worker.device.run import Run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -212,8 +213,8 @@ async def test_of_a_damaged_block_that_is_forgotten_meanwhile_no_copy_stays(mode
         with pytest.raises(LostPastError, match="damaged"):
             list(past.parts("1"))
         assert len(list((tmp_path / "quarantine").iterdir())) == 1
-        holding = finding.Holding(engine_process.key("s"), lambda: False, prefix, past)
-        process.engine._finder.release(holding)
+        more = {"policy": POLICY, "num_most": 0, "cancelled": lambda: False, "phases": []}
+        process.engine._finder.release(Run(engine_process.key("s"), 0, 0.0, prefix=prefix, past=past, **more))
         assert await process.store.barrier(10)
         assert list((tmp_path / "quarantine").iterdir()) == []
 
@@ -285,13 +286,13 @@ async def test_a_prompt_that_loses_its_past_leaves_an_answer_beside_it_alone(mod
         async def publish(*_: object) -> None:
             begun.set()
 
-        growing = engine_process.answer(400)
+        growing = engine_process.answer(1000)
         beside = process.engine.run(
             engine_process.key("beside"),
             as_tokens(range(40)),
             lambda: False,
             answer=growing,
-            max_new=400,
+            max_new=1000,
             publish=publish,
         )
         answering = asyncio.create_task(beside)
@@ -303,7 +304,7 @@ async def test_a_prompt_that_loses_its_past_leaves_an_answer_beside_it_alone(mod
         assert process.store.stats().rejected == 1
         assert outcome.num_prefilled == len(tokens) - 20 * CHUNK - 1
         await answering
-        assert len(growing.tokens) == 400
+        assert len(growing.tokens) == 1000
 
 
 async def test_kv_in_eight_bits_is_read_back_as_it_was(make_model, tmp_path) -> None:

@@ -130,7 +130,7 @@ async def test_workers_that_cannot_page_say_why(local_worker: Callable, wide_mod
     with pytest.raises(RequestFailedError, match="stores no KV on disk"):
         await diskless.client.session("s").open({"policy": "paged", "resident": 600})
     await diskless.stop()
-    with pytest.raises(WorkerError, match="cache_policy cannot be the default here: paged sessions keep"):
+    with pytest.raises(WorkerError, match="cannot be the default here: this worker stores no KV on disk"):
         await local_worker(model=str(wide_model), snapshots="off", cache_policy=Policy.paged(600, sink=4))
 
 

@@ -80,20 +80,22 @@ class Device:
         self._busy_since: float | None = None  # None while the thread loads, or waits for a command
         #: Set once `start` has returned: what memory is needed for, the cache class that cannot be
         #: snapshotted, what snapshots hold, the classes of all layers, whether KV can be cut and trimmed at
-        #: any token, why sessions cannot have a window, whether they can be paged, and the device's name.
+        #: any token, and the device's name.
         self.estimator: Estimator
         self.unsupported_cache: str | None = None
         self.layout: ModelLayout
         self.caches = ""
         self.kv_layers: dict[str, str] = {}
         self.trimmable = True
-        self.refusal: str | None = None
-        self.has_pages = False
         self.name = ""
 
     def kv(self, policy: Policy) -> KvSize:
         """Return the size of a session's KV under a policy."""
         return self.estimator.kv.under(policy)
+
+    def refusal(self, policy: Policy, *, has_disk: bool) -> str | None:
+        """Return why sessions cannot have a policy; None if they can. `has_disk`: KV is stored on disk."""
+        return self._runner.refusal(policy, has_disk=has_disk)
 
     @property
     def busy_s(self) -> float:
@@ -199,8 +201,6 @@ class Device:
         self.caches = runner.caches
         self.kv_layers = runner.kv_layers
         self.trimmable = runner.trimmable
-        self.refusal = runner.refusal
-        self.has_pages = runner.has_pages
         self.name = machine.name()
         return runner
 

@@ -111,7 +111,7 @@ def estimator(
     )
 
 
-def _refusal(model: Any, batch: Batch) -> str | None:
+def _no_window(model: Any, batch: Batch) -> str | None:
     """Say why sessions of a model cannot use a policy with sinks and a window; None if they can."""
     try:
         caches = layers.make(model, Policy(4, 1024))
@@ -148,10 +148,7 @@ class Runner:
         make = self._try_caches(loaded, limit_bytes)
         #: Idle sessions' KV, and the restores that have room or wait for it.
         self.room = Room(self.estimator, block_tokens, self._emit)
-        #: Why sessions of this model cannot have sinks and a window; None if they can.
-        self.refusal = _refusal(loaded.model, self._batch)
-        #: Whether a part of a session's KV can be on the device, and the rest on SSD.
-        self.has_pages = self._batch.windows_are_rings and bool(self.layout.sketches)
+        self._no_window = _no_window(loaded.model, self._batch)
         #: Cuts snapshots for the disk, once its `room` is set.
         self.cutting = Cutting(
             self._batch, self.estimator, block_tokens, self._emit, trimmable=self.trimmable
@@ -213,6 +210,17 @@ class Runner:
 
     def _has_room(self, size_bytes: int) -> bool:
         return self.room.has_or_asks(size_bytes)
+
+    def refusal(self, policy: Policy, *, has_disk: bool) -> str | None:
+        """Return why sessions cannot have a policy; None if they can. May be called from any thread.
+
+        `has_disk` says that KV is stored on disk.
+        """
+        if policy.recall and not has_disk:
+            return "this worker stores no KV on disk, which paged sessions need; use another policy"
+        if policy.recall and not (self._batch.windows_are_rings and self.layout.sketches):
+            return "this model's keys cannot be sketched, or its rows not share a pass; use another policy"
+        return None if policy.window is None else self._no_window
 
     @property
     def is_busy(self) -> bool:
