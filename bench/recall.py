@@ -22,16 +22,15 @@ from .corpus import Texts, paragraphs
 from .faults import BenchError
 from .plan import Corpus, Option, Seed, TextFile, TurnTimeout
 from .run import Run
-from .session import RUN_AGAIN
 from .spec import Against, Bench, Findings, Plot
 from .turns import Measure, Sample, Turn
 
-FULL, WINDOW, PAGED, EXACT = WAYS = ("full", "window", "paged", "paged, exact")
+FULL, WINDOW, PAGED = WAYS = ("full", "window", "paged")
 #: Sinks of a window of so many tokens in all.
 SINK: Final = 4
 #: Tokens of an answer: of a code of four digits, and of some words before it.
 ANSWER_TOKENS: Final = 12
-#: How much less a session with an exact prefill may know, as a share of all questions.
+#: How much less a paged session may know, as a share of all questions.
 LOST: Final = 1 / 3
 NAMES: Final = ("Greta", "Anton", "Marie", "Oskar", "Paula", "Viktor", "Helen", "Bruno", "Clara", "Simon")
 
@@ -43,8 +42,7 @@ class Plan:
     """Facts planted in long texts, and a question for each, under every cache policy.
 
     At each depth of a text a sentence tells a secret code; after the text a question asks for each code. Each
-    number of resident tokens is tried as a window, as a paged session, and as a paged session with an exact
-    prefill, and compared with a full session.
+    number of resident tokens is tried as a window and as a paged session, and compared with a full session.
     """
 
     corpus: Corpus = "mt-bench"
@@ -63,7 +61,6 @@ class Plan:
         for tokens in sorted(self.resident, reverse=True):
             found[_case(WINDOW, tokens)] = CachePolicy("sink_window", SINK, tokens - SINK)
             found[_case(PAGED, tokens)] = CachePolicy("paged", resident=tokens)
-            found[_case(EXACT, tokens)] = CachePolicy("paged", resident=tokens, prefill="exact")
         return found
 
 
@@ -112,17 +109,16 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
     yield count(name, pairs, lambda pair: not 0 < pair[0].kv_live_bytes < pair[1].kv_live_bytes)
     name = "a question is all that is prefilled for its answer"
     yield count(name, found.answered, _prefills_more)
-    levels = [level for level, way in found.places(KNOWN) if way == EXACT and level is not None]
+    levels = [level for level, way in found.places(KNOWN) if way == PAGED and level is not None]
     against = Against(KNOWN, FULL, "difference")
-    losses = {f"{level:,.0f} tokens": found.compared(against, EXACT, level) for level in levels}
-    name = f"with an exact prefill at most {LOST:.0%} of the questions are lost"
+    losses = {f"{level:,.0f} tokens": found.compared(against, PAGED, level) for level in levels}
+    name = f"under paged at most {LOST:.0%} of the questions are lost"
     yield bounded(name, losses, at_least=-LOST, unit="share")
 
 
 def _prefills_more(turn: Turn) -> bool:
-    """Whether more was prefilled than the question, the token before it, and the end of a paged prompt."""
-    again = RUN_AGAIN if _way(turn.case)[0] == PAGED else 0
-    return turn.prefilled_tokens > turn.prompt_tokens - (turn.fact("held") or 0) + 1 + again
+    """Whether more was prefilled than the question and the token before it."""
+    return turn.prefilled_tokens > turn.prompt_tokens - (turn.fact("held") or 0) + 1
 
 
 class Fact(NamedTuple):

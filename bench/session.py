@@ -40,8 +40,6 @@ MIN_TURNS: Final = 5
 #: How much longer a turn at the end may take than one at the beginning, as a share.
 DRIFT: Final = 0.5
 CLOSE_TIMEOUT_S: Final = 2.0
-#: Tokens at the end of a paged session's prompt that run once more with what came back from SSD.
-RUN_AGAIN: Final = 32
 
 LIMIT: Final = f"Turns of the session. [default: {DEFAULT_TURNS}, or no limit with --duration]"
 
@@ -63,7 +61,6 @@ class Plan:
     window: Annotated[int | None, Option("Keep the KV of so many tokens, behind those of --sink.")] = None
     sink: Annotated[int, Option("First tokens that stay in sight, with --window.")] = 4
     resident: Annotated[int | None, Option("Keep so many tokens on the device, all on SSD.")] = None
-    exact: Annotated[bool, Option("Have prompts see all of them, with --resident.")] = False
     restart_every: Annotated[int | None, Option("Turns between restarts of the worker.")] = None
     turn_timeout: TurnTimeout = 300.0
     corpus: Corpus = "mt-bench"
@@ -155,11 +152,11 @@ def kv_formula(turns: Sequence[Turn]) -> Callable[[int], float]:
     """Return the bytes of KV as a function of a session's tokens, fitted to most turns; 0 if no turn has KV.
 
     Each of the first tokens (as many as the fact `kept`, or all) takes the same number of bytes. Each further
-    token takes no bytes, or in a paged session (which has the fact `again`) the bytes of its sketch.
+    token takes no bytes, or in a paged session (which has the fact `paged`) the bytes of its sketch.
     """
     sizes = [(turn.kv_live_bytes, tokens) for turn in turns for tokens in _lengths(turn)]
     kept = (turns[0].fact("kept") if turns else None) or math.inf
-    is_paged = any(turn.fact("again") is not None for turn in turns)
+    is_paged = any("paged" in turn.facts for turn in turns)
     held = _voted(size / min(tokens, kept) for size, tokens in sizes if tokens <= kept or not is_paged)
     beyond = [one for one in sizes if is_paged and one[1] > kept]
     more = _voted((size - kept * held) / (tokens - kept) for size, tokens in beyond)
@@ -178,23 +175,20 @@ def _voted(sizes: Iterable[float]) -> float:
 
 
 def _own_tokens(turn: Turn) -> float:
-    """Return the most tokens a turn may prefill: new, rewritten, and the last one of the turn before.
-
-    A paged session may prefill the end of its prompt twice (the fact `again`).
-    """
-    held, again = turn.fact("held"), turn.fact("again") or 0
+    """Return the most tokens a turn may prefill: new, rewritten, and the last one of the turn before."""
+    held = turn.fact("held")
     kept = held if turn.rewritten_from is None else turn.rewritten_from
     if held is None or kept is None:
         return math.inf
-    return turn.prompt_tokens - kept + (1 if kept else 0) + again
+    return turn.prompt_tokens - kept + (1 if kept else 0)
 
 
 def _cache(plan: Plan) -> CachePolicy | None:
     """Return the session's cache policy. Raises `BenchError` for options that do not go together."""
-    if (plan.window is not None and plan.resident is not None) or (plan.exact and plan.resident is None):
-        raise BenchError("take --window, or --resident, or --resident with --exact")
+    if plan.window is not None and plan.resident is not None:
+        raise BenchError("take --window or --resident")
     if plan.resident is not None:
-        return CachePolicy("paged", resident=plan.resident, prefill="exact" if plan.exact else None)
+        return CachePolicy("paged", resident=plan.resident)
     return None if plan.window is None else CachePolicy("sink_window", plan.sink, plan.window)
 
 
@@ -282,7 +276,7 @@ async def _ask(run: Run[Plan], session: Session, text: str, held: int | None) ->
     if run.plan.window is not None:
         facts["kept"] = run.plan.sink + run.plan.window
     elif run.plan.resident is not None:
-        facts |= {"kept": run.plan.resident, "again": 0 if run.plan.exact else RUN_AGAIN}
+        facts |= {"kept": run.plan.resident, "paged": "yes"}
     with contextlib.suppress(TurnkeepError):
         metrics = (await session.info()).worker
         run.metrics = run.metrics or metrics

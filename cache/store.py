@@ -317,12 +317,11 @@ class Store:
         tokens: Sequence[int],
         end: int,
         timeout_s: float,
-        is_stopped: Callable[[], bool] = lambda: False,
     ) -> StoredPast | None:
         """Wait until the KV of the first `end` tokens is stored, and return it to be read layer by layer.
 
-        `tokens` reach to the end of their last block, which is full. None after `timeout_s`, or once
-        `is_stopped` returns true. The caller must hold the prefix while it reads.
+        `tokens` reach to the end of their last block, which is full. None after `timeout_s`. The caller must
+        hold the prefix while it reads.
         """
         form = self._form(chain.policy)
         until = self._monotonic() + timeout_s
@@ -332,7 +331,7 @@ class Store:
             self.release(match)
             if match.num_tokens >= end:
                 break
-            if self._monotonic() > until or self._closing or is_stopped():
+            if self._monotonic() > until or self._closing:
                 return None
             await asyncio.sleep(_SETTLE_S)
         return self._loading.past(form, match, end)

@@ -531,13 +531,7 @@ class App:
         """Raise `WorkerError` if the worker cannot serve sessions under its default cache policy."""
         policy, blocks = self._settings.cache_policy, self._settings.block_tokens
         why = misfit(policy, block_tokens=blocks, context_tokens=self._context_tokens)
-        if why is None and policy.window is not None:
-            why = self._device.refusal
-        if why is None and policy.recall and self._settings.snapshots == "off":
-            why = "paged sessions keep their KV on disk, and snapshots are off"
-        if why is None and policy.recall and not self._device.has_pages:
-            why = "this model's keys cannot be sketched, or its rows not share a pass"
-        if why is not None:
+        if why := why or self._device.refusal(policy, has_disk=self._settings.snapshots != "off"):
             raise WorkerError(f"cache_policy cannot be the default here: {why}")
 
     def _device_died(self, error: BaseException) -> None:

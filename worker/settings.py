@@ -120,7 +120,7 @@ def _bits(value: object) -> int:
 
 
 _POLICY_TEXT = re.compile(
-    r"(?P<paged>paged(?::\s*(\d{1,9})(?P<exact>,\s*exact)?)?)|sink_window(?::\s*([1-9]\d{0,8}),\s*([1-9]\d{0,8}))?"
+    r"(?P<paged>paged(?::\s*(\d{1,9}))?)|sink_window(?::\s*([1-9]\d{0,8}),\s*([1-9]\d{0,8}))?"
 )
 
 
@@ -129,10 +129,8 @@ def _policy(value: object) -> Policy:
     if match is None:
         raise ValueError(value)
     if match["paged"]:
-        return Policy.paged(
-            int(match[2] or DEFAULT_RESIDENT), sink=DEFAULT_SINK, exact=match["exact"] is not None
-        )
-    return Policy(int(match[4] or DEFAULT_SINK), int(match[5] or DEFAULT_WINDOW))
+        return Policy.paged(int(match[2] or DEFAULT_RESIDENT), sink=DEFAULT_SINK)
+    return Policy(int(match[3] or DEFAULT_SINK), int(match[4] or DEFAULT_WINDOW))
 
 
 def _within(parse: Callable[[object], float], low: float, high: float) -> Callable[[object], Any]:
@@ -270,14 +268,10 @@ _MODEL = Kind("text", "MODEL", _text)
 _SECRET = Kind("text", "TEXT", _text, lambda _value: "***")
 _POLICY = Kind(
     "sink_window:SINK,WINDOW with two numbers of tokens from 1, such as sink_window:4,1024, or paged:RESIDENT"
-    " with one of 260 or more, or paged:RESIDENT,exact",
-    "sink_window:SINK,WINDOW|paged:RESIDENT[,exact]",
+    " with one of 260 or more",
+    "sink_window:SINK,WINDOW|paged:RESIDENT",
     _policy,
-    lambda one: (
-        f"paged:{one.most_tokens}{',exact' if one.exact else ''}"
-        if one.recall
-        else f"sink_window:{one.sink},{one.window}"
-    ),
+    lambda one: f"paged:{one.most_tokens}" if one.recall else f"sink_window:{one.sink},{one.window}",
 )
 _OPTIONAL_PATH = _or("none", None, _PATH)
 _SYNC = Kind(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 SLACK: Final = 256
 #: Tokens that are recalled together; a chunk begins at a multiple of it.
 CHUNK: Final = 64
-#: Tokens that an exact prefill attends to at a time.
+#: Tokens on SSD that a prompt attends to at a time.
 PART: Final = 1024
 #: The most tokens that are recalled at a time.
 RECALLED: Final = 512
@@ -32,20 +32,17 @@ class Policy:
     "Efficient Streaming Language Models with Attention Sinks" (arXiv 2309.17453). With `recall`, rotary
     positions equal session positions, and up to `recall` other tokens are visible too, in whole chunks: the
     chunks that contain `pins`, (start, end), and the chunks with the highest scores. All tokens are on SSD,
-    the visible ones also on the device. If the policy is `exact`, a prompt's tokens see all earlier tokens,
-    read from SSD layer by layer, and only an answer's tokens see a part.
+    the visible ones also on the device. Only an answer's tokens see this part: a prompt's tokens see all
+    earlier tokens, read from SSD layer by layer.
     """
 
     sink: int = 0
     window: int | None = None
     recall: int = 0
     pins: tuple[tuple[int, int], ...] = ()
-    exact: bool = False
 
     @classmethod
-    def paged(
-        cls, resident: int, pins: Iterable[tuple[int, int]] = (), *, sink: int, exact: bool = False
-    ) -> Policy:
+    def paged(cls, resident: int, pins: Iterable[tuple[int, int]] = (), *, sink: int) -> Policy:
         """Divide `resident` tokens into sinks, pinned chunks, other chunks, and a window.
 
         Other chunks and the window get half of the remaining tokens each.
@@ -63,7 +60,7 @@ class Policy:
                 f" {max(left, 0)} of {resident} resident tokens; {4 * CHUNK} or more must be left"
             )
         chosen = left // 2 // CHUNK * CHUNK
-        return cls(sink, left - chosen, num_pinned + chosen, spans, exact)
+        return cls(sink, left - chosen, num_pinned + chosen, spans)
 
     @property
     def pinned(self) -> list[int]:
@@ -92,12 +89,18 @@ class Policy:
         return None if self.window is None else self.sink + self.recall + self.window
 
     def __str__(self) -> str:
-        """Return the policy as a part of an identity."""
+        """Return the policy as a part of an identity.
+
+        Paged sessions say `exact`: without it this names KV of an earlier version, whose prompts saw only
+        the tokens on the device.
+        """
         if self.window is None:
             return "full"
-        numbers = [str(self.sink), str(self.window), *([str(self.recall)] if self.recall else [])]
+        if not self.recall:
+            return f"{self.name}({self.sink},{self.window})"
         pins = [f"{start}-{end}" for start, end in self.pins]
-        return f"{self.name}({','.join([*numbers, *pins, *(['exact'] if self.exact else [])])})"
+        numbers = map(str, (self.sink, self.window, self.recall))
+        return f"{self.name}({','.join([*numbers, *pins, 'exact'])})"
 
     def num_visible(self, position: int) -> int:
         """Return the most tokens that are visible in a session of `position` tokens."""

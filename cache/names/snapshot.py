@@ -65,7 +65,7 @@ def carried(span: Span, block: int) -> Span | None:
 
 def section(name: str, reach: Policy) -> tuple[Policy, str]:
     """Return a tensor's section in a file: its reach, and its layer if layers are read one by one."""
-    return reach, layer_path(name) if reach.exact else ""
+    return reach, layer_path(name) if reach.recall else ""
 
 
 def layer_path(name: str) -> str:

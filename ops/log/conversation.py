@@ -38,7 +38,7 @@ def conversation(entries: Sequence[Entry]) -> Iterator[Turn]:
             number=number,
             seq=entry.seq,
             stored=entry.stored,
-            request=decoded(decode_request, entry.body),
+            request=exchange.request if exchange else decoded(decode_request, entry.body),
             result=exchange.result if exchange else None,
             model=exchange.answered.model if exchange else None,
             build=dict(exchange.answered.build) if exchange else {},

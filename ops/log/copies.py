@@ -26,7 +26,7 @@ from turnkeep_client import __version__
 from turnkeep_client.checkpoints import Link, backwards
 from turnkeep_client.errors import InvalidMessageError, TurnkeepError
 from turnkeep_client.log import BUILD_HEADER, HISTORY_HEADER, MODEL_HEADER, Entry, words
-from turnkeep_client.messages import decode_request, decode_result
+from turnkeep_client.messages import decode_answered, decode_result
 from turnkeep_client.subjects import SessionKey, session_key
 
 from .record import pair_up
@@ -228,7 +228,7 @@ def _check(manifest: Manifest, lines: Sequence[Line]) -> None:
     """Raise `InvalidMessageError` or `tarfile.ReadError` if a log could not contain these lines."""
     session_key(manifest.tenant, manifest.session)
     for line in lines:
-        decode_request(bytes(line.request))
+        decode_answered(bytes(line.request))
         decode_result(bytes(line.result))
         if any(map(_CONTROL.search, line.headers.values())):
             raise tarfile.ReadError("a header has a line break or another control character")

@@ -10,7 +10,7 @@ import msgspec
 from turnkeep_client.checkpoints import CheckpointMessage, Link, digest
 from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.log import BASE_HEADER, BEGAN_HEADER
-from turnkeep_client.messages import Close, Closed, decode_request, decode_result
+from turnkeep_client.messages import Close, Closed, decode_answered, decode_result
 from turnkeep_client.stream import LastSequenceError, Unsent
 
 from .copies import HEADERS, CopyError
@@ -109,7 +109,7 @@ class Import:
             if (of := result.get("repeat_of")) is not None:
                 new = self._new_seqs.get(json.loads(bytes(of)), 1)
                 result["repeat_of"] = msgspec.Raw(str(new).encode())
-            if isinstance(decode_request(bytes(line.request)), Close) and isinstance(
+            if isinstance(decode_answered(bytes(line.request)), Close) and isinstance(
                 decode_result(bytes(line.result)), Closed
             ):  # by this note the session leaves the log in time
                 yield Unsent(self._subjects.of(self._key, "closed"), b"", {})

@@ -37,7 +37,6 @@ FEATURES: Final = (
     "forget",
     "sink_window",
     "paged",
-    "exact_prefill",
 )
 
 #: The options of a generate that a model's authors may recommend, in the model's `generation_config.json`.
@@ -160,9 +159,9 @@ class CachePolicy(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
     `full` keeps all tokens. `sink_window` keeps the first `sink` tokens (4 by default) and the last `window`
     (1024); a token sees only these, the session may continue without end, and its KV has a fixed size.
     `paged` keeps all tokens on SSD and `resident` of them (4096) on the device: the first and the last ones,
-    the spans `pin` (start, end), and the chunks that matter most to the current turn. A prompt sees the
-    tokens on the device; with a `prefill` of `exact` it sees all tokens, read from SSD. With `kv_bits`, a
-    worker whose KV has another precision refuses the session.
+    the spans `pin` (start, end), and the chunks that matter most to the current turn. An answer sees the
+    tokens on the device; a prompt sees all tokens, read from SSD. With `kv_bits`, a worker whose KV has
+    another precision refuses the session.
     """
 
     policy: Literal["full", "sink_window", "paged"] | None = None
@@ -170,11 +169,10 @@ class CachePolicy(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
     window: _Span | None = None
     resident: _Span | None = None
     pin: tuple[tuple[int, int], ...] | None = None
-    prefill: Literal["exact", "resident"] | None = None
     kv_bits: Literal[4, 8] | None = None
 
     def __post_init__(self) -> None:
-        for policy, names in (("sink_window", ("sink", "window")), ("paged", ("resident", "pin", "prefill"))):
+        for policy, names in (("sink_window", ("sink", "window")), ("paged", ("resident", "pin"))):
             given = [name for name in names if getattr(self, name) is not None]
             if given and self.policy != policy:
                 raise ValueError(f"takes {' and '.join(given)} with the policy {policy} only")
@@ -347,8 +345,7 @@ class SessionCache(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The cache policy of a session.
 
     Under `sink_window` it keeps the first `sink` tokens and the last `window`. Under `paged`, `resident`
-    tokens are on the device, always including the spans `pin`; with a `prefill` of `exact`, prompts see all
-    tokens.
+    tokens are on the device, always including the spans `pin`.
     """
 
     policy: str
@@ -356,14 +353,12 @@ class SessionCache(Struct, frozen=True, kw_only=True, omit_defaults=True):
     window: int | None = None
     resident: int | None = None
     pin: tuple[tuple[int, int], ...] = ()
-    prefill: str | None = None
 
     def __str__(self) -> str:
         """Name the policy with its numbers."""
         if self.resident is not None:
             pins = "".join(f", always {start}-{end}" for start, end in self.pin)
-            prefill = f", {self.prefill} prefill" if self.prefill else ""
-            return f"{self.policy} ({self.resident} tokens on the device{pins}{prefill})"
+            return f"{self.policy} ({self.resident} tokens on the device{pins})"
         if self.sink is None or self.window is None:
             return self.policy
         return f"{self.policy} (the first {self.sink} tokens and the last {self.window})"
@@ -913,6 +908,22 @@ def encode(message: Struct | dict[str, Any]) -> bytes:
 def decode_request(body: bytes) -> Request:
     """Decode a body from `in`; raises `InvalidMessageError` with a sentence for the sender."""
     return _decode(_REQUEST, body, "a request")
+
+
+def decode_answered(body: bytes) -> Request:
+    """Decode a request of the log that has its result; raises `InvalidMessageError`.
+
+    An open of an earlier version may have chosen a `prefill` in its `cache`, which is left out.
+    """
+    try:
+        return decode_request(body)
+    except InvalidMessageError:
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            match msgspec.json.decode(body):
+                case {"type": "open", "cache": {"prefill": "exact" | "resident"} as cache} as fields:
+                    del cache["prefill"]
+                    return decode_request(encode(fields))
+        raise
 
 
 def decode_control(body: bytes) -> ControlRequest:

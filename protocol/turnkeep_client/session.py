@@ -376,12 +376,7 @@ def _whole(cache: CachePolicy | None) -> SessionCache | None:
     if cache.policy == "full":
         return SessionCache(policy="full")
     if cache.policy == "paged":
-        return SessionCache(
-            policy="paged",
-            resident=cache.resident or DEFAULT_RESIDENT,
-            pin=cache.pin or (),
-            prefill="exact" if cache.prefill == "exact" else None,
-        )
+        return SessionCache(policy="paged", resident=cache.resident or DEFAULT_RESIDENT, pin=cache.pin or ())
     return SessionCache(
         policy=cache.policy, sink=cache.sink or DEFAULT_SINK, window=cache.window or DEFAULT_WINDOW
     )

@@ -277,7 +277,7 @@ QUALITY_LIES = (
 
 RECALL = recall.Plan(corpus="built-in", resident=(1024,), texts=8)
 KEPT = "paged, 1,024"
-KNOWS_ALL = (recall.FULL, "paged, exact, 1,024")
+KNOWS_ALL = (recall.FULL, KEPT)
 
 
 def honest_recall(seed: int) -> Run:
@@ -287,21 +287,20 @@ def honest_recall(seed: int) -> Run:
         able = noise.random() < 0.8
         for case, policy in RECALL.policies.items():
             right = able and (case in KNOWS_ALL or depth == 90)
-            again = recall.RUN_AGAIN if case == KEPT else 0
             facts = {"held": RECALL.tokens, "right": float(right)}
             size = 46_080 * (RECALL.tokens if policy.policy == recall.FULL else 1300)
             more = {"case": case, "x": depth, "block": block, "facts": facts, "kv_live_bytes": size}
             times = {"first_s": noise.lognormvariate(-2, 0.15), "total_s": 1.0}
-            found.append(answer(RECALL.tokens + 30, 31 + again, range(12), **more, **times))
+            found.append(answer(RECALL.tokens + 30, 31, range(12), **more, **times))
     return found, []
 
 
-FORGETS_FACTS = turns(KNOWS_ALL[1], facts={"right": 0.0})
+FORGETS_FACTS = turns(KEPT, facts={"right": 0.0})
 RECALL_LIES = (
     Lie("keeps all on the device", "a part on the device", turns(KEPT, kv_live_bytes=46_080 * 4108)),
     Lie("reports no KV", "a part on the device", turns(KEPT, kv_live_bytes=0), by.report_no_kv),
     Lie("prefills all for a question", "a question is all", turns(KEPT, **ALL), by.prefill_anew),
-    Lie("forgets what a prompt should see", "with an exact prefill", FORGETS_FACTS),
+    Lie("forgets what a prompt should see", "under paged", FORGETS_FACTS),
 )
 
 RESTART = restart.Plan(tokens=(256, 1024), rounds=5, corpus="built-in")

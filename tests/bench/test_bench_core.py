@@ -52,7 +52,7 @@ def make_report(turns: list[Turn] | None = None, **changes: object) -> Report:
         (load.Plan, "--concurrency 16,2,2 --rate 1.5", {"concurrency": (2, 16), "rate": (1.5,)}),
         (load.Plan, "--smoke", plan.short_form(load.Plan)),
         (load.Plan, "--smoke --rounds 5", plan.short_form(load.Plan) | {"rounds": 5}),
-        (session.Plan, "--exact --duration 1.5", {"exact": True, "duration": 1.5}),
+        (session.Plan, "--resident 900 --duration 1.5", {"resident": 900, "duration": 1.5}),
         (load.Plan, "--rounds 0", None),
         (load.Plan, "--concurrency 1,many", None),
         (load.Plan, "--rate -1", None),
@@ -266,24 +266,24 @@ async def test_only_a_worker_of_the_bench_is_restarted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kept", "again", "sketch", "wrong", "fails"),
+    ("kept", "paged", "sketch", "wrong", "fails"),
     [
-        (120, None, 0, 0, False),
-        (120, None, 0, 128, True),
-        (None, None, 0, 0, False),
-        (120, 32, 8, 0, False),
-        (120, 32, 8, 128, True),
-        (120, None, 8, 0, True),  # a window has no sketches
+        (120, {}, 0, 0, False),
+        (120, {}, 0, 128, True),
+        (None, {}, 0, 0, False),
+        (120, {"paged": "yes"}, 8, 0, False),
+        (120, {"paged": "yes"}, 8, 128, True),
+        (120, {}, 8, 0, True),  # a window has no sketches
     ],
 )
 def test_kv_that_is_not_what_the_cache_policy_keeps_is_told(
-    kept: int | None, again: int | None, sketch: int, wrong: int, fails: bool
+    kept: int | None, paged: dict[str, str], sketch: int, wrong: int, fails: bool
 ) -> None:
     """128 bytes a token of the device, but for the last one, and a sketch of each other token."""
     lengths, on_device = (50, 100, 150, 200, 250), kept or 1000
     sizes = [min(at - 1, on_device) * 128 + max(at - 1 - on_device, 0) * sketch for at in lengths]
     sizes[3] += wrong
-    facts = {"held": 0, "kept": kept, "again": again}
+    facts = {"held": 0, "kept": kept, **paged}
     pairs = zip(lengths, sizes, strict=True)
     turns = [Turn(total_s=1, position=at, kv_live_bytes=size, facts=facts) for at, size in pairs]
     assert next(iter(session.checks(Findings(session.BENCH, session.Plan(), turns)))).failed is fails

@@ -117,18 +117,18 @@ async def test_a_recall_reads_carriers_as_other_files(stored) -> None:
     }
 
 
-@pytest.mark.parametrize("section", [0, 1, 2])
+@pytest.mark.parametrize("section", [0, 1, 2, 3])
 async def test_a_damaged_carrier_costs_what_continues_it(stored, section) -> None:
     """A restart reads of it what is carried alone: damage elsewhere costs nothing until somebody looks."""
     store, chain = stored
     match = store.match(chain, TOKENS)
     path = file_of(store, match.nodes[31])
     header, content = read_header(path), bytearray(path.read_bytes())
-    assert len(header.sections) == 3
+    assert len(header.sections) == 4
     content[-sum(one.size_bytes for one in header.sections[section:])] ^= 1
     path.write_bytes(content)
     restored = await store.load(match)
-    if section < 2:
+    if section < 3:
         assert_restored(restored, TOKENS)
         return
     assert restored is None

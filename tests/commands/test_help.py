@@ -35,7 +35,7 @@ def help_of(*command: str, columns: int = 80) -> str:
     [
         "--dtype [auto|keep|float32|float16|bfloat16]",
         "--kv-bits [full|8|4]",
-        "--cache-policy [full|sink_window:SINK,WINDOW|paged:RESIDENT[,exact]]",
+        "--cache-policy [full|sink_window:SINK,WINDOW|paged:RESIDENT]",
         "--snapshots [on|off|temporary]",
         "--log-format [auto|console|json]",
         "--log-level [debug|info|warning|error]",

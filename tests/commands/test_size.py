@@ -126,7 +126,7 @@ async def test_what_cannot_be_is_one_line(
     assert message in done.stderr
 
 
-@pytest.mark.parametrize("policy", ["full", "sink_window:4,1024", "paged:324", "paged:1000,exact"])
+@pytest.mark.parametrize("policy", ["full", "sink_window:4,1024", "paged:324", "paged:1000"])
 async def test_a_policy_is_shown_as_it_is_given(tmp_path: Path, policy: str) -> None:
     model = make_tiny_model(tmp_path / "tiny", num_attention_heads=2)
     load = ("--sessions", 1, "--turns-per-hour", 1, "--context", 256, "--block-tokens", BLOCK)

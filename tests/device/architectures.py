@@ -22,6 +22,7 @@ from tiny_models import CONFIGS, OTHERS, VOCABULARY, loaded, prompt
 
 from cache.kv import layers
 from cache.kv.arrays import _TYPES
+from cache.names.policy import Policy
 from worker.batch.forward import Forward
 from worker.batch.merged_rows import MergedRows
 from worker.device.runner import Runner
@@ -140,8 +141,8 @@ def serve(model: Any) -> Served:
     return Served(
         caches=layers.describe(make_prompt_cache(model)),
         together=together,
-        window=runner.refusal is None,
-        paged=runner.has_pages,
+        window=runner.refusal(Policy(4, 1024), has_disk=True) is None,
+        paged=runner.refusal(Policy.paged(1024, sink=4), has_disk=True) is None,
         restored=runner.unsupported_cache is None and _is_restored(model),
     )
 

@@ -135,7 +135,7 @@ def test_the_less_kv_there_is_room_for_the_less_a_step_takes() -> None:
 
 
 @pytest.mark.parametrize("policy", [Policy(4, 1020), Policy.paged(1024, sink=4)])
-def test_under_a_policy_a_step_sees_what_the_device_holds(policy: Policy) -> None:
+def test_under_a_policy_a_step_sees_what_the_device_holds_or_parts_of_all(policy: Policy) -> None:
     """So it leaves room for more sessions than a plan for long ones under `full` does."""
     estimator = Estimator(
         shape=Shape(num_heads=8, head_dim=64, hidden=512, intermediate=2048, vocabulary=1000),
@@ -148,8 +148,8 @@ def test_under_a_policy_a_step_sees_what_the_device_holds(policy: Policy) -> Non
     )
     longest, held = 50_000, policy.num_held(50_000)
     kv = estimator.under(policy)
-    scores = held * (1 if policy.recall else 2)
-    step = estimator.scratch_bytes(4, [(128, scores)]) + kv.growth_bytes([longest] * 4)
+    piece = (8 * 128, 2 * 1024) if policy.recall else (128, 2 * held)
+    step = estimator.scratch_bytes(4, [piece]) + kv.growth_bytes([longest] * 4)
     step += (100 + 2**6) * longest if policy.recall else 0
     assert estimator.room_for_kv(4, 128, longest, policy) == GIB // 2 - step
     assert estimator.kv_limit(4, 128, longest) < 0.8 * (GIB // 2 - step)

@@ -7,7 +7,6 @@ import gc
 import random
 import threading
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import engine_process
@@ -15,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-from tiny_models import WIDE, append, loaded, prompt
+from tiny_models import WIDE, loaded, prompt
 
 from cache.disk import format as snapshot_format
 from cache.kv import layers
@@ -27,15 +26,19 @@ from worker import sizing
 from worker.batch import choosing, matching
 from worker.batch.forward import Forward
 from worker.batch.parts import OwnPart
-from worker.device import cutting, finding
+from worker.device import finding
+from worker.device.choice import ChosenStep, StepChooser
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from engine_process import Process
 
+    from turnkeep_client.messages import Chunk
+
+WINDOW = Policy(4, 4 * CHUNK)
 POLICY = Policy.paged(9 * CHUNK + 4, [(3 * CHUNK + 5, 3 * CHUNK + 40)], sink=4)
-EXACT = POLICY.recall + (POLICY.window or 0)
+MOST = POLICY.recall + (POLICY.window or 0)
 
 
 @pytest.fixture(scope="module")
@@ -114,17 +117,17 @@ def test_recalled_chunks_are_seen_by_the_tokens_after_them_as_masks_would_have_i
 
 
 def test_a_session_is_exact_until_it_is_larger_than_what_is_on_the_device(model) -> None:
-    tokens = prompt(EXACT + 40)
+    tokens = prompt(MOST + 40)
     found = _run(Forward(model), layers.make(model, POLICY), tokens, len(tokens))
     expected = model(mx.array([tokens]), cache=make_prompt_cache(model))[0]
     wrong = np.array(mx.abs(found - expected).max(axis=1)) > 1e-4 * mx.abs(expected).max().item()
-    assert POLICY.visible_from(EXACT) == 0 < POLICY.visible_from(EXACT + 1)
-    assert not wrong[:EXACT].any()
-    assert wrong[EXACT + 20 :].all()
+    assert POLICY.visible_from(MOST) == 0 < POLICY.visible_from(MOST + 1)
+    assert not wrong[:MOST].any()
+    assert wrong[MOST + 20 :].all()
 
 
 @pytest.mark.parametrize("sketched", [None, (1,)])
-@pytest.mark.parametrize("num_tokens", [200, EXACT, EXACT + 70, 3 * EXACT + 5])
+@pytest.mark.parametrize("num_tokens", [200, MOST, MOST + 70, 3 * MOST + 5])
 def test_what_was_cut_by_blocks_rebuilds_a_session_that_goes_on_alike(
     model, num_tokens: int, sketched: tuple[int, ...] | None
 ) -> None:
@@ -162,13 +165,13 @@ def test_what_was_cut_by_blocks_rebuilds_a_session_that_goes_on_alike(
 
 
 def test_a_fork_and_a_rewind_see_what_the_session_saw(model) -> None:
-    tokens, forward = prompt(EXACT), Forward(model)
+    tokens, forward = prompt(MOST), Forward(model)
     caches = layers.make(model, POLICY)
-    _run(forward, caches, tokens, EXACT)
-    fork = layers.fork(caches, layers.make(model, POLICY), EXACT - 200)
-    assert fork[0].offset == EXACT - 200
-    expected = _run(forward, layers.make(model, POLICY), tokens, EXACT)[-200:]
-    found = _run(forward, fork, tokens, EXACT)
+    _run(forward, caches, tokens, MOST)
+    fork = layers.fork(caches, layers.make(model, POLICY), MOST - 200)
+    assert fork[0].offset == MOST - 200
+    expected = _run(forward, layers.make(model, POLICY), tokens, MOST)[-200:]
+    found = _run(forward, fork, tokens, MOST)
     assert mx.abs(found - expected).max().item() < 1e-4 * mx.abs(expected).max().item()
 
 
@@ -191,17 +194,25 @@ def test_layers_that_find_again_what_was_said_are_sketched(build_model) -> None:
     assert layers.sizes(caches, found).sketch_bytes == layers.sizes(caches).sketch_bytes // 3
 
 
-@pytest.mark.parametrize("num_tokens", [3000, 12000])
-def test_a_step_takes_no_more_than_was_estimated_however_long_the_session_is(
-    model, make_rig, num_tokens: int
+@pytest.mark.parametrize("num_tokens", [6000, 12000])
+async def test_a_step_takes_no_more_than_was_estimated_however_long_the_session_is(
+    model, tmp_path, monkeypatch, num_tokens: int
 ) -> None:
     """And the estimate is not far off: a limit must not refuse what fits."""
-    rig = make_rig(model, block_tokens=128)
-    rig.run(append(prompt(num_tokens), policy=Policy.paged(2048, sink=4)))
-    steps = rig.steps[18:]  # with all that is visible
+    steps, learn = [], StepChooser.learn
+
+    def noted(self: StepChooser, choice: ChosenStep, measured_bytes: int) -> None:
+        if any(turn.num_cached > 2048 for turn, _ in choice.step.prefill):  # with all that is visible
+            steps.append((choice.scratch_bytes, measured_bytes))
+        learn(self, choice, measured_bytes)
+
+    monkeypatch.setattr(StepChooser, "learn", noted)
+    async with engine_process.open_process(model, tmp_path, num_blocks=16) as process:
+        await process.append(prompt(num_tokens), policy=Policy.paged(2048, sink=4))
     assert len(steps) > 3
     assert all(measured <= estimated for estimated, measured in steps)
-    assert max(steps)[0] < 2 * max(measured for _, measured in steps)
+    # Twice the scores, which a CPU keeps once.
+    assert max(steps)[0] < 3 * max(measured for _, measured in steps)
 
 
 async def test_restored_sessions_beside_each_other_need_room_for_what_the_device_holds_of_them(
@@ -216,7 +227,7 @@ async def test_restored_sessions_beside_each_other_need_room_for_what_the_device
         await process.store.barrier(10)
         size = process.engine._device.kv(policy).held(num_tokens)
     gc.collect()
-    limit = mx.get_active_memory() + 4 * size + 2**22
+    limit = mx.get_active_memory() + 4 * size + 2**23
     async with engine_process.open_process(model, tmp_path, num_blocks=16, limit_bytes=limit) as process:
         asked = [
             process.append([*tokens, *prompt(200)], name=f"s{i}", policy=policy)
@@ -278,10 +289,11 @@ async def _answered(process: Process, tokens: list[int], num: int) -> tuple[Any,
     return outcome, answer
 
 
-async def test_a_turn_brings_what_matters_to_it_back_and_a_restart_reads_a_part_only(
+async def test_a_turn_brings_what_matters_to_it_back_and_a_restart_restores_a_part_only(
     model, tmp_path, monkeypatch
 ) -> None:
-    wanted, read = [2, 9], []
+    """The rest is read when a prompt sees it, and does not stay."""
+    wanted, read, seen_bytes = [2, 9], [], []
     recall = layers.recall
     monkeypatch.setattr(Pages, "choose", lambda self, _: [c for c in wanted if c not in self.slots])
     monkeypatch.setattr(Pages, "_value", lambda _, chunk: 1.0 if chunk in wanted else 0.0)
@@ -300,13 +312,17 @@ async def test_a_turn_brings_what_matters_to_it_back_and_a_restart_reads_a_part_
         await process.store.barrier(10)
     read.clear()
     async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
+        end_past = process.store.end_past
+        monkeypatch.setattr(
+            process.store, "end_past", lambda past: seen_bytes.append(past.size_bytes) or end_past(past)
+        )
         session = [*tokens, 5, 6, 7, *answer, 8, 9]
         outcome, _ = await _answered(process, session, 5)
         assert outcome.num_prefilled <= 3
         assert {span.start // CHUNK for spans in read for span in spans} == set(wanted)
         seen = sum(end - start for start, end in POLICY.seen(len(session))) + len(wanted) * CHUNK
         most = (seen + 3 * 64) * per_token + (len(session) + 3 * 64) * sketch
-        assert process.store.stats().restored_bytes < 1.1 * most
+        assert process.store.stats().restored_bytes - sum(seen_bytes) < 1.1 * most
         assert len(session) * (per_token + sketch) > 3 * most
 
 
@@ -318,7 +334,8 @@ async def test_a_restart_has_the_same_sketches_from_carriers_and_without_one_pre
     tokens = prompt(40 * 64 + 20)
     async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
         await process.append(tokens, policy=POLICY)
-        before = _sketches(process, len(tokens) - 1)
+        resident = process.engine._device._runner.room.get(engine_process.key("s"))
+        before = _sketches(resident.caches, len(tokens) - 1)
         await process.store.barrier(10)
         chain = process.store.chain(engine_process.key("s").tenant, POLICY)
         match = process.store.match(chain, as_tokens(tokens))
@@ -331,16 +348,21 @@ async def test_a_restart_has_the_same_sketches_from_carriers_and_without_one_pre
             content = bytearray(paths[31].read_bytes())
             content[-1] ^= 1
             paths[31].write_bytes(content)
-        outcome = await process.append([*tokens, 5], policy=POLICY)
-        assert outcome.num_prefilled == (len(tokens) - 31 * 64 if is_damaged else 1)
+        if is_damaged:
+            outcome = await process.append([*tokens, 5], policy=POLICY)
+            assert outcome.num_prefilled == len(tokens) - 31 * 64
+        else:  # a prompt would open the others
+            num_tokens = len(tokens) - 1
+            restored = await process.store.load(process.store.match(chain, as_tokens(tokens)))
+            assert restored is not None
+            assert restored.num_tokens == num_tokens
+            caches = layers.rebuild(restored.tensors, layers.make(model, POLICY), num_tokens)
+            for one, other in zip(before, _sketches(caches, num_tokens), strict=True):
+                assert np.array_equal(one, other)
         assert process.store.stats().rejected == is_damaged
-        after = _sketches(process, len(tokens) - 1)
-    for one, other in zip(before, after, strict=True):
-        assert is_damaged or np.array_equal(one, other)
 
 
-def _sketches(process: Process, num_tokens: int) -> list[np.ndarray]:
-    caches = process.engine._device._runner.room.get(engine_process.key("s")).caches
+def _sketches(caches: list[Any], num_tokens: int) -> list[np.ndarray]:
     return [np.array(part[..., :num_tokens, :]) for cache in caches for part in cache.sketch]
 
 
@@ -357,10 +379,9 @@ async def test_a_prompt_s_end_asks_once(model, tmp_path, monkeypatch) -> None:
     assert len(asked) == 2, "once in each layer"
 
 
-@pytest.mark.parametrize("policy", [POLICY, replace(POLICY, exact=True)], ids=["resident", "exact"])
 @pytest.mark.parametrize("num_appended", [0, 41 * CHUNK])
 async def test_all_chunks_that_left_the_window_are_considered(
-    model, tmp_path, monkeypatch, policy: Policy, num_appended: int
+    model, tmp_path, monkeypatch, num_appended: int
 ) -> None:
     """Those of the end of a long prompt too, whatever its beginning asked for."""
     tokens, considered, choose = prompt(41 * CHUNK), [], Pages.choose
@@ -373,21 +394,55 @@ async def test_all_chunks_that_left_the_window_are_considered(
     monkeypatch.setattr(Pages, "choose", noted)
     async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
         if num_appended:
-            await process.append(tokens, policy=policy)
+            await process.append(tokens, policy=POLICY)
             considered.clear()
-        await process.generate([*tokens, 5, 6, 7], 1, policy=policy)
-    assert considered[-1] >= (len(tokens) - (policy.window or 0)) // CHUNK
+        await process.generate([*tokens, 5, 6, 7], 1, policy=POLICY)
+    assert considered[-1] >= (len(tokens) - (POLICY.window or 0)) // CHUNK
 
 
 async def test_a_chunk_that_is_no_longer_on_the_disk_is_done_without(model, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(Pages, "choose", lambda self, _: [c for c in [2, 9] if c not in self.slots])
     monkeypatch.setattr(Pages, "_value", lambda _, chunk: float(chunk in {2, 9}))
     tokens = prompt(16 * CHUNK)
+
+    async def none(*_: Any) -> tuple[tuple[Span, ...], dict[str, mx.array]]:
+        return (), {}
+
     async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
         await process.append(tokens, policy=POLICY)
-        assert await process.store.clear()
+        monkeypatch.setattr(process.store, "recall", none)
         outcome, answer = await _answered(process, [*tokens, 5], 12)
         assert (outcome.num_prefilled, len(answer)) == (2, 12)
+
+
+async def test_an_answer_gets_its_chunks_while_its_publishing_waits(model, tmp_path, monkeypatch) -> None:
+    """As when NATS is away: the answer goes on, and must not do so without what it asks for."""
+    tokens, can_publish, has_come, recall = (
+        prompt(16 * CHUNK),
+        asyncio.Event(),
+        threading.Event(),
+        layers.recall,
+    )
+    wanted = {len(tokens) // 16 * 16 + 16: [2]}  # by the position of an answer's token
+    monkeypatch.setattr(Pages, "choose", lambda _, position: wanted.pop(position, []))
+    monkeypatch.setattr(layers, "recall", lambda *args: has_come.set() or recall(*args))
+    published: list[int] = []
+
+    async def publish(chunk: Chunk) -> None:
+        await can_publish.wait()
+        published.extend(chunk.tokens)
+
+    async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
+        await process.append(tokens, policy=POLICY)
+        growing = engine_process.answer(40)
+        key, context = engine_process.key("s"), as_tokens([*tokens, 5])
+        more = {"answer": growing, "max_new": 40, "policy": POLICY, "publish": publish}
+        running = asyncio.create_task(process.engine.run(key, context, lambda: False, **more))
+        assert await asyncio.to_thread(has_come.wait, 10)
+        can_publish.set()
+        await running
+    assert published == growing.tokens
+    assert len(published) == 40
 
 
 async def test_a_turn_that_is_cancelled_while_it_waits_for_the_disk_ends(
@@ -421,19 +476,15 @@ async def test_a_turn_that_is_cancelled_while_it_waits_for_the_disk_ends(
         assert not outcome.complete or len(growing.tokens) < 50
 
 
-@pytest.mark.parametrize("is_hanging", [False, True])
-async def test_a_prompt_waits_for_a_slow_disk_and_not_for_one_that_hangs(
-    model, tmp_path, monkeypatch, is_hanging: bool
-) -> None:
-    """What leaves the device must be on its way to the disk; a disk that takes nothing ends the wait."""
-    monkeypatch.setattr(cutting, "PATIENCE_S", 0.2 if is_hanging else 60.0)
+async def test_a_prompt_waits_for_a_slow_disk(model, tmp_path) -> None:
+    """What leaves the device must be on its way to the disk."""
     tokens = prompt(20 * CHUNK)
     async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
         begun, refused = time.monotonic(), 0
 
         def room() -> int:
             nonlocal refused
-            is_full = is_hanging or time.monotonic() < begun + 0.4
+            is_full = time.monotonic() < begun + 0.4
             refused += is_full
             return 0 if is_full else process.store.room()
 
@@ -445,25 +496,20 @@ async def test_a_prompt_waits_for_a_slow_disk_and_not_for_one_that_hangs(
         match = process.store.match(chain, as_tokens(tokens))
         process.store.release(match)
         assert refused > 3
-        assert (match.num_tokens == 0) if is_hanging else (match.num_tokens > 19 * CHUNK)
+        assert match.num_tokens > 19 * CHUNK
 
 
-@pytest.mark.parametrize("exact", [False, True])
 async def test_a_turn_that_is_cancelled_while_it_waits_for_blocks_on_their_way_ends_at_once(
-    model, tmp_path, monkeypatch, exact: bool
+    model, tmp_path, monkeypatch
 ) -> None:
-    """A rewind needs blocks that have left the window, an exact prefill all that has left the device."""
-    policy = replace(POLICY, exact=exact)
+    """A prompt needs all that has left the device."""
     monkeypatch.setattr(finding, "PATIENCE_S", 600.0)
     tokens, write, may_end = prompt(40 * 64), snapshot_format.write, threading.Event()
     monkeypatch.setattr(snapshot_format, "write", lambda *args: may_end.wait() and write(*args))
     async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
         engine, cancelled = process.engine, False
-        if not exact:
-            await process.append(tokens, policy=POLICY)
-            tokens = tokens[:900]
         running = asyncio.create_task(
-            engine.run(engine_process.key("s"), as_tokens(tokens), lambda: cancelled, policy=policy)
+            engine.run(engine_process.key("s"), as_tokens(tokens), lambda: cancelled, policy=POLICY)
         )
         await asyncio.sleep(0.5)
         assert not running.done()
@@ -487,11 +533,11 @@ async def test_a_rewind_waits_for_its_blocks_on_their_way_to_a_slow_disk_and_not
 
     monkeypatch.setattr(snapshot_format, "write", slow)
     async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
-        await process.append(tokens, policy=POLICY)
+        await process.append(tokens, policy=WINDOW)
         assert process.store.stats().in_flight == 40
         if not is_hanging:
             threading.Timer(0.3, may_end.set).start()
-        outcome = await process.append(tokens[: 12 * 64 + 3], policy=POLICY)
+        outcome = await process.append(tokens[: 12 * 64 + 3], policy=WINDOW)
         assert outcome.complete
         assert outcome.num_prefilled == (12 * 64 if is_hanging else 0) + 2
         may_end.set()

@@ -42,7 +42,6 @@ def opening(cache: bytes) -> CachePolicy:
             b'{"policy":"paged","resident":2048,"pin":[[0,200]]}',
             CachePolicy(policy="paged", resident=2048, pin=((0, 200),)),
         ),
-        (b'{"policy":"paged","prefill":"exact"}', CachePolicy(policy="paged", prefill="exact")),
     ],
 )
 def test_an_open_may_choose_a_policy_and_its_numbers(cache: bytes, meant: CachePolicy) -> None:
@@ -70,10 +69,9 @@ def test_an_open_may_choose_a_policy_and_its_numbers(cache: bytes, meant: CacheP
         ),
         (b'{"policy":"sink_window","window":-1}', "cache needs a window of 1 to 2147483647 tokens, not -1"),
         (b'{"policy":"full","pin":[[0,9]]}', "cache takes pin with the policy paged only"),
-        (b'{"policy":"full","prefill":"exact"}', "cache takes prefill with the policy paged only"),
         (
-            b'{"policy":"paged","prefill":"all"}',
-            "cache.prefill must be exact or resident, not 'all'",
+            b'{"policy":"paged","prefill":"exact"}',
+            ("cache has no field 'prefill'; it takes policy, sink, window, resident, pin, kv_bits"),
         ),
         (b'{"policy":"paged","window":64}', "cache takes window with the policy sink_window only"),
         (b'{"policy":"paged","resident":0}', "cache needs 1 to 2147483647 resident tokens, not 0"),
@@ -93,7 +91,7 @@ def test_an_open_may_choose_a_policy_and_its_numbers(cache: bytes, meant: CacheP
             b'{"policy":"sink_window","sinks":4}',
             (
                 "cache has no field 'sinks' (did you mean 'sink'?); it takes policy, sink, window, resident,"
-                " pin, prefill, kv_bits"
+                " pin, kv_bits"
             ),
         ),
     ],

@@ -48,7 +48,7 @@ async def test_a_paged_session_goes_on_after_a_restart_and_says_what_it_is(
     session = worker.client.session("s", cache=CACHE)
     again = await session.generate(tokens=_words(30), max_tokens=20)
     assert again.position == answer.position + 30 + len(again.tokens)
-    assert again.usage.prefilled_tokens <= 30 + 1 + 32, "the prompt, and its end once more"
+    assert again.usage.prefilled_tokens == 30 + 1, "the prompt, and the token before it"
     assert again.usage.cached_tokens >= answer.position - 1
     metrics = (await session.info()).worker
     assert metrics.recalled_tokens > 0, "slots are empty after a restart"
@@ -67,33 +67,28 @@ async def test_a_rewind_and_a_session_with_the_same_beginning_find_their_kv(
     other = await worker.client.session("t", cache=CACHE).generate(tokens=_words(900), max_tokens=4)
     assert other.usage.prefilled_tokens < 100
     plain = await worker.client.session("u").generate(tokens=_words(900), max_tokens=4)
-    assert plain.usage.prefilled_tokens == 900, "an exact session never uses what was computed approximately"
+    assert plain.usage.prefilled_tokens == 900, (
+        "a full session never uses what an answer computed approximately"
+    )
 
 
-async def test_an_exact_prefill_answers_as_a_full_session_before_and_after_a_restart(
+async def test_a_paged_session_answers_as_a_full_session_before_and_after_a_restart(
     local_worker: Callable, wide_model: Path
 ) -> None:
     """The first token, which follows from the prompt alone; the answer's others see a part."""
-    exact = {**CACHE, "prefill": "exact"}
-    told = SessionCache(policy="paged", resident=516, pin=((70, 90),), prefill="exact")
     worker = await local_worker(model=str(wide_model))
-    full, paged = worker.client.session("f"), worker.client.session("p", cache=exact)
+    full, paged = worker.client.session("f"), worker.client.session("p", cache=CACHE)
     for session in (full, paged):
         await session.append(tokens=_words(1500))
-    assert (await paged.info()).cache == told
     one = [await session.generate(tokens=_words(40), max_tokens=1) for session in (full, paged)]
     assert one[0].tokens == one[1].tokens
     assert one[1].usage.prefilled_tokens == 41, "nothing is run twice"
     await worker.stop()
     worker = await local_worker(model=str(wide_model))
-    full, paged = worker.client.session("f"), worker.client.session("p", cache=exact)
+    full, paged = worker.client.session("f"), worker.client.session("p", cache=CACHE)
     two = [await session.generate(tokens=_words(50), max_tokens=1) for session in (full, paged)]
     assert two[0].tokens == two[1].tokens
     assert two[1].usage.prefilled_tokens == 51
-    with pytest.raises(RequestFailedError, match=r"is open under paged .*exact prefill"):
-        await worker.client.session("p", cache=CACHE).append(tokens=[5])
-    other = await worker.client.session("q", cache=CACHE).generate(tokens=_words(900), max_tokens=1)
-    assert other.usage.prefilled_tokens >= 900, "neither uses what the other has computed"
 
 
 @pytest.mark.parametrize(
@@ -135,7 +130,7 @@ async def test_workers_that_cannot_page_say_why(local_worker: Callable, wide_mod
     with pytest.raises(RequestFailedError, match="stores no KV on disk"):
         await diskless.client.session("s").open({"policy": "paged", "resident": 600})
     await diskless.stop()
-    with pytest.raises(WorkerError, match="cache_policy cannot be the default here: paged sessions keep"):
+    with pytest.raises(WorkerError, match="cannot be the default here: this worker stores no KV on disk"):
         await local_worker(model=str(wide_model), snapshots="off", cache_policy=Policy.paged(600, sink=4))
 
 
@@ -171,5 +166,7 @@ async def test_thirty_two_long_sessions_share_a_device_that_holds_two_of_them(
         assert all(one.usage.prefilled_tokens <= 20 + 1 for one in answers)
     metrics = (await sessions[0].info()).worker
     assert metrics.mlx_peak_bytes <= limit
-    assert metrics.max_memory_bytes > 0.7 * limit, "what a step of such sessions takes is small"
+    assert metrics.max_memory_bytes > 0.25 * limit, (
+        "a step runs eight blocks, which see parts of 1,024 tokens"
+    )
     assert metrics.recalled_tokens > 0

@@ -63,7 +63,7 @@ CACHES: tuple[dict[str, Any], ...] = (
     {},
     {"policy": "sink_window", "sink": 2, "window": 32},
     {"policy": "paged", "resident": 260},
-    {"policy": "paged", "resident": 260, "prefill": "exact"},
+    {"policy": "paged", "resident": 260},
 )
 TEXT = "The quick brown fox jumps over the lazy dog. " * 4
 

@@ -1,4 +1,4 @@
-"""Computes attention to keys that arrive in parts, for the exact prefill of a paged session.
+"""Computes attention to keys that arrive in parts, for the prompts of paged sessions.
 
 Device thread only.
 

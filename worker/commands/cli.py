@@ -314,11 +314,6 @@ def ask(
     multiple=True,
     help="Tokens that paged always has there; may be given several times.",
 )
-@click.option(
-    "--prefill",
-    type=click.Choice(["exact", "resident"]),
-    help="What prompts see under paged: all tokens, or those on the device. [default: resident]",
-)
 @tag_option("A name for it, which `turnkeep sessions --tag` finds; may be given several times.")
 @with_settings(*CLIENT_SETTINGS)
 def open_session(
@@ -330,7 +325,6 @@ def open_session(
     window: int | None,
     resident: int | None,
     pin: tuple[tuple[int, int], ...],
-    prefill: str | None,
     tags: tuple[str, ...],
     **flags: Any,
 ) -> None:
@@ -338,18 +332,11 @@ def open_session(
 
     Not needed for a session under the worker's default: its first request starts it. Under sink_window a
     session may go on without end, in memory of a fixed size. Under paged all of it stays within reach, up to
-    the model's context: what matters to the last tokens is read back from SSD.
+    the model's context: prompts read all of it from SSD, answers what matters to them.
     """
     from .control import open_session as run
 
-    asked = {
-        "policy": policy,
-        "sink": sink,
-        "window": window,
-        "resident": resident,
-        "pin": pin or None,
-        "prefill": prefill,
-    }
+    asked = {"policy": policy, "sink": sink, "window": window, "resident": resident, "pin": pin or None}
     cache = {name: value for name, value in asked.items() if value is not None}
     talk(load_settings(config, flags), tenant, lambda client: run(client, session, cache, tags))
 

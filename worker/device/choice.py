@@ -157,13 +157,13 @@ class StepChooser:
         """Estimate the bytes that a step needs while it runs, and the bytes that stay allocated after it."""
         pieces = [(num, num_scores(turn.policy, turn.num_cached + num, num)) for turn, num in step.prefill]
         scratch_bytes = self._room.estimator.scratch_bytes(len(step.decode), pieces, self._batch.num_cached)
-        if any(turn.policy.exact for turn, _ in step.prefill):  # parts of a layer: two read, one dequantised
+        asking = [turn.num_cached + num for turn, num in step.prefill if turn.policy.recall]
+        if asking:
             kv = self._room.estimator.kv
+            # Parts of a layer: two read, one dequantised.
             scratch_bytes += 3 * PART * kv.bytes_per_token // self._room.estimator.num_layers
-        asking = (turn.num_cached + num for turn, num in step.prefill if turn.policy.recall)
-        # Compared with all sketches; and these grow by a copy of a layer's, of two at least.
-        asked_bytes = self._room.estimator.asked_bytes + self._room.estimator.kv.sketch_bytes
-        scratch_bytes += asked_bytes * max(asking, default=0)
+            # Compared with all sketches; and these grow by a copy of a layer's, of two at least.
+            scratch_bytes += (self._room.estimator.asked_bytes + kv.sketch_bytes) * max(asking)
         growing = [
             turn.policy.num_held(turn.num_cached + num)
             for turn, num in step.prefill

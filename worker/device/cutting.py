@@ -32,9 +32,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-#: How long a paged prompt waits for a disk that takes nothing, and one that needs all of it there.
-PATIENCE_S: Final = 2.0
-EXACT_PATIENCE_S: Final = 30.0
+#: How long a paged prompt, which needs all of its KV there, waits for a disk that takes nothing.
+PATIENCE_S: Final = 30.0
 
 
 class Cutting:
@@ -84,7 +83,7 @@ class Cutting:
     def is_behind(self, turn: Turn, num_tokens: int) -> bool:
         """Say whether a paged prompt's next piece should wait for the disk. The wait has a time limit.
 
-        Otherwise KV could leave the device before it is queued for the disk, and would be prefilled again.
+        Otherwise KV could leave the device before it is queued for the disk, and later pieces need it.
         """
         if self.room is None or not turn.policy.recall:
             return False
@@ -93,8 +92,7 @@ class Cutting:
             turn.behind_since_s = None
             return False
         turn.behind_since_s = turn.behind_since_s or time.monotonic()
-        patience_s = EXACT_PATIENCE_S if turn.policy.exact else PATIENCE_S
-        return time.monotonic() < turn.behind_since_s + patience_s
+        return time.monotonic() < turn.behind_since_s + PATIENCE_S
 
     def note_prompt(self, turn: Turn) -> None:
         """Note for cutting: the prompt's spans without a snapshot that now have all their KV."""

@@ -24,16 +24,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from cache.kv.paged import Past
     from cache.kv.size import KvSize
-    from cache.names.blocks import Span
     from cache.names.policy import Policy
     from cache.names.snapshot import ModelLayout
     from turnkeep_client.subjects import SessionKey
     from worker.models.model import LoadedModel
 
     from .memory import Estimator
-    from .turn import StepReport, Turn
+    from .turn import KvRead, StepReport, Turn
 
 
 #: A call on the runner, on the device thread; None stops the thread.
@@ -82,20 +80,22 @@ class Device:
         self._busy_since: float | None = None  # None while the thread loads, or waits for a command
         #: Set once `start` has returned: what memory is needed for, the cache class that cannot be
         #: snapshotted, what snapshots hold, the classes of all layers, whether KV can be cut and trimmed at
-        #: any token, why sessions cannot have a window, whether they can be paged, and the device's name.
+        #: any token, and the device's name.
         self.estimator: Estimator
         self.unsupported_cache: str | None = None
         self.layout: ModelLayout
         self.caches = ""
         self.kv_layers: dict[str, str] = {}
         self.trimmable = True
-        self.refusal: str | None = None
-        self.has_pages = False
         self.name = ""
 
     def kv(self, policy: Policy) -> KvSize:
         """Return the size of a session's KV under a policy."""
         return self.estimator.kv.under(policy)
+
+    def refusal(self, policy: Policy, *, has_disk: bool) -> str | None:
+        """Return why sessions cannot have a policy; None if they can. `has_disk`: KV is stored on disk."""
+        return self._runner.refusal(policy, has_disk=has_disk)
 
     @property
     def busy_s(self) -> float:
@@ -153,13 +153,9 @@ class Device:
         """Release the room that `reserve_room` has reserved, or withdraw the request for it."""
         self._commands.put(lambda runner: runner.room.release(key))
 
-    def recalled(self, turn: Turn, spans: tuple[Span, ...], tensors: dict[str, mx.array]) -> None:
-        """Answer a `Recall` event with the chunks that were read, in order, and their tokens' arrays."""
-        self._commands.put(lambda runner: runner.recalled(turn, spans, tensors))
-
-    def give_past(self, turn: Turn, past: Past | None) -> None:
-        """Answer a `WantsPast` event with the KV on SSD; None if it cannot be read: the turn then fails."""
-        self._commands.put(lambda runner: runner.give_past(turn, past))
+    def give(self, turn: Turn, kv: KvRead) -> None:
+        """Answer a `NeedsKv` event; without the KV of all earlier tokens a prompt fails."""
+        self._commands.put(lambda runner: runner.give(turn, kv))
 
     def stop(self, timeout_s: float = 10.0) -> bool:
         """End the thread after the running step; False if it did not end in time."""
@@ -205,8 +201,6 @@ class Device:
         self.caches = runner.caches
         self.kv_layers = runner.kv_layers
         self.trimmable = runner.trimmable
-        self.refusal = runner.refusal
-        self.has_pages = runner.has_pages
         self.name = machine.name()
         return runner
 

@@ -12,37 +12,38 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import structlog
 
 from cache.names.errors import CutOffError, LostPastError
 from cache.names.policy import FULL
 from cache.store import Forgotten
-from turnkeep_client.messages import joined
+from turnkeep_client.messages import Progress, joined
 from worker.batch.chooser import Sampling
+from worker.concurrency import task_group
 from worker.traces import Phase
 
 from .admission import Admission, Claim, place
-from .finding import Finder, Holding, resolve
+from .finding import Finder
 from .flights import Flights
 from .memory import GROWTH_TOKENS, grown
+from .run import Run, resolve
 from .turn import (
     Event,
     Faulted,
     Finished,
     KvLost,
     LostKvError,
+    NeedsKv,
     NoRoomError,
     Prefilled,
-    Recall,
     Sampled,
     Short,
     SnapshotCut,
     Starved,
     StepReport,
     Turn,
-    WantsPast,
 )
 
 if TYPE_CHECKING:
@@ -68,8 +69,6 @@ log = structlog.get_logger()
 
 #: Tokens that an answer reserves at first, and again whenever fewer than half as many are left.
 LIKELY_TOKENS = GROWTH_TOKENS
-#: How often a turn starts again after failed evaluations, without a token of its answer between.
-_MOST_LOST: Final = 3
 
 
 class DeviceFaultError(Exception):
@@ -82,15 +81,6 @@ class NoMemoryError(Exception):
 
 class StoppingError(Exception):
     """The worker stops: the turn was ended early, and its request stays unanswered."""
-
-
-@dataclass(slots=True)
-class TurnProgress:
-    """A turn's progress, for `info`: the tokens of its context that have KV, and the tokens of its answer."""
-
-    num_cached: int
-    num_context: int
-    num_generated: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,43 +98,6 @@ class TurnResult:
     prefill_s: float
     started_s: float
     first_token_s: float
-
-
-@dataclass(slots=True, eq=False)
-class _Run:
-    """One call of `Engine.run`: one turn on the device, or several if the turn is paused and continued.
-
-    The session may grow to `num_most` tokens, has memory for `num_granted`, and asks for `num_asked`.
-    """
-
-    claim: Claim
-    policy: Policy
-    num_most: int
-    cancelled: Callable[[], bool]
-    progress: TurnProgress
-    holding: Holding
-    phases: list[Phase]
-    num_asked: int = 0
-    num_granted: int = 0
-    admitted: asyncio.Future[bool] | None = None
-    turn: Turn | None = None
-    is_paused: bool = False
-    is_cancelled: bool = False
-    is_abandoned: bool = False  # no task waits for its end
-    is_complete: bool = False  # the whole context has its KV
-    has_lost: bool = False  # KV that was to be read from disk, and was not there
-    num_lost: int = 0  # failed evaluations since the last token; those of its prompt count double
-    num_reused: int | None = None  # tokens of the prompt, by the turns up to the one that completed it
-    num_covered: int = 0
-    live_bytes: int = 0
-    prefill_s: float = 0.0
-    started_s: float | None = None
-    first_token_s: float | None = None
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether the run has been told to end."""
-        return self.is_cancelled or self.cancelled()
 
 
 class Engine:
@@ -176,8 +129,8 @@ class Engine:
         self._has_unopened = has_unopened
         self._residency = ledger.residency
         self._admission = Admission(ledger, max_tenant_bytes)
-        self._runs: dict[Claim, _Run] = {}
-        self._turns: dict[Turn, _Run] = {}  # those with memory reserved
+        self._runs: dict[Claim, Run] = {}
+        self._turns: dict[Turn, Run] = {}  # those with memory reserved
         self._flights = Flights(device, self._handle)
         self._finder = Finder(device, store, ledger, self._flights)
         self._stopping = False
@@ -199,11 +152,7 @@ class Engine:
 
     def refusal(self, policy: Policy) -> str | None:
         """Return why this worker cannot serve a session under a policy; None if it can."""
-        if policy.recall and self._store is None:
-            return "this worker stores no KV on disk, which paged sessions need; use another policy"
-        if policy.recall and not self._device.has_pages:
-            return "this model's keys cannot be sketched, or its rows not share a pass; use another policy"
-        return None if policy.window is None else self._device.refusal
+        return self._device.refusal(policy, has_disk=self._store is not None)
 
     def size_bytes(self, num_tokens: int, policy: Policy = FULL) -> int:
         """Count the device memory that the KV of `num_tokens` takes."""
@@ -213,9 +162,16 @@ class Engine:
         """Count the bytes of resident KV that a session with these tokens can reuse."""
         return self._kv.under(policy).live(self._residency.tokens(key).num_common(tokens))
 
-    def progress(self, key: SessionKey) -> TurnProgress | None:
+    def progress(self, key: SessionKey) -> Progress | None:
         """Return the progress of a session's running turn; None if there is none."""
-        return next((run.progress for turn, run in self._turns.items() if turn.key == key), None)
+        for turn, run in self._turns.items():
+            if turn.key == key:
+                return Progress(
+                    cached_tokens=run.num_cached,
+                    context_tokens=len(turn.context),
+                    generated_tokens=run.num_generated,
+                )
+        return None
 
     def most_tokens(self, most: int, policy: Policy = FULL) -> int:
         """Return the largest number of tokens, at most `most`, with which a session fits into KV memory."""
@@ -237,6 +193,7 @@ class Engine:
     ) -> TurnResult | None:
         """Bring the KV of `context` onto the device, then sample up to `max_new` tokens into `answer`.
 
+        There must be no `refusal` of the policy.
         `publish(chunk)` is awaited for the answer's new tokens, several at a time if it is slower than the
         device. Among waiting turns higher priorities come first. Returns None if the turn was
         `cancelled()` before it reached the device; later, `cancel` ends it with the tokens so far. The phases
@@ -244,14 +201,16 @@ class Engine:
         `NoMemoryError`; `CutOffError` if the turn needs token ids that `context` leaves out; and
         `StoppingError` if the worker stops before the end.
         """
-        if (refusal := self.refusal(policy)) is not None:
-            raise ValueError(refusal)
-        claim, progress = Claim(key, priority, place(monotonic(), priority)), TurnProgress(0, len(context))
-        most = len(context) + max_new
-        phases = [] if phases is None else phases
-        holding = Holding(key, lambda: self._stopping or run.is_stopped or run.is_paused)
-        run = _Run(claim, policy, most, cancelled, progress, holding, phases)
-        self._runs[run.claim] = run
+        run = Run(
+            key,
+            priority,
+            place(monotonic(), priority),
+            policy=policy,
+            num_most=len(context) + max_new,
+            cancelled=cancelled,
+            phases=[] if phases is None else phases,
+        )
+        self._runs[run] = run
         sampling = sampling or Sampling()
         make = partial(Turn, key, policy=policy, answer=answer, sampling=sampling, priority=priority)
         try:
@@ -259,11 +218,11 @@ class Engine:
         finally:
             if not run.is_abandoned:
                 self._release(run)
-                del self._runs[run.claim]
+                del self._runs[run]
         return self._result(run, key.tenant) if run.started_s is not None else None
 
     async def _run_to_end(
-        self, run: _Run, make: Callable[[Tokens], Turn], context: Tokens, publish: Publish | None
+        self, run: Run, make: Callable[[Tokens], Turn], context: Tokens, publish: Publish | None
     ) -> None:
         """Run turns one after another, until one is not paused or the run is stopped."""
         is_over = False
@@ -283,7 +242,7 @@ class Engine:
         If the turn has not reached the device yet, the caller's `cancelled()` must already return true.
         """
         for run in self._runs.values():
-            if run.claim.key == key:
+            if run.key == key:
                 run.is_cancelled = True
                 self._stop_run(run)
                 resolve(run.admitted, granted=False)
@@ -339,19 +298,24 @@ class Engine:
             case _:
                 self._handle_turn(event)
 
-    def _handle_turn(self, event: Prefilled | Sampled | Recall | WantsPast | Finished | Faulted) -> None:
+    def _handle_turn(self, event: Prefilled | Sampled | NeedsKv | Finished | Faulted) -> None:
         turn = event.turn
         run = self._turns.get(turn)
         match event:
             case Prefilled(_, num_cached):
                 if run is not None:
-                    run.progress.num_cached = num_cached
+                    run.num_cached = num_cached
+                return
+            case NeedsKv():
+                # At once, and not behind the chunks to publish: these wait while NATS is away.
+                if run is not None and run.reads is not None and not run.is_abandoned:
+                    run.reads.start_soon(self._read, event, run)
                 return
             case Sampled(_, chunk):
                 self._telemetry.generated_tokens += 1
                 self._telemetry.tenants.count_tokens("generated", turn.tenant)
                 if run is not None:
-                    run.progress.num_generated = chunk.i + 1
+                    run.num_generated = chunk.i + 1
                     run.num_lost = 0
                     self._grow(run, turn.num_prompt + chunk.i + 1)
             case Finished(_, num_cached, _, earliest):
@@ -365,7 +329,7 @@ class Engine:
             return
         self._flights.deliver(event)
         if isinstance(event, Finished | Faulted):
-            resumes = isinstance(event, Finished) or _may_start_again(run, event.error)
+            resumes = isinstance(event, Finished) or run.may_start_again(event.error)
             # Its memory is free now, not only when the task that waits for the turn runs.
             self._end_turn(run, turn, resumes=resumes and not self._is_over(run, turn))
 
@@ -384,12 +348,12 @@ class Engine:
             self._device.drop(key)
         self._apply(self._admission.decide())
 
-    def _is_over(self, run: _Run, turn: Turn) -> bool:
+    def _is_over(self, run: Run, turn: Turn) -> bool:
         """Say whether an ended turn is complete or must not be continued."""
         answer_is_over = turn.answer is None or turn.answer.finish_reason is not None
         return self._stopping or run.is_stopped or (answer_is_over and turn.num_cached >= turn.target)
 
-    def _end_turn(self, run: _Run, turn: Turn, *, resumes: bool) -> None:
+    def _end_turn(self, run: Run, turn: Turn, *, resumes: bool) -> None:
         """Release a turn's memory; if it was only paused, ask for memory again in the same decision."""
         del self._turns[turn]
         run.turn = None
@@ -400,38 +364,41 @@ class Engine:
             return
         self._release(run)
         if run.is_abandoned:
-            del self._runs[run.claim]
+            del self._runs[run]
 
-    async def _run_turn(self, run: _Run, turn: Turn, publish: Publish | None) -> bool:
+    async def _run_turn(self, run: Run, turn: Turn, publish: Publish | None) -> bool:
         """Run a turn that has its memory; False if it was only paused."""
         run.turn = turn
-        run.progress = TurnProgress(0, len(turn.context), run.progress.num_generated)
+        run.num_cached = 0
         self._turns[turn] = run
         try:
             begun_s = monotonic()
-            await self._finder.find(turn, run.holding, {other.key for other in self._turns})
-            run.progress.num_cached = num_found = max(turn.num_kept, turn.num_restored)
+            await self._finder.find(turn, run, {other.key for other in self._turns})
+            run.num_cached = num_found = max(turn.num_kept, turn.num_restored)
             found_s = turn.restores[0].start_s if turn.restores else monotonic()
             run.phases += [Phase("kv_search", begun_s, found_s, num_found), *turn.restores]
             num_restored = sum(phase.num_tokens for phase in turn.restores)
             self._telemetry.tenants.count_tokens("restored", turn.tenant, num_restored)
             if self._stopping:
                 raise StoppingError
-            if (is_stopped := run.is_stopped) or run.is_paused:
-                self._end_turn(run, turn, resumes=not is_stopped)
-                return is_stopped
+            if run.waits_no_more():
+                self._end_turn(run, turn, resumes=not run.is_stopped)
+                return run.is_stopped
             run.started_s = run.started_s or monotonic()
             turn.num_granted = run.num_granted
-            return await self._follow(run, turn, publish)
+            async with task_group() as run.reads:
+                is_over = await self._follow(run, turn, publish)
+                run.reads.cancel_scope.cancel()
+            return is_over
         finally:
-            self._finder.release(run.holding)
+            self._finder.release(run)
             if turn in self._flights:  # the device has not reported its end
                 run.is_abandoned = True
                 self._flights.cancel(turn)
             elif turn in self._turns:
                 self._end_turn(run, turn, resumes=False)
 
-    def _result(self, run: _Run, tenant: str) -> TurnResult:
+    def _result(self, run: Run, tenant: str) -> TurnResult:
         num_cached = run.num_reused or 0
         num_prefilled = run.num_covered - num_cached
         self._telemetry.cached_tokens += num_cached
@@ -450,7 +417,7 @@ class Engine:
             first_token_s=run.first_token_s or monotonic(),
         )
 
-    async def _follow(self, run: _Run, turn: Turn, publish: Publish | None) -> bool:
+    async def _follow(self, run: Run, turn: Turn, publish: Publish | None) -> bool:
         """Submit a turn and pass on its tokens until it ends; False if it was only paused."""
         flight, submitted_s, drawn_s = self._flights.submit(turn), monotonic(), None
         while True:
@@ -461,11 +428,6 @@ class Engine:
                 run.first_token_s = run.first_token_s or monotonic()
                 if publish is not None:
                     await publish(joined([event.chunk for event in sampled]))
-            for event in events:
-                if isinstance(event, Recall):
-                    self._telemetry.recalled_tokens += await self._finder.recall(turn, event.spans)
-                elif isinstance(event, WantsPast):
-                    await self._finder.find_past(turn, run.holding, event.end)
             if isinstance(events[-1], Faulted | Finished):
                 run.phases += _on_device(turn, submitted_s, drawn_s)
             end = events[-1]
@@ -481,21 +443,15 @@ class Engine:
                 case Faulted(_, error):
                     raise DeviceFaultError(repr(error)) from error
                 case Finished(_, num_cached, live_bytes):
-                    self._count(run, turn, num_cached, live_bytes)
+                    run.count(turn, num_cached, live_bytes)
                     over = turn.answer is None or turn.answer.finish_reason is not None
                     if self._stopping and not (over and run.is_complete):
                         raise StoppingError
                     return run.admitted is None
 
-    def _count(self, run: _Run, turn: Turn, num_cached: int, live_bytes: int) -> None:
-        """Count what a turn cost. Tokens that are prefilled again after a pause are counted once."""
-        if run.num_covered < turn.num_prompt:
-            num_reused = min(turn.num_reused, turn.num_prompt)
-            run.num_reused = num_reused if run.num_reused is None else min(run.num_reused, num_reused)
-            run.num_covered = max(run.num_covered, min(num_cached, turn.num_prompt))
-        run.prefill_s += turn.prefill_s
-        run.live_bytes = live_bytes
-        run.is_complete = num_cached >= turn.target
+    async def _read(self, needs: NeedsKv, run: Run) -> None:
+        num_recalled = await self._finder.read(needs, run)
+        self._telemetry.recalled_tokens += num_recalled
 
     def _save(self, cut: SnapshotCut) -> None:
         if self._store is None:
@@ -512,7 +468,7 @@ class Engine:
             # The turn's end may be the next event, and must not get lost with a snapshot.
             log.exception("a snapshot was not saved", session=str(cut.turn.key))
 
-    async def _admitted(self, run: _Run, num_context: int) -> bool:
+    async def _admitted(self, run: Run, num_context: int) -> bool:
         """Wait for the memory that a turn is likely to need; False if the turn is cancelled meanwhile."""
         if run.admitted is None:
             if self._stopping:
@@ -523,22 +479,22 @@ class Engine:
         finally:
             run.admitted = None
 
-    def _ask(self, run: _Run, num_tokens: int) -> None:
+    def _ask(self, run: Run, num_tokens: int) -> None:
         """Ask for memory for a turn that has `num_tokens` so far, and release its earlier reservation."""
-        run.is_paused = False
+        run.is_halted = False
         run.num_granted, run.num_asked = 0, min(grown(num_tokens + LIKELY_TOKENS), run.num_most)
         run.admitted = asyncio.get_running_loop().create_future()
-        self._apply(self._admission.begin(run.claim, self._price(run)))
+        self._apply(self._admission.begin(run, self._price(run)))
 
-    def _price(self, run: _Run) -> int:
+    def _price(self, run: Run) -> int:
         """Count the bytes of a turn that grows to all the tokens that it asks for."""
         # A rewound session keeps its memory until its turn is over: trimming frees nothing.
-        num_tokens = max(run.num_asked, len(self._residency.tokens(run.claim.key)))
+        num_tokens = max(run.num_asked, len(self._residency.tokens(run.key)))
         # Caches grow by more than a token at a time: many short prompts hold more than their tokens' KV.
         allocated = self._kv.under(run.policy).held(grown(num_tokens), ahead=self._piece_tokens)
         return max(min(allocated, self.ledger.max_bytes), self.size_bytes(num_tokens, run.policy))
 
-    def _grow(self, run: _Run, num_tokens: int) -> None:
+    def _grow(self, run: Run, num_tokens: int) -> None:
         """Ask for more memory before the turn needs it.
 
         A turn that reaches the end of its granted memory is paused.
@@ -547,11 +503,11 @@ class Engine:
         if has_asked or run.num_granted == run.num_most or run.num_granted - num_tokens > LIKELY_TOKENS // 2:
             return
         run.num_asked = min(run.num_granted + LIKELY_TOKENS, run.num_most)
-        self._apply(self._admission.grow(run.claim, self._price(run)))
+        self._apply(self._admission.grow(run, self._price(run)))
 
-    def _release(self, run: _Run) -> None:
+    def _release(self, run: Run) -> None:
         """Release a run's memory; its session now counts as idle, with its resident KV."""
-        self._apply(self._admission.release(run.claim))
+        self._apply(self._admission.release(run))
 
     def _apply(self, decision: Decision) -> None:
         for key in decision.dropped:
@@ -565,28 +521,13 @@ class Engine:
         for claim in decision.paused:
             run = self._runs[claim]
             log.info("pausing a turn for want of memory", session=str(claim.key))
-            run.is_paused = True
             self._stop_run(run)
 
-    def _stop_run(self, run: _Run) -> None:
+    def _stop_run(self, run: Run) -> None:
         """End a run's turn with its tokens so far. A turn that is not on the device yet is not submitted."""
+        run.is_halted = True
         self._flights.cancel(run.turn)
-        run.holding.stop_waiting()
-
-
-def _may_start_again(run: _Run, error: Exception) -> bool:
-    """Say whether a turn may start again after an error, and count it.
-
-    It may do so once if its stored KV was lost. Failed evaluations are survived while its answer goes on; a
-    prompt in the failed step is the likely cause, and gets one more try.
-    """
-    if isinstance(error, LostPastError):
-        had_lost, run.has_lost = run.has_lost, True
-        return not had_lost
-    if isinstance(error, LostKvError):
-        run.num_lost += 2 if error.is_suspect else 1
-        return run.num_lost <= _MOST_LOST
-    return False
+        resolve(run.room, granted=False)
 
 
 def _on_device(turn: Turn, submitted_s: float, drawn_s: float | None) -> list[Phase]:

@@ -7,31 +7,33 @@ device. Event loop only.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from itertools import chain
 from time import monotonic
 from typing import TYPE_CHECKING, Final
 
+from cache.names.blocks import Span
 from worker.traces import Phase
 
 from .memory import GROWTH_TOKENS
 from .residency import LEAST_SHARED
+from .run import resolve
+from .turn import KvRead
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Collection
 
     import mlx.core as mx
 
-    from cache.names.blocks import Span
     from cache.names.policy import Policy
     from cache.names.tokens import Chain
-    from cache.store import HeldPrefix, Store, StoredPast
+    from cache.store import Store
     from turnkeep_client.subjects import SessionKey
 
     from .admission import Ledger
     from .device import Device
     from .flights import Flights
-    from .turn import Turn
+    from .run import Run
+    from .turn import NeedsKv, Turn
 
 #: A prefix on SSD replaces one on the device only if it is longer by one part in so many: a restore reads
 #: the whole prefix, and reading a token is about this many times faster than computing it.
@@ -40,31 +42,6 @@ _RESTORE_GAIN: Final = 16
 PATIENCE_S: Final = 5.0
 #: After a doubtful file, the prefix before it may still be restored.
 _RESTORE_TRIES: Final = 2
-
-
-@dataclass(slots=True, eq=False)
-class Holding:
-    """The resources that a session's turn holds until it is over.
-
-    `room` is a request for device memory, granted once its result is True. Once `is_stopped` returns true,
-    the turn waits for nothing.
-    """
-
-    key: SessionKey
-    is_stopped: Callable[[], bool]
-    prefix: HeldPrefix | None = None
-    past: StoredPast | None = None
-    room: asyncio.Future[bool] | None = None
-
-    def stop_waiting(self) -> None:
-        """Stop waiting for room on the device; the request counts as not granted."""
-        resolve(self.room, granted=False)
-
-
-def resolve(waiting: asyncio.Future[bool] | None, *, granted: bool) -> None:
-    """Set a future's result if a task still waits for the future."""
-    if waiting is not None and not waiting.done():
-        waiting.set_result(granted)
 
 
 class Finder:
@@ -77,17 +54,17 @@ class Finder:
         self._residency = ledger.residency
         self._flights = flights
 
-    def release(self, holding: Holding) -> None:
+    def release(self, run: Run) -> None:
         """Release the snapshots and the room that a turn holds."""
-        if self._store is not None and holding.past is not None:
-            self._store.end_past(holding.past)
-        if self._store is not None and holding.prefix is not None:
-            self._store.release(holding.prefix)
-        if holding.room is not None:
-            self._device.release_room(holding.key)
-        holding.prefix = holding.past = holding.room = None
+        if self._store is not None and run.past is not None:
+            self._store.end_past(run.past)
+        if self._store is not None and run.prefix is not None:
+            self._store.release(run.prefix)
+        if run.room is not None:
+            self._device.release_room(run.key)
+        run.prefix = run.past = run.room = None
 
-    async def find(self, turn: Turn, holding: Holding, busy: Collection[SessionKey]) -> None:
+    async def find(self, turn: Turn, run: Run, busy: Collection[SessionKey]) -> None:
         """Find the longest KV for a turn. `busy` are the sessions whose turns have reserved memory."""
         resident = self._residency.tokens(turn.key)
         # KV that may not reach further back leaves the context's last token for the turn to run.
@@ -102,7 +79,7 @@ class Finder:
         turn.chain = self._store.chain(turn.key.tenant, turn.policy, turn.context)
         if num_usable > least and not self._device.kv(turn.policy).is_plain:  # it was rewound, say
             usable = turn.context[:num_usable]
-            await self._store.settle(turn.chain, usable, least, PATIENCE_S, holding.is_stopped)
+            await self._store.settle(turn.chain, usable, least, PATIENCE_S, run.waits_no_more)
         for _ in range(_RESTORE_TRIES):
             if num_usable <= least:  # mostly so for a session in memory
                 break
@@ -110,7 +87,7 @@ class Finder:
             found_s = monotonic()
             # With room for the first tokens that the turn runs: it need not copy the KV to grow.
             room_tokens = min(len(turn.context) + 1, match.num_tokens + GROWTH_TOKENS)
-            if match.num_tokens <= least or not await self._has_room(holding, turn.policy, room_tokens):
+            if match.num_tokens <= least or not await self._has_room(run, turn.policy, room_tokens):
                 self._store.release(match)
                 break
             restored = await self._store.load(match, room_tokens=room_tokens)
@@ -120,44 +97,39 @@ class Finder:
                     turn.restored, turn.num_restored = restored.tensors, restored.num_tokens
                     turn.source = None
                 break
-        self._hold(self._store, turn.chain, turn, holding)
+        self._hold(self._store, turn.chain, turn, run)
 
-    def _hold(self, store: Store, chain: Chain, turn: Turn, holding: Holding) -> None:
+    def _hold(self, store: Store, chain: Chain, turn: Turn, run: Run) -> None:
         """Keep the stored blocks on disk until the turn is over, since the turn's snapshots continue them."""
-        holding.prefix = store.hold(chain, turn.context)
-        turn.edges = holding.prefix.edges
+        run.prefix = store.hold(chain, turn.context)
+        turn.edges = run.prefix.edges
         # An append ends, and cuts its tail, before the last token.
         end = len(turn.context) - (turn.answer is None)
         # What is held is stored; with layers that have states, an append's end is looked for before that.
         start = turn.edges[0] if self._device.trimmable else 0
         turn.spans = store.wanted(chain, turn.context, start, end)
 
-    async def find_past(self, turn: Turn, holding: Holding, end: int) -> None:
-        """Give the device the KV of a turn's first `end` tokens, read from SSD.
+    async def read(self, needs: NeedsKv, run: Run) -> int:
+        """Read KV that a running turn needs from SSD for the device; return the number of tokens recalled.
 
-        The turn holds these snapshots from now on, so that they stay on disk.
+        The turn holds the snapshots that its prompt reads, so that they stay on disk.
         """
-        past = None
-        try:
-            if self._store is not None and turn.chain is not None:
-                past = await self._store.past(turn.chain, turn.context, end, PATIENCE_S, holding.is_stopped)
-                held = self._store.hold(turn.chain, turn.context)
-                self.release(holding)
-                holding.prefix, holding.past = held, past
-        finally:
-            self._device.give_past(turn, past)  # the turn waits for it
-
-    async def recall(self, turn: Turn, spans: tuple[Span, ...]) -> int:
-        """Read chunks of a turn's session from SSD for the device; return the number of tokens found."""
-        found: tuple[Span, ...] = ()
+        turn, past, spans = needs.turn, None, tuple[Span, ...]()
         tensors: dict[str, mx.array] = {}
         try:
-            if self._store is not None and turn.chain is not None:
-                tokens = turn.tokens(max(span.end for span in spans))
-                found, tensors = await self._store.recall(turn.chain, tokens, spans)
+            if self._store is None or turn.chain is None:
+                raise AssertionError("without a store no session is paged")
+            if needs.num_past:
+                past = await self._store.past(turn.chain, turn.context, needs.num_past, PATIENCE_S)
+                held = self._store.hold(turn.chain, turn.context)
+                self.release(run)
+                run.prefix, run.past = held, past
+            if needs.spans:
+                tokens = turn.tokens(needs.spans[-1].end)
+                spans, tensors = await self._store.recall(turn.chain, tokens, needs.spans)
         finally:
-            self._device.recalled(turn, found, tensors)  # the turn may wait for it
-        return sum(span.num_tokens for span in found)
+            self._device.give(turn, KvRead(past, spans, tensors))  # a prompt waits for it
+        return sum(span.num_tokens for span in spans)
 
     def _find_source(self, turn: Turn, busy: Collection[SessionKey]) -> tuple[SessionKey | None, int]:
         """Find the tenant's session with the longest common prefix, resident or soon to be prefilled.
@@ -185,7 +157,7 @@ class Finder:
                 found, most = key, num
         return found, most if found else 0
 
-    async def _has_room(self, holding: Holding, policy: Policy, num_tokens: int) -> bool:
+    async def _has_room(self, run: Run, policy: Policy, num_tokens: int) -> bool:
         """Wait until the device has room for a restore; False if it never will, or the turn is cancelled.
 
         KV that has left the ledger stays on the device until the running step is over.
@@ -194,10 +166,10 @@ class Finder:
             return True
         loop = asyncio.get_running_loop()
         room: asyncio.Future[bool] = loop.create_future()
-        holding.room = room
+        run.room = room
 
         def answered(granted: bool) -> None:
             loop.call_soon_threadsafe(lambda: resolve(room, granted=granted))
 
-        self._device.reserve_room(holding.key, num_tokens, answered, policy)
+        self._device.reserve_room(run.key, num_tokens, answered, policy)
         return await room

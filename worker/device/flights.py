@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, TypeAlias
 
-from .turn import Faulted, Finished, Recall, Sampled, WantsPast
+from .turn import Faulted, Finished, Sampled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .turn import StepReport, Turn
 
 #: What the follower of a turn receives; the last event is `Finished` or `Faulted`.
-TurnEvent: TypeAlias = Sampled | Recall | WantsPast | Finished | Faulted
+TurnEvent: TypeAlias = Sampled | Finished | Faulted
 
 
 class Flights:
@@ -57,7 +57,7 @@ class Flights:
 
     def deliver(self, event: TurnEvent) -> None:
         """Pass an event from the device to its turn's follower."""
-        if isinstance(event, Sampled | Recall | WantsPast):
+        if isinstance(event, Sampled):
             self._flights[event.turn].events.put_nowait(event)
         else:
             self._flights.pop(event.turn).events.put_nowait(event)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 #: The KV limit leaves memory for the attention of contexts up to this; longer ones are priced in each step.
 _PLANNED_CONTEXT: Final = 65_536
 #: How many blocks a prompt runs at a time whose tokens see all before them: each piece reads all of these.
-EXACT_SCALE: Final = 8
+PAGED_SCALE: Final = 8
 #: Caches grow by so many tokens at a time.
 GROWTH_TOKENS: Final = 256
 #: Models in 16 bits compute the softmax in 32, too.
@@ -110,14 +110,11 @@ def num_scores(policy: Policy, num_cached: int, num_tokens: int) -> int:
     """Count the attention scores of one token in a prompt's piece of `num_tokens`.
 
     The piece ends at `num_cached` tokens. The scores of a ring are joined from runs, so they count twice.
-    Those of a paged session do not, since its queries need no rotation. With an exact prefill its scores are
-    computed in parts.
+    Those of a paged session are computed in parts.
     """
     if policy.window is None:
         return num_cached
-    if policy.exact:
-        return 2 * max(PART, num_tokens)
-    return policy.num_held(num_cached) * (1 if policy.recall else 2)
+    return 2 * (max(PART, num_tokens) if policy.recall else policy.num_held(num_cached))
 
 
 def grown(num_tokens: int) -> int:
@@ -195,7 +192,7 @@ class Estimator:
         session is.
         """
         left, kv = self.limit_bytes - self.weight_bytes, self.kv.under(policy)
-        chunk *= EXACT_SCALE if policy.exact else 1
+        chunk *= PAGED_SCALE if policy.recall else 1
 
         def fits(size_bytes: int) -> bool:
             longest = max(kv.most_tokens(size_bytes, num_context), chunk)

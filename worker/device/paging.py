@@ -1,83 +1,76 @@
-"""Requests the KV that turns of paged sessions need from SSD, and knows which turns wait for it.
+"""Asks for the KV that turns of paged sessions need from SSD, and knows which turns wait for it.
 
 Device thread only.
 
-Sends requests to the event loop (`Recall`, `WantsPast`), and takes the answers. Knows no steps or files.
+Sends `NeedsKv` to the event loop, and takes the answer. Knows no steps or files.
 """
 
 from __future__ import annotations
 
-import sys
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from cache.kv import layers
 from cache.names.blocks import Span
 from cache.names.errors import LostPastError
 from cache.names.policy import CHUNK, RECALLED
 
-from .memory import EXACT_SCALE
-from .turn import Recall, WantsPast
+from .memory import PAGED_SCALE
+from .turn import NeedsKv
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import mlx.core as mx
-
-    from cache.kv.paged import Past
     from worker.batch.batch import Batch
 
     from .scheduler import Scheduler
-    from .turn import Event, Turn
+    from .turn import Event, KvRead, Turn
 
-#: The last tokens of a prompt are run again once what matters to them is on the device.
-ASKED_TOKENS: Final = 32
 #: An answer's session asks for chunks once in so many tokens.
 RECALL_EVERY: Final = 16
 
 
 class Paging:
-    """Requests KV on SSD for paged sessions, and keeps their waiting turns; ignores other turns."""
+    """Asks for KV on SSD for paged sessions, and keeps their waiting prompts; ignores other turns."""
 
     def __init__(
         self, scheduler: Scheduler[Turn], batch: Batch, block: int, emit: Callable[[Event], None]
     ) -> None:
-        """A waiting turn is taken out of the scheduler, and put back later; `emit` reports an event."""
+        """A waiting prompt is taken out of the scheduler, and put back later; `emit` reports an event."""
         self._scheduler = scheduler
         self._batch = batch
         self._block = block
         self._emit = emit
-        self._waiting: set[Turn] = set()
+        self._asked: set[Turn] = set()
         #: Tokens that gave way to recalled ones.
         self.num_evicted = 0
 
     @property
     def is_waiting(self) -> bool:
-        """Whether any turn waits for KV from SSD."""
-        return bool(self._waiting)
+        """Whether any prompt waits for KV from SSD."""
+        return any(turn.row is None for turn in self._asked)
 
     def __contains__(self, turn: Turn) -> bool:
-        return turn in self._waiting
+        """Whether a turn has asked for KV, and has not got it yet."""
+        return turn in self._asked
 
     def discard(self, turn: Turn) -> None:
-        """Forget that a turn waits for KV from SSD; no effect if it does not wait."""
-        self._waiting.discard(turn)
+        """Forget what a turn that is over has asked for."""
+        self._asked.discard(turn)
 
     def start(self, turn: Turn) -> None:
-        """Prepare a new turn that has its caches and is in the scheduler; request KV that it needs."""
+        """Prepare a new turn that has its caches and is in the scheduler; ask for KV that it needs."""
         if turn.caches is not None:
             turn.most_blocks = layers.most_run(turn.caches, self._block) // self._block
-        if turn.policy.exact:
-            turn.scale = min(turn.most_blocks, EXACT_SCALE)
+        if turn.policy.recall:
+            turn.scale = min(turn.most_blocks, PAGED_SCALE)
         turn.asks = turn.asks and turn.num_cached < turn.target - 1  # none of its tokens can ask
-        self.want_past(turn)
+        self.ask(turn)
 
     def begin_piece(self, turn: Turn) -> None:
         """Set which KV a prompt's next piece sees, and which of its tokens' queries score chunks."""
         if (pages := layers.pages(turn.caches or [])) is not None:
-            # An end that is run again, with what it asked for in sight, does not ask again.
-            asks = turn.asks or not turn.draws
-            pages.asks_from = turn.target - 1 - self._block if asks else sys.maxsize
-            pages.sees_all, pages.past = turn.policy.exact, turn.past
+            pages.asks_from = turn.target - 1 - self._block
+            pages.sees_all, pages.past = True, turn.past
 
     def end_piece(self, turn: Turn) -> None:
         """Update the chunks' scores after a piece; later tokens see only the KV on the device."""
@@ -85,64 +78,41 @@ class Paging:
             pages.settle()
             pages.sees_all, pages.past = False, None
 
-    def want_past(self, turn: Turn) -> None:
-        """Request the KV that is no longer on the device, if the prompt's next piece must see it."""
-        end = layers.num_passed(turn.caches or []) if turn.policy.exact else 0
-        if end and turn in self._scheduler and turn.row is None:
-            self._wait(turn)
-            self._emit(WantsPast(turn, end))
+    def ask(self, turn: Turn) -> None:
+        """Ask for the KV on SSD that a turn's next tokens see; a prompt waits for it.
 
-    def give_past(self, turn: Turn, past: Past | None) -> None:
-        """Continue a prompt that waited for the KV of all earlier tokens.
-
-        Raises `LostPastError` if `past` is None.
+        A prompt asks for chunks once, before its last token: they are for the answer's tokens.
         """
-        if past is None:
-            why = "the prompt needs the KV of all earlier tokens, and the disk lacks some of it"
-            raise LostPastError(why)
-        turn.past = past
-        self._go_on(turn)
-        self.recall(turn)
-
-    def recall(self, turn: Turn) -> None:
-        """Request the chunks that are not on the device although they now score high enough."""
-        is_end = turn.asks and turn.num_cached >= turn.target - 1
-        if not (is_end or turn.row is None or turn.num_cached % RECALL_EVERY == 0):
+        if turn in self._asked:
             return
-        if turn.policy.exact and turn.row is None and not is_end:
-            return  # no token of the prompt would see what came
-        if not turn.is_recalling:
-            turn.asks = turn.asks and not is_end
-            pages = layers.pages(self._caches(turn))
-            chunks = pages.choose(turn.num_cached)[: RECALLED // CHUNK] if pages is not None else []
-            if chunks:
-                turn.is_recalling = True
-                spans = (Span(chunk * CHUNK, (chunk + 1) * CHUNK) for chunk in sorted(chunks))
-                self._emit(Recall(turn, tuple(spans)))
-        if is_end and turn.is_recalling:
-            self._wait(turn)
+        if turn.row is None:
+            caches = turn.caches or []
+            num_past, is_due = layers.num_passed(caches), turn.asks and turn.num_cached >= turn.target - 1
+            turn.asks = turn.asks and not is_due
+        else:
+            caches = self._batch.caches(turn.row)
+            num_past, is_due = 0, turn.num_cached % RECALL_EVERY == 0
+        pages = layers.pages(caches) if is_due else None
+        chunks = pages.choose(turn.num_cached)[: RECALLED // CHUNK] if pages is not None else []
+        if num_past or chunks:
+            self._asked.add(turn)
+            if turn.row is None:
+                self._scheduler.remove(turn)
+            spans = tuple(Span(chunk * CHUNK, (chunk + 1) * CHUNK) for chunk in sorted(chunks))
+            self._emit(NeedsKv(turn, num_past, spans))
 
-    def recalled(self, turn: Turn, spans: tuple[Span, ...], tensors: dict[str, mx.array]) -> None:
-        """Make chunks that were read visible to a turn; a prompt that waited for them continues."""
-        if spans:
-            self.num_evicted += CHUNK * layers.recall(self._caches(turn), tensors, spans)
-        if turn in self._waiting:
-            self._go_on(turn)
-            if turn.asks:
-                self.recall(turn)
-            elif spans and turn.caches is not None and not turn.policy.exact:
-                # With what matters in sight, the end is run again.
-                turn.num_cached = max(turn.num_cached - ASKED_TOKENS, turn.num_reused)
-                layers.trim(turn.caches, turn.num_cached)
+    def take(self, turn: Turn, kv: KvRead) -> None:
+        """Give a turn the KV that was read for it; a prompt that waited for it continues.
 
-    def _wait(self, turn: Turn) -> None:
-        self._scheduler.remove(turn)
-        self._waiting.add(turn)
-
-    def _go_on(self, turn: Turn) -> None:
-        self._waiting.discard(turn)
-        self._scheduler.add(turn)
-
-    def _caches(self, turn: Turn) -> list[Any]:
-        """Return the caches of a running turn."""
-        return (turn.caches if turn.row is None else self._batch.caches(turn.row)) or []
+        Raises `LostPastError` if the prompt's next piece cannot see all earlier tokens.
+        """
+        self._asked.discard(turn)
+        caches = turn.caches or [] if turn.row is None else self._batch.caches(turn.row)
+        if kv.spans:
+            self.num_evicted += CHUNK * layers.recall(caches, kv.tensors, kv.spans)
+        if turn.row is None:
+            if kv.past is None and layers.num_passed(caches):
+                why = "the prompt needs the KV of all earlier tokens, and the disk lacks some of it"
+                raise LostPastError(why)
+            turn.past = kv.past
+            self._scheduler.add(turn)

@@ -62,13 +62,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
     from pathlib import Path
 
-    from cache.kv.paged import Past
-    from cache.names.blocks import Span
     from worker.batch.batch import Batch
     from worker.batch.chooser import Drawn
     from worker.models.model import LoadedModel
 
     from .scheduler import Step
+    from .turn import KvRead
 
 log = structlog.get_logger()
 
@@ -112,7 +111,7 @@ def estimator(
     )
 
 
-def _refusal(model: Any, batch: Batch) -> str | None:
+def _no_window(model: Any, batch: Batch) -> str | None:
     """Say why sessions of a model cannot use a policy with sinks and a window; None if they can."""
     try:
         caches = layers.make(model, Policy(4, 1024))
@@ -149,10 +148,7 @@ class Runner:
         make = self._try_caches(loaded, limit_bytes)
         #: Idle sessions' KV, and the restores that have room or wait for it.
         self.room = Room(self.estimator, block_tokens, self._emit)
-        #: Why sessions of this model cannot have sinks and a window; None if they can.
-        self.refusal = _refusal(loaded.model, self._batch)
-        #: Whether a part of a session's KV can be on the device, and the rest on SSD.
-        self.has_pages = self._batch.windows_are_rings and bool(self.layout.sketches)
+        self._no_window = _no_window(loaded.model, self._batch)
         #: Cuts snapshots for the disk, once its `room` is set.
         self.cutting = Cutting(
             self._batch, self.estimator, block_tokens, self._emit, trimmable=self.trimmable
@@ -215,6 +211,17 @@ class Runner:
     def _has_room(self, size_bytes: int) -> bool:
         return self.room.has_or_asks(size_bytes)
 
+    def refusal(self, policy: Policy, *, has_disk: bool) -> str | None:
+        """Return why sessions cannot have a policy; None if they can. May be called from any thread.
+
+        `has_disk` says that KV is stored on disk.
+        """
+        if policy.recall and not has_disk:
+            return "this worker stores no KV on disk, which paged sessions need; use another policy"
+        if policy.recall and not (self._batch.windows_are_rings and self.layout.sketches):
+            return "this model's keys cannot be sketched, or its rows not share a pass; use another policy"
+        return None if policy.window is None else self._no_window
+
     @property
     def is_busy(self) -> bool:
         """Whether turns are under way."""
@@ -273,10 +280,7 @@ class Runner:
 
     def cancel(self, turn: Turn) -> None:
         """End a turn with the tokens so far; no effect on a turn that is over."""
-        if turn in self._scheduler:
-            self._end_or_fault_all(turn)
-        elif turn in self._paging:
-            self._paging.discard(turn)
+        if turn in self._scheduler or turn in self._paging:
             self._end_or_fault_all(turn)
         elif self._acquisition.stop_waiting(turn):
             self._guarded(turn, self._start)  # so that its session keeps its KV
@@ -288,16 +292,10 @@ class Runner:
         if turn.row is not None:
             turn.row.num_left = _num_left(turn)
 
-    def recalled(self, turn: Turn, spans: tuple[Span, ...], tensors: dict[str, mx.array]) -> None:
-        """Make chunks that were read from SSD visible to a turn; a prompt that waited for them continues."""
-        turn.is_recalling = False
-        if turn in self._paging or turn in self._scheduler:
-            self._guarded(turn, lambda turn: self._paging.recalled(turn, spans, tensors))
-
-    def give_past(self, turn: Turn, past: Past | None) -> None:
-        """Continue a prompt that waited for the KV of all earlier tokens; None if some of it is lost."""
+    def give(self, turn: Turn, kv: KvRead) -> None:
+        """Give a turn the KV that it has asked for; no effect on a turn that is over."""
         if turn in self._paging:
-            self._guarded(turn, lambda turn: self._paging.give_past(turn, past))
+            self._guarded(turn, lambda turn: self._paging.take(turn, kv))
 
     def _emit(self, event: Event) -> None:
         self._events.append(event)
@@ -431,7 +429,7 @@ class Runner:
                 self._decoded(turn)
         for turn in (*step.decode, *pieces):
             if turn.policy.recall and turn in self._scheduler:
-                self._guarded(turn, self._paging.recall)
+                self._guarded(turn, self._paging.ask)
 
     def _piece(self, turn: Turn, num_tokens: int) -> PrefillPiece:
         start, end = turn.num_cached, turn.num_cached + num_tokens
@@ -466,8 +464,6 @@ class Runner:
             self._sampled(turn, turn.row.drawn[0])
         elif turn.num_cached == turn.target:
             self._end(turn)
-        else:
-            self._paging.want_past(turn)
 
     def _decoded(self, turn: Turn) -> None:
         """Add the tokens that a step has drawn for a row, up to the answer's end."""
@@ -510,6 +506,7 @@ class Runner:
     def _end(self, turn: Turn) -> None:
         """End a turn: its KV stays resident, and its tail is cut for the disk."""
         self._scheduler.remove(turn)
+        self._paging.discard(turn)
         self._acquisition.remove(turn)
         self.cutting.cut_noted(turn)
         if turn.row is not None:

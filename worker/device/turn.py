@@ -84,7 +84,6 @@ class Turn:
     scale: int = field(init=False, default=1)
     most_blocks: int = field(init=False, default=1)
     past: Past | None = field(init=False, default=None)
-    is_recalling: bool = field(init=False, default=False)
     behind_since_s: float | None = field(init=False, default=None)
     caches: list[Any] | None = field(init=False, default=None)
     row: Row | None = field(init=False, default=None)
@@ -141,19 +140,28 @@ class SnapshotCut:
 
 
 @dataclass(frozen=True, slots=True)
-class Recall:
-    """A paged session's turn wants these chunks from SSD; the event loop answers with `Device.recalled`."""
+class NeedsKv:
+    """A paged session's turn needs KV from SSD; the event loop answers with `Device.give`.
+
+    A prompt waits for the KV of its first `num_past` tokens, which its next piece sees, and before its last
+    token for the chunks `spans`, which its answer will see. An answer asks for chunks only, and goes on.
+    """
 
     turn: Turn
+    num_past: int
     spans: tuple[Span, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class WantsPast:
-    """A turn's prompt waits for the KV of its first `end` tokens; the answer is `Device.give_past`."""
+class KvRead:
+    """KV from SSD for a turn: `past` to be read layer by layer, and the chunks `spans` with their tensors.
 
-    turn: Turn
-    end: int
+    `past` is None if some of it is lost; chunks may be missing.
+    """
+
+    past: Past | None = None
+    spans: tuple[Span, ...] = ()
+    tensors: dict[str, mx.array] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +206,7 @@ class Starved:
     """No step fits, and no idle session is left to drop; snapshots that wait for the disk hold the memory."""
 
 
-Event = Prefilled | Sampled | SnapshotCut | Recall | WantsPast | Finished | Faulted | KvLost | Short | Starved
+Event = Prefilled | Sampled | SnapshotCut | NeedsKv | Finished | Faulted | KvLost | Short | Starved
 
 
 class LostKvError(Exception):

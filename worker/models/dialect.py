@@ -111,7 +111,7 @@ def dialect_of(template: str, vocabulary: Collection[str]) -> Dialect:
     if _DEEPSEEK[0] in template:
         begin, sep, end = map(_deepseek, ("tool call begin", "tool sep", "tool call end"))
         fenced = (f"{begin}function{sep}NAME\n```json\n", f"\n```{end}")
-        form = fenced if "```json" in template else (f"{begin}NAME{sep}", end)
+        form: tuple[str, str | None] = fenced if "```json" in template else (f"{begin}NAME{sep}", end)
         return Dialect(reasoning, _DEEPSEEK, _parse_deepseek, renders_tools=True, form=form)
     for mark, name, form in _PARSERS:
         if mark in template:

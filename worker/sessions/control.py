@@ -19,7 +19,6 @@ from turnkeep_client.messages import (
     InfoRequest,
     MetricsRequest,
     Pinned,
-    Progress,
     SessionInfo,
     Unpinned,
     UnpinRequest,
@@ -137,21 +136,13 @@ class Control:
     async def _info(self, session: Session, request: InfoRequest) -> SessionInfo:
         waiting, num_waiting = await session.waiting(request.skip, request.limit)
         history, key, active = session.history, session.key, session.active
-        running = self._engine.progress(key)
-        policy = history.policy
+        progress, policy = self._engine.progress(key), history.policy
         live_bytes = self._engine.live_bytes(key, history.tokens, policy)
-        progress = None
-        if running is not None:
-            progress = Progress(
-                cached_tokens=running.num_cached,
-                context_tokens=running.num_context,
-                generated_tokens=running.num_generated,
-            )
         return SessionInfo(
             tenant=key.tenant,
             session=key.session,
             position=history.position,
-            state="running" if running else "waiting" if session.pending else "idle",
+            state="running" if progress else "waiting" if session.pending else "idle",
             active=active.id if active else None,
             waiting=tuple(waiting),
             num_waiting=num_waiting,

@@ -412,7 +412,7 @@ class Execution:
     def _check_policy(self, policy: Policy) -> None:
         """Refuse a session under a policy that this worker or its model cannot serve."""
         why = misfit(policy, block_tokens=self._block_tokens, context_tokens=self._context_tokens)
-        if (why := why or self._engine.refusal(policy)) is not None:
+        if why := why or self._engine.refusal(policy):
             raise RefusedError("invalid_request", why)
 
     def _note_policy(self, policy: Policy) -> None:

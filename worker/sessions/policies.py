@@ -22,7 +22,7 @@ def chosen(cache: CachePolicy, default: Policy) -> Policy:
         return FULL
     if cache.policy == "paged":
         resident = DEFAULT_RESIDENT if cache.resident is None else cache.resident
-        return Policy.paged(resident, cache.pin or (), sink=DEFAULT_SINK, exact=cache.prefill == "exact")
+        return Policy.paged(resident, cache.pin or (), sink=DEFAULT_SINK)
     return Policy(
         DEFAULT_SINK if cache.sink is None else cache.sink,
         DEFAULT_WINDOW if cache.window is None else cache.window,
@@ -60,8 +60,7 @@ def in_words(policy: Policy) -> SessionCache | None:
     if policy.window is None:
         return None
     if policy.recall:
-        prefill = "exact" if policy.exact else None
-        return SessionCache(policy=policy.name, resident=policy.most_tokens, pin=policy.pins, prefill=prefill)
+        return SessionCache(policy=policy.name, resident=policy.most_tokens, pin=policy.pins)
     return SessionCache(policy=policy.name, sink=policy.sink, window=policy.window)
 
 
@@ -72,9 +71,7 @@ def recorded(cache: SessionCache | None) -> Policy:
             return FULL
         case SessionCache(policy="sink_window", sink=int(sink), window=int(window)) if sink > 0 < window:
             return Policy(sink, window)
-        case SessionCache(
-            policy="paged", resident=int(resident), pin=pins, prefill=None | "exact" as prefill
-        ):
-            return Policy.paged(resident, pins, sink=DEFAULT_SINK, exact=prefill is not None)
+        case SessionCache(policy="paged", resident=int(resident), pin=pins):
+            return Policy.paged(resident, pins, sink=DEFAULT_SINK)
         case _:
             raise ValueError(f"the log says a cache policy that this worker does not know: {cache.policy}")

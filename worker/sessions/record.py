@@ -25,6 +25,7 @@ from turnkeep_client.messages import (
     Generate,
     Generated,
     UnknownResult,
+    decode_answered,
     decode_request,
     decode_result,
 )
@@ -35,7 +36,7 @@ from .checkpoint import Delta, Start
 from .history import DivergedError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from anyio import TaskHandle
 
@@ -301,15 +302,14 @@ class Record:
             self.answered_ids.add(pending.request.id, AnsweredAt(pending.seq, out_seq))
 
     def _add_request(self, entry: Entry, recorded: _EarlyResult | None, base: History | None) -> None:
-        pending = pending_at(entry)
-        request = pending.request
         if recorded is not None and self.pending and not _changes_nothing(recorded.result):
             self._ignore(recorded.entry)  # a worker answers out of order only to cancel or expire a request
             recorded = None
         if recorded is None:
-            self.pending.append(pending)
+            self.pending.append(pending_at(entry))
             return
-        result, out = recorded.result, recorded.entry
+        pending = pending_at(entry, decode_answered)
+        request, result, out = pending.request, recorded.result, recorded.entry
         # A close without a session before it belongs to a forgotten session with its entries gone: its digest
         # proves nothing here. Nor does that of a request cancelled behind an unanswered close, or of a
         # repeat: earlier versions answered repeats with an empty history, if they could not read the log.
@@ -355,11 +355,11 @@ class Record:
         self.diverged = f"{why}; it was written with {model}: serve that one, or go on in a new session"
 
 
-def pending_at(entry: Entry) -> Pending:
+def pending_at(entry: Entry, decode: Callable[[bytes], Request] = decode_request) -> Pending:
     """Decode a request from the log. An invalid one becomes a `Pending` with an error."""
     try:
         parent = trace_headers(entry.headers)
-        return Pending(entry.seq, decode_request(entry.body), "", entry.stored, parent=parent)
+        return Pending(entry.seq, decode(entry.body), "", entry.stored, parent=parent)
     except InvalidMessageError as error:
         return Pending(entry.seq, None, str(error), entry.stored, named=error.request_id)
 

@@ -33,6 +33,7 @@ from turnkeep_client.messages import (
     Generated,
     Open,
     Opened,
+    decode_answered,
     decode_request,
     decode_result,
     encode,
@@ -462,7 +463,7 @@ class Session:
             return None
         body = await self._services.journal.get(found.in_seq)
         with suppress(InvalidMessageError):
-            if body is not None and (request := decode_request(body)).id == request_id:
+            if body is not None and (request := decode_answered(body)).id == request_id:
                 return AnsweredRequest(request, found)
         return None
 

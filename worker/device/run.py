@@ -1,0 +1,106 @@
+"""One call of `Engine.run`: what it asks for, holds and has done so far. Event loop only.
+
+The engine owns the runs. Each is a `Claim`, which `admission` orders, and has what `finding` holds for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from cache.names.errors import LostPastError
+
+from .admission import Claim
+from .turn import LostKvError
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable
+
+    from anyio.abc import TaskGroup
+
+    from cache.names.policy import Policy
+    from cache.store import HeldPrefix, StoredPast
+    from worker.traces import Phase
+
+    from .turn import Turn
+
+#: How often a turn starts again after failed evaluations, without a token of its answer between.
+_MOST_LOST: Final = 3
+
+
+def resolve(waiting: asyncio.Future[bool] | None, *, granted: bool) -> None:
+    """Set a future's result if a task still waits for the future."""
+    if waiting is not None and not waiting.done():
+        waiting.set_result(granted)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Run(Claim):
+    """One turn on the device, or several if the turn is paused and continued.
+
+    The session may grow to `num_most` tokens, has memory for `num_granted`, and asks for `num_asked`.
+    `admitted` is the request for that memory, and `room` the one for device memory of a restore; each is
+    granted once its result is True. The snapshots `prefix` and `past` stay on disk until the turn is over;
+    `reads` are the tasks that read KV for it.
+    """
+
+    policy: Policy
+    num_most: int
+    cancelled: Callable[[], bool]
+    phases: list[Phase]
+    num_asked: int = 0
+    num_granted: int = 0
+    admitted: asyncio.Future[bool] | None = None
+    room: asyncio.Future[bool] | None = None
+    prefix: HeldPrefix | None = None
+    past: StoredPast | None = None
+    reads: TaskGroup | None = None
+    turn: Turn | None = None
+    num_cached: int = 0  # tokens of the turn's context that have KV
+    num_generated: int = 0
+    is_halted: bool = False  # told to end, or to pause
+    is_cancelled: bool = False
+    is_abandoned: bool = False  # no task waits for its end
+    is_complete: bool = False  # the whole context has its KV
+    has_lost: bool = False  # KV that was to be read from disk, and was not there
+    num_lost: int = 0  # failed evaluations since the last token; those of its prompt count double
+    num_reused: int | None = None  # tokens of the prompt, by the turns up to the one that completed it
+    num_covered: int = 0
+    live_bytes: int = 0
+    prefill_s: float = 0.0
+    started_s: float | None = None
+    first_token_s: float | None = None
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the run has been told to end."""
+        return self.is_cancelled or self.cancelled()
+
+    def waits_no_more(self) -> bool:
+        """Say whether the run has been told to end, or to pause."""
+        return self.is_halted or self.is_stopped
+
+    def count(self, turn: Turn, num_cached: int, live_bytes: int) -> None:
+        """Count what a turn cost. Tokens that are prefilled again after a pause are counted once."""
+        if self.num_covered < turn.num_prompt:
+            num_reused = min(turn.num_reused, turn.num_prompt)
+            self.num_reused = num_reused if self.num_reused is None else min(self.num_reused, num_reused)
+            self.num_covered = max(self.num_covered, min(num_cached, turn.num_prompt))
+        self.prefill_s += turn.prefill_s
+        self.live_bytes = live_bytes
+        self.is_complete = num_cached >= turn.target
+
+    def may_start_again(self, error: Exception) -> bool:
+        """Say whether a turn may start again after an error, and count it.
+
+        It may do so once if its stored KV was lost. Failed evaluations are survived while its answer goes on;
+        a prompt in the failed step is the likely cause, and gets one more try.
+        """
+        if isinstance(error, LostPastError):
+            had_lost, self.has_lost = self.has_lost, True
+            return not had_lost
+        if isinstance(error, LostKvError):
+            self.num_lost += 2 if error.is_suspect else 1
+            return self.num_lost <= _MOST_LOST
+        return False
