@@ -99,9 +99,12 @@ GENERIC: Final = ("<tool_call>", "</tool_call>")
 def dialect_of(template: str, vocabulary: Collection[str]) -> Dialect:
     """Return the dialect of a model, by its chat template's source and its vocabulary."""
     if "<|channel|>" in vocabulary and "<|message|>" in vocabulary:
-        form = ("to=functions.NAME <|constrain|>json<|message|>", "")
-        pair = ("<|channel|>commentary ", "")
-        return Dialect(calls=pair, is_harmony=True, renders_tools="tools" in template, form=form)
+        return Dialect(
+            calls=("<|channel|>commentary ", ""),
+            is_harmony=True,
+            renders_tools="tools" in template,
+            form=("to=functions.NAME <|constrain|>json<|message|>", ""),
+        )
     reasoning = next((pair for pair in _REASONING if {*pair} <= {*vocabulary}), None)
     if "<|channel>" in vocabulary and "<channel|>" in vocabulary:
         reasoning = ("<|channel>thought", "<channel|>")
@@ -111,17 +114,25 @@ def dialect_of(template: str, vocabulary: Collection[str]) -> Dialect:
     if _DEEPSEEK[0] in template:
         begin, sep, end = map(_deepseek, ("tool call begin", "tool sep", "tool call end"))
         fenced = (f"{begin}function{sep}NAME\n```json\n", f"\n```{end}")
-        form: tuple[str, str | None] = fenced if "```json" in template else (f"{begin}NAME{sep}", end)
+        plain = (f"{begin}NAME{sep}", end)
+        form = fenced if "```json" in template else plain
         return Dialect(reasoning, _DEEPSEEK, _parse_deepseek, renders_tools=True, form=form)
-    for mark, name, form in _PARSERS:
+    for mark, name, of_family in _PARSERS:
         if mark in template:
             module = import_module(f"mlx_lm.tool_parsers.{name}")
             pair = (module.tool_call_start, module.tool_call_end)
-            return Dialect(reasoning, pair, _Foreign(module.parse_tool_call), renders_tools=True, form=form)
+            return Dialect(
+                reasoning, pair, _Foreign(module.parse_tool_call), renders_tools=True, form=of_family
+            )
     if "<|python_tag|>" in vocabulary:
-        form = ('{"name": "NAME", "parameters": ', "}")
-        pair = ("<|python_tag|>", "")
-        return Dialect(reasoning, pair, _parse_llama, is_bare=True, renders_tools=True, form=form)
+        return Dialect(
+            reasoning,
+            ("<|python_tag|>", ""),
+            _parse_llama,
+            is_bare=True,
+            renders_tools=True,
+            form=('{"name": "NAME", "parameters": ', "}"),
+        )
     return Dialect(reasoning, GENERIC, parse_json, is_json=True, renders_tools=True)
 
 
