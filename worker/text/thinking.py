@@ -1,0 +1,152 @@
+"""Follows an answer through its reasoning: ends it after a budget, and lets a grammar begin behind it. Pure.
+
+A grammar in the sense of `worker.batch.chooser`. Where it says nothing, any token may come.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from typing import TypeAlias
+
+    from worker.batch.chooser import Grammar, Matcher
+
+    Mask: TypeAlias = np.ndarray[Any, Any]
+
+_SPACE: Final = b" \t\r\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """What an answer with reasoning must be. Immutable, so thread-safe.
+
+    `opens` and `closes` are the markers of the reasoning, as bytes; `closing` are the tokens that end it
+    after `budget` tokens, and `opening` is the first token of the marker that begins it. `spaces` are tokens
+    of white space, one of which may stand before what the `grammar` describes. If `is_begun`, the prompt has
+    opened the reasoning.
+    """
+
+    spell: Callable[[int], bytes]
+    opens: bytes
+    closes: bytes
+    opening: int
+    closing: tuple[int, ...]
+    spaces: tuple[int, ...]
+    is_begun: bool
+    budget: int | None = None
+    grammar: Grammar | None = None
+
+    def follow(self, answered: Sequence[int]) -> Matcher:
+        """Follow an answer that has these tokens so far."""
+        found = _Follower(self)
+        found.push(answered)
+        return found
+
+
+class _Follower:
+    """Follows one answer: before its reasoning, in it, or behind it."""
+
+    def __init__(self, of: Thinking) -> None:
+        self._of = of
+        self.place: Literal["before", "inside", "behind"] = "inside" if of.is_begun else "before"
+        self.begun: list[int] = []  # tokens before it is known whether there is reasoning
+        self.tail = b""
+        self.num_inside = self.num_closing = 0
+        self.inner: Matcher | None = None
+        self.may_space = True
+
+    def push(self, tokens: Iterable[int]) -> None:
+        """Add tokens to the answer."""
+        for token in tokens:
+            self.add(token)
+
+    def masks(self, draft: Sequence[int]) -> list[Mask | None]:
+        """Return masks of the tokens that may come next, and after each token of `draft`; None allows all."""
+        if self.place == "behind" and self.inner is not None and not self.may_space:
+            return list(self.inner.masks(draft))
+        found, ahead = [self.mask()], copy.copy(self)
+        ahead.begun = [*self.begun]
+        if draft and ahead.place == "behind" and self._of.grammar is not None:
+            ahead.inner = self._of.grammar.follow(())  # it has no tokens yet: this one may still get spaces
+        for token in draft:
+            ahead.add(token)
+            found.append(ahead.mask())
+        return found
+
+    def add(self, token: int) -> None:
+        """Add one token."""
+        match self.place:
+            case "before":
+                self._push_before(token)
+            case "inside":
+                self._push_inside(token)
+            case "behind":
+                self._push_behind(token)
+
+    def _push_before(self, token: int) -> None:
+        self.begun.append(token)
+        text = b"".join(map(self._of.spell, self.begun)).lstrip(_SPACE)
+        if text.startswith(self._of.opens):
+            self.place, self.tail = "inside", text[len(self._of.opens) :]
+        elif not self._of.opens.startswith(text):
+            self._go_behind()
+            for one in self.begun:
+                self._push_behind(one)
+
+    def _push_inside(self, token: int) -> None:
+        self.num_inside += 1
+        closing = self._of.closing
+        is_next = self.num_closing < len(closing) and token == closing[self.num_closing]
+        self.num_closing = self.num_closing + 1 if self._is_over and is_next else 0
+        self.tail = (self.tail + self._of.spell(token))[-len(self._of.closes) - 64 :]
+        if self._of.closes in self.tail:
+            self._go_behind()
+
+    def _push_behind(self, token: int) -> None:
+        if self.may_space and token in self._of.spaces:
+            self.may_space = False
+            return
+        self.may_space = False
+        if self.inner is not None:
+            self.inner.push((token,))
+
+    def _go_behind(self) -> None:
+        self.place = "behind"
+        self.inner = self._of.grammar.follow(()) if self._of.grammar is not None else None
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether the reasoning has used its budget."""
+        return self._of.budget is not None and self.num_inside >= self._of.budget
+
+    def mask(self) -> Mask | None:
+        """Return the mask of the next token."""
+        if self.place == "inside":
+            return _only(self._of.closing[self.num_closing]) if self._is_over else None
+        if self._of.grammar is None:
+            return None
+        inner = self.inner or self._of.grammar.follow(())
+        (mask,) = inner.masks(())
+        if mask is None or not self.may_space:
+            return mask
+        more = [*self._of.spaces] if self.place == "behind" else [self._of.opening, *self._of.spaces]
+        return _with(mask, more)
+
+
+def _only(token: int) -> Mask:
+    return _with(np.zeros(0, np.uint8), [token])
+
+
+def _with(mask: Mask, tokens: Sequence[int]) -> Mask:
+    """Return a mask that allows some tokens more."""
+    found = np.zeros(max(len(mask), max(tokens, default=0) // 8 + 1), np.uint8)
+    found[: len(mask)] = mask
+    for token in tokens:
+        found[token // 8] |= 1 << token % 8
+    return found
