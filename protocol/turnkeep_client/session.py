@@ -14,6 +14,7 @@ from msgspec import UNSET
 
 from .calls import Call, ResultFeeds, Wire, expect
 from .errors import RequestFailedError
+from .formats import response_format as as_format
 from .generation import Generation
 from .messages import (
     DEFAULT_RESIDENT,
@@ -51,6 +52,7 @@ from .messages import (
 from .subjects import check_id
 
 if TYPE_CHECKING:
+    from .formats import Format
     from .subjects import SessionKey
 
 #: Chat messages, as `messages.Message` or as dicts in OpenAI's shape.
@@ -78,6 +80,7 @@ class Sampling(TypedDict, total=False):
     seed: int | None
     stop: Sequence[str] | str
     raw: bool
+    response_format: Format | None
     special_tokens: bool | None
     deadline_s: float | None
     priority: int
@@ -173,7 +176,8 @@ class Session:
     ) -> Generation:
         """Prepare a generate, which first appends at most one of `messages`, `text`, `tokens`.
 
-        Iterate over the result or await it to send the request. `headers` as for `append`. Raises
+        Iterate over the result or await it to send the request. `headers` as for `append`. A
+        `response_format` may be a type too: see `formats.response_format` and `Generated.parsed`. Raises
         `InvalidMessageError` at once.
         """
         request = build(
@@ -331,6 +335,8 @@ _Q = TypeVar("_Q", Open, Append, Generate, Rewind, Close)
 def build(kind: type[_Q], request_id: str | None = None, **fields: Any) -> _Q:
     """Build a request, leaving out fields that are None. Raises `InvalidMessageError` as a worker would."""
     given = {name: value for name, value in fields.items() if value is not None}
+    if "response_format" in given:
+        given["response_format"] = as_format(given["response_format"])
     tag = kind.__struct_config__.tag
     request = decode_request(encode({"type": tag, "id": request_id or uuid4().hex, **given}))
     if not isinstance(request, kind):  # the tag says that it is

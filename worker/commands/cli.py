@@ -211,6 +211,12 @@ def chat(
 @tenant_option
 @as_json
 @click.option("--logprobs", metavar="N", type=int, help="With --json: logprobs, and the N likeliest tokens.")
+@click.option(
+    "--schema",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="Answer with JSON that this JSON schema describes.",
+)
 @with_sampling
 @with_settings(*CLIENT_SETTINGS)
 def ask(
@@ -220,6 +226,7 @@ def ask(
     tenant: str,
     as_json: bool,
     logprobs: int | None,
+    schema: Path | None,
     system: str | None,
     sampling: Sampling,
     **flags: Any,

@@ -77,6 +77,11 @@ class Tokenizer:
         ends = [_end_ids(part) for part in (config, config.get("text_config") or {}, generation)]
         return cls(_load(folder), frozenset().union(*ends))
 
+    @property
+    def control_ids(self) -> frozenset[int]:
+        """The ids of tokens that only the chat template may use."""
+        return self._controls.ids
+
     def encode(self, text: str, *, at_start: bool) -> list[int]:
         """Return the tokens of `text`.
 

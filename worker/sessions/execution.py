@@ -35,6 +35,7 @@ from turnkeep_client.messages import (
 from worker.batch.chooser import Sampling
 from worker.concurrency import in_thread, task_group
 from worker.text.answer import Answer
+from worker.text.grammar import GrammarError, Grammars
 from worker.text.text import TextStream
 
 from .history import RefusedError, seen
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from worker.device.engine import Engine, TurnResult
     from worker.models.tokenizer import Tokenizer
     from worker.telemetry import Telemetry
+    from worker.text.grammar import Grammar
     from worker.wire.journal import Journal
     from worker.wire.retention import Retention
 
@@ -104,6 +106,7 @@ class Execution:
         self._max_answer_bytes = max(max_result_bytes - _RESULT_BYTES, max_result_bytes // 4)
         self._vocab_size = vocab_size
         self._kv_bits = kv_bits
+        self._grammars = Grammars(tokenizer)
         self._policies: set[Policy] = set()  # under which sessions were opened
 
     async def carry_out(
@@ -185,6 +188,7 @@ class Execution:
         policy = history.policy
         self._check_policy(policy)
         self._check_bias(request)
+        grammar = await self._grammar(request)
         async with task_group() as tasks:
             reading = pending.published or tasks.start_soon(
                 self._journal.published, key, request.id, pending.seq, pending.stored
@@ -211,7 +215,10 @@ class Execution:
         )
         self._resume(published, answer)
         pending.num_resumed = len(answer.tokens)
-        turn = await self._sample(key, request, pending, extended.history, answer)
+        turn = await self._sample(key, request, pending, extended.history, answer, grammar)
+        if answer.finish_reason == "stop" and grammar and answer.tokens[-1] in answer.end_tokens:
+            whole = await in_thread(grammar.accepts, answer.tokens)
+            answer.finish_reason = "stop" if whole else "length"  # a limit of the grammar's was reached
         if answer.finish_reason is None:
             late = pending.expired and not pending.cancelled
             pending.held_text = answer.cancel("expired" if late else "cancelled")
@@ -219,6 +226,15 @@ class Execution:
             return withdrawn(pending, history, history.position), history
         after = self._fold.answered(extended.history, answer.tokens)
         return self._generated(key, pending, answer, turn, extended, after), after
+
+    async def _grammar(self, request: Generate) -> Grammar | None:
+        """Compile the grammar that an answer must follow; raises `RefusedError`."""
+        if request.response_format is None:
+            return None
+        try:
+            return await self._grammars.compiled(request.response_format)
+        except GrammarError as error:
+            raise RefusedError("invalid_request", f"response_format cannot be followed: {error}") from error
 
     async def _extend(self, history: History, request: Append | Generate) -> Input:
         """Add a request's input, on a thread unless it is small; raises `RefusedError`."""
@@ -243,7 +259,13 @@ class Execution:
             log.info("resuming an interrupted answer", tokens=len(answer.tokens))
 
     async def _sample(
-        self, key: SessionKey, request: Generate, pending: Pending, prompt: History, answer: Answer
+        self,
+        key: SessionKey,
+        request: Generate,
+        pending: Pending,
+        prompt: History,
+        answer: Answer,
+        grammar: Grammar | None,
     ) -> TurnResult | None:
         """Run the answer to its end.
 
@@ -266,7 +288,7 @@ class Execution:
             policy=prompt.policy,
             priority=pending.priority,
             answer=answer,
-            sampling=_sampling(key, request, pending),
+            sampling=_sampling(key, request, pending, grammar),
             max_new=answer.max_tokens - num_known,
             publish=publish,
             phases=pending.phases,
@@ -420,7 +442,7 @@ def _known(said: TokenLogprob | None) -> tuple[float | None, list[tuple[int, flo
     return (said.logprob, [(one.id, one.logprob) for one in said.top]) if said is not None else (None, [])
 
 
-def _sampling(key: SessionKey, request: Generate, pending: Pending) -> Sampling:
+def _sampling(key: SessionKey, request: Generate, pending: Pending, grammar: Grammar | None) -> Sampling:
     # A seed derived from the request's place in the log: a worker that resumes the answer draws the same.
     seed = request.seed
     if seed is None:
@@ -436,5 +458,6 @@ def _sampling(key: SessionKey, request: Generate, pending: Pending) -> Sampling:
         logit_bias=tuple(sorted(request.logit_bias.items())),
         min_tokens=request.min_tokens,
         top_logprobs=request.top_logprobs if request.logprobs else None,
+        grammar=grammar,
         seed=seed,
     )
