@@ -71,5 +71,9 @@ class ResultRemovedError(TurnkeepError):
     """The request was removed from the log before its result was received (by a close)."""
 
 
+class AnswerNotParsedError(TurnkeepError):
+    """An answer is cut, or is not the JSON that was expected of it."""
+
+
 class StreamBrokenError(TurnkeepError):
     """Chunks of one answer contradict each other or the recorded result."""

@@ -15,12 +15,14 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 from msgspec.structs import force_setattr, replace
 
-from .errors import ERROR_CODES, RETRYABLE, ErrorCode, InvalidMessageError
+from .errors import ERROR_CODES, RETRYABLE, AnswerNotParsedError, ErrorCode, InvalidMessageError
 from .explain import explain
 from .subjects import ID_PATTERN, ID_RULE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+_T = TypeVar("_T")
 
 VERSION: Final = 1
 #: What clients may ask of a worker of this version; `$SRV.INFO` and the worker's log line `ready` name them.
@@ -37,6 +39,7 @@ FEATURES: Final = (
     "forget",
     "sink_window",
     "paged",
+    "response_format",
 )
 
 #: The options of a generate that a model's authors may recommend, in the model's `generation_config.json`.
@@ -245,6 +248,57 @@ class Append(_Input, frozen=True, tag="append"):
             raise ValueError(f"append takes exactly one of messages, text, tokens; it has {self.num_inputs}")
 
 
+class JsonSchema(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A JSON schema, in OpenAI's shape. `name` and `description` have no effect.
+
+    A keyword that cannot be enforced is refused; with `strict` false it is ignored.
+    """
+
+    schema: dict[str, Any]
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class _Format(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
+    pass
+
+
+class JsonSchemaFormat(_Format, frozen=True, tag="json_schema"):
+    """The answer is JSON that the schema describes, on one line."""
+
+    json_schema: JsonSchema
+
+
+class JsonObjectFormat(_Format, frozen=True, tag="json_object"):
+    """The answer is a JSON object, on one line."""
+
+
+class RegexFormat(_Format, frozen=True, tag="regex"):
+    """The whole answer matches a regular expression, in the syntax of Rust's regex crate."""
+
+    regex: Annotated[str, Meta(min_length=1)]
+
+
+class LarkFormat(_Format, frozen=True, tag="lark"):
+    """The answer follows a grammar in llguidance's variant of Lark."""
+
+    grammar: Annotated[str, Meta(min_length=1)]
+
+
+class ChoiceFormat(_Format, frozen=True, tag="choice"):
+    """The answer is one of some texts."""
+
+    choices: Annotated[tuple[Annotated[str, Meta(min_length=1)], ...], Meta(min_length=1, max_length=4096)]
+
+
+class TextFormat(_Format, frozen=True, tag="text"):
+    """The answer is any text, as without a format."""
+
+
+ResponseFormat = JsonSchemaFormat | JsonObjectFormat | RegexFormat | LarkFormat | ChoiceFormat | TextFormat
+
+
 class Generate(_Input, frozen=True, tag="generate"):
     """Sample tokens, after appending at most one of `messages`, `text`, `tokens`.
 
@@ -258,7 +312,8 @@ class Generate(_Input, frozen=True, tag="generate"):
     The model's end tokens are not drawn before the answer has `min_tokens` tokens; with `ignore_eos` they do
     not end it. With `logprobs`, each token of the answer has the logarithm of its probability by the model
     itself, before everything above, and the `top_logprobs` likeliest tokens. `raw` leaves out the assistant
-    header that the chat template would add after messages.
+    header that the chat template would add after messages. The answer, from its first token or the end of its
+    reasoning on, follows the `response_format`; then it ends, even before `min_tokens`.
 
     `prefix` is the beginning of the answer, given by the client: it belongs to the prompt, and to the answer
     in later turns. With `own_sampling`, options that the request leaves out are those that the model's
@@ -291,6 +346,7 @@ class Generate(_Input, frozen=True, tag="generate"):
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
     stop: Annotated[tuple[Stop, ...], Meta(max_length=16)] | Stop = ()
     raw: bool = False
+    response_format: ResponseFormat | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -308,6 +364,10 @@ class Generate(_Input, frozen=True, tag="generate"):
             chosen = self.tool_choice.function.name
             if chosen not in names:
                 raise ValueError(f"has a tool_choice of {chosen}, which is none of its tools")
+        if self.ignore_eos and not isinstance(self.response_format, TextFormat | None):
+            raise ValueError(
+                "takes ignore_eos without a response_format only: such an answer ends when it is whole"
+            )
         if self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"needs min_tokens of at most max_tokens ({self.max_tokens}), not {self.min_tokens}"
@@ -507,6 +567,25 @@ class Generated(_Bounded, frozen=True, tag="generated"):
     reasoning: str = ""
     tool_calls: tuple[Called, ...] = ()
     warnings: tuple[str, ...] = ()
+
+    def parsed(self, kind: type[_T]) -> _T:
+        """Parse the text as JSON of a type: one that msgspec knows, such as `dict`, or a pydantic model.
+
+        Raises `AnswerNotParsedError`.
+        """
+        if self.finish_reason != "stop":
+            raise AnswerNotParsedError(
+                f"the answer is not whole: its finish_reason is {self.finish_reason!r} after"
+                f" {self.usage.completion_tokens} tokens"
+            )
+        read = getattr(kind, "model_validate_json", None)
+        try:
+            found: _T = read(self.text) if read else msgspec.json.decode(self.text, type=kind)
+        except ValueError as error:  # of msgspec and of pydantic
+            raise AnswerNotParsedError(
+                f"the answer is no {getattr(kind, '__name__', kind)}: {error}; it begins {self.text[:80]!r}"
+            ) from error
+        return found
 
 
 class Failed(Struct, frozen=True, kw_only=True, tag_field="type", tag="failed", omit_defaults=True):
@@ -870,8 +949,6 @@ class SessionInfo(Struct, frozen=True, kw_only=True, tag_field="type", tag="sess
 
 
 ControlReply = SessionInfo | Metrics | Cancelled | Pinned | Unpinned | Counted | Failed
-
-_T = TypeVar("_T")
 
 
 class _Named(Struct):

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 from uuid import uuid4
 
 from msgspec import UNSET
 
 from .calls import Call, ResultFeeds, Wire, expect
 from .errors import RequestFailedError
+from .formats import response_format as as_format
 from .generation import Generation
 from .messages import (
     DEFAULT_RESIDENT,
@@ -54,6 +55,9 @@ from .messages import (
 )
 from .subjects import SessionKey, check_id
 
+if TYPE_CHECKING:
+    from .formats import Format
+
 #: Chat messages, as `messages.Message` or as dicts in OpenAI's shape.
 Messages = Sequence[Message | Mapping[str, Any]]
 #: A cache policy, as `messages.CachePolicy` or as a dict of its fields.
@@ -85,6 +89,7 @@ class Sampling(TypedDict, total=False):
     tool_choice: str | Mapping[str, Any]
     parallel_tool_calls: bool
     reasoning: Reasoning | Mapping[str, Any]
+    response_format: Format | None
     special_tokens: bool | None
     deadline_s: float | None
     priority: int
@@ -185,7 +190,8 @@ class Session:
     ) -> Generation:
         """Prepare a generate, which first appends at most one of `messages`, `text`, `tokens`.
 
-        Iterate over the result or await it to send the request. `headers` as for `append`. Raises
+        Iterate over the result or await it to send the request. `headers` as for `append`. A
+        `response_format` may be a type too: see `formats.response_format` and `Generated.parsed`. Raises
         `InvalidMessageError` at once.
         """
         request = build(
@@ -388,6 +394,8 @@ _Q = TypeVar("_Q", Open, Append, Generate, Rewind, Close)
 def build(kind: type[_Q], request_id: str | None = None, **fields: Any) -> _Q:
     """Build a request, leaving out fields that are None. Raises `InvalidMessageError` as a worker would."""
     given = {name: value for name, value in fields.items() if value is not None}
+    if "response_format" in given:
+        given["response_format"] = as_format(given["response_format"])
     tag = kind.__struct_config__.tag
     request = decode_request(encode({"type": tag, "id": request_id or uuid4().hex, **given}))
     if not isinstance(request, kind):  # the tag says that it is

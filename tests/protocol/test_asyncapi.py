@@ -20,6 +20,7 @@ from turnkeep_client.messages import (
     CachePolicy,
     Cancelled,
     CancelRequest,
+    ChoiceFormat,
     Chunk,
     Close,
     Closed,
@@ -30,6 +31,8 @@ from turnkeep_client.messages import (
     Function,
     Generate,
     InfoRequest,
+    JsonSchema,
+    JsonSchemaFormat,
     Message,
     MetricsRequest,
     Open,
@@ -60,6 +63,10 @@ REQUESTS = [
     ),
     Append(id="r3", tokens=(1, 2, 3), expect_position=4),
     Generate(id="r4", text="Hi", temperature=0.5, stop=("\n",), seed=7),
+    Generate(
+        id="r7", text="Hi", response_format=JsonSchemaFormat(JsonSchema({"type": "array"}, strict=True))
+    ),
+    Generate(id="r8", response_format=ChoiceFormat(("yes", "no"))),
     Rewind(id="r5", position=3),
     Close(id="r6"),
 ]

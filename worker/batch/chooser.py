@@ -8,7 +8,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import numpy as np
 
@@ -19,14 +19,38 @@ if TYPE_CHECKING:
 _LEAST_TEMPERATURE: Final = 1e-20
 
 
+class Matcher(Protocol):
+    """Follows one answer through a grammar; implemented by `worker.text.grammar.Matcher`."""
+
+    def push(self, tokens: Iterable[int]) -> None:
+        """Add tokens to the answer."""
+
+    def masks(self, draft: Sequence[int]) -> Sequence[np.ndarray[Any, Any] | None]:
+        """Return masks of the tokens that may come next, and after each token of `draft`: a bit for each id.
+
+        The first id's bit is the lowest of the first byte. A mask allows at least one token; None allows all.
+        """
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the answer may end here."""
+
+
+class Grammar(Protocol):
+    """What an answer must be; implemented by `worker.text.grammar.Grammar`."""
+
+    def follow(self, answered: Sequence[int]) -> Matcher:
+        """Follow an answer that has these tokens so far, without its end token."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How one request samples tokens. `temperature` 0 is greedy.
 
     `top_k` 0, `top_p` 1.0, `min_p` 0.0, `repetition_penalty` 1.0 and penalties of 0.0 have no effect.
     `logit_bias` pairs token ids with what is added to their logits. No end token is drawn before the answer
-    has `min_tokens` tokens. With `top_logprobs`, a number from 0, each token has its logarithmic probability,
-    and those of so many likeliest tokens.
+    has `min_tokens` tokens. Only tokens that the `grammar` allows are drawn. With `top_logprobs`, a number
+    from 0, each token has its logarithmic probability, and those of so many likeliest tokens.
     """
 
     temperature: float = 0.0
@@ -39,6 +63,7 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...] = ()
     min_tokens: int = 0
     top_logprobs: int | None = None
+    grammar: Grammar | None = None
     seed: int = 0
 
     @property
@@ -74,7 +99,8 @@ class Draw:
     """How to draw one token: the answer's token number `index`, from 0.
 
     The repetition penalty applies to the distinct tokens `seen`; the presence and frequency penalties to
-    those in `counts`, by how often they occur in the answer. Tokens in `banned` are never drawn.
+    those in `counts`, by how often they occur in the answer. Tokens in `banned` are never drawn, and with a
+    `mask`, only tokens that have their bit in it.
     """
 
     sampling: Sampling
@@ -82,11 +108,12 @@ class Draw:
     seen: Sequence[int] | np.ndarray[Any, Any] = ()
     counts: Counter[int] | None = None
     banned: Sequence[int] = ()
+    mask: np.ndarray[Any, Any] | None = None
 
     @property
     def takes_likeliest(self) -> bool:
         """Whether the token with the highest logit of the model is drawn."""
-        return self.sampling.takes_likeliest and not self.banned
+        return self.sampling.takes_likeliest and not self.banned and self.mask is None
 
 
 class Chooser:
@@ -112,21 +139,28 @@ class Chooser:
         self._seen_ids = array("I")  # the same, in the order of their first places
         self._counts = Counter[int](answered) if sampling.counts_tokens else None
         self._see((*prompt, *answered))
+        self._matcher = sampling.grammar.follow(answered) if sampling.grammar is not None else None
 
     @property
     def needs_last(self) -> bool:
         """Whether the next choice depends on the answer's last token, besides its logits."""
-        return self.sampling.repetition_penalty != 1.0 or self._counts is not None
+        follows = self._counts is not None or self._matcher is not None
+        return follows or self.sampling.repetition_penalty != 1.0
 
     def draws(self, draft: Sequence[int] = (), *, num_ahead: int = 0) -> list[Draw]:
         """Return how to draw the next token, and one token after each of `draft`.
 
         `num_ahead` tokens are drawn before, and not known yet.
         """
-        return [self._draw(len(before) + num_ahead, before) for before in _beginnings(draft)]
+        masks = self._matcher.masks(draft) if self._matcher is not None else [None] * (len(draft) + 1)
+        beginnings = zip(_beginnings(draft), masks, strict=True)
+        return [self._draw(len(before) + num_ahead, before, mask) for before, mask in beginnings]
 
     def push(self, tokens: Iterable[int]) -> None:
         """Add tokens to the answer."""
+        tokens = list(tokens)
+        if self._matcher is not None:
+            self._matcher.push(tokens)
         for token in tokens:
             self.num_drawn += 1
             self._see((token,))
@@ -139,14 +173,23 @@ class Chooser:
             self._seen.update(new)
             self._seen_ids.extend(new)
 
-    def _draw(self, num_ahead: int, before: Sequence[int]) -> Draw:
+    def _draw(self, num_ahead: int, before: Sequence[int], mask: np.ndarray[Any, Any] | None) -> Draw:
         index = self.num_drawn + num_ahead
         banned = self._end_tokens if index < self.sampling.min_tokens else ()
+        if banned and mask is not None and not _has_others(mask, banned):
+            banned = ()  # the answer is complete: it cannot be longer
         counts = self._counts + Counter(before) if self._counts is not None else None
         seen = np.array(self._seen_ids)  # a copy: the answer goes on while a step is in flight
         if before and self.sampling.repetition_penalty != 1.0:
             seen = np.append(seen, [token for token in dict.fromkeys(before) if token not in self._seen])
-        return Draw(self.sampling, index, seen, counts, banned)
+        return Draw(self.sampling, index, seen, counts, banned, mask)
+
+
+def _has_others(mask: np.ndarray[Any, Any], tokens: Sequence[int]) -> bool:
+    """Say whether a mask allows a token that is not one of `tokens`."""
+    allowed = np.unpackbits(mask, bitorder="little")
+    allowed[[token for token in tokens if token < len(allowed)]] = 0
+    return bool(allowed.any())
 
 
 def _beginnings(draft: Sequence[int]) -> list[Sequence[int]]:

@@ -107,7 +107,7 @@ class Logprobs:
 
 
 def _changed(logits: mx.array, draws: Sequence[Draw]) -> mx.array:
-    """Apply bias, repetition penalty, presence and frequency penalties, and bans, in this order.
+    """Apply bias, repetition penalty, presence and frequency penalties, bans and masks, in this order.
 
     The repetition penalty divides positive logits and multiplies negative ones: CTRL, arXiv 1909.05858,
     section 4.1. The others are OpenAI's: a token that occurs n times loses `presence_penalty` and n times
@@ -117,7 +117,7 @@ def _changed(logits: mx.array, draws: Sequence[Draw]) -> mx.array:
         _changes(logits.shape[-1], [of(draw) for draw in draws]) for of in (_biases, _factors, _losses, _bans)
     )
     if biases is factors is losses is bans is None:
-        return logits
+        return _masked(logits, draws)
     flat = logits.reshape(-1) * 1  # a copy: item assignment writes into the array that it is given
     if biases is not None:
         flat[biases[0]] = flat[biases[0]] + biases[1]
@@ -128,7 +128,20 @@ def _changed(logits: mx.array, draws: Sequence[Draw]) -> mx.array:
         flat[losses[0]] = flat[losses[0]] - losses[1]
     if bans is not None:
         flat[bans[0]] = bans[1]
-    return flat.reshape(logits.shape)
+    return _masked(flat.reshape(logits.shape), draws)
+
+
+def _masked(logits: mx.array, draws: Sequence[Draw]) -> mx.array:
+    """Set the logits of tokens that a row's mask forbids to -inf."""
+    if all(draw.mask is None for draw in draws):
+        return logits
+    allowed = np.ones(logits.shape, np.bool_)
+    for row, draw in enumerate(draws):
+        if (
+            draw.mask is not None
+        ):  # shorter than the logits if a model has more rows than its tokenizer has ids
+            allowed[row] = np.unpackbits(draw.mask, count=logits.shape[-1], bitorder="little")
+    return mx.where(mx.array(allowed), logits, -mx.inf)
 
 
 def _changes(vocabulary: int, of_rows: Sequence[tuple[Ids, ArrayLike]]) -> tuple[mx.array, mx.array] | None:

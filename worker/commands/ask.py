@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from uuid import uuid4
 
 import click
+import msgspec
 
 from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.messages import encode
@@ -68,6 +69,15 @@ def decoded(body: bytes) -> str:
         raise click.UsageError(
             f"standard input is not UTF-8 at byte {error.start}; convert it first"
         ) from None
+
+
+def by_schema(path: Path) -> dict[str, Any]:
+    """Return the `response_format` for a file with a JSON schema. Raises `UsageError` if it has none."""
+    try:
+        schema = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (OSError, ValueError, RecursionError) as error:
+        raise click.UsageError(f"{path} has no JSON schema: {error}") from None
+    return {"type": "json_schema", "json_schema": {"schema": schema}}
 
 
 async def ask(

@@ -247,6 +247,12 @@ def chat(
     type=click.IntRange(1),
     help="Print N answers; the session stays as it is.",
 )
+@click.option(
+    "--schema",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="Answer with JSON that this JSON schema describes.",
+)
 @with_sampling
 @with_settings(*CLIENT_SETTINGS)
 def ask(
@@ -260,6 +266,7 @@ def ask(
     reasoning: str | None,
     prefix_: str | None,
     count: int | None,
+    schema: Path | None,
     system: str | None,
     sampling: Sampling,
     **flags: Any,
@@ -270,12 +277,14 @@ def ask(
     changed?" With - for QUESTION, type the question and end it with Ctrl-D.
     """
     from .ask import ask as run
+    from .ask import by_schema, tools_of
     from .ask import question as whole
-    from .ask import tools_of
 
     text = whole(question)
     if tools:
         sampling |= {"tools": tools_of(tools)}
+    if schema is not None:
+        sampling |= {"response_format": by_schema(schema)}
     if logprobs is not None:
         if not as_json:
             raise click.UsageError("--logprobs is for --json, whose result has them")

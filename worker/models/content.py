@@ -51,6 +51,11 @@ class ControlTokens:
         first = "".join(re.escape(name[0]) for name in names)
         self._first = re.compile("" if self._normalized else f"[{first}]" if first else r"(?!)")
 
+    @property
+    def ids(self) -> frozenset[int]:
+        """The ids of these tokens."""
+        return self._all
+
     def mark(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Mark the content of a message, so that none of it becomes a control token."""
         forbidden = self._special if message.get("role") == "assistant" else self._all

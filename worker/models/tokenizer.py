@@ -82,6 +82,16 @@ class Tokenizer:
         ends = [_end_ids(part) for part in (config, config.get("text_config") or {}, generation)]
         return cls(_load(folder), frozenset().union(*ends))
 
+    def control_id(self, text: str) -> int | None:
+        """Return the id of the control token with this text; None if there is none."""
+        found: int | None = self._rust.token_to_id(text)
+        return found if found in self._controls.ids else None
+
+    @property
+    def control_ids(self) -> frozenset[int]:
+        """The ids of tokens that only the chat template may use."""
+        return self._controls.ids
+
     def encode(self, text: str, *, at_start: bool) -> list[int]:
         """Return the tokens of `text`.
 

@@ -42,6 +42,7 @@ from worker.text.harmony import HarmonySplitter
 from worker.text.splitting import MarkedSplitter, call_id
 from worker.text.text import TextStream
 
+from .formats import Formats
 from .history import RefusedError, seen
 from .policies import chosen, misfit
 
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from turnkeep_client.errors import ErrorCode
     from turnkeep_client.messages import CachePolicy, ForkPoint, Request, Result, TokenLogprob
     from turnkeep_client.subjects import SessionKey
+    from worker.batch.chooser import Grammar
     from worker.device.engine import Engine, TurnResult
     from worker.models.tokenizer import Tokenizer
     from worker.telemetry import Telemetry
@@ -115,6 +117,7 @@ class Execution:
         self._vocab_size = vocab_size
         self._kv_bits = kv_bits
         self._own_sampling = own_sampling
+        self._formats = Formats(tokenizer)
         self._policies: set[Policy] = set()  # under which sessions were opened
 
     async def carry_out(
@@ -226,7 +229,9 @@ class Execution:
         most = len(prompt) + request.max_tokens if policy.is_endless else self._context_tokens
         most = self._engine.most_tokens(most, policy) - len(prompt)
         most = max(most, sum(len(chunk.tokens) for chunk in published))
-        splitter = self._splitter(key, request, pending, extended.history.conversation)
+        conversation = extended.history.conversation
+        splitter = self._splitter(key, request, pending, conversation)
+        grammar, warnings = await self._formats.grammar(request, conversation, splits=splitter is not None)
         stream = TextStream(self._tokenizer, request.stop)
         answer = Answer(
             stream,
@@ -238,14 +243,19 @@ class Execution:
         )
         self._resume(published, answer)
         pending.num_resumed = len(answer.tokens)
-        turn = await self._sample(key, request, pending, extended.history, answer)
+        turn = await self._sample(key, request, pending, extended.history, answer, grammar)
+        if answer.finish_reason == "stop" and grammar and answer.tokens[-1] in answer.end_tokens:
+            followed = await in_thread(grammar.follow, answer.tokens[:-1])
+            if not followed.is_complete:  # a limit of the grammar's was reached
+                answer.finish_reason = "length"
         if answer.finish_reason is None:
             late = pending.expired and not pending.cancelled
             pending.held = answer.cancel("expired" if late else "cancelled")
         if not answer.tokens:
             return withdrawn(pending, history, history.position), history
         after = self._fold.answered(extended.history, request, answer.tokens)
-        return self._generated(key, pending, answer, turn, extended, after), after
+        result = self._generated(key, pending, answer, turn, extended, after)
+        return structs.replace(result, warnings=warnings), after
 
     def _splitter(
         self, key: SessionKey, request: Generate, pending: Pending, conversation: Conversation
@@ -303,7 +313,13 @@ class Execution:
             log.info("resuming an interrupted answer", tokens=len(answer.tokens))
 
     async def _sample(
-        self, key: SessionKey, request: Generate, pending: Pending, prompt: History, answer: Answer
+        self,
+        key: SessionKey,
+        request: Generate,
+        pending: Pending,
+        prompt: History,
+        answer: Answer,
+        grammar: Grammar | None,
     ) -> TurnResult | None:
         """Run the answer to its end.
 
@@ -326,7 +342,7 @@ class Execution:
             policy=prompt.policy,
             priority=pending.priority,
             answer=answer,
-            sampling=_sampling(key, request, pending, self._own_sampling),
+            sampling=_sampling(key, request, pending, self._own_sampling, grammar),
             max_new=answer.max_tokens - num_known,
             publish=publish,
             phases=pending.phases,
@@ -495,7 +511,11 @@ def _known(said: TokenLogprob | None) -> tuple[float | None, list[tuple[int, flo
 
 
 def _sampling(
-    key: SessionKey, request: Generate, pending: Pending, own_sampling: Mapping[str, float]
+    key: SessionKey,
+    request: Generate,
+    pending: Pending,
+    own_sampling: Mapping[str, float],
+    grammar: Grammar | None,
 ) -> Sampling:
     given = {name: getattr(request, name) for name in RECOMMENDED}
     options = {name: value for name, value in given.items() if value is not UNSET}
@@ -508,5 +528,6 @@ def _sampling(
         logit_bias=tuple(sorted(request.logit_bias.items())),
         min_tokens=request.min_tokens,
         top_logprobs=request.top_logprobs if request.logprobs else None,
+        grammar=grammar,
         seed=seed,
     )

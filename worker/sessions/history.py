@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from cache.names.policy import Policy
     from cache.names.tokens import Tokens
     from turnkeep_client.errors import ErrorCode
-    from turnkeep_client.messages import Request, Result, Tool
+    from turnkeep_client.messages import Request, Result
     from worker.text.templates import Tokenizer
 
     Edit: TypeAlias = Callable[["History"], tuple[Conversation, Addition]]
@@ -294,7 +294,7 @@ class Fold:
     def _edits(self, history: History, request: Append | Generate, *, as_before: bool) -> Iterator[Edit]:
         """List the edits of a request: tools, its input, then for a generate the answer header."""
         if isinstance(request, Generate) and request.tools is not None:
-            tools = self._tokenizer.as_tools([_rendered(tool) for tool in request.tools])
+            tools = self._tokenizer.as_tools(msgspec.to_builtins(request.tools))
             yield lambda state: state.conversation.set_tools(state.tokens, tools)
         if request.messages:
             # A template may require the content that a message with only tool calls lacks.
@@ -338,13 +338,6 @@ class Fold:
                     "invalid_request",
                     f"token id {token} is outside of the vocabulary: ids go from 0 to {vocabulary - 1}",
                 )
-
-
-def _rendered(tool: Tool) -> dict[str, Any]:
-    """Return a tool as templates want it: without what is for the worker alone."""
-    shown: dict[str, Any] = msgspec.to_builtins(tool)
-    shown["function"].pop("strict", None)
-    return shown
 
 
 def _begun(history: History, result: Appended | Generated) -> History:

@@ -38,7 +38,8 @@ def calls_grammar(
         lines.append(f"call_{number}: {_text(opens + begin, token_of)} {_arguments(after, number)}")
         lines[-1] += f" {_text(after + closes, token_of)}" if after is not None and after + closes else ""
         if after is not None:
-            lines.append(f"args_{number}: %json {_schema(function)}")
+            schema = {"type": "object", **(function.get("parameters") or {})}
+            lines.append(f"args_{number}: {json_rule(schema, is_lenient=not function.get('strict'))}")
     one = " | ".join(f"call_{number}" for number in range(len(tools)))
     lines.append(f"call: {one}")
     more = ' ("\\n"? call)*' if several and after is not None else ""
@@ -58,16 +59,15 @@ def _arguments(after: str | None, number: int) -> str:
     return f"args_{number}" if after is not None else "/(?s:.*)/"
 
 
-def _schema(function: Mapping[str, Any]) -> str:
-    schema = dict(function.get("parameters") or {"type": "object"})
-    schema.setdefault("type", "object")
-    schema["x-guidance"] = {
-        "lenient": not function.get("strict"),
+def json_rule(schema: Mapping[str, Any], *, is_lenient: bool) -> str:
+    """Write a JSON schema as a rule; `is_lenient` leaves out keywords that cannot be enforced."""
+    options = {
+        "lenient": is_lenient,
         "whitespace_flexible": False,
         "item_separator": ", ?",
         "key_separator": ": ?",
     }
-    return json.dumps(schema, ensure_ascii=False)
+    return f"%json {json.dumps({**schema, 'x-guidance': options}, ensure_ascii=False)}"
 
 
 def _text(text: str, token_of: Callable[[str], int | None]) -> str:

@@ -142,6 +142,12 @@ class Conversation:
             return changed, Addition(len(history), [])
         return changed._extend(history, (), opens_answer=False, whole=True)  # noqa: SLF001  # of this class
 
+    @property
+    def plain_tools(self) -> list[dict[str, Any]]:
+        """The tools as the request gave them, without marks."""
+        found: list[dict[str, Any]] = json.loads(unmarked(json.dumps(self.tools, ensure_ascii=False)))
+        return found
+
     def start_answer(self, history: Sequence[int], *, raw: bool = False) -> tuple[Conversation, Addition]:
         """Add the assistant header that a generate needs.
 
@@ -358,7 +364,10 @@ class Conversation:
 
     def _render(self, messages: Sequence[Message], *, header: bool) -> str:
         return self.tokenizer.render(
-            messages, add_generation_prompt=header, started=self.started, tools=self.tools
+            messages,
+            add_generation_prompt=header,
+            started=self.started,
+            tools=[_rendered(tool) for tool in self.tools],
         )
 
     def _extend(
@@ -566,6 +575,12 @@ def unpack_segments(packed: bytes) -> list[Segment]:
 def _first(segments: Sequence[Segment]) -> int:
     """Find the first segment after the last raw content: there the present conversation starts."""
     return next((index for index in range(len(segments), 0, -1) if segments[index - 1].kind == "raw"), 0)
+
+
+def _rendered(tool: Message) -> Message:
+    """Return a tool as templates want it: without what is for the worker alone."""
+    function = {name: value for name, value in tool["function"].items() if name != "strict"}
+    return {**tool, "function": function}
 
 
 def _has_question(messages: Sequence[Message]) -> bool:

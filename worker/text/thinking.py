@@ -27,7 +27,7 @@ class Thinking:
     """What an answer with reasoning must be. Immutable, so thread-safe.
 
     `opens` and `closes` are the markers of the reasoning, as bytes; `closing` are the tokens that end it
-    after `budget` tokens, and `opening` is the first token of the marker that begins it. `spaces` are tokens
+    after `budget` tokens, and `opening` has the first token of the marker that begins it. `spaces` are tokens
     of white space, one of which may stand before what the `grammar` describes. If `is_begun`, the prompt has
     opened the reasoning.
     """
@@ -35,7 +35,7 @@ class Thinking:
     spell: Callable[[int], bytes]
     opens: bytes
     closes: bytes
-    opening: int
+    opening: tuple[int, ...]
     closing: tuple[int, ...]
     spaces: tuple[int, ...]
     is_begun: bool
@@ -60,6 +60,13 @@ class _Follower:
         self.num_inside = self.num_closing = 0
         self.inner: Matcher | None = None
         self.may_space = True
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the answer may end here."""
+        if self._of.grammar is None:
+            return True
+        return self.place == "behind" and self.inner is not None and self.inner.is_complete
 
     def push(self, tokens: Iterable[int]) -> None:
         """Add tokens to the answer."""
@@ -135,7 +142,7 @@ class _Follower:
         (mask,) = inner.masks(())
         if mask is None or not self.may_space:
             return mask
-        more = [*self._of.spaces] if self.place == "behind" else [self._of.opening, *self._of.spaces]
+        more = [*self._of.spaces] if self.place == "behind" else [*self._of.opening, *self._of.spaces]
         return _with(mask, more)
 
 

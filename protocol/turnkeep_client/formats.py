@@ -1,0 +1,45 @@
+"""Makes response formats of Python types. Knows pydantic's models by their methods alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from .errors import InvalidMessageError
+from .messages import JsonSchema, JsonSchemaFormat, ResponseFormat
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import TypeAlias
+
+    #: A format as in the protocol, or a type that the answer must be an object of.
+    Format: TypeAlias = ResponseFormat | Mapping[str, Any] | type
+
+
+def response_format(asked: Format) -> Any:
+    """Return the `response_format` of a request; of a type, the JSON schema of its fields and no others.
+
+    A type is a `msgspec.Struct`, a dataclass, a TypedDict or a pydantic model. Raises `InvalidMessageError`
+    if a type has no JSON schema.
+    """
+    if not isinstance(asked, type):
+        return asked
+    try:
+        write = getattr(asked, "model_json_schema", None)
+        schema = write() if write is not None else msgspec.json.schema(asked)
+    except (TypeError, ValueError) as error:
+        raise InvalidMessageError(f"{asked.__name__} has no JSON schema: {error}") from None
+    return JsonSchemaFormat(JsonSchema(_closed(schema), name=asked.__name__))
+
+
+def _closed(schema: Any) -> Any:
+    """Forbid further properties where a schema does not mention them: the type has no place for them."""
+    if isinstance(schema, list):
+        return [_closed(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closes = schema.get("type") == "object" and isinstance(schema.get("properties"), dict)
+    return ({"additionalProperties": False} if closes else {}) | {
+        name: _closed(one) for name, one in schema.items()
+    }

@@ -1,0 +1,121 @@
+"""Rows that follow grammars: the same tokens alone, beside other rows, and with drafts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from test_logprobs import run
+from tiny_models import VOCABULARY, begin, prompt
+
+from worker.batch.chooser import Chooser, Sampling
+from worker.batch.choosing import batch_for
+from worker.text.grammar import Grammar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ENDS = frozenset({2, 5})
+TEXTS = [b"ab"[i % 2 : i % 2 + 1] * (1 + i // 30) + (b"x" if i % 7 == 0 else b"") for i in range(VOCABULARY)]
+
+
+@pytest.fixture(scope="module")
+def grammar() -> Callable[[str], Grammar]:
+    class Vocabulary:
+        eos_token_id, bos_token_id, tokens, special_token_ids = 2, None, TEXTS, sorted(ENDS)
+
+        def __call__(self, text: Any) -> list[int]:
+            return []
+
+    wrapper: Any = TokenizerWrapper(Vocabulary())
+    vocabulary = LLTokenizer(wrapper, eos_token=sorted(ENDS))
+
+    def made(regex: str) -> Grammar:
+        source = f'start: /{regex}/\n%llguidance {{"no_forcing": true}}'
+        return Grammar(LLMatcher(vocabulary, source, log_level=0), ENDS)
+
+    return made
+
+
+def text(tokens: list[int]) -> str:
+    return b"".join(TEXTS[token] for token in tokens).decode()
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3_next"])
+def test_mixed_rows_have_the_tokens_that_they_have_alone(make_model, grammar, kind) -> None:
+    model = make_model(kind)
+    samplings = [
+        Sampling(),
+        Sampling(grammar=grammar("(a{2}b{2})*")),
+        Sampling(0.9, top_k=5, min_p=0.01, grammar=grammar("(a|b){200}"), seed=3),
+        Sampling(0.9, top_p=0.9, presence_penalty=0.5, seed=4),
+        Sampling(
+            repetition_penalty=1.3,
+            logit_bias=((2, 50.0),),
+            grammar=grammar("b*"),
+            top_logprobs=1,
+        ),
+    ]
+    together = run(model, samplings, 24)
+    for n, sampling in enumerate(samplings):
+        alone = batch_for(model)
+        piece = begin(model, prompt(9 + 2 * n, salt=n), sampling)
+        alone.step([piece])
+        for _ in range(23):
+            alone.step([])
+        tokens = list(piece.row.known[9 + 2 * n :])[:24]
+        assert [one.token for one in together[n]] == tokens
+    answers = [[one.token for one in drawn] for drawn in together]
+    assert ENDS.isdisjoint(answers[2])
+    assert answers[4][0] == 2, "the bias ends it at once"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_drafts_change_no_token_and_some_are_accepted(make_model, grammar, temperature) -> None:
+    model = make_model("llama")
+    bias = ((1, 30.0), (4, 30.0), (6, 29.0))
+    sampling = Sampling(temperature, grammar=grammar("(a{3}b{2}){90}"), logit_bias=bias, seed=7)
+    (plain,), (drafted,) = (run(model, [sampling], 100, max_draft=most) for most in (0, 6))
+    assert [one.token for one in drafted] == [one.token for one in plain]
+    batch = batch_for(model, max_draft=6)
+    batch.step([begin(model, prompt(9, salt=0), sampling)])
+    for _ in range(60):
+        batch.step([])
+    assert batch.num_accepted > 0
+
+
+def test_a_row_whose_grammar_allows_nothing_more_can_only_end(make_model, grammar) -> None:
+    """Complete, with `min_tokens` left; beyond its end; at letters that no token has; beside another row."""
+    model = make_model("llama")
+    samplings = [
+        Sampling(min_tokens=50, grammar=grammar("aa")),
+        Sampling(grammar=grammar("aaz")),
+        Sampling(),
+    ]
+    whole, stuck, free = run(model, samplings, 8)
+    assert text([one.token for one in whole]).startswith("aa")
+    assert {one.token for one in whole[2:]} <= ENDS
+    assert {one.token for one in stuck[2:]} <= ENDS
+    assert [one.token for one in free] == [
+        one.token for one in run(model, [*samplings[:2], Sampling()], 8)[2]
+    ]
+
+
+def test_an_answer_that_was_published_in_part_goes_on_in_its_grammar(make_model, grammar) -> None:
+    sampling = Sampling(grammar=grammar("(a{2}b{2})*"))
+    whole = Chooser(sampling, end_tokens=ENDS)
+    whole.push([4, 4, 1])
+    resumed = Chooser(sampling, answered=[4, 4, 1], end_tokens=ENDS)
+    assert whole.needs_last
+    (one,), (other,) = whole.draws(), resumed.draws()
+    assert one.mask is not None
+    assert other.mask is not None
+    assert one.mask.tolist() == other.mask.tolist()
+
+
+def test_no_end_is_drawn_before_min_tokens_unless_the_answer_is_complete(grammar) -> None:
+    chooser = Chooser(Sampling(grammar=grammar("a{1,4}"), min_tokens=9), end_tokens=ENDS)
+    chooser.push([4])
+    assert chooser.draws()[0].banned == sorted(ENDS)
+    assert [bool(draw.banned) for draw in chooser.draws([4, 4, 4])] == [True, True, True, False]

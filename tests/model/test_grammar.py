@@ -1,0 +1,174 @@
+"""Grammars over the packaged model's tokens: what is kept and refused, and where an answer may end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import TYPE_CHECKING, Any
+
+import anyio.to_thread
+import numpy as np
+import pytest
+
+from turnkeep_client.messages import (
+    ChoiceFormat,
+    JsonObjectFormat,
+    JsonSchema,
+    JsonSchemaFormat,
+    LarkFormat,
+    RegexFormat,
+    TextFormat,
+)
+from worker.models.tokenizer import Tokenizer
+from worker.text.grammar import GrammarError, Grammars
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+pytestmark = pytest.mark.model
+
+
+@pytest.fixture(scope="module")
+def tokenizer(packaged_folder: Path) -> Tokenizer:
+    return Tokenizer.from_folder(packaged_folder)
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer: Tokenizer) -> Grammars:
+    return Grammars(tokenizer)
+
+
+def accepts(grammar: Any, tokens: Sequence[int]) -> bool:
+    """Say whether these tokens, with or without an end token, are a whole answer."""
+    whole = tokens[:-1] if tokens and tokens[-1] == 2 else tokens
+    return bool(grammar.follow(whole).is_complete)
+
+
+def allowed(mask: Any) -> set[int]:
+    return set(np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist())
+
+
+async def test_masks_allow_exactly_the_tokens_that_may_follow(
+    grammars: Grammars, tokenizer: Tokenizer
+) -> None:
+    grammar = await grammars.compiled(ChoiceFormat(("yes", "no, never")))
+    assert grammar is not None
+    words = {token: tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)}
+    begin = {
+        token
+        for token, text in words.items()
+        if text and any(w.startswith(text) for w in (b"yes", b"no, never"))
+    }
+    matcher = grammar.follow(())
+    assert allowed(matcher.masks(())[0]) == begin - tokenizer.control_ids
+    yes = tokenizer.encode("yes", at_start=False)
+    matcher.push(yes)
+    assert matcher.is_complete
+    assert allowed(matcher.masks(())[0]) == tokenizer.eos_ids, "all end tokens, and nothing else"
+    assert accepts(grammar, yes)
+    assert accepts(grammar, [*yes, min(tokenizer.eos_ids)])
+    assert not accepts(grammar, [*yes, *yes])
+    assert not accepts(grammar, [])
+    no = tokenizer.encode("no", at_start=False)
+    assert not accepts(grammar, [*no, min(tokenizer.eos_ids)])
+
+
+async def test_text_that_is_the_only_one_left_may_be_spelled_in_any_tokens(
+    grammars: Grammars, tokenizer: Tokenizer
+) -> None:
+    text = '<|im_end|>/"é' + chr(0x1F98A)
+    grammar = await grammars.compiled(ChoiceFormat((text,)))
+    assert grammar is not None
+    words = {tokenizer.token_bytes(token): token for token in range(tokenizer.vocab_size)}
+    matcher = grammar.follow(())
+    for byte in text.encode():
+        assert words[bytes([byte])] in allowed(matcher.masks(())[0])
+        matcher.push([words[bytes([byte])]])
+    assert matcher.is_complete
+    assert accepts(grammar, tokenizer.encode(tokenizer.as_text(text), at_start=False))
+
+
+async def test_a_draft_changes_nothing_and_ends_at_what_is_not_allowed(
+    grammars: Grammars, tokenizer: Tokenizer
+) -> None:
+    grammar = await grammars.compiled(RegexFormat("[ab]{1,8}c"))
+    assert grammar is not None
+    a, c, z = (tokenizer.encode(text, at_start=False)[0] for text in "acz")
+    matcher = grammar.follow([a])
+    end = min(tokenizer.eos_ids)
+    before, *behind = map(allowed, matcher.masks([a, z, a, c]))
+    assert behind[0] != tokenizer.eos_ids
+    assert behind[1:] == [tokenizer.eos_ids] * 3
+    assert allowed(matcher.masks(())[0]) == before
+    assert list(map(allowed, matcher.masks([c, end]))) == [before, tokenizer.eos_ids, tokenizer.eos_ids]
+    matcher.push([a, c, end])
+    assert matcher.is_complete
+    again = grammar.follow([a, a, c])
+    assert allowed(again.masks(())[0]) == tokenizer.eos_ids
+    matcher.push([a])
+    assert not matcher.is_complete
+    assert allowed(matcher.masks(())[0]) == tokenizer.eos_ids
+
+
+async def test_text_has_no_special_token_in_it(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    grammar = await grammars.compiled(JsonObjectFormat())
+    assert grammar is not None
+    matcher = grammar.follow(tokenizer.encode('{"a', at_start=False))
+    assert not allowed(matcher.masks(())[0]) & tokenizer.control_ids
+    spelled = tokenizer.encode(
+        tokenizer.as_text('{"<|im_end|>": [true,false, null], "é": {}}'), at_start=False
+    )
+    assert accepts(grammar, spelled)
+    assert not accepts(grammar, tokenizer.encode('{"a":  1}', at_start=False)), "one space at most"
+    assert not accepts(grammar, tokenizer.encode('{\n"a": 1}', at_start=False))
+
+
+async def test_a_grammar_is_compiled_once_and_the_last_ones_are_kept(grammars: Grammars) -> None:
+    asked = RegexFormat("a{7}")
+    first, second = await asyncio.gather(grammars.compiled(asked), grammars.compiled(RegexFormat("a{7}")))
+    assert first is second
+    for number in range(64):
+        await grammars.compiled(RegexFormat(f"b{{{number + 1}}}"))
+    assert await grammars.compiled(asked) is not first
+    assert await grammars.compiled(TextFormat()) is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        (LarkFormat("start: " + '"a"? ' * 3_000), "row has [0-9]+ items; max is 2000"),
+        (LarkFormat('start: "a"\nstart: "b"'), "."),
+        (
+            LarkFormat('start: "<" %json {"anyOf": [{"multipleOf": 9973}, {"multipleOf": 9967}]}'),
+            "multipleOf",
+        ),
+        (JsonSchemaFormat(JsonSchema({"enum": [f"value{n}" for n in range(200_000)]})), "the limit is"),
+        (JsonSchemaFormat(JsonSchema({"allOf": [{"type": "string"}, {"type": "null"}]})), "Unsatisfiable"),
+    ],
+)
+async def test_what_would_take_long_or_allows_nothing_is_refused(
+    grammars: Grammars, asked: Any, says: str
+) -> None:
+    with pytest.raises(GrammarError, match=says):
+        await grammars.compiled(asked)
+
+
+async def test_other_threads_run_while_a_grammar_is_compiled(grammars: Grammars) -> None:
+    properties = {f"p{n}": {"type": "string"} for n in range(3_000)}
+    await grammars.compiled(RegexFormat("warm"))
+    num, over = 0, threading.Event()
+
+    def count() -> None:
+        nonlocal num
+        while not over.wait(0.005):
+            num += 1
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(anyio.to_thread.run_sync, count)
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        await grammars.compiled(JsonSchemaFormat(JsonSchema({"properties": properties})))
+        took_s = loop.time() - began_s
+        over.set()
+    assert num > took_s / 0.005 / 4

@@ -1,0 +1,328 @@
+"""Answers follow a `response_format`: a schema, a regex, a grammar or a choice; also after a crash."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import jsonschema
+import msgspec
+import pytest
+
+from turnkeep_client.errors import AnswerNotParsedError, InvalidMessageError, RequestFailedError
+from turnkeep_client.messages import TextFormat
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from pathlib import Path
+
+    from turnkeep_client.client import Client
+
+EOS = 2
+STRING, NUMBER = {"type": "string", "maxLength": 20}, {"type": "integer", "minimum": 0, "maximum": 200}
+#: Small schemas of the kinds that are asked for most.
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "object": {
+        "type": "object",
+        "properties": {"name": STRING, "age": NUMBER},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    },
+    "enum": {"enum": ["red", "green", "blue", 7, None]},
+    "array": {"type": "array", "items": NUMBER, "minItems": 2, "maxItems": 4},
+    "nested": {
+        "type": "object",
+        "properties": {"place": {"type": "object", "properties": {"city": STRING}, "required": ["city"]}},
+        "required": ["place"],
+        "maxProperties": 1,
+    },
+    "pattern": {"type": "string", "pattern": "^[A-Z]{3}-[0-9]{4}$"},
+    "either": {"anyOf": [{"type": "boolean"}, {"type": "array", "items": {"const": "x"}, "maxItems": 2}]},
+    "date": {"type": "string", "format": "date"},
+    "tuple": {"type": "array", "prefixItems": [STRING, {"type": "boolean"}], "items": False, "minItems": 2},
+    "number": {"type": "number", "minimum": 0.5, "maximum": 2.5},
+    "tree": {
+        "$ref": "#/$defs/node",
+        "$defs": {
+            "node": {
+                "type": "object",
+                "properties": {"v": NUMBER, "c": {"type": "array", "items": {"$ref": "#/$defs/node"}}},
+                "required": ["v", "c"],
+                "additionalProperties": False,
+            }
+        },
+    },
+}
+
+
+class Person(msgspec.Struct):
+    name: str
+    age: int
+
+
+@dataclass
+class Light:
+    colour: Literal["red", "green"]
+
+
+class Model:
+    """What a pydantic model has of interest here."""
+
+    def __init__(self, fields: dict[str, Any]) -> None:
+        self.fields = fields
+
+    @classmethod
+    def model_json_schema(cls) -> dict[str, Any]:
+        return SCHEMAS["object"]
+
+    @classmethod
+    def model_validate_json(cls, text: str) -> Model:
+        return cls(json.loads(text))
+
+
+def by_schema(schema: dict[str, Any], **options: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"schema": schema, **options}}
+
+
+def question(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+@pytest.fixture
+async def client(local_worker: Callable[..., Awaitable[Any]]) -> Client:
+    client: Client = (await local_worker()).client
+    return client
+
+
+@pytest.fixture
+async def able(local_worker: Callable[..., Awaitable[Any]], packaged_folder: Path) -> Client:
+    client: Client = (await local_worker(model=str(packaged_folder))).client
+    return client
+
+
+@pytest.mark.model
+async def test_answers_of_a_mixed_batch_follow_their_schemas_and_are_those_that_they_are_alone(
+    able: Client,
+) -> None:
+    """Ten schemas and two answers without one, together; then each by itself, where rows speculate."""
+    asked: dict[str, dict[str, Any]] = {
+        name: {"response_format": by_schema(SCHEMAS[name])} for name in SCHEMAS
+    }
+    asked |= {"text": {"response_format": TextFormat()}, "none": {}}
+    options = {"messages": question("Tell me about somebody in Paris."), "max_tokens": 150, "seed": 3}
+
+    async def answer(name: str, when: str) -> Any:
+        hot = 0.8 if len(name) % 2 else 0.0
+        return await able.session(f"{name}-{when}").generate(**options, **asked[name], temperature=hot)
+
+    together = await asyncio.gather(*(answer(name, "together") for name in asked))
+    for name, result in zip(asked, together, strict=True):
+        assert (await answer(name, "alone")).tokens == result.tokens, name
+        if name in SCHEMAS and result.finish_reason == "stop":
+            jsonschema.validate(json.loads(result.text), SCHEMAS[name])
+        assert result.finish_reason == "stop" or name in {"tree", "number", "text", "none"}, name
+    assert not together[-1].text.startswith(("{", "[", '"'))
+
+
+@pytest.mark.model
+async def test_types_of_python_are_asked_for_and_parsed(able: Client) -> None:
+    messages = question("Who wrote Hamlet, and how old did the writer get?")
+    answer = await able.session("s").generate(messages=messages, response_format=Person, max_tokens=60)
+    assert isinstance(answer.parsed(Person).age, int)
+    assert set(answer.parsed(dict)) == {"name", "age"}
+    light = await able.session("l").generate(messages=messages, response_format=Light)
+    assert light.parsed(Light).colour in {"red", "green"}
+    model = await able.session("m").generate(messages=messages, response_format=Model, max_tokens=60)
+    assert set(model.parsed(Model).fields) == {"name", "age"}
+    with pytest.raises(AnswerNotParsedError, match=r"the answer is no Light: .*it begins"):
+        model.parsed(Light)
+    cut = await able.session("c").generate(messages=messages, response_format=Person, max_tokens=4)
+    with pytest.raises(AnswerNotParsedError, match="not whole: its finish_reason is 'length' after 4 tokens"):
+        cut.parsed(Person)
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({"type": "regex", "regex": "[a-c]{3}-[0-9]{2}"}, r"[a-c]{3}-[0-9]{2}"),
+        ({"type": "lark", "grammar": 'start: "<" /[a-z]{4}/ ">" end?\nend: "!"'}, r"<[a-z]{4}>!?"),
+        ({"type": "choice", "choices": ['a "quoted"\none', "é", "b\\"]}, 'a "quoted"\none|é|b\\\\'),
+        ({"type": "json_schema", "json_schema": {"schema": {"enum": [12, "x"]}}}, '12|"x"'),
+        (
+            {
+                "type": "json_schema",
+                "json_schema": {"schema": {"uniqueItems": True, "enum": [1]}, "strict": False},
+            },
+            "1",
+        ),
+    ],
+)
+async def test_any_model_answers_in_the_format(client: Client, asked: dict[str, Any], expected: str) -> None:
+    """A random model with a byte-level tokenizer, greedy and hot, also where it must not end yet."""
+    for number, options in enumerate(({}, {"temperature": 1.5, "seed": 4}, {"min_tokens": 50})):
+        answer = await client.session(f"s{number}").generate(
+            text="x", max_tokens=60, response_format=asked, **options
+        )
+        assert answer.finish_reason == "stop"
+        assert answer.tokens[-1] == EOS
+        assert re.fullmatch(expected, answer.text)
+
+
+async def test_what_is_asked_besides_applies_within_the_format(client: Client) -> None:
+    one = {"type": "regex", "regex": "[abc]{6}"}
+    tokens = [
+        (
+            await client.session(f"{text}1").generate(
+                text="x", response_format={"type": "choice", "choices": [text]}
+            )
+        ).tokens[0]
+        for text in "bz"
+    ]
+    options = {"text": "x", "response_format": one, "logit_bias": dict.fromkeys(tokens, 100.0)}
+    biased = await client.session("s").generate(**options, logprobs=True, top_logprobs=3)
+    assert biased.text == "bbbbbb"
+    assert len(biased.logprobs) == 7
+    fewer = await client.session("t").generate(**options, repetition_penalty=100.0, frequency_penalty=2.0)
+    assert set(fewer.text) == {"a", "b", "c"}
+    stopped = await client.session("u").generate(**options, stop="bb")
+    assert (stopped.text, stopped.finish_reason) == ("", "stop")
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"type": "xml"}, "type of response_format must be json_schema, json_object.*not 'xml'"),
+        ({"type": "regex"}, "response_format needs the field 'regex'"),
+        ({"type": "json_schema", "json_schema": {"name": "x"}}, "json_schema needs the field 'schema'"),
+        ({"type": "json_object", "x": 1}, "response_format has no field 'x'"),
+        ({"type": "choice", "choices": []}, "choices"),
+        (type, "type has no JSON schema"),
+    ],
+)
+async def test_an_unknown_format_is_refused_at_once(client: Client, asked: Any, says: str) -> None:
+    with pytest.raises(InvalidMessageError, match=says):
+        client.session("s").generate(text="x", response_format=asked)
+
+
+def deep(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "null"}
+    for _ in range(levels):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        (by_schema({"type": "objekt"}), "Invalid type: objekt"),
+        (by_schema({"properties": {"a": {"uniqueItems": True}}}), 'Unimplemented keys: \\["uniqueItems"\\]'),
+        (by_schema({"$ref": "http://127.0.0.1/x"}), "does not fetch"),
+        (by_schema({"type": "string", "pattern": "("}), "unclosed group"),
+        (by_schema({"minimum": 5, "maximum": 3, "type": "integer"}), "minimum .5. is greater than maximum"),
+        (by_schema(deep(300)), "recursion limit exceeded at line 1 column"),
+        (by_schema({"enum": list(range(30_000))}), "bytes, the limit is 131072"),
+        (by_schema({"allOf": [{"multipleOf": 997}, {"multipleOf": 991}]}), "multipleOf: the product"),
+        ({"type": "lark", "grammar": 'start: %json {"multipleOf": 12345678}'}, "multipleOf: the product"),
+        ({"type": "regex", "regex": "a("}, "unclosed group"),
+        ({"type": "lark", "grammar": "start: " + '"a"? ' * 3_000}, "row has [0-9]+ items; max is 2000"),
+        ({"type": "lark", "grammar": "start: foo"}, r"at 1\(8\): unknown name"),
+        ({"type": "lark", "grammar": 'root: "a"'}, "no start rule"),
+    ],
+)
+async def test_a_format_that_cannot_be_followed_changes_nothing(
+    client: Client, asked: Any, says: str
+) -> None:
+    session = client.session("s")
+    await session.append(text="before")
+    with pytest.raises(RequestFailedError, match=says) as refused:
+        await session.generate(text="x", response_format=asked)
+    assert refused.value.code == "invalid_request"
+    assert "backtrace" not in refused.value.message
+    assert (await session.info()).position == len("before")
+
+
+async def test_a_schema_that_takes_long_to_compile_holds_up_no_other_answer(client: Client) -> None:
+    """An enum of as many values as the limit allows, and 3,000 optional properties."""
+    large = [
+        {"enum": [f"value{n}" for n in range(9_000)]},
+        {"properties": {f"p{n}": {} for n in range(3_000)}},
+    ]
+    running = client.session("r").generate(text="x", max_tokens=400, ignore_eos=True)
+    tasks = [
+        asyncio.ensure_future(
+            client.session(f"s{n}").generate(text="x", response_format=by_schema(one)).wait()
+        )
+        for n, one in enumerate(large)
+    ]
+    loop = asyncio.get_running_loop()
+    last, longest = loop.time(), 0.0
+    async for _ in running:
+        longest, last = max(longest, loop.time() - last), loop.time()
+    assert longest < 0.5
+    assert json.loads((await tasks[0]).text) in large[0]["enum"]
+    await tasks[1]
+
+
+async def test_ignore_eos_contradicts_a_format(client: Client) -> None:
+    options: dict[str, Any] = {"text": "x", "ignore_eos": True, "max_tokens": 3}
+    with pytest.raises(InvalidMessageError, match="ignore_eos without a response_format only"):
+        client.session("s").generate(**options, response_format={"type": "json_object"})
+    assert (await client.session("s").generate(**options, response_format={"type": "text"})).text
+
+
+async def test_a_worker_without_llguidance_refuses_and_so_does_a_model_without_an_end(
+    client: Client, monkeypatch: pytest.MonkeyPatch, local_worker: Any, endless_model: Path, tmp_path: Path
+) -> None:
+    asked = {"type": "regex", "regex": "a+"}
+    monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
+    with pytest.raises(RequestFailedError, match=r"invalid_request: .*no llguidance.*pip install llguidance"):
+        await client.session("s").generate(text="x", response_format=asked)
+    assert (await client.session("s").generate(text="x", response_format={"type": "text"})).tokens
+    monkeypatch.undo()
+    assert (await client.session("t").generate(text="x", response_format=asked)).text[0] == "a"
+    endless = await local_worker(model=str(endless_model), prefix="endless", data_dir=tmp_path / "endless")
+    with pytest.raises(RequestFailedError, match="no token that ends an answer"):
+        await endless.client.session("s").generate(text="x", response_format=asked)
+
+
+@pytest.mark.process
+async def test_an_answer_goes_on_within_its_schema_after_a_crash(
+    worker_process: Any, local_worker: Callable[..., Awaitable[Any]], tmp_path: Path
+) -> None:
+    """Killed three times in one answer, whose tokens are those without a crash."""
+    items = {
+        "type": "array",
+        "items": {"type": "string", "minLength": 3, "maxLength": 6},
+        "minItems": 15,
+        "maxItems": 20,
+    }
+    options = {
+        "text": "x",
+        "max_tokens": 400,
+        "temperature": 0.9,
+        "seed": 5,
+        "response_format": by_schema(items),
+    }
+    undisturbed = await local_worker(data_dir=tmp_path / "alone")
+    expected = await undisturbed.client.session("s").generate(**options)
+    assert expected.finish_reason == "stop"
+    process = worker_process("--ack-wait-s", "0.5")
+    process.start()
+    client = await process.client()
+    try:
+        generation = client.session("s").generate(**options)
+        num_seen = kills = 0
+        async for chunk in generation:
+            num_seen += len(chunk.tokens)
+            if kills < 3 and num_seen > 25 * (kills + 1):
+                kills += 1
+                process.kill()
+                process.start()
+        assert kills == 3
+        assert generation.result.tokens == expected.tokens
+        jsonschema.validate(json.loads(generation.result.text), items)
+    finally:
+        await client.close()

@@ -1,0 +1,138 @@
+"""Decides which grammar an answer must follow: its `response_format`, calls of tools, the end of reasoning.
+
+`worker.text.grammar` compiles grammars. Event loop only.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, Final
+
+from turnkeep_client.messages import (
+    ChoiceFormat,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    LarkFormat,
+    NamedTool,
+    TextFormat,
+)
+from worker.text.calling import calls_grammar, json_rule
+from worker.text.grammar import GrammarError, Grammars
+from worker.text.thinking import Thinking
+
+from .history import RefusedError
+
+if TYPE_CHECKING:
+    from turnkeep_client.messages import Generate
+    from worker.batch.chooser import Grammar
+    from worker.models.tokenizer import Tokenizer
+    from worker.text.templates import Conversation
+
+#: What begins the text of an answer in harmony; all before it is reasoning, or a call.
+_FINAL: Final = "<|channel|>final<|message|>"
+
+
+class Formats:
+    """Makes the grammars of answers, for one model."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._grammars = Grammars(tokenizer)
+
+    async def grammar(
+        self, request: Generate, conversation: Conversation, *, splits: bool
+    ) -> tuple[Grammar | None, tuple[str, ...]]:
+        """Return what the answer must follow, None if anything, and warnings about what has no effect.
+
+        `splits` says that reasoning and calls are told apart from text. Raises `RefusedError`.
+        """
+        tools = conversation.plain_tools if splits and request.tool_choice != "none" else []
+        is_forced = request.tool_choice == "required" or isinstance(request.tool_choice, NamedTool)
+        has_strict = any(tool["function"].get("strict") for tool in tools)
+        asked = None if isinstance(request.response_format, TextFormat) else request.response_format
+        found: Grammar | None = None
+        warnings: tuple[str, ...] = ()
+        try:
+            if tools and (is_forced or has_strict or asked is not None):
+                found, warnings = await self._of_calls(request, tools, is_forced=is_forced)
+            elif asked is not None:
+                compiled = await self._grammars.compiled(asked)
+                found = compiled
+        except GrammarError as error:
+            what = "the tools" if tools else "response_format"
+            raise RefusedError("invalid_request", f"{what} cannot be followed: {error}") from error
+        return (self._behind_reasoning(request, conversation, found) if splits else found), warnings
+
+    async def _of_calls(
+        self, request: Generate, tools: list[dict[str, Any]], *, is_forced: bool
+    ) -> tuple[Grammar | None, tuple[str, ...]]:
+        """Compile a grammar of calls. Raises `GrammarError`.
+
+        A tool that is not strict, and whose schema cannot be compiled, may be called with any object.
+        """
+        if self._tokenizer.dialect.is_harmony:
+            raise GrammarError("answers of this model's format cannot be held to calls")
+        if isinstance(request.tool_choice, NamedTool):
+            tools = [one for one in tools if one["function"]["name"] == request.tool_choice.function.name]
+        answer = None if is_forced else _answer_rule(request)
+        try:
+            return await self._compiled(request, tools, answer)
+        except GrammarError as error:
+            lenient = [tool["function"] for tool in tools if not tool["function"].get("strict")]
+            if not lenient:
+                raise
+            for function in lenient:
+                function.pop("parameters", None)
+            found, warnings = await self._compiled(request, tools, answer)
+            names = ", ".join(function["name"] for function in lenient)
+            return found, (*warnings, f"arguments are not held to the schemas of {names}: {error}")
+
+    async def _compiled(
+        self, request: Generate, tools: list[dict[str, Any]], answer: str | None
+    ) -> tuple[Grammar | None, tuple[str, ...]]:
+        tokenizer = self._tokenizer
+        source = calls_grammar(
+            tokenizer.dialect,
+            tools,
+            tokenizer.control_id,
+            answer=answer,
+            several=request.parallel_tool_calls,
+        )
+        found = await self._grammars.compiled(LarkFormat(source))
+        return found, found.warnings if found is not None else ()
+
+    def _behind_reasoning(
+        self, request: Generate, conversation: Conversation, grammar: Grammar | None
+    ) -> Grammar | None:
+        """Let a grammar begin behind the reasoning, which ends after its budget."""
+        tokenizer, budget = self._tokenizer, request.reasoning.budget
+        pair = ("", _FINAL) if tokenizer.dialect.is_harmony else tokenizer.dialect.reasoning
+        if pair is None or (grammar is None and budget is None):
+            return grammar
+        opening, closing = (tokenizer.encode(marker, at_start=False) for marker in pair)
+        spaces = (tokenizer.encode(text, at_start=False) for text in ("\n", "\n\n"))
+        return Thinking(
+            spell=tokenizer.token_bytes,
+            opens=pair[0].encode(),
+            closes=pair[1].encode(),
+            opening=tuple(opening[:1]),
+            closing=tuple(closing),
+            spaces=tuple(ids[0] for ids in spaces if len(ids) == 1),
+            is_begun=tokenizer.dialect.is_harmony or conversation.in_reasoning(),
+            budget=budget,
+            grammar=grammar,
+        )
+
+
+def _answer_rule(request: Generate) -> str:
+    """Return the rule of an answer that calls nothing. Raises `GrammarError`."""
+    match request.response_format:
+        case None | TextFormat():
+            return "text"
+        case JsonSchemaFormat(json_schema=given):
+            return json_rule(given.schema, is_lenient=given.strict is False)
+        case JsonObjectFormat():
+            return json_rule({"type": "object"}, is_lenient=False)
+        case ChoiceFormat(choices=choices):
+            return " | ".join(map(json.dumps, choices))
+    raise GrammarError("beside tools, a response_format is json_schema, json_object or choice")
