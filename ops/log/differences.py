@@ -33,6 +33,7 @@ _SAMPLING: Final = (
     "min_tokens",
     "ignore_eos",
     "stop",
+    "response_format",
 )
 #: Characters of an answer to show on either side of the first difference.
 _AROUND: Final = 30

@@ -302,3 +302,17 @@ async def test_a_terminal_that_is_not_ours_is_left_alone(
             return terminal.end()
 
     assert await asyncio.to_thread(run) == 0
+
+
+async def test_an_answer_is_json_by_the_schema_in_a_file(local_worker, tmp_path: Path) -> None:
+    worker = await local_worker()
+    file = tmp_path / "schema.json"
+    file.write_text('{"type": "array", "items": {"enum": [1, "x"]}, "minItems": 1, "maxItems": 2}')
+    result = await ask(worker, "--schema", file, "--max-tokens", 40, "What is it?")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert set(json.loads(result.stdout)) <= {1, "x"}
+    file.write_text("[1]")
+    for name in (file, tmp_path / "none.json"):
+        wrong = await ask(worker, "--schema", name, "What is it?")
+        assert wrong.returncode == 2
+        assert f"{name} has no JSON schema: " in wrong.stderr

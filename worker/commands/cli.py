@@ -283,12 +283,12 @@ def ask(
     text = whole(question)
     if tools:
         sampling |= {"tools": tools_of(tools)}
-    if schema is not None:
-        sampling |= {"response_format": by_schema(schema)}
     if logprobs is not None:
         if not as_json:
             raise click.UsageError("--logprobs is for --json, whose result has them")
         sampling |= {"logprobs": True, "top_logprobs": logprobs}
+    if schema is not None:
+        sampling |= {"response_format": by_schema(schema)}
 
     if prefix_:
         sampling |= {"prefix": prefix_}
