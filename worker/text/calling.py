@@ -35,28 +35,22 @@ def calls_grammar(
     for number, tool in enumerate(tools):
         function = tool["function"]
         begin = before.replace("NAME", function["name"])
-        lines.append(f"call_{number}: {_text(opens + begin, token_of)} {_arguments(after, number)}")
-        lines[-1] += f" {_text(after + closes, token_of)}" if after is not None and after + closes else ""
+        rest = f"args_{number} {_text(after + closes, token_of)}" if after is not None else "/(?s:.*)/"
+        lines.append(f"call_{number}: {_text(begin, token_of)} {rest}")
         if after is not None:
             schema = {"type": "object", **(function.get("parameters") or {})}
             lines.append(f"args_{number}: {json_rule(schema, is_lenient=not function.get('strict'))}")
-    one = " | ".join(f"call_{number}" for number in range(len(tools)))
-    lines.append(f"call: {one}")
-    more = ' ("\\n"? call)*' if several and after is not None else ""
-    calls = f"/[ \\n]*/ call{more}"
-    if answer is None:
-        start = calls
-    elif answer == "text":
-        lines.append(f"TEXT: {_other_text(opens, token_of)}")
-        start = "TEXT? | TEXT? call (TEXT? call)* TEXT?" if several else "TEXT? call?"
-    else:
+    lines.append(f"call: {' | '.join(f'call_{number}' for number in range(len(tools)))}")
+    more = several and after is not None
+    if answer == "text":
+        lines += _within_text(opens, token_of)
+        return "\n".join([f"start: (next call){'*' if more else '?'} TEXT?", *lines])
+    opened = f"{_text(opens, token_of)} call"
+    calls = f"/[ \\n]*/ {opened}" + (f' ("\\n"? {opened})*' if more else "")
+    if answer is not None:
         lines.append(f"answer: {answer}")
-        start = f"{calls} | answer"
-    return "\n".join([f"start: {start}", *lines])
-
-
-def _arguments(after: str | None, number: int) -> str:
-    return f"args_{number}" if after is not None else "/(?s:.*)/"
+        calls += " | answer"
+    return "\n".join([f"start: {calls}", *lines])
 
 
 def json_rule(schema: Mapping[str, Any], *, is_lenient: bool) -> str:
@@ -71,7 +65,7 @@ def json_rule(schema: Mapping[str, Any], *, is_lenient: bool) -> str:
 
 
 def _text(text: str, token_of: Callable[[str], int | None]) -> str:
-    """Write text as a rule: control tokens within it by their ids, the rest as strings."""
+    """Write text as a rule, perhaps empty: control tokens within it by their ids, the rest as strings."""
     parts: list[str] = []
     rest = text
     while rest:
@@ -94,9 +88,11 @@ def _text(text: str, token_of: Callable[[str], int | None]) -> str:
     return " ".join(parts)
 
 
-def _other_text(opens: str, token_of: Callable[[str], int | None]) -> str:
-    """Write the rule of text without the marker that opens a call."""
+def _within_text(opens: str, token_of: Callable[[str], int | None]) -> list[str]:
+    """Write the rules of text before a call's marker with the marker (`next`), and of text without one."""
     if token_of(opens) is not None:
-        return "/(?s:.)+/"
+        return ["TEXT: /(?s:.)+/", f"next: TEXT? {_text(opens, token_of)}"]
+    # A lexeme that ends with the marker: a longer one would have to give back what begins the marker.
     escaped = "".join(f"\\{char}" if char in "\\/.^$|?*+()[]{}" else char for char in opens)
-    return f"/(?s:.)+/ & ~/(?s:.*){escaped}(?s:.*)/"
+    text = f"TEXT: /(?s:.)+/ & ~/(?s:.*){escaped}(?s:.*)/"
+    return [text, f"next[suffix={json.dumps(opens)}]: /(?s:.*)/"]

@@ -1,0 +1,192 @@
+"""Grammars of tool calls in each family's format, and answers behind their reasoning."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from test_splitting import FAMILIES, dialect, wide, written
+
+from turnkeep_client.messages import LarkFormat
+from worker.models.dialect import Dialect, dialect_of
+from worker.models.tokenizer import Tokenizer
+from worker.text.calling import calls_grammar
+from worker.text.grammar import Grammars
+from worker.text.thinking import Thinking
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from worker.batch.chooser import Grammar
+
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOLS: list[dict[str, Any]] = [
+    {"function": {"name": "weather", "strict": True, "parameters": {**CITY, "additionalProperties": False}}},
+    {"function": {"name": "clock"}},
+]
+#: What in its template tells how a family of several formats writes.
+OWN = {"mistral_args": " [ARGS]", "deepseek_v3": " ```json"}
+#: Families whose calls have JSON as arguments, and a marker of their own.
+JSON = [
+    name for name in FAMILIES if name not in ("harmony", "llama_bare") and dialect(name).form[1] is not None
+]
+
+
+def of(family: str) -> Dialect:
+    template, vocabulary, _ = FAMILIES[family]
+    return dialect_of(wide(template) + OWN.get(family, ""), vocabulary)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model: Path) -> Tokenizer:
+    return Tokenizer.from_folder(tiny_model)
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer: Tokenizer) -> Grammars:
+    return Grammars(tokenizer)
+
+
+async def compiled(
+    grammars: Grammars, tokenizer: Tokenizer, family: str, answer: str | None, *, several: bool = True
+) -> Grammar:
+    source = calls_grammar(of(family), TOOLS, tokenizer.control_id, answer=answer, several=several)
+    found = await grammars.compiled(LarkFormat(source))
+    assert found is not None
+    return found
+
+
+def accepts(tokenizer: Tokenizer, grammar: Grammar, text: str) -> bool:
+    return grammar.follow(tokenizer.encode(tokenizer.as_text(text), at_start=False)).is_complete
+
+
+@pytest.mark.parametrize("family", JSON)
+async def test_an_answer_that_must_call_calls_a_tool_as_its_schema_says(
+    grammars: Grammars, tokenizer: Tokenizer, family: str
+) -> None:
+    grammar = await compiled(grammars, tokenizer, family, None)
+    good, clock = written(family, "weather", {"city": "Rome"}), written(family, "clock", {"any": [1]})
+    for text in (good, clock, f"\n{good}", f"{good}\n{clock}"):
+        assert accepts(tokenizer, grammar, text), text
+    for text in (
+        "Hello.",
+        f"Hello. {good}",
+        written(family, "other", {"city": "Rome"}),
+        written(family, "weather", {"town": "Rome"}),
+        written(family, "weather", {"city": 3}),
+        good[:-4],
+    ):
+        assert not accepts(tokenizer, grammar, text), text
+    one = await compiled(grammars, tokenizer, family, None, several=False)
+    assert accepts(tokenizer, one, good)
+    assert not accepts(tokenizer, one, good + good)
+
+
+@pytest.mark.parametrize("family", JSON)
+async def test_an_answer_that_may_call_has_text_around_calls_that_hold(
+    grammars: Grammars, tokenizer: Tokenizer, family: str
+) -> None:
+    grammar = await compiled(grammars, tokenizer, family, "text")
+    good, bad = written(family, "weather", {"city": "Rome"}), written(family, "weather", {"town": "Rome"})
+    for text in ("Hello.", good, f"Hello. {good}", f"{good}\nAnd {good}", "a <b> [c] {d}"):
+        assert accepts(tokenizer, grammar, text), text
+    for text in (bad, f"Hello. {bad}", f"{good}\nAnd {bad}"):
+        assert not accepts(tokenizer, grammar, text), text
+
+
+@pytest.mark.parametrize("family", ["qwen3_coder", "glm47", "pythonic"])
+async def test_of_other_formats_the_beginning_of_a_call_is_held(
+    grammars: Grammars, tokenizer: Tokenizer, family: str
+) -> None:
+    grammar = await compiled(grammars, tokenizer, family, None)
+    assert accepts(tokenizer, grammar, written(family, "weather", {"city": "Rome"}))
+    assert not accepts(tokenizer, grammar, "Hello.")
+    assert not accepts(tokenizer, grammar, written(family, "other", {"city": "Rome"}))
+
+
+async def test_an_answer_is_a_call_or_what_the_request_describes(
+    grammars: Grammars, tokenizer: Tokenizer
+) -> None:
+    grammar = await compiled(grammars, tokenizer, "generic", '"yes" | "no"')
+    for text in ("yes", written("generic", "weather", {"city": "Rome"})):
+        assert accepts(tokenizer, grammar, text)
+    assert not accepts(tokenizer, grammar, "maybe")
+
+
+def thinking(tokenizer: Tokenizer, grammar: Grammar | None = None, **more: Any) -> Thinking:
+    def ids(text: str) -> tuple[int, ...]:
+        return tuple(tokenizer.encode(text, at_start=False))
+
+    given: dict[str, Any] = {"is_begun": True, **more}
+    return Thinking(
+        spell=tokenizer.token_bytes,
+        opens=b"<think>",
+        closes=b"</think>",
+        opening=ids("<think>")[:1],
+        closing=ids("</think>"),
+        spaces=ids("\n"),
+        grammar=grammar,
+        **given,
+    )
+
+
+def allowed(tokenizer: Tokenizer, mask: np.ndarray[Any, Any] | None) -> str | None:
+    """The texts that may come next, joined; None if any may."""
+    if mask is None:
+        return None
+    ids = np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()
+    return "".join(sorted(tokenizer.decode([one]) for one in ids))
+
+
+def next_of(tokenizer: Tokenizer, follower: Any, draft: str = "") -> list[str | None]:
+    tokens = tokenizer.encode(draft, at_start=False)
+    return [allowed(tokenizer, mask) for mask in follower.masks(tokens)]
+
+
+def test_reasoning_is_ended_after_its_budget(tokenizer: Tokenizer) -> None:
+    follower = thinking(tokenizer, budget=3).follow(())
+    assert next_of(tokenizer, follower, "ab") == [None] * 3
+    assert next_of(tokenizer, follower, "abc</x") == [None] * 3 + ["<", "/", "t", "<"]
+    follower.push(tokenizer.encode("abc</think>", at_start=False))
+    assert next_of(tokenizer, follower, "xyz") == [None] * 4
+    at_once = thinking(tokenizer, budget=0).follow(tokenizer.encode("</thi", at_start=False))
+    assert next_of(tokenizer, at_once, "nk>") == ["n", "k", ">", None]
+    ended = thinking(tokenizer, budget=30).follow(tokenizer.encode("a</think>" + "b" * 40, at_start=False))
+    assert next_of(tokenizer, ended) == [None]
+
+
+async def test_a_grammar_begins_behind_the_reasoning(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    grammar = await grammars.compiled(LarkFormat('start: "yes" | "no"'))
+    end = tokenizer.decode(sorted(tokenizer.eos_ids))
+    follower = thinking(tokenizer, grammar).follow(())
+    assert next_of(tokenizer, follower, "no</think>\nno") == [None] * 10 + ["\nny", "ny", "o", end]
+    assert not follower.is_complete
+    follower.push(tokenizer.encode("hm</think>yes", at_start=False))
+    assert follower.is_complete
+    assert next_of(tokenizer, follower) == [end]
+
+
+async def test_an_answer_may_begin_with_its_reasoning_or_without(
+    grammars: Grammars, tokenizer: Tokenizer
+) -> None:
+    grammar = await grammars.compiled(LarkFormat('start: "yes" | "no"'))
+    whole = thinking(tokenizer, grammar, is_begun=False)
+    assert next_of(tokenizer, whole.follow(()), "no")[:2] == ["\n<ny", "o"]
+    thought = whole.follow(tokenizer.encode("<think>x</think>", at_start=False))
+    assert next_of(tokenizer, thought, "ye") == ["\nny", "e", "s"]
+
+
+@pytest.mark.parametrize("cut", range(14))
+async def test_a_follower_is_the_same_after_a_crash(
+    grammars: Grammars, tokenizer: Tokenizer, cut: int
+) -> None:
+    grammar = await grammars.compiled(LarkFormat('start: "yes" | "no"'))
+    whole = thinking(tokenizer, grammar, budget=4, is_begun=False)
+    tokens: Sequence[int] = tokenizer.encode("<think>a</think>yes"[: cut + 5], at_start=False)
+    at_once, stepwise = whole.follow(tokens), whole.follow(())
+    for token in tokens:
+        stepwise.push((token,))
+    assert next_of(tokenizer, at_once) == next_of(tokenizer, stepwise)
+    assert at_once.is_complete == stepwise.is_complete
