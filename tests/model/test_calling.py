@@ -153,6 +153,8 @@ def test_reasoning_is_ended_after_its_budget(tokenizer: Tokenizer) -> None:
     assert next_of(tokenizer, follower, "xyz") == [None] * 4
     at_once = thinking(tokenizer, budget=0).follow(tokenizer.encode("</thi", at_start=False))
     assert next_of(tokenizer, at_once, "nk>") == ["n", "k", ">", None]
+    again = thinking(tokenizer, budget=2).follow(tokenizer.encode("ab</think>x<think>", at_start=False))
+    assert next_of(tokenizer, again) == ["<"]
     ended = thinking(tokenizer, budget=30).follow(tokenizer.encode("a</think>" + "b" * 40, at_start=False))
     assert next_of(tokenizer, ended) == [None]
 

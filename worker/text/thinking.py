@@ -122,9 +122,13 @@ class _Follower:
         self.may_space = False
         if self.inner is not None:
             self.inner.push((token,))
+            return
+        self.tail = (self.tail + self._of.spell(token))[-len(self._of.opens) - 64 :]
+        if self._of.opens and self._of.opens in self.tail:
+            self.place, self.tail = "inside", b""  # once more: the budget is of all its reasoning
 
     def _go_behind(self) -> None:
-        self.place = "behind"
+        self.place, self.tail, self.num_closing = "behind", b"", 0
         self.inner = self._of.grammar.follow(()) if self._of.grammar is not None else None
 
     @property

@@ -1,0 +1,199 @@
+"""Tools and reasoning with a real worker and device: forced calls, budgets, a kill in the middle."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.parts import make_tiny_model
+from turnkeep_client.errors import RequestFailedError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from pathlib import Path
+
+    from turnkeep_client.client import Client
+    from turnkeep_client.messages import Chunk, Generated
+    from turnkeep_client.session import Session
+
+CITY = {"type": "string", "maxLength": 12}
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather in a city",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": CITY, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+            "required": ["city", "days"],
+            "additionalProperties": False,
+        },
+    },
+}
+#: The tokens `<think>` and `</think>` of the model that thinks.
+MARKS = (259, 260)
+CLOCK: dict[str, Any] = {"type": "function", "function": {"name": "clock"}}
+
+
+def user(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+async def heard(session: Session, **asked: Any) -> tuple[list[Chunk], Generated]:
+    generation = session.generate(**asked)
+    return [chunk async for chunk in generation], generation.result
+
+
+def joined(chunks: list[Chunk]) -> list[tuple[str | None, str | None, str]]:
+    calls: list[tuple[str | None, str | None, str]] = []
+    for part in (part for chunk in chunks for part in chunk.tool_calls):
+        if part.index == len(calls):
+            calls.append((part.id, part.name, part.arguments))
+        else:
+            own, name, arguments = calls[part.index]
+            calls[part.index] = own, name, arguments + part.arguments
+    return calls
+
+
+@pytest.fixture
+async def able(local_worker: Callable[..., Awaitable[Any]], packaged_folder: Path) -> Client:
+    client: Client = (await local_worker(model=str(packaged_folder))).client
+    return client
+
+
+@pytest.mark.model
+async def test_a_small_model_calls_when_it_must_and_goes_on(able: Client) -> None:
+    session = able.session("s")
+    chunks, first = await heard(
+        session,
+        messages=user("What is the weather in Rome?"),
+        tools=[WEATHER, CLOCK],
+        tool_choice={"type": "function", "function": {"name": "get_weather"}},
+        parallel_tool_calls=False,
+        max_tokens=80,
+    )
+    (call,) = first.tool_calls
+    arguments = json.loads(call.function.arguments)
+    assert call.function.name == "get_weather"
+    assert arguments.keys() == {"city", "days"}
+    assert 1 <= arguments["days"] <= 9
+    assert (first.text, first.finish_reason) == ("", "tool_calls")
+    assert joined(chunks) == [(call.id, call.function.name, call.function.arguments)]
+    assert len([part for chunk in chunks for part in chunk.tool_calls]) > 3, "told while it was written"
+    told = [{"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
+    _, second = await heard(session, messages=told, tool_choice="none", max_tokens=20)
+    assert second.usage.prefilled_tokens < 40
+    assert second.text
+    assert not second.tool_calls
+
+
+@pytest.mark.model
+async def test_calls_of_a_mixed_batch_are_those_that_they_are_alone(able: Client) -> None:
+    must = {"messages": user("Weather in Oslo?"), "tools": [WEATHER], "tool_choice": "required"}
+    asked: dict[str, dict[str, Any]] = {
+        "call": {**must, "parallel_tool_calls": False},
+        "hot": {**must, "temperature": 0.9, "seed": 3, "parallel_tool_calls": False},
+        "plain": {"messages": user("Name a colour.")},
+        "penalty": {"messages": user("Name a town."), "repetition_penalty": 1.2},
+    }
+    alone = {
+        name: await able.session(f"alone-{name}").generate(max_tokens=50, **one)
+        for name, one in asked.items()
+    }
+    batch = await asyncio.gather(
+        *(able.session(f"batch-{name}").generate(max_tokens=50, **one) for name, one in asked.items())
+    )
+    for (name, one), other in zip(alone.items(), batch, strict=True):
+        assert one.tokens == other.tokens, name
+        assert [call.function for call in one.tool_calls] == [call.function for call in other.tool_calls]
+    assert alone["call"].finish_reason == alone["hot"].finish_reason == "tool_calls"
+
+
+@pytest.mark.model
+async def test_a_schema_that_cannot_be_held_is_a_warning_unless_it_is_strict(able: Client) -> None:
+    odd: dict[str, Any] = json.loads(json.dumps(WEATHER))
+    odd["function"]["parameters"]["propertyNames"] = {"pattern": "^[a-z]+$"}
+    asked = {"messages": user("Weather?"), "tool_choice": "required", "max_tokens": 60}
+    result = await able.session("s").generate(tools=[odd], **asked)
+    assert "propertyNames" in " ".join(result.warnings)
+    assert len(result.tool_calls) >= 1
+    odd["function"]["strict"] = True
+    with pytest.raises(RequestFailedError, match="propertyNames"):
+        await able.session("t").generate(tools=[odd], **asked)
+
+
+@pytest.fixture(scope="module")
+def thinking_model(tmp_path_factory: pytest.TempPathFactory, endless_model: Path) -> Path:
+    """A random model whose template opens the reasoning, with its marks in the vocabulary."""
+    from transformers import AutoTokenizer
+
+    folder = make_tiny_model(tmp_path_factory.mktemp("models") / "thinking", vocab_size=259 + 2)
+    fast = AutoTokenizer.from_pretrained(folder)
+    fast.add_tokens(["<think>", "</think>"])
+    fast.chat_template = fast.chat_template.replace(
+        "<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n"
+    )
+    saved = folder.with_name("saved")
+    fast.save_pretrained(saved)
+    for file in saved.iterdir():
+        shutil.copy(file, folder / file.name)
+    return folder
+
+
+async def test_reasoning_ends_after_its_budget_and_the_format_begins_behind_it(
+    local_worker: Callable[..., Awaitable[Any]], thinking_model: Path
+) -> None:
+    client = (await local_worker(model=str(thinking_model))).client
+    for budget in (0, 5):
+        chunks, result = await heard(
+            client.session(f"s{budget}"),
+            messages=user("Hi"),
+            reasoning={"budget": budget},
+            response_format={"type": "choice", "choices": ["yes", "no"]},
+            max_tokens=40,
+            logit_bias={2: -100},
+        )
+        assert result.usage.reasoning_tokens == budget + 1, "with the token that closes it"
+        assert result.text in ("yes", "no")
+        assert "".join(chunk.reasoning for chunk in chunks) == result.reasoning
+        assert "".join(chunk.text for chunk in chunks) == result.text
+
+
+async def test_a_budget_is_kept_over_a_kill(
+    local_worker: Callable[..., Awaitable[Any]], worker_process: Any, thinking_model: Path, tmp_path: Path
+) -> None:
+    asked: dict[str, Any] = {
+        "messages": user("Hi"),
+        "reasoning": {"budget": 300},
+        "max_tokens": 700,
+        "ignore_eos": True,
+        "temperature": 0.8,
+        "seed": 2,
+        "logit_bias": dict.fromkeys(MARKS, -100),
+    }
+    alone = await local_worker(model=str(thinking_model), data_dir=tmp_path / "alone")
+    expected = await alone.client.session("s").generate(**asked)
+    process = worker_process("--ack-wait-s", "0.5", model=thinking_model)
+    process.start()
+    client = await process.client()
+    try:
+        generation = client.session("s").generate(**asked)
+        chunks: list[Chunk] = []
+        kills = 0
+        async for chunk in generation:
+            chunks.append(chunk)
+            if kills < 2 and sum(len(one.tokens) for one in chunks) > 200 * (kills + 1):
+                process.kill()
+                process.start()
+                kills += 1
+        result = generation.result
+    finally:
+        await client.close()
+    assert kills == 2
+    assert (result.tokens, result.reasoning) == (expected.tokens, expected.reasoning)
+    assert result.usage.reasoning_tokens == expected.usage.reasoning_tokens == 301
+    assert "".join(chunk.reasoning for chunk in chunks) == result.reasoning
