@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from cache.names.policy import FULL
 from worker.batch.chooser import Sampling
@@ -206,6 +206,8 @@ class Starved:
     """No step fits, and no idle session is left to drop; snapshots that wait for the disk hold the memory."""
 
 
+#: What a turn's run waits for; the last one is `Finished` or `Faulted`.
+TurnEvent: TypeAlias = Sampled | Finished | Faulted
 Event = Prefilled | Sampled | SnapshotCut | NeedsKv | Finished | Faulted | KvLost | Short | Starved
 
 
