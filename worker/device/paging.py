@@ -32,9 +32,7 @@ RECALL_EVERY: Final = 16
 class Paging:
     """Asks for KV on SSD for paged sessions, and keeps their waiting prompts; ignores other turns."""
 
-    def __init__(
-        self, scheduler: Scheduler[Turn], batch: Batch, block: int, emit: Callable[[Event], None]
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, batch: Batch, block: int, emit: Callable[[Event], None]) -> None:
         """A waiting prompt is taken out of the scheduler, and put back later; `emit` reports an event."""
         self._scheduler = scheduler
         self._batch = batch
