@@ -40,7 +40,7 @@ def estimator(make_model) -> Estimator:
     return Estimator(shape, limit_bytes=0, weight_bytes=0, kv=model.kv, num_layers=2, fused=False)
 
 
-def chooser_of(scheduler: Scheduler[Turn], room: Room) -> StepChooser:
+def chooser_of(scheduler: Scheduler, room: Room) -> StepChooser:
     batch: Any = SimpleNamespace(is_ahead=False, num_cached=0, growing=[], removal_bytes=0)
     none: Any = SimpleNamespace(
         size_bytes=lambda step: 0,
@@ -61,7 +61,7 @@ def turns() -> list[Turn]:
 
 @pytest.mark.parametrize("why", ["idle sessions leave", "a restore is under way", "the disk has it"])
 def test_a_choice_in_vain_neither_rotates_nor_ages_what_waits(estimator, why: str) -> None:
-    room, scheduler, untouched = Room(estimator), Scheduler[Any](4, BLOCK), Scheduler[Any](4, BLOCK)
+    room, scheduler, untouched = Room(estimator), Scheduler(4, BLOCK), Scheduler(4, BLOCK)
     chooser = chooser_of(scheduler, room)
     some = turns()
     for turn in some:
@@ -82,7 +82,7 @@ def test_a_choice_in_vain_neither_rotates_nor_ages_what_waits(estimator, why: st
 
 
 def test_a_step_that_took_more_than_was_estimated_raises_the_next_estimates_for_a_while(estimator) -> None:
-    room, scheduler = Room(estimator), Scheduler[Any](4, BLOCK)
+    room, scheduler = Room(estimator), Scheduler(4, BLOCK)
     room.is_open = True
     chooser = chooser_of(scheduler, room)
     for turn in turns():

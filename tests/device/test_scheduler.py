@@ -26,14 +26,14 @@ class Turn:
     ran: list[int] = field(default_factory=list)
 
 
-def scheduler_of(*turns: Turn, max_rows: int = 4) -> Scheduler[Turn]:
-    scheduler: Scheduler[Turn] = Scheduler(max_rows, BLOCK)
+def scheduler_of(*turns: Turn, max_rows: int = 4) -> Scheduler:
+    scheduler = Scheduler(max_rows, BLOCK)
     for turn in turns:
         scheduler.add(turn)
     return scheduler
 
 
-def carry_out(scheduler: Scheduler[Turn], budget: int = BLOCK) -> Step[Turn]:
+def carry_out(scheduler: Scheduler, budget: int = BLOCK) -> Step:
     """Do what the device does with a step."""
     step = scheduler.next(budget)
     scheduler.advance(step)
@@ -110,7 +110,7 @@ def test_the_last_token_of_a_prompt_waits_for_a_row() -> None:
 
 
 def test_a_tenant_gets_no_more_rows_than_its_share_though_more_are_free() -> None:
-    scheduler: Scheduler[Turn] = Scheduler(4, BLOCK, 2)
+    scheduler = Scheduler(4, BLOCK, 2)
     many, one = [Turn(3) for _ in range(4)], Turn(3, "b")
     for turn in (*many, one):
         scheduler.add(turn)
@@ -227,7 +227,7 @@ def test_nobody_is_lost_starved_or_run_twice(
     assert not scheduler
 
 
-def check(step: Step[Turn], max_rows: int, budget: int, scheduler: Scheduler[Turn]) -> None:
+def check(step: Step, max_rows: int, budget: int, scheduler: Scheduler) -> None:
     assert sum(num for _, num in step.prefill) <= budget
     assert len(scheduler.decoding) <= max_rows
     turns = [*step.decode, *(turn for turn, _ in step.prefill)]

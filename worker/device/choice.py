@@ -48,7 +48,7 @@ class ChosenStep:
     needs.
     """
 
-    step: Step[Turn]
+    step: Step
     scratch_bytes: int = 0
     growth_bytes: int = 0
     pause_s: float | None = 0.0
@@ -60,7 +60,7 @@ class StepChooser:
 
     def __init__(
         self,
-        scheduler: Scheduler[Turn],
+        scheduler: Scheduler,
         pace: Pace,
         room: Room,
         batch: Batch,
@@ -141,7 +141,7 @@ class StepChooser:
         self._patient_until_s = None
         return ChosenStep(_NOTHING, hopeless=(turn, sum(self._needs(step))))
 
-    def _fitting(self, step: Step[Turn]) -> ChosenStep | None:
+    def _fitting(self, step: Step) -> ChosenStep | None:
         """Choose a step that fits, or one with answers only; wait while idle sessions are dropped for it."""
         scratch_bytes, growth_bytes = self._needs(step)
         fits = self._room.has(scratch_bytes + growth_bytes)
@@ -153,7 +153,7 @@ class StepChooser:
         self._scheduler.advance(step)
         return ChosenStep(step, scratch_bytes, growth_bytes)
 
-    def _needs(self, step: Step[Turn]) -> tuple[int, int]:
+    def _needs(self, step: Step) -> tuple[int, int]:
         """Estimate the bytes that a step needs while it runs, and the bytes that stay allocated after it."""
         pieces = [(num, num_scores(turn.policy, turn.num_cached + num, num)) for turn, num in step.prefill]
         scratch_bytes = self._room.estimator.scratch_bytes(len(step.decode), pieces, self._batch.num_cached)
@@ -193,7 +193,7 @@ class StepChooser:
         return True
 
 
-_NOTHING: Final[Step[Turn]] = Step((), ())
+_NOTHING: Final[Step] = Step((), ())
 
 
 def _grows(caches: list[Any] | None, num_tokens: int) -> bool:

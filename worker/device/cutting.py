@@ -60,7 +60,7 @@ class Cutting:
         self._trimmable = trimmable
         self._due: list[tuple[Turn, Span]] = []
 
-    def size_bytes(self, step: Step[Turn]) -> int:
+    def size_bytes(self, step: Step) -> int:
         """Count the bytes of the snapshots that are due after a step.
 
         These are the snapshots that the step's pieces of prompts complete, and snapshots already noted.

@@ -1,7 +1,7 @@
 """Controls the device from the event loop: which turns run, whose KV stays resident, and how turns end.
 
 The engine owns the ledger of device memory, and the record of which sessions have KV there. For each turn,
-`finding` finds the KV, `flights` submits the turn, and the engine passes its tokens on. It knows nothing of
+`finding` finds the KV, and the engine submits the turn and passes its tokens on. It knows nothing of
 messages, the log or the order of a session's requests; each session runs at most one turn at a time.
 """
 
@@ -26,7 +26,6 @@ from worker.traces import Phase
 
 from .admission import Admission, Claim, place
 from .finding import Finder
-from .flights import Flights
 from .memory import GROWTH_TOKENS, grown
 from .run import Run, resolve
 from .turn import (
@@ -131,8 +130,10 @@ class Engine:
         self._admission = Admission(ledger, max_tenant_bytes)
         self._runs: dict[Claim, Run] = {}
         self._turns: dict[Turn, Run] = {}  # those with memory reserved
-        self._flights = Flights(device, self._handle)
-        self._finder = Finder(device, store, ledger, self._flights)
+        self._submitted: dict[Turn, None] = {}  # those of them that are on the device, in their order
+        self._finder = Finder(device, store, ledger)
+        loop = asyncio.get_running_loop()
+        device.listen(lambda report: loop.call_soon_threadsafe(self._handle, report))
         self._stopping = False
         self.active_bytes = 0
         self.peak_bytes = 0
@@ -327,7 +328,7 @@ class Engine:
                 self._residency.pop(turn.key)
         if run is None:
             return
-        self._flights.deliver(event)
+        run.events.put_nowait(event)
         if isinstance(event, Finished | Faulted):
             resumes = isinstance(event, Finished) or run.may_start_again(event.error)
             # Its memory is free now, not only when the task that waits for the turn runs.
@@ -343,7 +344,7 @@ class Engine:
         self._device.made_room()
 
     def _drop_idle(self, num_bytes: int, but: SessionKey | None = None) -> None:
-        for key in self._residency.oldest(num_bytes, {but, *self._flights.keys}):
+        for key in self._residency.oldest(num_bytes, {but, *(turn.key for turn in self._submitted)}):
             self._residency.pop(key)
             self._device.drop(key)
         self._apply(self._admission.decide())
@@ -356,6 +357,7 @@ class Engine:
     def _end_turn(self, run: Run, turn: Turn, *, resumes: bool) -> None:
         """Release a turn's memory; if it was only paused, ask for memory again in the same decision."""
         del self._turns[turn]
+        self._submitted.pop(turn, None)
         run.turn = None
         if resumes and not run.is_abandoned:
             self._ask(
@@ -373,7 +375,8 @@ class Engine:
         self._turns[turn] = run
         try:
             begun_s = monotonic()
-            await self._finder.find(turn, run, {other.key for other in self._turns})
+            busy = {other.key for other in self._turns}
+            await self._finder.find(turn, run, busy, self._submitted)
             run.num_cached = num_found = max(turn.num_kept, turn.num_restored)
             found_s = turn.restores[0].start_s if turn.restores else monotonic()
             run.phases += [Phase("kv_search", begun_s, found_s, num_found), *turn.restores]
@@ -392,9 +395,9 @@ class Engine:
             return is_over
         finally:
             self._finder.release(run)
-            if turn in self._flights:  # the device has not reported its end
+            if turn in self._submitted:  # the device has not reported its end
                 run.is_abandoned = True
-                self._flights.cancel(turn)
+                self._device.cancel(turn)
             elif turn in self._turns:
                 self._end_turn(run, turn, resumes=False)
 
@@ -419,9 +422,13 @@ class Engine:
 
     async def _follow(self, run: Run, turn: Turn, publish: Publish | None) -> bool:
         """Submit a turn and pass on its tokens until it ends; False if it was only paused."""
-        flight, submitted_s, drawn_s = self._flights.submit(turn), monotonic(), None
+        submitted_s, drawn_s = monotonic(), None
+        self._submitted[turn] = None
+        self._device.submit(turn)
         while True:
-            events = await flight.next_events()
+            events = [await run.events.get()]
+            while not run.events.empty():
+                events.append(run.events.get_nowait())
             sampled = [event for event in events if isinstance(event, Sampled)]
             if sampled:
                 drawn_s = drawn_s or monotonic()
@@ -526,7 +533,8 @@ class Engine:
     def _stop_run(self, run: Run) -> None:
         """End a run's turn with its tokens so far. A turn that is not on the device yet is not submitted."""
         run.is_halted = True
-        self._flights.cancel(run.turn)
+        if run.turn in self._submitted:
+            self._device.cancel(run.turn)
         resolve(run.room, granted=False)
 
 

@@ -20,7 +20,7 @@ from .run import resolve
 from .turn import KvRead
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterable
 
     import mlx.core as mx
 
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     from .admission import Ledger
     from .device import Device
-    from .flights import Flights
     from .run import Run
     from .turn import NeedsKv, Turn
 
@@ -47,12 +46,11 @@ _RESTORE_TRIES: Final = 2
 class Finder:
     """Finds KV for turns of one device."""
 
-    def __init__(self, device: Device, store: Store | None, ledger: Ledger, flights: Flights) -> None:
+    def __init__(self, device: Device, store: Store | None, ledger: Ledger) -> None:
         self._device = device
         self._store = store
         self._ledger = ledger
         self._residency = ledger.residency
-        self._flights = flights
 
     def release(self, run: Run) -> None:
         """Release the snapshots and the room that a turn holds."""
@@ -64,14 +62,19 @@ class Finder:
             self._device.release_room(run.key)
         run.prefix = run.past = run.room = None
 
-    async def find(self, turn: Turn, run: Run, busy: Collection[SessionKey]) -> None:
-        """Find the longest KV for a turn. `busy` are the sessions whose turns have reserved memory."""
+    async def find(
+        self, turn: Turn, run: Run, busy: Collection[SessionKey], submitted: Iterable[Turn]
+    ) -> None:
+        """Find the longest KV for a turn.
+
+        `busy` are the sessions whose turns have reserved memory; the turns `submitted` are on the device.
+        """
         resident = self._residency.tokens(turn.key)
         # KV that may not reach further back leaves the context's last token for the turn to run.
         num_usable = len(turn.context) - (not self._device.kv(turn.policy).is_plain)
         num_kept = min(resident.num_common(turn.context), num_usable)
         turn.num_kept = self._residency.num_usable(turn.key, num_kept, turn.policy)
-        turn.source, num_shared = self._find_source(turn, busy)
+        turn.source, num_shared = self._find_source(turn, busy, submitted)
         if self._store is None:
             return
         found = max(turn.num_kept, num_shared)
@@ -131,7 +134,9 @@ class Finder:
             self._device.give(turn, KvRead(past, spans, tensors))  # a prompt waits for it
         return sum(span.num_tokens for span in spans)
 
-    def _find_source(self, turn: Turn, busy: Collection[SessionKey]) -> tuple[SessionKey | None, int]:
+    def _find_source(
+        self, turn: Turn, busy: Collection[SessionKey], submitted: Iterable[Turn]
+    ) -> tuple[SessionKey | None, int]:
         """Find the tenant's session with the longest common prefix, resident or soon to be prefilled.
 
         Returns its key and the prefix's length. If several have it, an idle session is preferred, then the
@@ -144,7 +149,7 @@ class Finder:
             return None, 0
         alike = self._residency.alike(turn.key.tenant, turn.context)
         idle = ((key, self._residency.tokens(key)) for key in alike if key not in busy)
-        running = ((other.key, other.context) for other in self._flights if other.policy == turn.policy)
+        running = ((other.key, other.context) for other in submitted if other.policy == turn.policy)
         for key, tokens in chain(idle, running):
             if key.tenant != turn.key.tenant or min(len(tokens), len(turn.context)) <= most:
                 continue

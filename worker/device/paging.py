@@ -7,7 +7,7 @@ Sends `NeedsKv` to the event loop, and takes the answer. Knows no steps or files
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from cache.kv import layers
 from cache.names.blocks import Span
@@ -32,9 +32,7 @@ RECALL_EVERY: Final = 16
 class Paging:
     """Asks for KV on SSD for paged sessions, and keeps their waiting prompts; ignores other turns."""
 
-    def __init__(
-        self, scheduler: Scheduler[Turn], batch: Batch, block: int, emit: Callable[[Event], None]
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, batch: Batch, block: int, emit: Callable[[Event], None]) -> None:
         """A waiting prompt is taken out of the scheduler, and put back later; `emit` reports an event."""
         self._scheduler = scheduler
         self._batch = batch
@@ -86,13 +84,12 @@ class Paging:
         if turn in self._asked:
             return
         if turn.row is None:
-            caches = turn.caches or []
-            num_past, is_due = layers.num_passed(caches), turn.asks and turn.num_cached >= turn.target - 1
+            num_past = layers.num_passed(turn.caches or [])
+            is_due = turn.asks and turn.num_cached >= turn.target - 1
             turn.asks = turn.asks and not is_due
         else:
-            caches = self._batch.caches(turn.row)
             num_past, is_due = 0, turn.num_cached % RECALL_EVERY == 0
-        pages = layers.pages(caches) if is_due else None
+        pages = layers.pages(self._caches(turn)) if is_due else None
         chunks = pages.choose(turn.num_cached)[: RECALLED // CHUNK] if pages is not None else []
         if num_past or chunks:
             self._asked.add(turn)
@@ -107,12 +104,15 @@ class Paging:
         Raises `LostPastError` if the prompt's next piece cannot see all earlier tokens.
         """
         self._asked.discard(turn)
-        caches = turn.caches or [] if turn.row is None else self._batch.caches(turn.row)
         if kv.spans:
-            self.num_evicted += CHUNK * layers.recall(caches, kv.tensors, kv.spans)
+            self.num_evicted += CHUNK * layers.recall(self._caches(turn), kv.tensors, kv.spans)
         if turn.row is None:
-            if kv.past is None and layers.num_passed(caches):
+            if kv.past is None and layers.num_passed(turn.caches or []):
                 why = "the prompt needs the KV of all earlier tokens, and the disk lacks some of it"
                 raise LostPastError(why)
             turn.past = kv.past
             self._scheduler.add(turn)
+
+    def _caches(self, turn: Turn) -> list[Any]:
+        """Return the caches of a running turn."""
+        return (turn.caches if turn.row is None else self._batch.caches(turn.row)) or []

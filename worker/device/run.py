@@ -5,7 +5,8 @@ The engine owns the runs. Each is a `Claim`, which `admission` orders, and has w
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from cache.names.errors import LostPastError
@@ -14,7 +15,6 @@ from .admission import Claim
 from .turn import LostKvError
 
 if TYPE_CHECKING:
-    import asyncio
     from collections.abc import Callable
 
     from anyio.abc import TaskGroup
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from cache.store import HeldPrefix, StoredPast
     from worker.traces import Phase
 
-    from .turn import Turn
+    from .turn import Turn, TurnEvent
 
 #: How often a turn starts again after failed evaluations, without a token of its answer between.
 _MOST_LOST: Final = 3
@@ -57,6 +57,7 @@ class Run(Claim):
     past: StoredPast | None = None
     reads: TaskGroup | None = None
     turn: Turn | None = None
+    events: asyncio.Queue[TurnEvent] = field(default_factory=asyncio.Queue)  # of the turn, not read yet
     num_cached: int = 0  # tokens of the turn's context that have KV
     num_generated: int = 0
     is_halted: bool = False  # told to end, or to pause

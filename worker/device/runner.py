@@ -153,7 +153,7 @@ class Runner:
         self.cutting = Cutting(
             self._batch, self.estimator, block_tokens, self._emit, trimmable=self.trimmable
         )
-        self._scheduler: Scheduler[Turn] = Scheduler(max_batch, block_tokens, max_tenant_rows)
+        self._scheduler = Scheduler(max_batch, block_tokens, max_tenant_rows)
         self._pace = Pace(stall_s, block_tokens, block_tokens * machine.profile().prompt_blocks)
         self._acquisition = Acquisition(loaded, self._batch, self.room, make, trimmable=self.trimmable)
         parts = (self._batch, self.cutting, self._acquisition)
@@ -394,7 +394,7 @@ class Runner:
             self._end(turn)
         self._paging.start(turn)
 
-    def _run_step(self, step: Step[Turn], *, undisturbed: bool) -> None:
+    def _run_step(self, step: Step, *, undisturbed: bool) -> None:
         """Run one step.
 
         If it fails, its prompts fail. Its answers fail too, unless they can be rolled back.

@@ -11,63 +11,28 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import dataclass
 from itertools import chain, zip_longest
-from typing import Final, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final
 
+if TYPE_CHECKING:
+    from .turn import Turn
 
-class Work(Protocol):
-    """The part of a turn that the scheduler reads: its tenant, its progress, and its prompt's length."""
-
-    @property
-    def tenant(self) -> str:
-        """The turn's tenant."""
-
-    @property
-    def priority(self) -> int:
-        """The turn's priority; higher ones come first."""
-
-    @property
-    def num_cached(self) -> int:
-        """Number of tokens that have KV."""
-
-    @property
-    def target(self) -> int:
-        """Number of tokens that have KV once the prompt is done."""
-
-    @property
-    def draws(self) -> bool:
-        """Whether an answer follows the prompt. The answer needs a batch row."""
-
-    @property
-    def asks(self) -> bool:
-        """Whether the prompt's last token must wait for chunks from SSD, even if a batch row is free."""
-
-    @property
-    def scale(self) -> int:
-        """How many times longer than usual the prompt's pieces are; longer pieces run alone."""
-
-    @property
-    def most_blocks(self) -> int:
-        """The most blocks in one piece of the prompt, if the step's budget allows more than one."""
-
-
-T = TypeVar("T", bound=Work)
 
 #: A priority rises by one after this many consecutive steps without a piece of its prompts.
 AGE_STEPS: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Step(Generic[T]):
+class Step:
     """A step: `decode` are the turns that get a token; `prefill` pairs turns with prompt token counts."""
 
-    decode: tuple[T, ...]
-    prefill: tuple[tuple[T, int], ...]
+    decode: tuple[Turn, ...]
+    prefill: tuple[tuple[Turn, int], ...]
 
     def __bool__(self) -> bool:
         return bool(self.decode or self.prefill)
 
 
-class Scheduler(Generic[T]):
+class Scheduler:
     """Turns by phase: first prefilling, then decoding.
 
     At most `max_rows` turns decode, at most `max_tenant_rows` of one tenant.
@@ -80,36 +45,36 @@ class Scheduler(Generic[T]):
         self._max_rows = max_rows
         self._max_tenant_rows = max_rows if max_tenant_rows is None else max_tenant_rows
         self._block = block
-        self._prefilling: dict[str, deque[T]] = {}  # by tenant, in the order of their turns
-        self._decoding: list[T] = []
+        self._prefilling: dict[str, deque[Turn]] = {}  # by tenant, in the order of their turns
+        self._decoding: list[Turn] = []
         self._passed_over: dict[int, int] = {}  # by priority: steps without a piece of its prompts
 
     def __len__(self) -> int:
         return sum(map(len, self._prefilling.values())) + len(self._decoding)
 
-    def __contains__(self, turn: T) -> bool:
+    def __contains__(self, turn: Turn) -> bool:
         return turn in self._decoding or turn in self._prefilling.get(turn.tenant, ())
 
     @property
-    def decoding(self) -> tuple[T, ...]:
+    def decoding(self) -> tuple[Turn, ...]:
         """The turns that decode."""
         return tuple(self._decoding)
 
     @property
-    def prefilling(self) -> tuple[T, ...]:
+    def prefilling(self) -> tuple[Turn, ...]:
         """The turns whose prompts are not done."""
         return tuple(chain.from_iterable(self._prefilling.values()))
 
-    def add(self, turn: T) -> None:
+    def add(self, turn: Turn) -> None:
         """Queue a turn whose prompt is not done."""
         self._prefilling.setdefault(turn.tenant, deque()).append(turn)
 
-    def start_decoding(self, turn: T) -> None:
+    def start_decoding(self, turn: Turn) -> None:
         """Move a turn whose answer has begun from prefilling to decoding."""
         self.remove(turn)
         self._decoding.append(turn)
 
-    def remove(self, turn: T) -> None:
+    def remove(self, turn: Turn) -> None:
         """Take a turn out, whatever its phase."""
         if turn in self._decoding:
             self._decoding.remove(turn)
@@ -119,14 +84,14 @@ class Scheduler(Generic[T]):
             if not queue:
                 del self._prefilling[turn.tenant]
 
-    def next(self, budget: int, only: T | None = None) -> Step[T]:
+    def next(self, budget: int, only: Turn | None = None) -> Step:
         """Choose a step with up to `budget` prompt tokens; with `only`, all of them from that turn.
 
         The scheduler's state does not change until `advance`.
         """
         rows = Counter(turn.tenant for turn in self._decoding)
         num_blocks = max(budget // self._block, 1)
-        pieces: list[tuple[T, int]] = []
+        pieces: list[tuple[Turn, int]] = []
         for turn in self._rotation() if only is None else [only]:
             if budget == 0 or (pieces and (turn.scale > 1 or pieces[0][0].scale > 1)):
                 continue
@@ -144,19 +109,19 @@ class Scheduler(Generic[T]):
                 budget -= (end - start) // turn.scale
         return Step(tuple(self._decoding), tuple(pieces))
 
-    def advance(self, step: Step[T]) -> None:
+    def advance(self, step: Step) -> None:
         """Update the rotation and the ages of prompts for a step that will run."""
         for turn, _ in step.prefill:
             self._to_the_end(turn)
         self._age({turn.priority for turn, _ in step.prefill})
 
-    def _rotation(self) -> list[T]:
+    def _rotation(self) -> list[Turn]:
         """List prefilling turns by priority. Within a priority, tenants alternate."""
         levels = {
             priority: priority + self._passed_over.get(priority, 0) // AGE_STEPS
             for priority in {turn.priority for turn in self.prefilling}
         }
-        order: list[T] = []
+        order: list[Turn] = []
         for priority in sorted(levels, key=lambda priority: (-levels[priority], priority)):
             queues = [
                 [turn for turn in queue if turn.priority == priority] for queue in self._prefilling.values()
@@ -171,7 +136,7 @@ class Scheduler(Generic[T]):
             for priority in {turn.priority for turn in self.prefilling} - served
         }
 
-    def _to_the_end(self, turn: T) -> None:
+    def _to_the_end(self, turn: Turn) -> None:
         queue = self._prefilling.pop(turn.tenant)
         queue.remove(turn)
         queue.append(turn)

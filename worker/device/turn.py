@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from cache.names.policy import FULL
 from worker.batch.chooser import Sampling
@@ -41,53 +41,23 @@ class ResidentKv:
 
 
 @dataclass(slots=True, eq=False)
-class Turn:
-    """One append or generate on its way through the device.
+class Asked:
+    """What a session asks of the device: one append, or a generate, which has an `answer`.
 
-    `context` are all tokens of the session up to where sampling starts. KV of its first tokens comes from one
-    of three places. The session's own KV on the device covers the first `num_kept` tokens. `restored`,
-    evaluated arrays by name, covers the first `num_restored`. Or the session `source` has, or will soon have,
-    KV of more of these tokens. A generate has an `answer`; tokens that the answer already holds were
-    published before a crash; they are the end of the context. The turn ends at `num_granted` tokens, the
-    limit of its memory, even if its answer is not complete. `spans` are the parts of the context without a
-    snapshot; `edges` are where the stored pieces of the last, partial block start and end (see
-    `blocks.tail_start`). `chain`, which names the turn's blocks to the store, and `restores` belong to the
-    event loop. `resident` is the session's KV on the device until the turn starts. A turn that `asks` stops
-    before its prompt's last token, until its recalled chunks are on the device.
+    `context` are all tokens of the session up to where sampling starts. Tokens that the answer already holds
+    were published before a crash; they are the end of the context. Higher priorities come first.
     """
 
     key: SessionKey
     context: Tokens
-    num_kept: int = 0
-    restored: dict[str, mx.array] | None = None
-    num_restored: int = 0
-    source: SessionKey | None = None
     policy: Policy = FULL
+    priority: int = 0
     answer: Answer | None = None
     sampling: Sampling = field(default_factory=Sampling)
-    priority: int = 0
-    num_granted: int = sys.maxsize
-    spans: list[Span] = field(default_factory=list)
-    edges: tuple[int, ...] = ()
-    chain: Chain | None = None
-    restores: list[Phase] = field(default_factory=list)
-
-    # Written by the device thread:
     num_prompt: int = field(init=False)
-    num_reused: int = field(init=False, default=0)
-    num_prefilled: int = field(init=False, default=0)
-    num_cached: int = field(init=False, default=0)
-    target: int = field(init=False, default=0)
-    prefill_s: float = field(init=False, default=0.0)
-    resident: ResidentKv | None = field(init=False, default=None)
-    asks: bool = field(init=False, default=False)
-    scale: int = field(init=False, default=1)
-    most_blocks: int = field(init=False, default=1)
-    past: Past | None = field(init=False, default=None)
-    behind_since_s: float | None = field(init=False, default=None)
-    caches: list[Any] | None = field(init=False, default=None)
-    row: Row | None = field(init=False, default=None)
-    cuts: deque[Phase] = field(init=False, default_factory=lambda: deque(maxlen=MOST_CUTS))
+
+    def __post_init__(self) -> None:
+        self.num_prompt = len(self.context) - (len(self.answer.tokens) if self.answer else 0)
 
     @property
     def tenant(self) -> str:
@@ -96,11 +66,8 @@ class Turn:
 
     @property
     def draws(self) -> bool:
-        """Whether an answer follows the prompt."""
+        """Whether an answer follows the prompt. The answer needs a batch row."""
         return self.answer is not None
-
-    def __post_init__(self) -> None:
-        self.num_prompt = len(self.context) - (len(self.answer.tokens) if self.answer else 0)
 
     def tokens(self, end: int) -> Tokens:
         """Return the first `end` tokens of context and answer."""
@@ -108,6 +75,48 @@ class Turn:
             return self.context[:end]
         num_forced = len(self.context) - self.num_prompt
         return (self.context + self.answer.tokens[num_forced:])[:end]
+
+
+@dataclass(slots=True, eq=False)
+class Turn(Asked):
+    """One append or generate on its way through the device.
+
+    KV of the context's first tokens comes from one of three places. The session's own KV on the device covers
+    the first `num_kept` tokens. `restored`, evaluated arrays by name, covers the first `num_restored`. Or the
+    session `source` has, or will soon have, KV of more of these tokens. The turn ends at `num_granted`
+    tokens, the limit of its memory, even if its answer is not complete. `spans` are the parts of the context
+    without a snapshot; `edges` are where the stored pieces of the last, partial block start and end (see
+    `blocks.tail_start`). `chain`, which names the turn's blocks to the store, and `restores` belong to the
+    event loop.
+    """
+
+    num_kept: int = 0
+    restored: dict[str, mx.array] | None = None
+    num_restored: int = 0
+    source: SessionKey | None = None
+    num_granted: int = sys.maxsize
+    spans: list[Span] = field(default_factory=list)
+    edges: tuple[int, ...] = ()
+    chain: Chain | None = None
+    restores: list[Phase] = field(default_factory=list)
+
+    # Written by the device thread:
+    num_reused: int = field(init=False, default=0)
+    num_prefilled: int = field(init=False, default=0)
+    num_cached: int = field(init=False, default=0)  # tokens that have KV
+    target: int = field(init=False, default=0)  # tokens that have KV once the prompt is done
+    prefill_s: float = field(init=False, default=0.0)
+    resident: ResidentKv | None = field(init=False, default=None)  # on the device until the turn starts
+    asks: bool = field(init=False, default=False)  # for chunks; the prompt's last token waits for them
+    scale: int = field(
+        init=False, default=1
+    )  # how many times longer than usual its pieces are, which run alone
+    most_blocks: int = field(init=False, default=1)  # in a piece, if the step's budget allows more than one
+    past: Past | None = field(init=False, default=None)  # KV on SSD that the prompt's next piece sees
+    behind_since_s: float | None = field(init=False, default=None)
+    caches: list[Any] | None = field(init=False, default=None)
+    row: Row | None = field(init=False, default=None)
+    cuts: deque[Phase] = field(init=False, default_factory=lambda: deque(maxlen=MOST_CUTS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +215,8 @@ class Starved:
     """No step fits, and no idle session is left to drop; snapshots that wait for the disk hold the memory."""
 
 
+#: What a turn's run waits for; the last one is `Finished` or `Faulted`.
+TurnEvent: TypeAlias = Sampled | Finished | Faulted
 Event = Prefilled | Sampled | SnapshotCut | NeedsKv | Finished | Faulted | KvLost | Short | Starved
 
 
