@@ -154,6 +154,17 @@ async def test_what_would_take_long_or_allows_nothing_is_refused(
         await grammars.compiled(asked)
 
 
+@pytest.mark.parametrize("steps", [(10_000_000,), (1e30,), (0.0003, 70_001), (97, 98, 99), (123_457, 0)])
+async def test_multiples_that_would_take_long_are_refused_and_others_compile(
+    grammars: Grammars, steps: tuple[float, ...]
+) -> None:
+    schemas = [{"type": "number", "multipleOf": step} for step in steps]
+    with pytest.raises(GrammarError, match="multipleOf"):
+        await grammars.compiled(JsonSchemaFormat(JsonSchema({"prefixItems": schemas})))
+    for step in (0.01, 5, 1024, 86_400):
+        assert await grammars.compiled(JsonSchemaFormat(JsonSchema({"type": "number", "multipleOf": step})))
+
+
 async def test_other_threads_run_while_a_grammar_is_compiled(grammars: Grammars) -> None:
     properties = {f"p{n}": {"type": "string"} for n in range(3_000)}
     await grammars.compiled(RegexFormat("warm"))

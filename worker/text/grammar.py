@@ -7,6 +7,7 @@ of a batch then ask a `Matcher` which tokens may come next. Knows nothing of log
 from __future__ import annotations
 
 import json
+import math
 from collections import OrderedDict
 from decimal import Decimal
 from hashlib import blake2b
@@ -77,13 +78,14 @@ class Grammars:
         if len(named) > MOST_BYTES:
             raise GrammarError(f"it has {len(named)} bytes, the limit is {MOST_BYTES}")
         name = blake2b(named, digest_size=16).digest()
-        async with self._lock:
-            found = self._kept.pop(name, None)
-            if found is None:
-                found = await in_thread(self._compile, asked)
-            self._kept[name] = found
-            if len(self._kept) > _MOST_KEPT:
-                self._kept.popitem(last=False)
+        if name not in self._kept:
+            async with self._lock:
+                if name not in self._kept:  # another request may have asked for the same meanwhile
+                    self._kept[name] = await in_thread(self._compile, asked)
+        self._kept.move_to_end(name)
+        found = self._kept[name]
+        if len(self._kept) > _MOST_KEPT:
+            self._kept.popitem(last=False)
         return found
 
     def _compile(self, asked: ResponseFormat) -> Grammar:
@@ -155,9 +157,8 @@ class Matcher:
         """
         found = [self._mask()]
         if draft:
-            ahead = Matcher(
-                self._inner.deep_copy(), self._end_tokens, ()
-            )  # a limit that it reaches is its own
+            # A copy: a limit that is reached behind the draft must not end the answer.
+            ahead = Matcher(self._inner.deep_copy(), self._end_tokens, ())
             ahead._is_lost = self._is_lost
             for token in draft:
                 ahead.push((token,))
@@ -229,23 +230,24 @@ def _text(value: Any) -> str:
 
 def _check_multiples(schema: Any) -> None:
     """Raise ValueError if the `multipleOf` of a schema would take too long to compile."""
-    product, seen, todo = 1, set[int](), [schema]
+    steps, todo = set[int](), [schema]
     while todo:
         match todo.pop():
             case dict() as found:
-                step = found.get("multipleOf")
-                if isinstance(step, int | float) and step == step and abs(step) < float("inf"):  # noqa: PLR0124
-                    # 0.25 counts as 25: llguidance scales all numbers to whole ones.
-                    digits = abs(int("".join(map(str, Decimal(str(step)).normalize().as_tuple().digits))))
-                    product *= digits if digits and digits not in seen else 1
-                    seen.add(digits)
+                if isinstance(step := found.get("multipleOf"), int | float):
+                    steps.add(_whole(step))
                 todo += found.values()
             case list() as found:
                 todo += found
-    if product > _MOST_MULTIPLE:
-        raise ValueError(
-            f"multipleOf: the product of all in a schema is {product}, the limit {_MOST_MULTIPLE}"
-        )
+    if math.prod(steps - {0}) > _MOST_MULTIPLE:
+        raise ValueError(f"multipleOf: all in a schema multiplied are over the limit, {_MOST_MULTIPLE}")
+
+
+def _whole(step: float) -> int:
+    """Return a step as llguidance counts it: 0.25 as 25, as it scales all numbers to whole ones."""
+    number = Decimal(str(step)).normalize().as_tuple()
+    exponent = number.exponent if isinstance(number.exponent, int) else 0  # a name for infinity
+    return int("".join(map(str, number.digits)) + "0" * min(exponent, 9))
 
 
 def _check_embedded(grammar: str) -> None:
