@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .client import connect
+    from .loop import run_tools
 
 __version__ = "0.1.0"
-__all__ = ["connect"]
+__all__ = ["connect", "run_tools"]
 
 
 def __getattr__(name: str) -> Any:
     """Import the client, and with it nats-py, on first use: messages alone need neither."""
     if name in __all__:
-        from . import client
+        from . import client, loop
 
-        return getattr(client, name)
+        return getattr(loop if name == "run_tools" else client, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

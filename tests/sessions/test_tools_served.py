@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.parts import make_tiny_model
-from turnkeep_client.errors import RequestFailedError
+from turnkeep_client import run_tools
+from turnkeep_client.errors import InvalidMessageError, RequestFailedError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -197,3 +198,34 @@ async def test_a_budget_is_kept_over_a_kill(
     assert (result.tokens, result.reasoning) == (expected.tokens, expected.reasoning)
     assert result.usage.reasoning_tokens == expected.usage.reasoning_tokens == 301
     assert "".join(chunk.reasoning for chunk in chunks) == result.reasoning
+
+
+@pytest.mark.model
+async def test_a_loop_runs_functions_until_the_model_answers(able: Client) -> None:
+    asked: list[Any] = []
+
+    async def get_weather(city: str, days: int) -> dict[str, Any]:
+        asked.append((city, days))
+        if len(asked) == 1:
+            raise LookupError(city)
+        return {"sky": "blue"}
+
+    options: dict[str, Any] = {"tools": [WEATHER], "tool_choice": "required", "max_tokens": 60}
+    for _ in range(2):  # the second time from the record
+        answer = await run_tools(
+            able.session("s"),
+            {"get_weather": get_weather},
+            messages=user("Weather in Rome?"),
+            request_id="step",
+            parallel_tool_calls=False,
+            most=3,
+            **options,
+        )
+    assert asked
+    assert answer.id.startswith("step-")
+    shown = [entry.body for entry in await able.log("s") if entry.kind == "in"]
+    assert b"LookupError" in shown[1], "sent before the answer was asked for"
+    steps = [one for one in shown if b"generate" in one]
+    assert len(steps) == 2 * len(set(steps)), "each twice, and answered once"
+    with pytest.raises(InvalidMessageError, match="there is no function for clock"):
+        await run_tools(able.session("s"), {}, messages=user("x"), tools=[CLOCK])

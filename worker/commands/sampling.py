@@ -27,7 +27,11 @@ _CAREFUL: Final = {"repetition_penalty": 1.1}
 
 def preferred(own: Mapping[str, float], given: Sampling) -> dict[str, Any]:
     """Return the options that the user gave, and for the others the model's recommended values (`own`)."""
-    return {**(own or _CAREFUL), **{name: value for name, value in given.items() if value not in (None, ())}}
+    is_plain = not (given.get("response_format") or given.get("tools"))  # JSON has to repeat itself
+    return {
+        **(own or (_CAREFUL if is_plain else {})),
+        **{name: value for name, value in given.items() if value not in (None, ())},
+    }
 
 
 async def asked(client: Client, given: Sampling) -> dict[str, Any]:

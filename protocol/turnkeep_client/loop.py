@@ -1,0 +1,79 @@
+"""A loop that lets a session call functions until it answers. Each step has an id, so it can be run again."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import msgspec
+
+from .errors import InvalidMessageError, RequestFailedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from typing import Unpack
+
+    from .messages import Called, Generated
+    from .session import Messages, Sampling, Session
+
+
+async def run_tools(
+    session: Session,
+    functions: Mapping[str, Callable[..., Any]],
+    *,
+    messages: Messages | None = None,
+    most: int = 8,
+    request_id: str | None = None,
+    **sampling: Unpack[Sampling],
+) -> Generated:
+    """Generate, run the functions that the answer calls, and send their results, until an answer calls none.
+
+    Returns that answer, or the answer number `most`. `sampling` has the `tools` that describe the functions.
+    A function is called with the arguments by their names; it may be async, and may return anything that is
+    JSON. An exception in it becomes the call's result, for the model to read. With a `request_id`, a program
+    that died may call this again: functions are called again, but the results that were sent first stand, and
+    no answer is generated twice.
+    """
+    if unknown := {name for name in _names(sampling) if name not in functions}:
+        raise InvalidMessageError(f"there is no function for {', '.join(sorted(unknown))}")
+    steps = request_id or uuid4().hex[:24]
+    said: Any = messages
+    for number in range(max(most, 1)):
+        if number:
+            try:
+                await session.append(messages=said, request_id=f"{steps}-{number}-results")
+            except RequestFailedError as error:
+                if error.code != "id_conflict":  # an earlier run got other results: those stand
+                    raise
+        given = {} if number else {"messages": said}
+        answer = await session.generate(request_id=f"{steps}-{number}", **given, **sampling)
+        if not answer.tool_calls or number + 1 >= most:
+            break
+        said = [
+            {"role": "tool", "tool_call_id": call.id, "content": await _result(functions, call)}
+            for call in answer.tool_calls
+        ]
+        sampling.pop("tools", None)  # the session has them
+        sampling["tool_choice"] = "auto"  # a forced call would never end
+    return answer
+
+
+def _names(sampling: Sampling) -> list[str]:
+    tools = [msgspec.to_builtins(tool) for tool in sampling.get("tools") or ()]
+    return [str(tool["function"]["name"]) for tool in tools]
+
+
+async def _result(functions: Mapping[str, Callable[..., Any]], call: Called) -> str:
+    """Run a call; return its result as text."""
+    function = functions.get(call.function.name)
+    if function is None:
+        return f"there is no function {call.function.name}"
+    try:
+        found = function(**json.loads(call.function.arguments))
+        if inspect.isawaitable(found):
+            found = await found
+        return found if isinstance(found, str) else msgspec.json.encode(found).decode()
+    except Exception as error:  # noqa: BLE001  # of foreign code, for the model to read
+        return f"{type(error).__name__}: {error}"
