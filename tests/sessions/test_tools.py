@@ -325,3 +325,21 @@ async def test_a_late_system_message_is_kept_in_its_place_by_every_template(
     await generated(world, ask(2, late, user("b")))
     assert "<|im_start|>user\n<system>\nNow rhyme.\n</system>\n\nb<|im_end|>" in text_of(world)
     await world.assert_fold_is_life()
+
+
+@pytest.mark.parametrize("depth", [200, 480, 900, 20_000])
+async def test_what_nests_deep_is_rendered_or_refused(with_tools: Tokenizer, depth: int) -> None:
+    world = world_of(with_tools, "Yes.", "Yes.")
+    call = {
+        "id": "abc",
+        "type": "function",
+        "function": {"name": "weather", "arguments": '{"a":' * depth + "1" + "}" * depth},
+    }
+    given = Message(role="assistant", content=None, tool_calls=[call])  # type: ignore[arg-type]
+    said = await world.ask(ask(1, user("a"), given, user("b"), tools=(WEATHER,)))
+    assert isinstance(said, Generated) or said.code in ("invalid_request", "context_exceeded"), said
+    schema = b'{"a":' * depth + b"1" + b"}" * depth
+    body = b'{"type":"generate","id":"q2","messages":[{"role":"user","content":"a"}],"tools":[{"type":'
+    body += b'"function","function":{"name":"f","parameters":' + schema + b"}}]}"
+    told = await world.ask(body)
+    assert isinstance(told, Generated) or told.code in ("invalid_request", "context_exceeded"), told

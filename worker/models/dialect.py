@@ -236,7 +236,7 @@ def with_objects(message: Mapping[str, Any]) -> dict[str, Any]:
 def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
     try:
         arguments = json.loads(call["function"]["arguments"] or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return dict(call)
     if not isinstance(arguments, dict):
         return dict(call)

@@ -199,6 +199,8 @@ class Fold:
                 state = replace(state, conversation=conversation, tokens=tokens)
         except TemplateError as error:
             raise RefusedError("invalid_request", str(error)) from None
+        except RecursionError:
+            raise RefusedError("invalid_request", "a tool or the arguments of a call nest too deep") from None
         return Input(
             history=state,
             kept=kept,
