@@ -282,7 +282,9 @@ def _part(body: bytes, *, more: bool = True) -> dict[str, Any]:
 
 
 def _json(body: dict[str, Any], status: int = 200) -> Response:
-    return Response(msgspec.json.encode(body), status, media_type="application/json")
+    # After an error the rest of a body is not waited for.
+    headers = {"connection": "close"} if status >= 400 else {}
+    return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
 
 
 def _written(dialect: _Dialect, fault: Fault) -> tuple[int, dict[str, Any]]:

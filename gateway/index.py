@@ -100,9 +100,11 @@ def tags(base: bytes) -> list[str]:
 
 def base_of(tags: tuple[str, ...]) -> bytes | None:
     """Return the boundary after which a session begins; None if it is not a gateway's."""
-    if TAG not in tags:
+    base = next((tag[len(_BEGINS) :] for tag in tags if tag.startswith(_BEGINS)), "")
+    try:
+        return bytes.fromhex(base) or None if TAG in tags else None
+    except ValueError:
         return None
-    return next((bytes.fromhex(tag[len(_BEGINS) :]) for tag in tags if tag.startswith(_BEGINS)), None)
 
 
 class Index:
