@@ -24,7 +24,7 @@ from .index import PREFIX, Asked, Held, Index, RequestName, tags
 from .recovery import recover
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Mapping
+    from collections.abc import Callable, Coroutine
 
     from turnkeep_client.client import Client
 
@@ -160,7 +160,7 @@ class Conversations:
             known = boundaries.chain(turn.messages, options)
         key = known[-1], boundaries.options_digest(options, number)
         before = index.asked.get(key)
-        if before is not None and not is_last and _may_repeat(before, options, now_s):
+        if before is not None and not is_last and _may_repeat(before, now_s):
             base = next((at for at, boundary in enumerate(known) if boundary in before.bases), None)
             if base is not None:
                 before.claim_until_s = 0.0
@@ -179,7 +179,9 @@ class Conversations:
         index.add(held)
         held.num_running += 1
         name = RequestName(*key, 0 if before is None else before.name.nonce + 1)
-        asked = Asked(held, name, {known[num_known]}, position)
+        is_certain = options.get("temperature") == 0 or options.get("seed") is not None
+        asked = Asked(held, name, {known[num_known]}, position, is_certain=is_certain)
+        asked.opening = asyncio.Event()
         index.ask(asked)
         return _Plan(asked, how, num_known, options, parent)
 
@@ -229,7 +231,7 @@ class Conversations:
         else:
             return generation.result
         finally:
-            asked.opened.set()
+            self._note_opened(asked)
             self._leave(asked, answering)
             if plan.how != "repeated":
                 held.num_running -= 1
@@ -242,7 +244,8 @@ class Conversations:
         """Begin or fork the session, where that is planned. Raises `TurnkeepError`."""
         asked, names = plan.asked, tags(next(iter(plan.asked.bases), b""))
         if plan.how == "repeated":
-            await asked.opened.wait()
+            if asked.opening is not None:
+                await asked.opening.wait()
             if asked.state == "failed":
                 raise RequestFailedError("id_conflict", "the first request failed", retryable=True)
         elif plan.how == "begun":
@@ -255,8 +258,14 @@ class Conversations:
                 await self._client.session(asked.held.name).open(fork_of=point, tags=names)
             except RequestFailedError as error:
                 self.index.drop(plan.parent)
+                asked.held.position = None  # there is no such session to close
                 raise RequestFailedError("unknown_session", error.message, retryable=False) from None
-        asked.opened.set()
+        self._note_opened(asked)
+
+    def _note_opened(self, asked: Asked) -> None:
+        if asked.opening is not None:
+            asked.opening.set()
+            asked.opening = None
 
     def _learnt(self, plan: _Plan, error: RequestFailedError) -> RequestFailedError:
         """Correct the index after a refused request, whose session is as it was; return what to raise."""
@@ -280,7 +289,8 @@ class Conversations:
     async def _cancel(self, asked: Asked) -> None:
         """Ask the worker to stop an answer until it has, or somebody wants it again."""
         pause_s = 0.0
-        await asked.opened.wait()
+        if asked.opening is not None:
+            await asked.opening.wait()
         while asked.state == "running" and asked.num_users == 0:
             await asyncio.sleep(pause_s)
             pause_s = min(max(2 * pause_s, _FIRST_PAUSE_S), _LAST_PAUSE_S)
@@ -308,7 +318,7 @@ class Conversations:
         task.add_done_callback(self._tasks.discard)
 
 
-def _may_repeat(asked: Asked, options: Mapping[str, Any], now_s: float) -> bool:
+def _may_repeat(asked: Asked, now_s: float) -> bool:
     """Whether a request that is asked again gets the same answer.
 
     A sampled answer only if it is from before this gateway's start: then its client may not have got it.
@@ -317,8 +327,7 @@ def _may_repeat(asked: Asked, options: Mapping[str, Any], now_s: float) -> bool:
         return False
     if asked.claim_until_s > now_s:
         return True
-    is_certain = options.get("temperature") == 0 or options.get("seed") is not None
-    return is_certain and (asked.state == "answered" or asked.num_users > 0)
+    return asked.is_certain and (asked.state == "answered" or asked.num_users > 0)
 
 
 def _new_name() -> str:

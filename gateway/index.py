@@ -6,7 +6,6 @@ its prompt, and the tags of a session's `open` have the digest that it begins wi
 
 from __future__ import annotations
 
-import asyncio
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 from . import boundaries
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Iterator
 
     from turnkeep_client.messages import Generated
@@ -45,7 +45,8 @@ class Held:
     used_s: float
     num_running: int = 0
     marks: dict[bytes, Mark] = field(default_factory=dict)
-    asked: list[tuple[bytes, bytes]] = field(default_factory=list)
+    prompt: bytes | None = None  # the last one
+    asked: set[tuple[bytes, bytes]] = field(default_factory=set)
 
 
 class RequestName(NamedTuple):
@@ -78,9 +79,9 @@ class RequestName(NamedTuple):
 class Asked:
     """The last request for one prompt with the same options: enough to send it again unchanged.
 
-    It sent the messages after a boundary that has the names `bases`, which was at `expected`. `opened` is set
-    once its session is in the log. A request that was found in the log after a restart may be claimed once,
-    until `claim_until_s`.
+    It sent the messages after a boundary that has the names `bases`, which was at `expected`. `opening` is
+    there until its session is in the log. An answer that `is_certain` is the same each time. A request that
+    was found in the log after a restart may be claimed once, until `claim_until_s`.
     """
 
     held: Held
@@ -88,9 +89,10 @@ class Asked:
     bases: set[bytes]
     expected: int
     state: Literal["running", "answered", "failed"] = "running"
+    is_certain: bool = False
     claim_until_s: float = 0.0
     num_users: int = 0
-    opened: asyncio.Event = field(default_factory=asyncio.Event)
+    opening: asyncio.Event | None = None
 
 
 def tags(base: bytes) -> list[str]:
@@ -133,8 +135,8 @@ class Index:
         self.sessions.pop(held.name, None)
         self.cut(held, -1)
         for key in held.asked:
-            if (asked := self.asked.get(key)) and asked.held is held:
-                del self.asked[key]
+            del self.asked[key]
+        held.asked.clear()
 
     def find(self, boundary: bytes) -> tuple[Held, Mark] | None:
         """Return a session that has this boundary, and where."""
@@ -143,14 +145,20 @@ class Index:
 
     def ask(self, asked: Asked) -> None:
         """Note a request that is about to be sent."""
+        if (before := self.asked.get(asked.name.key)) is not None:
+            before.held.asked.discard(asked.name.key)
         self.asked[asked.name.key] = asked
-        asked.held.asked.append(asked.name.key)
+        asked.held.asked.add(asked.name.key)
 
     def answer(self, asked: Asked, result: Generated) -> None:
         """Add the boundaries before and after an answer."""
         held, prompt = asked.held, asked.name.prompt
         # Who asks for a cancelled answer again wants a whole one.
         asked.state = "failed" if result.finish_reason in {"cancelled", "expired"} else "answered"
+        is_over = asked.state == "answered" and not asked.is_certain and not asked.claim_until_s
+        if is_over and self.asked.get(asked.name.key) is asked:  # nobody gets it again
+            del self.asked[asked.name.key]
+            held.asked.discard(asked.name.key)
         if held.name not in self.sessions:
             return
         if result.rewritten_from is not None:
@@ -159,6 +167,9 @@ class Index:
         held.position = result.position
         if not result.tokens:  # cancelled before its first token: the session is as it was
             return
+        if held.prompt in held.marks:  # another answer is mostly wanted to the last prompt
+            self._unmark(held, held.prompt)
+        held.prompt = prompt
         self._mark(held, prompt, Mark(result.position - len(result.tokens), is_answer=False))
         for boundary in boundaries.answered(prompt, result):
             self._mark(held, boundary, Mark(result.position, is_answer=True))
@@ -181,10 +192,12 @@ class Index:
         held.marks[boundary] = mark
         self._held[boundary] = held
         if len(held.marks) > _MOST_MARKS:
-            first = next(iter(held.marks))
-            del held.marks[first], self._held[first]
+            self._unmark(held, next(iter(held.marks)))
 
     def cut(self, held: Held, position: int) -> None:
         """Forget the boundaries after `position`: the session has other tokens there."""
         for boundary in [one for one, mark in held.marks.items() if mark.position > position]:
-            del held.marks[boundary], self._held[boundary]
+            self._unmark(held, boundary)
+
+    def _unmark(self, held: Held, boundary: bytes) -> None:
+        del held.marks[boundary], self._held[boundary]

@@ -60,6 +60,8 @@ def sampling(asked: Sampled, max_tokens: int | None) -> dict[str, Any]:
     """Return the fields of a generate for what both kinds of request have. Raises `Fault`."""
     given = {name: getattr(asked, name) for name in (*_SAME, *_EXTRA)}
     options = {name: value for name, value in given.items() if value is not None}
+    if "seed" in options:
+        options["seed"] %= 2**62
     options["own_sampling"] = True
     options["max_tokens"] = ALL_THAT_FITS if max_tokens is None else min(max_tokens, ALL_THAT_FITS)
     if asked.logit_bias:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
 from datetime import datetime
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -91,7 +92,8 @@ def _fold(index: Index, held: Held, stored: list[Stored]) -> _End:
                 base = base_of(result.tags)
                 end = _End(None if base is None else {base}, result.position)
             case Generated() if name is not None:
-                asked = _asked(held, name, end, _time(one) + CLAIM_S)
+                until_s = _time(one) + CLAIM_S
+                asked = _asked(held, name, end, until_s if until_s > time.time() else 0.0)
                 index.ask(asked)
                 index.answer(asked, result)
                 end = _End(boundaries.answered(name.prompt, result), result.position)
@@ -121,9 +123,7 @@ def _note_running(index: Index, held: Held, stored: Stored, end: _End) -> None:
 
 
 def _asked(held: Held, name: RequestName, end: _End, claim_until_s: float) -> Asked:
-    asked = Asked(held, name, end.bases or set(), end.position, claim_until_s=claim_until_s)
-    asked.opened.set()
-    return asked
+    return Asked(held, name, end.bases or set(), end.position, claim_until_s=claim_until_s)
 
 
 def _decoded(stored: Stored) -> Result | None:

@@ -199,6 +199,28 @@ async def test_a_session_that_another_gateway_continued_is_forked(begin: Any, do
     assert answer.usage.prompt_tokens_details.cached_tokens >= first.usage.total_tokens - 1
 
 
+async def test_after_a_restart_forks_are_found_too_and_old_answers_are_given_once(
+    begin: Any, door: Start
+) -> None:
+    worker, one = await begin()
+    first, session, _ = await ask(one, [user("One?")])
+    messages = [user("One?"), assistant(first.choices[0].message.content)]
+    left, _, _ = await ask(one, [*messages, user("Two?")])
+    right, fork, how = await ask(one, [*messages, user("Too?")])
+    assert how == "forked"
+    await one.stop()
+    other = await door(worker.settings.nats, worker.settings.prefix)
+    for asked, answer, where in (("Two?", left, session), ("Too?", right, fork)):
+        again, there, how = await ask(other, [*messages, user(asked)])
+        assert (there, how) == (where, "repeated"), "it may not have been delivered"
+        assert again.choices[0].message.content == answer.choices[0].message.content
+        _, _, how = await ask(other, [*messages, user(asked)])
+        assert how == "forked"
+        on = [*messages, user(asked), assistant(answer.choices[0].message.content), user("Three?")]
+        _, there, how = await ask(other, on)
+        assert (there, how) == (where, "continued")
+
+
 async def test_several_answers(begin: Any) -> None:
     _, door = await begin()
     answer, _, _ = await ask(door, [SYSTEM, user("Hello.")], n=3)

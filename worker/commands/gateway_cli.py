@@ -52,9 +52,10 @@ def gateway(
         from gateway.keys import Keys
         from gateway.serving import listening, serve, server
     except ModuleNotFoundError as missing:
-        if missing.name not in {"starlette", "uvicorn", "h11"}:
+        library = (missing.name or "").partition(".")[0]
+        if library not in {"starlette", "uvicorn", "h11"}:
             raise
-        raise TurnkeepError(f"{missing.name} is missing; pip install 'turnkeep[gateway]' brings it") from None
+        raise TurnkeepError(f"{library} is missing; pip install 'turnkeep[gateway]' brings it") from None
 
     settings = load_settings(config, flags)
     known = Keys.read(keys) if keys else Keys()
