@@ -12,9 +12,10 @@ CLIENT = "turnkeep_client"  # the one package of the room `protocol`
 ROOMS = {
     "protocol": {CLIENT},
     "cache": {"cache"},
-    "worker": {"worker", CLIENT, "cache", "bench", "ops"},  # bench, ops: their commands, in cli.py alone
+    "worker": {"worker", CLIENT, "cache", "bench", "ops", "gateway"},  # the last three: in commands alone
     "bench": {"bench", CLIENT},
     "ops": {"ops", CLIENT},
+    "gateway": {"gateway", CLIENT},
 }
 PACKAGES = set().union(*ROOMS.values()) | {"ops"}
 #: Of a room's floors each may import those below it; modules beside the worker's floors anyone may import.
@@ -118,6 +119,14 @@ def users(*libraries: str) -> set[str]:
 
 def test_only_the_named_places_touch_mlx():
     assert users("mlx", "mlx_lm") == MLX
+
+
+def test_only_the_gateways_edge_touches_http_libraries():
+    """Dialects, digests and the index are pure."""
+    assert users("starlette", "uvicorn") == {"gateway/app.py", "gateway/serving.py"}
+    pure = {"boundaries", "chat", "completions", "keys", "openai", "turn"}
+    for name in pure:
+        assert "asyncio" not in tops(imports(ROOT / "gateway" / f"{name}.py"))
 
 
 def test_only_the_named_places_touch_nats():

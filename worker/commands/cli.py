@@ -58,6 +58,7 @@ _ELSEWHERE: Final = {
     "dead": ("worker.commands.log_cli", "dead"),
     "export": ("worker.commands.copy_cli", "export"),
     "fork": ("worker.commands.fork_cli", "fork"),
+    "gateway": ("worker.commands.gateway_cli", "gateway"),
     "import": ("worker.commands.copy_cli", "import_"),
     "replay": ("worker.commands.replay", "replay"),
     "rewind": ("worker.commands.close_cli", "rewind"),

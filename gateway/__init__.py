@@ -1,0 +1,1 @@
+"""HTTP for agents and tools: OpenAI's API in front of durable sessions. Imports only `protocol`."""

@@ -1,0 +1,258 @@
+"""The dialect of `/v1/chat/completions`: a request into a turn, an answer out. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+from msgspec import Struct
+
+from turnkeep_client.errors import InvalidMessageError
+from turnkeep_client.messages import Function, Message, ToolCall, encode
+
+from . import openai
+from .turn import Turn, check, decoded, refused
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from turnkeep_client.messages import CallPart, Chunk, Generated, TokenLogprob
+
+_ROLES: Final = ("system", "developer", "user", "assistant", "tool")
+#: Fields that would change the answer, and that no worker knows.
+_REFUSED: Final = ("audio", "functions", "function_call", "web_search_options")
+
+
+class _Part(Struct, frozen=True):
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class _Function(Struct, frozen=True):
+    name: str
+    arguments: str | dict[str, Any] | None = ""
+
+
+class _Call(Struct, frozen=True):
+    function: _Function | None = None
+    id: str = ""
+    type: str = "function"
+
+
+class _Message(Struct, frozen=True):
+    role: str
+    content: str | list[_Part] | None = None
+    name: str | None = None
+    tool_calls: list[_Call] | None = None
+    tool_call_id: str | None = None
+
+
+class _ToolFunction(Struct, frozen=True, omit_defaults=True):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class _Tool(Struct, frozen=True):
+    type: str = "function"
+    function: _ToolFunction | None = None
+
+
+class _Chosen(Struct, frozen=True):
+    type: str = "function"
+    function: _ToolFunction | None = None
+
+
+class _Request(openai.Sampled, frozen=True, kw_only=True):
+    messages: list[_Message]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[_Tool] | None = None
+    tool_choice: str | _Chosen | None = None
+    parallel_tool_calls: bool | None = None
+    modalities: list[str] | None = None
+    audio: Any = None
+    functions: Any = None
+    function_call: Any = None
+    web_search_options: Any = None
+
+
+_DECODER: Final = msgspec.json.Decoder(_Request)
+
+
+def read(body: bytes) -> Turn:
+    """Read a request. Raises `Fault`."""
+    asked = decoded(_DECODER, body)
+    openai.refuse(asked, _REFUSED)
+    if asked.modalities not in (None, [], ["text"]):
+        raise refused("only the modality text is supported", "modalities")
+    if not asked.messages:
+        raise refused("messages is empty", "messages")
+    most = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
+    options = openai.sampling(asked, most) | _tools(asked)
+    if asked.logprobs:
+        options |= {"logprobs": True, "top_logprobs": asked.top_logprobs or 0}
+    elif asked.top_logprobs:
+        raise refused("top_logprobs needs logprobs: true", "top_logprobs")
+    streamed = asked.stream_options
+    turn = Turn(
+        messages=tuple(_message(one, number) for number, one in enumerate(asked.messages)),
+        options=options,
+        n=1 if asked.n is None else asked.n,
+        model=asked.model,
+        stream=bool(asked.stream),
+        include_usage=bool(streamed and streamed.include_usage),
+    )
+    return check(turn)
+
+
+def _tools(asked: _Request) -> dict[str, Any]:
+    """Return the fields about tools. They are the session's: equal tools change nothing."""
+    if not asked.tools:
+        if asked.tool_choice in (None, "auto", "none"):
+            return {}
+        raise refused("tool_choice needs tools", "tool_choice")
+    tools = []
+    for number, tool in enumerate(asked.tools):
+        if tool.type != "function" or tool.function is None:
+            raise refused(f"tools of the type {tool.type} are not supported", f"tools[{number}]")
+        tools.append({"type": "function", "function": msgspec.to_builtins(tool.function)})
+    options: dict[str, Any] = {"tools": tools}
+    choice = asked.tool_choice
+    if isinstance(choice, _Chosen):
+        if choice.type != "function" or choice.function is None:
+            raise refused(f"a tool_choice of the type {choice.type} is not supported", "tool_choice")
+        options["tool_choice"] = {"type": "function", "function": {"name": choice.function.name}}
+    elif choice is not None:
+        options["tool_choice"] = choice
+    if asked.parallel_tool_calls is not None:
+        options["parallel_tool_calls"] = asked.parallel_tool_calls
+    return options
+
+
+def _message(given: _Message, number: int) -> Message:
+    where = f"messages[{number}]"
+    if given.role not in _ROLES:
+        raise refused(f"the role {given.role!r} is not one of {', '.join(_ROLES)}", f"{where}.role")
+    calls = tuple(_call(call, index, where) for index, call in enumerate(given.tool_calls or ()))
+    content = _text(given.content, where)
+    if content is None and not calls:
+        if given.role != "assistant":
+            raise refused("the message has no content", f"{where}.content")
+        content = ""  # some clients keep answers without text
+    try:
+        return Message(given.role, content, given.name, calls, given.tool_call_id)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise refused(str(error), where) from None
+
+
+def _text(content: str | list[_Part] | None, where: str) -> str | None:
+    if content is None or isinstance(content, str):
+        return content
+    texts = []
+    for part in content:
+        text = part.refusal if part.type == "refusal" else part.text
+        if part.type not in {"text", "refusal"} or text is None:
+            raise refused(f"parts of the type {part.type} are not supported, only text", f"{where}.content")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _call(given: _Call, index: int, where: str) -> ToolCall:
+    if given.type != "function" or given.function is None:
+        raise refused(f"calls of the type {given.type} are not supported", f"{where}.tool_calls[{index}]")
+    arguments = given.function.arguments
+    if isinstance(arguments, dict):  # OpenAI's are text, but some clients send the object
+        try:
+            arguments = encode(arguments).decode()
+        except InvalidMessageError as error:
+            raise refused(str(error), where) from None
+    call_id = given.id or f"call_{index}"
+    return ToolCall(id=call_id, function=Function(given.function.name, arguments or "{}"))
+
+
+def whole(turn: Turn, answer_id: str, created: int, results: Sequence[Generated]) -> dict[str, Any]:
+    """Write the answers to a request without `stream`."""
+    choices = []
+    for index, result in enumerate(results):
+        message: dict[str, Any] = {"role": "assistant", "content": result.text, "refusal": None}
+        if result.reasoning:
+            message["reasoning_content"] = result.reasoning
+        if result.tool_calls:
+            message["content"] = result.text or None
+            message["tool_calls"] = [msgspec.to_builtins(call) for call in result.tool_calls]
+        choices.append(
+            {
+                "index": index,
+                "message": message,
+                "logprobs": _logprobs(result.logprobs) if turn.options.get("logprobs") else None,
+                "finish_reason": openai.finish_reason(result),
+            }
+        )
+    return _head("chat.completion", turn, answer_id, created) | {
+        "choices": choices,
+        "usage": openai.usage(results),
+    }
+
+
+class Events(openai.Stream):
+    """Writes the events of one stream."""
+
+    def __init__(self, turn: Turn, answer_id: str, created: int) -> None:
+        head = _head("chat.completion.chunk", turn, answer_id, created)
+        super().__init__(head, include_usage=turn.include_usage)
+
+    def start(self, index: int) -> bytes:
+        """Write what comes before the answer number `index`."""
+        delta = {"role": "assistant", "content": "", "refusal": None}
+        return self.choice(index, {"delta": delta}, None, None)
+
+    def chunk(self, index: int, chunk: Chunk) -> bytes:
+        """Write a part of an answer; empty if there is nothing to say."""
+        delta: dict[str, Any] = {}
+        if chunk.reasoning:
+            delta["reasoning_content"] = chunk.reasoning
+        if chunk.text:
+            delta["content"] = chunk.text
+        if chunk.tool_calls:
+            delta["tool_calls"] = [_call_part(part) for part in chunk.tool_calls]
+        if not delta and not chunk.logprobs:
+            return b""
+        return self.choice(
+            index, {"delta": delta}, _logprobs(chunk.logprobs) if chunk.logprobs else None, None
+        )
+
+    def finish(self, index: int, result: Generated) -> bytes:
+        """Write the end of an answer."""
+        return self.choice(index, {"delta": {}}, None, openai.finish_reason(result))
+
+
+def _head(kind: str, turn: Turn, answer_id: str, created: int) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{answer_id}", "object": kind, "created": created, "model": turn.model}
+
+
+def _call_part(part: CallPart) -> dict[str, Any]:
+    function: dict[str, Any] = {"arguments": part.arguments}
+    if part.name is None:
+        return {"index": part.index, "function": function}
+    function = {"name": part.name, **function}
+    return {"index": part.index, "id": part.id, "type": "function", "function": function}
+
+
+def _logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+    items = [
+        {
+            "token": one.token,
+            "logprob": one.logprob,
+            "bytes": openai.token_bytes(one),
+            "top_logprobs": [
+                {"token": other.token, "logprob": other.logprob, "bytes": openai.token_bytes(other)}
+                for other in one.top
+            ],
+        }
+        for one in tokens
+    ]
+    return {"content": items, "refusal": None}

@@ -1,0 +1,112 @@
+"""The dialect of `/v1/completions`: a prompt of text, which no chat template renders. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from . import openai
+from .turn import Turn, check, decoded, refused
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from turnkeep_client.messages import Chunk, Generated, TokenLogprob
+
+
+class _Request(openai.Sampled, frozen=True, kw_only=True):
+    prompt: Any
+    logprobs: int | None = None
+    suffix: str | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+
+
+_DECODER: Final = msgspec.json.Decoder(_Request)
+
+
+def read(body: bytes) -> Turn:
+    """Read a request. Raises `Fault`."""
+    asked = decoded(_DECODER, body)
+    openai.refuse(asked, ("suffix", "echo"))
+    num_answers = 1 if asked.n is None else asked.n
+    if asked.best_of not in (None, num_answers):
+        raise refused("best_of is not supported", "best_of")
+    prompt = asked.prompt[0] if isinstance(asked.prompt, list) and len(asked.prompt) == 1 else asked.prompt
+    if not isinstance(prompt, str) or not prompt:
+        raise refused("prompt must be one text that is not empty", "prompt")
+    options = openai.sampling(asked, asked.max_tokens)
+    if asked.logprobs is not None:
+        options |= {"logprobs": True, "top_logprobs": asked.logprobs}
+    streamed = asked.stream_options
+    turn = Turn(
+        text=prompt,
+        options=options,
+        n=num_answers,
+        model=asked.model,
+        stream=bool(asked.stream),
+        include_usage=bool(streamed and streamed.include_usage),
+    )
+    return check(turn)
+
+
+def whole(turn: Turn, answer_id: str, created: int, results: Sequence[Generated]) -> dict[str, Any]:
+    """Write the answers to a request without `stream`."""
+    choices = [
+        {
+            "index": index,
+            "text": result.text,
+            "logprobs": _logprobs(result.logprobs, 0) if turn.options.get("logprobs") else None,
+            "finish_reason": openai.finish_reason(result),
+        }
+        for index, result in enumerate(results)
+    ]
+    return _head(turn, answer_id, created) | {"choices": choices, "usage": openai.usage(results)}
+
+
+class Events(openai.Stream):
+    """Writes the events of one stream."""
+
+    def __init__(self, turn: Turn, answer_id: str, created: int) -> None:
+        super().__init__(_head(turn, answer_id, created), include_usage=turn.include_usage)
+        self._lengths = dict.fromkeys(range(turn.n), 0)
+
+    def start(self, index: int) -> bytes:  # noqa: ARG002  # as of other dialects
+        """Write what comes before the answer number `index`: nothing."""
+        return b""
+
+    def chunk(self, index: int, chunk: Chunk) -> bytes:
+        """Write a part of an answer; empty if there is nothing to say."""
+        if not chunk.text and not chunk.logprobs:
+            return b""
+        said = _logprobs(chunk.logprobs, self._lengths[index]) if chunk.logprobs else None
+        self._lengths[index] += sum(len(one.token) for one in chunk.logprobs)
+        return self.choice(index, {"text": chunk.text}, said, None)
+
+    def finish(self, index: int, result: Generated) -> bytes:
+        """Write the end of an answer."""
+        return self.choice(index, {"text": ""}, None, openai.finish_reason(result))
+
+
+def _head(turn: Turn, answer_id: str, created: int) -> dict[str, Any]:
+    return {
+        "id": f"cmpl-{answer_id}",
+        "object": "text_completion",
+        "created": created,
+        "model": turn.model,
+    }
+
+
+def _logprobs(tokens: Sequence[TokenLogprob], start: int) -> dict[str, Any]:
+    """Write log probabilities in the older shape; offsets are those of the tokens' texts, from `start`."""
+    offsets, end = [], start
+    for one in tokens:
+        offsets.append(end)
+        end += len(one.token)
+    return {
+        "tokens": [one.token for one in tokens],
+        "token_logprobs": [one.logprob for one in tokens],
+        "top_logprobs": [{other.token: other.logprob for other in one.top} for one in tokens],
+        "text_offset": offsets,
+    }

@@ -1,0 +1,334 @@
+"""Answers turns of one tenant: finds the session that has most of a conversation, and sends it only the rest.
+
+Each answer is a task of its own, which runs to its result even if nobody listens any more, so that the index
+always knows where its session stands. It waits across restarts of worker and NATS: only a client that goes
+away ends an answer early.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from uuid import uuid4
+
+from turnkeep_client.errors import RequestFailedError, TurnkeepError
+from turnkeep_client.messages import Chunk, Close, ForkPoint, Generated, Open
+from turnkeep_client.session import build
+from turnkeep_client.subjects import session_key
+
+from . import boundaries
+from .index import PREFIX, Asked, Held, Index, RequestName, tags
+from .recovery import recover
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+    from turnkeep_client.client import Client
+
+    from .turn import Turn
+
+log = logging.getLogger(__name__)
+
+#: How long an answer of the worker to `metrics` says that a worker is there.
+_SEEN_S: Final = 1.0
+#: Attempts to send a turn. Before the last one the session was found by its content, the last one is new.
+_ATTEMPTS: Final = 4
+#: Failures that say that a session is not what the index holds of it.
+_MISTAKEN: Final = {"position_conflict", "unknown_session", "history_diverged", "id_conflict"}
+_SWEEP_S: Final = 60.0
+#: Between two attempts to cancel an answer.
+_FIRST_PAUSE_S: Final = 0.05
+_LAST_PAUSE_S: Final = 5.0
+
+How = Literal["continued", "forked", "begun", "repeated"]
+
+
+class Found(NamedTuple):
+    """The session that answers, and what it is to the conversation."""
+
+    session: str
+    how: How
+
+
+Event = Found | Chunk | Generated | TurnkeepError
+
+
+class _Plan(NamedTuple):
+    """How to send a turn: to `asked.held`, without its first `num_known` messages."""
+
+    asked: Asked
+    how: How
+    num_known: int
+    options: dict[str, Any]
+    parent: Held | None = None
+
+
+class Answering:
+    """The answers to one turn. `events` has them as they come, each with its number among the answers."""
+
+    def __init__(self) -> None:
+        self.events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self.running: set[Asked] = set()
+        self.is_abandoned = False
+
+
+class Conversations:
+    """The conversations of one tenant."""
+
+    def __init__(self, client: Client, *, idle_s: float, is_stopping: Callable[[], bool]) -> None:
+        """Sessions that were not used for `idle_s` are removed.
+
+        While `is_stopping`, answers whose clients are gone are not cancelled: the clients may come back.
+        """
+        self.index = Index()
+        self._client = client
+        self._idle_s = idle_s
+        self._is_stopping = is_stopping
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loading = asyncio.Lock()
+        self._is_loaded = False
+        self._model = ""
+        self._seen_s = float("-inf")
+
+    async def start(self) -> None:
+        """Read from the log what the index should know, once. Raises `TurnkeepError`."""
+        async with self._loading:
+            if not self._is_loaded:
+                await recover(self._client, self.index)
+                self._is_loaded = True
+                self._start(self._sweep())
+
+    async def model(self) -> str:
+        """Return the name of the worker's model. Raises `NoWorkerError`."""
+        if time.monotonic() - self._seen_s > _SEEN_S:
+            self._model = (await self._client.worker_metrics()).model
+            self._seen_s = time.monotonic()
+        return self._model
+
+    async def close(self) -> None:
+        """End all tasks and the connection; the answers go on in the worker."""
+        self._is_stopping = lambda: True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._client.close()
+
+    def answer(self, turn: Turn) -> Answering:
+        """Start answering; the last event of each answer is its result or an error."""
+        answering = Answering()
+        for number in range(turn.n):
+            self._start(self._answer(turn, number, answering))
+        return answering
+
+    def abandon(self, answering: Answering) -> None:
+        """Cancel answers that nobody else waits for."""
+        answering.is_abandoned = True
+        for asked in [*answering.running]:
+            self._leave(asked, answering)
+
+    async def _answer(self, turn: Turn, number: int, answering: Answering) -> None:
+        def tell(event: Event) -> None:
+            answering.events.put_nowait((number, event))
+
+        for attempt in range(_ATTEMPTS):
+            try:
+                plan = self._plan(turn, number, is_last=attempt == _ATTEMPTS - 1)
+                tell(Found(plan.asked.held.name, plan.how))
+                tell(await self._carry_out(turn, plan, answering, tell))
+            except RequestFailedError as error:
+                if error.code in _MISTAKEN and attempt < _ATTEMPTS - 1 and not answering.is_abandoned:
+                    continue
+                tell(error)
+            except TurnkeepError as error:
+                tell(error)
+            except Exception as error:  # the client must get an answer
+                log.exception("an answer failed for an unknown reason")
+                tell(TurnkeepError(f"the gateway failed: {type(error).__name__}"))
+            return
+
+    def _plan(self, turn: Turn, number: int, *, is_last: bool) -> _Plan:
+        """Decide how to send a turn. Nothing is awaited, so no other turn can take the session meanwhile."""
+        index, now_s, options = self.index, time.time(), dict(turn.options)
+        if options.get("seed") is not None:
+            options["seed"] += number
+        if turn.messages is None:
+            known = [boundaries.prompt_of(turn.text or "", options)]
+        else:
+            known = boundaries.chain(turn.messages, options)
+        key = known[-1], boundaries.options_digest(options, number)
+        before = index.asked.get(key)
+        if before is not None and not is_last and _may_repeat(before, now_s):
+            base = next((at for at, boundary in enumerate(known) if boundary in before.bases), None)
+            if base is not None:
+                before.claim_until_s = 0.0
+                index.use(before.held, now_s)
+                return _Plan(before, "repeated", base, options)
+        place = None if is_last or turn.messages is None else self._place(known)
+        num_known, parent, position = place or (0, None, 0)
+        how: How = "begun"
+        held = Held(_new_name(), position, now_s)
+        if parent is not None:
+            index.use(parent, now_s)
+            how = "forked"
+            # With nothing new to say the session is at an answer's beginning, where it must stay.
+            if parent.position == position and not parent.num_running and num_known < len(known) - 1:
+                held, how = parent, "continued"
+        index.add(held)
+        held.num_running += 1
+        name = RequestName(*key, 0 if before is None else before.name.nonce + 1)
+        is_certain = options.get("temperature") == 0 or options.get("seed") is not None
+        asked = Asked(held, name, {known[num_known]}, position, is_certain=is_certain)
+        asked.opening = asyncio.Event()
+        index.ask(asked)
+        return _Plan(asked, how, num_known, options, parent)
+
+    def _place(self, known: list[bytes]) -> tuple[int, Held, int] | None:
+        """Find the longest known beginning: the number of its messages, a session and a position in it."""
+        for num_known in range(len(known) - 1, 0, -1):
+            if (found := self.index.find(known[num_known])) is None:
+                continue
+            held, mark = found
+            # What the session has after a prompt is an answer's beginning: no message fits there.
+            if mark.is_answer != (num_known < len(known) - 1):
+                continue
+            if held.num_running and self.index.rewrites:
+                continue  # the running request may move the position
+            return num_known, held, mark.position
+        return None
+
+    async def _carry_out(
+        self, turn: Turn, plan: _Plan, answering: Answering, tell: Callable[[Event], None]
+    ) -> Generated:
+        """Send a turn as planned, and return its result. The index knows it then."""
+        asked, held = plan.asked, plan.asked.held
+        asked.num_users += 1
+        answering.running.add(asked)
+        if answering.is_abandoned:
+            self._leave(asked, answering)
+        try:
+            await self._open(plan)
+            generation = self._client.session(held.name).generate(
+                messages=None if turn.messages is None else turn.messages[plan.num_known :] or None,
+                text=turn.text,
+                request_id=str(asked.name),
+                expect_position=asked.expected,
+                **plan.options,
+            )
+            async for chunk in generation:
+                tell(chunk)
+            if asked.state == "running":
+                self.index.answer(asked, generation.result)
+        except RequestFailedError as error:
+            asked.state = "failed"
+            raise self._learnt(plan, error) from None
+        except TurnkeepError:
+            asked.state = "failed"
+            self.index.drop(held)  # whether it was answered is unknown
+            raise
+        else:
+            return generation.result
+        finally:
+            self._note_opened(asked)
+            self._leave(asked, answering)
+            if plan.how != "repeated":
+                held.num_running -= 1
+                if turn.messages is None:
+                    self._start(self._remove(held, forget=False))
+                elif not held.marks and held.name in self.index.sessions:
+                    self._start(self._remove(held))
+
+    async def _open(self, plan: _Plan) -> None:
+        """Begin or fork the session, where that is planned. Raises `TurnkeepError`."""
+        asked, names = plan.asked, tags(next(iter(plan.asked.bases), b""))
+        if plan.how == "repeated":
+            if asked.opening is not None:
+                await asked.opening.wait()
+            if asked.state == "failed":
+                raise RequestFailedError("id_conflict", "the first request failed", retryable=True)
+        elif plan.how == "begun":
+            key = session_key(self._client.tenant, asked.held.name)
+            # Waits only until the log has it: the generate comes after it in any case.
+            await self._client.submit(key, build(Open, tags=names))
+        elif plan.how == "forked" and plan.parent is not None:
+            point = ForkPoint(session=plan.parent.name, position=asked.expected)
+            try:
+                await self._client.session(asked.held.name).open(fork_of=point, tags=names)
+            except RequestFailedError as error:
+                self.index.drop(plan.parent)
+                asked.held.position = None  # there is no such session to close
+                raise RequestFailedError("unknown_session", error.message, retryable=False) from None
+        self._note_opened(asked)
+
+    def _note_opened(self, asked: Asked) -> None:
+        if asked.opening is not None:
+            asked.opening.set()
+            asked.opening = None
+
+    def _learnt(self, plan: _Plan, error: RequestFailedError) -> RequestFailedError:
+        """Correct the index after a refused request, whose session is as it was; return what to raise."""
+        held = plan.asked.held
+        if error.code == "position_conflict" and not self.index.rewrites:
+            held.position = None  # another gateway has gone on there: earlier positions can be forked
+        elif error.code in _MISTAKEN - {"id_conflict"}:
+            self.index.drop(held)
+        elif plan.how == "repeated":  # what was recorded is of no use any more
+            return RequestFailedError("id_conflict", error.message, retryable=False)
+        return error
+
+    def _leave(self, asked: Asked, answering: Answering) -> None:
+        if asked not in answering.running:
+            return
+        answering.running.discard(asked)
+        asked.num_users -= 1
+        if asked.num_users == 0 and asked.state == "running" and not self._is_stopping():
+            self._start(self._cancel(asked))
+
+    async def _cancel(self, asked: Asked) -> None:
+        """Ask the worker to stop an answer until it has, or somebody wants it again."""
+        pause_s = 0.0
+        if asked.opening is not None:
+            await asked.opening.wait()
+        while asked.state == "running" and asked.num_users == 0:
+            await asyncio.sleep(pause_s)
+            pause_s = min(max(2 * pause_s, _FIRST_PAUSE_S), _LAST_PAUSE_S)
+            with contextlib.suppress(TurnkeepError):  # there is no worker now, or it has not read the request
+                await self._client.session(asked.held.name).cancel(str(asked.name))
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(min(_SWEEP_S, self._idle_s / 4))
+            for held in self.index.old(time.time() - self._idle_s):
+                await self._remove(held)
+
+    async def _remove(self, held: Held, *, forget: bool = True) -> None:
+        """Close a session, unless another gateway has used it since."""
+        self.index.drop(held)
+        if held.position is None:
+            return
+        request = build(Close, forget=forget or None, expect_position=held.position)
+        with contextlib.suppress(TurnkeepError):
+            await self._client.submit(session_key(self._client.tenant, held.name), request)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _may_repeat(asked: Asked, now_s: float) -> bool:
+    """Whether a request that is asked again gets the same answer.
+
+    A sampled answer only if it is from before this gateway's start: then its client may not have got it.
+    """
+    if asked.state == "failed":
+        return False
+    if asked.claim_until_s > now_s:
+        return True
+    return asked.is_certain and (asked.state == "answered" or asked.num_users > 0)
+
+
+def _new_name() -> str:
+    return PREFIX + uuid4().hex

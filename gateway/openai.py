@@ -1,0 +1,146 @@
+"""What the two dialects of OpenAI's API that are served here have in common. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+from msgspec import Struct
+
+from turnkeep_client.messages import Generate
+
+from .turn import ALL_THAT_FITS, refused
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from turnkeep_client.messages import Generated, LikelyToken
+
+    from .turn import Fault
+
+#: Fields that are passed on under their own names.
+_SAME: Final = ("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty", "stop")
+#: Extensions of other servers that mean the same here.
+_EXTRA: Final = ("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos")
+
+#: The `finish_reason` of OpenAI's for those that it lacks.
+_REASONS: Final = {"tool_calls_malformed": "stop", "cancelled": "stop", "expired": "length"}
+
+
+class StreamOptions(Struct, frozen=True):
+    """OpenAI's options of a stream."""
+
+    include_usage: bool | None = False
+
+
+class Sampled(Struct, frozen=True, kw_only=True):
+    """Fields that both kinds of request have. Unknown fields are ignored."""
+
+    model: str = ""
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    logit_bias: dict[str, float] | None = None
+    response_format: Any = None
+
+
+def sampling(asked: Sampled, max_tokens: int | None) -> dict[str, Any]:
+    """Return the fields of a generate for what both kinds of request have. Raises `Fault`."""
+    given = {name: getattr(asked, name) for name in (*_SAME, *_EXTRA)}
+    options = {name: value for name, value in given.items() if value is not None}
+    if "seed" in options:
+        options["seed"] %= 2**62
+    options["own_sampling"] = True
+    options["max_tokens"] = ALL_THAT_FITS if max_tokens is None else min(max_tokens, ALL_THAT_FITS)
+    if asked.logit_bias:
+        try:
+            options["logit_bias"] = {int(token): bias for token, bias in asked.logit_bias.items()}
+        except ValueError:
+            raise refused("the keys of logit_bias must be token ids", "logit_bias") from None
+    if (form := asked.response_format) is not None and form != {"type": "text"}:
+        if "response_format" not in Generate.__struct_fields__:
+            raise refused("response_format is not supported", "response_format")
+        options["response_format"] = form
+    return options
+
+
+def refuse(asked: Struct, names: Iterable[str]) -> None:
+    """Raise `Fault` if one of these fields has a value."""
+    for name in names:
+        if getattr(asked, name) not in (None, False, "", [], {}):
+            raise refused(f"{name} is not supported", name)
+
+
+def finish_reason(result: Generated) -> str:
+    """Name the end of an answer as OpenAI does."""
+    return _REASONS.get(result.finish_reason, result.finish_reason)
+
+
+def usage(results: Iterable[Generated]) -> dict[str, Any]:
+    """Add up the tokens of all answers to one prompt, which counts once."""
+    found = [result.usage for result in results]
+    num_prompt = max(one.prompt_tokens for one in found)
+    num_answers = sum(one.completion_tokens for one in found)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_answers,
+        "total_tokens": num_prompt + num_answers,
+        "prompt_tokens_details": {"cached_tokens": max(one.cached_tokens for one in found)},
+        "completion_tokens_details": {"reasoning_tokens": sum(one.reasoning_tokens for one in found)},
+    }
+
+
+def token_bytes(token: LikelyToken) -> list[int]:
+    """Return the bytes of a token."""
+    return list(token.token.encode() if token.bytes is None else token.bytes)
+
+
+def error(fault: Fault) -> dict[str, Any]:
+    """Write a fault in OpenAI's shape."""
+    fields = {"message": fault.message, "type": fault.kind, "param": fault.param, "code": fault.code}
+    return {"error": fields}
+
+
+def event(body: dict[str, Any]) -> bytes:
+    """Write one event of a stream."""
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+class Stream:
+    """Writes the events of a stream that both dialects have. `head` is in each event."""
+
+    #: A comment, which clients of these dialects count as life.
+    heartbeat: Final = b": waiting\n\n"
+
+    def __init__(self, head: dict[str, Any], *, include_usage: bool) -> None:
+        self.head = head
+        self.include_usage = include_usage
+
+    def choice(self, index: int, said: dict[str, Any], logprobs: Any, reason: str | None) -> bytes:
+        """Write an event of the answer number `index`."""
+        choice = {"index": index, **said, "logprobs": logprobs, "finish_reason": reason}
+        usage: dict[str, Any] = {"usage": None} if self.include_usage else {}
+        return event({**self.head, "choices": [choice], **usage})
+
+    def end(self, results: Sequence[Generated]) -> bytes:
+        """Write the end of the stream."""
+        done = b"data: [DONE]\n\n"
+        if not self.include_usage:
+            return done
+        return event({**self.head, "choices": [], "usage": usage(results)}) + done
+
+    def error(self, fault: Fault) -> bytes:
+        """Write an error, after which nothing comes."""
+        return event(error(fault))

@@ -1,0 +1,137 @@
+"""Reads from the log which conversations lie in which sessions, after a restart of the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from datetime import datetime
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from turnkeep_client.errors import InvalidMessageError, NotPermittedError
+from turnkeep_client.messages import (
+    Closed,
+    Failed,
+    Generate,
+    Generated,
+    Opened,
+    Rewound,
+    UnknownResult,
+    decode_request,
+    decode_result,
+)
+from turnkeep_client.stream import StreamError
+
+from . import boundaries
+from .index import MOST_SESSIONS, PREFIX, Asked, Held, Index, RequestName, base_of
+
+if TYPE_CHECKING:
+    from turnkeep_client.calls import Stored
+    from turnkeep_client.client import Client
+    from turnkeep_client.messages import Result
+    from turnkeep_client.subjects import SessionKey
+
+log = logging.getLogger(__name__)
+
+#: Sessions that are read whole, the last used ones; of the others only age and position are known.
+_MOST_READ: Final = 2_000
+_AT_ONCE: Final = 16
+#: How long an answer from before the restart is for the next one who asks the same.
+CLAIM_S: Final = 600.0
+
+
+class _End(NamedTuple):
+    """Where a session stands after some results: the names of its last boundary, None if they are unknown."""
+
+    bases: set[bytes] | None
+    position: int
+
+
+async def recover(client: Client, index: Index) -> None:
+    """Fill an index. Raises `NoWorkerError` if the log cannot be read."""
+    try:
+        every = await client.stored.subjects(client.tenant)
+    except (NotPermittedError, StreamError) as error:
+        log.warning("conversations from before this start are not found again: %s", error)
+        return
+    counts = {key: kinds for key, kinds in every.items() if key.session.startswith(PREFIX)}
+    results = [(one, key) async for key, one in client.stored.last(counts, "out")]
+    results.sort(key=lambda found: found[0].seq)
+    waiting = [key for key, kinds in counts.items() if kinds.get("in", 0) > kinds.get("out", 0)]
+    requests = {key: one async for key, one in client.stored.last(waiting, "in")}
+    places = asyncio.Semaphore(_AT_ONCE)
+
+    async def read(held: Held, key: SessionKey) -> None:
+        async with places:
+            stored = [one async for _, one in client.stored.every(key, "out")]
+        end = _fold(index, held, stored)
+        if (request := requests.get(key)) is not None:
+            _note_running(index, held, request, end)
+
+    wanted: list[tuple[Held, SessionKey]] = []
+    for one, key in results[-MOST_SESSIONS:]:
+        last = _decoded(one)
+        if last is not None and not isinstance(last, Closed | UnknownResult):
+            wanted.append((Held(key.session, last.position, _time(one)), key))
+            index.add(wanted[-1][0])
+    await asyncio.gather(*(read(held, key) for held, key in wanted[-_MOST_READ:]))
+
+
+def _fold(index: Index, held: Held, stored: list[Stored]) -> _End:
+    """Add what a session's results say to the index."""
+    end = _End(None, 0)
+    for one in stored:
+        result = _decoded(one)
+        if result is None or result.position is None or result.repeat_of is not None:
+            continue
+        name = RequestName.parse(result.id or "")
+        match result:
+            case Opened():
+                index.cut(held, -1)
+                base = base_of(result.tags)
+                end = _End(None if base is None else {base}, result.position)
+            case Generated() if name is not None:
+                until_s = _time(one) + CLAIM_S
+                asked = _asked(held, name, end, until_s if until_s > time.time() else 0.0)
+                index.ask(asked)
+                index.answer(asked, result)
+                end = _End(boundaries.answered(name.prompt, result), result.position)
+            case Failed():
+                if name is not None:
+                    asked = _asked(held, name, end, 0.0)
+                    asked.state = "failed"
+                    index.ask(asked)
+            case _:  # somebody else's request
+                if isinstance(result, Rewound):
+                    index.cut(held, result.position)
+                end = _End(None, result.position)
+    held.position = end.position
+    return end
+
+
+def _note_running(index: Index, held: Held, stored: Stored, end: _End) -> None:
+    """Note a request without a result: who sends it again gets its answer."""
+    held.position = None
+    try:
+        request = decode_request(stored.body)
+    except InvalidMessageError:
+        return
+    name = RequestName.parse(request.id)
+    if isinstance(request, Generate) and name is not None and name.key not in index.asked:
+        index.ask(_asked(held, name, end, math.inf))
+
+
+def _asked(held: Held, name: RequestName, end: _End, claim_until_s: float) -> Asked:
+    return Asked(held, name, end.bases or set(), end.position, claim_until_s=claim_until_s)
+
+
+def _decoded(stored: Stored) -> Result | None:
+    try:
+        return decode_result(stored.body)
+    except InvalidMessageError:  # not a worker's
+        return None
+
+
+def _time(stored: Stored) -> float:
+    return datetime.fromisoformat(stored.headers["Nats-Time-Stamp"]).timestamp()

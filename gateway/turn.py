@@ -1,0 +1,130 @@
+"""The internal form of a request, which every dialect reads into, and what may be wrong with a request.
+
+A result needs no form of its own: dialects write the protocol's `Chunk` and `Generated`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from turnkeep_client.errors import (
+    InvalidMessageError,
+    NoWorkerError,
+    RequestFailedError,
+    TurnkeepError,
+)
+from turnkeep_client.messages import Generate
+from turnkeep_client.session import build
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from turnkeep_client.messages import Message
+
+#: More than any context has: a worker cuts `max_tokens` to what is left of the session's.
+ALL_THAT_FITS: Final = 2**31 - 1
+#: Answers to one prompt.
+MOST_ANSWERS: Final = 16
+
+#: Of a worker's `context_exceeded`: the prompt's tokens and the context.
+_OVERFLOW = re.compile(r"would hold (\d+) tokens .* the context is (\d+)")
+_PATH = re.compile(r"(?P<fault>.*) - at `\$\.?(?P<path>[^`]*)`", re.DOTALL)
+
+_T = TypeVar("_T")
+
+
+class Turn(Struct, frozen=True, kw_only=True):
+    """One request: a whole conversation, or the `text` of a prompt, and how to answer it `n` times.
+
+    `options` are fields of the protocol's generate. `model` is what the client calls the model.
+    """
+
+    messages: tuple[Message, ...] | None = None
+    text: str | None = None
+    options: Mapping[str, Any]
+    n: int = 1
+    model: str = ""
+    stream: bool = False
+    include_usage: bool = False
+
+
+class Fault(Exception):  # noqa: N818  # an outcome that each dialect writes in its own shape
+    """Why a request gets no answer, with the HTTP status and OpenAI's words for the kind of error."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        code: str | None = None,
+        param: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.code = code
+        self.param = param
+
+
+def refused(message: str, param: str | None = None, code: str | None = None) -> Fault:
+    """Build the fault of a request that asks for something that is not there."""
+    return Fault(400, message, param=param, code=code)
+
+
+def decoded(decoder: msgspec.json.Decoder[_T], body: bytes) -> _T:
+    """Decode a request's body. Raises `Fault`."""
+    try:
+        return decoder.decode(body)
+    except RecursionError:
+        raise refused("the body is nested too deeply") from None
+    except msgspec.ValidationError as error:
+        found = _PATH.fullmatch(str(error))
+        raise refused(str(error), found["path"] if found else None) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise refused(f"the body is not JSON: {error}") from None
+
+
+def check(turn: Turn) -> Turn:
+    """Return `turn` if a worker would take its fields, else raise `Fault`."""
+    try:
+        build(Generate, messages=turn.messages, text=turn.text, **turn.options)
+    except InvalidMessageError as error:
+        raise refused(str(error)) from None
+    if not 1 <= turn.n <= MOST_ANSWERS:
+        raise refused(f"n must be 1 to {MOST_ANSWERS}, not {turn.n}", "n")
+    return turn
+
+
+def fault_of(error: TurnkeepError) -> Fault:
+    """Say an error of the protocol in HTTP's and OpenAI's words."""
+    match error:
+        case RequestFailedError(code="context_exceeded" | "memory_exceeded" as code):
+            return refused(_overflow(code, error.message), "messages", "context_length_exceeded")
+        case RequestFailedError(code="invalid_request"):
+            return refused(error.message)
+        case RequestFailedError(code="overloaded"):
+            return Fault(429, error.message, kind="rate_limit_error", code="rate_limit_exceeded")
+        case NoWorkerError():
+            return Fault(503, str(error), kind="server_error", code="no_worker")
+        case InvalidMessageError():  # the messages were valid: what is left is their size
+            return Fault(413, str(error), code="request_too_large")
+    return Fault(500, str(error), kind="server_error")
+
+
+def _overflow(code: str, message: str) -> str:
+    """Use OpenAI's wording, which agents look for before they compact a conversation."""
+    if code == "context_exceeded" and (found := _OVERFLOW.search(message)):
+        return (
+            f"This model's maximum context length is {found[2]} tokens. However, your messages resulted in"
+            f" {found[1]} tokens. Please reduce the length of the messages."
+        )
+    return (
+        f"This model's maximum context length is exceeded: {message}. Please reduce the length of the"
+        " messages."
+    )

@@ -1,0 +1,70 @@
+"""A gateway on loopback, in front of a worker, and OpenAI's client for it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from openai import AsyncOpenAI
+
+from gateway.app import Gateway
+from gateway.keys import Keys
+from gateway.serving import listening, serve, server
+from turnkeep_client.client import connect
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
+    from turnkeep_client.client import Client
+
+
+class Door:
+    """A gateway that runs, and what a test needs to talk to it."""
+
+    def __init__(self, gateway: Gateway, server: Any, task: asyncio.Task[None], url: str) -> None:
+        self.gateway = gateway
+        self.server = server
+        self.task = task
+        self.url = url
+        self.openai = AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+    @property
+    def index(self) -> Any:
+        return self.gateway._tenants["default"].index
+
+    async def stop(self) -> None:
+        """End at once. Answers go on in the worker."""
+        await self.openai.close()
+        self.server.should_exit = self.server.force_exit = True
+        await self.task
+
+
+@pytest.fixture
+async def door() -> AsyncIterator[Callable[..., Awaitable[Door]]]:
+    """Start gateways for a NATS URL and prefix; they are stopped after the test."""
+    started: list[Door] = []
+
+    async def start(
+        url: str,
+        prefix: str = "turnkeep",
+        *,
+        keys: Keys | None = None,
+        idle_s: float = 3600.0,
+        **options: Any,
+    ) -> Door:
+        async def connected(tenant: str) -> Client:
+            return await connect(url, prefix=prefix, tenant=tenant)
+
+        gateway = Gateway(connected, keys or Keys(), idle_s=idle_s, **options)
+        listener = listening("127.0.0.1", 0)
+        address, port = listener.getsockname()
+        running = server(gateway)
+        task = asyncio.create_task(serve(gateway, running, listener))
+        started.append(Door(gateway, running, task, f"http://{address}:{port}"))
+        return started[-1]
+
+    yield start
+    for one in started:
+        if not one.task.done():
+            await one.stop()

@@ -1,0 +1,165 @@
+"""The digests of conversations, and the index of them: pure parts."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from gateway import boundaries, chat
+from gateway.index import MOST_SESSIONS, Asked, Held, Index, RequestName, base_of, tags
+from gateway.turn import Fault
+from turnkeep_client.messages import Called, CalledFunction, Generated, Seconds, Usage
+
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "a": 1}}}
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def called(arguments: str, call_id: str = "c1", **more: Any) -> dict[str, Any]:
+    call = {"id": call_id, "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    return {"role": "assistant", "content": None, "tool_calls": [call], **more}
+
+
+def chain(*messages: dict[str, Any], **more: Any) -> list[bytes]:
+    turn = chat.read(json.dumps({"messages": messages, **more}).encode())
+    return boundaries.chain(turn.messages or (), turn.options)
+
+
+def result(text: str = "", calls: tuple[Called, ...] = (), position: int = 10, **more: Any) -> Generated:
+    return Generated(
+        id="g",
+        seq=1,
+        position=position,
+        text=text,
+        tokens=(1, 2),
+        finish_reason="stop",
+        usage=Usage(prompt_tokens=8, cached_tokens=0, prefilled_tokens=8, completion_tokens=2),
+        seconds=Seconds(queued=0, prefill=0, first_token=0, total=0),
+        kv_live_bytes=0,
+        tool_calls=calls,
+        **more,
+    )
+
+
+def test_what_clients_change_changes_no_digest() -> None:
+    one = chain(
+        user("Weather?"),
+        called('{"a": 1, "b": [2, {"d": 4, "c": 3}]}', reasoning_content="Hm."),
+        {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
+        tools=[TOOL],
+    )
+    part = {"type": "text", "text": "ther?", "cache_control": {"type": "ephemeral"}}
+    other = chain(
+        user([{"type": "text", "text": "Wea"}, part]),
+        called('{"b":[2,{"c":3,"d":4}],"a":1}', "c2", content="", status="completed"),
+        {"role": "tool", "tool_call_id": "c2", "content": [{"type": "text", "text": "sunny"}]},
+        tools=[{**TOOL, "function": dict(reversed(TOOL["function"].items()))}],  # type: ignore[attr-defined]
+        user="u",
+        temperature=0.3,
+        max_tokens=3,
+    )
+    assert one == other
+
+
+def test_what_the_model_is_told_changes_the_digest_from_there_on() -> None:
+    one = chain(user("a"), {"role": "assistant", "content": "b"}, user("c"))
+    for num_common, other in [
+        (0, chain(user("a"), {"role": "assistant", "content": "b"}, user("c"), tools=[TOOL])),
+        (1, chain(user("a "), {"role": "assistant", "content": "b"}, user("c"))),
+        (1, chain({"role": "system", "content": "a"}, {"role": "assistant", "content": "b"}, user("c"))),
+        (1, chain({**user("a"), "name": "n"}, {"role": "assistant", "content": "b"}, user("c"))),
+        (2, chain(user("a"), {"role": "assistant", "content": "b "}, user("c"))),
+        (2, chain(user("a"), called("{}", content="b"), user("c"))),
+        (3, chain(user("a"), {"role": "assistant", "content": "b"}, user("d"))),
+    ]:
+        assert [a == b for a, b in zip(one, other, strict=True)] == [True] * num_common + [False] * (
+            4 - num_common
+        )
+    two = [called('{"a": 1}', "x"), called('{"a": 1.5}', "x"), called("{", "x"), called('"{"', "x")]
+    assert len({chain(user("a"), one)[-1] for one in two}) == 4
+
+
+def test_results_of_calls_are_known_by_their_calls_and_not_by_ids() -> None:
+    both = called("{}", "x")
+    both["tool_calls"] = [*both["tool_calls"], *called('{"a": 1}', "y")["tool_calls"]]
+    ones = [{"role": "tool", "tool_call_id": name, "content": name} for name in ("x", "y")]
+    swapped = [one | {"tool_call_id": name} for one, name in zip(ones, ("y", "x"), strict=True)]
+    assert chain(user("a"), both, *ones)[-1] != chain(user("a"), both, *swapped)[-1]
+
+
+@pytest.mark.parametrize(("text", "sent"), [(" Yes.\n", " Yes.\n"), (" Yes.\n", "Yes."), ("\n\n", None)])
+def test_an_answer_is_known_as_it_was_and_without_white_space_around_it(text: str, sent: str | None) -> None:
+    (prompt, after) = chain(user("a"), {"role": "assistant", "content": sent})[1:]
+    assert after in boundaries.answered(prompt, result(text))
+    call = Called(id="z", function=CalledFunction(name="weather", arguments='{"a":1}'))
+    after = chain(user("a"), called('{ "a": 1 }'))[2]
+    assert after in boundaries.answered(prompt, result("\n", (call,)))
+    assert after not in boundaries.answered(prompt, result("\n"))
+
+
+def test_ids_and_tags_carry_digests() -> None:
+    name = RequestName(b"\xab" * 16, b"\x02" * 8, 3)
+    assert RequestName.parse(str(name)) == name
+    for other in ("turn-1", "a-b-c", str(name).upper(), f"{name}-1", ""):
+        assert RequestName.parse(other) is None
+    assert base_of(tuple(tags(b"\x05" * 16))) == b"\x05" * 16
+    for other in (("at-05",), ("gateway",), ("gateway", "at-x")):
+        assert base_of(other) is None
+
+
+def answered(index: Index, held: Held, prompt: bytes, given: Generated) -> None:
+    asked = Asked(held, RequestName(prompt, b"", 0), set(), 0)
+    index.add(held)
+    index.ask(asked)
+    index.answer(asked, given)
+
+
+def test_positions_behind_a_rewritten_one_are_forgotten() -> None:
+    index, held = Index(), Held("s", 0, 1.0)
+    answered(index, held, b"p", result("a", position=10))
+    answered(index, held, b"q", result("b", position=20, rewritten_from=9))
+    assert index.rewrites
+    assert index.find(b"p") is None, "only the last prompt is known"
+    assert index.find(b"q") == (held, (18, False))
+    (before,) = boundaries.answered(b"p", result("a"))
+    assert index.find(before) is None
+    (after,) = boundaries.answered(b"q", result("b"))
+    assert index.find(after) == (held, (20, True))
+    index.drop(held)
+    assert not index.sessions
+    assert not index.asked
+    assert not index._held
+
+
+def test_of_two_sessions_with_one_conversation_the_one_that_can_go_on_is_kept() -> None:
+    index, one, two, three = Index(), *(Held(name, 0, 1.0) for name in "abc")
+    (after,) = boundaries.answered(b"p", result("a"))
+    answered(index, one, b"p", result("a"))
+    answered(index, two, b"p", result("a"))
+    assert index.find(after) == (one, (10, True))
+    one.position = 30
+    answered(index, three, b"p", result("a"))
+    assert index.find(after) == (three, (10, True))
+    index.drop(one)
+    assert index.find(after) == (three, (10, True))
+
+
+def test_old_sessions_and_those_beyond_the_most_are_to_be_removed() -> None:
+    index = Index()
+    for number in range(MOST_SESSIONS + 3):
+        index.add(Held(str(number), 0, float(number)))
+    index.sessions["0"].num_running = 1
+    assert [held.name for held in index.old(-1.0)] == ["1", "2"]
+    index.use(index.sessions["1"], 9e9)
+    assert [held.name for held in index.old(5.0)] == ["2", "3", "4"]
+
+
+def test_a_conversation_of_any_depth_is_hashed_or_refused() -> None:
+    deep = '{"a":' * 5000 + "1" + "}" * 5000
+    assert chain(user("a"), called(deep)) != chain(user("a"), called("{}"))
+    with pytest.raises(Fault, match="surrogate"):
+        chat.read(b'{"messages": [{"role": "user", "content": "\\udc00"}]}')

@@ -1,0 +1,284 @@
+"""Conversations over HTTP: found again by their content, and only what is new of them is prefilled."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from pathlib import Path
+
+Start = Any  # of `local_worker` and `door`
+#: So that the tiny model's answers are text that comes back as it was: no broken characters.
+LETTERS = {str(token): 100 for token in range(68, 90)}
+SYSTEM = {"role": "system", "content": "Answer in rhymes."}
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+@pytest.fixture
+def begin(local_worker: Start, door: Start, endless_model: Path) -> Callable[..., Any]:
+    """Start a worker and a gateway."""
+
+    async def start(**options: Any) -> tuple[Any, Any]:
+        worker = await local_worker(model=str(endless_model))
+        return worker, await door(worker.settings.nats, worker.settings.prefix, **options)
+
+    return start
+
+
+async def ask(door: Any, messages: list[dict[str, Any]], **options: Any) -> tuple[Any, str, str]:
+    """Return the answer, and the session and how it was found."""
+    options = {"max_tokens": 8, "logit_bias": LETTERS, "temperature": 0.9, **options}
+    raw = await door.openai.chat.completions.with_raw_response.create(model="m", messages=messages, **options)
+    session, how = raw.headers["x-turnkeep-session"].split()
+    return raw.parse(), session, how
+
+
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(20):
+        while not await condition():  # noqa: ASYNC110  # it is in the log, and tells nobody
+            await asyncio.sleep(0.02)
+
+
+async def test_an_answer(begin: Any) -> None:
+    _, door = await begin()
+    answer, _, how = await ask(door, [SYSTEM, user("Hello.")])
+    assert how == "begun"
+    (choice,) = answer.choices
+    assert (len(choice.message.content), choice.finish_reason, choice.message.role) == (
+        8,
+        "length",
+        "assistant",
+    )
+    assert answer.usage.completion_tokens == 8
+    assert answer.usage.prompt_tokens > len("Answer in rhymes.Hello.")
+    assert answer.usage.prompt_tokens_details.cached_tokens == 0
+
+
+async def test_a_stream_says_the_same_as_an_answer(begin: Any) -> None:
+    _, door = await begin()
+    options: dict[str, Any] = {"max_tokens": 30, "logit_bias": LETTERS, "seed": 5, "temperature": 0.9}
+    whole, _, _ = await ask(door, [user("Hello.")], **options, logprobs=True, top_logprobs=2)
+    stream = await door.openai.chat.completions.create(
+        model="m",
+        messages=[user("Hello.")],
+        stream=True,
+        stream_options={"include_usage": True},
+        logprobs=True,
+        top_logprobs=2,
+        **options,
+    )
+    chunks = [chunk async for chunk in stream]
+    first, *parts, last, usage = chunks
+    assert (first.choices[0].delta.role, first.choices[0].delta.content) == ("assistant", "")
+    assert (
+        "".join(chunk.choices[0].delta.content or "" for chunk in parts) == whole.choices[0].message.content
+    )
+    assert last.choices[0].finish_reason == "length"
+    assert (usage.choices, usage.usage.completion_tokens) == ([], 30)
+    said = [one for chunk in parts for one in (chunk.choices[0].logprobs or first).content or ()]
+    assert said == whole.choices[0].logprobs.content
+    assert len({chunk.id for chunk in chunks} | {whole.id}) == 2
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+async def test_of_a_conversation_that_is_sent_whole_only_what_is_new_is_prefilled(
+    local_worker: Start, door: Start, endless_model: Path, *, restarts: bool
+) -> None:
+    """Eight turns; contents are divided differently each time."""
+    worker = await local_worker(model=str(endless_model))
+    served = await door(worker.settings.nats, worker.settings.prefix)
+    messages, sessions, before = [SYSTEM], set(), 0
+    for number in range(8):
+        messages.append(user(f"And number {number}?"))
+        if number % 2:
+            messages = [one | {"content": parts(one["content"])} for one in messages]
+        answer, session, how = await ask(served, messages)
+        sessions.add(session)
+        assert how == ("continued" if number else "begun")
+        new = answer.usage.prompt_tokens - before
+        prefilled = answer.usage.prompt_tokens - answer.usage.prompt_tokens_details.cached_tokens
+        # The answer's last token has no KV yet; after a restart the last block is read from the disk.
+        assert prefilled == new + bool(number)
+        before = answer.usage.prompt_tokens + 8
+        messages.append(assistant(answer.choices[0].message.content))
+        if restarts and number in {2, 5}:
+            await served.stop()
+            await worker.stop()
+            worker = await local_worker(model=str(endless_model))
+            served = await door(worker.settings.nats, worker.settings.prefix)
+    assert len(sessions) == 1
+    entries = await worker.client.log(sessions.pop())
+    first = json.loads(entries[0].body)
+    assert "gateway" in first["tags"]
+    assert "Answer in rhymes." not in entries[-2].body.decode(), "only new messages are sent"
+
+
+def parts(content: Any) -> Any:
+    if not isinstance(content, str):
+        return "".join(part["text"] for part in content)
+    return [{"type": "text", "text": text} for text in (content[:3], content[3:])]
+
+
+async def test_a_changed_word_forks_before_it_and_the_conversation_goes_on(begin: Any) -> None:
+    _, door = await begin()
+    messages = [SYSTEM, user("One?")]
+    first, session, _ = await ask(door, messages)
+    messages += [assistant(first.choices[0].message.content), user("Two?")]
+    second, again, _ = await ask(door, messages)
+    changed, fork, how = await ask(door, [*messages[:-1], user("Too?")])
+    assert (again, how) == (session, "forked")
+    assert fork != session
+    assert changed.usage.prompt_tokens == second.usage.prompt_tokens
+    assert changed.usage.prompt_tokens_details.cached_tokens >= first.usage.total_tokens - 1
+    _, on, how = await ask(door, [*messages, assistant(second.choices[0].message.content), user("Three?")])
+    assert (on, how) == (session, "continued")
+    _, other, how = await ask(door, [{**SYSTEM, "content": "No rhymes."}, *messages[1:]])
+    assert how == "begun"
+    assert other not in {session, fork}
+
+
+async def test_a_fork_says_what_a_new_session_would(begin: Any) -> None:
+    """Also one at the beginning of an answer."""
+    _, door = await begin()
+    options = {"temperature": 0.0, "max_tokens": 12}
+    first, _, _ = await ask(door, [user("One?")], **options)
+    messages = [user("One?"), assistant(first.choices[0].message.content), user("Two?")]
+    await ask(door, messages, **options)
+    forked, _, how = await ask(door, [*messages[:-1], user("Too?")], **options)
+    assert how == "forked"
+    again, _, how = await ask(door, [*messages[:-1], user("Too?")], **options, presence_penalty=1e-9)
+    assert how == "forked"
+    assert again.choices[0].message.content == forked.choices[0].message.content
+    assert again.usage.prompt_tokens == forked.usage.prompt_tokens
+    door.index.sessions.clear()
+    door.index._held.clear()
+    fresh, _, how = await ask(door, [*messages[:-1], user("Too?")], **options, presence_penalty=1e-8)
+    assert how == "begun"
+    assert fresh.choices[0].message.content == forked.choices[0].message.content
+
+
+async def test_equal_conversations_at_once_stay_apart(begin: Any) -> None:
+    worker, door = await begin()
+    first, _, _ = await ask(door, [SYSTEM, user("One?")])
+    messages = [SYSTEM, user("One?"), assistant(first.choices[0].message.content), user("Two?")]
+    answers = await asyncio.gather(*(ask(door, messages) for _ in range(5)))
+    assert sorted(how for _, _, how in answers) == ["continued", *["forked"] * 4]
+    assert len({where for _, where, _ in answers}) == 5
+    texts = {answer.choices[0].message.content for answer, _, _ in answers}
+    assert len(texts) > 1, "each is sampled anew"
+    for answer, where, _ in answers:
+        on = [*messages, assistant(answer.choices[0].message.content), user("Three?")]
+        _, found, how = await ask(door, on)
+        if how == "continued":
+            assert (await worker.client.session(found).info()).position > answer.usage.total_tokens
+        assert how == "forked" or found == where
+
+
+async def test_a_session_that_another_gateway_continued_is_forked(begin: Any, door: Start) -> None:
+    worker, one = await begin()
+    first, session, _ = await ask(one, [user("One?")])
+    messages = [user("One?"), assistant(first.choices[0].message.content)]
+    other = await door(worker.settings.nats, worker.settings.prefix)
+    _, there, how = await ask(other, [*messages, user("Two?")])
+    assert (there, how) == (session, "continued")
+    answer, here, how = await ask(one, [*messages, user("Too?")])
+    assert how == "forked"
+    assert here != session
+    assert answer.usage.prompt_tokens_details.cached_tokens >= first.usage.total_tokens - 1
+
+
+async def test_after_a_restart_forks_are_found_too_and_old_answers_are_given_once(
+    begin: Any, door: Start
+) -> None:
+    worker, one = await begin()
+    first, session, _ = await ask(one, [user("One?")])
+    messages = [user("One?"), assistant(first.choices[0].message.content)]
+    left, _, _ = await ask(one, [*messages, user("Two?")])
+    right, fork, how = await ask(one, [*messages, user("Too?")])
+    assert how == "forked"
+    await one.stop()
+    other = await door(worker.settings.nats, worker.settings.prefix)
+    for asked, answer, where in (("Two?", left, session), ("Too?", right, fork)):
+        again, there, how = await ask(other, [*messages, user(asked)])
+        assert (there, how) == (where, "repeated"), "it may not have been delivered"
+        assert again.choices[0].message.content == answer.choices[0].message.content
+        _, _, how = await ask(other, [*messages, user(asked)])
+        assert how == "forked"
+        on = [*messages, user(asked), assistant(answer.choices[0].message.content), user("Three?")]
+        _, there, how = await ask(other, on)
+        assert (there, how) == (where, "continued")
+
+
+async def test_several_answers(begin: Any) -> None:
+    _, door = await begin()
+    answer, _, _ = await ask(door, [SYSTEM, user("Hello.")], n=3)
+    texts = [choice.message.content for choice in answer.choices]
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert len(set(texts)) > 1
+    assert answer.usage.completion_tokens == 24
+    _, _, how = await ask(door, [SYSTEM, user("Hello."), assistant(texts[1]), user("Go on.")])
+    assert how == "continued"
+    stream = await door.openai.chat.completions.create(
+        model="m", messages=[user("Hi.")], n=2, max_tokens=5, stream=True, logit_bias=LETTERS
+    )
+    ends = [one async for chunk in stream for one in chunk.choices if one.finish_reason]
+    assert sorted(one.index for one in ends) == [0, 1]
+
+
+async def test_a_completion_is_of_the_text_alone_and_its_session_is_closed(begin: Any) -> None:
+    worker, door = await begin()
+    options: dict[str, Any] = {"model": "m", "prompt": "Once upon", "max_tokens": 6, "temperature": 0}
+    answer = await door.openai.completions.create(**options, logprobs=2)
+    (choice,) = answer.choices
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len("Once upon"), 6)
+    assert "".join(choice.logprobs.tokens) == choice.text
+    direct = await worker.client.session("direct").generate(text="Once upon", max_tokens=6)
+    assert direct.text == choice.text
+    stream = await door.openai.completions.create(**options, stream=True)
+    assert "".join([one.text async for chunk in stream for one in chunk.choices]) == choice.text
+
+    async def all_are_closed() -> bool:
+        found = await worker.client.stored.subjects("default")
+        return all("closed" in kinds for key, kinds in found.items() if key.session.startswith("gw-"))
+
+    await until(all_are_closed)
+    assert not door.index.sessions
+
+
+async def test_a_repeated_request_is_sampled_again_unless_its_answer_is_certain(begin: Any) -> None:
+    _, door = await begin()
+    first, session, _ = await ask(door, [user("One?")], temperature=0.0)
+    again, where, how = await ask(door, [user("One?")], temperature=0.0)
+    assert (where, how) == (session, "repeated")
+    assert again.choices[0].message.content == first.choices[0].message.content
+    assert again.id != first.id
+    texts = set()
+    for _ in range(3):
+        answer, _, how = await ask(door, [user("Two?")])
+        assert how != "repeated"
+        texts.add(answer.choices[0].message.content)
+    assert len(texts) > 1
+
+
+async def test_idle_conversations_are_removed(begin: Any) -> None:
+    worker, door = await begin(idle_s=0.4)
+    _, session, _ = await ask(door, [user("One?")])
+
+    async def is_forgotten() -> bool:
+        entries = await worker.client.log(session)
+        return len(entries) <= 2 and b"forgotten" in entries[-1].body
+
+    await until(is_forgotten)
+    assert not door.index.sessions

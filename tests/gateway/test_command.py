@@ -1,0 +1,42 @@
+"""The command `turnkeep gateway`: what it says if it cannot run."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+from click.testing import CliRunner
+
+from gateway.serving import listening
+from worker.commands.cli import main
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def said(*arguments: str) -> str:
+    result = CliRunner().invoke(main, ["gateway", *arguments])
+    assert result.exit_code == 1
+    return result.output
+
+
+@pytest.mark.parametrize("library", ["starlette", "uvicorn"])
+def test_a_missing_library_is_named_with_its_extra(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("gateway.app", "gateway.serving"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    for name in [name for name in sys.modules if name.partition(".")[0] == library]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, library, None)  # type: ignore[arg-type]
+    text = said()
+    assert f"turnkeep: {library} is missing; " in text
+    assert "[gateway]' brings it" in text
+
+
+def test_a_port_that_is_taken_and_a_server_that_is_not_there(nats_url: str, tmp_path: Path) -> None:
+    with listening("127.0.0.1", 0) as taken:
+        port = str(taken.getsockname()[1])
+        text = said("--port", port, "--nats", nats_url, "--data-dir", str(tmp_path))
+    assert f"cannot listen on 127.0.0.1:{port}: " in text
+    assert "no NATS server" in said("--nats", "nats://127.0.0.1:1", "--data-dir", str(tmp_path))
+    assert "no-keys" in said("--keys", str(tmp_path / "no-keys"), "--data-dir", str(tmp_path))

@@ -1,0 +1,250 @@
+"""Workers and gateways killed in mid-answer, clients that go away, and clients that read slowly."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import httpx2
+import pytest
+from parts import free_port
+
+from turnkeep_client.messages import Generated, decode_result
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
+
+pytestmark = pytest.mark.process
+
+Start = Any
+CHAT = "/v1/chat/completions"
+LETTERS = {str(token): 100 for token in range(68, 90)}
+
+
+def question(text: str, max_tokens: int, **more: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": text}]
+    return {"messages": messages, "max_tokens": max_tokens, "logit_bias": LETTERS, "temperature": 0.9, **more}
+
+
+async def until(condition: Callable[[], Any], timeout_s: float = 30) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it never came to that"
+        await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+async def started(worker_process: Any, endless_model: Path) -> Any:
+    process = worker_process("--ack-wait-s", "0.5", model=endless_model)
+    process.start()
+    client = await process.client()
+    await until(lambda: '"event": "ready"' in process.log)
+    yield process, client
+    await client.close()
+
+
+class Followed:
+    """A stream as its client sees it."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.lines: list[str] = []
+        self.session = ""
+
+    async def follow(self, url: str, body: dict[str, Any]) -> None:
+        async with (
+            httpx2.AsyncClient(base_url=url, timeout=60) as http,
+            http.stream("POST", CHAT, json={**body, "stream": True}) as response,
+        ):
+            assert response.status_code == 200
+            self.session = response.headers["x-turnkeep-session"]
+            async for line in response.aiter_lines():
+                self.lines.append(line)
+                if line.startswith("data: {"):
+                    body = json.loads(line.removeprefix("data: "))
+                    assert "error" not in body, body
+                    self.text += "".join(one["delta"].get("content") or "" for one in body["choices"])
+
+
+async def recorded(client: Any, session: str) -> list[Generated]:
+    entries = [one for one in await client.log(session.split(maxsplit=1)[0]) if one.kind == "out"]
+    return [one for one in map(decode_result, (one.body for one in entries)) if isinstance(one, Generated)]
+
+
+async def test_a_worker_that_is_killed_in_mid_answer_is_a_pause_in_the_stream(
+    started: Any, door: Start
+) -> None:
+    process, client = started
+    served = await door(process.url)
+    one = Followed()
+    task = asyncio.create_task(one.follow(served.url, question("Begin.", 600)))
+    for num_tokens in (20, 80):
+        await until(lambda: len(one.text) > num_tokens)  # noqa: B023
+        process.kill()
+        process.start()
+    await asyncio.wait_for(task, 60)
+    (result,) = await recorded(client, one.session)
+    assert (len(result.tokens), one.text) == (600, result.text)
+    assert process.log.count("resuming an interrupted answer") >= 1
+    assert one.lines[-2] == "data: [DONE]"
+    more = question("Begin.", 4)
+    more["messages"] += [{"role": "assistant", "content": one.text}, {"role": "user", "content": "On."}]
+    async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
+        answer = await http.post(CHAT, json=more)
+    assert answer.headers["x-turnkeep-session"] == f"{one.session.split(maxsplit=1)[0]} continued"
+
+
+@pytest.fixture
+async def gateway_process(started: Any) -> AsyncIterator[Callable[[], tuple[subprocess.Popen[bytes], str]]]:
+    """Start gateways as processes."""
+    process, _ = started
+    made: list[subprocess.Popen[bytes]] = []
+
+    async def start() -> tuple[subprocess.Popen[bytes], str]:
+        port = free_port()
+        url = process.url.rpartition("@")[2]
+        command = [sys.executable, "-m", "worker", "gateway", "--port", str(port), "--nats", f"nats://{url}"]
+        token = process.url.removeprefix("nats://").rpartition("@")[0]
+        made.append(subprocess.Popen(command, env={**os.environ, "TURNKEEP_NATS_TOKEN": token}))  # noqa: ASYNC220
+        async with httpx2.AsyncClient() as http:
+            for _ in range(600):
+                try:
+                    await http.get(f"http://127.0.0.1:{port}/")
+                except httpx2.ConnectError:
+                    await asyncio.sleep(0.05)
+                else:
+                    break
+        return made[-1], f"http://127.0.0.1:{port}"
+
+    yield start
+    for one in made:
+        one.kill()
+        one.wait()
+
+
+async def test_a_request_that_is_sent_again_to_a_restarted_gateway_gets_the_same_answer(
+    started: Any, gateway_process: Any
+) -> None:
+    """While it runs, and after it has ended; but only once."""
+    _, client = started
+    asked = question("Begin.", 1500)
+    gateway, url = await gateway_process()
+    cut = Followed()
+    task = asyncio.create_task(cut.follow(url, asked))
+    await until(lambda: len(cut.text) > 20)
+    gateway.kill()
+    with pytest.raises(httpx2.HTTPError):
+        await task
+    gateway, url = await gateway_process()
+    joined = Followed()
+    task = asyncio.create_task(joined.follow(url, asked))
+    await until(lambda: len(joined.text) > 100)
+    gateway.kill()
+    with pytest.raises(httpx2.HTTPError):
+        await task
+    assert joined.session == f"{cut.session.split(maxsplit=1)[0]} repeated"
+    name = cut.session.split(maxsplit=1)[0]
+    async with asyncio.timeout(60):
+        while not await recorded(client, name):  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+    gateway, url = await gateway_process()
+    whole = Followed()
+    await whole.follow(url, asked)
+    result = (await recorded(client, name))[0]
+    assert whole.text == result.text
+    assert whole.text.startswith(joined.text)
+    assert joined.text.startswith(cut.text)
+    again = Followed()
+    await again.follow(url, {**asked, "max_tokens": 1500})
+    assert again.session.split()[1] != "repeated"
+    assert again.text != whole.text
+    gateway.send_signal(signal.SIGTERM)
+    assert gateway.wait(30) == 143
+
+
+async def cancelled(client: Any, session: str) -> Generated:
+    async with asyncio.timeout(20):
+        while not (results := await recorded(client, session)):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    assert results[0].finish_reason == "cancelled"
+    return results[0]
+
+
+async def test_a_client_that_goes_away_cancels_its_answer(
+    local_worker: Start, door: Start, endless_model: Path
+) -> None:
+    worker = await local_worker(model=str(endless_model))
+    served = await door(worker.settings.nats, worker.settings.prefix)
+    one = Followed()
+    task = asyncio.create_task(one.follow(served.url, question("Begin.", 30_000)))
+    await until(lambda: len(one.text) > 20)
+    task.cancel()
+    result = await cancelled(worker.client, one.session)
+    assert len(result.tokens) < 10_000
+    again = question("Begin.", 4)
+    async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
+        answer = await http.post(CHAT, json=again)
+        assert answer.json()["usage"]["completion_tokens"] == 4
+        again["messages"] += [
+            {"role": "assistant", "content": result.text},
+            {"role": "user", "content": "Go on."},
+        ]
+        answer = await http.post(CHAT, json=again)
+        assert answer.headers["x-turnkeep-session"] == f"{one.session.split(maxsplit=1)[0]} continued"
+        # Without a stream the client says nothing until it goes.
+        task = asyncio.create_task(http.post(CHAT, json=question("Other.", 30_000)))
+        await until(lambda: any(held.num_running for held in served.index.sessions.values()))
+        (name,) = [held.name for held in served.index.sessions.values() if held.num_running]
+        await asyncio.sleep(0.3)
+        task.cancel()
+        await cancelled(worker.client, name)
+    await until(lambda: not any(held.num_running for held in served.index.sessions.values()))
+
+
+async def test_a_stream_lives_while_its_prompt_waits(
+    local_worker: Start, door: Start, endless_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.app._HEARTBEAT_S", 0.1)
+    monkeypatch.setattr("gateway.app._PATIENCE_S", 0.1)
+    worker = await local_worker(model=str(endless_model), max_batch=1)
+    served = await door(worker.settings.nats, worker.settings.prefix)
+    first, second = Followed(), Followed()
+    asked = question("Begin.", 30_000)
+    running = asyncio.create_task(first.follow(served.url, asked))
+    await until(lambda: len(first.text) > 20)
+    waiting = asyncio.create_task(second.follow(served.url, question("Then.", 5)))
+    await until(lambda: second.lines.count(": waiting") >= 3)
+    assert not second.text
+    running.cancel()
+    await asyncio.wait_for(waiting, 30)
+    assert len(second.text) == 5
+
+
+async def test_a_slow_reader_gets_all_of_its_answer(
+    local_worker: Start, door: Start, endless_model: Path
+) -> None:
+    worker = await local_worker(model=str(endless_model))
+    served = await door(worker.settings.nats, worker.settings.prefix)
+    host, _, port = served.url.removeprefix("http://").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
+    body = json.dumps(question("Begin.", 3000, stream=True)).encode()
+    writer.write(
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\nconnection: close\r\n"
+        + f"content-length: {len(body)}\r\n\r\n".encode()
+        + body
+    )
+    await asyncio.sleep(4)
+    received = await reader.read()
+    writer.close()
+    (session,) = served.index.sessions
+    (result,) = await recorded(worker.client, session)
+    assert len(result.tokens) == 3000
+    assert len(received) > 500_000, "more than the sockets keep"
+    assert b"data: [DONE]" in received[-100:]

@@ -1,0 +1,226 @@
+"""What is refused over HTTP, and how: statuses and errors in OpenAI's shape."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from typing import TYPE_CHECKING, Any
+
+import httpx2
+import openai
+import pytest
+
+from gateway.keys import Keys
+from turnkeep_client.errors import TurnkeepError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+Start = Any
+CHAT = "/v1/chat/completions"
+HELLO = {"messages": [{"role": "user", "content": "Hello."}], "max_tokens": 2}
+
+
+@pytest.fixture
+async def served(local_worker: Start, door: Start) -> Any:
+    worker = await local_worker()
+    started = await door(worker.settings.nats, worker.settings.prefix, max_body_bytes=100_000)
+    started.worker = worker
+    return started
+
+
+@pytest.fixture
+async def http(served: Any) -> AsyncIterator[httpx2.AsyncClient]:
+    async with httpx2.AsyncClient(base_url=served.url, timeout=20) as client:
+        yield client
+
+
+def said(**more: Any) -> dict[str, Any]:
+    return {**HELLO, **more}
+
+
+def content(part: Any) -> dict[str, Any]:
+    return said(messages=[{"role": "user", "content": [part]}])
+
+
+async def test_what_would_change_the_answer_and_is_not_there_is_refused_by_name(
+    http: httpx2.AsyncClient,
+) -> None:
+    call = {"role": "assistant", "tool_calls": [{"id": "a", "type": "custom", "custom": {}}]}
+    for body, says, param in [
+        (content({"type": "image_url", "image_url": {"url": "data:"}}), "image_url", "messages[0].content"),
+        (content({"type": "input_audio"}), "input_audio", "messages[0].content"),
+        (said(modalities=["text", "audio"]), "modality", "modalities"),
+        (said(functions=[{"name": "f"}]), "functions", "functions"),
+        (said(web_search_options={"a": 1}), "web_search_options", "web_search_options"),
+        (said(response_format={"type": "yaml"}), "response_format", "response_format"),
+        (said(tools=[{"type": "custom"}]), "custom", "tools[0]"),
+        (said(tool_choice="required"), "tools", "tool_choice"),
+        (said(top_logprobs=2), "logprobs", "top_logprobs"),
+        (said(n=99), "n must be 1 to 16", "n"),
+        (said(n=0), "n must be 1 to 16", "n"),
+        (said(logit_bias={"a": 1}), "token ids", "logit_bias"),
+        (said(max_tokens=0), "max_tokens", None),
+        (said(max_tokens="9"), "Expected `int", "max_tokens"),
+        (said(temperature=-1), "temperature", None),
+        (said(stop=["a"] * 17), "stop", None),
+        (said(messages=[]), "empty", "messages"),
+        (said(messages=[{"role": "function", "content": "a"}]), "role", "messages[0].role"),
+        (said(messages=[{"role": "user"}]), "no content", "messages[0].content"),
+        (said(messages=[call]), "custom", "messages[0].tool_calls[0]"),
+        (said(logit_bias={"99999": 1}), "99999", None),
+        ({"model": "m"}, "messages", None),
+        ([], "Expected `object`", None),
+    ]:
+        answer = await http.post(CHAT, json=body)
+        assert answer.status_code == 400, body
+        error = answer.json()["error"]
+        assert error.keys() == {"message", "type", "param", "code"}
+        assert (error["type"], error["param"]) == ("invalid_request_error", param), body
+        assert says in error["message"], body
+    for body, says in [
+        ({"prompt": "a", "echo": True}, "echo"),
+        ({"prompt": ["a", "b"]}, "one text"),
+        ({"prompt": ""}, "one text"),
+        ({"prompt": "a", "best_of": 3}, "best_of"),
+        ({"prompt": "a", "suffix": "b"}, "suffix"),
+    ]:
+        answer = await http.post("/v1/completions", json=body)
+        assert (answer.status_code, says in answer.json()["error"]["message"]) == (400, True), body
+
+
+async def test_what_does_not_change_the_answer_is_ignored(http: httpx2.AsyncClient) -> None:
+    more = {
+        "user": "u",
+        "store": True,
+        "metadata": {"a": "b"},
+        "service_tier": "auto",
+        "reasoning_effort": "low",
+        "prompt_cache_key": "k",
+        "response_format": {"type": "text"},
+        "tools": None,
+        "tool_choice": "auto",
+        "stream_options": None,
+        "max_completion_tokens": 2**40,
+        "messages": [
+            {"role": "assistant", "content": None},
+            {"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {"type": "x"}}]},
+        ],
+    }
+    assert (await http.post(CHAT, json=said(**more, stop=["."], seed=1))).status_code == 200
+
+
+async def test_bodies_that_are_no_requests(http: httpx2.AsyncClient) -> None:
+    for body, status in [
+        (b"", 400),
+        (b"{", 400),
+        (b'{"messages": [{"role": "user", "content": "\xff\xfe"}]}', 400),
+        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', 400),
+        (b'{"metadata": ' + b"[" * 40_000 + b"]" * 40_000 + b', "messages": []}', 400),
+        (b'{"messages": ' + b"[" * 40_000, 400),
+        (b'{"tools": [{"function": {"name": "a", "parameters": {"a":' + b"[" * 40_000, 400),
+        (json.dumps(content({"type": "text", "text": "x" * 100_000})).encode(), 413),
+    ]:
+        answer = await http.post(CHAT, content=body)
+        assert answer.status_code == status, body[:60]
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+
+    async def endless() -> AsyncIterator[bytes]:
+        while True:
+            yield b" " * 10_000
+
+    with contextlib.suppress(httpx2.NetworkError):
+        assert (await http.post(CHAT, content=endless())).status_code == 413
+    assert (await http.post(CHAT, json=HELLO)).status_code == 200
+
+
+async def test_other_paths_and_methods(http: httpx2.AsyncClient) -> None:
+    assert (await http.head("/")).status_code == 200
+    assert (await http.get("/health")).json()["status"] == "ok"
+    models = (await http.get("/v1/models")).json()
+    assert [one["id"] for one in models["data"]] == ["tiny"]
+    for method, path, status in [
+        ("GET", "/v1/nothing", 404),
+        ("GET", CHAT, 405),
+        ("POST", "/v1/chat/completions/../../health", 404),
+        ("POST", "/v1/%2e%2e/health", 404),
+    ]:
+        answer = await http.request(method, path)
+        assert (answer.status_code, "error" in answer.json()) == (status, True), path
+
+
+async def test_a_page_of_another_site_may_not_ask(http: httpx2.AsyncClient) -> None:
+    for origin, status in [("https://a.example", 403), ("null", 403), ("http://localhost:3000", 200)]:
+        answer = await http.post(CHAT, json=HELLO, headers={"origin": origin})
+        assert answer.status_code == status
+        assert "access-control-allow-origin" not in answer.headers
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_conversation_that_is_too_long_is_refused_in_openais_words(
+    served: Any, *, stream: bool
+) -> None:
+    long = [{"role": "user", "content": "word " * 500}]
+    with pytest.raises(
+        openai.BadRequestError, match=r"maximum context length is 2048 tokens\. However"
+    ) as refused:
+        await served.openai.chat.completions.create(model="m", messages=long, stream=stream)
+    assert refused.value.code == "context_length_exceeded"
+    assert not served.index.sessions
+
+
+async def test_without_max_tokens_the_context_is_the_limit(served: Any, local_worker: Start) -> None:
+    bias = {"2": -100}  # no end of the turn
+    answer = await served.openai.chat.completions.create(
+        model="m", **HELLO | {"max_tokens": 9**9, "logit_bias": bias}
+    )
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.total_tokens == 2048
+
+
+async def test_without_a_worker(served: Any, http: httpx2.AsyncClient) -> None:
+    await served.worker.stop()
+    await asyncio.sleep(1.1)
+    for answer in (
+        await http.post(CHAT, json=HELLO),
+        await http.get("/v1/models"),
+        await http.get("/health"),
+    ):
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "no_worker"
+
+
+async def test_keys_are_of_tenants_that_share_nothing(
+    local_worker: Start, door: Start, tmp_path: Path
+) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# keys\nsecret-1 acme\n\nsecret-2 umbrella\n")
+    worker = await local_worker()
+    served = await door(worker.settings.nats, worker.settings.prefix, keys=Keys.read(file))
+    async with httpx2.AsyncClient(base_url=served.url, timeout=20) as http:
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic secret-1"}):
+            answer = await http.post(CHAT, json=HELLO, headers=headers)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+        bodies = []
+        for headers in ({"authorization": "Bearer secret-1"}, {"x-api-key": "secret-2"}):
+            answer = await http.post(CHAT, json=said(temperature=0), headers=headers)
+            assert answer.headers["x-turnkeep-session"].endswith(" begun")
+            bodies.append(answer.json())
+        assert bodies[1]["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        answer = await http.get("/v1/models", headers={"x-api-key": "secret-2"})
+        assert answer.status_code == 200
+    tenants = {key.tenant for key in await worker.client.stored.subjects()}
+    assert tenants == {"acme", "umbrella"}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"), [("a", "line 1"), ("a b c", "line 1"), ("\na b.c", "line 2"), ("# a b", "no keys")]
+)
+def test_a_bad_file_of_keys_is_refused(tmp_path: Path, text: str, says: str) -> None:
+    (tmp_path / "keys").write_text(text)
+    with pytest.raises(TurnkeepError, match=says):
+        Keys.read(tmp_path / "keys")
+    with pytest.raises(TurnkeepError, match="cannot be read"):
+        Keys.read(tmp_path / "none")

@@ -1,0 +1,117 @@
+"""Tool calls over HTTP, from a model that has a token for one."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from parts import make_tiny_model
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+Start = Any
+TEXT = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>'
+#: The ids of the tokens that are a call, half a call, and the end of a turn.
+CALL, HALF, END = 259, 260, 2
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "The weather in a city",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        },
+    }
+]
+QUESTION = {"role": "user", "content": "Weather in Rome?"}
+
+
+@pytest.fixture(scope="session")
+def calling_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import AutoTokenizer
+
+    folder = make_tiny_model(tmp_path_factory.mktemp("calling") / "calling", vocab_size=261)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.add_tokens([TEXT, TEXT[:40]]) == 2
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+async def served(local_worker: Start, door: Start, calling_model: Path) -> Any:
+    worker = await local_worker(model=str(calling_model))
+    return await door(worker.settings.nats, worker.settings.prefix)
+
+
+def options(*tokens: int, **more: Any) -> dict[str, Any]:
+    """The answer is of these tokens; the end is only possible where it is one of them."""
+    bias = {str(token): 100 for token in tokens} | ({} if END in tokens else {str(END): -100})
+    return {"model": "m", "tools": TOOLS, "logit_bias": bias, "temperature": 0, "max_tokens": 1, **more}
+
+
+async def test_a_call_and_its_answer(served: Any) -> None:
+    create = served.openai.chat.completions.with_raw_response.create
+    first = await create(messages=[QUESTION], **options(CALL, parallel_tool_calls=False))
+    session, how = first.headers["x-turnkeep-session"].split()
+    (choice,) = first.parse().choices
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+    (call,) = choice.message.tool_calls
+    assert call.function.name == "weather"
+    assert json.loads(call.function.arguments) == {"city": "Rome", "days": 2}
+    # As other clients would send it: other spacing and order, no content, a result in parts, reasoning.
+    said = {
+        "role": "assistant",
+        "content": "",
+        "reasoning_content": "Hm.",
+        "tool_calls": [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": "weather", "arguments": '{ "days":2, "city":"Rome" }'},
+            }
+        ],
+    }
+    result = {"role": "tool", "tool_call_id": call.id, "content": [{"type": "text", "text": "sunny"}]}
+    second = await create(messages=[QUESTION, said, result], **options(100))
+    assert second.headers["x-turnkeep-session"] == f"{session} continued"
+    before = first.parse().usage
+    details = second.parse().usage.prompt_tokens_details
+    assert details.cached_tokens == before.total_tokens - 1
+    other = [{**QUESTION, "content": "Weather?"}, said, result]
+    third = await create(messages=other, **options(100))
+    assert how == third.headers["x-turnkeep-session"].split()[1] == "begun"
+    without = await create(messages=[QUESTION, said, result], **options(100) | {"tools": []})
+    assert without.headers["x-turnkeep-session"].split()[1] == "begun", "the tools are part of the prompt"
+
+
+async def test_a_stream_of_a_call(served: Any) -> None:
+    stream = await served.openai.chat.completions.create(
+        messages=[QUESTION], stream=True, **options(CALL, max_tokens=2)
+    )
+    chunks = [chunk.choices[0] async for chunk in stream]
+    parts = [part for one in chunks for part in one.delta.tool_calls or ()]
+    assert {part.index for part in parts} == {0, 1}
+    for index in (0, 1):
+        own = [part for part in parts if part.index == index]
+        assert (own[0].function.name, own[0].type) == ("weather", "function")
+        assert [part.id is not None for part in own] == [True, *[False] * (len(own) - 1)]
+        text = "".join(part.function.arguments for part in own)
+        assert json.loads(text) == {"city": "Rome", "days": 2}
+    assert chunks[-1].finish_reason in {"tool_calls", "length"}
+
+
+async def test_a_malformed_call_is_text_and_a_stop(served: Any) -> None:
+    create = served.openai.chat.completions.create
+    bias = {str(HALF): 50, str(END): 100}
+    half = options() | {"max_tokens": 9, "logit_bias": bias, "extra_body": {"min_tokens": 1}}
+    answer = await create(messages=[QUESTION], **half)
+    (choice,) = answer.choices
+    assert (choice.message.content, choice.message.tool_calls) == (TEXT[:40], None)
+    assert choice.finish_reason == "stop"
+    stream = await create(messages=[QUESTION], stream=True, **half)
+    texts = [chunk.choices[0].delta.content or "" async for chunk in stream]
+    assert "".join(texts) == TEXT[:40]
+    none = await create(messages=[QUESTION], **options(CALL, tool_choice="none"))
+    assert none.choices[0].message.content == TEXT

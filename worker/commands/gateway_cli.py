@@ -1,0 +1,74 @@
+"""The command `gateway`: serves OpenAI's API over HTTP, as a client of the worker."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from turnkeep_client.errors import TurnkeepError
+from turnkeep_client.subjects import DEFAULT_TENANT
+
+from .flags import load_settings, with_settings
+from .talking import CLIENT_SETTINGS, connected, talk
+
+if TYPE_CHECKING:
+    from turnkeep_client.client import Client
+
+
+@click.command()
+@click.option(
+    "--host", metavar="ADDRESS", default="127.0.0.1", show_default=True, help="Address to serve on."
+)
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="Port to serve on."
+)
+@click.option(
+    "--keys",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="API keys: lines of a key and its tenant. [default: no key is needed]",
+)
+@click.option(
+    "--idle-hours",
+    metavar="H",
+    type=click.FloatRange(0.01),
+    default=24.0,
+    show_default=True,
+    help="Remove conversations that nobody continued for so long.",
+)
+@with_settings(*CLIENT_SETTINGS)
+def gateway(
+    config: Path | None, host: str, port: int, keys: Path | None, idle_hours: float, **flags: Any
+) -> None:
+    """Serve OpenAI's chat completions over HTTP, from durable sessions, until Ctrl-C.
+
+    Conversations are found again by their content, also after a restart, and only what is new is prefilled.
+    Needs the extra gateway; if it is missing, a message says how to install it.
+    """
+    try:
+        from gateway.app import Gateway
+        from gateway.keys import Keys
+        from gateway.serving import listening, serve, server
+    except ModuleNotFoundError as missing:
+        library = (missing.name or "").partition(".")[0]
+        if library not in {"starlette", "uvicorn", "h11"}:
+            raise
+        raise TurnkeepError(f"{library} is missing; pip install 'turnkeep[gateway]' brings it") from None
+
+    settings = load_settings(config, flags)
+    known = Keys.read(keys) if keys else Keys()
+
+    async def run(client: Client) -> None:
+        async def connect(tenant: str) -> Client:
+            return client if tenant == DEFAULT_TENANT else await connected(settings, tenant)
+
+        listener = listening(host, port)
+        address, at = listener.getsockname()[:2]
+        shown = f"[{address}]" if ":" in address else address
+        click.echo(f"the gateway is at http://{shown}:{at}/v1", err=True)
+        gateway = Gateway(connect, known, idle_s=3600 * idle_hours)
+        await serve(gateway, server(gateway), listener)
+
+    talk(settings, DEFAULT_TENANT, run)
