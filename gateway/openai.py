@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from msgspec import Struct
 
-from turnkeep_client.messages import Generate
-
 from .turn import ALL_THAT_FITS, refused
 
 if TYPE_CHECKING:
@@ -70,8 +68,6 @@ def sampling(asked: Sampled, max_tokens: int | None) -> dict[str, Any]:
         except ValueError:
             raise refused("the keys of logit_bias must be token ids", "logit_bias") from None
     if (form := asked.response_format) is not None and form != {"type": "text"}:
-        if "response_format" not in Generate.__struct_fields__:
-            raise refused("response_format is not supported", "response_format")
         options["response_format"] = form
     return options
 

@@ -55,7 +55,7 @@ async def test_what_would_change_the_answer_and_is_not_there_is_refused_by_name(
         (said(modalities=["text", "audio"]), "modality", "modalities"),
         (said(functions=[{"name": "f"}]), "functions", "functions"),
         (said(web_search_options={"a": 1}), "web_search_options", "web_search_options"),
-        (said(response_format={"type": "yaml"}), "response_format", "response_format"),
+        (said(response_format={"type": "yaml"}), "response_format", None),
         (said(tools=[{"type": "custom"}]), "custom", "tools[0]"),
         (said(tool_choice="required"), "tools", "tool_choice"),
         (said(top_logprobs=2), "logprobs", "top_logprobs"),
