@@ -234,6 +234,9 @@ async def test_a_choice_of_tools_that_the_session_lacks_is_refused(with_tools: T
         refused = await world.ask(ask(number, user("a"), tool_choice=choice))
         assert isinstance(refused, Failed)
         assert says in refused.message
+    raw = await world.ask(Generate(id="raw", text="a", tools=(WEATHER,), tool_choice="required"))
+    assert isinstance(raw, Failed)
+    assert "only answers to messages have" in raw.message
     one = await generated(world, ask(2, user("a"), tools=(WEATHER,), parallel_tool_calls=False))
     assert len(one.tool_calls) == 1
     none = await generated(world, ask(3, user("b"), tool_choice="none"))
@@ -275,6 +278,11 @@ async def test_reasoning_is_kept_unless_the_request_drops_it(thinking: Tokenizer
     second = await generated(world, ask(2, user("b")))
     assert second.rewritten_from is None
     assert "<think>Hm.</think>Yes." in text_of(world)
+
+
+async def test_a_budget_without_reasoning_is_a_warning(tokenizer: Tokenizer) -> None:
+    said = await generated(world_of(tokenizer, "Yes."), ask(1, user("a"), reasoning=Reasoning(budget=3)))
+    assert said.warnings == ("this model marks no reasoning: its budget has no effect",)
 
 
 async def test_a_template_without_tools_is_told_of_them_in_the_system_message(tokenizer: Tokenizer) -> None:

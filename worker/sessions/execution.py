@@ -275,6 +275,10 @@ class Execution:
         if choice == "required" and not tools:
             raise RefusedError("invalid_request", "tool_choice requires a call, and the session has no tools")
         if not conversation.has_messages or request.raw:
+            if choice not in ("auto", "none"):
+                raise RefusedError(
+                    "invalid_request", "tool_choice requires a call, which only answers to messages have"
+                )
             return None
         dialect = self._tokenizer.dialect
         if choice == "none":

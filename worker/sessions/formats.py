@@ -61,6 +61,9 @@ class Formats:
         except GrammarError as error:
             what = "the tools" if tools else "response_format"
             raise RefusedError("invalid_request", f"{what} cannot be followed: {error}") from error
+        dialect = self._tokenizer.dialect
+        if request.reasoning.budget is not None and not (dialect.reasoning or dialect.is_harmony):
+            warnings = (*warnings, "this model marks no reasoning: its budget has no effect")
         return (self._behind_reasoning(request, conversation, found) if splits else found), warnings
 
     async def _of_calls(
