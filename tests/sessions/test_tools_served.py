@@ -8,6 +8,7 @@ import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from interruptions import heard_over_kills
 
 from tests.parts import make_tiny_model
 from turnkeep_client import run_tools
@@ -179,22 +180,7 @@ async def test_a_budget_is_kept_over_a_kill(
     alone = await local_worker(model=str(thinking_model), data_dir=tmp_path / "alone")
     expected = await alone.client.session("s").generate(**asked)
     process = worker_process("--ack-wait-s", "0.5", model=thinking_model)
-    process.start()
-    client = await process.client()
-    try:
-        generation = client.session("s").generate(**asked)
-        chunks: list[Chunk] = []
-        kills = 0
-        async for chunk in generation:
-            chunks.append(chunk)
-            if kills < 2 and sum(len(one.tokens) for one in chunks) > 200 * (kills + 1):
-                process.kill()
-                process.start()
-                kills += 1
-        result = generation.result
-    finally:
-        await client.close()
-    assert kills == 2
+    chunks, result = await heard_over_kills(process, asked, every=200)
     assert (result.tokens, result.reasoning) == (expected.tokens, expected.reasoning)
     assert result.usage.reasoning_tokens == expected.usage.reasoning_tokens == 301
     assert "".join(chunk.reasoning for chunk in chunks) == result.reasoning
