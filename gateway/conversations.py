@@ -14,7 +14,7 @@ import time
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 from uuid import uuid4
 
-from turnkeep_client.errors import RequestFailedError, TurnkeepError
+from turnkeep_client.errors import InvalidMessageError, RequestFailedError, TurnkeepError
 from turnkeep_client.messages import Chunk, Close, ForkPoint, Generated, Open
 from turnkeep_client.session import build
 from turnkeep_client.subjects import session_key
@@ -222,11 +222,12 @@ class Conversations:
             if asked.state == "running":
                 self.index.answer(asked, generation.result)
         except RequestFailedError as error:
-            asked.state = "failed"
+            self._note_failed(plan)
             raise self._learnt(plan, error) from None
-        except TurnkeepError:
-            asked.state = "failed"
-            self.index.drop(held)  # whether it was answered is unknown
+        except TurnkeepError as error:
+            self._note_failed(plan)
+            if not isinstance(error, InvalidMessageError):  # which nobody has got
+                self.index.drop(held)  # whether it was answered is unknown
             raise
         else:
             return generation.result
@@ -266,6 +267,12 @@ class Conversations:
         if asked.opening is not None:
             asked.opening.set()
             asked.opening = None
+
+    def _note_failed(self, plan: _Plan) -> None:
+        """Never repeat a request again. The first one may still run if a repeated one failed."""
+        plan.asked.is_certain, plan.asked.claim_until_s = False, 0.0
+        if plan.how != "repeated":
+            plan.asked.state = "failed"
 
     def _learnt(self, plan: _Plan, error: RequestFailedError) -> RequestFailedError:
         """Correct the index after a refused request, whose session is as it was; return what to raise."""

@@ -12,7 +12,8 @@ import openai
 import pytest
 
 from gateway.keys import Keys
-from turnkeep_client.errors import TurnkeepError
+from gateway.turn import fault_of
+from turnkeep_client.errors import NoServerError, RequestFailedError, ResultRemovedError, TurnkeepError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -169,6 +170,50 @@ async def test_a_conversation_that_is_too_long_is_refused_in_openais_words(
         await served.openai.chat.completions.create(model="m", messages=long, stream=stream)
     assert refused.value.code == "context_length_exceeded"
     assert not served.index.sessions
+
+
+async def test_messages_larger_than_a_nats_message_are_refused_and_leave_no_session(
+    local_worker: Start, door: Start
+) -> None:
+    worker = await local_worker()
+    served = await door(worker.settings.nats, worker.settings.prefix)
+    first = await served.openai.chat.completions.create(model="m", **HELLO)
+    messages = [*HELLO["messages"], {"role": "assistant", "content": first.choices[0].message.content}]
+    long = [*messages, {"role": "user", "content": "x" * 1_500_000}]
+    with pytest.raises(openai.APIStatusError) as refused:
+        await served.openai.chat.completions.create(model="m", messages=long)
+    assert (refused.value.status_code, refused.value.code) == (413, "request_too_large")
+    assert len(served.index.sessions) == 1
+    with pytest.raises(openai.APIStatusError):
+        await served.openai.chat.completions.create(model="m", messages=long[-1:])
+    assert len(served.index.sessions) == 1
+    on = [*messages, {"role": "user", "content": "x"}]
+    raw = await served.openai.chat.completions.with_raw_response.create(model="m", messages=on, max_tokens=2)
+    assert raw.headers["x-turnkeep-session"].endswith(" continued")
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (RequestFailedError("overloaded", "wait", retryable=True), 429, "rate_limit_exceeded"),
+        (RequestFailedError("invalid_request", "no", retryable=False), 400, None),
+        (
+            RequestFailedError("context_exceeded", "other words", retryable=False),
+            400,
+            "context_length_exceeded",
+        ),
+        (RequestFailedError("memory_exceeded", "too much", retryable=False), 400, "context_length_exceeded"),
+        (RequestFailedError("internal", "broken", retryable=True), 500, None),
+        (RequestFailedError("of_a_later_version", "broken", retryable=True), 500, None),
+        (NoServerError("nobody"), 503, "no_worker"),
+        (ResultRemovedError("gone"), 500, None),
+    ],
+    ids=str,
+)
+def test_errors_of_the_protocol_have_a_status(error: TurnkeepError, status: int, code: str | None) -> None:
+    fault = fault_of(error)
+    assert (fault.status, fault.code) == (status, code)
+    assert error.args[0].partition(": ")[2] in fault.message
 
 
 async def test_without_max_tokens_the_context_is_the_limit(served: Any, local_worker: Start) -> None:

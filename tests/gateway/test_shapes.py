@@ -1,0 +1,142 @@
+"""Answers in OpenAI's shapes: pure functions, for what a tiny model does not say."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from gateway import chat, completions
+from turnkeep_client.messages import (
+    Called,
+    CalledFunction,
+    CallPart,
+    Chunk,
+    Generated,
+    LikelyToken,
+    Seconds,
+    TokenLogprob,
+    Usage,
+)
+
+CALL = Called(id="c1", function=CalledFunction(name="weather", arguments='{"city": "Rome"}'))
+TOKEN = TokenLogprob(1, "a", -0.5, top=(LikelyToken(2, "\ufffd", -1.0, bytes=(0xE2, 0x82)),))
+
+
+def asked(**more: Any) -> Any:
+    return chat.read(json.dumps({"messages": [{"role": "user", "content": "a"}], **more}).encode())
+
+
+def generated(reason: str = "stop", **more: Any) -> Generated:
+    usage = Usage(
+        prompt_tokens=10, cached_tokens=7, prefilled_tokens=3, completion_tokens=5, reasoning_tokens=2
+    )
+    seconds = Seconds(queued=0, prefill=0, first_token=0, total=0)
+    fields: dict[str, Any] = {"text": "Yes.", "tokens": (1,), "finish_reason": reason, **more}
+    return Generated(id="g", seq=1, position=3, usage=usage, seconds=seconds, kv_live_bytes=0, **fields)
+
+
+def events(written: bytes) -> list[dict[str, Any]]:
+    lines = written.decode().strip().split("\n\n")
+    return [json.loads(line.removeprefix("data: ")) for line in lines if line != "data: [DONE]"]
+
+
+def test_reasoning_calls_and_usage() -> None:
+    result = generated("tool_calls", text="", reasoning="Hm.", tool_calls=(CALL,))
+    body = chat.whole(asked(model="any"), "x", 5, [result])
+    assert (body["id"], body["created"], body["model"]) == ("chatcmpl-x", 5, "any")
+    (choice,) = body["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"] == {
+        "role": "assistant",
+        "content": None,
+        "refusal": None,
+        "reasoning_content": "Hm.",
+        "tool_calls": [
+            {
+                "id": "c1",
+                "type": "function",
+                "function": {"name": "weather", "arguments": '{"city": "Rome"}'},
+            }
+        ],
+    }
+    assert body["usage"] == {
+        "prompt_tokens": 10,
+        "completion_tokens": 5,
+        "total_tokens": 15,
+        "prompt_tokens_details": {"cached_tokens": 7},
+        "completion_tokens_details": {"reasoning_tokens": 2},
+    }
+
+
+@pytest.mark.parametrize(
+    ("reason", "shown"),
+    [
+        ("stop", "stop"),
+        ("length", "length"),
+        ("tool_calls_malformed", "stop"),
+        ("cancelled", "stop"),
+        ("expired", "length"),
+    ],
+)
+def test_reasons(reason: str, shown: str) -> None:
+    body = chat.whole(asked(), "x", 5, [generated(reason)])
+    assert body["choices"][0]["finish_reason"] == shown
+    assert body["choices"][0]["message"]["content"] == "Yes."
+    (last,) = events(chat.Events(asked(), "x", 5).finish(0, generated(reason)))
+    assert last["choices"][0]["finish_reason"] == shown
+
+
+def test_the_parts_of_a_stream() -> None:
+    writer = chat.Events(asked(stream=True), "x", 5)
+    parts = (CallPart(0, "c1", "weather"), CallPart(0, arguments='{"city"'))
+    (event,) = events(writer.chunk(1, Chunk(0, (1,), "", reasoning="Hm.", tool_calls=parts)))
+    (choice,) = event["choices"]
+    assert choice["index"] == 1
+    assert choice["delta"] == {
+        "reasoning_content": "Hm.",
+        "tool_calls": [
+            {
+                "index": 0,
+                "id": "c1",
+                "type": "function",
+                "function": {"name": "weather", "arguments": ""},
+            },
+            {"index": 0, "function": {"arguments": '{"city"'}},
+        ],
+    }
+    assert writer.chunk(0, Chunk(0, (1,), "")) == b""
+    assert writer.end([generated()]) == b"data: [DONE]\n\n"
+    counted = chat.Events(asked(stream_options={"include_usage": True}), "x", 5)
+    assert events(counted.start(0))[0]["usage"] is None
+    (last,) = events(counted.end([generated(), generated()]))
+    assert (last["choices"], last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"]) == (
+        [],
+        10,
+        10,
+    )
+
+
+def test_log_probabilities() -> None:
+    body = chat.whole(asked(logprobs=True, top_logprobs=1), "x", 5, [generated(logprobs=(TOKEN,))])
+    assert body["choices"][0]["logprobs"]["content"] == [
+        {
+            "token": "a",
+            "logprob": -0.5,
+            "bytes": [97],
+            "top_logprobs": [{"token": "\ufffd", "logprob": -1.0, "bytes": [0xE2, 0x82]}],
+        }
+    ]
+    turn = completions.read(b'{"prompt": ["a"], "logprobs": 1, "n": 2}')
+    assert turn.text == "a"
+    said = completions.whole(turn, "x", 5, [generated(logprobs=(TOKEN, TOKEN))])["choices"][0]["logprobs"]
+    assert said["text_offset"] == [0, 1]
+    writer = completions.Events(turn, "x", 5)
+    offsets = [
+        events(writer.chunk(index, Chunk(0, (1,), "a", logprobs=(TOKEN,))))[0]["choices"][0]["logprobs"][
+            "text_offset"
+        ]
+        for index in (0, 0, 1)
+    ]
+    assert offsets == [[0], [1], [0]]
