@@ -7,6 +7,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from parts import CHAT_TEMPLATE
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -219,6 +220,27 @@ async def test_after_a_restart_forks_are_found_too_and_old_answers_are_given_onc
         on = [*messages, user(asked), assistant(answer.choices[0].message.content), user("Three?")]
         _, there, how = await ask(other, on)
         assert (there, how) == (where, "continued")
+
+
+async def test_where_the_template_changes_earlier_text_no_fork_begins_at_a_stale_position(
+    local_worker: Start, door: Start, model_with_template: Callable[[str, str], Path]
+) -> None:
+    model = model_with_template("counting", "{{ messages | length }} said.\n" + CHAT_TEMPLATE)
+    worker = await local_worker(model=str(model))
+    served = await door(worker.settings.nats, worker.settings.prefix)
+    options: dict[str, Any] = {"temperature": 0.0, "max_tokens": 8}
+    messages = [user("One?")]
+    for number in range(3):
+        answer, _, how = await ask(served, messages, **options)
+        assert how == ("continued" if number else "begun")
+        messages += [assistant(answer.choices[0].message.content), user(f"And {number}?")]
+    changed = [*messages[:-3], user("Or?")]
+    answer, _, how = await ask(served, changed, **options)
+    assert how == "begun"
+    biases = {int(token): bias for token, bias in LETTERS.items()}
+    fresh = worker.client.session("fresh").generate(messages=changed, max_tokens=8, logit_bias=biases)
+    assert (await fresh).text == answer.choices[0].message.content
+    assert served.index.rewrites
 
 
 async def test_several_answers(begin: Any) -> None:
