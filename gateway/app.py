@@ -203,7 +203,8 @@ class _Answer(Response):
             while len(self._results) < self._turn.n:
                 self._take(*await answering.events.get())
         except TurnkeepError as error:
-            await self._write_json(send, *_written(self._dialect, fault_of(error)))
+            fault = fault_of(error)
+            await self._write_json(send, fault.status, self._dialect.error(fault))
             return
         whole = self._dialect.whole(self._turn, self._id, self._created, self._in_order())
         await self._write_json(send, 200, whole)
@@ -285,10 +286,6 @@ def _json(body: dict[str, Any], status: int = 200) -> Response:
     # After an error the rest of a body is not waited for.
     headers = {"connection": "close"} if status >= 400 else {}
     return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
-
-
-def _written(dialect: _Dialect, fault: Fault) -> tuple[int, dict[str, Any]]:
-    return fault.status, dialect.error(fault)
 
 
 async def _on_fault(_: Request, fault: Exception) -> Response:

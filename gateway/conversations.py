@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 #: How long an answer of the worker to `metrics` says that a worker is there.
 _SEEN_S: Final = 1.0
-#: Attempts to send a turn. Before the last one the session was found by its content, the last one is new.
+#: Attempts to send a turn, the last one to a new session.
 _ATTEMPTS: Final = 4
 #: Failures that say that a session is not what the index holds of it.
 _MISTAKEN: Final = {"position_conflict", "unknown_session", "history_diverged", "id_conflict"}
@@ -130,7 +130,11 @@ class Conversations:
             self._leave(asked, answering)
 
     async def _answer(self, turn: Turn, number: int, answering: Answering) -> None:
+        has_begun = False
+
         def tell(event: Event) -> None:
+            nonlocal has_begun
+            has_begun = has_begun or isinstance(event, Chunk)
             answering.events.put_nowait((number, event))
 
         for attempt in range(_ATTEMPTS):
@@ -139,7 +143,8 @@ class Conversations:
                 tell(Found(plan.asked.held.name, plan.how))
                 tell(await self._carry_out(turn, plan, answering, tell))
             except RequestFailedError as error:
-                if error.code in _MISTAKEN and attempt < _ATTEMPTS - 1 and not answering.is_abandoned:
+                is_lost = has_begun or answering.is_abandoned or attempt == _ATTEMPTS - 1
+                if error.code in _MISTAKEN and not is_lost:
                     continue
                 tell(error)
             except TurnkeepError as error:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from parts import CHAT_TEMPLATE
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -219,6 +221,57 @@ async def test_after_a_restart_forks_are_found_too_and_old_answers_are_given_onc
         on = [*messages, user(asked), assistant(answer.choices[0].message.content), user("Three?")]
         _, there, how = await ask(other, on)
         assert (there, how) == (where, "continued")
+
+
+async def test_conversations_that_branch_at_once_are_never_mixed(begin: Any) -> None:
+    """Each answer is the one that a session of its own gives to the same messages."""
+    worker, door = await begin()
+    options: dict[str, Any] = {"temperature": 0.0, "max_tokens": 6}
+    chance = random.Random(5)
+    known: list[list[dict[str, Any]]] = [[]]
+    answers: list[tuple[list[dict[str, Any]], str]] = []
+    hows: list[str] = []
+
+    async def talk(own: random.Random) -> None:
+        for _ in range(6):
+            # On from any answer so far, or with one of its words changed.
+            messages = [*own.choice(known), user(f"{own.choice('abc')}?")]
+            if len(messages) > 2 and own.random() < 0.2:
+                at = own.randrange(len(messages) - 1)
+                messages[at] = messages[at] | {"content": messages[at]["content"] + "!"}
+            answer, _, how = await ask(door, messages, **options)
+            text = answer.choices[0].message.content
+            hows.append(how)
+            answers.append((messages, text))
+            known.append([*messages, assistant(text)])
+
+    await asyncio.gather(*(talk(random.Random(chance.random())) for _ in range(6)))
+    assert {"begun", "continued", "forked", "repeated"} <= set(hows)
+    biases = {int(token): bias for token, bias in LETTERS.items()}
+    for number, (messages, text) in enumerate(answers):
+        session = worker.client.session(f"fresh-{number}")
+        assert (await session.generate(messages=messages, max_tokens=6, logit_bias=biases)).text == text
+
+
+async def test_where_the_template_changes_earlier_text_no_fork_begins_at_a_stale_position(
+    local_worker: Start, door: Start, model_with_template: Callable[[str, str], Path]
+) -> None:
+    model = model_with_template("counting", "{{ messages | length }} said.\n" + CHAT_TEMPLATE)
+    worker = await local_worker(model=str(model))
+    served = await door(worker.settings.nats, worker.settings.prefix)
+    options: dict[str, Any] = {"temperature": 0.0, "max_tokens": 8}
+    messages = [user("One?")]
+    for number in range(3):
+        answer, _, how = await ask(served, messages, **options)
+        assert how == ("continued" if number else "begun")
+        messages += [assistant(answer.choices[0].message.content), user(f"And {number}?")]
+    changed = [*messages[:-3], user("Or?")]
+    answer, _, how = await ask(served, changed, **options)
+    assert how == "begun"
+    biases = {int(token): bias for token, bias in LETTERS.items()}
+    fresh = worker.client.session("fresh").generate(messages=changed, max_tokens=8, logit_bias=biases)
+    assert (await fresh).text == answer.choices[0].message.content
+    assert served.index.rewrites
 
 
 async def test_several_answers(begin: Any) -> None:
