@@ -115,3 +115,24 @@ async def test_a_malformed_call_is_text_and_a_stop(served: Any) -> None:
     assert "".join(texts) == TEXT[:40]
     none = await create(messages=[QUESTION], **options(CALL, tool_choice="none"))
     assert none.choices[0].message.content == TEXT
+
+
+async def test_structured_output_and_a_required_call_by_the_sdk(served: Any) -> None:
+    """The model is random: only a grammar makes such answers."""
+    create = served.openai.chat.completions.create
+    schema = {
+        "type": "object",
+        "properties": {"sky": {"enum": ["blue", "grey"]}},
+        "required": ["sky"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "sky", "strict": True, "schema": schema}}
+    answer = await create(model="m", messages=[QUESTION], response_format=form, max_tokens=60)
+    assert json.loads(answer.choices[0].message.content)["sky"] in ("blue", "grey")
+    tool = {"type": "function", "function": {"name": "look", "parameters": schema}}
+    answer = await create(
+        model="m", messages=[QUESTION], tools=[tool], tool_choice="required", max_tokens=200
+    )
+    call = answer.choices[0].message.tool_calls[0]
+    assert call.function.name == "look"
+    assert json.loads(call.function.arguments)["sky"] in ("blue", "grey")
