@@ -149,7 +149,9 @@ def _print_sessions(rows: list[SessionRow]) -> None:
 def _begins(row: SessionRow) -> str:
     """Say what a session begins with: a part of another one, or the user's first words."""
     forked = f"fork of {row.parent.session} at {row.parent.position}" if row.parent else ""
-    tags = "".join(f"[{tag}] " for tag in row.tags)
+    # The gateway's other tag is a digest, which tells nobody anything.
+    shown = row.tags[:1] if row.tags[:1] == ("gateway",) else row.tags
+    tags = "".join(f"[{tag}] " for tag in shown)
     return tags + ": ".join(filter(None, (forked, row.begins))) or "-"
 
 
