@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from turnkeep_client.messages import Called, Generated, Message, ToolCall
 
 #: Options of a generate that belong to the prompt.
-_RENDERED: Final = ("tools", "reasoning", "special_tokens")
+_RENDERED: Final = ("tools", "special_tokens")
 
 _ENCODER: Final = msgspec.json.Encoder(order="deterministic")
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from turnkeep_client.messages import CallPart, Chunk, Generated, TokenLogprob
 
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool")
+#: Most tokens of the reasoning, by `reasoning_effort`.
+_BUDGETS: Final = {"none": 0, "minimal": 64, "low": 512, "medium": 2048}
 #: Fields that would change the answer, and that no worker knows.
 _REFUSED: Final = ("audio", "functions", "function_call", "web_search_options")
 
@@ -73,6 +75,7 @@ class _Request(openai.Sampled, frozen=True, kw_only=True):
     tools: list[_Tool] | None = None
     tool_choice: str | _Chosen | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
     modalities: list[str] | None = None
     audio: Any = None
     functions: Any = None
@@ -97,6 +100,8 @@ def read(body: bytes) -> Turn:
         options |= {"logprobs": True, "top_logprobs": asked.top_logprobs or 0}
     elif asked.top_logprobs:
         raise refused("top_logprobs needs logprobs: true", "top_logprobs")
+    if asked.reasoning_effort in _BUDGETS:  # others, which are many, have no limit
+        options["reasoning"] = {"budget": _BUDGETS[asked.reasoning_effort]}
     streamed = asked.stream_options
     turn = Turn(
         messages=tuple(_message(one, number) for number, one in enumerate(asked.messages)),

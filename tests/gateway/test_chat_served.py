@@ -335,3 +335,12 @@ async def test_idle_conversations_are_removed(begin: Any) -> None:
 
     await until(is_forgotten)
     assert not door.index.sessions
+
+
+async def test_effort_limits_the_reasoning_and_is_no_part_of_the_conversation(begin: Any) -> None:
+    """This model marks no reasoning, so the limit has no effect on its answers."""
+    _, door = await begin()
+    first, session, _ = await ask(door, [user("Hello.")], reasoning_effort="low", seed=3)
+    said = [user("Hello."), assistant(first.choices[0].message.content), user("Go on.")]
+    _, again, how = await ask(door, said, reasoning_effort="high")
+    assert (again, how) == (session, "continued")
