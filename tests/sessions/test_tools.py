@@ -327,7 +327,7 @@ async def test_a_late_system_message_is_kept_in_its_place_by_every_template(
     await world.ask(ask(1, user("a")))
     await world.ask(ask(2, late, user("b")))
     assert "<|im_start|>system\nNow rhyme.<|im_end|>" in text_of(world)
-    strict = Tokenizer.from_folder(model_with_template("strict", STRICT))
+    strict = Tokenizer.from_folder(model_with_template("strict-roles", STRICT))
     world = world_of(strict, "One.", "Two.")
     await world.ask(ask(1, user("a")))
     await generated(world, ask(2, late, user("b")))

@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from typing import TypeAlias
 
+    from anyio.abc import TaskGroup
+
     from cache.kv.size import KvSize
     from cache.names.policy import Policy
     from cache.names.tokens import Tokens
@@ -309,8 +311,8 @@ class Engine:
                 return
             case NeedsKv():
                 # At once, and not behind the chunks to publish: these wait while NATS is away.
-                if run is not None and run.reads is not None and not run.is_abandoned:
-                    run.reads.start_soon(self._read, event, run)
+                if run is not None and not run.is_abandoned:
+                    run.needs.put_nowait(event)
                 return
             case Sampled(_, chunk):
                 self._telemetry.generated_tokens += 1
@@ -389,9 +391,10 @@ class Engine:
                 return run.is_stopped
             run.started_s = run.started_s or monotonic()
             turn.num_granted = run.num_granted
-            async with task_group() as run.reads:
+            async with task_group() as reads:
+                reads.start_soon(self._serve, run, reads)
                 is_over = await self._follow(run, turn, publish)
-                run.reads.cancel_scope.cancel()
+                reads.cancel_scope.cancel()
             return is_over
         finally:
             self._finder.release(run)
@@ -455,6 +458,14 @@ class Engine:
                     if self._stopping and not (over and run.is_complete):
                         raise StoppingError
                     return run.admitted is None
+
+    async def _serve(self, run: Run, reads: TaskGroup) -> None:
+        """Read the KV that a turn needs, until cancelled.
+
+        In a task of its own: where sniffio is installed, anyio starts no task from a callback of the loop.
+        """
+        while True:
+            reads.start_soon(self._read, await run.needs.get(), run)
 
     async def _read(self, needs: NeedsKv, run: Run) -> None:
         num_recalled = await self._finder.read(needs, run)

@@ -17,13 +17,11 @@ from .turn import LostKvError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from anyio.abc import TaskGroup
-
     from cache.names.policy import Policy
     from cache.store import HeldPrefix, StoredPast
     from worker.traces import Phase
 
-    from .turn import Turn, TurnEvent
+    from .turn import NeedsKv, Turn, TurnEvent
 
 #: How often a turn starts again after failed evaluations, without a token of its answer between.
 _MOST_LOST: Final = 3
@@ -42,7 +40,7 @@ class Run(Claim):
     The session may grow to `num_most` tokens, has memory for `num_granted`, and asks for `num_asked`.
     `admitted` is the request for that memory, and `room` the one for device memory of a restore; each is
     granted once its result is True. The snapshots `prefix` and `past` stay on disk until the turn is over;
-    `reads` are the tasks that read KV for it.
+    `needs` are the device's requests for KV, not served yet.
     """
 
     policy: Policy
@@ -55,7 +53,7 @@ class Run(Claim):
     room: asyncio.Future[bool] | None = None
     prefix: HeldPrefix | None = None
     past: StoredPast | None = None
-    reads: TaskGroup | None = None
+    needs: asyncio.Queue[NeedsKv] = field(default_factory=asyncio.Queue)
     turn: Turn | None = None
     events: asyncio.Queue[TurnEvent] = field(default_factory=asyncio.Queue)  # of the turn, not read yet
     num_cached: int = 0  # tokens of the turn's context that have KV
