@@ -24,7 +24,7 @@ from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.messages import Chunk, Generated
 from turnkeep_client.subjects import DEFAULT_TENANT
 
-from . import chat, completions, openai
+from . import anthropic, chat, completions, messages, openai
 from .conversations import Conversations, Found
 from .turn import Fault, fault_of
 
@@ -72,6 +72,8 @@ class _Dialect(NamedTuple):
 
 _CHAT: Final = _Dialect(chat.read, chat.whole, chat.Events, openai.error)
 _COMPLETIONS: Final = _Dialect(completions.read, completions.whole, completions.Events, openai.error)
+_MESSAGES: Final = _Dialect(messages.read, messages.whole, messages.Events, anthropic.error)
+_MESSAGES_PATH: Final = "/v1/messages"
 
 
 class Gateway:
@@ -101,6 +103,8 @@ class Gateway:
                 Route("/v1/models", self._models, methods=["GET"]),
                 Route("/v1/chat/completions", self._answering(_CHAT), methods=["POST"]),
                 Route("/v1/completions", self._answering(_COMPLETIONS), methods=["POST"]),
+                Route(_MESSAGES_PATH, self._answering(_MESSAGES), methods=["POST"]),
+                Route(f"{_MESSAGES_PATH}/count_tokens", self._count_tokens, methods=["POST"]),
             ],
             exception_handlers={Fault: _on_fault, TurnkeepError: _on_error, HTTPException: _on_http},
         )
@@ -123,6 +127,11 @@ class Gateway:
         model = await (await self._of(self._tenant(request))).model()
         one = {"id": model, "object": "model", "created": 0, "owned_by": "turnkeep"}
         return _json({"object": "list", "data": [one]})
+
+    async def _count_tokens(self, request: Request) -> Response:
+        conversations = await self._of(self._tenant(request))
+        turn = messages.read(await self._body(request))
+        return _json({"input_tokens": await conversations.count(turn)})
 
     def _answering(self, dialect: _Dialect) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
@@ -288,10 +297,11 @@ def _json(body: dict[str, Any], status: int = 200) -> Response:
     return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
 
 
-async def _on_fault(_: Request, fault: Exception) -> Response:
+async def _on_fault(request: Request, fault: Exception) -> Response:
     if not isinstance(fault, Fault):
         raise fault
-    return _json(openai.error(fault), fault.status)
+    of_messages = request.url.path.startswith(_MESSAGES_PATH)
+    return _json((anthropic if of_messages else openai).error(fault), fault.status)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

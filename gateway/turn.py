@@ -63,13 +63,16 @@ class Fault(Exception):  # noqa: N818  # an outcome that each dialect writes in 
         kind: str = "invalid_request_error",
         code: str | None = None,
         param: str | None = None,
+        overflow: tuple[int, int] | None = None,
     ) -> None:
+        """`overflow`: the tokens of a prompt that is too long, and the context, if these are known."""
         super().__init__(message)
         self.status = status
         self.message = message
         self.kind = kind
         self.code = code
         self.param = param
+        self.overflow = overflow
 
 
 def refused(message: str, param: str | None = None, code: str | None = None) -> Fault:
@@ -105,7 +108,7 @@ def fault_of(error: TurnkeepError) -> Fault:
     """Say an error of the protocol in HTTP's and OpenAI's words."""
     match error:
         case RequestFailedError(code="context_exceeded" | "memory_exceeded" as code):
-            return refused(_overflow(code, error.message), "messages", "context_length_exceeded")
+            return _too_long(code, error.message)
         case RequestFailedError(code="invalid_request"):
             return refused(error.message)
         case RequestFailedError(code="overloaded"):
@@ -117,14 +120,16 @@ def fault_of(error: TurnkeepError) -> Fault:
     return Fault(500, str(error), kind="server_error")
 
 
-def _overflow(code: str, message: str) -> str:
+def _too_long(code: str, message: str) -> Fault:
     """Use OpenAI's wording, which agents look for before they compact a conversation."""
+    words, overflow = f"is exceeded: {message}.", None
     if code == "context_exceeded" and (found := _OVERFLOW.search(message)):
-        return (
-            f"This model's maximum context length is {found[2]} tokens. However, your messages resulted in"
-            f" {found[1]} tokens. Please reduce the length of the messages."
-        )
-    return (
-        f"This model's maximum context length is exceeded: {message}. Please reduce the length of the"
-        " messages."
+        words = f"is {found[2]} tokens. However, your messages resulted in {found[1]} tokens."
+        overflow = int(found[1]), int(found[2])
+    return Fault(
+        400,
+        f"This model's maximum context length {words} Please reduce the length of the messages.",
+        param="messages",
+        code="context_length_exceeded",
+        overflow=overflow,
     )

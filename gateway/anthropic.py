@@ -1,0 +1,65 @@
+"""Errors, events and usage in the words of Anthropic's API. Pure."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from turnkeep_client.messages import Generated
+
+    from .turn import Fault
+
+_REASONS: Final = {"length": "max_tokens", "expired": "max_tokens", "tool_calls": "tool_use"}
+#: Anthropic's words for the kind of error; other statuses are an `api_error` or an invalid request.
+_KINDS: Final = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"} | {
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+#: Writing a cache costs nothing here.
+CACHE_USAGE: Final = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
+
+
+def error(fault: Fault) -> dict[str, Any]:
+    """Write a fault in Anthropic's shape."""
+    kind = _KINDS.get(fault.status, "api_error" if fault.status >= 500 else "invalid_request_error")
+    message = fault.message
+    if fault.code == "context_length_exceeded":
+        message = "prompt is too long"  # agents look for these words before they compact a conversation
+        if fault.overflow is not None:
+            num_tokens, limit = fault.overflow
+            # A prompt that fits, but without room for an answer, counts as one token more.
+            message += f": {max(num_tokens, limit + 1)} tokens > {limit} maximum"
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def usage(result: Generated) -> dict[str, Any]:
+    """Write the tokens of an answer. What is not read from a cache is an input."""
+    used = result.usage
+    return CACHE_USAGE | {
+        "input_tokens": used.prompt_tokens - used.cached_tokens,
+        "cache_read_input_tokens": used.cached_tokens,
+        "output_tokens": used.completion_tokens,
+    }
+
+
+def end(result: Generated) -> dict[str, Any]:
+    """Name the end of an answer. Which stop sequence ended it is unknown: that is the end of a turn too."""
+    return {"stop_reason": _REASONS.get(result.finish_reason, "end_turn"), "stop_sequence": None}
+
+
+def signature(texts: Iterable[str]) -> str:
+    """Sign reasoning, for clients that want a signature; nobody checks it."""
+    return blake2b("".join(texts).encode(), digest_size=32).hexdigest()
+
+
+def event(type: str, **fields: Any) -> bytes:  # noqa: A002  # as the events have it
+    """Write one event of a stream."""
+    body = {"type": type, **fields}
+    return f"event: {type}\ndata: ".encode() + msgspec.json.encode(body) + b"\n\n"

@@ -1,0 +1,324 @@
+"""The dialect of `/v1/messages`, which is Anthropic's API: a request into a turn, an answer out. Pure."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+from msgspec import Struct
+
+from turnkeep_client.errors import InvalidMessageError
+from turnkeep_client.messages import Function, Message, ToolCall, encode
+
+from . import anthropic, openai
+from .turn import Turn, check, decoded, refused
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from turnkeep_client.messages import CallPart, Chunk, Generated
+
+    from .turn import Fault
+
+#: A line of some clients' system prompts that changes by request, and tells the model nothing.
+_BILLING: Final = re.compile(r"x-anthropic-billing-header[^\n]*\n*")
+#: Fields that would change the answer, and that no worker knows.
+_REFUSED: Final = ("mcp_servers", "container")
+_CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
+
+
+class _Block(Struct, frozen=True):
+    type: str
+    text: str | None = None
+    id: str = ""
+    name: str = ""
+    input: dict[str, Any] | None = None
+    tool_use_id: str = ""
+    content: str | list[_Block] | None = None
+    is_error: bool | None = None
+
+
+class _Message(Struct, frozen=True):
+    role: str
+    content: str | list[_Block]
+
+
+class _Tool(Struct, frozen=True):
+    name: str = ""
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class _Choice(Struct, frozen=True):
+    type: str
+    name: str = ""
+    disable_parallel_tool_use: bool | None = None
+
+
+class _Thinking(Struct, frozen=True):
+    type: str
+    budget_tokens: int | None = None
+
+
+class _Format(Struct, frozen=True):
+    type: str
+    schema: dict[str, Any] | None = None
+
+
+class _OutputConfig(Struct, frozen=True):
+    format: _Format | None = None
+
+
+class _Request(openai.Sampled, frozen=True, kw_only=True):
+    """Anthropic's fields, and those of OpenAI's that decide how tokens are drawn."""
+
+    messages: list[_Message]
+    system: str | list[_Block] | None = None
+    stop_sequences: list[str] | None = None
+    tools: list[_Tool] | None = None
+    tool_choice: _Choice | None = None
+    thinking: _Thinking | None = None
+    output_config: _OutputConfig | None = None
+    mcp_servers: Any = None
+    container: Any = None
+
+
+_DECODER: Final = msgspec.json.Decoder(_Request)
+
+
+def read(body: bytes) -> Turn:
+    """Read a request. Raises `Fault`."""
+    asked = decoded(_DECODER, body)
+    openai.refuse(asked, _REFUSED)
+    if not asked.messages:
+        raise refused("messages is empty", "messages")
+    if asked.messages[-1].role == "assistant":
+        raise refused("the last message is the assistant's: an answer cannot be prefilled", "messages")
+    options = openai.sampling(asked, asked.max_tokens) | _tools(asked)
+    if asked.stop_sequences:
+        options["stop"] = asked.stop_sequences
+    if (budget := _budget(asked.thinking)) is not None:
+        options["reasoning"] = {"budget": budget}
+    if asked.output_config and (form := asked.output_config.format):
+        described = {"schema": form.schema, "strict": False}
+        options["response_format"] = {"type": form.type, form.type: described}
+    messages = _system(asked.system)
+    for number, given in enumerate(asked.messages):
+        where = f"messages[{number}]"
+        try:
+            messages += _messages(given, where)
+        except (ValueError, InvalidMessageError) as error:
+            raise refused(str(error), where) from None
+    turn = Turn(messages=tuple(messages), options=options, model=asked.model, stream=bool(asked.stream))
+    return check(turn)
+
+
+def _budget(thinking: _Thinking | None) -> int | None:
+    if thinking is None or thinking.type not in {"disabled", "enabled"}:
+        return None  # as much as the model likes
+    if thinking.type == "enabled" and thinking.budget_tokens is None:
+        raise refused("enabled thinking needs budget_tokens", "thinking.budget_tokens")
+    return 0 if thinking.type == "disabled" else thinking.budget_tokens
+
+
+def _system(given: str | list[_Block] | None) -> list[Message]:
+    first, *rest = _blocks(given or "")
+    if _BILLING.match(first.text or ""):
+        first = _Block("text", _BILLING.sub("", first.text or "", count=1))
+    text = _joined([first, *rest], "system")
+    return [Message("system", text)] if text else []
+
+
+def _blocks(content: str | list[_Block]) -> list[_Block]:
+    return [_Block("text", content)] if isinstance(content, str) else content
+
+
+def _joined(blocks: list[_Block], where: str) -> str:
+    return "".join(_text(block, where) for block in blocks)
+
+
+def _messages(given: _Message, where: str) -> list[Message]:
+    """Return what a message is here: each result of a tool is a message of its own."""
+    blocks = _blocks(given.content)
+    match given.role:
+        case "assistant":
+            return [_said(blocks, where)]
+        case "user":
+            return _asked(blocks, where)
+        case "system":
+            return [Message("system", _joined(blocks, where))]
+    raise refused(f"the role {given.role!r} is not one of user, assistant, system", f"{where}.role")
+
+
+def _said(blocks: list[_Block], where: str) -> Message:
+    calls = tuple(
+        ToolCall(id=block.id, function=Function(block.name, encode(block.input or {}).decode()))
+        for block in blocks
+        if block.type == "tool_use"
+    )
+    silent = {"tool_use", "thinking", "redacted_thinking"}
+    text = _joined([block for block in blocks if block.type not in silent], where)
+    return Message("assistant", text, None, calls)
+
+
+def _asked(blocks: list[_Block], where: str) -> list[Message]:
+    found, texts = [], []
+    for block in blocks:
+        if block.type != "tool_result":
+            texts.append(_text(block, where))
+            continue
+        if texts:
+            found.append(Message("user", "".join(texts)))
+            texts = []
+        text = ("Error: " if block.is_error else "") + _joined(_blocks(block.content or ""), where)
+        found.append(Message("tool", text, None, (), block.tool_use_id or None))
+    if texts or not found:
+        found.append(Message("user", "".join(texts)))
+    return found
+
+
+def _text(block: _Block, where: str) -> str:
+    if block.type != "text" or block.text is None:
+        raise refused(f"blocks of the type {block.type} are not supported here", f"{where}.content")
+    return block.text
+
+
+def _tools(asked: _Request) -> dict[str, Any]:
+    """Return the fields about tools. Tools that Anthropic's servers would run are left out."""
+    tools = []
+    for tool in asked.tools or ():
+        if tool.type in (None, "custom"):
+            more = {"description": tool.description, "parameters": tool.input_schema, "strict": tool.strict}
+            given = {name: value for name, value in more.items() if value is not None}
+            tools.append({"type": "function", "function": {"name": tool.name, **given}})
+    choice = asked.tool_choice or _Choice("auto")
+    if not tools:
+        if choice.type in {"auto", "none"}:
+            return {}
+        raise refused("tool_choice needs tools", "tool_choice")
+    options: dict[str, Any] = {"tools": tools}
+    if choice.type == "tool":
+        options["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+    elif choice.type in _CHOICES:
+        options["tool_choice"] = _CHOICES[choice.type]
+    else:
+        raise refused(f"a tool_choice of the type {choice.type} is not supported", "tool_choice")
+    if choice.disable_parallel_tool_use:
+        options["parallel_tool_calls"] = False
+    return options
+
+
+def whole(turn: Turn, answer_id: str, created: int, results: Sequence[Generated]) -> dict[str, Any]:  # noqa: ARG001  # as of other dialects
+    """Write the answer to a request without `stream`."""
+    (result,) = results
+    content: list[dict[str, Any]] = []
+    if result.reasoning:
+        signature = anthropic.signature([result.reasoning])
+        content.append({"type": "thinking", "thinking": result.reasoning, "signature": signature})
+    if result.text.strip():
+        content.append({"type": "text", "text": result.text})
+    for call in result.tool_calls:
+        arguments = _object(call.function.arguments)
+        content.append({"type": "tool_use", "id": call.id, "name": call.function.name, "input": arguments})
+    return {**_head(turn, answer_id, content), **anthropic.end(result), "usage": anthropic.usage(result)}
+
+
+class Events:
+    """Writes the events of one stream: blocks one after the other, each with a start and a stop."""
+
+    heartbeat: Final = b'event: ping\ndata: {"type":"ping"}\n\n'
+
+    def __init__(self, turn: Turn, answer_id: str, created: int) -> None:  # noqa: ARG002  # as of other dialects
+        self._head = _head(turn, answer_id, [])
+        #: The number of the open or last block, and what it is: a call has its number.
+        self._number = -1
+        self._open: str | int | None = None
+        self._reasoning: list[str] = []
+        #: White space before a text, which is sent only with the text: a block of nothing else is refused.
+        self._space = ""
+
+    def start(self, index: int) -> bytes:  # noqa: ARG002  # there is one answer
+        """Write what comes before the answer."""
+        usage = {**anthropic.CACHE_USAGE, "input_tokens": 0, "output_tokens": 0}
+        head = {**self._head, "stop_reason": None, "stop_sequence": None, "usage": usage}
+        return anthropic.event("message_start", message=head)
+
+    def chunk(self, index: int, chunk: Chunk) -> bytes:  # noqa: ARG002  # there is one answer
+        """Write a part of the answer; empty if there is nothing to say."""
+        written = b""
+        if chunk.reasoning:
+            empty = {"type": "thinking", "thinking": "", "signature": ""}
+            written += self._block("thinking", empty) + self._delta("thinking", chunk.reasoning)
+            self._reasoning.append(chunk.reasoning)
+        if text := self._shown(chunk.text):
+            written += self._block("text", {"type": "text", "text": ""}) + self._delta("text", text)
+        return written + b"".join(self._call(part) for part in chunk.tool_calls)
+
+    def finish(self, index: int, result: Generated) -> bytes:  # noqa: ARG002  # there is one answer
+        """Write the end of the answer."""
+        return self._stop() + anthropic.event(
+            "message_delta", delta=anthropic.end(result), usage=anthropic.usage(result)
+        )
+
+    def end(self, results: Sequence[Generated]) -> bytes:  # noqa: ARG002  # each result is written already
+        """Write the end of the stream."""
+        return anthropic.event("message_stop")
+
+    def error(self, fault: Fault) -> bytes:
+        """Write an error, after which nothing comes."""
+        return anthropic.event(**anthropic.error(fault))
+
+    def _shown(self, text: str) -> str:
+        if self._open == "text":
+            return text
+        text = self._space + text
+        self._space = "" if text.strip() else text
+        return "" if self._space else text
+
+    def _call(self, part: CallPart) -> bytes:
+        written = b""
+        if part.name is not None:
+            call = {"type": "tool_use", "id": part.id, "name": part.name}
+            written = self._block(part.index, {**call, "input": {}})
+        return written + (
+            self._delta("input_json", part.arguments, "partial_json") if part.arguments else b""
+        )
+
+    def _block(self, kind: str | int, empty: dict[str, Any]) -> bytes:
+        """Open a block, unless it is open; the one before it ends."""
+        if kind == self._open:
+            return b""
+        before = self._stop()
+        self._open = kind
+        self._number += 1
+        return before + anthropic.event("content_block_start", index=self._number, content_block=empty)
+
+    def _delta(self, kind: str, text: str, field: str | None = None) -> bytes:
+        delta = {"type": f"{kind}_delta", field or kind: text}
+        return anthropic.event("content_block_delta", index=self._number, delta=delta)
+
+    def _stop(self) -> bytes:
+        if self._open is None:
+            return b""
+        signed = b""
+        if self._open == "thinking":
+            signed = self._delta("signature", anthropic.signature(self._reasoning))
+            self._reasoning = []
+        self._open = None
+        return signed + anthropic.event("content_block_stop", index=self._number)
+
+
+def _head(turn: Turn, answer_id: str, content: list[dict[str, Any]]) -> dict[str, Any]:
+    answer = {"id": f"msg_{answer_id}", "type": "message", "role": "assistant", "model": turn.model}
+    return {**answer, "content": content}
+
+
+def _object(arguments: str) -> dict[str, Any]:
+    try:
+        found = msgspec.json.decode(arguments)
+    except (msgspec.DecodeError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {"arguments": found}

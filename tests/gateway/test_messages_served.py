@@ -1,0 +1,425 @@
+"""Anthropic's API over HTTP: the same conversations and streams, in its words."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import httpx2
+import pytest
+from parts import make_tiny_model
+
+from gateway import anthropic, boundaries, messages
+from gateway.keys import Keys
+from gateway.turn import Fault, fault_of
+from turnkeep_client.errors import NoServerError, RequestFailedError
+from turnkeep_client.messages import (
+    Called,
+    CalledFunction,
+    CallPart,
+    Chunk,
+    Generated,
+    Seconds,
+    Usage,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+Start = Any
+PATH = "/v1/messages"
+TEXT = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>'
+#: The ids of the tokens that are a call and the end of a turn.
+CALL, END = 259, 2
+#: So that answers are text that comes back as it was.
+LETTERS = {str(token): 100 for token in range(68, 90)} | {str(END): -100, str(CALL): -100}
+TOOL = {
+    "name": "weather",
+    "description": "The weather in a city",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
+BILLING = "x-anthropic-billing-header: cc_version=2.1.{}; cc_entrypoint=cli;"
+SYSTEM = [{"type": "text", "text": "Answer in rhymes."}]
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content}
+
+
+def text(said: str, **more: Any) -> dict[str, Any]:
+    return {"type": "text", "text": said, **more}
+
+
+def result(content: Any, **more: Any) -> dict[str, Any]:
+    return {"type": "tool_result", "tool_use_id": "c1", "content": content, **more}
+
+
+def read(*said: dict[str, Any], **more: Any) -> Any:
+    return messages.read(json.dumps({"messages": said or [user("a")], "max_tokens": 5, **more}).encode())
+
+
+def end_of(*said: dict[str, Any], **more: Any) -> bytes:
+    turn = read(*said, **more)
+    return boundaries.chain(turn.messages, turn.options)[-1]
+
+
+def generated(reason: str = "stop", **more: Any) -> Generated:
+    usage = Usage(prompt_tokens=10, cached_tokens=7, prefilled_tokens=3, completion_tokens=5)
+    seconds = Seconds(queued=0, prefill=0, first_token=0, total=0)
+    fields: dict[str, Any] = {"text": "Yes.", "tokens": (1,), "finish_reason": reason, **more}
+    return Generated(id="g", seq=1, position=3, usage=usage, seconds=seconds, kv_live_bytes=0, **fields)
+
+
+def events(written: str) -> list[dict[str, Any]]:
+    """Read a stream; each event's name is its type."""
+    found = []
+    for one in written.strip().split("\n\n"):
+        name, _, body = one.partition("\ndata: ")
+        found.append(json.loads(body))
+        assert name == f"event: {found[-1]['type']}"
+    return found
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import AutoTokenizer
+
+    folder = make_tiny_model(tmp_path_factory.mktemp("messages") / "messages", vocab_size=260)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.add_tokens([TEXT]) == 1
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+async def served(local_worker: Start, door: Start, model: Path) -> Any:
+    worker = await local_worker(model=str(model))
+    return await door(worker.settings.nats, worker.settings.prefix)
+
+
+@pytest.fixture
+async def http(served: Any) -> AsyncIterator[httpx2.AsyncClient]:
+    async with httpx2.AsyncClient(base_url=served.url, timeout=20) as client:
+        yield client
+
+
+def body(*said: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"model": "m", "max_tokens": 8, "messages": said, "logit_bias": LETTERS, **more}
+
+
+async def ask(http: httpx2.AsyncClient, *said: dict[str, Any], **more: Any) -> tuple[dict[str, Any], str]:
+    """Return the answer, and how its session was found."""
+    answer = await http.post(f"{PATH}?beta=true", json=body(*said, **more))
+    assert answer.status_code == 200, answer.text
+    return answer.json(), answer.headers["x-turnkeep-session"].split()[1]
+
+
+async def test_an_answer(http: httpx2.AsyncClient) -> None:
+    answer, how = await ask(http, user("Hello."), system="Answer in rhymes.")
+    (block,) = answer["content"]
+    assert (block["type"], len(block["text"]), how) == ("text", 8, "begun")
+    again, _ = await ask(http, user("Hello."), system="Answer in rhymes.")
+    assert answer["id"].startswith("msg_")
+    assert answer["id"] != again["id"]
+    assert {name: answer[name] for name in ("type", "role", "model", "stop_reason", "stop_sequence")} == {
+        "type": "message",
+        "role": "assistant",
+        "model": "m",
+        "stop_reason": "max_tokens",
+        "stop_sequence": None,
+    }
+    assert answer["usage"].keys() == {
+        "input_tokens",
+        "output_tokens",
+        "cache_read_input_tokens",
+        "cache_creation_input_tokens",
+    }
+    assert answer["usage"]["output_tokens"] == 8
+
+
+async def test_a_stream_says_the_same_as_an_answer(http: httpx2.AsyncClient) -> None:
+    more = {"seed": 5, "temperature": 0.9, "max_tokens": 30}
+    whole, _ = await ask(http, user("Hello."), **more)
+    streamed = await http.post(PATH, json=body(user("Hello."), stream=True, **more))
+    assert streamed.headers["content-type"].startswith("text/event-stream")
+    first, opened, *deltas, closed, last, stopped = events(streamed.text)
+    assert (first["type"], first["message"]["content"]) == ("message_start", [])
+    assert opened == {"type": "content_block_start", "index": 0, "content_block": text("")}
+    assert {(one["type"], one["index"], one["delta"]["type"]) for one in deltas} == {
+        ("content_block_delta", 0, "text_delta")
+    }
+    assert "".join(one["delta"]["text"] for one in deltas) == whole["content"][0]["text"]
+    assert closed == {"type": "content_block_stop", "index": 0}
+    assert last["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
+    assert (last["usage"]["output_tokens"], stopped) == (30, {"type": "message_stop"})
+
+
+async def test_of_a_conversation_that_is_sent_whole_only_what_is_new_is_prefilled(
+    http: httpx2.AsyncClient,
+) -> None:
+    """Contents are strings once and blocks the next time; cache markers and the billing line move."""
+    said, before = [], 0
+    for number in range(6):
+        said.append(user(f"And number {number}?"))
+        marked = text(said[-1]["content"], cache_control={"type": "ephemeral"})
+        sent = [*said[:-1], user([marked])] if number % 2 else said
+        system = [text(BILLING.format(number)), *SYSTEM]
+        answer, how = await ask(http, *sent, system=system)
+        assert how == ("continued" if number else "begun")
+        used = answer["usage"]
+        num_prompt = used["input_tokens"] + used["cache_read_input_tokens"]
+        # The answer's last token has no KV yet.
+        assert used["input_tokens"] == num_prompt - before + bool(number)
+        before = num_prompt + 8
+        thinking = {"type": "thinking", "thinking": "Hm.", "signature": "s"}
+        hidden = {"type": "redacted_thinking", "data": "x"}
+        said.append(assistant([thinking, hidden, *answer["content"]]))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_and_its_result(http: httpx2.AsyncClient, *, stream: bool) -> None:
+    more = {"tools": [TOOL], "temperature": 0, "max_tokens": 1}
+    called = body(user("Weather?"), **more, logit_bias={str(CALL): 100}, stream=stream)
+    first = await http.post(PATH, json=called)
+    if stream:
+        opened, *deltas = events(first.text)[1:-3]
+        call, last = opened["content_block"], events(first.text)[-2]
+        call["input"] = json.loads("".join(one["delta"]["partial_json"] for one in deltas))
+        used = last["usage"]
+        assert last["delta"]["stop_reason"] in {"tool_use", "max_tokens"}
+    else:
+        (call,) = first.json()["content"]
+        used = first.json()["usage"]
+        assert first.json()["stop_reason"] in {"tool_use", "max_tokens"}
+    assert (call["type"], call["name"], call["input"]) == ("tool_use", "weather", {"city": "Rome", "days": 2})
+    call["input"] = {"days": 2, "city": "Rome"}
+    answered = {"type": "tool_result", "tool_use_id": call["id"], "content": [text("sunny")]}
+    said = user("Weather?"), assistant([call]), user([answered, text("Well?")])
+    second, how = await ask(http, *said, **more)
+    assert how == "continued"
+    before = used["input_tokens"] + used["cache_read_input_tokens"] + used["output_tokens"]
+    assert second["usage"]["cache_read_input_tokens"] == before - 1
+
+
+async def test_tokens_are_counted_without_an_answer(served: Any, http: httpx2.AsyncClient) -> None:
+    answer, _ = await ask(http, user("Hello."), system=SYSTEM)
+    asked = {"model": "m", "messages": [user("Hello.")], "system": SYSTEM}
+    counted = await http.post(f"{PATH}/count_tokens", json=asked)
+    used = answer["usage"]
+    assert counted.json() == {"input_tokens": used["input_tokens"] + used["cache_read_input_tokens"]}
+    more = await http.post(f"{PATH}/count_tokens", json={**asked, "tools": [TOOL]})
+    assert more.json()["input_tokens"] > counted.json()["input_tokens"] + 20
+    assert len(served.index.sessions) == 1
+
+
+async def test_errors_have_anthropics_shape(http: httpx2.AsyncClient) -> None:
+    picture = {"type": "image", "source": {"type": "base64", "data": ""}}
+    for sent, says in [
+        (body(user([picture])), "image"),
+        (body(user([{"type": "document", "source": {}}])), "document"),
+        (body(user([result([picture])])), "image"),
+        (body({"role": "tool", "content": "a"}), "role"),
+        (body(user("a"), assistant("b")), "prefilled"),
+        (body(), "empty"),
+        (body(user("a"), tool_choice={"type": "any"}), "tools"),
+        (body(user("a"), tools=[TOOL], tool_choice={"type": "tool", "name": "x"}), "tool_choice"),
+        (body(user("a"), mcp_servers=[{"url": "x"}]), "mcp_servers"),
+        (body(user("a"), thinking={"type": "enabled"}), "budget_tokens"),
+        (body(user("a"), max_tokens=0), "max_tokens"),
+        ({"messages": 1}, "messages"),
+    ]:
+        for path in (PATH, f"{PATH}/count_tokens"):
+            answer = await http.post(path, json=sent)
+            error = answer.json()["error"]
+            assert (answer.status_code, answer.json()["type"]) == (400, "error"), sent
+            assert error.keys() == {"type", "message"}
+            assert (error["type"], says in error["message"]) == ("invalid_request_error", True), error
+    answer = await http.get(PATH)
+    assert (answer.status_code, answer.json()["type"]) == (405, "error")
+    for stream in (False, True):
+        answer = await http.post(PATH, json=body(user("word " * 500), stream=stream))
+        assert answer.status_code == 400
+        found = answer.json()["error"]
+        assert found["type"] == "invalid_request_error"
+        head, _, tail = found["message"].partition(" tokens > ")
+        assert (head.removeprefix("prompt is too long: ").isdigit(), tail) == (True, "2048 maximum")
+
+
+async def test_a_key_is_needed(served: Any, http: httpx2.AsyncClient, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("secret-1 acme\n")
+    served.gateway._keys = Keys.read(tmp_path / "keys")
+    refused = await http.post(PATH, json=body(user("a")))
+    assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
+    taken = await http.post(PATH, json=body(user("a")), headers={"x-api-key": "secret-1"})
+    assert taken.status_code == 200
+
+
+def test_messages_are_read() -> None:
+    turn = read(
+        user("Weather?"),
+        assistant(
+            [text("One"), text(" moment."), {"type": "tool_use", "id": "c1", "name": "f", "input": {}}]
+        ),
+        user([result("sunny"), result([text("no"), text("pe")], is_error=True), text("Well?")]),
+        {"role": "system", "content": [text("Be short.")]},
+        user("Go on."),
+        system=[text(BILLING.format(1)), text("A"), text("B")],
+    )
+    found = [(one.role, one.content, one.tool_call_id) for one in turn.messages]
+    assert found == [
+        ("system", "AB", None),
+        ("user", "Weather?", None),
+        ("assistant", "One moment.", None),
+        ("tool", "sunny", "c1"),
+        ("tool", "Error: nope", "c1"),
+        ("user", "Well?", None),
+        ("system", "Be short.", None),
+        ("user", "Go on.", None),
+    ]
+    assert turn.messages[2].tool_calls[0].function.arguments == "{}"
+    assert read(system=BILLING.format(1) + "\n\nA").messages[0].content == "A"
+    assert [one.role for one in read(system=[text(BILLING.format(1))]).messages] == ["user"]
+
+
+def test_options_are_read() -> None:
+    turn = read(
+        max_tokens=2**40,
+        stop_sequences=["a"],
+        temperature=0.5,
+        top_p=0.9,
+        top_k=7,
+        tools=[TOOL, {"type": "web_search_20250305", "name": "web_search"}],
+        tool_choice={"type": "any", "disable_parallel_tool_use": True},
+        thinking={"type": "enabled", "budget_tokens": 99},
+        output_config={"effort": "high", "format": {"type": "json_schema", "schema": {"type": "object"}}},
+        metadata={"user_id": "u"},
+        service_tier="auto",
+        context_management={"edits": []},
+        betas=["x"],
+    )
+    expected = {
+        "max_tokens": 2**31 - 1,
+        "stop": ["a"],
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 7,
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "reasoning": {"budget": 99},
+        "own_sampling": True,
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"schema": {"type": "object"}, "strict": False},
+        },
+    }
+    (tool,) = turn.options["tools"]
+    assert tool["function"]["parameters"] == TOOL["input_schema"]
+    assert {name: value for name, value in turn.options.items() if name != "tools"} == expected
+    assert read(thinking={"type": "disabled"}).options["reasoning"] == {"budget": 0}
+    assert "reasoning" not in read(thinking={"type": "adaptive"}).options
+    named = read(tools=[TOOL], tool_choice={"type": "tool", "name": "weather"})
+    assert named.options["tool_choice"] == {"type": "function", "function": {"name": "weather"}}
+    assert "tools" not in read(tools=[{"type": "web_search_20250305", "name": "web_search"}]).options
+
+
+def test_what_clients_change_makes_no_other_conversation() -> None:
+    thinking = {"type": "thinking", "thinking": "Hm.", "signature": "s"}
+    plain = end_of(user("Hello."), assistant("Yes."), user("Well?"), system="A")
+    marked = text("Hello.", cache_control={"type": "ephemeral"})
+    system = [text(BILLING.format(7)), text("A", cache_control={"type": "ephemeral"})]
+    same = end_of(user([marked]), assistant([thinking, text("Yes.")]), user("Well?"), system=system)
+    assert plain == same
+    assert plain != end_of(user("Hello."), assistant("Yes."), user("Well!"), system="A")
+
+
+def test_the_blocks_of_an_answer_and_of_its_stream() -> None:
+    call = Called(id="c1", function=CalledFunction(name="f", arguments='{"a": 1}'))
+    done = generated("tool_calls", text="\n\nSo.", reasoning="Hm.", tool_calls=(call,))
+    whole = messages.whole(read(), "x", 5, [done])
+    thinking, said, used = whole["content"]
+    assert (thinking["thinking"], len(thinking["signature"])) == ("Hm.", 64)
+    assert (said["text"], used) == (
+        "\n\nSo.",
+        {"type": "tool_use", "id": "c1", "name": "f", "input": {"a": 1}},
+    )
+    assert (whole["stop_reason"], whole["usage"]["input_tokens"]) == ("tool_use", 3)
+    writer = messages.Events(read(), "x", 5)
+    chunks = [
+        Chunk(0, (1,), "", reasoning="H"),
+        Chunk(1, (1,), "\n\n", reasoning="m."),
+        Chunk(2, (1,), "So."),
+        Chunk(3, (1,), "", tool_calls=(CallPart(0, "c1", "f"), CallPart(0, arguments='{"a": '))),
+        Chunk(4, (1,), "\n", tool_calls=(CallPart(0, arguments="1}"),)),
+    ]
+    written = b"".join(writer.chunk(0, chunk) for chunk in chunks) + writer.finish(0, done)
+    found = events(written.decode())
+    assert [(one["type"].removeprefix("content_block_"), one.get("index")) for one in found] == [
+        ("start", 0),
+        *[("delta", 0)] * 3,
+        ("stop", 0),
+        ("start", 1),
+        ("delta", 1),
+        ("stop", 1),
+        ("start", 2),
+        *[("delta", 2)] * 2,
+        ("stop", 2),
+        ("message_delta", None),
+    ]
+    assert found[3]["delta"] == {"type": "signature_delta", "signature": thinking["signature"]}
+    assert found[6]["delta"] == {"type": "text_delta", "text": "\n\nSo."}
+    assert events(writer.heartbeat.decode()) == [{"type": "ping"}]
+    assert events(writer.error(Fault(500, "broken")).decode())[0]["error"]["type"] == "api_error"
+
+
+@pytest.mark.parametrize(
+    ("reason", "shown"),
+    [
+        ("stop", "end_turn"),
+        ("length", "max_tokens"),
+        ("tool_calls_malformed", "end_turn"),
+        ("cancelled", "end_turn"),
+        ("expired", "max_tokens"),
+    ],
+)
+def test_reasons(reason: str, shown: str) -> None:
+    assert messages.whole(read(), "x", 5, [generated(reason)])["stop_reason"] == shown
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "says"),
+    [
+        (
+            fault_of(
+                RequestFailedError(
+                    "context_exceeded",
+                    "the session would hold 9 tokens and 1 new ones, the context is 9: no",
+                    retryable=False,
+                )
+            ),
+            "invalid_request_error",
+            "prompt is too long: 10 tokens > 9 maximum",
+        ),
+        (
+            fault_of(RequestFailedError("memory_exceeded", "no", retryable=False)),
+            "invalid_request_error",
+            "prompt is too long",
+        ),
+        (
+            fault_of(RequestFailedError("overloaded", "wait", retryable=True)),
+            "rate_limit_error",
+            None,
+        ),
+        (fault_of(NoServerError("nobody")), "overloaded_error", "nobody"),
+        (Fault(413, "large"), "request_too_large", "large"),
+        (Fault(403, "no"), "permission_error", "no"),
+    ],
+)
+def test_kinds_of_errors(fault: Fault, kind: str, says: str | None) -> None:
+    error = anthropic.error(fault)["error"]
+    assert error["type"] == kind
+    assert error["message"] == (says or fault.message)
