@@ -1,1 +1,1 @@
-"""HTTP for agents and tools: OpenAI's and Anthropic's APIs in front of durable sessions. Imports only `protocol`."""
+"""HTTP for agents: OpenAI's and Anthropic's APIs in front of durable sessions. Imports only `protocol`."""
