@@ -56,12 +56,19 @@ async def said(worker: WorkerProcess) -> tuple[tuple[int, ...], int]:
 
 
 def traces(data_dir: Path, tokens: list[int]) -> set[str]:
-    """Name the folders that show the text or its tokens. NATS keeps the log: that is not the cache's."""
+    """Name the folders that show the text or its tokens, but for NATS's, which has the log.
+
+    The NATS server replaces its files meanwhile, so they are not read.
+    """
     packed = pack(tokens[20:28])
     told = (b"xylophone-7431", packed, packed.hex().encode())
-    files = [path for path in data_dir.rglob("*") if path.is_file()]
-    found = {path for path in files if any(one in path.read_bytes() for one in told)}
-    return {path.relative_to(data_dir).parts[0] for path in found} - {"nats"}
+    folders = [folder for folder in data_dir.iterdir() if folder.name != "nats"]
+    return {
+        folder.name
+        for folder in folders
+        for path in (folder, *folder.rglob("*"))
+        if path.is_file() and any(one in path.read_bytes() for one in told)
+    }
 
 
 def lines(worker: WorkerProcess, event: str) -> list[dict[str, Any]]:
