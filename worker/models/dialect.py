@@ -110,7 +110,7 @@ def dialect_of(template: str, vocabulary: Collection[str]) -> Dialect:
         reasoning = ("<|channel>thought", "<channel|>")
     renders = re.search(r"\btools\b", template) is not None
     if not renders:
-        return Dialect(reasoning, GENERIC, parse_json, is_json=True)
+        return Dialect(reasoning, GENERIC, _parse_json, is_json=True)
     if _DEEPSEEK[0] in template:
         begin, sep, end = map(_deepseek, ("tool call begin", "tool sep", "tool call end"))
         fenced = (f"{begin}function{sep}NAME\n```json\n", f"\n```{end}")
@@ -133,7 +133,7 @@ def dialect_of(template: str, vocabulary: Collection[str]) -> Dialect:
             renders_tools=True,
             form=('{"name": "NAME", "parameters": ', "}"),
         )
-    return Dialect(reasoning, GENERIC, parse_json, is_json=True, renders_tools=True)
+    return Dialect(reasoning, GENERIC, _parse_json, is_json=True, renders_tools=True)
 
 
 class _Foreign:
@@ -147,7 +147,7 @@ class _Foreign:
         return [_checked(call) for call in (found if isinstance(found, list) else [found])]
 
 
-def parse_json(text: str, _tools: Sequence[Mapping[str, Any]] = ()) -> list[ParsedCall]:
+def _parse_json(text: str, _tools: Sequence[Mapping[str, Any]] = ()) -> list[ParsedCall]:
     """Parse one JSON object with `name` and `arguments`. Raises `ValueError`."""
     return [_checked(json.loads(text))]
 
@@ -186,10 +186,10 @@ def _checked(call: Any) -> ParsedCall:
     if not isinstance(arguments, dict):
         raise ValueError("the arguments of a call must be an object")  # noqa: TRY004
     own = call.get("id")
-    return ParsedCall(call["name"], as_json(arguments), own if isinstance(own, str) and own else None)
+    return ParsedCall(call["name"], _as_json(arguments), own if isinstance(own, str) and own else None)
 
 
-def as_json(arguments: Mapping[str, Any]) -> str:
+def _as_json(arguments: Mapping[str, Any]) -> str:
     """Return arguments as JSON. Raises `ValueError` for numbers that JSON does not have."""
     return json.dumps(arguments, ensure_ascii=False, allow_nan=False)
 

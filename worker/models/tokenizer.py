@@ -150,20 +150,24 @@ class Tokenizer:
         `is_begun` says that messages come before these.
         """
         found: list[dict[str, Any]] = []
-        for number, message in enumerate(messages):
-            if message.get("tool_calls"):
-                if not self.dialect.renders_tools:
-                    message = with_calls(message)  # noqa: PLW2901
-                elif self._takes_objects:
-                    message = with_objects(message)  # noqa: PLW2901
+        for number, given in enumerate(messages):
+            message = self._with_calls(given)
             is_late = message["role"] in ("system", "developer") and (is_begun or number > 0)
             if is_late and not self._takes_late_system:
-                message = {"role": "user", "content": f"<system>\n{message['content']}\n</system>"}  # noqa: PLW2901
+                message = {"role": "user", "content": f"<system>\n{message['content']}\n</system>"}
             elif found and message["role"] == "user" and found[-1].get("content", "").endswith("</system>"):
                 said = f"{found.pop()['content']}\n\n{message['content']}"
-                message = {**message, "content": said}  # noqa: PLW2901
+                message = {**message, "content": said}
             found.append(message)
         return found
+
+    def _with_calls(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return a message with its tool calls in the form that the template can render."""
+        if not message.get("tool_calls"):
+            return message
+        if not self.dialect.renders_tools:
+            return with_calls(message)
+        return with_objects(message) if self._takes_objects else message
 
     @cached_property
     def _takes_objects(self) -> bool:

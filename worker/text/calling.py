@@ -7,12 +7,18 @@ schema; those of other formats are free, but the call's beginning is not.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+import re
+from typing import TYPE_CHECKING, Any, Final
+
+from .grammar import JSON_OPTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from worker.models.dialect import Dialect
+
+#: What may be a control token within the text of a call.
+_MARKER: Final = re.compile(r"(<[^<>]*>|\[[^\[\]]*\])")
 
 
 def calls_grammar(
@@ -55,36 +61,16 @@ def calls_grammar(
 
 def json_rule(schema: Mapping[str, Any], *, is_lenient: bool) -> str:
     """Write a JSON schema as a rule; `is_lenient` leaves out keywords that cannot be enforced."""
-    options = {
-        "lenient": is_lenient,
-        "whitespace_flexible": False,
-        "item_separator": ", ?",
-        "key_separator": ": ?",
-    }
+    options = {"lenient": is_lenient, **JSON_OPTIONS}
     return f"%json {json.dumps({**schema, 'x-guidance': options}, ensure_ascii=False)}"
 
 
 def _text(text: str, token_of: Callable[[str], int | None]) -> str:
     """Write text as a rule, perhaps empty: control tokens within it by their ids, the rest as strings."""
-    parts: list[str] = []
-    rest = text
-    while rest:
-        found = None
-        for start in range(len(rest)):
-            for end in range(len(rest), start, -1):
-                if rest[start] in "<[" and (token := token_of(rest[start:end])) is not None:
-                    found = (start, end, token)
-                    break
-            if found:
-                break
-        if found is None:
-            parts.append(json.dumps(rest))
-            break
-        start, end, token = found
-        if start:
-            parts.append(json.dumps(rest[:start]))
-        parts.append(f"<[{token}]>")
-        rest = rest[end:]
+    parts = []
+    for part in filter(None, _MARKER.split(text)):
+        token = token_of(part)
+        parts.append(json.dumps(part) if token is None else f"<[{token}]>")
     return " ".join(parts)
 
 

@@ -47,7 +47,7 @@ _MOST_MULTIPLE: Final = 100_000
 _MOST_STATES: Final = 50_000
 #: One space may follow a comma and a colon, as models write JSON. With any number of them, an answer could be
 #: white space without end.
-_JSON: Final = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+JSON_OPTIONS: Final = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 
 
 #: Without it, where only one text can follow, a mask allows only one of the ways to spell it in tokens.
@@ -218,7 +218,7 @@ def _source(asked: ResponseFormat, matchers: Any) -> str:
 
 
 def _json_source(schema: dict[str, Any], matchers: Any, *, lenient: bool) -> str:
-    made = matchers.grammar_from_json_schema(_text(schema), overrides=_JSON | {"lenient": lenient})
+    made = matchers.grammar_from_json_schema(_text(schema), overrides=JSON_OPTIONS | {"lenient": lenient})
     (part,) = msgspec.json.decode(made)["grammars"]
     start = {"name": "start", "lark_grammar": f"start: @{part['name']}\n{_FREE}"}
     return _text({"grammars": [start, part]})
