@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 def gateway(
     config: Path | None, host: str, port: int, keys: Path | None, idle_hours: float, **flags: Any
 ) -> None:
-    """Serve OpenAI's chat completions over HTTP, from durable sessions, until Ctrl-C.
+    """Serve OpenAI's and Anthropic's APIs over HTTP, on durable sessions, until Ctrl-C.
 
     Conversations are found again by their content, also after a restart, and only what is new is prefilled.
     Needs the extra gateway; if it is missing, a message says how to install it.
