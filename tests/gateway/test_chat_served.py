@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from parts import CHAT_TEMPLATE
 
+from gateway import chat
+
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from pathlib import Path
@@ -339,6 +341,9 @@ async def test_idle_conversations_are_removed(begin: Any) -> None:
 
 async def test_effort_limits_the_reasoning_and_is_no_part_of_the_conversation(begin: Any) -> None:
     """This model marks no reasoning, so the limit has no effect on its answers."""
+    for effort, options in (("none", {"budget": 0}), ("low", {"budget": 512}), ("high", None)):
+        body = {"messages": [user("Hello.")], "reasoning_effort": effort}
+        assert chat.read(json.dumps(body).encode()).options.get("reasoning") == options
     _, door = await begin()
     first, session, _ = await ask(door, [user("Hello.")], reasoning_effort="low", seed=3)
     said = [user("Hello."), assistant(first.choices[0].message.content), user("Go on.")]
