@@ -14,7 +14,7 @@ import time
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 from uuid import uuid4
 
-from turnkeep_client.errors import InvalidMessageError, RequestFailedError, TurnkeepError
+from turnkeep_client.errors import InvalidMessageError, NoWorkerError, RequestFailedError, TurnkeepError
 from turnkeep_client.messages import Chunk, Close, ForkPoint, Generated, Open, encode
 from turnkeep_client.session import build
 from turnkeep_client.subjects import session_key
@@ -27,13 +27,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
     from turnkeep_client.client import Client
+    from turnkeep_client.messages import Metrics
 
     from .turn import Turn
 
 log = logging.getLogger(__name__)
 
-#: How long an answer of the worker to `metrics` says that a worker is there.
+#: How long an answer of the worker to `metrics` holds.
 _SEEN_S: Final = 1.0
+#: Between two looks for a worker.
+_BETWEEN_S: Final = 0.1
 #: Attempts to send a turn, the last one to a new session.
 _ATTEMPTS: Final = 4
 #: Failures that say that a session is not what the index holds of it.
@@ -90,7 +93,7 @@ class Conversations:
         self._tasks: set[asyncio.Task[None]] = set()
         self._loading = asyncio.Lock()
         self._is_loaded = False
-        self._model = ""
+        self._metrics: Metrics | None = None
         self._seen_s = float("-inf")
 
     async def start(self) -> None:
@@ -101,12 +104,22 @@ class Conversations:
                 self._is_loaded = True
                 self._start(self._sweep())
 
-    async def model(self) -> str:
-        """Return the name of the worker's model. Raises `NoWorkerError`."""
-        if time.monotonic() - self._seen_s > _SEEN_S:
-            self._model = (await self._client.worker_metrics()).model
-            self._seen_s = time.monotonic()
-        return self._model
+    async def worker(self, *, patience_s: float = 0.0) -> Metrics:
+        """Return what a worker said of itself within the last second.
+
+        Waits up to `patience_s` for one that was there before. Raises `NoWorkerError`.
+        """
+        until_s = time.monotonic() + (0.0 if self._metrics is None else patience_s)
+        while self._metrics is None or time.monotonic() - self._seen_s > _SEEN_S:
+            try:
+                self._metrics = await self._client.worker_metrics()
+            except NoWorkerError:
+                if time.monotonic() >= until_s:
+                    raise
+                await asyncio.sleep(_BETWEEN_S)
+            else:
+                self._seen_s = time.monotonic()
+        return self._metrics
 
     async def count(self, turn: Turn) -> int:
         """Count the tokens of a turn's messages and tools, without running it. Raises `TurnkeepError`.
