@@ -1,0 +1,167 @@
+"""Finds answers in the log by their ids, with the conversations before them.
+
+An id names a session and one of its requests, so the log alone knows all answers, also after a restart. A
+request whose answer may be asked for has a `Note` in a header of its own, which workers ignore.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from base64 import b64decode, b64encode
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import msgspec
+from msgspec import Struct
+
+from turnkeep_client.errors import InvalidMessageError
+from turnkeep_client.messages import (
+    Failed,
+    Function,
+    Generate,
+    Generated,
+    Message,
+    Open,
+    ToolCall,
+    UnknownResult,
+    decode_answered,
+    decode_result,
+    encode,
+)
+from turnkeep_client.subjects import session_key
+
+from .index import PREFIX
+from .turn import Turn, refused
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from turnkeep_client.client import Client
+    from turnkeep_client.messages import Result
+
+HEADER: Final = "Turnkeep-Answer"
+#: A longer header would leave too little of a NATS message; the answer cannot be gone on from by its id then.
+_MOST_BYTES: Final = 256 * 2**10
+_MOST_INFLATED: Final = 64 * 2**20
+_ID: Final = re.compile(r"[0-9a-f]{48}")
+#: The fields of a generate that are no options of a turn.
+_OWN: Final = ("type", "id", "messages", "expect_position")
+
+
+class Note(Struct, frozen=True):
+    """What the log keeps with a request: what its answer repeats of it, and the messages `before` a fork."""
+
+    id: str
+    created: int
+    model: str
+    asked: dict[str, Any]
+    before: tuple[Message, ...] | None = None
+
+
+class Recorded(NamedTuple):
+    """A request from the log, and its result, if it has one.
+
+    The `messages` of the turn are the whole conversation, or None if its beginning is in no log any more.
+    """
+
+    session: str
+    request_id: str
+    turn: Turn
+    created: int
+    result: Generated | Failed | None
+
+
+def new_note(own_id: str, created: int, turn: Turn) -> Note | None:
+    """Return the note of a turn whose answer may be asked for, None for others."""
+    if not turn.is_kept:
+        return None
+    return Note(own_id[:16], created, turn.model, dict(turn.asked))
+
+
+def answer_id(session: str, note: Note) -> str:
+    """Return the id under which an answer is found."""
+    return session.removeprefix(PREFIX) + note.id
+
+
+def headers(note: Note, before: tuple[Message, ...] | None) -> dict[str, str]:
+    """Write a note as a header; `before` are the messages that a fork takes from its parent."""
+    packed = _packed(msgspec.structs.replace(note, before=before))
+    return {HEADER: packed if len(packed) <= _MOST_BYTES else _packed(note)}
+
+
+def continued(turn: Turn, before: Recorded | None) -> Turn:
+    """Put the conversation up to an earlier answer before a turn's messages. Raises `Fault`.
+
+    Instructions belong to one request only: those of the earlier one are left out.
+    """
+    result = before.result if before is not None else None
+    if before is None or before.turn.messages is None or not isinstance(result, Generated):
+        raise refused(
+            f"Previous response with id '{turn.previous}' not found.",
+            "previous_response_id",
+            "previous_response_not_found",
+        )
+    earlier = _after(before.turn.messages, result)[bool(before.turn.asked.get("instructions")) :]
+    at, own = int(bool(turn.asked.get("instructions"))), turn.messages or ()
+    return msgspec.structs.replace(turn, messages=(*own[:at], *earlier, *own[at:]))
+
+
+async def find(client: Client, wanted: str) -> Recorded | None:
+    """Return what the log has of an answer, None if there is none of this id. Raises `NoWorkerError`."""
+    if not _ID.fullmatch(wanted):
+        return None
+    key = session_key(client.tenant, PREFIX + wanted[:32])
+    results: dict[str, Result] = {}
+    async for _, one in client.stored.every(key, "out"):
+        with suppress(InvalidMessageError):
+            if (found := decode_result(one.body)).repeat_of is None:
+                results.setdefault(found.id or "", found)
+    said: tuple[Message, ...] | None = ()  # up to the last result
+    prompts: dict[str, tuple[Message, ...] | None] = {}
+    async for _, one in client.stored.every(key, "in"):
+        try:
+            request = decode_answered(one.body)
+        except InvalidMessageError:
+            continue
+        if isinstance(request, Open) and request.from_ is not None:
+            said = None
+        if not isinstance(request, Generate):
+            continue
+        note, result = _note(one.headers), results.get(request.id)
+        before = note.before if note is not None and note.before is not None else said
+        prompt = None if before is None else (*before, *(request.messages or ()))
+        if request.id not in prompts:
+            prompts[request.id] = prompt
+            if prompt is not None and isinstance(result, Generated) and result.tokens:
+                said = _after(prompt, result)
+        if note is not None and note.id == wanted[32:]:
+            repeated = prompts[request.id] if note.before is None else prompt
+            turn = _turn(request, note, repeated)
+            known = None if isinstance(result, UnknownResult) else result
+            return Recorded(key.session, request.id, turn, note.created, known)  # type: ignore[arg-type]
+    return None
+
+
+def _after(prompt: tuple[Message, ...], result: Generated) -> tuple[Message, ...]:
+    calls = tuple(
+        ToolCall(call.id, Function(call.function.name, call.function.arguments)) for call in result.tool_calls
+    )
+    return (*prompt, Message("assistant", result.text, None, calls))
+
+
+def _turn(request: Generate, note: Note, prompt: tuple[Message, ...] | None) -> Turn:
+    fields = msgspec.to_builtins(request)
+    options = {name: value for name, value in fields.items() if name not in _OWN}
+    return Turn(messages=prompt, options=options, model=note.model, asked=note.asked, is_kept=True)
+
+
+def _packed(note: Note) -> str:
+    return b64encode(zlib.compress(encode(note))).decode()
+
+
+def _note(headers: Mapping[str, str]) -> Note | None:
+    with suppress(KeyError, ValueError, zlib.error, msgspec.MsgspecError):
+        packed = b64decode(headers[HEADER], validate=True)
+        return msgspec.json.decode(zlib.decompressobj().decompress(packed, _MOST_INFLATED), type=Note)
+    return None
