@@ -24,7 +24,6 @@ from turnkeep_client.messages import (
     Message,
     Open,
     ToolCall,
-    UnknownResult,
     decode_answered,
     decode_result,
     encode,
@@ -35,14 +34,18 @@ from .index import PREFIX
 from .turn import Turn, refused
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import AsyncIterator, Mapping
+    from typing import TypeAlias
 
     from turnkeep_client.client import Client
-    from turnkeep_client.messages import Result
+    from turnkeep_client.messages import ForkPoint, Result
+    from turnkeep_client.subjects import SessionKey
+
+    _Conversation: TypeAlias = tuple[Message, ...] | None
 
 HEADER: Final = "Turnkeep-Answer"
-#: A longer header would leave too little of a NATS message; the answer cannot be gone on from by its id then.
-_MOST_BYTES: Final = 256 * 2**10
+#: JetStream stores headers of up to 64 KiB.
+_MOST_BYTES: Final = 60_000
 _MOST_INFLATED: Final = 64 * 2**20
 _ID: Final = re.compile(r"[0-9a-f]{48}")
 #: The fields of a generate that are no options of a turn.
@@ -50,7 +53,10 @@ _OWN: Final = ("type", "id", "messages", "expect_position")
 
 
 class Note(Struct, frozen=True):
-    """What the log keeps with a request: what its answer repeats of it, and the messages `before` a fork."""
+    """What the log keeps with a request: what its answer repeats of it, and the messages `before` a fork.
+
+    Without `before`, which may be too long, those are in the log of the fork's parent, while there is one.
+    """
 
     id: str
     created: int
@@ -59,10 +65,17 @@ class Note(Struct, frozen=True):
     before: tuple[Message, ...] | None = None
 
 
+class _Exchange(NamedTuple):
+    request: Generate
+    note: Note | None
+    result: Result | None
+    prompt: _Conversation
+
+
 class Recorded(NamedTuple):
     """A request from the log, and its result, if it has one.
 
-    The `messages` of the turn are the whole conversation, or None if its beginning is in no log any more.
+    The `messages` of the turn are the whole conversation, or None if the log has not all of it any more.
     """
 
     session: str
@@ -73,10 +86,13 @@ class Recorded(NamedTuple):
 
 
 def new_note(own_id: str, created: int, turn: Turn) -> Note | None:
-    """Return the note of a turn whose answer may be asked for, None for others."""
+    """Return the note of a turn whose answer may be asked for, None for others. Raises `Fault`."""
     if not turn.is_kept:
         return None
-    return Note(own_id[:16], created, turn.model, dict(turn.asked))
+    note = Note(own_id[:16], created, turn.model, dict(turn.asked))
+    if len(_packed(note)) > _MOST_BYTES:
+        raise refused("the names of model and tools are too long to keep: send store: false", "store")
+    return note
 
 
 def answer_id(session: str, note: Note) -> str:
@@ -112,38 +128,64 @@ async def find(client: Client, wanted: str) -> Recorded | None:
     if not _ID.fullmatch(wanted):
         return None
     key = session_key(client.tenant, PREFIX + wanted[:32])
-    results: dict[str, Result] = {}
-    async for _, one in client.stored.every(key, "out"):
-        with suppress(InvalidMessageError):
-            if (found := decode_result(one.body)).repeat_of is None:
-                results.setdefault(found.id or "", found)
-    said: tuple[Message, ...] | None = ()  # up to the last result
-    prompts: dict[str, tuple[Message, ...] | None] = {}
+    async for request, note, result, prompt in _exchanges(client, key):
+        if note is not None and note.id == wanted[32:]:
+            turn = _turn(request, note, prompt)
+            known = result if isinstance(result, Generated | Failed) else None
+            return Recorded(key.session, request.id, turn, note.created, known)
+    return None
+
+
+async def _exchanges(client: Client, key: SessionKey) -> AsyncIterator[_Exchange]:
+    """Yield a session's generates in order, repeated ones too, with the conversation up to the answer."""
+    results = await _results(client, key)
+    said: _Conversation = ()  # up to the last answer
+    prompts: dict[str, _Conversation] = {}
     async for _, one in client.stored.every(key, "in"):
         try:
             request = decode_answered(one.body)
         except InvalidMessageError:
             continue
         if isinstance(request, Open) and request.from_ is not None:
-            said = None
+            said = await _said_at(client, request.from_)
         if not isinstance(request, Generate):
             continue
         note, result = _note(one.headers), results.get(request.id)
-        before = note.before if note is not None and note.before is not None else said
+        before = said if note is None or note.before is None else note.before
         prompt = None if before is None else (*before, *(request.messages or ()))
         if request.id not in prompts:
             prompts[request.id] = prompt
             if prompt is not None and isinstance(result, Generated) and result.tokens:
                 said = _after(prompt, result)
-        if note is not None and note.id == wanted[32:]:
-            repeated = prompts[request.id] if note.before is None else prompt
-            turn = _turn(request, note, repeated)
-            known = None if isinstance(result, UnknownResult) else result
-            return Recorded(key.session, request.id, turn, note.created, known)  # type: ignore[arg-type]
+        elif note is None or note.before is None:
+            prompt = prompts[request.id]
+        yield _Exchange(request, note, result, prompt)
+
+
+async def _said_at(client: Client, point: ForkPoint) -> _Conversation:
+    """Return the conversation at a position of a session; None if the log does not have it."""
+    async for _, _, result, prompt in _exchanges(client, session_key(client.tenant, point.session)):
+        if isinstance(result, Generated) and prompt is not None:
+            if point.position == result.position - len(result.tokens):
+                return prompt
+            if point.position == result.position:
+                return _after(prompt, result)
     return None
 
 
+async def _results(client: Client, key: SessionKey) -> dict[str, Result]:
+    found: dict[str, Result] = {}
+    async for _, one in client.stored.every(key, "out"):
+        with suppress(InvalidMessageError):
+            result = decode_result(one.body)
+            if result.repeat_of is None:
+                found.setdefault(result.id or "", result)
+    return found
+
+
 def _after(prompt: tuple[Message, ...], result: Generated) -> tuple[Message, ...]:
+    if not result.tokens:  # cancelled before the first one
+        return prompt
     calls = tuple(
         ToolCall(call.id, Function(call.function.name, call.function.arguments)) for call in result.tool_calls
     )

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from typing import TYPE_CHECKING, Any
 
 import openai
 import pydantic
 import pytest
 from parts import make_tiny_model
+from test_interrupted import started as started  # noqa: PLC0414  # a fixture
+
+from gateway.keys import Keys
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -51,6 +55,14 @@ async def worker(local_worker: Start, model: Path) -> Any:
 @pytest.fixture
 async def served(worker: Any, door: Start) -> Any:
     return await door(worker.settings.nats, worker.settings.prefix)
+
+
+@pytest.fixture
+async def endless(local_worker: Start, door: Start, endless_model: Path) -> Any:
+    """A gateway for one answer at a time, which may be long; and the options of a request."""
+    worker = await local_worker(model=str(endless_model), max_batch=1)
+    served = await door(worker.settings.nats, worker.settings.prefix)
+    return served, options(extra_body={"logit_bias": {"70": 100}})
 
 
 def options(**more: Any) -> dict[str, Any]:
@@ -188,22 +200,34 @@ async def test_a_conversation_goes_on_from_an_answers_id(
         )
 
 
-async def test_a_fork_is_whole_after_its_parent_is_gone(served: Any) -> None:
-    first, _ = await ask(served, "One?")
+@pytest.mark.parametrize("is_long", [False, True])
+async def test_a_fork_goes_on_by_its_id(
+    served: Any, monkeypatch: pytest.MonkeyPatch, *, is_long: bool
+) -> None:
+    """Without its parent too, unless the conversation before it is too long for the log's headers."""
+    first, _ = await ask(served, f"One? {random.Random(5).randbytes(300).hex()}")
     await ask(served, "Two?", previous_response_id=first.id)
+    if is_long:
+        monkeypatch.setattr("gateway.recorded._MOST_BYTES", 400)
     fork, how = await ask(served, "Too?", previous_response_id=first.id)
     assert how == "forked"
+    if is_long:
+        third, how = await ask(served, "Three?", previous_response_id=fork.id)
+        assert how == "continued"
+        assert prefilled(third) == third.usage.input_tokens - fork.usage.total_tokens + 1
     deleted = await served.openai.responses.with_raw_response.delete(first.id)
     assert json.loads(deleted.text) == {"id": first.id, "object": "response", "deleted": True}
     for gone in (served.openai.responses.retrieve, served.openai.responses.delete):
         with pytest.raises(openai.NotFoundError, match=f"Response with id '{first.id}' not found"):
             await gone(first.id)
-    third, how = await ask(served, "Three?", previous_response_id=fork.id)
-    assert how == "continued"
-    again, _ = await ask(
-        served, [user("One?"), first.output[0], user("Too?"), fork.output[0], user("Three?")]
-    )
-    assert again.usage.input_tokens == third.usage.input_tokens
+    assert await served.openai.responses.retrieve(fork.id) == fork
+    if is_long:
+        with pytest.raises(openai.BadRequestError, match="not found"):
+            await ask(served, "Four?", previous_response_id=fork.id)
+    else:
+        fourth, how = await ask(served, "Four?", previous_response_id=fork.id)
+        assert how == "continued"
+        assert prefilled(fourth) == fourth.usage.input_tokens - fork.usage.total_tokens + 1
 
 
 async def test_a_repeated_answer_has_an_id_of_its_own(served: Any) -> None:
@@ -217,8 +241,9 @@ async def test_a_repeated_answer_has_an_id_of_its_own(served: Any) -> None:
     await ask(served, "Two?", previous_response_id=again.id)
 
 
-async def test_an_answer_that_runs_can_be_cancelled(served: Any) -> None:
-    more = options(max_output_tokens=1500)
+async def test_an_answer_that_runs_can_be_cancelled(endless: Any) -> None:
+    served, more = endless
+    more["max_output_tokens"] = 30_000
     stream = await served.openai.responses.create(input="Hello.", stream=True, **more)
     events = []
     async for event in stream:
@@ -230,7 +255,7 @@ async def test_an_answer_that_runs_can_be_cancelled(served: Any) -> None:
     assert events[-1].type == "response.incomplete"
     assert events[-1].response == cancelled
     assert cancelled.status == "cancelled"
-    assert 0 < cancelled.usage.output_tokens < 1500
+    assert 0 < cancelled.usage.output_tokens < 30_000
     assert await served.openai.responses.cancel(event_id) == cancelled
 
 
@@ -249,18 +274,14 @@ async def test_an_answer_follows_a_schema(served: Any) -> None:
     assert answer.text.format.strict
 
 
-async def test_a_stream_lives_while_its_prompt_waits(
-    local_worker: Start, door: Start, endless_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_stream_lives_while_its_prompt_waits(endless: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gateway.app._HEARTBEAT_S", 0.1)
     monkeypatch.setattr("gateway.app._PATIENCE_S", 0.1)
-    worker = await local_worker(model=str(endless_model), max_batch=1)
-    served = await door(worker.settings.nats, worker.settings.prefix)
-    more = options(extra_body={"logit_bias": {"70": 100}}, stream=True)
+    served, more = endless
     create = served.openai.responses.create
-    running = await create(input="Begin.", **more | {"max_output_tokens": 30_000})
+    running = await create(input="Begin.", stream=True, **more | {"max_output_tokens": 30_000})
     await anext(aiter(running))
-    waiting = await create(input="Then.", **more)
+    waiting = await create(input="Then.", stream=True, **more)
     events = []
     async with asyncio.timeout(30):
         async for event in waiting:
@@ -270,6 +291,41 @@ async def test_a_stream_lives_while_its_prompt_waits(
     assert [event.type for event in events[1:5]] == ["response.in_progress"] * 4
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert len(events[-1].response.output_text) == 8
+
+
+@pytest.mark.process
+async def test_a_worker_that_is_killed_in_mid_answer_is_a_pause_in_the_stream(
+    started: Any, door: Start
+) -> None:
+    process, _ = started
+    served = await door(process.url)
+    more = options(extra_body={"logit_bias": {str(token): 100 for token in range(68, 90)}})
+    stream = await served.openai.responses.create(
+        input="Begin.", stream=True, **more | {"max_output_tokens": 400}
+    )
+    events = []
+    async for event in stream:
+        events.append(event)
+        if len(events) == 30:
+            process.kill()
+            process.start()
+    last = events[-1].response
+    assert len(last.output_text) == last.usage.output_tokens == 400
+    assert process.log.count("resuming an interrupted answer") == 1
+    assert "".join(event.delta for event in events if event.type.endswith("delta")) == last.output_text
+    assert await served.openai.responses.retrieve(last.id) == last
+
+
+async def test_an_id_finds_only_what_is_of_the_own_tenant(served: Any, tmp_path: Path) -> None:
+    answer, _ = await ask(served, "Hello.")
+    (tmp_path / "keys").write_text("none acme\nother default\n")
+    served.gateway._keys = Keys.read(tmp_path / "keys")
+    with pytest.raises(openai.NotFoundError):
+        await served.openai.responses.retrieve(answer.id)
+    with pytest.raises(openai.BadRequestError, match="not found"):
+        await ask(served, "Two?", previous_response_id=answer.id)
+    other = served.openai.with_options(api_key="other")
+    assert await other.responses.retrieve(answer.id) == answer
 
 
 async def test_what_is_not_there_is_refused_by_name(served: Any) -> None:
