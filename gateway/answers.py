@@ -77,6 +77,7 @@ class Events:
         self._num_events = self._num_items = 0
         #: By what they are: `reasoning`, `message`, or the number of a call.
         self._begun: dict[str | int, _Begun] = {}
+        self._call_ids: dict[int, str] = {}
         self._output: dict[int, dict[str, Any]] = {}
         self._tokens: list[TokenLogprob] = []
         self._num_told = 0
@@ -106,10 +107,10 @@ class Events:
         if not called and "message" not in self._begun:
             written += self._say(self._space, may_wait=False)
         written += self._end("message", _item_status(result))
-        for number in [*self._begun]:
-            written += self._end(number)
-        output = [item for _, item in sorted(self._output.items())]
+        for number, call_id in self._call_ids.items():
+            written += self._end(number, "completed" if call_id in called else "incomplete")
         # A call that turned out to be malformed is in the text.
+        output = [self._output[index] for index in sorted(self._output)]
         output = [item for item in output if item.get("call_id") in {None, *called}]
         body = _response(self._turn, self._id, self._created, output, result)
         kind = "completed" if body["status"] == "completed" else "incomplete"
@@ -122,8 +123,8 @@ class Events:
     def error(self, fault: Fault) -> bytes:
         """Write an error, after which nothing comes: twice, since clients know only one of the two events."""
         failed = _response(self._turn, self._id, self._created, [], fault=fault)
-        told = openai.error(fault)
-        return self._event("response.failed", response=failed) + self._event("error", **told, **told["error"])
+        told = {"code": fault.code, "message": fault.message, "param": fault.param, **openai.error(fault)}
+        return self._event("response.failed", response=failed) + self._event("error", **told)
 
     def _reason(self, text: str) -> bytes:
         item_id = f"rs_{self._id}" + (f"_{self._num_items}" if self._num_items else "")
@@ -153,6 +154,7 @@ class Events:
         written = b""
         if part.index not in self._begun:
             call_id, name, key = part.id or "", part.name or "", f"{self._id}_{part.index}"
+            self._call_ids[part.index] = call_id
             is_custom = _kind(self._turn, name).get("type") == "custom"
             written = self._end("reasoning") + self._begin(
                 part.index,
