@@ -26,7 +26,7 @@ from turnkeep_client.subjects import DEFAULT_TENANT
 
 from . import answers, anthropic, chat, completions, messages, openai, recorded, responses
 from .conversations import Conversations, Found
-from .turn import Fault, fault_of
+from .turn import Fault, fault_of, refused
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -142,11 +142,14 @@ class Gateway:
     def _answering(self, dialect: _Dialect) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
             conversations = await self._of(self._tenant(request))
-            turn = dialect.read(await self._body(request))
+            body = await self._body(request)
+            known = await self._items(conversations, body) if dialect is _RESPONSES else {}
+            turn = responses.read(body, known) if known else dialect.read(body)
             model = await conversations.model()  # raises if there is no worker
             turn = turn if turn.model else msgspec.structs.replace(turn, model=model)
             if turn.previous:
-                turn = recorded.continued(turn, await conversations.recorded(_own_id(turn.previous)))
+                before = _own_id(turn.previous)
+                turn = recorded.continued(turn, (await conversations.recorded({before})).get(before))
             await conversations.start()
             return _Answer(dialect, turn, conversations)
 
@@ -155,11 +158,19 @@ class Gateway:
     async def _response(self, request: Request) -> Response:
         """Return an answer that is in the log, or remove its session."""
         conversations, wanted = await self._of(self._tenant(request)), request.path_params["id"]
-        found = _known(wanted, await conversations.recorded(_own_id(wanted)))
+        if request.query_params.get("stream") == "true":
+            raise refused("only an answer that is asked for is streamed", "stream")
+        found = _known(wanted, (await conversations.recorded({_own_id(wanted)})).get(_own_id(wanted)))
         if request.method != "DELETE":
             return _json(answers.recorded(found, _own_id(wanted)))
         await conversations.forget(found.session)
         return _json({"id": wanted, "object": "response", "deleted": True})
+
+    async def _items(self, conversations: Conversations, body: bytes) -> dict[str, dict[str, Any]]:
+        """Return the items of earlier answers that a request refers to."""
+        found = await conversations.recorded(responses.referred(body))
+        bodies = (answers.recorded(one, answer_id) for answer_id, one in found.items())
+        return {item["id"]: item for answer in bodies for item in answer["output"]}
 
     async def _cancelled(self, request: Request) -> Response:
         conversations, wanted = await self._of(self._tenant(request)), request.path_params["id"]

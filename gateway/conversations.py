@@ -139,19 +139,21 @@ class Conversations:
             self._start(self._answer(turn, number, answering))
         return answering
 
-    async def recorded(self, answer_id: str) -> Recorded | None:
-        """Find an answer in the log, by its id. Raises `TurnkeepError`."""
-        return await recorded.find(self._client, answer_id)
+    async def recorded(self, answer_ids: set[str]) -> dict[str, Recorded]:
+        """Find answers in the log, by their ids. Raises `TurnkeepError`."""
+        return await recorded.find(self._client, answer_ids)
 
     async def cancel(self, answer_id: str) -> Recorded | None:
         """Stop an answer if it runs, and return what the log has of it. Raises `TurnkeepError`."""
         pause_s = _FIRST_PAUSE_S
-        while (found := await self.recorded(answer_id)) and not found.result and pause_s < _LAST_PAUSE_S:
+        while True:
+            found = (await self.recorded({answer_id})).get(answer_id)
+            if found is None or found.result is not None or pause_s > _LAST_PAUSE_S:
+                return found
             with contextlib.suppress(RequestFailedError):  # the worker has not read it yet, or has ended it
                 await self._client.session(found.session).cancel(found.request_id)
             await asyncio.sleep(pause_s)
             pause_s *= 2
-        return found
 
     async def forget(self, session: str) -> None:
         """Remove a session with its content. Raises `TurnkeepError`."""

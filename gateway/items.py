@@ -10,10 +10,10 @@ from msgspec import Struct
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.messages import Function, Message, ToolCall, encode
 
-from .turn import refused
+from .turn import Fault, refused
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 _ROLES: Final = ("system", "developer", "user", "assistant")
 _TEXTS: Final = ("input_text", "output_text", "text", "refusal")
@@ -45,16 +45,18 @@ class Item(Struct, frozen=True):
     output: Any = None
 
 
-def messages(items: Sequence[Item]) -> list[Message]:
-    """Return the messages of a conversation. Raises `Fault`.
+def messages(items: Sequence[Item], known: Mapping[str, dict[str, Any]]) -> list[Message]:
+    """Return the messages of a conversation; `known` has items that only their ids stand for. Raises `Fault`.
 
     What an assistant says and calls in one turn is several items, but one message.
     """
     found: list[Message] = []
-    for number, item in enumerate(items):
+    for number, given in enumerate(items):
+        where, item = f"input[{number}]", given
+        if item.type == "item_reference" and (named := known.get(item.id or "")):
+            item = msgspec.convert(named, Item)
         if item.type in _SILENT:
             continue
-        where = f"input[{number}]"
         try:
             one = _message(item, where)
         except (ValueError, InvalidMessageError) as error:
@@ -91,7 +93,7 @@ def _message(item: Item, where: str) -> Message:
             text = _text(item.output, f"{where}.output")
             return Message("tool", text, None, (), item.call_id or item.id)
         case "item_reference":
-            raise refused("item_reference is not supported: send the item, or previous_response_id", where)
+            raise Fault(404, f"Item with id '{item.id}' not found.", param=f"{where}.id")
     raise refused(f"items of the type {item.type} are not supported", where)
 
 

@@ -123,17 +123,18 @@ def continued(turn: Turn, before: Recorded | None) -> Turn:
     return msgspec.structs.replace(turn, messages=(*own[:at], *earlier, *own[at:]))
 
 
-async def find(client: Client, wanted: str) -> Recorded | None:
-    """Return what the log has of an answer, None if there is none of this id. Raises `NoWorkerError`."""
-    if not _ID.fullmatch(wanted):
-        return None
-    key = session_key(client.tenant, PREFIX + wanted[:32])
-    async for request, note, result, prompt in _exchanges(client, key):
-        if note is not None and note.id == wanted[32:]:
-            turn = _turn(request, note, prompt)
-            known = result if isinstance(result, Generated | Failed) else None
-            return Recorded(key.session, request.id, turn, note.created, known)
-    return None
+async def find(client: Client, wanted: set[str]) -> dict[str, Recorded]:
+    """Return what the log has of answers, by their ids. Raises `NoWorkerError`."""
+    found: dict[str, Recorded] = {}
+    for session in {one[:32] for one in wanted if _ID.fullmatch(one)}:
+        key = session_key(client.tenant, PREFIX + session)
+        async for request, note, result, prompt in _exchanges(client, key):
+            if note is not None and session + note.id in wanted:
+                turn = _turn(request, note, prompt)
+                known = result if isinstance(result, Generated | Failed) else None
+                one = Recorded(key.session, request.id, turn, note.created, known)
+                found.setdefault(session + note.id, one)
+    return found
 
 
 async def _exchanges(client: Client, key: SessionKey) -> AsyncIterator[_Exchange]:

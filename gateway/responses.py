@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -17,10 +18,13 @@ from .items import Item, called_name, messages
 from .turn import Turn, check, decoded, refused
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
 #: Fields that would change the answer, and that are not here.
 _REFUSED: Final = ("background", "conversation", "prompt")
+_REFERRED: Final = re.compile(rb'"(?:msg|rs|fc|ctc)_([0-9a-f]{48})')
+_MOST_REFERRED: Final = 2_000
+_NONE: Final[Mapping[str, dict[str, Any]]] = {}
 _ENCRYPTED: Final = "reasoning.encrypted_content"
 _LOGPROBS: Final = "message.output_text.logprobs"
 #: The most of a response's metadata, as OpenAI has it.
@@ -82,12 +86,22 @@ class _Request(openai.Sampled, frozen=True, kw_only=True):
 _DECODER: Final = msgspec.json.Decoder(_Request)
 
 
-def read(body: bytes) -> Turn:
-    """Read a request. Raises `Fault`."""
+def referred(body: bytes) -> set[str]:
+    """Return the ids of answers of which a request may name items without sending them. Raises `Fault`."""
+    if b'"item_reference"' not in body:
+        return set()
+    found = {one.decode() for one in _REFERRED.findall(body)}
+    if len(found) > _MOST_REFERRED:
+        raise refused(f"more than {_MOST_REFERRED} answers are referred to", "input")
+    return found
+
+
+def read(body: bytes, known: Mapping[str, dict[str, Any]] = _NONE) -> Turn:
+    """Read a request; `known` has items that it only refers to. Raises `Fault`."""
     asked = decoded(_DECODER, body)
     openai.refuse(asked, _REFUSED)
     given = asked.input
-    said = messages(given) if isinstance(given, list) else [Message("user", given)]
+    said = messages(given, known) if isinstance(given, list) else [Message("user", given)]
     if not given or not said:
         raise refused("input is empty", "input")
     effort, included = asked.reasoning.effort if asked.reasoning else None, asked.include or ()
@@ -98,7 +112,7 @@ def read(body: bytes) -> Turn:
     if asked.text and asked.text.format and asked.text.format.type != "text":
         options["response_format"] = _response_format(asked.text.format)
     first = [Message("system", asked.instructions)] if asked.instructions else []
-    known = {
+    repeated = {
         "instructions": bool(first),
         "metadata": _metadata(asked.metadata or {}),
         "previous_response_id": asked.previous_response_id,
@@ -111,7 +125,7 @@ def read(body: bytes) -> Turn:
         options=options,
         model=asked.model,
         stream=bool(asked.stream),
-        asked={name: value for name, value in known.items() if value},
+        asked={name: value for name, value in repeated.items() if value},
         is_kept=asked.store is not False,
         previous=asked.previous_response_id or "",
     )

@@ -230,6 +230,21 @@ async def test_a_fork_goes_on_by_its_id(
         assert prefilled(fourth) == fourth.usage.input_tokens - fork.usage.total_tokens + 1
 
 
+async def test_items_may_be_named_by_their_ids(served: Any) -> None:
+    """The AI SDK for JavaScript does so."""
+    first, _ = await ask(served, "One?")
+    thought = {"type": "reasoning", "id": "rs_1", "summary": []}
+    for number, how in ((2, "continued"), (3, "forked")):
+        named = {"type": "item_reference", "id": first.output[0].id}
+        second, found = await ask(served, [user("One?"), thought, named, user(f"{number}?")])
+        assert found == how
+        assert second.usage.input_tokens_details.cached_tokens >= first.usage.total_tokens - 1
+    gone = {"type": "item_reference", "id": f"msg_{'0' * 48}"}
+    with pytest.raises(openai.NotFoundError, match=r"Item with id 'msg_0+' not found") as refused:
+        await ask(served, [user("One?"), gone, user("Two?")])
+    assert refused.value.param == "input[1].id"
+
+
 async def test_a_repeated_answer_has_an_id_of_its_own(served: Any) -> None:
     more = {"temperature": 0, "metadata": {"number": "1"}}
     first, _ = await ask(served, "One?", **more)
@@ -301,16 +316,16 @@ async def test_a_worker_that_is_killed_in_mid_answer_is_a_pause_in_the_stream(
     served = await door(process.url)
     more = options(extra_body={"logit_bias": {str(token): 100 for token in range(68, 90)}})
     stream = await served.openai.responses.create(
-        input="Begin.", stream=True, **more | {"max_output_tokens": 400}
+        input="Begin.", stream=True, **more | {"max_output_tokens": 1500}
     )
     events = []
     async for event in stream:
         events.append(event)
-        if len(events) == 30:
+        if len(events) == 12:
             process.kill()
             process.start()
     last = events[-1].response
-    assert len(last.output_text) == last.usage.output_tokens == 400
+    assert len(last.output_text) == last.usage.output_tokens == 1500
     assert process.log.count("resuming an interrupted answer") == 1
     assert "".join(event.delta for event in events if event.type.endswith("delta")) == last.output_text
     assert await served.openai.responses.retrieve(last.id) == last
@@ -344,7 +359,6 @@ async def test_what_is_not_there_is_refused_by_name(served: Any) -> None:
         ({"text": {"format": {"type": "json_schema"}}}, "schema", "text.format.schema"),
         ({"max_output_tokens": 0}, "max_tokens", None),
         ({"input": [picture]}, "input_image", "input[0].content"),
-        ({"input": [{"type": "item_reference", "id": "a"}]}, "item_reference", "input[0]"),
         ({"input": [{"type": "computer_call_output", "output": {}}]}, "computer_call_output", "input[0]"),
         ({"input": [{"role": "tool", "content": "a"}]}, "role", "input[0].role"),
         ({"input": [{"type": "function_call_output", "output": 7}]}, "string", "input[0].output"),
