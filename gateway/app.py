@@ -148,8 +148,7 @@ class Gateway:
             model = await conversations.model()  # raises if there is no worker
             turn = turn if turn.model else msgspec.structs.replace(turn, model=model)
             if turn.previous:
-                before = _own_id(turn.previous)
-                turn = recorded.continued(turn, (await conversations.recorded({before})).get(before))
+                turn = recorded.continued(turn, await _recorded(conversations, turn.previous))
             await conversations.start()
             return _Answer(dialect, turn, conversations)
 
@@ -160,7 +159,7 @@ class Gateway:
         conversations, wanted = await self._of(self._tenant(request)), request.path_params["id"]
         if request.query_params.get("stream") == "true":
             raise refused("only an answer that is asked for is streamed", "stream")
-        found = _known(wanted, (await conversations.recorded({_own_id(wanted)})).get(_own_id(wanted)))
+        found = _known(wanted, await _recorded(conversations, wanted))
         if request.method != "DELETE":
             return _json(answers.recorded(found, _own_id(wanted)))
         await conversations.forget(found.session)
@@ -320,6 +319,11 @@ class _Answer(Response):
 
 def _own_id(response_id: str) -> str:
     return response_id.removeprefix("resp_")
+
+
+async def _recorded(conversations: Conversations, response_id: str) -> Recorded | None:
+    wanted = _own_id(response_id)
+    return (await conversations.recorded({wanted})).get(wanted)
 
 
 def _known(wanted: str, found: Recorded | None) -> Recorded:
