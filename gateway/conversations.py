@@ -14,12 +14,18 @@ import time
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 from uuid import uuid4
 
-from turnkeep_client.errors import InvalidMessageError, NoWorkerError, RequestFailedError, TurnkeepError
+from turnkeep_client.errors import (
+    InvalidMessageError,
+    NoWorkerError,
+    RequestFailedError,
+    ResultTimeoutError,
+    TurnkeepError,
+)
 from turnkeep_client.messages import Chunk, Close, ForkPoint, Generated, Open, encode
 from turnkeep_client.session import build
 from turnkeep_client.subjects import session_key
 
-from . import boundaries
+from . import boundaries, recorded
 from .index import PREFIX, Asked, Held, Index, RequestName, tags
 from .recovery import recover
 
@@ -29,6 +35,7 @@ if TYPE_CHECKING:
     from turnkeep_client.client import Client
     from turnkeep_client.messages import Metrics
 
+    from .recorded import Note, Recorded
     from .turn import Turn
 
 log = logging.getLogger(__name__)
@@ -72,7 +79,9 @@ class _Plan(NamedTuple):
 class Answering:
     """The answers to one turn. `events` has them as they come, each with its number among the answers."""
 
-    def __init__(self) -> None:
+    def __init__(self, note: Note | None = None) -> None:
+        """`note` is kept with the request in the log."""
+        self.note = note
         self.events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self.running: set[Asked] = set()
         self.is_abandoned = False
@@ -142,12 +151,35 @@ class Conversations:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._client.close()
 
-    def answer(self, turn: Turn) -> Answering:
+    def answer(self, turn: Turn, note: Note | None = None) -> Answering:
         """Start answering; the last event of each answer is its result or an error."""
-        answering = Answering()
+        answering = Answering(note)
         for number in range(turn.n):
             self._start(self._answer(turn, number, answering))
         return answering
+
+    async def recorded(self, answer_ids: set[str]) -> dict[str, Recorded]:
+        """Find answers in the log, by their ids. Raises `TurnkeepError`."""
+        return await recorded.find(self._client, answer_ids)
+
+    async def cancel(self, answer_id: str) -> Recorded | None:
+        """Stop an answer if it runs, and return what the log has of it. Raises `TurnkeepError`."""
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            found = (await self.recorded({answer_id})).get(answer_id)
+            if found is None or found.result is not None or pause_s > _LAST_PAUSE_S:
+                return found
+            with contextlib.suppress(RequestFailedError):  # the worker has not read it yet, or has ended it
+                await self._client.session(found.session).cancel(found.request_id)
+            await asyncio.sleep(pause_s)
+            pause_s *= 2
+
+    async def forget(self, session: str) -> None:
+        """Remove a session with its content. Raises `TurnkeepError`."""
+        if (held := self.index.sessions.get(session)) is not None:
+            self.index.drop(held)
+        with contextlib.suppress(ResultTimeoutError):  # the log has the request: the worker will come to it
+            await self._client.session(session).close(forget=True, timeout_s=_LAST_PAUSE_S)
 
     def abandon(self, answering: Answering) -> None:
         """Cancel answers that nobody else waits for."""
@@ -246,6 +278,7 @@ class Conversations:
                 text=turn.text,
                 request_id=str(asked.name),
                 expect_position=asked.expected,
+                headers=_headers(turn, plan, answering.note),
                 **plan.options,
             )
             async for chunk in generation:
@@ -354,6 +387,14 @@ class Conversations:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _headers(turn: Turn, plan: _Plan, note: Note | None) -> dict[str, str] | None:
+    if note is None:
+        return None
+    # A fork's log has no messages of its parent, and a repeated request may be a fork's.
+    has_parent = plan.how in {"forked", "repeated"}
+    return recorded.headers(note, (turn.messages or ())[: plan.num_known] if has_parent else None)
 
 
 def _may_repeat(asked: Asked, now_s: float) -> bool:
