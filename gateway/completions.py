@@ -12,7 +12,7 @@ from .turn import Turn, check, decoded, refused
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from turnkeep_client.messages import Chunk, Generated, TokenLogprob
+    from turnkeep_client.messages import Chunk, Generated, PromptToken, TokenLogprob
 
 
 class _Request(openai.Sampled, frozen=True, kw_only=True):
@@ -29,7 +29,9 @@ _DECODER: Final = msgspec.json.Decoder(_Request)
 def read(body: bytes) -> Turn:
     """Read a request. Raises `Fault`."""
     asked = decoded(_DECODER, body)
-    openai.refuse(asked, ("suffix", "echo"))
+    openai.refuse(asked, ("suffix",))
+    if asked.echo and asked.stream:
+        raise refused("echo is not supported in a stream", "echo")
     num_answers = 1 if asked.n is None else asked.n
     if asked.best_of not in (None, num_answers):
         raise refused("best_of is not supported", "best_of")
@@ -39,6 +41,8 @@ def read(body: bytes) -> Turn:
     options = openai.sampling(asked, asked.max_tokens)
     if asked.logprobs is not None:
         options |= {"logprobs": True, "top_logprobs": asked.logprobs}
+    if asked.echo:
+        options["echo"] = True
     streamed = asked.stream_options
     turn = Turn(
         text=prompt,
@@ -53,11 +57,14 @@ def read(body: bytes) -> Turn:
 
 def whole(turn: Turn, answer_id: str, created: int, results: Sequence[Generated]) -> dict[str, Any]:
     """Write the answers to a request without `stream`."""
+    before = turn.text if turn.options.get("echo") else ""
     choices = [
         {
             "index": index,
-            "text": result.text,
-            "logprobs": _logprobs(result.logprobs, 0) if turn.options.get("logprobs") else None,
+            "text": f"{before}{result.text}",
+            "logprobs": _logprobs((*result.prompt_logprobs, *result.logprobs), 0)
+            if turn.options.get("logprobs")
+            else None,
             "finish_reason": openai.finish_reason(result),
         }
         for index, result in enumerate(results)
@@ -98,7 +105,7 @@ def _head(turn: Turn, answer_id: str, created: int) -> dict[str, Any]:
     }
 
 
-def _logprobs(tokens: Sequence[TokenLogprob], start: int) -> dict[str, Any]:
+def _logprobs(tokens: Sequence[TokenLogprob | PromptToken], start: int) -> dict[str, Any]:
     """Write log probabilities in the older shape; offsets are those of the tokens' texts, from `start`."""
     offsets, end = [], start
     for one in tokens:
@@ -107,6 +114,10 @@ def _logprobs(tokens: Sequence[TokenLogprob], start: int) -> dict[str, Any]:
     return {
         "tokens": [one.token for one in tokens],
         "token_logprobs": [one.logprob for one in tokens],
-        "top_logprobs": [{other.token: other.logprob for other in one.top} for one in tokens],
+        "top_logprobs": [
+            # The likeliest last: tokens of broken characters have the same text.
+            None if one.logprob is None else {other.token: other.logprob for other in reversed(one.top)}
+            for one in tokens
+        ],
         "text_offset": offsets,
     }

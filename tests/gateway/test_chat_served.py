@@ -312,6 +312,27 @@ async def test_a_completion_is_of_the_text_alone_and_its_session_is_closed(begin
     assert not door.index.sessions
 
 
+async def test_an_echo_is_what_harnesses_score_prompts_with(begin: Any) -> None:
+    _, door = await begin()
+    options: dict[str, Any] = {"model": "m", "prompt": "Once upon", "temperature": 0, "logprobs": 2}
+    answer = await door.openai.completions.create(**options, max_tokens=1, echo=True)
+    (choice,) = answer.choices
+    said = choice.logprobs
+    assert choice.text.startswith("Once upon")
+    assert said.tokens[:-1] == [*"Once upon"]
+    assert said.text_offset[:-1] == [*range(len("Once upon"))]
+    assert (said.token_logprobs[0], said.top_logprobs[0]) == (None, None)
+    assert all(value < 0 for value in said.token_logprobs[1:])
+    for top, value in zip(said.top_logprobs[1:], said.token_logprobs[1:], strict=True):
+        assert 1 <= len(top) <= 2, "broken characters have the same text"
+        assert max(top.values()) > value - 1e-4
+    scored = await door.openai.completions.create(**options, max_tokens=0, echo=True)
+    assert (scored.choices[0].text, scored.choices[0].finish_reason) == ("Once upon", "length")
+    assert scored.choices[0].logprobs.token_logprobs[1:] == pytest.approx(said.token_logprobs[1:-1], abs=1e-4)
+    plain = await door.openai.completions.create(model="m", prompt="Once upon", max_tokens=1, echo=True)
+    assert (plain.choices[0].text[:9], plain.choices[0].logprobs) == ("Once upon", None)
+
+
 async def test_a_repeated_request_is_sampled_again_unless_its_answer_is_certain(begin: Any) -> None:
     _, door = await begin()
     first, session, _ = await ask(door, [user("One?")], temperature=0.0)

@@ -82,7 +82,8 @@ async def test_what_would_change_the_answer_and_is_not_there_is_refused_by_name(
         assert (error["type"], error["param"]) == ("invalid_request_error", param), body
         assert says in error["message"], body
     for body, says in [
-        ({"prompt": "a", "echo": True}, "echo"),
+        ({"prompt": "a", "echo": True, "stream": True}, "echo"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
         ({"prompt": ["a", "b"]}, "one text"),
         ({"prompt": ""}, "one text"),
         ({"prompt": "a", "best_of": 3}, "best_of"),

@@ -231,6 +231,7 @@ def chat(
 @tenant_option
 @as_json
 @click.option("--logprobs", metavar="N", type=int, help="With --json: logprobs, and the N likeliest tokens.")
+@click.option("--echo", is_flag=True, help="With --json: logprobs of the question's tokens too.")
 @click.option(
     "--tool",
     "tools",
@@ -263,6 +264,7 @@ def ask(
     tenant: str,
     as_json: bool,
     logprobs: int | None,
+    echo: bool,
     tools: tuple[Path, ...],
     reasoning: str | None,
     prefix_: str | None,
@@ -284,10 +286,12 @@ def ask(
     text = whole(question)
     if tools:
         sampling |= {"tools": tools_of(tools)}
+    if (logprobs is not None or echo) and not as_json:
+        raise click.UsageError("--logprobs and --echo are for --json, whose result has them")
     if logprobs is not None:
-        if not as_json:
-            raise click.UsageError("--logprobs is for --json, whose result has them")
         sampling |= {"logprobs": True, "top_logprobs": logprobs}
+    if echo:
+        sampling |= {"echo": True}
     if schema is not None:
         sampling |= {"response_format": by_schema(schema)}
 

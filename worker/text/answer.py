@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
-from turnkeep_client.messages import Chunk, LikelyToken, TokenLogprob
+from turnkeep_client.messages import Chunk, LikelyToken, PromptToken, TokenLogprob
 
 from .splitting import Piece
 
@@ -116,6 +116,12 @@ class Answer:
         return Chunk(
             index, (token,), piece.text, logprobs=said, reasoning=piece.reasoning, tool_calls=piece.calls
         )
+
+    def of_prompt(self, token: int, logprob: float | None, top: Iterable[tuple[int, float]]) -> PromptToken:
+        """Say of a token of the prompt what `push` says of the answer's."""
+        (said,) = self._said(token, logprob or 0.0, top)
+        told = None if logprob is None else said.logprob
+        return PromptToken(said.id, said.token, told, said.bytes, said.top)
 
     def _split(self, text: str) -> Piece:
         return self._splitter.push(text) if self._splitter else Piece(text)
