@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 from uuid import uuid4
 
 from turnkeep_client.errors import InvalidMessageError, RequestFailedError, TurnkeepError
-from turnkeep_client.messages import Chunk, Close, ForkPoint, Generated, Open, encode
+from turnkeep_client.messages import Chunk, Close, ForkPoint, Generated, Open
 from turnkeep_client.session import build
 from turnkeep_client.subjects import session_key
 
@@ -109,17 +109,10 @@ class Conversations:
         return self._model
 
     async def count(self, turn: Turn) -> int:
-        """Count the tokens of a turn's messages and tools, without running it. Raises `TurnkeepError`.
-
-        Tools are counted as their JSON: how a chat template would render them is unknown here.
-        """
+        """Count the tokens of a turn's messages and tools, without running it. Raises `TurnkeepError`."""
         session = self._client.session(_new_name())
-        num_tokens = (await session.count(messages=turn.messages, text=turn.text)).tokens
-        if tools := turn.options.get("tools"):
-            num_tokens += (
-                await session.count(text=encode({"tools": tools}).decode(), special_tokens=False)
-            ).tokens
-        return num_tokens
+        asked = session.count(messages=turn.messages, text=turn.text, tools=turn.options.get("tools"))
+        return (await asked).tokens
 
     async def close(self) -> None:
         """End all tasks and the connection; the answers go on in the worker."""

@@ -753,7 +753,8 @@ class CountRequest(
 ):
     """Count the tokens that a generate with this input would add; nothing runs (on `ctl`).
 
-    Of a session that does not exist: the tokens that it would begin with.
+    Of a session that does not exist: the tokens that it would begin with. Other `tools` than the session's
+    are counted as a generate would add them.
     """
 
     messages: tuple[Message, ...] | None = None
@@ -761,6 +762,7 @@ class CountRequest(
     tokens: tuple[TokenId, ...] | None = None
     special_tokens: SpecialTokens | None = None
     raw: bool = False
+    tools: Annotated[tuple[Tool, ...], Meta(max_length=512)] | None = None
 
 
 ControlRequest = InfoRequest | MetricsRequest | CancelRequest | PinRequest | UnpinRequest | CountRequest
