@@ -103,6 +103,7 @@ class Gateway:
                 Route("/v1/models", self._models, methods=["GET"]),
                 Route("/v1/chat/completions", self._answering(_CHAT), methods=["POST"]),
                 Route("/v1/completions", self._answering(_COMPLETIONS), methods=["POST"]),
+                Route("/v1/embeddings", self._embeddings, methods=["POST"]),
                 Route(_MESSAGES_PATH, self._answering(_MESSAGES), methods=["POST"]),
                 Route(f"{_MESSAGES_PATH}/count_tokens", self._count_tokens, methods=["POST"]),
             ],
@@ -127,6 +128,15 @@ class Gateway:
         model = await (await self._of(self._tenant(request))).model()
         one = {"id": model, "object": "model", "created": 0, "owned_by": "turnkeep"}
         return _json({"object": "list", "data": [one]})
+
+    async def _embeddings(self, request: Request) -> Response:
+        self._tenant(request)
+        raise Fault(
+            400,
+            "the worker's model makes no embeddings: ask a server of an embedding model. Served here are"
+            " /v1/chat/completions, /v1/completions and /v1/messages",
+            code="unsupported_endpoint",
+        )
 
     async def _count_tokens(self, request: Request) -> Response:
         conversations = await self._of(self._tenant(request))

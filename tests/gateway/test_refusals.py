@@ -143,6 +143,8 @@ async def test_other_paths_and_methods(http: httpx2.AsyncClient) -> None:
     assert (await http.get("/health")).json()["status"] == "ok"
     models = (await http.get("/v1/models")).json()
     assert [one["id"] for one in models["data"]] == ["tiny"]
+    embedding = await http.post("/v1/embeddings", json={"model": "m", "input": "a"})
+    assert (embedding.status_code, embedding.json()["error"]["code"]) == (400, "unsupported_endpoint")
     for method, path, status in [
         ("GET", "/v1/nothing", 404),
         ("GET", CHAT, 405),
