@@ -567,7 +567,7 @@ class Called(Struct, frozen=True):
 
 
 class Generated(_Bounded, frozen=True, tag="generated"):
-    """Answer to `generate`. `text` leaves out the stop string; `tokens` are all ids that were added.
+    """Answer to `generate`. `tokens` are all ids that were added. `text` leaves out the stop string (`stop`).
 
     With `logprobs`, the field of that name has an item for each token; with `echo`, `prompt_logprobs` for
     each token that the request added before them. `reasoning` and `tool_calls` are not in the text. A call
@@ -581,6 +581,7 @@ class Generated(_Bounded, frozen=True, tag="generated"):
     usage: Usage
     seconds: Seconds
     kv_live_bytes: int
+    stop: str | None = None
     rewritten_from: int | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[PromptToken, ...] = ()

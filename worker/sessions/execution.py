@@ -413,6 +413,7 @@ class Execution:
             reasoning=answer.reasoning,
             tool_calls=answer.calls,
             finish_reason=answer.finish_reason or "cancelled",
+            stop=answer.stop,
             usage=Usage(
                 prompt_tokens=num_prompt,
                 cached_tokens=num_cached,
