@@ -57,13 +57,17 @@ Event = Found | Chunk | Generated | TurnkeepError
 
 
 class _Plan(NamedTuple):
-    """How to send a turn: to `asked.held`, without its first `num_known` messages."""
+    """How to send a turn: to `asked.held`, without its first `num_known` messages.
+
+    A fork has a `parent`, which was at `parent_position` when this was planned, None if that is unknown.
+    """
 
     asked: Asked
     how: How
     num_known: int
     options: dict[str, Any]
     parent: Held | None = None
+    parent_position: int | None = None
 
 
 class Answering:
@@ -194,7 +198,7 @@ class Conversations:
         asked = Asked(held, name, {known[num_known]}, position, is_certain=is_certain)
         asked.opening = asyncio.Event()
         index.ask(asked)
-        return _Plan(asked, how, num_known, options, parent)
+        return _Plan(asked, how, num_known, options, parent, parent.position if parent else None)
 
     def _place(self, known: list[bytes]) -> tuple[int, Held, int] | None:
         """Find the longest known beginning: the number of its messages, a session and a position in it."""
@@ -265,14 +269,33 @@ class Conversations:
             # Waits only until the log has it: the generate comes after it in any case.
             await self._client.submit(key, build(Open, tags=names))
         elif plan.how == "forked" and plan.parent is not None:
-            point = ForkPoint(session=plan.parent.name, position=asked.expected)
+            point = ForkPoint(plan.parent.name, asked.expected, plan.parent_position)
             try:
                 await self._client.session(asked.held.name).open(fork_of=point, tags=names)
             except RequestFailedError as error:
-                self.index.drop(plan.parent)
                 asked.held.position = None  # there is no such session to close
+                if error.code == "position_conflict":
+                    await self._catch_up(plan.parent, plan.parent_position)
+                    raise
+                self.index.drop(plan.parent)
                 raise RequestFailedError("unknown_session", error.message, retryable=False) from None
         self._note_opened(asked)
+
+    async def _catch_up(self, held: Held, position: int | None) -> None:
+        """Wait for the result, which is on its way, of the request that has moved a session."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_SEEN_S):
+                while held.num_running and held.position == position:  # noqa: ASYNC110  # its task tells nobody
+                    await asyncio.sleep(_FIRST_PAUSE_S)
+        if held.position == position:
+            self._note_moved(held)
+
+    def _note_moved(self, held: Held) -> None:
+        """Note that another gateway has gone on in a session; earlier positions may be forked."""
+        if self.index.rewrites:
+            self.index.drop(held)
+        else:
+            held.position = None
 
     def _note_opened(self, asked: Asked) -> None:
         if asked.opening is not None:
@@ -288,8 +311,8 @@ class Conversations:
     def _learnt(self, plan: _Plan, error: RequestFailedError) -> RequestFailedError:
         """Correct the index after a refused request, whose session is as it was; return what to raise."""
         held = plan.asked.held
-        if error.code == "position_conflict" and not self.index.rewrites:
-            held.position = None  # another gateway has gone on there: earlier positions can be forked
+        if error.code == "position_conflict":
+            self._note_moved(held)
         elif error.code in _MISTAKEN - {"id_conflict"}:
             self.index.drop(held)
         elif plan.how == "repeated":  # what was recorded is of no use any more

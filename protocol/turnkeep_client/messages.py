@@ -197,11 +197,13 @@ class CachePolicy(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
 class ForkPoint(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Where a new session begins: with the first `position` tokens of another session of the tenant.
 
-    Without `position`: with all tokens that the session has after its last result.
+    Without `position`: with all tokens that the session has after its last result. With `expect_position`,
+    only if it has that many then.
     """
 
     session: Id
     position: Position | None = None
+    expect_position: Position | None = None
 
 
 class _Request(

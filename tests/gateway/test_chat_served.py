@@ -11,6 +11,7 @@ import pytest
 from parts import CHAT_TEMPLATE
 
 from gateway import chat
+from gateway.conversations import Conversations
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -274,6 +275,42 @@ async def test_where_the_template_changes_earlier_text_no_fork_begins_at_a_stale
     fresh = worker.client.session("fresh").generate(messages=changed, max_tokens=8, logit_bias=biases)
     assert (await fresh).text == answer.choices[0].message.content
     assert served.index.rewrites
+
+
+async def test_no_fork_begins_at_a_position_whose_text_the_running_request_changes(
+    local_worker: Start,
+    door: Start,
+    model_with_template: Callable[[str, str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first change of all, and it is in the log before the fork is opened."""
+    model = model_with_template("counting", "{{ messages | length }} said.\n" + CHAT_TEMPLATE)
+    worker = await local_worker(model=str(model))
+    served = await door(worker.settings.nats, worker.settings.prefix)
+    options: dict[str, Any] = {"temperature": 0.0, "max_tokens": 8}
+    first, _, _ = await ask(served, [user("One?")], **options)
+    messages = [user("One?"), assistant(first.choices[0].message.content)]
+    opened, ended, planned = Conversations._open, asyncio.Event(), asyncio.Event()
+
+    async def late(self: Conversations, plan: Any) -> None:
+        if plan.how == "forked":
+            planned.set()
+            await ended.wait()
+        await opened(self, plan)
+
+    monkeypatch.setattr(Conversations, "_open", late)
+    on = asyncio.create_task(ask(served, [*messages, user("And?")], **options | {"max_tokens": 300}))
+    await asyncio.sleep(0.05)
+    changed = [*messages, user("Or?")]
+    fork = asyncio.create_task(ask(served, changed, **options))
+    await planned.wait()
+    _, _, how = await on
+    assert how == "continued"
+    ended.set()
+    answer, _, _ = await fork
+    biases = {int(token): bias for token, bias in LETTERS.items()}
+    fresh = worker.client.session("fresh").generate(messages=changed, max_tokens=8, logit_bias=biases)
+    assert (await fresh).text == answer.choices[0].message.content
 
 
 async def test_several_answers(begin: Any) -> None:

@@ -149,6 +149,11 @@ class Execution:
 
     def fork(self, request: Open, of: ForkPoint, pending: Pending, parent: History) -> tuple[Result, History]:
         """Open a session with tokens of `parent`, a whole history. Raises `RefusedError`."""
+        if of.expect_position not in (None, parent.position):
+            raise RefusedError(
+                "position_conflict",
+                f"{of.session} is at position {parent.position}, not at the expected {of.expect_position}",
+            )
         position = parent.position if of.position is None else of.position
         if position > parent.position:
             raise RefusedError(
