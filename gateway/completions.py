@@ -1,4 +1,4 @@
-"""The dialect of `/v1/completions`: a prompt of text, which no chat template renders. Pure."""
+"""The dialect of `/v1/completions`: a prompt of text or tokens, which no chat template renders. Pure."""
 
 from __future__ import annotations
 
@@ -35,9 +35,7 @@ def read(body: bytes) -> Turn:
     num_answers = 1 if asked.n is None else asked.n
     if asked.best_of not in (None, num_answers):
         raise refused("best_of is not supported", "best_of")
-    prompt = asked.prompt[0] if isinstance(asked.prompt, list) and len(asked.prompt) == 1 else asked.prompt
-    if not isinstance(prompt, str) or not prompt:
-        raise refused("prompt must be one text that is not empty", "prompt")
+    text, tokens = _prompt(asked.prompt)
     options = openai.sampling(asked, asked.max_tokens)
     if asked.logprobs is not None:
         options |= {"logprobs": True, "top_logprobs": asked.logprobs}
@@ -45,7 +43,8 @@ def read(body: bytes) -> Turn:
         options["echo"] = True
     streamed = asked.stream_options
     turn = Turn(
-        text=prompt,
+        text=text,
+        tokens=tokens,
         options=options,
         n=num_answers,
         model=asked.model,
@@ -55,13 +54,23 @@ def read(body: bytes) -> Turn:
     return check(turn)
 
 
+def _prompt(given: Any) -> tuple[str | None, tuple[int, ...] | None]:
+    """Return the one prompt of a request, as text or as tokens. Raises `Fault`."""
+    if isinstance(given, list) and len(given) == 1 and not isinstance(given[0], int):
+        given = given[0]
+    if isinstance(given, str) and given:
+        return given, None
+    if isinstance(given, list) and given and all(isinstance(token, int) for token in given):
+        return None, tuple(given)
+    raise refused("prompt must be one text, or the token ids of one, and not be empty", "prompt")
+
+
 def whole(turn: Turn, answer_id: str, created: int, results: Sequence[Generated]) -> dict[str, Any]:
     """Write the answers to a request without `stream`."""
-    before = turn.text if turn.options.get("echo") else ""
     choices = [
         {
             "index": index,
-            "text": f"{before}{result.text}",
+            "text": _echo(turn, result) + result.text,
             "logprobs": _logprobs((*result.prompt_logprobs, *result.logprobs), 0)
             if turn.options.get("logprobs")
             else None,
@@ -70,6 +79,13 @@ def whole(turn: Turn, answer_id: str, created: int, results: Sequence[Generated]
         for index, result in enumerate(results)
     ]
     return _head(turn, answer_id, created) | {"choices": choices, "usage": openai.usage(results)}
+
+
+def _echo(turn: Turn, result: Generated) -> str:
+    """Return the prompt, if the answer is to begin with it."""
+    if not turn.options.get("echo"):
+        return ""
+    return "".join(one.token for one in result.prompt_logprobs) if turn.text is None else turn.text
 
 
 class Events(openai.Stream):

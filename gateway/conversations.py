@@ -170,7 +170,7 @@ class Conversations:
         if options.get("seed") is not None:
             options["seed"] += number
         if turn.messages is None:
-            known = [boundaries.prompt_of(turn.text or "", options)]
+            known = [boundaries.prompt_of(turn.text or turn.tokens or (), options)]
         else:
             known = boundaries.chain(turn.messages, options)
         key = known[-1], boundaries.options_digest(options, number)
@@ -228,6 +228,7 @@ class Conversations:
             generation = self._client.session(held.name).generate(
                 messages=None if turn.messages is None else turn.messages[plan.num_known :] or None,
                 text=turn.text,
+                tokens=turn.tokens,
                 request_id=str(asked.name),
                 expect_position=asked.expected,
                 **plan.options,

@@ -350,7 +350,7 @@ async def test_a_completion_is_of_the_text_alone_and_its_session_is_closed(begin
 
 
 async def test_an_echo_is_what_harnesses_score_prompts_with(begin: Any) -> None:
-    _, door = await begin()
+    worker, door = await begin()
     options: dict[str, Any] = {"model": "m", "prompt": "Once upon", "temperature": 0, "logprobs": 2}
     answer = await door.openai.completions.create(**options, max_tokens=1, echo=True)
     (choice,) = answer.choices
@@ -366,6 +366,14 @@ async def test_an_echo_is_what_harnesses_score_prompts_with(begin: Any) -> None:
     scored = await door.openai.completions.create(**options, max_tokens=0, echo=True)
     assert (scored.choices[0].text, scored.choices[0].finish_reason) == ("Once upon", "length")
     assert scored.choices[0].logprobs.token_logprobs[1:] == pytest.approx(said.token_logprobs[1:-1], abs=1e-4)
+    tokens = (
+        await worker.client.session("t").generate(text="Once upon", max_tokens=0, echo=True)
+    ).prompt_logprobs
+    ids = [one.id for one in tokens]
+    for prompt in (ids, [ids]):
+        given = await door.openai.completions.create(**options | {"prompt": prompt}, max_tokens=1, echo=True)
+        assert given.choices[0].text == choice.text
+        assert given.choices[0].logprobs.tokens == said.tokens
     plain = await door.openai.completions.create(model="m", prompt="Once upon", max_tokens=1, echo=True)
     assert (plain.choices[0].text[:9], plain.choices[0].logprobs) == ("Once upon", None)
 
