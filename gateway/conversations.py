@@ -21,7 +21,7 @@ from turnkeep_client.errors import (
     ResultTimeoutError,
     TurnkeepError,
 )
-from turnkeep_client.messages import Chunk, Close, ForkPoint, Generated, Open, encode
+from turnkeep_client.messages import Chunk, Close, ForkPoint, Generated, Open
 from turnkeep_client.session import build
 from turnkeep_client.subjects import session_key
 
@@ -67,13 +67,17 @@ Event = Found | Chunk | Generated | TurnkeepError
 
 
 class _Plan(NamedTuple):
-    """How to send a turn: to `asked.held`, without its first `num_known` messages."""
+    """How to send a turn: to `asked.held`, without its first `num_known` messages.
+
+    A fork has a `parent`, which was at `parent_position` when this was planned, None if that is unknown.
+    """
 
     asked: Asked
     how: How
     num_known: int
     options: dict[str, Any]
     parent: Held | None = None
+    parent_position: int | None = None
 
 
 class Answering:
@@ -131,17 +135,10 @@ class Conversations:
         return self._metrics
 
     async def count(self, turn: Turn) -> int:
-        """Count the tokens of a turn's messages and tools, without running it. Raises `TurnkeepError`.
-
-        Tools are counted as their JSON: how a chat template would render them is unknown here.
-        """
+        """Count the tokens of a turn's messages and tools, without running it. Raises `TurnkeepError`."""
         session = self._client.session(_new_name())
-        num_tokens = (await session.count(messages=turn.messages, text=turn.text)).tokens
-        if tools := turn.options.get("tools"):
-            num_tokens += (
-                await session.count(text=encode({"tools": tools}).decode(), special_tokens=False)
-            ).tokens
-        return num_tokens
+        asked = session.count(messages=turn.messages, text=turn.text, tools=turn.options.get("tools"))
+        return (await asked).tokens
 
     async def close(self) -> None:
         """End all tasks and the connection; the answers go on in the worker."""
@@ -218,7 +215,7 @@ class Conversations:
         if options.get("seed") is not None:
             options["seed"] += number
         if turn.messages is None:
-            known = [boundaries.prompt_of(turn.text or "", options)]
+            known = [boundaries.prompt_of(turn.text or turn.tokens or (), options)]
         else:
             known = boundaries.chain(turn.messages, options)
         key = known[-1], boundaries.options_digest(options, number)
@@ -246,7 +243,7 @@ class Conversations:
         asked = Asked(held, name, {known[num_known]}, position, is_certain=is_certain)
         asked.opening = asyncio.Event()
         index.ask(asked)
-        return _Plan(asked, how, num_known, options, parent)
+        return _Plan(asked, how, num_known, options, parent, parent.position if parent else None)
 
     def _place(self, known: list[bytes]) -> tuple[int, Held, int] | None:
         """Find the longest known beginning: the number of its messages, a session and a position in it."""
@@ -276,6 +273,7 @@ class Conversations:
             generation = self._client.session(held.name).generate(
                 messages=None if turn.messages is None else turn.messages[plan.num_known :] or None,
                 text=turn.text,
+                tokens=turn.tokens,
                 request_id=str(asked.name),
                 expect_position=asked.expected,
                 headers=_headers(turn, plan, answering.note),
@@ -318,14 +316,33 @@ class Conversations:
             # Waits only until the log has it: the generate comes after it in any case.
             await self._client.submit(key, build(Open, tags=names))
         elif plan.how == "forked" and plan.parent is not None:
-            point = ForkPoint(session=plan.parent.name, position=asked.expected)
+            point = ForkPoint(plan.parent.name, asked.expected, plan.parent_position)
             try:
                 await self._client.session(asked.held.name).open(fork_of=point, tags=names)
             except RequestFailedError as error:
-                self.index.drop(plan.parent)
                 asked.held.position = None  # there is no such session to close
+                if error.code == "position_conflict":
+                    await self._catch_up(plan.parent, plan.parent_position)
+                    raise
+                self.index.drop(plan.parent)
                 raise RequestFailedError("unknown_session", error.message, retryable=False) from None
         self._note_opened(asked)
+
+    async def _catch_up(self, held: Held, position: int | None) -> None:
+        """Wait for the result, which is on its way, of the request that has moved a session."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_SEEN_S):
+                while held.num_running and held.position == position:  # noqa: ASYNC110  # its task tells nobody
+                    await asyncio.sleep(_FIRST_PAUSE_S)
+        if held.position == position:
+            self._note_moved(held)
+
+    def _note_moved(self, held: Held) -> None:
+        """Note that another gateway has gone on in a session; earlier positions may be forked."""
+        if self.index.rewrites:
+            self.index.drop(held)
+        else:
+            held.position = None
 
     def _note_opened(self, asked: Asked) -> None:
         if asked.opening is not None:
@@ -341,8 +358,8 @@ class Conversations:
     def _learnt(self, plan: _Plan, error: RequestFailedError) -> RequestFailedError:
         """Correct the index after a refused request, whose session is as it was; return what to raise."""
         held = plan.asked.held
-        if error.code == "position_conflict" and not self.index.rewrites:
-            held.position = None  # another gateway has gone on there: earlier positions can be forked
+        if error.code == "position_conflict":
+            self._note_moved(held)
         elif error.code in _MISTAKEN - {"id_conflict"}:
             self.index.drop(held)
         elif plan.how == "repeated":  # what was recorded is of no use any more
