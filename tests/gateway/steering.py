@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
 _MOST_TOKENS = 200
-#: Agents ask for more of an answer that was cut by its length, so text ends with a sentence.
-_STOPS = [".", "\n\n"]
+#: Agents ask for more of an answer that was cut by its length, so text ends with one of these.
+_STOPS = [".", ",", " the ", " and "]
 _LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 
 
