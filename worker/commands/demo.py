@@ -72,7 +72,8 @@ class Demo:
             f" came {first_s:.2f} s after the worker took the question up. Without the snapshots on SSD it"
             f" would have read the whole conversation again: about {tokens / rate:.1f} s at the {rate:.0f}"
             " tokens/s of the first turn, and more with every turn.\n\nYour turn, in two terminals:\n"
-            f"  [bold]{program()} serve[/]\n  [bold]{program()} chat[/]"
+            f"  [bold]{program()} serve --gateway[/]\n  [bold]{program()} chat[/], or a coding agent:"
+            f" [bold]{program()} launch claude[/]"
         )
 
     async def _ask(
