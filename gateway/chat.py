@@ -11,7 +11,7 @@ from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.messages import Function, Message, ToolCall, encode
 
 from . import openai
-from .turn import Turn, check, decoded, refused
+from .turn import Turn, check, decoded, prefilled, refused
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -103,8 +103,11 @@ def read(body: bytes) -> Turn:
     if asked.reasoning_effort in _BUDGETS:  # others, which are many, have no limit
         options["reasoning"] = {"budget": _BUDGETS[asked.reasoning_effort]}
     streamed = asked.stream_options
+    messages, options = prefilled(
+        [_message(one, number) for number, one in enumerate(asked.messages)], options
+    )
     turn = Turn(
-        messages=tuple(_message(one, number) for number, one in enumerate(asked.messages)),
+        messages=messages,
         options=options,
         n=1 if asked.n is None else asked.n,
         model=asked.model,

@@ -10,9 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import sys
 import time
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 from uuid import uuid4
+
+from msgspec import structs
 
 from turnkeep_client.errors import InvalidMessageError, RequestFailedError, TurnkeepError
 from turnkeep_client.messages import Chunk, Close, ForkPoint, Generated, Open, encode
@@ -20,13 +23,15 @@ from turnkeep_client.session import build
 from turnkeep_client.subjects import session_key
 
 from . import boundaries
-from .index import PREFIX, Asked, Held, Index, RequestName, tags
+from .index import PREFIX, Asked, Held, Index, RequestName, append_id, tags
+from .pieces import ahead
 from .recovery import recover
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable, Coroutine, Sequence
 
     from turnkeep_client.client import Client
+    from turnkeep_client.messages import Message
 
     from .turn import Turn
 
@@ -57,13 +62,26 @@ Event = Found | Chunk | Generated | TurnkeepError
 
 
 class _Plan(NamedTuple):
-    """How to send a turn: to `asked.held`, without its first `num_known` messages."""
+    """How to send a turn: to `asked.held`, which is at `position`, without its first `num_known` messages.
+
+    `known` are the names of all its boundaries.
+    """
 
     asked: Asked
     how: How
     num_known: int
+    position: int
+    known: list[bytes]
     options: dict[str, Any]
     parent: Held | None = None
+
+
+class _Sent(NamedTuple):
+    """What was appended before a generate; `position` is where the session is then."""
+
+    num_messages: int
+    position: int
+    num_prefilled: int
 
 
 class Answering:
@@ -91,6 +109,7 @@ class Conversations:
         self._loading = asyncio.Lock()
         self._is_loaded = False
         self._model = ""
+        self._max_bytes = sys.maxsize
         self._seen_s = float("-inf")
 
     async def start(self) -> None:
@@ -104,7 +123,9 @@ class Conversations:
     async def model(self) -> str:
         """Return the name of the worker's model. Raises `NoWorkerError`."""
         if time.monotonic() - self._seen_s > _SEEN_S:
-            self._model = (await self._client.worker_metrics()).model
+            metrics = await self._client.worker_metrics()
+            self._model = metrics.model
+            self._max_bytes = metrics.max_message_bytes or sys.maxsize  # an earlier version says nothing
             self._seen_s = time.monotonic()
         return self._model
 
@@ -116,10 +137,13 @@ class Conversations:
         session = self._client.session(_new_name())
         num_tokens = (await session.count(messages=turn.messages, text=turn.text)).tokens
         if tools := turn.options.get("tools"):
-            num_tokens += (
-                await session.count(text=encode({"tools": tools}).decode(), special_tokens=False)
-            ).tokens
+            num_tokens += await self._count_text(encode({"tools": tools}).decode())
+        if prefix := turn.options.get("prefix"):
+            num_tokens += await self._count_text(prefix)
         return num_tokens
+
+    async def _count_text(self, text: str) -> int:
+        return (await self._client.session(_new_name()).count(text=text, special_tokens=False)).tokens
 
     async def close(self) -> None:
         """End all tasks and the connection; the answers go on in the worker."""
@@ -183,11 +207,11 @@ class Conversations:
             if base is not None:
                 before.claim_until_s = 0.0
                 index.use(before.held, now_s)
-                return _Plan(before, "repeated", base, options)
+                return _Plan(before, "repeated", base, before.expected, known, options)
         place = None if is_last or turn.messages is None else self._place(known)
         num_known, parent, position = place or (0, None, 0)
         how: How = "begun"
-        held = Held(_new_name(), position, now_s)
+        held = Held(_new_name(), None, now_s)
         if parent is not None:
             index.use(parent, now_s)
             how = "forked"
@@ -199,9 +223,10 @@ class Conversations:
         name = RequestName(*key, 0 if before is None else before.name.nonce + 1)
         is_certain = options.get("temperature") == 0 or options.get("seed") is not None
         asked = Asked(held, name, {known[num_known]}, position, is_certain=is_certain)
+        asked.prefix = options.get("prefix", "")
         asked.opening = asyncio.Event()
         index.ask(asked)
-        return _Plan(asked, how, num_known, options, parent)
+        return _Plan(asked, how, num_known, position, known, options, parent)
 
     def _place(self, known: list[bytes]) -> tuple[int, Held, int] | None:
         """Find the longest known beginning: the number of its messages, a session and a position in it."""
@@ -227,18 +252,22 @@ class Conversations:
         if answering.is_abandoned:
             self._leave(asked, answering)
         try:
+            messages = () if turn.messages is None else turn.messages[plan.num_known :]
+            pieces = ahead(messages, plan.options, self._max_bytes)
             await self._open(plan)
+            sent = await self._append(plan, pieces)
             generation = self._client.session(held.name).generate(
-                messages=None if turn.messages is None else turn.messages[plan.num_known :] or None,
+                messages=messages[sent.num_messages :] or None,
                 text=turn.text,
                 request_id=str(asked.name),
-                expect_position=asked.expected,
+                expect_position=sent.position,
                 **plan.options,
             )
             async for chunk in generation:
                 tell(chunk)
+            result = generation.result
             if asked.state == "running":
-                self.index.answer(asked, generation.result)
+                self.index.answer(asked, result)
         except RequestFailedError as error:
             self._note_failed(plan)
             raise self._learnt(plan, error) from None
@@ -248,7 +277,7 @@ class Conversations:
                 self.index.drop(held)  # whether it was answered is unknown
             raise
         else:
-            return generation.result
+            return _with_appended(result, sent.num_prefilled)
         finally:
             self._note_opened(asked)
             self._leave(asked, answering)
@@ -258,6 +287,28 @@ class Conversations:
                     self._start(self._remove(held, forget=False))
                 elif not held.marks and held.name in self.index.sessions:
                     self._start(self._remove(held))
+
+    async def _append(self, plan: _Plan, pieces: list[Sequence[Message]]) -> _Sent:
+        """Append messages that do not fit in the generate. Raises `TurnkeepError`."""
+        asked, held = plan.asked, plan.asked.held
+        sent = _Sent(0, plan.position, 0)
+        for piece in pieces:
+            if not asked.num_users and not self._is_stopping():
+                raise RequestFailedError("expired", "its client has gone away", retryable=True)
+            boundary = plan.known[plan.num_known + sent.num_messages + len(piece)]
+            asked.appending = append_id(boundary, sent.position)
+            appended = await self._client.session(held.name).append(
+                messages=piece,
+                tools=None if sent.num_messages else plan.options.get("tools"),
+                request_id=asked.appending,
+                expect_position=sent.position,
+            )
+            self.index.append(held, boundary, appended)
+            num_new = 0 if appended.repeat_of is not None else appended.prefilled_tokens
+            sent = _Sent(sent.num_messages + len(piece), appended.position, sent.num_prefilled + num_new)
+            asked.bases, asked.expected = {boundary}, sent.position
+        asked.appending = None
+        return sent
 
     async def _open(self, plan: _Plan) -> None:
         """Begin or fork the session, where that is planned. Raises `TurnkeepError`."""
@@ -271,14 +322,15 @@ class Conversations:
             key = session_key(self._client.tenant, asked.held.name)
             # Waits only until the log has it: the generate comes after it in any case.
             await self._client.submit(key, build(Open, tags=names))
+            asked.held.position = 0
         elif plan.how == "forked" and plan.parent is not None:
-            point = ForkPoint(session=plan.parent.name, position=asked.expected)
+            point = ForkPoint(session=plan.parent.name, position=plan.position)
             try:
                 await self._client.session(asked.held.name).open(fork_of=point, tags=names)
             except RequestFailedError as error:
                 self.index.drop(plan.parent)
-                asked.held.position = None  # there is no such session to close
                 raise RequestFailedError("unknown_session", error.message, retryable=False) from None
+            asked.held.position = plan.position
         self._note_opened(asked)
 
     def _note_opened(self, asked: Asked) -> None:
@@ -320,7 +372,7 @@ class Conversations:
             await asyncio.sleep(pause_s)
             pause_s = min(max(2 * pause_s, _FIRST_PAUSE_S), _LAST_PAUSE_S)
             with contextlib.suppress(TurnkeepError):  # there is no worker now, or it has not read the request
-                await self._client.session(asked.held.name).cancel(str(asked.name))
+                await self._client.session(asked.held.name).cancel(asked.appending or str(asked.name))
 
     async def _sweep(self) -> None:
         while True:
@@ -353,6 +405,15 @@ def _may_repeat(asked: Asked, now_s: float) -> bool:
     if asked.claim_until_s > now_s:
         return True
     return asked.is_certain and (asked.state == "answered" or asked.num_users > 0)
+
+
+def _with_appended(result: Generated, num_prefilled: int) -> Generated:
+    """Count tokens that were appended for an answer as prefilled, and not as cached."""
+    used = result.usage
+    num_new = min(num_prefilled, used.cached_tokens)
+    counts = {"cached_tokens": -num_new, "prefilled_tokens": num_new}
+    changed = {name: getattr(used, name) + count for name, count in counts.items()}
+    return structs.replace(result, usage=structs.replace(used, **changed)) if num_new else result
 
 
 def _new_name() -> str:

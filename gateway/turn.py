@@ -93,6 +93,29 @@ def decoded(decoder: msgspec.json.Decoder[_T], body: bytes) -> _T:
         raise refused(f"the body is not JSON: {error}") from None
 
 
+def prefilled(messages: list[Message], options: dict[str, Any]) -> tuple[tuple[Message, ...], dict[str, Any]]:
+    """Make the assistant's last message, if it is the last of all, the beginning of the answer.
+
+    Such an answer has no reasoning. Raises `Fault`.
+    """
+    *before, last = messages
+    if last.role != "assistant":
+        return tuple(messages), options
+    why = None
+    if not before:
+        why = "there is no message before the assistant's"
+    elif last.tool_calls:
+        why = "the last message has tool calls, and their results must follow it"
+    elif options.get("tool_choice", "auto") not in ("auto", "none"):
+        why = "an answer that must call a tool cannot be prefilled: the last message is the assistant's"
+    elif "response_format" in options:
+        why = "an answer with a format cannot be prefilled: the last message is the assistant's"
+    if why:
+        raise refused(why, "messages")
+    given = {"prefix": last.content, "reasoning": {"budget": 0}} if last.content else {}
+    return tuple(before), options | given
+
+
 def check(turn: Turn) -> Turn:
     """Return `turn` if a worker would take its fields, else raise `Fault`."""
     try:

@@ -397,6 +397,7 @@ class Execution:
                 turn.live_bytes if turn else self._engine.live_bytes(key, after.tokens, after.policy)
             ),
             rewritten_from=extended.rewritten_from,
+            prefix_tokens=extended.num_given,
             **seen(after),
         )
 
