@@ -16,6 +16,8 @@ from uuid import uuid4
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.routing import Route
@@ -26,7 +28,8 @@ from turnkeep_client.subjects import DEFAULT_TENANT
 
 from . import anthropic, chat, completions, messages, openai
 from .conversations import Conversations, Found
-from .turn import Fault, fault_of
+from .metrics import Counters
+from .turn import Fault, fault_of, refused
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -36,8 +39,8 @@ if TYPE_CHECKING:
 
     from turnkeep_client.client import Client
 
-    from .conversations import Answering
-    from .keys import Keys
+    from .conversations import Answering, How
+    from .keys import Key, Keys
     from .turn import Turn
 
 MAX_BODY_BYTES: Final = 32 * 2**20
@@ -86,20 +89,29 @@ class Gateway:
         *,
         idle_s: float,
         max_body_bytes: int = MAX_BODY_BYTES,
+        cors: str | None = None,
+        explain: bool = False,
     ) -> None:
-        """`connect` returns a client of a tenant; conversations that are idle for `idle_s` are removed."""
+        """`connect` returns a client of a tenant; conversations that are idle for `idle_s` are removed.
+
+        Pages of the origin `cors` may ask. With `explain`, a header says what was found of a conversation.
+        """
         #: Whether the server ends; answers whose clients are gone go on then.
         self.is_stopping: Callable[[], bool] = lambda: False
         self._connect = connect
         self._keys = keys
         self._idle_s = idle_s
         self._max_body_bytes = max_body_bytes
+        self._cors = cors
+        self.explain = explain
+        self.counters = Counters()
         self._tenants: dict[str, Conversations] = {}
         self._connecting = asyncio.Lock()
-        self.app = Starlette(
+        app = Starlette(
             routes=[
                 Route("/", self._root, methods=["GET"]),
                 Route("/health", self._health, methods=["GET"]),
+                Route("/metrics", self._metrics, methods=["GET"]),
                 Route("/v1/models", self._models, methods=["GET"]),
                 Route("/v1/chat/completions", self._answering(_CHAT), methods=["POST"]),
                 Route("/v1/completions", self._answering(_COMPLETIONS), methods=["POST"]),
@@ -107,7 +119,9 @@ class Gateway:
                 Route(f"{_MESSAGES_PATH}/count_tokens", self._count_tokens, methods=["POST"]),
             ],
             exception_handlers={Fault: _on_fault, TurnkeepError: _on_error, HTTPException: _on_http},
+            middleware=[_allowing(cors)] if cors else [],
         )
+        self.app = self.counters.counting(app, [one.path for one in app.routes if isinstance(one, Route)])
 
     async def close(self) -> None:
         """Close all connections. Answers that run go on in the worker."""
@@ -123,32 +137,44 @@ class Gateway:
     async def _health(self, _: Request) -> Response:
         return _json({"status": "ok", "model": await (await self._of(DEFAULT_TENANT)).model()})
 
+    async def _metrics(self, request: Request) -> Response:
+        if not _is_from_here(request):
+            raise Fault(403, "only programs of this machine, asking for localhost, may read the metrics")
+        num_known = sum(len(one.index.sessions) for one in self._tenants.values())
+        return Response(self.counters.page(num_known), media_type="text/plain; version=0.0.4; charset=utf-8")
+
     async def _models(self, request: Request) -> Response:
-        model = await (await self._of(self._tenant(request))).model()
+        model = await (await self._of(self._key(request).tenant)).model()
         one = {"id": model, "object": "model", "created": 0, "owned_by": "turnkeep"}
         return _json({"object": "list", "data": [one]})
 
     async def _count_tokens(self, request: Request) -> Response:
-        conversations = await self._of(self._tenant(request))
-        turn = messages.read(await self._body(request))
-        return _json({"input_tokens": await conversations.count(turn)})
+        key = self._key(request)
+        with key.one_request():
+            conversations = await self._of(key.tenant)
+            turn = messages.read(await self._body(request))
+            return _json({"input_tokens": await conversations.count(turn)})
 
     def _answering(self, dialect: _Dialect) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
-            conversations = await self._of(self._tenant(request))
-            turn = dialect.read(await self._body(request))
-            model = await conversations.model()  # raises if there is no worker
-            turn = turn if turn.model else msgspec.structs.replace(turn, model=model)
-            await conversations.start()
-            return _Answer(dialect, turn, conversations)
+            key = self._key(request)
+            with contextlib.ExitStack() as running:
+                running.enter_context(key.one_request())
+                conversations = await self._of(key.tenant)
+                turn = dialect.read(await self._body(request))
+                model = await conversations.model()  # raises if there is no worker
+                turn = turn if turn.model else msgspec.structs.replace(turn, model=model)
+                await conversations.start()
+                return _Answer(dialect, turn, conversations, _Asker(self, key, running.pop_all()))
 
         return answer
 
-    def _tenant(self, request: Request) -> str:
-        """Return a request's tenant. Raises `Fault`."""
-        if not _is_local(request.headers.get("origin")):
+    def _key(self, request: Request) -> Key:
+        """Return a request's key. Raises `Fault`."""
+        origin = request.headers.get("origin")
+        if not _is_local(origin) and origin != self._cors:
             raise Fault(403, "pages of other sites may not ask", code="forbidden_origin")
-        return self._keys.tenant_of(request.headers)
+        return self._keys.of(request.headers)
 
     async def _of(self, tenant: str) -> Conversations:
         async with self._connecting:
@@ -160,6 +186,8 @@ class Gateway:
     async def _body(self, request: Request) -> bytes:
         """Read a request's body. Raises `Fault`."""
         most, body = self._max_body_bytes, bytearray()
+        if {"content-length", "transfer-encoding"} <= {*request.headers}:
+            raise refused("a body has a content-length or a transfer-encoding, not both")
         too_large = Fault(413, f"the body is larger than {most} bytes", code="request_too_large")
         if int(request.headers.get("content-length") or 0) > most:
             raise too_large
@@ -176,14 +204,30 @@ class Gateway:
         return bytes(body)
 
 
+class _Asker(NamedTuple):
+    """Whose request it is; `running` is left when it has ended."""
+
+    gateway: Gateway
+    key: Key
+    running: contextlib.ExitStack
+
+    def note(self, how: How, result: Generated) -> None:
+        """Count an answer."""
+        self.gateway.counters.note(how, result)
+        if how != "repeated":
+            used = result.usage
+            self.key.spend(used.prompt_tokens - used.cached_tokens + used.completion_tokens)
+
+
 class _Answer(Response):
     """Sends the answers to one turn. If the client goes away, they are cancelled."""
 
-    def __init__(self, dialect: _Dialect, turn: Turn, conversations: Conversations) -> None:
+    def __init__(self, dialect: _Dialect, turn: Turn, conversations: Conversations, asker: _Asker) -> None:
         super().__init__()
         self._dialect = dialect
         self._turn = turn
         self._conversations = conversations
+        self._asker = asker
         self._id = uuid4().hex
         self._created = int(time.time())
         self._found: dict[int, Found] = {}
@@ -191,7 +235,11 @@ class _Answer(Response):
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answers, while the client is there."""
-        answering = self._conversations.answer(self._turn)
+        with self._asker.running:
+            await self._answer(receive, send)
+
+    async def _answer(self, receive: Receive, send: Send) -> None:
+        answering = self._conversations.answer(self._turn, self._asker.note)
         writing = asyncio.create_task(self._write(answering, send))
         leaving = asyncio.create_task(_departure(receive))
         try:
@@ -213,7 +261,7 @@ class _Answer(Response):
                 self._take(*await answering.events.get())
         except TurnkeepError as error:
             fault = fault_of(error)
-            await self._write_json(send, fault.status, self._dialect.error(fault))
+            await self._write_json(send, fault.status, self._dialect.error(fault), fault.headers)
             return
         whole = self._dialect.whole(self._turn, self._id, self._created, self._in_order())
         await self._write_json(send, 200, whole)
@@ -268,12 +316,16 @@ class _Answer(Response):
     def _own_headers(self) -> dict[str, str]:
         found = self._found.get(0)
         headers = {"cache-control": "no-store"}
+        if found and self._asker.gateway.explain:
+            headers["x-turnkeep-explain"] = str(found)
         return headers | ({"x-turnkeep-session": f"{found.session} {found.how}"} if found else {})
 
-    async def _write_json(self, send: Send, status: int, body: dict[str, Any]) -> None:
+    async def _write_json(
+        self, send: Send, status: int, body: dict[str, Any], more: Mapping[str, str] | None = None
+    ) -> None:
         written = msgspec.json.encode(body)
         headers = {"content-type": "application/json", "content-length": str(len(written))}
-        await send(_head(status, self._own_headers() | headers))
+        await send(_head(status, self._own_headers() | headers | dict(more or {})))
         await send(_part(written, more=False))
 
 
@@ -291,9 +343,9 @@ def _part(body: bytes, *, more: bool = True) -> dict[str, Any]:
     return {"type": "http.response.body", "body": body, "more_body": more}
 
 
-def _json(body: dict[str, Any], status: int = 200) -> Response:
+def _json(body: dict[str, Any], status: int = 200, more: Mapping[str, str] | None = None) -> Response:
     # After an error the rest of a body is not waited for.
-    headers = {"connection": "close"} if status >= 400 else {}
+    headers = {**(more or {}), **({"connection": "close"} if status >= 400 else {})}
     return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
 
 
@@ -301,7 +353,7 @@ async def _on_fault(request: Request, fault: Exception) -> Response:
     if not isinstance(fault, Fault):
         raise fault
     of_messages = request.url.path.startswith(_MESSAGES_PATH)
-    return _json((anthropic if of_messages else openai).error(fault), fault.status)
+    return _json((anthropic if of_messages else openai).error(fault), fault.status, fault.headers)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
@@ -316,6 +368,26 @@ async def _on_http(request: Request, error: Exception) -> Response:
     what = f"{request.method} {request.url.path}"
     message = f"{what} is not served" if error.status_code in {404, 405} else error.detail
     return await _on_fault(request, Fault(error.status_code, message))
+
+
+def _allowing(origin: str) -> Middleware:
+    """Let pages of one site ask, and read the headers of answers."""
+    return Middleware(
+        CORSMiddleware,
+        allow_origins=[origin],
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=["x-turnkeep-session", "x-turnkeep-explain", "retry-after"],
+    )
+
+
+def _is_from_here(request: Request) -> bool:
+    """Whether a program of this machine asks, not a proxy, and under a name that no site can have."""
+    is_proxied = "x-forwarded-for" in request.headers or "forwarded" in request.headers
+    with contextlib.suppress(ValueError):
+        peer = ipaddress.ip_address(request.client.host if request.client else "")
+        return peer.is_loopback and not is_proxied and _is_local(f"//{request.headers.get('host', '')}")
+    return False
 
 
 def _is_local(origin: str | None) -> bool:

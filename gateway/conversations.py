@@ -26,6 +26,7 @@ from . import boundaries
 from .index import PREFIX, Asked, Held, Index, RequestName, append_id, tags
 from .pieces import ahead
 from .recovery import recover
+from .seen import Seen
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
@@ -52,10 +53,22 @@ How = Literal["continued", "forked", "begun", "repeated"]
 
 
 class Found(NamedTuple):
-    """The session that answers, and what it is to the conversation."""
+    """The session that answers, and what it is to the conversation.
+
+    It has `num_known` of the conversation's messages, which are `position` tokens. `differs` is the first
+    message that is in no known conversation, if a session should have it: by number, role and size.
+    """
 
     session: str
     how: How
+    position: int
+    num_known: int
+    num_messages: int
+    differs: str | None = None
+
+    def __str__(self) -> str:
+        found = f"{self.how}; session={self.session}; messages={self.num_known}/{self.num_messages}"
+        return f"{found}; tokens={self.position}; differs={self.differs or 'none'}"
 
 
 Event = Found | Chunk | Generated | TurnkeepError
@@ -87,7 +100,9 @@ class _Sent(NamedTuple):
 class Answering:
     """The answers to one turn. `events` has them as they come, each with its number among the answers."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_end: Callable[[How, Generated], None]) -> None:
+        """`on_end` gets each answer, also if nobody listens any more."""
+        self.on_end = on_end
         self.events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self.running: set[Asked] = set()
         self.is_abandoned = False
@@ -108,6 +123,7 @@ class Conversations:
         self._tasks: set[asyncio.Task[None]] = set()
         self._loading = asyncio.Lock()
         self._is_loaded = False
+        self._seen = Seen()
         self._model = ""
         self._max_bytes = sys.maxsize
         self._seen_s = float("-inf")
@@ -153,9 +169,9 @@ class Conversations:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._client.close()
 
-    def answer(self, turn: Turn) -> Answering:
+    def answer(self, turn: Turn, on_end: Callable[[How, Generated], None]) -> Answering:
         """Start answering; the last event of each answer is its result or an error."""
-        answering = Answering()
+        answering = Answering(on_end)
         for number in range(turn.n):
             self._start(self._answer(turn, number, answering))
         return answering
@@ -177,8 +193,10 @@ class Conversations:
         for attempt in range(_ATTEMPTS):
             try:
                 plan = self._plan(turn, number, is_last=attempt == _ATTEMPTS - 1)
-                tell(Found(plan.asked.held.name, plan.how))
-                tell(await self._carry_out(turn, plan, answering, tell))
+                tell(self._found(turn, plan))
+                result = await self._carry_out(turn, plan, answering, tell)
+                answering.on_end(plan.how, result)
+                tell(result)
             except RequestFailedError as error:
                 is_lost = has_begun or answering.is_abandoned or attempt == _ATTEMPTS - 1
                 if error.code in _MISTAKEN and not is_lost:
@@ -190,6 +208,22 @@ class Conversations:
                 log.exception("an answer failed for an unknown reason")
                 tell(TurnkeepError(f"the gateway failed: {type(error).__name__}"))
             return
+
+    def _found(self, turn: Turn, plan: _Plan) -> Found:
+        """Say what was found; log what is missing."""
+        told, differs = turn.messages or (), None
+        num_seen = self._seen.add(plan.known) - 1
+        num_old = max((at for at, one in enumerate(told, 1) if one.role == "assistant"), default=0)
+        if plan.num_known < num_old:  # the client goes on with a conversation
+            if num_seen < 0:
+                differs = "tools"
+            elif num_seen < num_old:
+                first = told[num_seen]
+                differs = f"messages[{num_seen}] ({first.role}, {len(first.content or '')} characters)"
+            why = f"{differs} differs from all known" if differs else "no session has the others"
+            log.info("%d of a conversation's %d messages were found: %s", plan.num_known, len(told), why)
+        held = plan.asked.held
+        return Found(held.name, plan.how, plan.position, plan.num_known, len(told), differs)
 
     def _plan(self, turn: Turn, number: int, *, is_last: bool) -> _Plan:
         """Decide how to send a turn. Nothing is awaited, so no other turn can take the session meanwhile."""

@@ -5,6 +5,7 @@ A result needs no form of its own: dialects write the protocol's `Chunk` and `Ge
 
 from __future__ import annotations
 
+import math
 import re
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -30,6 +31,8 @@ ALL_THAT_FITS: Final = 2**31 - 1
 #: Answers to one prompt.
 MOST_ANSWERS: Final = 16
 
+#: How long who is one too many should wait.
+_PAUSE_S: Final = 1.0
 #: Of a worker's `context_exceeded`: the prompt's tokens and the context.
 _OVERFLOW = re.compile(r"would hold (\d+) tokens .* the context is (\d+)")
 _PATH = re.compile(r"(?P<fault>.*) - at `\$\.?(?P<path>[^`]*)`", re.DOTALL)
@@ -64,8 +67,12 @@ class Fault(Exception):  # noqa: N818  # an outcome that each dialect writes in 
         code: str | None = None,
         param: str | None = None,
         overflow: tuple[int, int] | None = None,
+        retry_after_s: float | None = None,
     ) -> None:
-        """`overflow`: the tokens of a prompt that is too long, and the context, if these are known."""
+        """`overflow`: the tokens of a prompt that is too long, and the context, if these are known.
+
+        `retry_after_s`: when the same request may be answered.
+        """
         super().__init__(message)
         self.status = status
         self.message = message
@@ -73,6 +80,12 @@ class Fault(Exception):  # noqa: N818  # an outcome that each dialect writes in 
         self.code = code
         self.param = param
         self.overflow = overflow
+        self.retry_after_s = retry_after_s
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of the answer."""
+        return {} if self.retry_after_s is None else {"retry-after": str(math.ceil(self.retry_after_s))}
 
 
 def refused(message: str, param: str | None = None, code: str | None = None) -> Fault:
@@ -135,7 +148,13 @@ def fault_of(error: TurnkeepError) -> Fault:
         case RequestFailedError(code="invalid_request"):
             return refused(error.message)
         case RequestFailedError(code="overloaded"):
-            return Fault(429, error.message, kind="rate_limit_error", code="rate_limit_exceeded")
+            return Fault(
+                429,
+                error.message,
+                kind="rate_limit_error",
+                code="rate_limit_exceeded",
+                retry_after_s=_PAUSE_S,
+            )
         case NoWorkerError():
             return Fault(503, str(error), kind="server_error", code="no_worker")
         case InvalidMessageError():  # the messages were valid: what is left is their size
