@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from turnkeep_client.client import Client
+    from turnkeep_client.messages import Metrics
 
     from .conversations import Answering, How
     from .keys import Key, Keys
@@ -89,12 +90,14 @@ class Gateway:
         *,
         idle_s: float,
         max_body_bytes: int = MAX_BODY_BYTES,
+        patience_s: float = 15.0,
         cors: str | None = None,
         explain: bool = False,
     ) -> None:
         """`connect` returns a client of a tenant; conversations that are idle for `idle_s` are removed.
 
-        Pages of the origin `cors` may ask. With `explain`, a header says what was found of a conversation.
+        A request waits up to `patience_s` for a worker that starts again. Pages of the origin `cors` may ask.
+        With `explain`, a header says what was found of a conversation.
         """
         #: Whether the server ends; answers whose clients are gone go on then.
         self.is_stopping: Callable[[], bool] = lambda: False
@@ -102,6 +105,7 @@ class Gateway:
         self._keys = keys
         self._idle_s = idle_s
         self._max_body_bytes = max_body_bytes
+        self._patience_s = patience_s
         self._cors = cors
         self.explain = explain
         self.counters = Counters()
@@ -113,6 +117,7 @@ class Gateway:
                 Route("/health", self._health, methods=["GET"]),
                 Route("/metrics", self._metrics, methods=["GET"]),
                 Route("/v1/models", self._models, methods=["GET"]),
+                Route("/v1/models/{model:path}", self._one_model, methods=["GET"]),
                 Route("/v1/chat/completions", self._answering(_CHAT), methods=["POST"]),
                 Route("/v1/completions", self._answering(_COMPLETIONS), methods=["POST"]),
                 Route(_MESSAGES_PATH, self._answering(_MESSAGES), methods=["POST"]),
@@ -135,7 +140,8 @@ class Gateway:
         return _json({"service": "turnkeep"})
 
     async def _health(self, _: Request) -> Response:
-        return _json({"status": "ok", "model": await (await self._of(DEFAULT_TENANT)).model()})
+        worker = await (await self._of(DEFAULT_TENANT)).worker()
+        return _json({"status": "ok", "model": worker.model})
 
     async def _metrics(self, request: Request) -> Response:
         if not _is_from_here(request):
@@ -144,9 +150,18 @@ class Gateway:
         return Response(self.counters.page(num_known), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _models(self, request: Request) -> Response:
-        model = await (await self._of(self._key(request).tenant)).model()
-        one = {"id": model, "object": "model", "created": 0, "owned_by": "turnkeep"}
-        return _json({"object": "list", "data": [one]})
+        worker = await (await self._of(self._key(request).tenant)).worker()
+        return _json(_page([_model(worker)]))
+
+    async def _one_model(self, request: Request) -> Response:
+        worker, wanted = (
+            await (await self._of(self._key(request).tenant)).worker(),
+            request.path_params["model"],
+        )
+        if wanted != worker.model:
+            message = f"there is no model {wanted!r}: this worker has {worker.model!r}"
+            raise Fault(404, message, param="model", code="model_not_found")
+        return _json(_model(worker))
 
     async def _count_tokens(self, request: Request) -> Response:
         key = self._key(request)
@@ -162,8 +177,8 @@ class Gateway:
                 running.enter_context(key.one_request())
                 conversations = await self._of(key.tenant)
                 turn = dialect.read(await self._body(request))
-                model = await conversations.model()  # raises if there is no worker
-                turn = turn if turn.model else msgspec.structs.replace(turn, model=model)
+                worker = await conversations.worker(patience_s=self._patience_s)
+                turn = turn if turn.model else msgspec.structs.replace(turn, model=worker.model)
                 await conversations.start()
                 return _Answer(dialect, turn, conversations, _Asker(self, key, running.pop_all()))
 
@@ -327,6 +342,24 @@ class _Answer(Response):
         headers = {"content-type": "application/json", "content-length": str(len(written))}
         await send(_head(status, self._own_headers() | headers | dict(more or {})))
         await send(_part(written, more=False))
+
+
+def _model(worker: Metrics) -> dict[str, Any]:
+    """Describe a worker's model as both APIs do. The context has the names that other servers gave it."""
+    name, context = worker.model, worker.context_tokens
+    return {"id": name, "object": "model", "created": 0, "owned_by": "turnkeep"} | {
+        "type": "model",
+        "display_name": name,
+        "created_at": "1970-01-01T00:00:00Z",
+        "context_window": context,
+        "max_model_len": context,
+        "max_input_tokens": context,
+    }
+
+
+def _page(models: list[dict[str, Any]]) -> dict[str, Any]:
+    ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"]}
+    return {"object": "list", "data": models, "has_more": False, **ends}
 
 
 async def _departure(receive: Receive) -> None:

@@ -17,7 +17,7 @@ from uuid import uuid4
 
 from msgspec import structs
 
-from turnkeep_client.errors import InvalidMessageError, RequestFailedError, TurnkeepError
+from turnkeep_client.errors import InvalidMessageError, NoWorkerError, RequestFailedError, TurnkeepError
 from turnkeep_client.messages import Chunk, Close, ForkPoint, Generated, Open, encode
 from turnkeep_client.session import build
 from turnkeep_client.subjects import session_key
@@ -32,14 +32,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
     from turnkeep_client.client import Client
-    from turnkeep_client.messages import Message
+    from turnkeep_client.messages import Message, Metrics
 
     from .turn import Turn
 
 log = logging.getLogger(__name__)
 
-#: How long an answer of the worker to `metrics` says that a worker is there.
+#: How long an answer of the worker to `metrics` holds.
 _SEEN_S: Final = 1.0
+#: Between two looks for a worker.
+_BETWEEN_S: Final = 0.1
 #: Attempts to send a turn, the last one to a new session.
 _ATTEMPTS: Final = 4
 #: Failures that say that a session is not what the index holds of it.
@@ -124,8 +126,7 @@ class Conversations:
         self._loading = asyncio.Lock()
         self._is_loaded = False
         self._seen = Seen()
-        self._model = ""
-        self._max_bytes = sys.maxsize
+        self._metrics: Metrics | None = None
         self._seen_s = float("-inf")
 
     async def start(self) -> None:
@@ -136,14 +137,27 @@ class Conversations:
                 self._is_loaded = True
                 self._start(self._sweep())
 
-    async def model(self) -> str:
-        """Return the name of the worker's model. Raises `NoWorkerError`."""
-        if time.monotonic() - self._seen_s > _SEEN_S:
-            metrics = await self._client.worker_metrics()
-            self._model = metrics.model
-            self._max_bytes = metrics.max_message_bytes or sys.maxsize  # an earlier version says nothing
-            self._seen_s = time.monotonic()
-        return self._model
+    async def worker(self, *, patience_s: float = 0.0) -> Metrics:
+        """Return what a worker said of itself within the last second.
+
+        Waits up to `patience_s` for one that was there before. Raises `NoWorkerError`.
+        """
+        until_s = time.monotonic() + (0.0 if self._metrics is None else patience_s)
+        while self._metrics is None or time.monotonic() - self._seen_s > _SEEN_S:
+            try:
+                self._metrics = await self._client.worker_metrics()
+            except NoWorkerError:
+                if time.monotonic() >= until_s:
+                    raise
+                await asyncio.sleep(_BETWEEN_S)
+            else:
+                self._seen_s = time.monotonic()
+        return self._metrics
+
+    @property
+    def _max_request_bytes(self) -> int:
+        # Workers of earlier versions do not say it.
+        return (self._metrics.max_message_bytes if self._metrics else 0) or sys.maxsize
 
     async def count(self, turn: Turn) -> int:
         """Count the tokens of a turn's messages and tools, without running it. Raises `TurnkeepError`.
@@ -287,7 +301,7 @@ class Conversations:
             self._leave(asked, answering)
         try:
             messages = () if turn.messages is None else turn.messages[plan.num_known :]
-            pieces = ahead(messages, plan.options, self._max_bytes)
+            pieces = ahead(messages, plan.options, self._max_request_bytes)
             await self._open(plan)
             sent = await self._append(plan, pieces)
             generation = self._client.session(held.name).generate(

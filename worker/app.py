@@ -592,6 +592,7 @@ class App:
             retention=self._retention,
             model=self._loaded.name,
             sampling=self._loaded.sampling,
+            context_tokens=self._context_tokens,
             worker=self._settings.worker,
             version=VERSION,
             interval_s=self._settings.metrics_interval_s,

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 CONFIG_NAME: Final = "turnkeep.toml"
 _ENV: Final = "TURNKEEP_"
-_TEST_ENV: Final = "TURNKEEP_TEST_"
+#: Variables that begin so are no settings: of the tests, and of `turnkeep launch`.
+_OTHER_ENV: Final = ("TURNKEEP_TEST_", "TURNKEEP_GATEWAY_")
 
 _KIB: Final = 2**10
 _MIB: Final = 2**20
@@ -554,7 +555,7 @@ def load(
     variables = {
         key.removeprefix(_ENV).lower(): value
         for key, value in environ.items()
-        if key.startswith(_ENV) and not key.startswith(_TEST_ENV) and value.strip()
+        if key.startswith(_ENV) and not key.startswith(_OTHER_ENV) and value.strip()
     }
     values |= _read(variables, lambda name: _ENV + name.upper(), cwd)
     given = {name: value for name, value in flags.items() if value is not None}

@@ -870,7 +870,8 @@ class Metrics(Struct, frozen=True, kw_only=True, tag_field="type", tag="metrics"
     memory. `returned` counts requests handed back to the log's consumer because their tenant has its maximum
     of sessions at work. `ignored` counts, by kind, entries and chunks that no worker can have published.
     `kv_layers` names the layers of each kind of KV. `sampling` has the options of a generate that the model's
-    authors recommend; the worker applies none by itself.
+    authors recommend; the worker applies none by itself. `context_tokens` is the most that a session with all
+    of its KV may hold.
 
     `interval_s` is the time until the next message; `max_message_bytes` is the size of the largest request
     that the log takes. `queue_time` and `request_duration` count the appends and generates from the moment
@@ -913,6 +914,7 @@ class Metrics(Struct, frozen=True, kw_only=True, tag_field="type", tag="metrics"
     queue_time: Histogram | UnsetType = UNSET
     request_duration: Histogram | UnsetType = UNSET
     resident_kv_bytes: int
+    context_tokens: int = 0
     kv_layers: dict[str, str] = {}
     sampling: dict[str, int | float] = {}
     max_memory_bytes: int

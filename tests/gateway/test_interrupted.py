@@ -101,6 +101,19 @@ async def test_a_worker_that_is_killed_in_mid_answer_is_a_pause_in_the_stream(
     assert answer.headers["x-turnkeep-session"] == f"{one.session.split(maxsplit=1)[0]} continued"
 
 
+async def test_a_request_waits_for_a_worker_that_starts_again(started: Any, door: Start) -> None:
+    process, _ = started
+    served = await door(process.url)
+    async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
+        assert (await http.post(CHAT, json=question("Begin.", 4))).status_code == 200
+        process.kill()
+        await asyncio.sleep(1.1)
+        asking = asyncio.create_task(http.post(CHAT, json=question("Again.", 4)))
+        await asyncio.sleep(0.5)
+        process.start()
+        assert (await asking).status_code == 200
+
+
 @pytest.fixture
 async def gateway_process(started: Any) -> AsyncIterator[Callable[[], tuple[subprocess.Popen[bytes], str]]]:
     """Start gateways as processes."""

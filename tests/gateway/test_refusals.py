@@ -13,6 +13,7 @@ import pytest
 
 from gateway.keys import Keys
 from gateway.turn import fault_of
+from tests.parts import TINY_CONTEXT
 from turnkeep_client.errors import NoServerError, RequestFailedError, ResultRemovedError, TurnkeepError
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ HELLO = {"messages": [{"role": "user", "content": "Hello."}], "max_tokens": 2}
 @pytest.fixture
 async def served(local_worker: Start, door: Start) -> Any:
     worker = await local_worker()
-    started = await door(worker.settings.nats, worker.settings.prefix, max_body_bytes=100_000)
+    started = await door(worker.settings.nats, worker.settings.prefix, max_body_bytes=100_000, patience_s=0.5)
     started.worker = worker
     return started
 
@@ -142,8 +143,11 @@ async def test_other_paths_and_methods(http: httpx2.AsyncClient) -> None:
     assert (await http.get("/health")).json()["status"] == "ok"
     models = (await http.get("/v1/models")).json()
     assert [one["id"] for one in models["data"]] == ["tiny"]
+    assert (await http.get("/v1/models/tiny")).json() == models["data"][0]
+    assert models["data"][0]["context_window"] == TINY_CONTEXT
     for method, path, status in [
         ("GET", "/v1/nothing", 404),
+        ("GET", "/v1/models/other", 404),
         ("GET", CHAT, 405),
         ("POST", "/v1/chat/completions/../../health", 404),
         ("POST", "/v1/%2e%2e/health", 404),

@@ -60,6 +60,7 @@ _ELSEWHERE: Final = {
     "fork": ("worker.commands.fork_cli", "fork"),
     "gateway": ("worker.commands.gateway_cli", "gateway"),
     "import": ("worker.commands.copy_cli", "import_"),
+    "launch": ("worker.commands.launch_cli", "launch"),
     "replay": ("worker.commands.replay", "replay"),
     "rewind": ("worker.commands.close_cli", "rewind"),
     "rm": ("worker.commands.close_cli", "rm"),

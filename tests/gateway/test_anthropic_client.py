@@ -1,0 +1,79 @@
+"""Anthropic's own client, unchanged, in front of a random model: only a grammar makes its calls."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import anthropic
+import pytest
+from anthropic import AsyncAnthropic
+
+from tests.parts import TINY_CONTEXT
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+Start = Any
+SKY = {
+    "type": "object",
+    "properties": {"sky": {"enum": ["blue", "grey"]}},
+    "required": ["sky"],
+    "additionalProperties": False,
+}
+TOOL = {"name": "look", "description": "Look at the sky.", "input_schema": SKY}
+LETTERS = {"extra_body": {"logit_bias": {str(token): 100 for token in range(68, 90)}}}
+
+
+@pytest.fixture
+async def client(local_worker: Start, door: Start) -> AsyncIterator[AsyncAnthropic]:
+    worker = await local_worker()
+    started = await door(worker.settings.nats, worker.settings.prefix)
+    async with AsyncAnthropic(base_url=started.url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+async def test_a_call_its_result_and_a_stream_of_the_answer(client: AsyncAnthropic) -> None:
+    given: dict[str, Any] = {"model": "m", "max_tokens": 400, "system": "Look first.", "tools": [TOOL]}
+    messages: list[Any] = [{"role": "user", "content": "How is the sky?"}]
+    only_one: Any = {"type": "any", "disable_parallel_tool_use": True}
+    called = await client.messages.create(**given, messages=messages, tool_choice=only_one)
+    call = called.content[-1]
+    assert (called.stop_reason, call.type, call.name) == ("tool_use", "tool_use", "look")
+    assert call.input["sky"] in {"blue", "grey"}
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "It is blue."}
+    messages += [
+        {"role": "assistant", "content": called.content},
+        {"role": "user", "content": [result]},
+    ]
+    async with client.messages.stream(**given | {"max_tokens": 8}, messages=messages, **LETTERS) as stream:
+        texts = [text async for text in stream.text_stream]
+        answer = await stream.get_final_message()
+    assert "".join(texts) == answer.content[0].text != ""
+    assert answer.usage.cache_read_input_tokens >= called.usage.input_tokens + called.usage.output_tokens - 1
+
+
+async def test_a_streamed_call_is_put_together(client: AsyncAnthropic) -> None:
+    async with client.messages.stream(
+        model="m",
+        max_tokens=400,
+        tools=[TOOL],
+        tool_choice={"type": "tool", "name": "look", "disable_parallel_tool_use": True},
+        messages=[{"role": "user", "content": "How is the sky?"}],
+    ) as stream:
+        kinds = [event.type async for event in stream]
+        message = await stream.get_final_message()
+    assert "input_json" in kinds
+    assert message.content[-1].input["sky"] in {"blue", "grey"}
+
+
+async def test_models_counting_and_errors(client: AsyncAnthropic) -> None:
+    (model,) = [model async for model in client.models.list()]
+    assert (model.id, model.type) == ("tiny", "model")
+    assert (await client.models.retrieve("tiny")).max_input_tokens == TINY_CONTEXT
+    counted = await client.messages.count_tokens(model="m", messages=[{"role": "user", "content": "a"}])
+    long = {"role": "user", "content": "a" * TINY_CONTEXT}
+    assert 0 < counted.input_tokens < TINY_CONTEXT
+    with pytest.raises(anthropic.BadRequestError, match=rf"prompt is too long: \d+ tokens > {TINY_CONTEXT}"):
+        await client.messages.create(model="m", max_tokens=1, messages=[long])
+    with pytest.raises(anthropic.NotFoundError, match="there is no model"):
+        await client.models.retrieve("other")

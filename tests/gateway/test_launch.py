@@ -1,0 +1,103 @@
+"""`turnkeep launch` with programs that say what they were started with."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shlex
+import stat
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.parts import TINY_CONTEXT
+from worker.commands.agents import AGENTS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+#: Writes its environment and arguments.
+_AGENT = f"""#!{sys.executable}
+import json, os, sys
+json.dump({{"environment": dict(os.environ), "arguments": sys.argv[1:]}}, sys.stdout)
+sys.exit(7)
+"""
+
+Said = tuple[int, str, str]
+
+
+@pytest.fixture
+async def url(local_worker: Any, door: Any) -> str:
+    worker = await local_worker()
+    started = await door(worker.settings.nats, worker.settings.prefix)
+    return str(started.url)
+
+
+async def launched(folder: Path, *arguments: str, **environment: str) -> Said:
+    for name in (*AGENTS, "other"):
+        (folder / name).write_text(_AGENT)
+        (folder / name).chmod(0o755)
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-m", "worker", "launch", "--data-dir", str(folder / "data"), *arguments),
+        env={"HOME": str(folder / "home"), "PATH": f"{folder}:{os.environ['PATH']}", **environment},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    said, complained = await process.communicate()
+    return process.returncode or 0, said.decode(), complained.decode()
+
+
+@pytest.mark.parametrize("name", [*AGENTS, "other"])
+async def test_an_agent_is_started_with_gateway_key_and_model(name: str, url: str, tmp_path: Path) -> None:
+    given = ("--flag", "a b", "--print")
+    code, said, complained = await launched(
+        tmp_path, "--gateway", f"{url}/v1/", name, *given, TURNKEEP_GATEWAY_KEY="secret-1"
+    )
+    assert code == 7, complained  # the agent's own
+    started = json.loads(said)
+    assert tuple(started["arguments"][-3:]) == given
+    files = [*(tmp_path / "data" / "agents").glob("*")]
+    assert all(stat.S_IMODE(file.stat().st_mode) == 0o600 for file in files)
+    known = "\n".join(
+        [*started["environment"].values(), *started["arguments"], *(file.read_text() for file in files)]
+    )
+    for word in (url, "secret-1", "tiny", *(() if name == "other" else (str(TINY_CONTEXT),))):
+        assert word in known, word
+    assert not (tmp_path / "home").exists()
+
+    _, printed, _ = await launched(
+        tmp_path, "--gateway", url, "--print", name, *given, TURNKEEP_GATEWAY_KEY="secret-1"
+    )
+    again = await asyncio.create_subprocess_exec(
+        *shlex.split(printed),
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert json.loads((await again.communicate())[0])["arguments"] == started["arguments"]
+
+
+async def test_what_cannot_be_launched(url: str, tmp_path: Path) -> None:
+    for arguments, says in [
+        (("nothing-there",), "known agents are aider, claude, cn, codex, opencode, pi"),
+        (("--gateway", "http://127.0.0.1:1", "claude"), "gateway` starts one"),
+        (("--gateway", "localhost", "claude"), "no URL of a gateway"),
+        (("--gateway", f"{url}/nothing", "claude"), "refuses: GET /nothing/v1/models is not served"),
+    ]:
+        code, said, complained = await launched(tmp_path, "--gateway", url, *arguments)
+        assert (code, said) == (1, "")
+        assert says in complained
+
+
+async def test_what_answers_is_no_gateway(tmp_path: Path) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.0 200 OK\r\n\r\n<html>")
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        address = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        code, _, complained = await launched(tmp_path, "--gateway", address, "claude")
+    assert code == 1
+    assert "is no gateway of Turnkeep" in complained

@@ -1,0 +1,174 @@
+"""How each coding agent is pointed at a gateway by its environment, arguments and files of its own. Pure."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+#: Most of one answer that agents are told to ask for.
+_MOST_ANSWERED: Final = 32_000
+
+
+class Door(NamedTuple):
+    """A gateway: its URL without a path, the key that it wants, its model and the tokens of a context."""
+
+    url: str
+    key: str
+    model: str
+    context_tokens: int
+
+    @property
+    def openai_url(self) -> str:
+        """The URL that OpenAI's clients want."""
+        return f"{self.url}/v1"
+
+    @property
+    def answer_tokens(self) -> int:
+        """What an agent may ask for, with room for a conversation before it."""
+        return min(self.context_tokens // 4, _MOST_ANSWERED)
+
+
+class Start(NamedTuple):
+    """What an agent is started with: `arguments` come before the user's own, `files` have text by name.
+
+    `{folder}` in an argument is the folder with the files.
+    """
+
+    environment: Mapping[str, str]
+    arguments: tuple[str, ...] = ()
+    files: Mapping[str, str] = {}
+
+
+def _claude(door: Door) -> Start:
+    models = ("MODEL", "DEFAULT_HAIKU_MODEL", "DEFAULT_SONNET_MODEL", "DEFAULT_OPUS_MODEL")
+    return Start(
+        {f"ANTHROPIC_{name}": door.model for name in models}
+        | {
+            "ANTHROPIC_BASE_URL": door.url,
+            "ANTHROPIC_AUTH_TOKEN": door.key,
+            "ANTHROPIC_API_KEY": "",  # one of the user's would be sent instead
+            "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(door.context_tokens),
+            "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(door.answer_tokens),
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        }
+    )
+
+
+def _codex(door: Door) -> Start:
+    provider = {
+        "name": "Turnkeep",
+        "base_url": door.openai_url,
+        "wire_api": "responses",
+        "env_key": "TURNKEEP_GATEWAY_KEY",
+    }
+    settings: dict[str, Any] = {
+        "model_provider": "turnkeep",
+        **{f"model_providers.turnkeep.{name}": value for name, value in provider.items()},
+        "model": door.model,
+        "model_context_window": door.context_tokens,
+    }
+    arguments = [word for name, value in settings.items() for word in ("-c", f"{name}={json.dumps(value)}")]
+    return Start({"TURNKEEP_GATEWAY_KEY": door.key}, tuple(arguments))
+
+
+def _opencode(door: Door) -> Start:
+    limit = {"context": door.context_tokens, "output": door.answer_tokens}
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "name": "Turnkeep",
+        "options": {"baseURL": door.openai_url, "apiKey": door.key, "timeout": False},
+        "models": {door.model: {"name": door.model, "limit": limit, "tool_call": True}},
+    }
+    name = f"turnkeep/{door.model}"
+    config = {"provider": {"turnkeep": provider}, "model": name, "small_model": name}
+    return Start({"OPENCODE_CONFIG_CONTENT": json.dumps(config)})
+
+
+def _pi(door: Door) -> Start:
+    model = {
+        "id": door.model,
+        "name": door.model,
+        "reasoning": False,
+        "input": ["text"],
+        "cost": dict.fromkeys(("input", "output", "cacheRead", "cacheWrite"), 0),
+        "contextWindow": door.context_tokens,
+        "maxTokens": door.answer_tokens,
+    }
+    provider = {
+        "name": "Turnkeep",
+        "baseUrl": door.openai_url,
+        "apiKey": door.key,
+        "api": "openai-completions",
+        "models": [model],
+    }
+    extension = f'export default (pi) => pi.registerProvider("turnkeep", {json.dumps(provider)});\n'
+    arguments = ("--extension", "{folder}/pi.js", "--provider", "turnkeep", "--model", door.model)
+    return Start({}, arguments, {"pi.js": extension})
+
+
+def _continue(door: Door) -> Start:
+    model = {
+        "name": door.model,
+        "provider": "openai",
+        "model": door.model,
+        "apiBase": door.openai_url,
+        "apiKey": door.key,
+        "roles": ["chat", "edit", "apply"],
+        "capabilities": ["tool_use"],
+        "defaultCompletionOptions": {"contextLength": door.context_tokens, "maxTokens": door.answer_tokens},
+    }
+    config = {"name": "Turnkeep", "version": "1.0.0", "schema": "v1", "models": [model]}
+    # JSON is YAML.
+    return Start({}, ("--config", "{folder}/continue.yaml"), {"continue.yaml": json.dumps(config)})
+
+
+def _aider(door: Door) -> Start:
+    name = f"openai/{door.model}"
+    limits = {
+        "max_tokens": door.answer_tokens,
+        "max_input_tokens": door.context_tokens,
+        "max_output_tokens": door.answer_tokens,
+        "input_cost_per_token": 0,
+        "output_cost_per_token": 0,
+        "litellm_provider": "openai",
+        "mode": "chat",
+    }
+    return Start(
+        {"OPENAI_API_BASE": door.openai_url, "OPENAI_API_KEY": door.key},
+        ("--model", name, "--model-metadata-file", "{folder}/aider.json"),
+        {"aider.json": json.dumps({name: limits})},
+    )
+
+
+def _other(door: Door) -> Start:
+    """Set what OpenAI's and Anthropic's own libraries read."""
+    return Start(
+        {
+            "OPENAI_BASE_URL": door.openai_url,
+            "OPENAI_API_BASE": door.openai_url,
+            "OPENAI_API_KEY": door.key,
+            "OPENAI_MODEL": door.model,
+            "ANTHROPIC_BASE_URL": door.url,
+            "ANTHROPIC_AUTH_TOKEN": door.key,
+            "ANTHROPIC_MODEL": door.model,
+        }
+    )
+
+
+#: By the name of the program. Others get the variables of the usual libraries.
+AGENTS: Final[Mapping[str, Callable[[Door], Start]]] = {
+    "aider": _aider,
+    "claude": _claude,
+    "cn": _continue,
+    "codex": _codex,
+    "opencode": _opencode,
+    "pi": _pi,
+}
+
+
+def start_of(program: str, door: Door) -> Start:
+    """Return what a program is started with."""
+    return AGENTS.get(program, _other)(door)

@@ -1,0 +1,118 @@
+"""The command `launch`: starts a coding agent that talks to the gateway."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from turnkeep_client.errors import TurnkeepError
+from worker.installed import program
+
+from .agents import AGENTS, Door, start_of
+from .flags import load_settings, with_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+#: How long the gateway may take to name its model.
+_PATIENCE_S: Final = 10.0
+_NO_KEY: Final = "none"
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option(
+    "--gateway",
+    "url",
+    metavar="URL",
+    default="http://127.0.0.1:8080",
+    show_default=True,
+    help="Where the gateway is.",
+)
+@click.option(
+    "--key",
+    metavar="KEY",
+    envvar="TURNKEEP_GATEWAY_KEY",
+    default=_NO_KEY,
+    help="A key of the gateway, if it wants one. [TURNKEEP_GATEWAY_KEY]",
+)
+@click.option("--print", "only_print", is_flag=True, help="Print the command instead, for a shell.")
+@with_settings("data_dir")
+@click.argument("agent")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def launch(
+    config: Path | None,
+    url: str,
+    key: str,
+    only_print: bool,
+    agent: str,
+    arguments: tuple[str, ...],
+    **flags: Any,
+) -> None:
+    """Start an agent that talks to the gateway: aider, claude, cn, codex, opencode, pi, or another program.
+
+    Its environment and arguments name the gateway and its model; what the user has configured is not
+    changed. All arguments after its name are the agent's.
+    """
+    settings = load_settings(config, flags)
+    door = _door(url.rstrip("/").removesuffix("/v1"), key)
+    start = start_of(Path(agent).name, door)
+    found = agent if only_print else shutil.which(agent)
+    if found is None:
+        known = "" if Path(agent).name in AGENTS else f"; known agents are {', '.join(AGENTS)}"
+        raise TurnkeepError(f"there is no program {agent!r} on the PATH{known}")
+    folder = settings.data_dir / "agents"
+    for name, text in start.files.items():
+        _write(folder / name, text)
+    placed = [argument.replace("{folder}", str(folder)) for argument in start.arguments]
+    command = [found, *placed, *arguments]
+    if only_print:
+        click.echo(_as_shell(start.environment, command))
+        return
+    os.execve(found, command, {**os.environ, **start.environment})  # noqa: S606  # the user's own program
+
+
+def _door(url: str, key: str) -> Door:
+    """Ask a gateway for its model. Raises `TurnkeepError`."""
+    if not url.startswith(("http://", "https://")):
+        raise TurnkeepError(f"{url!r} is no URL of a gateway; it is like http://127.0.0.1:8080")
+    request = urllib.request.Request(f"{url}/v1/models", headers={"authorization": f"Bearer {key}"})  # noqa: S310  # see above
+    try:
+        with urllib.request.urlopen(request, timeout=_PATIENCE_S) as answer:  # noqa: S310
+            model = json.load(answer)["data"][0]
+        return Door(url, key, model["id"], int(model["context_window"]))
+    except urllib.error.HTTPError as error:
+        raise TurnkeepError(f"the gateway at {url} refuses: {_reason(error)}") from None
+    except OSError as error:
+        reason = getattr(error, "reason", error)
+        why = getattr(reason, "strerror", None) or reason
+        raise TurnkeepError(
+            f"no gateway answers at {url} ({why}); `{program()} gateway` starts one"
+        ) from None
+    except (ValueError, LookupError, TypeError):
+        raise TurnkeepError(f"what answers at {url} is no gateway of Turnkeep") from None
+
+
+def _reason(error: urllib.error.HTTPError) -> str:
+    try:
+        return str(json.load(error)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return f"{error.code} {error.reason}"
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file that only the user can read: it may have a key."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with open(path, "w", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        file.write(text)
+
+
+def _as_shell(environment: Mapping[str, str], command: Sequence[str]) -> str:
+    return shlex.join(["env", *(f"{name}={value}" for name, value in environment.items()), *command])
