@@ -28,6 +28,7 @@ from turnkeep_client.messages import (
     Rewind,
     Rewound,
 )
+from worker.text.harmony import FINAL
 from worker.text.templates import Addition, Conversation, TemplateError
 
 from .policies import in_words, recorded
@@ -329,13 +330,18 @@ class Fold:
     def _begin_answer(self, state: History, request: Generate) -> tuple[Conversation, Addition]:
         """Add the beginning of the answer, which the request gives.
 
-        If the assistant header has opened a reasoning of which nothing may be said, it ends before.
+        Where there may be no reasoning, one that the assistant header has opened ends before.
         """
         text = request.prefix if request.special_tokens else self._tokenizer.as_text(request.prefix)
         tokens = self._tokenizer.encode(text, at_start=not state.tokens)
-        pair = self._tokenizer.dialect.reasoning
-        if pair and request.reasoning.budget == 0 and state.conversation.in_reasoning():
-            tokens = self._tokenizer.encode(f"{pair[1]}\n\n", at_start=False) + tokens
+        dialect, lead = self._tokenizer.dialect, ""
+        if request.reasoning.budget == 0 and state.conversation.has_messages and not request.raw:
+            if dialect.is_harmony:
+                lead = FINAL
+            elif dialect.reasoning and state.conversation.in_reasoning():
+                lead = f"{dialect.reasoning[1]}\n\n"
+        if lead:
+            tokens = self._tokenizer.encode(lead, at_start=False) + tokens
         keeps = request.reasoning.keep
         begun = state.conversation.add_answer(state.tokens, tokens, keeps_reasoning=keeps)
         return begun, Addition(state.position, tokens)
