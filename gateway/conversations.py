@@ -17,8 +17,19 @@ from uuid import uuid4
 
 from msgspec import structs
 
+from turnkeep_client.calls import expect
 from turnkeep_client.errors import InvalidMessageError, NoWorkerError, RequestFailedError, TurnkeepError
-from turnkeep_client.messages import Chunk, Close, ForkPoint, Generated, Open, encode
+from turnkeep_client.messages import (
+    Append,
+    Appended,
+    Chunk,
+    Close,
+    Failed,
+    ForkPoint,
+    Generated,
+    Open,
+    encode,
+)
 from turnkeep_client.session import build
 from turnkeep_client.subjects import session_key
 
@@ -344,19 +355,27 @@ class Conversations:
             if not asked.num_users and not self._is_stopping():
                 raise RequestFailedError("expired", "its client has gone away", retryable=True)
             boundary = plan.known[plan.num_known + sent.num_messages + len(piece)]
-            asked.appending = append_id(boundary, sent.position)
-            appended = await self._client.session(held.name).append(
-                messages=piece,
-                tools=None if sent.num_messages else plan.options.get("tools"),
-                request_id=asked.appending,
-                expect_position=sent.position,
-            )
+            tools = None if sent.num_messages else plan.options.get("tools")
+            appended = await self._append_piece(asked, boundary, sent.position, piece, tools)
             self.index.append(held, boundary, appended)
             num_new = 0 if appended.repeat_of is not None else appended.prefilled_tokens
             sent = _Sent(sent.num_messages + len(piece), appended.position, sent.num_prefilled + num_new)
             asked.bases, asked.expected = {boundary}, sent.position
         asked.appending = None
         return sent
+
+    async def _append_piece(
+        self, asked: Asked, boundary: bytes, position: int, piece: Sequence[Message], tools: Any
+    ) -> Appended:
+        """Append messages, under an id under which no earlier attempt has failed. Raises `TurnkeepError`."""
+        key, attempt = session_key(self._client.tenant, asked.held.name), 0
+        while True:
+            asked.appending = append_id(boundary, position, attempt)
+            request = build(Append, asked.appending, messages=piece, tools=tools, expect_position=position)
+            result = await (await self._client.submit(key, request))
+            if not isinstance(result, Failed) or result.repeat_of is None:
+                return expect(Appended, result)
+            attempt += 1
 
     async def _open(self, plan: _Plan) -> None:
         """Begin or fork the session, where that is planned. Raises `TurnkeepError`."""

@@ -101,16 +101,16 @@ class Asked:
     appending: str | None = None
 
 
-def append_id(boundary: bytes, position: int) -> str:
+def append_id(boundary: bytes, position: int, attempt: int = 0) -> str:
     """Name an append after which a session has this boundary; it begins at `position`."""
-    return f"{boundary.hex()}-at-{position}"
+    return f"{boundary.hex()}-at-{position}" + (f"-{attempt}" if attempt else "")
 
 
 def appended_to(request_id: str) -> bytes | None:
     """Return the boundary that an append has added; None if it is not a gateway's."""
-    digest, at, position = request_id.partition("-at-")
+    digest, at, _ = request_id.partition("-at-")
     try:
-        return bytes.fromhex(digest) if at and append_id(bytes.fromhex(digest), int(position)) else None
+        return bytes.fromhex(digest) if at else None
     except ValueError:
         return None
 
