@@ -73,6 +73,7 @@ async def test_an_answer_that_must_call_calls_a_tool_as_its_schema_says(
     for text in (
         "Hello.",
         f"Hello. {good}",
+        "\n" * 9 + good,  # a small model would go on with white space
         written(family, "other", {"city": "Rome"}),
         written(family, "weather", {"town": "Rome"}),
         written(family, "weather", {"city": 3}),

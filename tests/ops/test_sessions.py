@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 import nats
@@ -115,6 +116,20 @@ async def test_more_sessions_than_the_server_answers_for_at_a_time_are_all_liste
 async def test_a_log_that_no_worker_has_made_has_no_sessions(nats_url: str) -> None:
     done = await command("sessions", "--nats", nats_url, "--prefix", "none")
     assert (done.returncode, done.stdout) == (0, "0 of 0 sessions\n"), done.stderr
+
+
+async def test_a_call_of_an_answer_is_shown(local_worker: Start) -> None:
+    worker = await local_worker()
+    sky = {"properties": {"sky": {"const": "blue"}}, "required": ["sky"], "additionalProperties": False}
+    await worker.client.session("garden").generate(
+        messages=[{"role": "user", "content": "How is the sky?"}],
+        tools=[{"type": "function", "function": {"name": "look", "parameters": sky}}],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_tokens=400,
+    )
+    done = await command("show", "garden", *where(worker))
+    assert re.search(r'^  assistant\n    look\(\{\s*"sky"\s*:\s*"blue"\s*\}\)\n', done.stdout, re.MULTILINE)
 
 
 async def test_a_conversation_is_shown_with_what_each_request_cost(local_worker: Start) -> None:

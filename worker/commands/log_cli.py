@@ -36,13 +36,13 @@ from .screen import printable
 from .talking import CLIENT_SETTINGS, talk
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
     from ops.log.conversation import Turn
     from ops.log.sessions import SessionRow
     from turnkeep_client.client import Client
-    from turnkeep_client.messages import Request, Result
+    from turnkeep_client.messages import Called, Request, Result, ToolCall
 
 #: Sessions of which the first words are read, one after another: a list of 100,000 must take seconds.
 _WITH_WORDS = 1000
@@ -306,7 +306,9 @@ def _lines(turn: Turn) -> Iterator[str]:
     yield click.style(f"#{turn.number}  {what}  {turn.stored.astimezone():%Y-%m-%d %H:%M:%S}", bold=True)
     yield from _asked(request)
     if isinstance(turn.result, Generated):
-        yield from _said("assistant", turn.result.text)
+        if turn.result.reasoning:
+            yield from _said("reasoning", turn.result.reasoning)
+        yield from _said("assistant", _with_calls(turn.result.text, turn.result.tool_calls))
     yield click.style(f"  {_cost(turn)}", dim=True)
     yield ""
 
@@ -315,8 +317,8 @@ def _asked(request: Request | None) -> Iterator[str]:
     """Yield lines that say what a request adds to its session, or removes from it."""
     if isinstance(request, Append | Generate):
         for message in request.messages or ():
-            calls = (f"{call.function.name}({call.function.arguments})" for call in message.tool_calls or ())
-            yield from _said(message.role, "\n".join(filter(None, (str(message.content or ""), *calls))))
+            text = _with_calls(str(message.content or ""), message.tool_calls or ())
+            yield from _said(message.role, text)
         if request.text:
             yield from _said("text", request.text)
         if request.tokens:
@@ -325,6 +327,11 @@ def _asked(request: Request | None) -> Iterator[str]:
         yield f"  back to position {request.position}"
     if isinstance(request, Open) and request.from_ is not None:
         yield f"  fork of {request.from_.session}"
+
+
+def _with_calls(text: str, calls: Iterable[ToolCall | Called]) -> str:
+    said = (f"{call.function.name}({call.function.arguments})" for call in calls)
+    return "\n".join(filter(None, (text, *said)))
 
 
 def _said(role: str, text: str) -> Iterator[str]:

@@ -52,7 +52,7 @@ def calls_grammar(
         lines += _within_text(opens, token_of)
         return "\n".join([f"start: (next call){'*' if more else '?'} TEXT?", *lines])
     opened = f"{_text(opens, token_of)} call"
-    calls = f"/[ \\n]*/ {opened}" + (f' ("\\n"? {opened})*' if more else "")
+    calls = f"/[ \\n]{{0,4}}/ {opened}" + (f' ("\\n"? {opened})*' if more else "")
     if answer is not None:
         lines.append(f"answer: {answer}")
         calls += " | answer"
