@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import httpx2
@@ -13,7 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 pytestmark = pytest.mark.process
-HELLO = {"messages": [{"role": "user", "content": "Hello."}], "max_tokens": 2}
+HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello."}], "max_tokens": 2}
 
 
 async def until_served(http: httpx2.AsyncClient, *, served: bool) -> None:
@@ -61,3 +63,30 @@ async def test_a_gateway_that_cannot_run_leaves_the_worker_alone(worker_process:
     result = await client.session("s").generate(text="a", max_tokens=2)
     assert result.usage.completion_tokens == 2
     await client.close()
+
+
+async def test_options_of_the_command_reach_the_gateway(local_worker: Any, tmp_path: Path) -> None:
+    worker, port, site = await local_worker(), free_port(), "https://chat.example"
+    (tmp_path / "keys").write_text("secret acme at_once=2\n")
+    command = [
+        *(sys.executable, "-m", "worker", "gateway", "--nats", worker.settings.nats),
+        *("--prefix", worker.settings.prefix, "--data-dir", str(tmp_path), "--port", str(port)),
+        *("--keys", str(tmp_path / "keys"), "--cors", site, "--explain", "--until-eof"),
+    ]
+    with (tmp_path / "log").open("wb") as log:
+        gateway = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=log)  # noqa: ASYNC220
+    try:
+        async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as http:
+            await until_served(http, served=True)
+            said = [*HELLO["messages"], {"role": "assistant", "content": "No."}, *HELLO["messages"]]
+            headers = {"authorization": "Bearer secret", "origin": site}
+            answer = await http.post("/v1/chat/completions", json=HELLO | {"messages": said}, headers=headers)
+            assert answer.headers["access-control-allow-origin"] == site
+            assert "differs=tools" in answer.headers["x-turnkeep-explain"], "nothing was asked before"
+            assert gateway.stdin is not None
+            gateway.stdin.close()
+            await until_served(http, served=False)
+    finally:
+        gateway.kill()
+        gateway.wait()
+    assert "0 of a conversation's 3 messages were found" in (tmp_path / "log").read_text()
