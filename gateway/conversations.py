@@ -208,7 +208,7 @@ class Conversations:
             self._leave(asked, answering)
 
     async def _answer(self, turn: Turn, number: int, answering: Answering) -> None:
-        has_begun = False
+        has_begun, differs = False, None
 
         def tell(event: Event) -> None:
             nonlocal has_begun
@@ -218,7 +218,10 @@ class Conversations:
         for attempt in range(_ATTEMPTS):
             try:
                 plan = self._plan(turn, number, is_last=attempt == _ATTEMPTS - 1)
-                tell(self._found(turn, plan))
+                if not attempt and not number:
+                    differs = self._missing(turn, plan)
+                told = len(turn.messages or ())
+                tell(Found(plan.asked.held.name, plan.how, plan.position, plan.num_known, told, differs))
                 result = await self._carry_out(turn, plan, answering, tell)
                 answering.on_end(plan.how, result)
                 tell(result)
@@ -234,21 +237,21 @@ class Conversations:
                 tell(TurnkeepError(f"the gateway failed: {type(error).__name__}"))
             return
 
-    def _found(self, turn: Turn, plan: _Plan) -> Found:
-        """Say what was found; log what is missing."""
+    def _missing(self, turn: Turn, plan: _Plan) -> str | None:
+        """Name, and log, what keeps a conversation that goes on from being found to its last answer."""
         told, differs = turn.messages or (), None
         num_seen = self._seen.add(plan.known) - 1
         num_old = max((at for at, one in enumerate(told, 1) if one.role == "assistant"), default=0)
-        if plan.num_known < num_old:  # the client goes on with a conversation
-            if num_seen < 0:
-                differs = "tools"
-            elif num_seen < num_old:
-                first = told[num_seen]
-                differs = f"messages[{num_seen}] ({first.role}, {len(first.content or '')} characters)"
-            why = f"{differs} differs from all known" if differs else "no session has the others"
-            log.info("%d of a conversation's %d messages were found: %s", plan.num_known, len(told), why)
-        held = plan.asked.held
-        return Found(held.name, plan.how, plan.position, plan.num_known, len(told), differs)
+        if plan.num_known >= num_old:
+            return None
+        if num_seen < 0:
+            differs = "tools"
+        elif num_seen < num_old:
+            first = told[num_seen]
+            differs = f"messages[{num_seen}] ({first.role}, {len(first.content or '')} characters)"
+        why = f"{differs} differs from all known" if differs else "no session has the others"
+        log.info("%d of a conversation's %d messages were found: %s", plan.num_known, len(told), why)
+        return differs
 
     def _plan(self, turn: Turn, number: int, *, is_last: bool) -> _Plan:
         """Decide how to send a turn. Nothing is awaited, so no other turn can take the session meanwhile."""
