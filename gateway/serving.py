@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 from typing import TYPE_CHECKING, Any, Final
 
@@ -62,6 +63,7 @@ class _Protocol(H11Protocol):
 
 def server(gateway: Gateway) -> uvicorn.Server:
     """Return a server of the gateway's application."""
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # else clients that send nonsense fill the log
     made = uvicorn.Server(
         uvicorn.Config(
             gateway.app,

@@ -118,7 +118,9 @@ async def test_a_body_of_100_mib_is_refused_before_it_is_sent(served: Any) -> No
     ],
     ids=lambda header: header[:40].decode(),
 )
-async def test_heads_that_are_wrong_or_endless(served: Any, header: bytes) -> None:
+async def test_heads_that_are_wrong_or_endless(
+    served: Any, header: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     async with connected(served) as wire:
         with contextlib.suppress(ConnectionError):
             await wire.send(POST + header)
@@ -126,6 +128,7 @@ async def test_heads_that_are_wrong_or_endless(served: Any, header: bytes) -> No
         answer = await wire.rest()
         assert answer == b"" or status(answer) in {400, 431, 501}, answer[:200]
     assert not served.gateway._tenants or not sessions(served), "nothing was asked"
+    assert not caplog.records, "a client cannot fill the log"
 
 
 @pytest.mark.parametrize("target", [b"/v1/../v1/models", b"//v1/models", b"/v1/models%00", b"/v1/%6dodels/"])
