@@ -26,7 +26,7 @@ from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.messages import Chunk, Generated
 from turnkeep_client.subjects import DEFAULT_TENANT
 
-from . import anthropic, chat, completions, messages, openai
+from . import answers, anthropic, chat, completions, messages, openai, recorded, responses
 from .conversations import Conversations, Found
 from .metrics import Counters
 from .turn import Fault, fault_of, refused
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
     from .conversations import Answering, How
     from .keys import Key, Keys
+    from .recorded import Recorded
     from .turn import Turn
 
 MAX_BODY_BYTES: Final = 32 * 2**20
@@ -77,7 +78,9 @@ class _Dialect(NamedTuple):
 _CHAT: Final = _Dialect(chat.read, chat.whole, chat.Events, openai.error)
 _COMPLETIONS: Final = _Dialect(completions.read, completions.whole, completions.Events, openai.error)
 _MESSAGES: Final = _Dialect(messages.read, messages.whole, messages.Events, anthropic.error)
+_RESPONSES: Final = _Dialect(responses.read, answers.whole, answers.Events, openai.error)
 _MESSAGES_PATH: Final = "/v1/messages"
+_RESPONSES_PATH: Final = "/v1/responses"
 
 
 class Gateway:
@@ -122,6 +125,9 @@ class Gateway:
                 Route("/v1/completions", self._answering(_COMPLETIONS), methods=["POST"]),
                 Route(_MESSAGES_PATH, self._answering(_MESSAGES), methods=["POST"]),
                 Route(f"{_MESSAGES_PATH}/count_tokens", self._count_tokens, methods=["POST"]),
+                Route(_RESPONSES_PATH, self._answering(_RESPONSES), methods=["POST"]),
+                Route(f"{_RESPONSES_PATH}/{{id}}", self._response, methods=["GET", "DELETE"]),
+                Route(f"{_RESPONSES_PATH}/{{id}}/cancel", self._cancelled, methods=["POST"]),
             ],
             exception_handlers={Fault: _on_fault, TurnkeepError: _on_error, HTTPException: _on_http},
             middleware=[_allowing(cors)] if cors else [],
@@ -176,13 +182,39 @@ class Gateway:
             with contextlib.ExitStack() as running:
                 running.enter_context(key.one_request())
                 conversations = await self._of(key.tenant)
-                turn = dialect.read(await self._body(request))
+                body = await self._body(request)
+                known = await self._items(conversations, body) if dialect is _RESPONSES else {}
+                turn = responses.read(body, known) if known else dialect.read(body)
                 worker = await conversations.worker(patience_s=self._patience_s)
                 turn = turn if turn.model else msgspec.structs.replace(turn, model=worker.model)
+                if turn.previous:
+                    turn = recorded.continued(turn, await _recorded(conversations, turn.previous))
                 await conversations.start()
                 return _Answer(dialect, turn, conversations, _Asker(self, key, running.pop_all()))
 
         return answer
+
+    async def _response(self, request: Request) -> Response:
+        """Return an answer that is in the log, or remove its session."""
+        conversations, wanted = await self._of(self._key(request).tenant), request.path_params["id"]
+        if request.query_params.get("stream") == "true":
+            raise refused("only an answer that is asked for is streamed", "stream")
+        found = _known(wanted, await _recorded(conversations, wanted))
+        if request.method != "DELETE":
+            return _json(answers.recorded(found, _own_id(wanted)))
+        await conversations.forget(found.session)
+        return _json({"id": wanted, "object": "response", "deleted": True})
+
+    async def _items(self, conversations: Conversations, body: bytes) -> dict[str, dict[str, Any]]:
+        """Return the items of earlier answers that a request refers to."""
+        found = await conversations.recorded(responses.referred(body))
+        bodies = (answers.recorded(one, answer_id) for answer_id, one in found.items())
+        return {item["id"]: item for answer in bodies for item in answer["output"]}
+
+    async def _cancelled(self, request: Request) -> Response:
+        conversations, wanted = await self._of(self._key(request).tenant), request.path_params["id"]
+        found = _known(wanted, await conversations.cancel(_own_id(wanted)))
+        return _json(answers.recorded(found, _own_id(wanted)))
 
     def _key(self, request: Request) -> Key:
         """Return a request's key. Raises `Fault`."""
@@ -243,8 +275,9 @@ class _Answer(Response):
         self._turn = turn
         self._conversations = conversations
         self._asker = asker
-        self._id = uuid4().hex
+        self._own_id = uuid4().hex
         self._created = int(time.time())
+        self._note = recorded.new_note(self._own_id, self._created, turn)
         self._found: dict[int, Found] = {}
         self._results: dict[int, Generated] = {}
 
@@ -254,7 +287,7 @@ class _Answer(Response):
             await self._answer(receive, send)
 
     async def _answer(self, receive: Receive, send: Send) -> None:
-        answering = self._conversations.answer(self._turn, self._asker.note)
+        answering = self._conversations.answer(self._turn, self._asker.note, self._note)
         writing = asyncio.create_task(self._write(answering, send))
         leaving = asyncio.create_task(_departure(receive))
         try:
@@ -283,13 +316,15 @@ class _Answer(Response):
 
     async def _write_events(self, answering: Answering, send: Send) -> None:
         """Send a stream of events. Raises `TurnkeepError` before the stream has begun."""
+        self._take(*await answering.events.get())  # the session, which is known at once
         events, first = self._dialect.events(self._turn, self._id, self._created), b""
+        start = b"".join(events.start(index) for index in range(self._turn.n))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_PATIENCE_S):
                 while not first:
                     first = self._take_events(events, *await answering.events.get())
         await send(_head(200, self._own_headers() | {"content-type": "text/event-stream; charset=utf-8"}))
-        await send(_part(b"".join(events.start(index) for index in range(self._turn.n)) + first))
+        await send(_part(start + first))
         try:
             while len(self._results) < self._turn.n:
                 written = b""
@@ -306,6 +341,11 @@ class _Answer(Response):
         except TurnkeepError as error:
             last = events.error(fault_of(error))
         await send(_part(last, more=False))
+
+    @property
+    def _id(self) -> str:
+        """The answer's id: if it is kept, it says where."""
+        return self._own_id if self._note is None else recorded.answer_id(self._found[0].session, self._note)
 
     def _take_events(self, events: _Events, index: int, event: Any) -> bytes:
         self._take(index, event)
@@ -360,6 +400,21 @@ def _model(worker: Metrics) -> dict[str, Any]:
 def _page(models: list[dict[str, Any]]) -> dict[str, Any]:
     ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"]}
     return {"object": "list", "data": models, "has_more": False, **ends}
+
+
+def _own_id(response_id: str) -> str:
+    return response_id.removeprefix("resp_")
+
+
+async def _recorded(conversations: Conversations, response_id: str) -> Recorded | None:
+    wanted = _own_id(response_id)
+    return (await conversations.recorded({wanted})).get(wanted)
+
+
+def _known(wanted: str, found: Recorded | None) -> Recorded:
+    if found is None:
+        raise Fault(404, f"Response with id '{wanted}' not found.")
+    return found
 
 
 async def _departure(receive: Receive) -> None:

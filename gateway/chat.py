@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from turnkeep_client.messages import CallPart, Chunk, Generated, TokenLogprob
 
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool")
-#: Most tokens of the reasoning, by `reasoning_effort`.
-_BUDGETS: Final = {"none": 0, "minimal": 64, "low": 512, "medium": 2048}
 #: Fields that would change the answer, and that no worker knows.
 _REFUSED: Final = ("audio", "functions", "function_call", "web_search_options")
 
@@ -100,8 +98,7 @@ def read(body: bytes) -> Turn:
         options |= {"logprobs": True, "top_logprobs": asked.top_logprobs or 0}
     elif asked.top_logprobs:
         raise refused("top_logprobs needs logprobs: true", "top_logprobs")
-    if asked.reasoning_effort in _BUDGETS:  # others, which are many, have no limit
-        options["reasoning"] = {"budget": _BUDGETS[asked.reasoning_effort]}
+    options |= openai.reasoning(asked.reasoning_effort)
     streamed = asked.stream_options
     messages, options = prefilled(
         [_message(one, number) for number, one in enumerate(asked.messages)], options
@@ -251,16 +248,4 @@ def _call_part(part: CallPart) -> dict[str, Any]:
 
 
 def _logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
-    items = [
-        {
-            "token": one.token,
-            "logprob": one.logprob,
-            "bytes": openai.token_bytes(one),
-            "top_logprobs": [
-                {"token": other.token, "logprob": other.logprob, "bytes": openai.token_bytes(other)}
-                for other in one.top
-            ],
-        }
-        for one in tokens
-    ]
-    return {"content": items, "refusal": None}
+    return {"content": openai.likelihoods(tokens), "refusal": None}

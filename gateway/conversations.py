@@ -18,7 +18,13 @@ from uuid import uuid4
 from msgspec import structs
 
 from turnkeep_client.calls import expect
-from turnkeep_client.errors import InvalidMessageError, NoWorkerError, RequestFailedError, TurnkeepError
+from turnkeep_client.errors import (
+    InvalidMessageError,
+    NoWorkerError,
+    RequestFailedError,
+    ResultTimeoutError,
+    TurnkeepError,
+)
 from turnkeep_client.messages import (
     Append,
     Appended,
@@ -33,7 +39,7 @@ from turnkeep_client.messages import (
 from turnkeep_client.session import build
 from turnkeep_client.subjects import session_key
 
-from . import boundaries
+from . import boundaries, recorded
 from .index import PREFIX, Asked, Held, Index, RequestName, append_id, tags
 from .pieces import ahead
 from .recovery import recover
@@ -45,6 +51,7 @@ if TYPE_CHECKING:
     from turnkeep_client.client import Client
     from turnkeep_client.messages import Message, Metrics
 
+    from .recorded import Note, Recorded
     from .turn import Turn
 
 log = logging.getLogger(__name__)
@@ -113,9 +120,10 @@ class _Sent(NamedTuple):
 class Answering:
     """The answers to one turn. `events` has them as they come, each with its number among the answers."""
 
-    def __init__(self, on_end: Callable[[How, Generated], None]) -> None:
-        """`on_end` gets each answer, also if nobody listens any more."""
+    def __init__(self, on_end: Callable[[How, Generated], None], note: Note | None) -> None:
+        """`on_end` gets each answer, also if nobody listens. `note` is kept with the request in the log."""
         self.on_end = on_end
+        self.note = note
         self.events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self.running: set[Asked] = set()
         self.is_abandoned = False
@@ -165,10 +173,10 @@ class Conversations:
                 self._seen_s = time.monotonic()
         return self._metrics
 
-    @property
-    def _max_request_bytes(self) -> int:
+    def _max_body_bytes(self, note: Note | None) -> int:
         # Workers of earlier versions do not say it.
-        return (self._metrics.max_message_bytes if self._metrics else 0) or sys.maxsize
+        most = (self._metrics.max_message_bytes if self._metrics else 0) or sys.maxsize
+        return most if note is None else most - min(recorded.MOST_BYTES, most // 2)
 
     async def count(self, turn: Turn) -> int:
         """Count the tokens of a turn's messages and tools, without running it. Raises `TurnkeepError`.
@@ -194,12 +202,37 @@ class Conversations:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._client.close()
 
-    def answer(self, turn: Turn, on_end: Callable[[How, Generated], None]) -> Answering:
+    def answer(
+        self, turn: Turn, on_end: Callable[[How, Generated], None], note: Note | None = None
+    ) -> Answering:
         """Start answering; the last event of each answer is its result or an error."""
-        answering = Answering(on_end)
+        answering = Answering(on_end, note)
         for number in range(turn.n):
             self._start(self._answer(turn, number, answering))
         return answering
+
+    async def recorded(self, answer_ids: set[str]) -> dict[str, Recorded]:
+        """Find answers in the log, by their ids. Raises `TurnkeepError`."""
+        return await recorded.find(self._client, answer_ids)
+
+    async def cancel(self, answer_id: str) -> Recorded | None:
+        """Stop an answer if it runs, and return what the log has of it. Raises `TurnkeepError`."""
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            found = (await self.recorded({answer_id})).get(answer_id)
+            if found is None or found.result is not None or pause_s > _LAST_PAUSE_S:
+                return found
+            with contextlib.suppress(RequestFailedError):  # the worker has not read it yet, or has ended it
+                await self._client.session(found.session).cancel(found.request_id)
+            await asyncio.sleep(pause_s)
+            pause_s *= 2
+
+    async def forget(self, session: str) -> None:
+        """Remove a session with its content. Raises `TurnkeepError`."""
+        if (held := self.index.sessions.get(session)) is not None:
+            self.index.drop(held)
+        with contextlib.suppress(ResultTimeoutError):  # the log has the request: the worker will come to it
+            await self._client.session(session).close(forget=True, timeout_s=_LAST_PAUSE_S)
 
     def abandon(self, answering: Answering) -> None:
         """Cancel answers that nobody else waits for."""
@@ -315,7 +348,7 @@ class Conversations:
             self._leave(asked, answering)
         try:
             messages = () if turn.messages is None else turn.messages[plan.num_known :]
-            pieces = ahead(messages, plan.options, self._max_request_bytes)
+            pieces = ahead(messages, plan.options, self._max_body_bytes(answering.note))
             await self._open(plan)
             sent = await self._append(plan, pieces)
             generation = self._client.session(held.name).generate(
@@ -323,6 +356,7 @@ class Conversations:
                 text=turn.text,
                 request_id=str(asked.name),
                 expect_position=sent.position,
+                headers=_headers(turn, plan, sent, answering.note),
                 **plan.options,
             )
             async for chunk in generation:
@@ -463,6 +497,15 @@ class Conversations:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _headers(turn: Turn, plan: _Plan, sent: _Sent, note: Note | None) -> dict[str, str] | None:
+    if note is None:
+        return None
+    # A fork's log has no messages of its parent, and a repeated request may be a fork's.
+    has_parent = plan.how in {"forked", "repeated"}
+    num_before = plan.num_known + sent.num_messages
+    return recorded.headers(note, (turn.messages or ())[:num_before] if has_parent else None)
 
 
 def _may_repeat(asked: Asked, now_s: float) -> bool:

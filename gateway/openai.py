@@ -1,4 +1,4 @@
-"""What the two dialects of OpenAI's API that are served here have in common. Pure."""
+"""What the dialects of OpenAI's API that are served here have in common. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .turn import ALL_THAT_FITS, refused
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from turnkeep_client.messages import Generated, LikelyToken
+    from turnkeep_client.messages import Generated, LikelyToken, TokenLogprob
 
     from .turn import Fault
 
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 _SAME: Final = ("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty", "stop")
 #: Extensions of other servers that mean the same here.
 _EXTRA: Final = ("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos")
+
+#: Most tokens of the reasoning, by effort; others, which are many, have no limit.
+_BUDGETS: Final = {"none": 0, "minimal": 64, "low": 512, "medium": 2048}
 
 #: The `finish_reason` of OpenAI's for those that it lacks.
 _REASONS: Final = {"tool_calls_malformed": "stop", "cancelled": "stop", "expired": "length"}
@@ -72,6 +75,11 @@ def sampling(asked: Sampled, max_tokens: int | None) -> dict[str, Any]:
     return options
 
 
+def reasoning(effort: str | None) -> dict[str, Any]:
+    """Return the field of a generate for an effort of reasoning, if that is limited."""
+    return {"reasoning": {"budget": _BUDGETS[effort]}} if effort in _BUDGETS else {}
+
+
 def refuse(asked: Struct, names: Iterable[str]) -> None:
     """Raise `Fault` if one of these fields has a value."""
     for name in names:
@@ -98,9 +106,14 @@ def usage(results: Iterable[Generated]) -> dict[str, Any]:
     }
 
 
-def token_bytes(token: LikelyToken) -> list[int]:
-    """Return the bytes of a token."""
-    return list(token.token.encode() if token.bytes is None else token.bytes)
+def likelihoods(tokens: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
+    """Write log probabilities, each with those of the likeliest tokens."""
+    return [_likelihood(one) | {"top_logprobs": [*map(_likelihood, one.top)]} for one in tokens]
+
+
+def _likelihood(token: LikelyToken) -> dict[str, Any]:
+    written = token.token.encode() if token.bytes is None else token.bytes
+    return {"token": token.token, "logprob": token.logprob, "bytes": list(written)}
 
 
 def error(fault: Fault) -> dict[str, Any]:

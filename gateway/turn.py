@@ -43,7 +43,9 @@ _T = TypeVar("_T")
 class Turn(Struct, frozen=True, kw_only=True):
     """One request: a whole conversation, or the `text` of a prompt, and how to answer it `n` times.
 
-    `options` are fields of the protocol's generate. `model` is what the client calls the model.
+    `options` are fields of the protocol's generate. `model` is what the client calls the model. `asked` has
+    other fields of the request that its answer repeats. If the answer `is_kept`, its id will find it.
+    `previous` is the id of an earlier answer: the conversation up to it comes before the messages.
     """
 
     messages: tuple[Message, ...] | None = None
@@ -53,6 +55,9 @@ class Turn(Struct, frozen=True, kw_only=True):
     model: str = ""
     stream: bool = False
     include_usage: bool = False
+    asked: Mapping[str, Any] = {}
+    is_kept: bool = False
+    previous: str = ""
 
 
 class Fault(Exception):  # noqa: N818  # an outcome that each dialect writes in its own shape

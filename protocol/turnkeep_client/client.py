@@ -46,7 +46,7 @@ from .stream import LogStream, StreamError
 from .subjects import CONSUMER, DEFAULT_PREFIX, DEFAULT_TENANT, SessionKey, Subjects, check_id, session_key
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
     from types import TracebackType
     from typing import Self, Unpack
 
@@ -68,6 +68,9 @@ READ_BATCH_BYTES: Final = 4 * 2**20
 READ_S: Final = 2.0
 #: Timeout of a request to JetStream's API: a large stream takes a while to count its subjects.
 API_S: Final = 10.0
+
+#: What a header takes beside its name and value, with its part of the lines around all headers.
+_HEADER_BYTES: Final = 16
 
 _MESSAGE_TOO_LARGE: Final = 10054  # JetStream's code: larger than the stream's max_msg_size
 
@@ -296,7 +299,7 @@ class _NatsWire:
         patience_s, num_refusals = FIRST_ACK_S, 0
         while True:
             await self._connected.wait()
-            self._check(body)
+            self._check(body, headers)
             try:
                 ack = await _cancellable(
                     self._jetstream.publish(subject, body, timeout=patience_s, headers=headers)
@@ -370,14 +373,14 @@ class _NatsWire:
             raise NoWorkerError(f"{stream} could not be read: {str(error) or type(error).__name__}") from None
 
     async def send(self, subject: str, body: bytes, headers: dict[str, str]) -> None:
-        self._check(body)
+        self._check(body, headers)
         try:
             await self._nats.publish(subject, body, headers=headers)
         except _NATS_ERRORS as error:
             raise NoWorkerError(f"{subject} could not be published: {error}") from None
 
     async def api(self, subject: str, body: bytes, headers: dict[str, str] | None = None) -> dict[str, Any]:
-        self._check(body)
+        self._check(body, headers)
         try:
             reply = await _cancellable(self._nats.request(subject, body, timeout=API_S, headers=headers))
         except _NATS_ERRORS as error:
@@ -486,12 +489,15 @@ class _NatsWire:
         except _NATS_ERRORS as error:
             raise NoWorkerError(f"cannot subscribe to {subject}: {error}") from None
 
-    def _check(self, body: bytes = b"") -> None:
+    def _check(self, body: bytes = b"", headers: Mapping[str, str] | None = None) -> None:
         if self.closed:
             raise NoWorkerError(self.why_closed)
-        if len(body) > self._nats.max_payload:
+        # The server counts headers too, and ends the connection of a client that sends too much.
+        lines = (f"{name}{value}".encode() for name, value in (headers or {}).items())
+        size_bytes = len(body) + sum(_HEADER_BYTES + len(line) for line in lines)
+        if size_bytes > self._nats.max_payload:
             raise InvalidMessageError(
-                f"the request has {len(body)} bytes, the NATS server accepts {self._nats.max_payload} at"
+                f"the request has {size_bytes} bytes, the NATS server accepts {self._nats.max_payload} at"
                 " most: send it as several appends"
             )
 

@@ -100,11 +100,11 @@ async def test_a_stream_says_the_same_as_an_answer(begin: Any) -> None:
 async def test_of_a_conversation_that_is_sent_whole_only_what_is_new_is_prefilled(
     local_worker: Start, door: Start, endless_model: Path, *, restarts: bool
 ) -> None:
-    """Eight turns; contents are divided differently each time."""
+    """Twenty turns; contents are divided differently each time."""
     worker = await local_worker(model=str(endless_model))
     served = await door(worker.settings.nats, worker.settings.prefix)
     messages, sessions, before = [SYSTEM], set(), 0
-    for number in range(8):
+    for number in range(20):
         messages.append(user(f"And number {number}?"))
         if number % 2:
             messages = [one | {"content": parts(one["content"])} for one in messages]
@@ -117,7 +117,7 @@ async def test_of_a_conversation_that_is_sent_whole_only_what_is_new_is_prefille
         assert prefilled == new + bool(number)
         before = answer.usage.prompt_tokens + 8
         messages.append(assistant(answer.choices[0].message.content))
-        if restarts and number in {2, 5}:
+        if restarts and number in {2, 12}:
             await served.stop()
             await worker.stop()
             worker = await local_worker(model=str(endless_model))
@@ -188,6 +188,22 @@ async def test_equal_conversations_at_once_stay_apart(begin: Any) -> None:
         if how == "continued":
             assert (await worker.client.session(found).info()).position > answer.usage.total_tokens
         assert how == "forked" or found == where
+
+
+async def test_agents_that_begin_at_once_prefill_what_they_share_once(begin: Any) -> None:
+    """Subagents have one system prompt and one header, and are told different things."""
+    _, door = await begin()
+    system = {"role": "system", "content": "Be brief. " * 100}
+    answers = await asyncio.gather(
+        *(
+            ask(door, [system, user(f"Task {number}?")], extra_headers={"x-session-id": "1"})
+            for number in range(5)
+        )
+    )
+    assert len({session for _, session, _ in answers}) == 5
+    usages = [answer.usage for answer, _, _ in answers]
+    prefilled = sum(one.prompt_tokens - one.prompt_tokens_details.cached_tokens for one in usages)
+    assert 1000 < usages[0].prompt_tokens < prefilled < 1000 + 5 * 100
 
 
 async def test_a_session_that_another_gateway_continued_is_forked(begin: Any, door: Start) -> None:

@@ -136,6 +136,27 @@ async def test_who_leaves_while_messages_are_appended_and_comes_back_goes_on(
     assert len(appended) == 4, "each piece once"
 
 
+async def test_an_answer_to_messages_in_pieces_is_gone_on_with_by_its_id(
+    served: Any, http: httpx2.AsyncClient
+) -> None:
+    said = [one | {"content": one["content"][:600]} for one in SAID]
+
+    async def ask(**more: Any) -> tuple[dict[str, Any], str]:
+        asked = {"max_output_tokens": 8, "logit_bias": LETTERS, "temperature": 0, **more}
+        answer = await http.post("/v1/responses", json=asked)
+        assert answer.status_code == 200, answer.text
+        return answer.json(), answer.headers["x-turnkeep-session"].split()[1]
+
+    first, how = await ask(input=said)
+    assert how == "begun"
+    for expected in ("continued", "forked"):
+        more, how = await ask(input=f"On, {expected}.", previous_response_id=first["id"])
+        assert how == expected, "the log has all that was appended"
+        assert more["usage"]["input_tokens_details"]["cached_tokens"] > first["usage"]["input_tokens"] - 40
+        _, how = await ask(input="And on.", previous_response_id=more["id"])
+        assert how == "continued"
+
+
 async def test_a_message_that_is_too_large_alone_is_refused_with_the_limit_and_opens_nothing(
     served: Any, http: httpx2.AsyncClient
 ) -> None:

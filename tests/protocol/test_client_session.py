@@ -409,6 +409,11 @@ async def test_a_body_above_the_servers_limit_is_refused_with_the_numbers(
         await client.session("s1").append(text="x" * 2**20)
     with pytest.raises(InvalidMessageError, match="1048576 at most"):
         await client.ask("s1", text="x" * 2**20)
+    # The server counts headers, and ends the connection of a client that sends too much.
+    headers = {"traceparent": "x" * 2**15}
+    with pytest.raises(InvalidMessageError, match="1048576 at most"):
+        await client.session("s1").append(text="x" * (2**20 - 2**15), headers=headers, timeout_s=5)
+    assert (await client.session("s1").append(text="a", headers=headers)).tokens == 3
     config = (await worker.js.stream_info(SUBJECTS.log_stream)).config
     config.max_msg_size = 1000
     await worker.js.update_stream(config)

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
 
 #: Most of one answer that agents are told to ask for.
 _MOST_ANSWERED: Final = 32_000
+#: pi compacts a conversation when fewer tokens are left of what it takes for the context.
+_PI_RESERVE: Final = 16_384
 
 
 class Door(NamedTuple):
@@ -94,7 +96,7 @@ def _pi(door: Door) -> Start:
         "reasoning": False,
         "input": ["text"],
         "cost": dict.fromkeys(("input", "output", "cacheRead", "cacheWrite"), 0),
-        "contextWindow": door.context_tokens,
+        "contextWindow": door.context_tokens + max(_PI_RESERVE - door.answer_tokens, 0),
         "maxTokens": door.answer_tokens,
     }
     provider = {

@@ -1,0 +1,121 @@
+"""The items of `/v1/responses`, which clients send, as messages. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+from msgspec import Struct
+
+from turnkeep_client.errors import InvalidMessageError
+from turnkeep_client.messages import Function, Message, ToolCall, encode
+
+from .turn import Fault, refused
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+_ROLES: Final = ("system", "developer", "user", "assistant")
+_TEXTS: Final = ("input_text", "output_text", "text", "refusal")
+#: Items that tell this model nothing: what other models thought, and searches without their results.
+_SILENT: Final = ("reasoning", "web_search_call", "file_search_call", "mcp_list_tools")
+
+
+class Part(Struct, frozen=True):
+    """A part of a content."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class Item(Struct, frozen=True):
+    """One item, of any type: each type has some of the fields."""
+
+    type: str | None = "message"
+    role: str = ""
+    content: Any = None
+    id: str | None = None
+    call_id: str | None = None
+    name: str | None = None
+    namespace: str | None = None
+    arguments: Any = None
+    input: Any = None
+    action: Any = None
+    output: Any = None
+
+
+def messages(items: Sequence[Item], known: Mapping[str, dict[str, Any]]) -> list[Message]:
+    """Return the messages of a conversation; `known` has items that only their ids stand for. Raises `Fault`.
+
+    What an assistant says and calls in one turn is several items, but one message.
+    """
+    found: list[Message] = []
+    for number, given in enumerate(items):
+        where, item = f"input[{number}]", given
+        if item.type == "item_reference" and (named := known.get(item.id or "")):
+            item = msgspec.convert(named, Item)
+        if item.type in _SILENT:
+            continue
+        try:
+            one = _message(item, where)
+        except (ValueError, InvalidMessageError) as error:
+            raise refused(str(error), where) from None
+        if found and one.role == found[-1].role == "assistant" and (one.tool_calls or found[-1].tool_calls):
+            one = _joined(found.pop(), one)
+        found.append(one)
+    return found
+
+
+def called_name(namespace: str | None, name: str) -> str:
+    """Return the name under which the model knows a function."""
+    return name if namespace is None else f"{namespace.removesuffix('__')}__{name}"
+
+
+def _joined(one: Message, other: Message) -> Message:
+    text = f"{one.content or ''}{other.content or ''}"
+    return Message("assistant", text or None, None, (*(one.tool_calls or ()), *(other.tool_calls or ())))
+
+
+def _message(item: Item, where: str) -> Message:
+    match item.type:
+        case "message" | None:
+            if item.role not in _ROLES:
+                raise refused(f"the role {item.role!r} is not one of {', '.join(_ROLES)}", f"{where}.role")
+            return Message(item.role, _text(item.content, f"{where}.content"))  # type: ignore[arg-type]
+        case "function_call":
+            return _call(item, item.name or "", item.arguments or "{}")
+        case "custom_tool_call":
+            return _call(item, item.name or "", {"input": item.input})
+        case "local_shell_call":
+            return _call(item, "local_shell", item.action)
+        case "function_call_output" | "custom_tool_call_output" | "local_shell_call_output":
+            text = _text(item.output, f"{where}.output")
+            return Message("tool", text, None, (), item.call_id or item.id)
+        case "item_reference":
+            raise Fault(404, f"Item with id '{item.id}' not found.", param=f"{where}.id")
+    raise refused(f"items of the type {item.type} are not supported", where)
+
+
+def _call(item: Item, name: str, arguments: Any) -> Message:
+    text = arguments if isinstance(arguments, str) else encode(arguments).decode()
+    call = ToolCall(
+        id=item.call_id or item.id or "call", function=Function(called_name(item.namespace, name), text)
+    )
+    return Message("assistant", None, None, (call,))
+
+
+def _text(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    try:
+        parts = msgspec.convert(content, list[Part])
+    except msgspec.ValidationError:
+        raise refused("the content is neither a string nor a list of parts", where) from None
+    texts = []
+    for part in parts:
+        text = part.refusal if part.type == "refusal" else part.text
+        if part.type not in _TEXTS or text is None:
+            raise refused(f"parts of the type {part.type} are not supported, only text", where)
+        texts.append(text)
+    return "".join(texts)

@@ -1,0 +1,219 @@
+"""Finds answers in the log by their ids, with the conversations before them.
+
+An id names a session and one of its requests, so the log alone knows all answers, also after a restart. A
+request whose answer may be asked for has a `Note` in a header of its own, which workers ignore.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from base64 import b64decode, b64encode
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import msgspec
+from msgspec import Struct
+
+from turnkeep_client.errors import InvalidMessageError
+from turnkeep_client.messages import (
+    Append,
+    Appended,
+    Failed,
+    Function,
+    Generate,
+    Generated,
+    Message,
+    Open,
+    ToolCall,
+    decode_answered,
+    decode_result,
+    encode,
+)
+from turnkeep_client.subjects import session_key
+
+from .index import PREFIX
+from .turn import Turn, refused
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping
+    from typing import TypeAlias
+
+    from turnkeep_client.client import Client
+    from turnkeep_client.messages import ForkPoint, Result
+    from turnkeep_client.subjects import SessionKey
+
+    _Conversation: TypeAlias = tuple[Message, ...] | None
+
+HEADER: Final = "Turnkeep-Answer"
+#: JetStream stores headers of up to 64 KiB.
+MOST_BYTES: Final = 60_000
+_MOST_INFLATED: Final = 64 * 2**20
+_ID: Final = re.compile(r"[0-9a-f]{48}")
+#: The fields of a generate that are no options of a turn.
+_OWN: Final = ("type", "id", "messages", "expect_position")
+
+
+class Note(Struct, frozen=True):
+    """What the log keeps with a request: what its answer repeats of it, and the messages `before` a fork.
+
+    Without `before`, which may be too long, those are in the log of the fork's parent, while there is one.
+    """
+
+    id: str
+    created: int
+    model: str
+    asked: dict[str, Any]
+    before: tuple[Message, ...] | None = None
+
+
+class _Exchange(NamedTuple):
+    """A generate with the conversation up to its answer, or an append with the one up to its end."""
+
+    request: Generate | Append
+    note: Note | None
+    result: Result | None
+    prompt: _Conversation
+
+
+class Recorded(NamedTuple):
+    """A request from the log, and its result, if it has one.
+
+    The `messages` of the turn are the whole conversation, or None if the log has not all of it any more.
+    """
+
+    session: str
+    request_id: str
+    turn: Turn
+    created: int
+    result: Generated | Failed | None
+
+
+def new_note(own_id: str, created: int, turn: Turn) -> Note | None:
+    """Return the note of a turn whose answer may be asked for, None for others. Raises `Fault`."""
+    if not turn.is_kept:
+        return None
+    note = Note(own_id[:16], created, turn.model, dict(turn.asked))
+    if len(_packed(note)) > MOST_BYTES:
+        raise refused("the names of model and tools are too long to keep: send store: false", "store")
+    return note
+
+
+def answer_id(session: str, note: Note) -> str:
+    """Return the id under which an answer is found."""
+    return session.removeprefix(PREFIX) + note.id
+
+
+def headers(note: Note, before: tuple[Message, ...] | None) -> dict[str, str]:
+    """Write a note as a header; `before` are the messages that a fork takes from its parent."""
+    packed = _packed(msgspec.structs.replace(note, before=before))
+    return {HEADER: packed if len(packed) <= MOST_BYTES else _packed(note)}
+
+
+def continued(turn: Turn, before: Recorded | None) -> Turn:
+    """Put the conversation up to an earlier answer before a turn's messages. Raises `Fault`.
+
+    Instructions belong to one request only: those of the earlier one are left out.
+    """
+    result = before.result if before is not None else None
+    if before is None or before.turn.messages is None or not isinstance(result, Generated):
+        raise refused(
+            f"Previous response with id '{turn.previous}' not found.",
+            "previous_response_id",
+            "previous_response_not_found",
+        )
+    earlier = _after(before.turn.messages, result)[bool(before.turn.asked.get("instructions")) :]
+    at, own = int(bool(turn.asked.get("instructions"))), turn.messages or ()
+    return msgspec.structs.replace(turn, messages=(*own[:at], *earlier, *own[at:]))
+
+
+async def find(client: Client, wanted: set[str]) -> dict[str, Recorded]:
+    """Return what the log has of answers, by their ids. Raises `NoWorkerError`."""
+    found: dict[str, Recorded] = {}
+    for session in {one[:32] for one in wanted if _ID.fullmatch(one)}:
+        key = session_key(client.tenant, PREFIX + session)
+        async for request, note, result, prompt in _exchanges(client, key):
+            if note is not None and isinstance(request, Generate) and session + note.id in wanted:
+                turn = _turn(request, note, prompt)
+                known = result if isinstance(result, Generated | Failed) else None
+                one = Recorded(key.session, request.id, turn, note.created, known)
+                found.setdefault(session + note.id, one)
+    return found
+
+
+async def _exchanges(client: Client, key: SessionKey) -> AsyncIterator[_Exchange]:
+    """Yield a session's appends and generates in order, repeated ones too."""
+    results = await _results(client, key)
+    said: _Conversation = ()  # up to the last answer
+    prompts: dict[str, _Conversation] = {}
+    async for _, one in client.stored.every(key, "in"):
+        try:
+            request = decode_answered(one.body)
+        except InvalidMessageError:
+            continue
+        if isinstance(request, Open) and request.from_ is not None:
+            said = await _said_at(client, request.from_)
+        if isinstance(request, Append) and isinstance(appended := results.pop(request.id, None), Appended):
+            said = None if said is None else (*said, *(request.messages or ()))
+            yield _Exchange(request, None, appended, said)
+        if not isinstance(request, Generate):
+            continue
+        note, result = _note(one.headers), results.get(request.id)
+        before = said if note is None or note.before is None else note.before
+        prompt = None if before is None else (*before, *(request.messages or ()))
+        if request.id not in prompts:
+            prompts[request.id] = prompt
+            if prompt is not None and isinstance(result, Generated) and result.tokens:
+                said = _after(prompt, result, request.prefix)
+        elif note is None or note.before is None:
+            prompt = prompts[request.id]
+        yield _Exchange(request, note, result, prompt)
+
+
+async def _said_at(client: Client, point: ForkPoint) -> _Conversation:
+    """Return the conversation at a position of a session; None if the log does not have it."""
+    async for request, _, result, prompt in _exchanges(client, session_key(client.tenant, point.session)):
+        if isinstance(result, Appended) and point.position == result.position:
+            return prompt
+        if isinstance(request, Generate) and isinstance(result, Generated) and prompt is not None:
+            if point.position == result.position - len(result.tokens) - result.prefix_tokens:
+                return prompt
+            if point.position == result.position:
+                return _after(prompt, result, request.prefix)
+    return None
+
+
+async def _results(client: Client, key: SessionKey) -> dict[str, Result]:
+    found: dict[str, Result] = {}
+    async for _, one in client.stored.every(key, "out"):
+        with suppress(InvalidMessageError):
+            result = decode_result(one.body)
+            if result.repeat_of is None:
+                found.setdefault(result.id or "", result)
+    return found
+
+
+def _after(prompt: tuple[Message, ...], result: Generated, prefix: str = "") -> tuple[Message, ...]:
+    if not result.tokens:  # cancelled before the first one
+        return prompt
+    calls = tuple(
+        ToolCall(call.id, Function(call.function.name, call.function.arguments)) for call in result.tool_calls
+    )
+    return (*prompt, Message("assistant", prefix + result.text, None, calls))
+
+
+def _turn(request: Generate, note: Note, prompt: tuple[Message, ...] | None) -> Turn:
+    fields = msgspec.to_builtins(request)
+    options = {name: value for name, value in fields.items() if name not in _OWN}
+    return Turn(messages=prompt, options=options, model=note.model, asked=note.asked, is_kept=True)
+
+
+def _packed(note: Note) -> str:
+    return b64encode(zlib.compress(encode(note))).decode()
+
+
+def _note(headers: Mapping[str, str]) -> Note | None:
+    with suppress(KeyError, ValueError, zlib.error, msgspec.MsgspecError):
+        packed = b64decode(headers[HEADER], validate=True)
+        return msgspec.json.decode(zlib.decompressobj().decompress(packed, _MOST_INFLATED), type=Note)
+    return None

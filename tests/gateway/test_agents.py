@@ -1,0 +1,190 @@
+"""Coding agents as people install them, headless and offline, on a real worker: tasks, restarts, kills."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+from steering import Steering
+
+from turnkeep_client.errors import NoWorkerError
+from turnkeep_client.messages import Generated, decode_result
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from turnkeep_client.client import Client
+    from turnkeep_client.messages import Usage
+
+pytestmark = [pytest.mark.soak, pytest.mark.process, pytest.mark.registry, pytest.mark.timeout(900)]
+
+SYSTEM = "You are a careful assistant. " + "Work in small steps, say what you did, and use the tools. " * 60
+COMMAND = "echo kept > made.txt"
+TASK = "{task}"
+
+
+class Agent(NamedTuple):
+    """How an agent is installed and told a task; `again` is added in the same conversation.
+
+    `tool` runs a command of the shell, with these arguments. `files` are in the project.
+    """
+
+    package: str
+    tool: str
+    command: Sequence[str]
+    again: Sequence[str]
+    arguments: Mapping[str, str] = MappingProxyType({"command": COMMAND})
+    files: Mapping[str, str] = MappingProxyType({})
+
+
+AGENTS = {
+    "claude": Agent(
+        "@anthropic-ai/claude-code@2.1.197",
+        "Bash",
+        ["-p", TASK, "--tools", "Bash", "--allowedTools", "Bash", "--system-prompt", SYSTEM],
+        ["--continue"],
+        {"command": COMMAND, "description": "Make the file"},
+    ),
+    "pi": Agent(
+        "@mariozechner/pi-coding-agent@0.73.1",
+        "bash",
+        ["-p", "--tools", "bash", "--system-prompt", SYSTEM, "--offline", "-ns", "-nc", TASK],
+        ["--continue"],
+    ),
+    "opencode": Agent(
+        "opencode-ai@1.18.33",
+        "bash",
+        ["run", "--auto", TASK],
+        ["--continue"],
+        {"command": COMMAND, "description": "Make the file"},
+        {
+            "opencode.json": json.dumps(
+                {"agent": {"build": {"prompt": SYSTEM, "tools": {"*": False, "bash": True}}}}
+            )
+        },
+    ),
+    "cn": Agent("@continuedev/cli@1.5.47", "Bash", ["-p", TASK, "--auto"], ["--resume"]),
+}
+
+
+@pytest.fixture(scope="session")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Install the agents once; once for all where TURNKEEP_TEST_AGENTS names a folder."""
+    if shutil.which("npm") is None:
+        pytest.skip("the agents are npm packages, and there is no npm")
+    given = os.environ.get("TURNKEEP_TEST_AGENTS")
+    folder = Path(given) if given else tmp_path_factory.mktemp("agents")
+    found = folder / "node_modules" / ".bin"
+    if not found.exists():
+        packages = [agent.package for agent in AGENTS.values()]
+        command = ["npm", "install", "--no-audit", "--no-fund", "--prefix", str(folder), *packages]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return found
+
+
+class Desk:
+    """A project in which an agent works, and a worker behind it."""
+
+    def __init__(self, name: str, folder: Path, programs: Path, steering: Steering, url: str) -> None:
+        self.agent = AGENTS[name]
+        self.project = folder / "project"
+        self.steering = steering
+        self._name = name
+        self._url = url
+        self._folder = folder
+        self._environment = {"HOME": str(folder), "PATH": f"{programs}:{os.environ['PATH']}"}
+        self.project.mkdir()
+        for file, text in self.agent.files.items():
+            (self.project / file).write_text(text)
+
+    async def ask(self, text: str, *more: str) -> str:
+        """Run the agent until it ends; return what it said."""
+        given = [text if word == TASK else word for word in self.agent.command]
+        command = ["launch", "--gateway", self._url, "--data-dir", str(self._folder / "data"), self._name]
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-m", "worker", *command, *given, *more),
+            env=self._environment,
+            cwd=self.project,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        try:
+            said, complained = await asyncio.wait_for(process.communicate(), 600)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+        assert process.returncode == 0, (said, complained)
+        assert not self.steering.faults
+        return said.decode().strip()
+
+
+async def answers(client: Client) -> list[Generated]:
+    """Return all recorded answers, in the log's order; no request has two."""
+    keys = await client.stored.subjects(client.tenant)
+    entries = [entry for key in keys for entry in await client.log(key.session) if entry.kind == "out"]
+    results = [decode_result(entry.body) for entry in sorted(entries, key=lambda entry: entry.seq)]
+    found = [result for result in results if isinstance(result, Generated)]
+    assert len({result.id for result in found}) == len(found)
+    return found
+
+
+async def until_ready(client: Client) -> None:
+    async with asyncio.timeout(60):
+        while True:
+            with contextlib.suppress(NoWorkerError):
+                await client.worker_metrics()
+                return
+            await asyncio.sleep(0.2)
+
+
+def longest(results: Sequence[Generated]) -> Usage:
+    """Return the usage of the conversation; agents also ask for titles."""
+    return max((result.usage for result in results), key=lambda usage: usage.prompt_tokens)
+
+
+@pytest.mark.parametrize("name", AGENTS)
+async def test_an_agent_does_a_task_and_goes_on_after_a_restart_and_a_kill(
+    name: str, programs: Path, worker_process: Any, packaged_folder: Path, door: Any, tmp_path: Path
+) -> None:
+    process = worker_process("--ack-wait-s", "0.5", model=packaged_folder)
+    process.start()
+    client = await process.client()
+    await until_ready(client)
+    served = await door(process.url)
+    agent = AGENTS[name]
+    async with Steering(served.url, agent.tool, agent.arguments) as steering:
+        desk = Desk(name, tmp_path, programs, steering, steering.url)
+        assert await desk.ask("Please make the file.")
+        assert (desk.project / "made.txt").read_text() == "kept\n"
+        first = await answers(client)
+        before, seen = longest(first), len(first)
+
+        steering.calls = False
+        for disturb in ("nothing", "restart", "kill"):
+            if disturb == "restart":
+                process.stop()
+                process.start()
+                await until_ready(client)
+            steering.answering.clear()
+            asking = asyncio.create_task(desk.ask("And what did you do?", *agent.again))
+            if disturb == "kill":
+                await steering.answering.wait()
+                process.kill()
+                process.start()
+            assert await asking
+            results = await answers(client)
+            now = longest(results[seen:])
+            assert now.prompt_tokens > before.prompt_tokens
+            assert now.prompt_tokens - now.cached_tokens < 0.05 * before.prompt_tokens
+            seen = len(results)
+    await client.close()

@@ -1,0 +1,372 @@
+"""OpenAI's Responses API over HTTP: the same conversations and streams, in its words."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from typing import TYPE_CHECKING, Any
+
+import openai
+import pydantic
+import pytest
+from parts import make_tiny_model
+from test_interrupted import started as started  # noqa: PLC0414  # a fixture
+
+from gateway.keys import Keys
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+Start = Any
+TEXT = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>'
+#: The ids of the tokens that are a call and the end of a turn.
+CALL, END = 259, 2
+#: So that answers are text that comes back as it was.
+LETTERS = {str(token): 100 for token in range(68, 90)} | {str(END): -100, str(CALL): -100}
+TOOL = {
+    "type": "function",
+    "name": "weather",
+    "description": "The weather in a city",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import AutoTokenizer
+
+    folder = make_tiny_model(tmp_path_factory.mktemp("responses") / "responses", vocab_size=260)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.add_tokens([TEXT]) == 1
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+async def worker(local_worker: Start, model: Path) -> Any:
+    return await local_worker(model=str(model))
+
+
+@pytest.fixture
+async def served(worker: Any, door: Start) -> Any:
+    return await door(worker.settings.nats, worker.settings.prefix)
+
+
+@pytest.fixture
+async def endless(local_worker: Start, door: Start, endless_model: Path) -> Any:
+    """A gateway for one answer at a time, which may be long; and the options of a request."""
+    worker = await local_worker(model=str(endless_model), max_batch=1)
+    served = await door(worker.settings.nats, worker.settings.prefix)
+    return served, options(extra_body={"logit_bias": {"70": 100}})
+
+
+def options(**more: Any) -> dict[str, Any]:
+    extra = {"logit_bias": LETTERS, **more.pop("extra_body", {})}
+    return {"model": "m", "max_output_tokens": 8, "temperature": 0.9, "extra_body": extra, **more}
+
+
+async def ask(served: Any, said: Any, **more: Any) -> tuple[Any, str]:
+    """Return the response, and how its session was found."""
+    raw = await served.openai.responses.with_raw_response.create(input=said, **options(**more))
+    return raw.parse(), raw.headers["x-turnkeep-session"].split()[1]
+
+
+def prefilled(response: Any) -> int:
+    return response.usage.input_tokens - response.usage.input_tokens_details.cached_tokens
+
+
+async def test_an_answer(served: Any) -> None:
+    more = {"instructions": "Answer in rhymes.", "metadata": {"a": "bé"}, "tools": [TOOL]}
+    answer, how = await ask(served, "Hello.", **more)
+    assert how == "begun"
+    (item,) = answer.output
+    assert (item.type, item.role, item.status) == ("message", "assistant", "incomplete")
+    assert len(answer.output_text) == 8
+    assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert (answer.instructions, answer.metadata, answer.model) == (
+        "Answer in rhymes.",
+        {"a": "bé"},
+        "m",
+    )
+    assert (answer.usage.output_tokens, answer.usage.input_tokens_details.cached_tokens) == (8, 0)
+    assert answer.tools[0].name == "weather"
+    assert await served.openai.responses.retrieve(answer.id) == answer
+
+
+async def test_a_stream_says_the_same_as_an_answer(served: Any) -> None:
+    more = options(max_output_tokens=30, extra_body={"seed": 5}, include=["message.output_text.logprobs"])
+    whole = await served.openai.responses.create(input="Hello.", top_logprobs=2, **more)
+    stream = await served.openai.responses.create(input="Hello.", top_logprobs=2, stream=True, **more)
+    events = [event async for event in stream]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type.removeprefix("response.") for event in events]
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    assert kinds == [
+        "created",
+        "in_progress",
+        "output_item.added",
+        "content_part.added",
+        *["output_text.delta"] * len(deltas),
+        "output_text.done",
+        "content_part.done",
+        "output_item.done",
+        "incomplete",
+    ]
+    assert "".join(event.delta for event in deltas) == whole.output_text == events[-1].response.output_text
+    told = [one.token for event in deltas for one in event.logprobs]
+    assert told == [one.token for one in whole.output[0].content[0].logprobs]
+    assert len(told) == 30
+    assert len(whole.output[0].content[0].logprobs[0].top_logprobs) == 2
+    assert events[0].response.id == events[-1].response.id != whole.id
+    assert await served.openai.responses.retrieve(events[-1].response.id) == events[-1].response
+
+
+async def test_of_a_conversation_that_is_sent_whole_only_what_is_new_is_prefilled(served: Any) -> None:
+    said, before = [], 0
+    for number in range(5):
+        said.append(user(f"And number {number}?"))
+        answer, how = await ask(served, said, instructions="Be short.", store=False)
+        assert how == ("continued" if number else "begun")
+        # The answer's last token has no KV yet.
+        assert prefilled(answer) == answer.usage.input_tokens - before + bool(number)
+        before = answer.usage.input_tokens + 8
+        said += [{"type": "reasoning", "summary": [], "encrypted_content": "x"}]
+        said += [item.model_dump(exclude_none=True) for item in answer.output]
+        with pytest.raises(openai.NotFoundError):
+            await served.openai.responses.retrieve(answer.id)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_and_its_result(served: Any, *, stream: bool) -> None:
+    more = {"tools": [TOOL], "temperature": 0, "max_output_tokens": 1}
+    bias = {"logit_bias": {str(CALL): 100}}
+    called = {**more, "extra_body": bias, "parallel_tool_calls": False, "max_output_tokens": 8}
+    if stream:
+        async with served.openai.responses.stream(input="Weather?", model="m", **called) as events:
+            kinds = [event.type async for event in events]
+            first = await events.get_final_response()
+        assert "response.function_call_arguments.done" in kinds
+    else:
+        first, _ = await ask(served, "Weather?", **called)
+    (call,) = first.output
+    assert (call.type, call.name, call.status) == ("function_call", "weather", "completed")
+    assert json.loads(call.arguments) == {"city": "Rome", "days": 2}
+    again = call.model_dump(exclude_none=True, exclude={"parsed_arguments"})
+    again |= {"arguments": '{ "days":2, "city":"Rome" }'}
+    output = {"type": "function_call_output", "call_id": call.call_id}
+    parts = [{"type": "input_text", "text": "sun"}, {"type": "input_text", "text": "ny"}]
+    second, how = await ask(served, [user("Weather?"), again, {**output, "output": parts}], **more)
+    assert how == "continued"
+    assert second.usage.input_tokens_details.cached_tokens == first.usage.total_tokens - 1
+    third, how = await ask(
+        served, [{**output, "output": "sunny"}], previous_response_id=first.id, **more, top_p=0.9
+    )
+    assert (how, third.usage.input_tokens) == ("forked", second.usage.input_tokens)
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+async def test_a_conversation_goes_on_from_an_answers_id(
+    worker: Any, door: Start, served: Any, *, restarts: bool
+) -> None:
+    """Instructions are of one request only; from one answer two conversations may go on."""
+    first, _ = await ask(served, "One?", instructions="Rhyme.")
+    second, how = await ask(served, "Two?", instructions="Rhyme.", previous_response_id=first.id)
+    assert how == "continued"
+    other, how = await ask(served, "Too?", instructions="Rhyme.", previous_response_id=first.id)
+    assert (how, other.previous_response_id) == ("forked", first.id)
+    if restarts:
+        await served.stop()
+        served = await door(worker.settings.nats, worker.settings.prefix)
+    for before, asked in ((second, "Two?"), (other, "Too?")):
+        third, how = await ask(served, "Three?", instructions="Rhyme.", previous_response_id=before.id)
+        assert how == "continued"
+        assert prefilled(third) == third.usage.input_tokens - before.usage.total_tokens + 1
+        said = [user("One?"), first.output[0], user(asked), before.output[0], user("Three?")]
+        bare, how = await ask(served, "Three?", previous_response_id=before.id)
+        assert how == "begun"
+        same, _ = await ask(served, [*said], store=False)
+        assert same.usage.input_tokens == bare.usage.input_tokens < third.usage.input_tokens
+    for wrong in (first.id[:-1] + "x", "resp_" + "0" * 48, "x"):
+        with pytest.raises(openai.BadRequestError, match="not found") as refused:
+            await ask(served, "Two?", previous_response_id=wrong)
+        assert (refused.value.code, refused.value.param) == (
+            "previous_response_not_found",
+            "previous_response_id",
+        )
+
+
+@pytest.mark.parametrize("is_long", [False, True])
+async def test_a_fork_goes_on_by_its_id(
+    served: Any, monkeypatch: pytest.MonkeyPatch, *, is_long: bool
+) -> None:
+    """Without its parent too, unless the conversation before it is too long for the log's headers."""
+    first, _ = await ask(served, f"One? {random.Random(5).randbytes(300).hex()}")
+    await ask(served, "Two?", previous_response_id=first.id)
+    if is_long:
+        monkeypatch.setattr("gateway.recorded.MOST_BYTES", 400)
+    fork, how = await ask(served, "Too?", previous_response_id=first.id)
+    assert how == "forked"
+    if is_long:
+        third, how = await ask(served, "Three?", previous_response_id=fork.id)
+        assert how == "continued"
+        assert prefilled(third) == third.usage.input_tokens - fork.usage.total_tokens + 1
+    deleted = await served.openai.responses.with_raw_response.delete(first.id)
+    assert json.loads(deleted.text) == {"id": first.id, "object": "response", "deleted": True}
+    for gone in (served.openai.responses.retrieve, served.openai.responses.delete):
+        with pytest.raises(openai.NotFoundError, match=f"Response with id '{first.id}' not found"):
+            await gone(first.id)
+    assert await served.openai.responses.retrieve(fork.id) == fork
+    if is_long:
+        with pytest.raises(openai.BadRequestError, match="not found"):
+            await ask(served, "Four?", previous_response_id=fork.id)
+    else:
+        fourth, how = await ask(served, "Four?", previous_response_id=fork.id)
+        assert how == "continued"
+        assert prefilled(fourth) == fourth.usage.input_tokens - fork.usage.total_tokens + 1
+
+
+async def test_items_may_be_named_by_their_ids(served: Any) -> None:
+    """The AI SDK for JavaScript does so."""
+    first, _ = await ask(served, "One?")
+    thought = {"type": "reasoning", "id": "rs_1", "summary": []}
+    for number, how in ((2, "continued"), (3, "forked")):
+        named = {"type": "item_reference", "id": first.output[0].id}
+        second, found = await ask(served, [user("One?"), thought, named, user(f"{number}?")])
+        assert found == how
+        assert second.usage.input_tokens_details.cached_tokens >= first.usage.total_tokens - 1
+    gone = {"type": "item_reference", "id": f"msg_{'0' * 48}"}
+    with pytest.raises(openai.NotFoundError, match=r"Item with id 'msg_0+' not found") as refused:
+        await ask(served, [user("One?"), gone, user("Two?")])
+    assert refused.value.param == "input[1].id"
+
+
+async def test_a_repeated_answer_has_an_id_of_its_own(served: Any) -> None:
+    more = {"temperature": 0, "metadata": {"number": "1"}}
+    first, _ = await ask(served, "One?", **more)
+    again, how = await ask(served, "One?", **more | {"metadata": {"number": "2"}})
+    assert (how, again.output_text) == ("repeated", first.output_text)
+    assert again.id != first.id
+    for one in (first, again):
+        assert await served.openai.responses.retrieve(one.id) == one
+    await ask(served, "Two?", previous_response_id=again.id)
+
+
+async def test_an_answer_that_runs_can_be_cancelled(endless: Any) -> None:
+    served, more = endless
+    more["max_output_tokens"] = 30_000
+    stream = await served.openai.responses.create(input="Hello.", stream=True, **more)
+    events = []
+    async for event in stream:
+        events.append(event)
+        if len(events) == 10:
+            running = await served.openai.responses.retrieve(event_id := events[0].response.id)
+            assert (running.status, running.output) == ("in_progress", [])
+            cancelled = await served.openai.responses.cancel(event_id)
+    assert events[-1].type == "response.incomplete"
+    assert events[-1].response == cancelled
+    assert cancelled.status == "cancelled"
+    assert 0 < cancelled.usage.output_tokens < 30_000
+    assert await served.openai.responses.cancel(event_id) == cancelled
+
+
+class Person(pydantic.BaseModel):
+    """What an answer is parsed as."""
+
+    ok: bool
+
+
+async def test_an_answer_follows_a_schema(served: Any) -> None:
+    answer = await served.openai.responses.parse(
+        input="Well?", model="m", text_format=Person, max_output_tokens=60
+    )
+    assert isinstance(answer.output_parsed, Person)
+    assert answer.text.format.name == "Person"
+    assert answer.text.format.strict
+
+
+async def test_a_stream_lives_while_its_prompt_waits(endless: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.app._HEARTBEAT_S", 0.1)
+    monkeypatch.setattr("gateway.app._PATIENCE_S", 0.1)
+    served, more = endless
+    create = served.openai.responses.create
+    running = await create(input="Begin.", stream=True, **more | {"max_output_tokens": 30_000})
+    await anext(aiter(running))
+    waiting = await create(input="Then.", stream=True, **more)
+    events = []
+    async with asyncio.timeout(30):
+        async for event in waiting:
+            events.append(event)
+            if len(events) == 5:
+                await running.close()
+    assert [event.type for event in events[1:5]] == ["response.in_progress"] * 4
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert len(events[-1].response.output_text) == 8
+
+
+@pytest.mark.process
+async def test_a_worker_that_is_killed_in_mid_answer_is_a_pause_in_the_stream(
+    started: Any, door: Start
+) -> None:
+    process, _ = started
+    served = await door(process.url)
+    more = options(extra_body={"logit_bias": {str(token): 100 for token in range(68, 90)}})
+    stream = await served.openai.responses.create(
+        input="Begin.", stream=True, **more | {"max_output_tokens": 1500}
+    )
+    events = []
+    async for event in stream:
+        events.append(event)
+        if len(events) == 12:
+            process.kill()
+            process.start()
+    last = events[-1].response
+    assert len(last.output_text) == last.usage.output_tokens == 1500
+    assert process.log.count("resuming an interrupted answer") == 1
+    assert "".join(event.delta for event in events if event.type.endswith("delta")) == last.output_text
+    assert await served.openai.responses.retrieve(last.id) == last
+
+
+async def test_an_id_finds_only_what_is_of_the_own_tenant(served: Any, tmp_path: Path) -> None:
+    answer, _ = await ask(served, "Hello.")
+    (tmp_path / "keys").write_text("none acme\nother default\n")
+    served.gateway._keys = Keys.read(tmp_path / "keys")
+    with pytest.raises(openai.NotFoundError):
+        await served.openai.responses.retrieve(answer.id)
+    with pytest.raises(openai.BadRequestError, match="not found"):
+        await ask(served, "Two?", previous_response_id=answer.id)
+    other = served.openai.with_options(api_key="other")
+    assert await other.responses.retrieve(answer.id) == answer
+
+
+async def test_what_is_not_there_is_refused_by_name(served: Any) -> None:
+    picture = {"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}
+    for body, says, param in [
+        ({"input": []}, "empty", "input"),
+        ({}, "empty", "input"),
+        ({"background": True}, "background", "background"),
+        ({"conversation": "conv_1"}, "conversation", "conversation"),
+        ({"prompt": {"id": "a"}}, "prompt", "prompt"),
+        ({"metadata": {"a": "x" * 513}}, "metadata", "metadata"),
+        ({"tool_choice": "required"}, "tools", "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "web_search"}}, "web_search", "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice", None),
+        ({"text": {"format": {"type": "yaml"}}}, "response_format", None),
+        ({"text": {"format": {"type": "json_schema"}}}, "schema", "text.format.schema"),
+        ({"max_output_tokens": 0}, "max_tokens", None),
+        ({"input": [picture]}, "input_image", "input[0].content"),
+        ({"input": [{"type": "computer_call_output", "output": {}}]}, "computer_call_output", "input[0]"),
+        ({"input": [{"role": "tool", "content": "a"}]}, "role", "input[0].role"),
+        ({"input": [{"type": "function_call_output", "output": 7}]}, "string", "input[0].output"),
+        ({"input": 7}, "Expected", "input"),
+    ]:
+        sent = {"input": "a", **body} if body else {}
+        with pytest.raises(openai.BadRequestError) as refused:
+            await served.openai.post("/responses", body=sent, cast_to=object)
+        assert (refused.value.param, says in refused.value.message) == (param, True), (body, refused.value)
+    with pytest.raises(openai.BadRequestError, match=r"maximum context length is 2048 tokens\. However"):
+        await ask(served, "word " * 500)

@@ -1,0 +1,365 @@
+"""Requests and answers of the Responses API: pure functions, for what a tiny model does not say."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from gateway import answers, boundaries, responses
+from gateway.turn import Fault
+from turnkeep_client.messages import (
+    Called,
+    CalledFunction,
+    CallPart,
+    Chunk,
+    Generated,
+    Seconds,
+    TokenLogprob,
+    Usage,
+)
+
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
+FUNCTION = {"type": "function", "name": "weather", "parameters": PARAMETERS}
+CUSTOM = {
+    "type": "custom",
+    "name": "patch",
+    "description": "Change files.",
+    "format": {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"},
+}
+NAMESPACE = {"type": "namespace", "name": "agents", "tools": [{"type": "function", "name": "close"}]}
+HOSTED = [{"type": "web_search"}, {"type": "mcp", "server_label": "a"}, {"type": "code_interpreter"}]
+USER = {"role": "user", "content": "Weather?"}
+
+
+def read(*items: Any, **more: Any) -> Any:
+    return responses.read(json.dumps({"input": items or "a", "model": "m", **more}).encode())
+
+
+def call(name: str, arguments: str = "{}", call_id: str = "c1", **more: Any) -> dict[str, Any]:
+    return {"type": "function_call", "name": name, "arguments": arguments, "call_id": call_id, **more}
+
+
+def output(text: Any, call_id: str = "c1", kind: str = "function_call_output") -> dict[str, Any]:
+    return {"type": kind, "call_id": call_id, "output": text}
+
+
+def said(text: str, **more: Any) -> dict[str, Any]:
+    part = {"type": "output_text", "text": text, "annotations": []}
+    return {"type": "message", "role": "assistant", "content": [part], **more}
+
+
+def generated(reason: str = "stop", *calls: tuple[str, str, str], **more: Any) -> Generated:
+    usage = Usage(
+        prompt_tokens=10, cached_tokens=7, prefilled_tokens=3, completion_tokens=5, reasoning_tokens=2
+    )
+    seconds = Seconds(queued=0, prefill=0, first_token=0, total=0)
+    made = tuple(Called(id=call_id, function=CalledFunction(name, text)) for call_id, name, text in calls)
+    fields = {"text": "Yes.", "tokens": (1,), "finish_reason": reason, "tool_calls": made, **more}
+    return Generated(id="g", seq=1, position=3, usage=usage, seconds=seconds, kv_live_bytes=0, **fields)
+
+
+def events(written: bytes) -> list[dict[str, Any]]:
+    """Read a stream; each event's name is its type."""
+    found = []
+    for one in written.decode().strip().split("\n\n"):
+        name, _, body = one.partition("\ndata: ")
+        found.append(json.loads(body))
+        assert name == f"event: {found[-1]['type']}"
+    return found
+
+
+def test_what_is_said_and_called_in_one_turn_is_one_message() -> None:
+    thought = {"type": "reasoning", "id": "r", "summary": [], "encrypted_content": "x", "content": None}
+    turn = read(
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be short."}]},
+        USER,
+        thought,
+        said("One"),
+        call("weather", '{"city": "Rome"}'),
+        thought,
+        call("close", call_id="c2", namespace="agents"),
+        output("sunny"),
+        output([{"type": "input_text", "text": "clo"}, {"type": "input_text", "text": "sed"}], "c2"),
+        {"type": "custom_tool_call", "name": "patch", "input": "*** a", "call_id": "c3"},
+        output("done", "c3", "custom_tool_call_output"),
+        {"type": "local_shell_call", "call_id": "c4", "action": {"type": "exec", "command": ["ls"]}},
+        output("a.txt", "c4", "local_shell_call_output"),
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+        {"role": "assistant", "content": "Yes."},
+        instructions="A",
+    )
+    found = [(one.role, one.content, one.tool_call_id) for one in turn.messages]
+    assert found == [
+        ("system", "A", None),
+        ("developer", "Be short.", None),
+        ("user", "Weather?", None),
+        ("assistant", "One", None),
+        ("tool", "sunny", "c1"),
+        ("tool", "closed", "c2"),
+        ("assistant", None, None),
+        ("tool", "done", "c3"),
+        ("assistant", None, None),
+        ("tool", "a.txt", "c4"),
+        ("assistant", "No.", None),
+        ("assistant", "Yes.", None),
+    ]
+    functions = [one.function for message in turn.messages for one in message.tool_calls]
+    assert [(one.name, json.loads(one.arguments)) for one in functions] == [
+        ("weather", {"city": "Rome"}),
+        ("agents__close", {}),
+        ("patch", {"input": "*** a"}),
+        ("local_shell", {"type": "exec", "command": ["ls"]}),
+    ]
+
+
+def test_an_answer_that_is_sent_again_is_the_conversation_that_the_session_has() -> None:
+    """Also if a client sends the items in another order, or without the white space around the text."""
+    tools = [FUNCTION, CUSTOM, NAMESPACE]
+    done = generated(
+        "tool_calls",
+        ("c1", "weather", '{"a": 1, "b": 2}'),
+        ("c2", "agents__close", "{}"),
+        ("c3", "patch", '{"input": "*** a"}'),
+        text="\nSo.\n",
+        reasoning="Hm.",
+    )
+    turn = read(USER, tools=tools)
+    prompt = boundaries.chain(turn.messages, turn.options)[-1]
+    items = answers.whole(turn, "x", 5, [done])["output"]
+    assert [item["type"] for item in items] == [
+        "reasoning",
+        "message",
+        "function_call",
+        "function_call",
+        "custom_tool_call",
+    ]
+    assert (items[3]["name"], items[3]["namespace"]) == ("close", "agents")
+    assert (items[4]["name"], items[4]["input"]) == ("patch", "*** a")
+    stripped = [*items[:1], said("So."), *items[2:]]
+    swapped = [items[0], items[2], items[1], *items[3:]]
+    for sent in (items, stripped, swapped):
+        again = read(USER, *sent, tools=tools)
+        assert boundaries.chain(again.messages, again.options)[-1] in boundaries.answered(prompt, done)
+
+
+def test_tools_are_functions_and_what_openai_would_run_is_left_out() -> None:
+    turn = read(tools=[FUNCTION, CUSTOM, NAMESPACE, *HOSTED])
+    functions = [tool["function"] for tool in turn.options["tools"]]
+    assert [one["name"] for one in functions] == ["weather", "patch", "agents__close"]
+    assert functions[1]["description"] == "Change files.\n\nstart: /.+/"
+    assert functions[1]["parameters"]["required"] == ["input"]
+    assert not read(tools=HOSTED, tool_choice="auto").options.keys() & {"tools", "tool_choice"}
+    for choice, expected in [
+        ("required", "required"),
+        ({"type": "function", "name": "weather"}, {"type": "function", "function": {"name": "weather"}}),
+        ({"type": "custom", "name": "patch"}, {"type": "function", "function": {"name": "patch"}}),
+    ]:
+        asked = read(tools=[FUNCTION, CUSTOM], tool_choice=choice, parallel_tool_calls=False).options
+        assert (asked["tool_choice"], asked["parallel_tool_calls"]) == (expected, False)
+    allowed = {
+        "type": "allowed_tools",
+        "mode": "required",
+        "tools": [{"type": "function", "name": "weather"}],
+    }
+    asked = read(tools=[FUNCTION, CUSTOM], tool_choice=allowed).options
+    assert ([tool["function"]["name"] for tool in asked["tools"]], asked["tool_choice"]) == (
+        ["weather"],
+        "required",
+    )
+
+
+def test_options_are_read_and_told_again() -> None:
+    form = {"type": "json_schema", "name": "City", "schema": PARAMETERS}
+    turn = read(
+        tools=[FUNCTION],
+        tool_choice={"type": "function", "name": "weather"},
+        text={"format": form, "verbosity": "low"},
+        reasoning={"effort": "low", "summary": "auto"},
+        max_output_tokens=9,
+        temperature=0.5,
+        top_p=0.9,
+        top_logprobs=3,
+        include=["message.output_text.logprobs", "reasoning.encrypted_content"],
+        truncation="auto",
+        service_tier="auto",
+        prompt_cache_key="k",
+        safety_identifier="s",
+        stream_options={"include_obfuscation": False},
+        background=False,
+        metadata={"a": "b"},
+    )
+    assert turn.is_kept
+    assert {name: value for name, value in turn.options.items() if name != "tools"} == {
+        "max_tokens": 9,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "logprobs": True,
+        "top_logprobs": 3,
+        "own_sampling": True,
+        "tool_choice": {"type": "function", "function": {"name": "weather"}},
+        "reasoning": {"budget": 512},
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"schema": PARAMETERS, "strict": False, "name": "City"},
+        },
+    }
+    body = answers.whole(turn, "x", 5, [generated(reasoning="Hm.")])
+    told = {
+        name: body[name] for name in ("id", "created_at", "metadata", "top_logprobs", "max_output_tokens")
+    }
+    assert told == {
+        "id": "resp_x",
+        "created_at": 5,
+        "metadata": {"a": "b"},
+        "top_logprobs": 3,
+        "max_output_tokens": 9,
+    }
+    assert body["tools"] == [{**FUNCTION, "strict": False}]
+    assert body["tool_choice"] == {"type": "function", "name": "weather"}
+    assert body["text"]["format"] == {**form, "strict": False}
+    assert body["reasoning"]["effort"] == "low"
+    thought = body["output"][0]
+    assert (thought["content"], len(thought["encrypted_content"])) == (
+        [{"type": "reasoning_text", "text": "Hm."}],
+        64,
+    )
+    assert body["usage"] == {
+        "input_tokens": 10,
+        "input_tokens_details": {"cached_tokens": 7},
+        "output_tokens": 5,
+        "output_tokens_details": {"reasoning_tokens": 2},
+        "total_tokens": 15,
+    }
+    assert not read(store=False).is_kept
+    assert "encrypted_content" not in answers.whole(read(), "x", 5, [generated(reasoning="Hm.")])["output"][0]
+
+
+@pytest.mark.parametrize(
+    ("reason", "status", "details"),
+    [
+        ("stop", "completed", None),
+        ("tool_calls_malformed", "completed", None),
+        ("length", "incomplete", {"reason": "max_output_tokens"}),
+        ("expired", "incomplete", {"reason": "max_output_tokens"}),
+        ("cancelled", "cancelled", None),
+    ],
+)
+def test_reasons(reason: str, status: str, details: dict[str, str] | None) -> None:
+    body = answers.whole(read(), "x", 5, [generated(reason)])
+    assert (body["status"], body["incomplete_details"]) == (status, details)
+    assert body["output"][0]["status"] == ("completed" if status == "completed" else "incomplete")
+
+
+def stream(turn: Any, done: Generated, *chunks: Chunk) -> list[dict[str, Any]]:
+    writer = answers.Events(turn, "x", 5)
+    written = writer.start(0) + writer.heartbeat + b"".join(writer.chunk(0, chunk) for chunk in chunks)
+    found = events(written + writer.finish(0, done) + writer.end([done]))
+    assert [one["sequence_number"] for one in found] == list(range(len(found)))
+    assert [one["type"] for one in found[:3]] == [
+        f"response.{kind}" for kind in ("created", "in_progress", "in_progress")
+    ]
+    items = {one["output_index"]: one["item"] for one in found if one["type"] == "response.output_item.done"}
+    assert [items[index]["id"] for index in sorted(items)] == [
+        one["item"]["id"] for one in found if one["type"] == "response.output_item.added"
+    ]
+    return found
+
+
+def test_a_stream_has_the_items_of_the_answer() -> None:
+    turn = read(tools=[FUNCTION, CUSTOM, NAMESPACE])
+    done = generated(
+        "tool_calls",
+        ("c1", "weather", '{"city": "Rome"}'),
+        ("c2", "patch", '{"input": "*** a"}'),
+        ("c3", "agents__close", "{}"),
+        text="\n\nSo.\n",
+        reasoning="Hm.",
+    )
+    found = stream(
+        turn,
+        done,
+        Chunk(0, (1,), "", reasoning="H"),
+        Chunk(1, (1,), "\n\n", reasoning="m."),
+        Chunk(2, (1,), "So."),
+        Chunk(3, (1,), "", tool_calls=(CallPart(0, "c1", "weather"), CallPart(0, arguments='{"city": '))),
+        Chunk(4, (1,), "\n", tool_calls=(CallPart(0, arguments='"Rome"}'), CallPart(1, "c2", "patch"))),
+        Chunk(5, (1,), "", tool_calls=(CallPart(1, arguments='{"input": "*** a"}'),)),
+        Chunk(6, (1,), "", tool_calls=(CallPart(2, "c3", "agents__close", "{}"),)),
+    )
+    last = found[-1]
+    assert (last["type"], last["response"]) == (
+        "response.completed",
+        answers.whole(turn, "x", 5, [done]),
+    )
+    kinds = [(one["type"].removeprefix("response."), one.get("output_index")) for one in found[3:-1]]
+    assert kinds == [
+        ("output_item.added", 0),
+        ("content_part.added", 0),
+        *[("reasoning_text.delta", 0)] * 2,
+        ("reasoning_text.done", 0),
+        ("content_part.done", 0),
+        ("output_item.done", 0),
+        ("output_item.added", 1),
+        ("content_part.added", 1),
+        ("output_text.delta", 1),
+        ("output_item.added", 2),
+        ("function_call_arguments.delta", 2),
+        ("output_text.delta", 1),
+        ("function_call_arguments.delta", 2),
+        ("output_item.added", 3),
+        ("output_item.added", 4),
+        ("function_call_arguments.delta", 4),
+        ("output_text.done", 1),
+        ("content_part.done", 1),
+        ("output_item.done", 1),
+        ("function_call_arguments.done", 2),
+        ("output_item.done", 2),
+        ("custom_tool_call_input.delta", 3),
+        ("custom_tool_call_input.done", 3),
+        ("output_item.done", 3),
+        ("function_call_arguments.done", 4),
+        ("output_item.done", 4),
+    ]
+    assert [one["delta"] for one in found if one["type"].endswith("output_text.delta")] == ["\n\nSo.", "\n"]
+    (told,) = (one for one in found if one["type"].endswith("input.done"))
+    assert told["input"] == "*** a"
+
+
+def test_a_malformed_call_is_in_the_text_of_the_whole_answer() -> None:
+    begun = Chunk(0, (1,), "", tool_calls=(CallPart(0, "c1", "weather"), CallPart(0, arguments="{")))
+    done = generated("tool_calls_malformed", text="<tool_call>{")
+    found = stream(read(tools=[FUNCTION]), done, begun, Chunk(1, (1,), "<tool_call>{"))
+    (item,) = found[-1]["response"]["output"]
+    assert item["content"][0]["text"] == "<tool_call>{"
+    assert found[-2]["item"]["status"] == "incomplete"
+
+
+@pytest.mark.parametrize("space", ["", "\n"])
+def test_an_answer_without_words_is_a_message_unless_it_calls(space: str) -> None:
+    chunks = [Chunk(0, (1,), space)] if space else []
+    found = stream(read(), generated(text=space), *chunks)
+    assert found[-1]["response"]["output"][0]["content"][0]["text"] == space
+    called = generated("tool_calls", ("c1", "weather", "{}"), text=space)
+    (item,) = answers.whole(read(tools=[FUNCTION]), "x", 5, [called])["output"]
+    assert item["type"] == "function_call"
+
+
+def test_log_probabilities_are_of_all_tokens() -> None:
+    turn = read(include=["message.output_text.logprobs"])
+    tokens = tuple(TokenLogprob(1, text, -0.5) for text in ("\n", "So"))
+    done = generated(text="\nSo", logprobs=tokens)
+    chunks = [Chunk(number, (1,), one.token, logprobs=(one,)) for number, one in enumerate(tokens)]
+    found = stream(turn, done, *chunks)
+    (delta,) = (one for one in found if one["type"].endswith("text.delta"))
+    assert delta["logprobs"] == found[-1]["response"]["output"][0]["content"][0]["logprobs"]
+    assert [one["token"] for one in delta["logprobs"]] == ["\n", "So"]
+
+
+def test_an_error_in_a_stream_is_told_to_all_clients() -> None:
+    writer = answers.Events(read(), "x", 5)
+    failed, error = events(writer.error(Fault(500, "broken", kind="server_error")))
+    assert (failed["type"], failed["response"]["status"]) == ("response.failed", "failed")
+    assert failed["response"]["error"] == {"code": "server_error", "message": "broken"}
+    assert (error["type"], error["message"], error["error"]["message"]) == ("error", "broken", "broken")
