@@ -463,7 +463,7 @@ def _allowing(origin: str) -> Middleware:
     return Middleware(
         CORSMiddleware,
         allow_origins=[origin],
-        allow_methods=["GET", "POST"],
+        allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
         expose_headers=["x-turnkeep-session", "x-turnkeep-explain", "retry-after"],
     )
