@@ -50,8 +50,9 @@ def usage(result: Generated) -> dict[str, Any]:
 
 
 def end(result: Generated) -> dict[str, Any]:
-    """Name the end of an answer. Which stop sequence ended it is unknown: that is the end of a turn too."""
-    return {"stop_reason": _REASONS.get(result.finish_reason, "end_turn"), "stop_sequence": None}
+    """Name the end of an answer. Workers of earlier versions do not say which stop sequence ended it."""
+    reason = "end_turn" if result.stop is None else "stop_sequence"
+    return {"stop_reason": _REASONS.get(result.finish_reason, reason), "stop_sequence": result.stop}
 
 
 def signature(texts: Iterable[str]) -> str:

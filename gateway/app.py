@@ -123,6 +123,7 @@ class Gateway:
                 Route("/v1/models/{model:path}", self._one_model, methods=["GET"]),
                 Route("/v1/chat/completions", self._answering(_CHAT), methods=["POST"]),
                 Route("/v1/completions", self._answering(_COMPLETIONS), methods=["POST"]),
+                Route("/v1/embeddings", self._embeddings, methods=["POST"]),
                 Route(_MESSAGES_PATH, self._answering(_MESSAGES), methods=["POST"]),
                 Route(f"{_MESSAGES_PATH}/count_tokens", self._count_tokens, methods=["POST"]),
                 Route(_RESPONSES_PATH, self._answering(_RESPONSES), methods=["POST"]),
@@ -168,6 +169,15 @@ class Gateway:
             message = f"there is no model {wanted!r}: this worker has {worker.model!r}"
             raise Fault(404, message, param="model", code="model_not_found")
         return _json(_model(worker))
+
+    async def _embeddings(self, request: Request) -> Response:
+        self._key(request)
+        raise Fault(
+            400,
+            "the worker's model makes no embeddings: ask a server of an embedding model. Served here are"
+            " /v1/chat/completions, /v1/completions and /v1/messages",
+            code="unsupported_endpoint",
+        )
 
     async def _count_tokens(self, request: Request) -> Response:
         key = self._key(request)

@@ -39,9 +39,9 @@ def chain(messages: Sequence[Message], options: Mapping[str, Any]) -> list[bytes
     return found
 
 
-def prompt_of(text: str, options: Mapping[str, Any]) -> bytes:
-    """Return the digest of a prompt that is no conversation."""
-    return _digest(b"text", [text, _rendered(options)])
+def prompt_of(prompt: str | Sequence[int], options: Mapping[str, Any]) -> bytes:
+    """Return the digest of a prompt that is no conversation: of a text, or of tokens."""
+    return _digest(b"text", [prompt, _rendered(options)])
 
 
 def answered(prompt: bytes, result: Generated, prefix: str = "") -> set[bytes]:

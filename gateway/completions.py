@@ -1,4 +1,4 @@
-"""The dialect of `/v1/completions`: a prompt of text, which no chat template renders. Pure."""
+"""The dialect of `/v1/completions`: a prompt of text or tokens, which no chat template renders. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .turn import Turn, check, decoded, refused
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from turnkeep_client.messages import Chunk, Generated, TokenLogprob
+    from turnkeep_client.messages import Chunk, Generated, PromptToken, TokenLogprob
 
 
 class _Request(openai.Sampled, frozen=True, kw_only=True):
@@ -29,19 +29,22 @@ _DECODER: Final = msgspec.json.Decoder(_Request)
 def read(body: bytes) -> Turn:
     """Read a request. Raises `Fault`."""
     asked = decoded(_DECODER, body)
-    openai.refuse(asked, ("suffix", "echo"))
+    openai.refuse(asked, ("suffix",))
+    if asked.echo and asked.stream:
+        raise refused("echo is not supported in a stream", "echo")
     num_answers = 1 if asked.n is None else asked.n
     if asked.best_of not in (None, num_answers):
         raise refused("best_of is not supported", "best_of")
-    prompt = asked.prompt[0] if isinstance(asked.prompt, list) and len(asked.prompt) == 1 else asked.prompt
-    if not isinstance(prompt, str) or not prompt:
-        raise refused("prompt must be one text that is not empty", "prompt")
+    text, tokens = _prompt(asked.prompt)
     options = openai.sampling(asked, asked.max_tokens)
     if asked.logprobs is not None:
         options |= {"logprobs": True, "top_logprobs": asked.logprobs}
+    if asked.echo:
+        options["echo"] = True
     streamed = asked.stream_options
     turn = Turn(
-        text=prompt,
+        text=text,
+        tokens=tokens,
         options=options,
         n=num_answers,
         model=asked.model,
@@ -51,18 +54,38 @@ def read(body: bytes) -> Turn:
     return check(turn)
 
 
+def _prompt(given: Any) -> tuple[str | None, tuple[int, ...] | None]:
+    """Return the one prompt of a request, as text or as tokens. Raises `Fault`."""
+    if isinstance(given, list) and len(given) == 1 and not isinstance(given[0], int):
+        given = given[0]
+    if isinstance(given, str) and given:
+        return given, None
+    if isinstance(given, list) and given and all(isinstance(token, int) for token in given):
+        return None, tuple(given)
+    raise refused("prompt must be one text, or the token ids of one, and not be empty", "prompt")
+
+
 def whole(turn: Turn, answer_id: str, created: int, results: Sequence[Generated]) -> dict[str, Any]:
     """Write the answers to a request without `stream`."""
     choices = [
         {
             "index": index,
-            "text": result.text,
-            "logprobs": _logprobs(result.logprobs, 0) if turn.options.get("logprobs") else None,
+            "text": _echo(turn, result) + result.text,
+            "logprobs": _logprobs((*result.prompt_logprobs, *result.logprobs), 0)
+            if turn.options.get("logprobs")
+            else None,
             "finish_reason": openai.finish_reason(result),
         }
         for index, result in enumerate(results)
     ]
     return _head(turn, answer_id, created) | {"choices": choices, "usage": openai.usage(results)}
+
+
+def _echo(turn: Turn, result: Generated) -> str:
+    """Return the prompt, if the answer is to begin with it."""
+    if not turn.options.get("echo"):
+        return ""
+    return "".join(one.token for one in result.prompt_logprobs) if turn.text is None else turn.text
 
 
 class Events(openai.Stream):
@@ -98,7 +121,7 @@ def _head(turn: Turn, answer_id: str, created: int) -> dict[str, Any]:
     }
 
 
-def _logprobs(tokens: Sequence[TokenLogprob], start: int) -> dict[str, Any]:
+def _logprobs(tokens: Sequence[TokenLogprob | PromptToken], start: int) -> dict[str, Any]:
     """Write log probabilities in the older shape; offsets are those of the tokens' texts, from `start`."""
     offsets, end = [], start
     for one in tokens:
@@ -107,6 +130,10 @@ def _logprobs(tokens: Sequence[TokenLogprob], start: int) -> dict[str, Any]:
     return {
         "tokens": [one.token for one in tokens],
         "token_logprobs": [one.logprob for one in tokens],
-        "top_logprobs": [{other.token: other.logprob for other in one.top} for one in tokens],
+        "top_logprobs": [
+            # The likeliest last: tokens of broken characters have the same text.
+            None if one.logprob is None else {other.token: other.logprob for other in reversed(one.top)}
+            for one in tokens
+        ],
         "text_offset": offsets,
     }

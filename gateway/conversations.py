@@ -34,7 +34,6 @@ from turnkeep_client.messages import (
     ForkPoint,
     Generated,
     Open,
-    encode,
 )
 from turnkeep_client.session import build
 from turnkeep_client.subjects import session_key
@@ -97,7 +96,8 @@ Event = Found | Chunk | Generated | TurnkeepError
 class _Plan(NamedTuple):
     """How to send a turn: to `asked.held`, which is at `position`, without its first `num_known` messages.
 
-    `known` are the names of all its boundaries.
+    `known` are the names of all its boundaries. A fork has a `parent`, which was at `parent_position` when
+    this was planned, None if that is unknown.
     """
 
     asked: Asked
@@ -107,6 +107,7 @@ class _Plan(NamedTuple):
     known: list[bytes]
     options: dict[str, Any]
     parent: Held | None = None
+    parent_position: int | None = None
 
 
 class _Sent(NamedTuple):
@@ -179,20 +180,13 @@ class Conversations:
         return most if note is None else most - min(recorded.MOST_BYTES, most // 2)
 
     async def count(self, turn: Turn) -> int:
-        """Count the tokens of a turn's messages and tools, without running it. Raises `TurnkeepError`.
-
-        Tools are counted as their JSON: how a chat template would render them is unknown here.
-        """
+        """Count the tokens of a turn's messages and tools, without running it. Raises `TurnkeepError`."""
         session = self._client.session(_new_name())
-        num_tokens = (await session.count(messages=turn.messages, text=turn.text)).tokens
-        if tools := turn.options.get("tools"):
-            num_tokens += await self._count_text(encode({"tools": tools}).decode())
+        asked = session.count(messages=turn.messages, text=turn.text, tools=turn.options.get("tools"))
+        num_tokens = (await asked).tokens
         if prefix := turn.options.get("prefix"):
-            num_tokens += await self._count_text(prefix)
+            num_tokens += (await session.count(text=prefix, special_tokens=False)).tokens
         return num_tokens
-
-    async def _count_text(self, text: str) -> int:
-        return (await self._client.session(_new_name()).count(text=text, special_tokens=False)).tokens
 
     async def close(self) -> None:
         """End all tasks and the connection; the answers go on in the worker."""
@@ -292,7 +286,7 @@ class Conversations:
         if options.get("seed") is not None:
             options["seed"] += number
         if turn.messages is None:
-            known = [boundaries.prompt_of(turn.text or "", options)]
+            known = [boundaries.prompt_of(turn.text or turn.tokens or (), options)]
         else:
             known = boundaries.chain(turn.messages, options)
         key = known[-1], boundaries.options_digest(options, number)
@@ -321,7 +315,8 @@ class Conversations:
         asked.prefix = options.get("prefix", "")
         asked.opening = asyncio.Event()
         index.ask(asked)
-        return _Plan(asked, how, num_known, position, known, options, parent)
+        parent_position = parent.position if parent else None
+        return _Plan(asked, how, num_known, position, known, options, parent, parent_position)
 
     def _place(self, known: list[bytes]) -> tuple[int, Held, int] | None:
         """Find the longest known beginning: the number of its messages, a session and a position in it."""
@@ -354,6 +349,7 @@ class Conversations:
             generation = self._client.session(held.name).generate(
                 messages=messages[sent.num_messages :] or None,
                 text=turn.text,
+                tokens=turn.tokens,
                 request_id=str(asked.name),
                 expect_position=sent.position,
                 headers=_headers(turn, plan, sent, answering.note),
@@ -428,14 +424,33 @@ class Conversations:
             await self._client.submit(key, build(Open, tags=names))
             asked.held.position = 0
         elif plan.how == "forked" and plan.parent is not None:
-            point = ForkPoint(session=plan.parent.name, position=plan.position)
+            point = ForkPoint(plan.parent.name, plan.position, plan.parent_position)
             try:
                 await self._client.session(asked.held.name).open(fork_of=point, tags=names)
             except RequestFailedError as error:
+                if error.code == "position_conflict":
+                    await self._catch_up(plan.parent, plan.parent_position)
+                    raise
                 self.index.drop(plan.parent)
                 raise RequestFailedError("unknown_session", error.message, retryable=False) from None
             asked.held.position = plan.position
         self._note_opened(asked)
+
+    async def _catch_up(self, held: Held, position: int | None) -> None:
+        """Wait for the result, which is on its way, of the request that has moved a session."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_SEEN_S):
+                while held.num_running and held.position == position:  # noqa: ASYNC110  # its task tells nobody
+                    await asyncio.sleep(_FIRST_PAUSE_S)
+        if held.position == position:
+            self._note_moved(held)
+
+    def _note_moved(self, held: Held) -> None:
+        """Note that another gateway has gone on in a session; earlier positions may be forked."""
+        if self.index.rewrites:
+            self.index.drop(held)
+        else:
+            held.position = None
 
     def _note_opened(self, asked: Asked) -> None:
         if asked.opening is not None:
@@ -451,8 +466,8 @@ class Conversations:
     def _learnt(self, plan: _Plan, error: RequestFailedError) -> RequestFailedError:
         """Correct the index after a refused request, whose session is as it was; return what to raise."""
         held = plan.asked.held
-        if error.code == "position_conflict" and not self.index.rewrites:
-            held.position = None  # another gateway has gone on there: earlier positions can be forked
+        if error.code == "position_conflict":
+            self._note_moved(held)
         elif error.code in _MISTAKEN - {"id_conflict"}:
             self.index.drop(held)
         elif plan.how == "repeated":  # what was recorded is of no use any more

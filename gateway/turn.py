@@ -41,7 +41,7 @@ _T = TypeVar("_T")
 
 
 class Turn(Struct, frozen=True, kw_only=True):
-    """One request: a whole conversation, or the `text` of a prompt, and how to answer it `n` times.
+    """One request: a whole conversation, or a prompt as `text` or `tokens`, and how to answer it `n` times.
 
     `options` are fields of the protocol's generate. `model` is what the client calls the model. `asked` has
     other fields of the request that its answer repeats. If the answer `is_kept`, its id will find it.
@@ -50,6 +50,7 @@ class Turn(Struct, frozen=True, kw_only=True):
 
     messages: tuple[Message, ...] | None = None
     text: str | None = None
+    tokens: tuple[int, ...] | None = None
     options: Mapping[str, Any]
     n: int = 1
     model: str = ""
@@ -137,7 +138,7 @@ def prefilled(messages: list[Message], options: dict[str, Any]) -> tuple[tuple[M
 def check(turn: Turn) -> Turn:
     """Return `turn` if a worker would take its fields, else raise `Fault`."""
     try:
-        build(Generate, messages=turn.messages, text=turn.text, **turn.options)
+        build(Generate, messages=turn.messages, text=turn.text, tokens=turn.tokens, **turn.options)
     except InvalidMessageError as error:
         raise refused(str(error)) from None
     if not 1 <= turn.n <= MOST_ANSWERS:

@@ -114,7 +114,7 @@ def fold(entries: Sequence[Entry]) -> Record:
             left_out["of a newer version"] += 1
         elif isinstance(one.result, Failed):
             left_out["refused"] += 1
-        elif isinstance(one.result, Generated) and not one.result.tokens:
+        elif _is_withdrawn(one.result):
             left_out["cancelled before the first token"] += 1
         elif isinstance(one.request, Close) and one.asked.key.session not in sessions:
             left_out["of a forgotten session"] += 1
@@ -127,6 +127,10 @@ def fold(entries: Sequence[Entry]) -> Record:
         {name: some for name, some in sessions.items() if some},
         {reason: times for reason, times in left_out.items() if times},
     )
+
+
+def _is_withdrawn(result: Result) -> bool:
+    return isinstance(result, Generated) and not result.tokens and result.finish_reason == "cancelled"
 
 
 def _playable(one: Exchange) -> Request:

@@ -40,6 +40,7 @@ FEATURES: Final = (
     "sink_window",
     "paged",
     "response_format",
+    "echo",
 )
 
 #: The options of a generate that a model's authors may recommend, in the model's `generation_config.json`.
@@ -196,11 +197,13 @@ class CachePolicy(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
 class ForkPoint(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Where a new session begins: with the first `position` tokens of another session of the tenant.
 
-    Without `position`: with all tokens that the session has after its last result.
+    Without `position`: with all tokens that the session has after its last result. With `expect_position`,
+    only if it has that many then.
     """
 
     session: Id
     position: Position | None = None
+    expect_position: Position | None = None
 
 
 class _Request(
@@ -327,9 +330,10 @@ class Generate(_Input, frozen=True, tag="generate"):
 
     The model's end tokens are not drawn before the answer has `min_tokens` tokens; with `ignore_eos` they do
     not end it. With `logprobs`, each token of the answer has the logarithm of its probability by the model
-    itself, before everything above, and the `top_logprobs` likeliest tokens. `raw` leaves out the assistant
-    header that the chat template would add after messages. The answer, from its first token or the end of its
-    reasoning on, follows the `response_format`; then it ends, even before `min_tokens`.
+    itself, before everything above, and the `top_logprobs` likeliest tokens. `echo` says the same of each
+    token that the request adds before its answer; only with `echo` may `max_tokens` be 0. `raw` leaves out
+    the assistant header that the chat template would add after messages. The answer, from its first token or
+    the end of its reasoning on, follows the `response_format`; then it ends, even before `min_tokens`.
 
     `prefix` is the beginning of the answer, given by the client: it belongs to the prompt, and to the answer
     in later turns. With `own_sampling`, options that the request leaves out are those that the model's
@@ -340,7 +344,7 @@ class Generate(_Input, frozen=True, tag="generate"):
     names. Without `parallel_tool_calls` the answer ends with its first call.
     """
 
-    max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] = 256
+    max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 256
     prefix: Annotated[str, Meta(description="the answer's first text, given")] = ""
     own_sampling: bool = False
     tools: Tools | None = None
@@ -359,6 +363,7 @@ class Generate(_Input, frozen=True, tag="generate"):
     ignore_eos: bool = False
     logprobs: bool = False
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] = 0
+    echo: bool = False
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
     stop: Annotated[tuple[Stop, ...], Meta(max_length=16)] | Stop = ()
     raw: bool = False
@@ -373,6 +378,8 @@ class Generate(_Input, frozen=True, tag="generate"):
             )
         if self.top_logprobs and not self.logprobs:
             raise ValueError("takes top_logprobs with logprobs only: set logprobs to true")
+        if not self.max_tokens and not self.echo:
+            raise ValueError("takes max_tokens 0 with echo only: an answer has a token at least")
         names = _check_names(self.tools or ())
         if isinstance(self.tool_choice, NamedTool) and self.tools is not None:
             chosen = self.tool_choice.function.name
@@ -547,6 +554,19 @@ class TokenLogprob(LikelyToken, frozen=True, omit_defaults=True):
     top: tuple[LikelyToken, ...] = ()
 
 
+class PromptToken(Struct, frozen=True, omit_defaults=True):
+    """One token of a prompt, as `TokenLogprob` has it of an answer's.
+
+    `logprob` is null for the first token of a session.
+    """
+
+    id: int
+    token: str
+    logprob: float | None
+    bytes: tuple[int, ...] | None = None
+    top: tuple[LikelyToken, ...] = ()
+
+
 class CalledFunction(Struct, frozen=True):
     """The function of a tool call; `arguments` is JSON as text."""
 
@@ -563,12 +583,13 @@ class Called(Struct, frozen=True):
 
 
 class Generated(_Bounded, frozen=True, tag="generated"):
-    """Answer to `generate`. `text` leaves out the stop string; `tokens` are all ids that were added.
+    """Answer to `generate`. `tokens` are all ids that were added. `text` leaves out the stop string (`stop`).
 
-    With `logprobs`, the field of that name has an item for each token. `reasoning` and `tool_calls` are not
-    in the text. A call that cannot be parsed is in the text, and the `finish_reason` is then
-    `tool_calls_malformed`. `warnings` say what of the request had no effect. `prefix_tokens` is how many of
-    the prompt's tokens, its last ones, are the request's `prefix`.
+    With `logprobs`, the field of that name has an item for each token; with `echo`, `prompt_logprobs` for
+    each token that the request added before them. `reasoning` and `tool_calls` are not in the text. A call
+    that cannot be parsed is in the text, and the `finish_reason` is then `tool_calls_malformed`. `warnings`
+    say what of the request had no effect. `prefix_tokens` is how many of the prompt's tokens, its last ones,
+    are the request's `prefix`.
     """
 
     text: str
@@ -577,8 +598,10 @@ class Generated(_Bounded, frozen=True, tag="generated"):
     usage: Usage
     seconds: Seconds
     kv_live_bytes: int
+    stop: str | None = None
     rewritten_from: int | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[PromptToken, ...] = ()
     reasoning: str = ""
     tool_calls: tuple[Called, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -749,7 +772,8 @@ class CountRequest(
 ):
     """Count the tokens that a generate with this input would add; nothing runs (on `ctl`).
 
-    Of a session that does not exist: the tokens that it would begin with.
+    Of a session that does not exist: the tokens that it would begin with. Other `tools` than the session's
+    are counted as a generate would add them.
     """
 
     messages: tuple[Message, ...] | None = None
@@ -757,6 +781,7 @@ class CountRequest(
     tokens: tuple[TokenId, ...] | None = None
     special_tokens: SpecialTokens | None = None
     raw: bool = False
+    tools: Annotated[tuple[Tool, ...], Meta(max_length=512)] | None = None
 
 
 ControlRequest = InfoRequest | MetricsRequest | CancelRequest | PinRequest | UnpinRequest | CountRequest

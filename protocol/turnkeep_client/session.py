@@ -82,6 +82,7 @@ class Sampling(TypedDict, total=False):
     ignore_eos: bool
     logprobs: bool
     top_logprobs: int
+    echo: bool
     seed: int | None
     stop: Sequence[str] | str
     raw: bool
@@ -307,10 +308,17 @@ class Session:
         tokens: Sequence[int] | None = None,
         special_tokens: bool | None = None,
         raw: bool = False,
+        tools: Sequence[Tool | Mapping[str, Any]] | None = None,
     ) -> Counted:
         """Count the tokens that a generate with this input would add, without running it."""
         asked = build(
-            Generate, messages=messages, text=text, tokens=tokens, special_tokens=special_tokens, raw=raw
+            Generate,
+            messages=messages,
+            text=text,
+            tokens=tokens,
+            special_tokens=special_tokens,
+            raw=raw,
+            tools=tools,
         )
         request = CountRequest(
             messages=asked.messages,
@@ -318,6 +326,7 @@ class Session:
             tokens=asked.tokens,
             special_tokens=asked.special_tokens,
             raw=asked.raw,
+            tools=asked.tools,
         )
         return expect(Counted, await self._control(request))
 

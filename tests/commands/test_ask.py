@@ -151,6 +151,26 @@ async def test_an_answer_is_as_long_as_fits_unless_an_option_says_less(
     )
 
 
+async def test_a_question_is_echoed_and_counted_with_tools(local_worker, tmp_path: Path) -> None:
+    worker = await local_worker()
+    done = await asyncio.to_thread(
+        turnkeep, "ask", "hello", "--json", "--echo", "--max-tokens", 0, "--session", "s", *where(worker)
+    )
+    said = json.loads(done.stdout)["prompt_logprobs"]
+    assert "hello" in "".join(one["token"] for one in said)
+    assert [one["logprob"] is None for one in said] == [True] + [False] * (len(said) - 1)
+    file = tmp_path / "tool.json"
+    file.write_text('{"name": "weather"}')
+    counts = [
+        int((await asyncio.to_thread(turnkeep, "count", "hello", *more, *where(worker))).stdout.split()[0])
+        for more in ((), ("--tool", file))
+    ]
+    assert counts[0] == len(said)
+    assert counts[1] > len(said) + 20
+    for refused in (("ask", "hello", "--echo"), ("count", "hello", "--raw", "--tool", file)):
+        assert (await asyncio.to_thread(turnkeep, *refused, *where(worker))).returncode == 2
+
+
 async def test_as_json_an_answer_has_its_usage_its_end_and_its_times(
     local_worker: Callable[..., Any],
 ) -> None:

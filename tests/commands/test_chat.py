@@ -98,7 +98,7 @@ async def test_commands_do_what_help_says(local_worker: Callable[..., Any]) -> N
             ("/system", "needs a text"),
             ("/set", "max_tokens +5"),
             ("/set max_tokens 3", PROMPT),
-            ("/set max_tokens 0", "max_tokens must be"),
+            ("/set max_tokens 0", "takes max_tokens 0 with echo only"),
             ("/set temperature hot", "'hot' is not valid"),
             ("/set colour red", "there is no option 'colour'"),
             ("/set stop END", PROMPT),

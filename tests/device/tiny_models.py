@@ -256,7 +256,7 @@ WIDE: dict[str, Any] = {"hidden_size": 128, "head_dim": 32}
 class Endless:
     """A text sink for tests that are about tokens."""
 
-    stopped = False
+    stop = None
 
     def push(self, token: int) -> str:
         return f"<{token}>"

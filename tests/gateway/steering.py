@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
-#: Text ends with its first sentence: agents ask for more of an answer that was cut.
 _MOST_TOKENS = 200
+#: Agents ask for more of an answer that was cut by its length, so text ends with a sentence.
 _STOPS = [".", "\n\n"]
 _LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 
@@ -88,7 +88,7 @@ class Steering:
         has_tool = any(_named(tool) == self._tool for tool in tools)
         wants = has_tool and self.calls and _is_users((body.get("messages") or body["input"])[-1])
         choice = _choice(path, self._tool if wants else None) if has_tool else {}
-        stops = {} if wants or path.endswith("/responses") else {_stop(path): _STOPS}
+        stops = {} if wants else {_stop(path): _STOPS}
         return {**body, **({"tools": tools} if tools else {}), **choice, **stops}
 
     def _narrowed(self, tool: dict[str, Any]) -> dict[str, Any]:

@@ -33,7 +33,7 @@ TASK = "{task}"
 
 
 class Agent(NamedTuple):
-    """How an agent is installed and told a task; `again` is added in the same conversation.
+    """How an agent is installed and told a task; `again` comes before further ones in the same conversation.
 
     `tool` runs a command of the shell, with these arguments. `files` are in the project.
     """
@@ -72,6 +72,19 @@ AGENTS = {
             )
         },
     ),
+    "codex": Agent(
+        "@openai/codex@0.169.0",
+        "exec_command",
+        [
+            *("exec", "--skip-git-repo-check", "-s", "danger-full-access"),
+            *("-c", "model_instructions_file='instructions.md'", "-c", "web_search='disabled'"),
+            *("--disable", "multi_agent", "--disable", "apps", "--disable", "plugins"),
+            TASK,
+        ],
+        ["resume", "--last"],
+        {"cmd": COMMAND},
+        {"instructions.md": SYSTEM},
+    ),
     "cn": Agent("@continuedev/cli@1.5.47", "Bash", ["-p", TASK, "--auto"], ["--resume"]),
 }
 
@@ -106,12 +119,13 @@ class Desk:
         for file, text in self.agent.files.items():
             (self.project / file).write_text(text)
 
-    async def ask(self, text: str, *more: str) -> str:
+    async def ask(self, text: str, *before: str) -> str:
         """Run the agent until it ends; return what it said."""
-        given = [text if word == TASK else word for word in self.agent.command]
-        command = ["launch", "--gateway", self._url, "--data-dir", str(self._folder / "data"), self._name]
+        command = self.agent.command
+        given = [part for word in command for part in ((*before, text) if word == TASK else (word,))]
+        launch = ["launch", "--gateway", self._url, "--data-dir", str(self._folder / "data"), self._name]
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "worker", *command, *given, *more),
+            *(sys.executable, "-P", "-m", "worker", *launch, *given),
             env=self._environment,
             cwd=self.project,
             stdin=subprocess.DEVNULL,
@@ -187,4 +201,5 @@ async def test_an_agent_does_a_task_and_goes_on_after_a_restart_and_a_kill(
             assert now.prompt_tokens > before.prompt_tokens
             assert now.prompt_tokens - now.cached_tokens < 0.05 * before.prompt_tokens
             seen = len(results)
+    assert "resuming an interrupted answer" in process.log
     await client.close()

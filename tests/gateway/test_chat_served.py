@@ -11,6 +11,7 @@ import pytest
 from parts import CHAT_TEMPLATE
 
 from gateway import chat
+from gateway.conversations import Conversations
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -292,6 +293,42 @@ async def test_where_the_template_changes_earlier_text_no_fork_begins_at_a_stale
     assert served.index.rewrites
 
 
+async def test_no_fork_begins_at_a_position_whose_text_the_running_request_changes(
+    local_worker: Start,
+    door: Start,
+    model_with_template: Callable[[str, str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first change of all, and it is in the log before the fork is opened."""
+    model = model_with_template("counting", "{{ messages | length }} said.\n" + CHAT_TEMPLATE)
+    worker = await local_worker(model=str(model))
+    served = await door(worker.settings.nats, worker.settings.prefix)
+    options: dict[str, Any] = {"temperature": 0.0, "max_tokens": 8}
+    first, _, _ = await ask(served, [user("One?")], **options)
+    messages = [user("One?"), assistant(first.choices[0].message.content)]
+    opened, ended, planned = Conversations._open, asyncio.Event(), asyncio.Event()
+
+    async def late(self: Conversations, plan: Any) -> None:
+        if plan.how == "forked":
+            planned.set()
+            await ended.wait()
+        await opened(self, plan)
+
+    monkeypatch.setattr(Conversations, "_open", late)
+    on = asyncio.create_task(ask(served, [*messages, user("And?")], **options | {"max_tokens": 300}))
+    await asyncio.sleep(0.05)
+    changed = [*messages, user("Or?")]
+    fork = asyncio.create_task(ask(served, changed, **options))
+    await planned.wait()
+    _, _, how = await on
+    assert how == "continued"
+    ended.set()
+    answer, _, _ = await fork
+    biases = {int(token): bias for token, bias in LETTERS.items()}
+    fresh = worker.client.session("fresh").generate(messages=changed, max_tokens=8, logit_bias=biases)
+    assert (await fresh).text == answer.choices[0].message.content
+
+
 async def test_several_answers(begin: Any) -> None:
     _, door = await begin()
     answer, _, _ = await ask(door, [SYSTEM, user("Hello.")], n=3)
@@ -326,6 +363,35 @@ async def test_a_completion_is_of_the_text_alone_and_its_session_is_closed(begin
 
     await until(all_are_closed)
     assert not door.index.sessions
+
+
+async def test_an_echo_is_what_harnesses_score_prompts_with(begin: Any) -> None:
+    worker, door = await begin()
+    options: dict[str, Any] = {"model": "m", "prompt": "Once upon", "temperature": 0, "logprobs": 2}
+    answer = await door.openai.completions.create(**options, max_tokens=1, echo=True)
+    (choice,) = answer.choices
+    said = choice.logprobs
+    assert choice.text.startswith("Once upon")
+    assert said.tokens[:-1] == [*"Once upon"]
+    assert said.text_offset[:-1] == [*range(len("Once upon"))]
+    assert (said.token_logprobs[0], said.top_logprobs[0]) == (None, None)
+    assert all(value < 0 for value in said.token_logprobs[1:])
+    for top, value in zip(said.top_logprobs[1:], said.token_logprobs[1:], strict=True):
+        assert 1 <= len(top) <= 2, "broken characters have the same text"
+        assert max(top.values()) > value - 1e-4
+    scored = await door.openai.completions.create(**options, max_tokens=0, echo=True)
+    assert (scored.choices[0].text, scored.choices[0].finish_reason) == ("Once upon", "length")
+    assert scored.choices[0].logprobs.token_logprobs[1:] == pytest.approx(said.token_logprobs[1:-1], abs=1e-4)
+    tokens = (
+        await worker.client.session("t").generate(text="Once upon", max_tokens=0, echo=True)
+    ).prompt_logprobs
+    ids = [one.id for one in tokens]
+    for prompt in (ids, [ids]):
+        given = await door.openai.completions.create(**options | {"prompt": prompt}, max_tokens=1, echo=True)
+        assert given.choices[0].text == choice.text
+        assert given.choices[0].logprobs.tokens == said.tokens
+    plain = await door.openai.completions.create(model="m", prompt="Once upon", max_tokens=1, echo=True)
+    assert (plain.choices[0].text[:9], plain.choices[0].logprobs) == ("Once upon", None)
 
 
 async def test_a_repeated_request_is_sampled_again_unless_its_answer_is_certain(begin: Any) -> None:

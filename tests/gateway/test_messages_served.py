@@ -213,8 +213,10 @@ async def test_tokens_are_counted_without_an_answer(served: Any, http: httpx2.As
     used = answer["usage"]
     assert counted.json() == {"input_tokens": used["input_tokens"] + used["cache_read_input_tokens"]}
     more = await http.post(f"{PATH}/count_tokens", json={**asked, "tools": [TOOL]})
-    assert more.json()["input_tokens"] > counted.json()["input_tokens"] + 20
-    assert len(served.index.sessions) == 1
+    called, _ = await ask(http, user("Hello."), system=SYSTEM, tools=[TOOL])
+    used = called["usage"]
+    assert more.json() == {"input_tokens": used["input_tokens"] + used["cache_read_input_tokens"]}
+    assert len(served.index.sessions) == 2
 
 
 async def test_errors_have_anthropics_shape(http: httpx2.AsyncClient) -> None:
@@ -388,6 +390,18 @@ def test_the_blocks_of_an_answer_and_of_its_stream() -> None:
 )
 def test_reasons(reason: str, shown: str) -> None:
     assert messages.whole(read(), "x", 5, [generated(reason)])["stop_reason"] == shown
+
+
+async def test_the_stop_sequence_that_ended_an_answer_is_named(http: httpx2.AsyncClient) -> None:
+    whole, _ = await ask(http, user("Hello."), max_tokens=30, temperature=0)
+    said = whole["content"][0]["text"]
+    more = {"max_tokens": 30, "temperature": 0, "stop_sequences": ["no such", said[3:5]]}
+    cut, _ = await ask(http, user("Hello."), **more)
+    assert (cut["stop_reason"], cut["stop_sequence"]) == ("stop_sequence", said[3:5])
+    assert cut["content"][0]["text"] == said.partition(said[3:5])[0]
+    streamed = await http.post(PATH, json=body(user("Hello."), stream=True, **more))
+    last = next(event for event in events(streamed.text) if event["type"] == "message_delta")
+    assert last["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": said[3:5]}
 
 
 @pytest.mark.parametrize(

@@ -83,8 +83,13 @@ async def test_what_would_change_the_answer_and_is_not_there_is_refused_by_name(
         assert (error["type"], error["param"]) == ("invalid_request_error", param), body
         assert says in error["message"], body
     for body, says in [
-        ({"prompt": "a", "echo": True}, "echo"),
+        ({"prompt": "a", "echo": True, "stream": True}, "echo"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
         ({"prompt": ["a", "b"]}, "one text"),
+        ({"prompt": [[1], [2]]}, "one text"),
+        ({"prompt": [1, "a"]}, "one text"),
+        ({"prompt": [1, 2**40]}, "tokens[1]"),
+        ({"prompt": [99_999]}, "vocabulary"),
         ({"prompt": ""}, "one text"),
         ({"prompt": "a", "best_of": 3}, "best_of"),
         ({"prompt": "a", "suffix": "b"}, "suffix"),
@@ -145,6 +150,8 @@ async def test_other_paths_and_methods(http: httpx2.AsyncClient) -> None:
     assert [one["id"] for one in models["data"]] == ["tiny"]
     assert (await http.get("/v1/models/tiny")).json() == models["data"][0]
     assert models["data"][0]["context_window"] == TINY_CONTEXT
+    embedding = await http.post("/v1/embeddings", json={"model": "m", "input": "a"})
+    assert (embedding.status_code, embedding.json()["error"]["code"]) == (400, "unsupported_endpoint")
     for method, path, status in [
         ("GET", "/v1/nothing", 404),
         ("GET", "/v1/models/other", 404),

@@ -165,6 +165,21 @@ async def test_multiples_that_would_take_long_are_refused_and_others_compile(
         assert await grammars.compiled(JsonSchemaFormat(JsonSchema({"type": "number", "multipleOf": step})))
 
 
+async def test_a_schema_sets_no_options_of_llguidance(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    """White space without end, say, or alternatives that are not disjoint, as if they were."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    for more in ({}, {"x-guidance": {"whitespace_pattern": "[ ]{0,99}"}}, {"x-guidance": 5}):
+        grammar = await grammars.compiled(JsonSchemaFormat(JsonSchema({**schema, **more})))
+        assert accepts(grammar, tokenizer.encode('{"a": 1}', at_start=False))
+        assert not accepts(grammar, tokenizer.encode('{   "a": 1}', at_start=False)), more
+    either = {"oneOf": [{"type": "integer"}, {"type": "number"}], "x-guidance": {"coerce_one_of": True}}
+    with pytest.raises(GrammarError, match="oneOf"):
+        await grammars.compiled(JsonSchemaFormat(JsonSchema(either)))
+    named = {"type": "object", "properties": {"x-guidance": {"const": 1}}, "required": ["x-guidance"]}
+    grammar = await grammars.compiled(JsonSchemaFormat(JsonSchema(named)))
+    assert accepts(grammar, tokenizer.encode('{"x-guidance": 1}', at_start=False))
+
+
 async def test_other_threads_run_while_a_grammar_is_compiled(grammars: Grammars) -> None:
     properties = {f"p{n}": {"type": "string"} for n in range(3_000)}
     await grammars.compiled(RegexFormat("warm"))

@@ -55,6 +55,25 @@ def test_what_changed_nothing_is_left_out_and_the_rest_keeps_its_times() -> None
     assert record.begin == first[0].asked.stored
 
 
+def test_an_answer_without_tokens_is_left_out_if_it_was_cancelled_and_kept_if_it_was_an_echo() -> None:
+    ends = ("cancelled", "length")
+    generated = {"type": "generated", "id": "x", "position": 1, "text": "", "tokens": [], "kv_live_bytes": 1}
+    counts = {"usage": dict.fromkeys(COUNTS, 1), "seconds": SECONDS}
+    record = fold(
+        [
+            one
+            for seq, end in enumerate(ends)
+            for one in (
+                entry(2 * seq + 1, "in", {**GENERATE, "id": end, "max_tokens": 0, "echo": True}),
+                entry(2 * seq + 2, "out", {**generated, **counts, "seq": 2 * seq + 1, "finish_reason": end}),
+            )
+        ]
+    )
+    assert record.left_out == {"cancelled before the first token": 1}
+    (kept,) = record.sessions.values()
+    assert [one.request.id for one in kept] == ["length"]
+
+
 def test_a_forgotten_session_is_left_out_and_a_replay_forgets_nothing_before_it_is_compared() -> None:
     close = {"type": "close", "forget": True}
     closed = {"type": "closed", "id": "x", "position": 1}

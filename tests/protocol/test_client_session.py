@@ -145,7 +145,7 @@ def test_sampling_names_every_option_of_generate() -> None:
     ("call", "sentence"),
     [
         (lambda session: session.generate(max_token=5), "did you mean 'max_tokens'"),
-        (lambda session: session.generate(max_tokens=0), "max_tokens must be `int` >= 1"),
+        (lambda session: session.generate(max_tokens=0), "takes max_tokens 0 with echo only"),
         (lambda session: session.generate(temperature=float("nan")), "temperature must be `float`"),
         (lambda session: session.generate(text="a", tokens=[1]), "at most one of messages, text, tokens"),
         (lambda session: session.generate(request_id="a b"), "id must be 1 to 64 of the characters"),

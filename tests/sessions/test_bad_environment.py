@@ -303,7 +303,7 @@ async def test_a_command_that_is_refused_says_why(local_worker: Callable[..., An
         (("info", "a b"), "session 'a b' is not valid"),
         (("ask", "hello", "--tenant", "*"), "tenant '*' is not valid"),
         (("cancel", "s", "r/1"), "request id 'r/1' is not valid"),
-        (("ask", "hello", "--max-tokens", "0"), "max_tokens must be"),
+        (("ask", "hello", "--max-tokens", "0"), "takes max_tokens 0 with echo only"),
         (("info", "never-made"), "there is no such session"),
         (("cancel", "s", "never-made"), "the session has no request with this id"),
     ):

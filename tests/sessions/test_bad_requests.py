@@ -67,7 +67,8 @@ NO_REQUEST = [
 ]
 BAD_IDS = ["", "a" * 65, "a.b", "*", ">", "a/b", "../a", "a b", "a\n", "-a", "_a", "ü", "a\x00", "$SYS"]
 BAD_NUMBERS = [
-    ('"max_tokens":0', "max_tokens must be `int` >= 1"),
+    ('"max_tokens":0', "takes max_tokens 0 with echo only"),
+    ('"max_tokens":-1', "max_tokens must be `int` >= 0"),
     ('"max_tokens":1' + "0" * 30, "max_tokens must be `int` <= 2147483647"),
     ('"max_tokens":2.5', "max_tokens must be `int`"),
     ('"temperature":-1', "temperature must be `float` >= 0"),
@@ -653,7 +654,7 @@ async def test_an_ask_that_is_none_is_answered_with_what_would_be_right(wire: St
         (b"[]", "must be `object`"),
         (b'{"type":"append","text":"a"}', "ask takes a generate, not append"),
         (b'{"text":"a","id":"a b"}', "id must be"),
-        (b'{"text":"a","max_tokens":0}', "max_tokens must be"),
+        (b'{"text":"a","max_tokens":0}', "max_tokens 0 with echo only"),
         (b'{"text":"a","frob":0}', "no field 'frob'"),
     ):
         reply = json.loads((await w.nc.request(w.subject("s", "ask"), body, timeout=20)).data)

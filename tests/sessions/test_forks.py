@@ -11,7 +11,7 @@ from test_checkpoints import often as often  # noqa: PLC0414  # a fixture
 
 from turnkeep_client.client import connect
 from turnkeep_client.errors import InvalidMessageError, RequestFailedError
-from turnkeep_client.messages import Open, Opened, Parent, SessionCache
+from turnkeep_client.messages import ForkPoint, Open, Opened, Parent, SessionCache
 from turnkeep_client.session import build
 from turnkeep_client.subjects import SessionKey
 
@@ -94,6 +94,19 @@ async def test_a_fork_of_a_running_session_begins_after_its_last_result(client: 
     assert (await fork.info()).position == before
     await parent.cancel(running.id)
     await running
+
+
+async def test_a_fork_may_be_made_only_while_its_parent_is_at_a_position(client: Client) -> None:
+    parent = await conversation(client)
+    end = (await parent.info()).position
+    fork = client.session("fork")
+    await parent.append(text="on")
+    for position in (end, end + 1):
+        with pytest.raises(RequestFailedError, match=f"parent is at position {end + 2}, not at") as refused:
+            await fork.open(fork_of=ForkPoint("parent", 3, expect_position=position))
+        assert refused.value.code == "position_conflict"
+    opened = await fork.open(fork_of=ForkPoint("parent", 3, expect_position=end + 2))
+    assert opened.position == 3
 
 
 @pytest.mark.parametrize("forget", [False, True])

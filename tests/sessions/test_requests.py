@@ -214,7 +214,7 @@ async def test_a_stop_string_ends_the_answer_and_is_not_in_its_text(client: Clie
     generation = client.session("s").generate(text="aaa", max_tokens=40, stop=["no such", stop])
     texts = [chunk.text async for chunk in generation]
     result = generation.result
-    assert result.finish_reason == "stop"
+    assert (result.finish_reason, result.stop, whole.stop) == ("stop", stop, None)
     assert result.text == whole.text.partition(stop)[0] == "".join(texts)
     assert result.tokens == whole.tokens[: len(result.tokens)]
     assert result.position == 3 + len(result.tokens)

@@ -168,6 +168,12 @@ async def test_a_count_is_what_a_generate_then_adds_and_changes_nothing(client: 
     assert second.usage.prompt_tokens == more.position
     assert (await session.count()).tokens == 0
     assert (await session.count(text="abc")).tokens == 3
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    called = client.session("with-tools")
+    counted = await called.count(**asked, tools=tools)
+    assert counted.tokens > new.tokens
+    answer = await called.generate(**asked, tools=tools, max_tokens=3)
+    assert answer.usage.prompt_tokens == counted.tokens
     with pytest.raises(InvalidMessageError, match="at most one of"):
         await session.count(text="a", tokens=[1])
     with pytest.raises(RequestFailedError, match="vocabulary"):

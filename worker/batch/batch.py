@@ -19,6 +19,7 @@ import mlx.core as mx
 
 from cache.kv import layers
 
+from .chooser import Draw, Sampling
 from .lookup import Lookup
 from .parts import OwnPart
 from .sampling import Logprobs, draw_all, waits_for_logits
@@ -137,6 +138,20 @@ class Batch:
             self._ahead = self._launch_next(launched)
         mx.eval(launched.choice, launched.logprobs and launched.logprobs.arrays, launched.states)
         self._collect(launched, is_last=self._ahead is None)
+
+    def score(self, piece: PrefillPiece, most: int) -> None:
+        """Run a piece in passes of its own, and add to its `scores`; logits of `most` tokens exist at once.
+
+        It does not start a row. No step may be in flight.
+        """
+        if self._ahead is not None or piece.scores is None:
+            raise ValueError("no scores are asked for, or a step is in flight")
+        draw = Draw(Sampling(top_logprobs=piece.scores.num_top), 0)
+        for part in piece.parts(most):
+            logits = self._run([], (), [part])
+            said = Logprobs(logits, mx.array(part.following), [draw] * len(part.following))
+            mx.eval(said.arrays, part.states)
+            piece.scores.drawn += said.drawn(part.following)
 
     def remove(self, row: Row) -> list[Any]:
         """Remove a row, and return its KV as separate caches."""

@@ -140,7 +140,7 @@ class Forward:
         """Build a pass over `tokens` and over pieces of prompts. The caches are updated.
 
         `tokens` are the tokens of `parts`, in order. Returns logits, (rows, vocabulary): first of all
-        `tokens`, then of the last token of each piece that starts a row.
+        `tokens`, then of the last `num_logits` tokens of each piece.
         """
         num_parts, wanted = len(parts), list(range(len(tokens)))
         if not isinstance(tokens, mx.array):
@@ -148,7 +148,7 @@ class Forward:
         parts = [*parts, *(OwnPart(piece.caches, piece.start, len(piece.tokens)) for piece in pieces)]
         ends = list(accumulate(len(part.offsets) for part in parts))
         prompts = zip(pieces, ends[num_parts:], strict=True)
-        wanted += [end - 1 for piece, end in prompts if piece.row is not None]
+        wanted += [at for piece, end in prompts for at in range(end - piece.num_logits, end)]
         offsets = _Offsets(parts)
         views = [
             _LayerView(i, parts, ends, offsets.of(i), self.rotations[i] if self.rotations else None)

@@ -46,10 +46,12 @@ class OwnPass:
             elif isinstance(part, OwnPart):
                 found.append(self._alone(part.caches, some))
         for piece in pieces:
-            if piece.row is None or len(piece.tokens) > 1:  # else the logits of all its tokens are computed
-                self._alone(piece.caches, mx.array(piece.tokens[: -1 if piece.row else None]))
-            if piece.row is not None:
-                found.append(self._alone(piece.caches, mx.array(piece.tokens[-1:])))
+            # Apart from the others, whose logits would be computed too.
+            num_plain = len(piece.tokens) - piece.num_logits
+            if num_plain:
+                self._alone(piece.caches, mx.array(piece.tokens[:num_plain]))
+            if piece.num_logits:
+                found.append(self._alone(piece.caches, mx.array(piece.tokens[num_plain:])))
         return mx.concatenate(found) if found else mx.array([])
 
     def _alone(self, caches: Sequence[Any], tokens: mx.array) -> mx.array:

@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from array import array
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     import mlx.core as mx
 
@@ -50,17 +51,50 @@ class Row:
         self.chooser.push(tokens)
 
 
+@dataclass(slots=True)
+class Scores:
+    """What the model says of a prompt's tokens from position `start` on, which is 1 at least.
+
+    `drawn` has the tokens that are known so far, each with the `num_top` likeliest ones in its place.
+    """
+
+    start: int
+    num_top: int = 0
+    drawn: list[Drawn] = field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        """The position of the first token that is not known yet."""
+        return self.start + len(self.drawn)
+
+
 @dataclass(frozen=True, slots=True)
 class PrefillPiece:
     """Consecutive tokens of a prompt, to be run into a session's caches, which already hold `start` tokens.
 
     If `row` is set, the piece ends the prompt, and the logits of its last token draw the row's first token.
+    `following` are the tokens after the piece's last ones, if their `scores` are asked for.
     """
 
     caches: list[Any]
     start: int
     tokens: list[int]
     row: Row | None = None
+    following: list[int] = field(default_factory=list)
+    scores: Scores | None = None
+
+    @property
+    def num_logits(self) -> int:
+        """Of how many of the last tokens a pass computes the logits."""
+        return len(self.following) if self.row is None else 1
+
+    def parts(self, most: int) -> Iterator[PrefillPiece]:
+        """Divide the piece: first its tokens without logits, then the others, `most` at a time."""
+        num = len(self.tokens)
+        num_plain = num - len(self.following)
+        for start, end in pairwise([*sorted({0, *range(num_plain, num, most)}), num]):
+            following = self.following[max(start - num_plain, 0) : end - num_plain]
+            yield replace(self, start=self.start + start, tokens=self.tokens[start:end], following=following)
 
     @property
     def states(self) -> list[Any]:
@@ -76,8 +110,8 @@ class Pass(Protocol):
     ) -> mx.array:
         """Build a pass over `tokens`, which are the tokens of `parts` in order, and over pieces of prompts.
 
-        Returns logits, (rows, vocabulary): of all `tokens`, then of the last token of each piece that starts
-        a row. The caches are updated.
+        Returns logits, (rows, vocabulary): of all `tokens`, then of the last `num_logits` tokens of each
+        piece. The caches are updated.
         """
 
 

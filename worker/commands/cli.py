@@ -34,6 +34,7 @@ from .flags import (
     reasoning_option,
     tag_option,
     tenant_option,
+    tool_option,
     with_sampling,
     with_settings,
 )
@@ -241,14 +242,8 @@ def chat(
 @tenant_option
 @as_json
 @click.option("--logprobs", metavar="N", type=int, help="With --json: logprobs, and the N likeliest tokens.")
-@click.option(
-    "--tool",
-    "tools",
-    metavar="FILE",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    multiple=True,
-    help="A tool that the model may call, or a list of them, as JSON; may be given several times.",
-)
+@click.option("--echo", is_flag=True, help="With --json: logprobs of the question's tokens too.")
+@tool_option
 @reasoning_option
 @click.option("--answer-prefix", "prefix_", metavar="TEXT", help="Begin the answer with this text.")
 @click.option(
@@ -273,6 +268,7 @@ def ask(
     tenant: str,
     as_json: bool,
     logprobs: int | None,
+    echo: bool,
     tools: tuple[Path, ...],
     reasoning: str | None,
     prefix_: str | None,
@@ -294,10 +290,12 @@ def ask(
     text = whole(question)
     if tools:
         sampling |= {"tools": tools_of(tools)}
+    if (logprobs is not None or echo) and not as_json:
+        raise click.UsageError("--logprobs and --echo are for --json, whose result has them")
     if logprobs is not None:
-        if not as_json:
-            raise click.UsageError("--logprobs is for --json, whose result has them")
         sampling |= {"logprobs": True, "top_logprobs": logprobs}
+    if echo:
+        sampling |= {"echo": True}
     if schema is not None:
         sampling |= {"response_format": by_schema(schema)}
 
@@ -365,20 +363,30 @@ def open_session(
 @click.argument("question", required=False)
 @click.option("--session", "name", metavar="NAME", help="As the next question of this session.")
 @click.option("--raw", is_flag=True, help="Count the text alone, without the chat template.")
+@tool_option
 @tenant_option
 @with_settings(*CLIENT_SETTINGS)
 def count(
-    config: Path | None, question: str | None, name: str | None, tenant: str, raw: bool, **flags: Any
+    config: Path | None,
+    question: str | None,
+    name: str | None,
+    tenant: str,
+    raw: bool,
+    tools: tuple[Path, ...],
+    **flags: Any,
 ) -> None:
     """Count the tokens that a question would add to a session, without asking it.
 
     Piped input is added to QUESTION, or is the question if there is none.
     """
     from .ask import question as whole
+    from .ask import tools_of
     from .control import count as run
 
-    text = whole(question)
-    talk(load_settings(config, flags), tenant, lambda client: run(client, name, text, raw=raw))
+    if raw and tools:
+        raise click.UsageError("--tool is for a conversation, not for --raw text")
+    text, given = whole(question), tools_of(tools) or None
+    talk(load_settings(config, flags), tenant, lambda client: run(client, name, text, raw=raw, tools=given))
 
 
 @main.command()

@@ -80,11 +80,13 @@ def _waiting(session: SessionInfo) -> str:
     return (", ".join(session.waiting) or "none") + (f" and {num_more} more" if num_more > 0 else "")
 
 
-async def count(client: Client, name: str | None, text: str, *, raw: bool) -> None:
+async def count(
+    client: Client, name: str | None, text: str, *, raw: bool, tools: list[dict[str, Any]] | None
+) -> None:
     """Print the number of tokens that a question would add to a session, and the position after them."""
     session = client.session(name or "any-new-session")
     said = [{"role": "user", "content": text}]
-    counted = await (session.count(text=text, raw=True) if raw else session.count(messages=said))
+    counted = await (session.count(text=text, raw=True) if raw else session.count(messages=said, tools=tools))
     click.echo(f"{counted.tokens} tokens" + (f", to position {counted.position}" if name else ""))
 
 

@@ -69,6 +69,16 @@ reasoning_option = click.option(
 )
 
 
+tool_option = click.option(
+    "--tool",
+    "tools",
+    metavar="FILE",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    multiple=True,
+    help="A tool that the model may call, or a list of them, as JSON; may be given several times.",
+)
+
+
 def check_target(target: Path, *, force: bool) -> None:
     """Raise `TurnkeepError` if a file exists, unless `force` allows to overwrite it."""
     if target.exists() and not force:

@@ -112,7 +112,7 @@ class Acquisition:
         if any(not 0 <= token < self._vocab_size for token in turn.context[usable:]):
             raise ValueError(f"a token id is outside of the model's vocabulary of {self._vocab_size}")
         # An answer is drawn from the last token's logits, so that token always has to be run.
-        self._trimmed(turn, resident, min(usable, max(len(turn.context) - 1, 0)))
+        self._trimmed(turn, resident, min(usable, len(turn.reusable), max(len(turn.context) - 1, 0)))
         turn.num_reused = turn.num_cached
         return True
 
@@ -138,7 +138,7 @@ class Acquisition:
             return None
         other = self._sharing.source(turn)
         resident = self._room.get(turn.source) if other is None else self._under_way(other)
-        num_tokens = resident.tokens.num_common(turn.context) if resident is not None else 0
+        num_tokens = resident.tokens.num_common(turn.reusable) if resident is not None else 0
         if resident is None or num_tokens <= turn.num_kept or not _reaches(resident, num_tokens):
             return None
         return ResidentKv(resident.caches, turn.context[:num_tokens])

@@ -164,6 +164,8 @@ class StepChooser:
             scratch_bytes += 3 * PART * kv.bytes_per_token // self._room.estimator.num_layers
             # Compared with all sketches; and these grow by a copy of a layer's, of two at least.
             scratch_bytes += (self._room.estimator.asked_bytes + kv.sketch_bytes) * max(asking)
+        if any(turn.scores is not None for turn, _ in step.prefill):
+            scratch_bytes += self._room.estimator.scored_bytes
         growing = [
             turn.policy.num_held(turn.num_cached + num)
             for turn, num in step.prefill

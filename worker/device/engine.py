@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from cache.store import Store
     from turnkeep_client.messages import Chunk
     from turnkeep_client.subjects import SessionKey
+    from worker.batch.rows import Scores
     from worker.telemetry import Telemetry
     from worker.text.answer import Answer
 
@@ -192,11 +193,12 @@ class Engine:
         sampling: Sampling | None = None,
         max_new: int = 0,
         publish: Publish | None = None,
+        scores: Scores | None = None,
         phases: list[Phase] | None = None,
     ) -> TurnResult | None:
         """Bring the KV of `context` onto the device, then sample up to `max_new` tokens into `answer`.
 
-        There must be no `refusal` of the policy.
+        There must be no `refusal` of the policy. Without an answer, `scores` are filled if they are given.
         `publish(chunk)` is awaited for the answer's new tokens, several at a time if it is slower than the
         device. Among waiting turns higher priorities come first. Returns None if the turn was
         `cancelled()` before it reached the device; later, `cancel` ends it with the tokens so far. The phases
@@ -215,7 +217,9 @@ class Engine:
         )
         self._runs[run] = run
         sampling = sampling or Sampling()
-        make = partial(Turn, key, policy=policy, answer=answer, sampling=sampling, priority=priority)
+        make = partial(
+            Turn, key, policy=policy, answer=answer, sampling=sampling, priority=priority, scores=scores
+        )
         try:
             await self._run_to_end(run, make, context, publish)
         finally:

@@ -72,6 +72,7 @@ class Finder:
         resident = self._residency.tokens(turn.key)
         # KV that may not reach further back leaves the context's last token for the turn to run.
         num_usable = len(turn.context) - (not self._device.kv(turn.policy).is_plain)
+        num_usable = min(num_usable, len(turn.reusable))
         num_kept = min(resident.num_common(turn.context), num_usable)
         turn.num_kept = self._residency.num_usable(turn.key, num_kept, turn.policy)
         turn.source, num_shared = self._find_source(turn, busy, submitted)
@@ -144,19 +145,19 @@ class Finder:
         """
         if not self._device.trimmable:  # such KV cannot be cut to a beginning
             return None, 0
-        found, most = None, turn.num_kept + LEAST_SHARED - 1
-        if len(turn.context) <= most:
+        found, most, context = None, turn.num_kept + LEAST_SHARED - 1, turn.reusable
+        if len(context) <= most:
             return None, 0
-        alike = self._residency.alike(turn.key.tenant, turn.context)
+        alike = self._residency.alike(turn.key.tenant, context)
         idle = ((key, self._residency.tokens(key)) for key in alike if key not in busy)
         running = ((other.key, other.context) for other in submitted if other.policy == turn.policy)
         for key, tokens in chain(idle, running):
-            if key.tenant != turn.key.tenant or min(len(tokens), len(turn.context)) <= most:
+            if key.tenant != turn.key.tenant or min(len(tokens), len(context)) <= most:
                 continue
             # Most others differ in this one token.
-            if not (tokens.holds(most) and turn.context.holds(most)):
+            if not (tokens.holds(most) and context.holds(most)):
                 continue
-            if tokens[most] != turn.context[most] or (num := tokens.num_common(turn.context)) <= most:
+            if tokens[most] != context[most] or (num := tokens.num_common(context)) <= most:
                 continue
             if key in busy or self._residency.num_usable(key, num, turn.policy):
                 found, most = key, num

@@ -26,6 +26,11 @@ PAGED_SCALE: Final = 8
 GROWTH_TOKENS: Final = 256
 #: Models in 16 bits compute the softmax in 32, too.
 _FLOAT_BYTES: Final = 4
+#: Logits of a prompt's tokens that exist at once where they are asked for, and their copies: in float32,
+#: normalised, negated, and sorted ids.
+_SCORED_BYTES: Final = 16 * 2**20
+_SCORED_COPIES: Final = 4
+_MOST_SCORED: Final = 512
 #: Token ids, positions, masks and the like, at the most; a tiny model's step takes little else.
 _SMALL_BYTES: Final = 64 * 2**10
 #: Multimodal models keep the language model's configuration under one of these names.
@@ -163,6 +168,16 @@ class Estimator:
         unpacked = (2 * num_cached + sum(kv for _, kv in pieces)) * self.unpacked_bytes
         in_layer = attention * 3 // 2 + mixing + unpacked
         return in_layer * min(self.kept_layers, self.num_layers) + logits + _SMALL_BYTES
+
+    @property
+    def most_scored(self) -> int:
+        """Of how many of a prompt's tokens the logits exist at once, where they are asked for."""
+        return min(max(_SCORED_BYTES // (_FLOAT_BYTES * self.shape.vocabulary), 1), _MOST_SCORED)
+
+    @property
+    def scored_bytes(self) -> int:
+        """The bytes of these logits."""
+        return _SCORED_COPIES * _FLOAT_BYTES * self.most_scored * self.shape.vocabulary
 
     def growth_bytes(self, lengths: Sequence[int], most_new: int = 1) -> int:
         """Count the bytes that full caches of these lengths allocate: new room, and a copy of one layer.

@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -406,9 +407,12 @@ class Runner:
         if not pieces and not step.decode:
             return
         try:
+            scored = [piece for piece in pieces.values() if piece.scores is not None]
+            for piece in scored:
+                self._batch.score(piece, self.estimator.most_scored)
             # A waiting prompt or command comes before a step that runs ahead.
             alone = undisturbed and len(step.decode) == len(self._scheduler)
-            self._batch.step([*pieces.values()], run_ahead=alone)
+            self._batch.step([one for one in pieces.values() if one.scores is None], run_ahead=alone)
         except Exception as error:  # noqa: BLE001  # whatever MLX or a model raises
             prompts = tuple(pieces)
             if machine.loses_kv(error):
@@ -448,7 +452,11 @@ class Runner:
                 most_held=turn.policy.num_held(sys.maxsize),
             )
         self._paging.begin_piece(turn)
-        return PrefillPiece(turn.caches or [], start, turn.context.ids(start, end).tolist(), turn.row)
+        piece = PrefillPiece(turn.caches or [], start, turn.context.ids(start, end).tolist(), turn.row)
+        if turn.scores is None:
+            return piece
+        following = turn.context.ids(max(start + 1, turn.scores.end), end + 1).tolist()
+        return replace(piece, following=following, scores=turn.scores)
 
     def _prefilled(self, turn: Turn, num_tokens: int, step_s: float) -> None:
         """Count a piece of a prompt as done; after the last piece, begin the answer or end the turn."""

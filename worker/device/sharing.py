@@ -44,7 +44,7 @@ class Sharing:
         leader = self.source(turn)
         if leader is None or turn.restored is not None or leader.priority < turn.priority:
             return False
-        num_tokens = min(leader.context.num_common(turn.context), leader.target - 1)
+        num_tokens = min(leader.context.num_common(turn.reusable), leader.target - 1)
         if num_tokens <= max(leader.num_cached, turn.num_kept):
             return False
         self._following.append(_Following(turn, leader, num_tokens))

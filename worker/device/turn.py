@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from cache.names.tokens import Chain, Tokens
     from turnkeep_client.messages import Chunk
     from turnkeep_client.subjects import SessionKey
-    from worker.batch.rows import Row
+    from worker.batch.rows import Row, Scores
     from worker.text.answer import Answer
     from worker.traces import Phase
 
@@ -45,7 +45,8 @@ class Asked:
     """What a session asks of the device: one append, or a generate, which has an `answer`.
 
     `context` are all tokens of the session up to where sampling starts. Tokens that the answer already holds
-    were published before a crash; they are the end of the context. Higher priorities come first.
+    were published before a crash; they are the end of the context. Higher priorities come first. With
+    `scores`, an append fills them for all tokens of the context.
     """
 
     key: SessionKey
@@ -54,6 +55,7 @@ class Asked:
     priority: int = 0
     answer: Answer | None = None
     sampling: Sampling = field(default_factory=Sampling)
+    scores: Scores | None = None
     num_prompt: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -68,6 +70,11 @@ class Asked:
     def draws(self) -> bool:
         """Whether an answer follows the prompt. The answer needs a batch row."""
         return self.answer is not None
+
+    @property
+    def reusable(self) -> Tokens:
+        """The context's first tokens whose KV may be reused; the logits of later ones are needed."""
+        return self.context if self.scores is None else self.context[: self.scores.end - 1]
 
     def tokens(self, end: int) -> Tokens:
         """Return the first `end` tokens of context and answer."""

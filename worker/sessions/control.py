@@ -122,6 +122,7 @@ class Control:
                 tokens=request.tokens,
                 special_tokens=request.special_tokens,
                 raw=request.raw,
+                tools=request.tools,
             )
             extended = await in_thread(self._fold.extend, history, asked)
         except (RefusedError, ValueError) as error:

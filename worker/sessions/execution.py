@@ -6,6 +6,7 @@ commits both, so a failure in this module changes nothing but the KV on the devi
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import zip_longest
 from time import monotonic
 from typing import TYPE_CHECKING, Final
@@ -42,6 +43,7 @@ from worker.text.harmony import FINAL, HarmonySplitter
 from worker.text.splitting import MarkedSplitter, call_id
 from worker.text.text import TextStream
 
+from .echo import echo_of, told
 from .formats import Formats, is_prefix_final
 from .history import RefusedError, seen
 from .policies import chosen, misfit
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
     from turnkeep_client.messages import CachePolicy, ForkPoint, Request, Result, TokenLogprob
     from turnkeep_client.subjects import SessionKey
     from worker.batch.chooser import Grammar
+    from worker.batch.rows import Scores
     from worker.device.engine import Engine, TurnResult
     from worker.models.tokenizer import Tokenizer
     from worker.telemetry import Telemetry
@@ -146,6 +149,11 @@ class Execution:
 
     def fork(self, request: Open, of: ForkPoint, pending: Pending, parent: History) -> tuple[Result, History]:
         """Open a session with tokens of `parent`, a whole history. Raises `RefusedError`."""
+        if of.expect_position not in (None, parent.position):
+            raise RefusedError(
+                "position_conflict",
+                f"{of.session} is at position {parent.position}, not at the expected {of.expect_position}",
+            )
         position = parent.position if of.position is None else of.position
         if position > parent.position:
             raise RefusedError(
@@ -224,7 +232,8 @@ class Execution:
                 "invalid_request",
                 "the session is empty: append something first, or send messages, text or tokens",
             )
-        self._check_size(len(prompt), policy, room=1)
+        self._check_size(len(prompt), policy, room=min(request.max_tokens, 1))
+        scores, echo_bytes = echo_of(request, extended, self._max_answer_bytes)
         # Context and memory limit an answer; the tokens that a dead worker has published stay in any case.
         most = len(prompt) + request.max_tokens if policy.is_endless else self._context_tokens
         most = self._engine.most_tokens(most, policy) - len(prompt)
@@ -238,12 +247,18 @@ class Execution:
             splitter=splitter,
             max_calls=None if request.parallel_tool_calls else 1,
             max_tokens=min(request.max_tokens, most),
-            max_bytes=self._max_answer_bytes,
+            max_bytes=self._max_answer_bytes - echo_bytes,
             end_tokens=frozenset() if request.ignore_eos else self._tokenizer.eos_ids,
         )
         self._resume(published, answer)
         pending.num_resumed = len(answer.tokens)
-        turn = await self._sample(key, request, pending, extended.history, answer, grammar)
+        turn = await self._score(key, pending, extended.history, scores) if scores is not None else None
+        is_scored = scores is None or scores.end >= len(prompt)
+        if is_scored and request.max_tokens:
+            sampled = await self._sample(key, request, pending, extended.history, answer, grammar)
+            turn = _together(turn, sampled)
+        elif is_scored:
+            answer.finish_reason = "length"
         if answer.finish_reason == "stop" and grammar and answer.tokens[-1] in answer.end_tokens:
             followed = await in_thread(grammar.follow, answer.tokens[:-1])
             if not followed.is_complete:  # a limit of the grammar's was reached
@@ -251,11 +266,34 @@ class Execution:
         if answer.finish_reason is None:
             late = pending.expired and not pending.cancelled
             pending.held = answer.cancel("expired" if late else "cancelled")
-        if not answer.tokens:
+        if not answer.tokens and answer.finish_reason != "length":
             return withdrawn(pending, history, history.position), history
         after = self._fold.answered(extended.history, request, answer.tokens)
         result = self._generated(key, pending, answer, turn, extended, after)
-        return structs.replace(result, warnings=warnings), after
+        echoed = told(scores, extended, answer)
+        return structs.replace(result, warnings=warnings, prompt_logprobs=echoed), after
+
+    async def _score(
+        self, key: SessionKey, pending: Pending, prompt: History, scores: Scores
+    ) -> TurnResult | None:
+        """Prefill a prompt and fill its scores, unless it is cancelled; None if there is nothing to do.
+
+        A turn of its own, like an append's: the answer may be complete already, or there is none.
+        """
+        if scores.end >= prompt.position:
+            return None
+        turn = await self._engine.run(
+            key,
+            prompt.tokens,
+            lambda: pending.stopped,
+            policy=prompt.policy,
+            priority=pending.priority,
+            scores=scores,
+            phases=pending.phases,
+        )
+        if turn is not None:
+            self._telemetry.queue_time.observe(pending.waited_s(turn.started_s))
+        return turn
 
     def _splitter(
         self, key: SessionKey, request: Generate, pending: Pending, conversation: Conversation
@@ -354,7 +392,7 @@ class Execution:
             publish=publish,
             phases=pending.phases,
         )
-        if turn is not None and not num_known:
+        if turn is not None and not num_known and not request.echo:
             self._telemetry.queue_time.observe(pending.waited_s(turn.started_s))
         if turn is not None and len(answer.tokens) > num_known:
             self._telemetry.time_to_first_token.observe(turn.first_token_s - pending.received_s)
@@ -383,6 +421,7 @@ class Execution:
             reasoning=answer.reasoning,
             tool_calls=answer.calls,
             finish_reason=answer.finish_reason or "cancelled",
+            stop=answer.stop,
             usage=Usage(
                 prompt_tokens=num_prompt,
                 cached_tokens=num_cached,
@@ -511,6 +550,14 @@ def withdrawn(pending: Pending, history: History, position: int) -> Result:
         kv_live_bytes=0,
         **seen(history),
     )
+
+
+def _together(scored: TurnResult | None, sampled: TurnResult | None) -> TurnResult | None:
+    """Return the costs of a prompt's turn and of its answer's, which finds the prompt's KV."""
+    if scored is None or sampled is None:
+        return scored or sampled
+    prefill_s = scored.prefill_s + sampled.prefill_s
+    return replace(sampled, num_cached=scored.num_cached, prefill_s=prefill_s, started_s=scored.started_s)
 
 
 def _known(said: TokenLogprob | None) -> tuple[float | None, list[tuple[int, float]]]:

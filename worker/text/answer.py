@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
-from turnkeep_client.messages import Chunk, LikelyToken, TokenLogprob
+from turnkeep_client.messages import Chunk, LikelyToken, PromptToken, TokenLogprob
 
 from .splitting import Piece
 
@@ -27,8 +27,8 @@ class TextSink(Protocol):
     """Turns tokens into text that is final and so safe to publish; implemented by `TextStream`."""
 
     @property
-    def stopped(self) -> bool:
-        """Whether a stop string was seen."""
+    def stop(self) -> str | None:
+        """The stop string that was seen."""
 
     def push(self, token: int) -> str:
         """Add a token; return the text that no later token can change."""
@@ -81,6 +81,11 @@ class Answer:
         return "".join(self.thoughts)
 
     @property
+    def stop(self) -> str | None:
+        """The stop string that ended the answer."""
+        return self._stream.stop if self.finish_reason == "stop" else None
+
+    @property
     def calls(self) -> tuple[Called, ...]:
         """The complete tool calls so far."""
         return tuple(self._splitter.calls) if self._splitter else ()
@@ -101,7 +106,7 @@ class Answer:
             piece = Piece()
         else:
             text = self._stream.push(token)
-            if self._stream.stopped:
+            if self._stream.stop is not None:
                 self.finish_reason = "stop"
             encoded = len(msgspec.json.encode(text)) + len(msgspec.json.encode(said)) - 2
             self._left_bytes -= len(str(token)) + encoded - 1  # a comma, no quotes, no brackets
@@ -116,6 +121,12 @@ class Answer:
         return Chunk(
             index, (token,), piece.text, logprobs=said, reasoning=piece.reasoning, tool_calls=piece.calls
         )
+
+    def of_prompt(self, token: int, logprob: float | None, top: Iterable[tuple[int, float]]) -> PromptToken:
+        """Say of a token of the prompt what `push` says of the answer's."""
+        (said,) = self._said(token, logprob or 0.0, top)
+        told = None if logprob is None else said.logprob
+        return PromptToken(said.id, said.token, told, said.bytes, said.top)
 
     def _split(self, text: str) -> Piece:
         return self._splitter.push(text) if self._splitter else Piece(text)

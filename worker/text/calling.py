@@ -10,7 +10,7 @@ import json
 import re
 from typing import TYPE_CHECKING, Any, Final
 
-from .grammar import JSON_OPTIONS
+from .grammar import guided
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -61,8 +61,7 @@ def calls_grammar(
 
 def json_rule(schema: Mapping[str, Any], *, is_lenient: bool) -> str:
     """Write a JSON schema as a rule; `is_lenient` leaves out keywords that cannot be enforced."""
-    options = {"lenient": is_lenient, **JSON_OPTIONS}
-    return f"%json {json.dumps({**schema, 'x-guidance': options}, ensure_ascii=False)}"
+    return f"%json {json.dumps(guided(schema, lenient=is_lenient), ensure_ascii=False)}"
 
 
 def _text(text: str, token_of: Callable[[str], int | None]) -> str:

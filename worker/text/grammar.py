@@ -28,7 +28,7 @@ from turnkeep_client.messages import (
 from worker.concurrency import in_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from typing import TypeAlias
 
     from turnkeep_client.messages import ResponseFormat
@@ -47,7 +47,7 @@ _MOST_MULTIPLE: Final = 100_000
 _MOST_STATES: Final = 50_000
 #: One space may follow a comma and a colon, as models write JSON. With any number of them, an answer could be
 #: white space without end.
-JSON_OPTIONS: Final = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+_JSON_OPTIONS: Final = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 
 
 #: Without it, where only one text can follow, a mask allows only one of the ways to spell it in tokens.
@@ -203,9 +203,9 @@ def _source(asked: ResponseFormat, matchers: Any) -> str:
         case JsonSchemaFormat(json_schema=given):
             _check_multiples(given.schema)
             # Who says `strict: false` takes the schema without the keywords that cannot be enforced.
-            return _json_source(given.schema, matchers, lenient=given.strict is False)
+            return _json_source(given.schema, lenient=given.strict is False)
         case JsonObjectFormat():
-            return _json_source({"type": "object"}, matchers, lenient=False)
+            return _json_source({"type": "object"}, lenient=False)
         case RegexFormat(regex=regex):
             (made,) = msgspec.json.decode(matchers.grammar_from_regex(regex))["grammars"]
             return f"{made['lark_grammar']}\n{_FREE}"
@@ -217,11 +217,17 @@ def _source(asked: ResponseFormat, matchers: Any) -> str:
     raise ValueError(f"its type {asked.__struct_config__.tag!r} has no grammar")
 
 
-def _json_source(schema: dict[str, Any], matchers: Any, *, lenient: bool) -> str:
-    made = matchers.grammar_from_json_schema(_text(schema), overrides=JSON_OPTIONS | {"lenient": lenient})
-    (part,) = msgspec.json.decode(made)["grammars"]
-    start = {"name": "start", "lark_grammar": f"start: @{part['name']}\n{_FREE}"}
-    return _text({"grammars": [start, part]})
+def guided(schema: Mapping[str, Any], *, lenient: bool) -> dict[str, Any]:
+    """Return a schema with our options of llguidance, which reads them at its top, and without the sender's.
+
+    With `lenient`, keywords that cannot be enforced are left out.
+    """
+    return {**schema, "x-guidance": _JSON_OPTIONS | {"lenient": lenient}}
+
+
+def _json_source(schema: dict[str, Any], *, lenient: bool) -> str:
+    start = {"name": "start", "lark_grammar": f"start: @schema\n{_FREE}"}
+    return _text({"grammars": [start, {"name": "schema", "json_schema": guided(schema, lenient=lenient)}]})
 
 
 def _text(value: Any) -> str:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class TextStream:
     """Turns tokens into text that is safe to publish, up to the first stop string.
 
-    The stop string that ends first counts; if several end at the same place, the longest one. Once `stopped`
-    is true, the stop string and the text after it are never returned.
+    The stop string that ends first counts; if several end at the same place, the longest one. That is `stop`
+    then, and neither it nor the text after it is ever returned.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
@@ -28,7 +28,12 @@ class TextStream:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._matchers = [_Matcher(string) for string in sorted(stop, key=len, reverse=True)]
         self._held = ""
-        self.stopped = False
+        self.stop: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was seen."""
+        return self.stop is not None
 
     def push(self, token: int) -> str:
         """Add the next token; return the text that is now final. End-of-turn tokens add no text."""
@@ -53,10 +58,10 @@ class TextStream:
             return ""
         for count, char in enumerate(text, 1) if self._matchers else ():
             # Every matcher must see every character: do not stop at the first hit.
-            hits = [matcher.length for matcher in self._matchers if matcher.push(char)]
+            hits = [matcher.string for matcher in self._matchers if matcher.push(char)]
             if hits:
-                self.stopped = True
-                return (self._held + text[:count])[: -max(hits)]
+                self.stop = hits[0]
+                return (self._held + text[:count]).removesuffix(hits[0])
         text = self._held + text
         held = max((matcher.matched for matcher in self._matchers), default=0)
         self._held = text[len(text) - held :]
@@ -67,9 +72,8 @@ class _Matcher:
     """Finds one string in a stream of characters (Knuth-Morris-Pratt), at constant cost per character."""
 
     def __init__(self, string: str) -> None:
-        self._string = string
+        self.string = string
         self._fallback = [0] * len(string)
-        self.length = len(string)
         self.matched = 0
         for i in range(1, len(string)):
             self._fallback[i] = self._advance(self._fallback[i - 1], string[i])
@@ -77,9 +81,9 @@ class _Matcher:
     def push(self, char: str) -> bool:
         """Add a character; returns whether the string ends with it."""
         self.matched = self._advance(self.matched, char)
-        return self.matched == self.length
+        return self.matched == len(self.string)
 
     def _advance(self, matched: int, char: str) -> int:
-        while matched and self._string[matched] != char:
+        while matched and self.string[matched] != char:
             matched = self._fallback[matched - 1]
-        return matched + (self._string[matched] == char)
+        return matched + (self.string[matched] == char)

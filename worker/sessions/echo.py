@@ -1,0 +1,54 @@
+"""The echo of a generate: what the model says of the tokens that the request adds before its answer. Pure.
+
+`execution` fills the scores on the device.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from worker.batch.chooser import Drawn
+from worker.batch.rows import Scores
+
+from .history import RefusedError
+
+if TYPE_CHECKING:
+    from turnkeep_client.messages import Generate, PromptToken
+    from worker.text.answer import Answer
+
+    from .history import Input
+
+#: Tokens that one result may speak of.
+MOST_ECHOED: Final = 8192
+#: Size of one of them as JSON, and of one likeliest token in its place.
+_TOKEN_BYTES: Final = 80
+
+
+def echo_of(request: Generate, extended: Input, max_bytes: int) -> tuple[Scores | None, int]:
+    """Return the scores to fill, None if no echo is asked for, and about how many bytes they will take.
+
+    `max_bytes` limits the answer, of which an echo takes half at most. Raises `RefusedError`.
+    """
+    if not request.echo:
+        return None, 0
+    if extended.history.policy.recall:
+        raise RefusedError("invalid_request", "a session under the policy paged cannot echo its prompts")
+    num_tokens = extended.history.position - extended.kept
+    token_bytes = _TOKEN_BYTES * (1 + request.top_logprobs)
+    most = min(max_bytes // 2 // token_bytes, MOST_ECHOED)
+    if num_tokens > most:
+        raise RefusedError(
+            "invalid_request",
+            f"an echo of {num_tokens} tokens, with {request.top_logprobs} likeliest tokens each, does not fit"
+            f" into a result, which takes {most}: append the first part of the prompt before",
+        )
+    return Scores(max(extended.kept, 1), request.top_logprobs), num_tokens * token_bytes
+
+
+def told(scores: Scores | None, extended: Input, answer: Answer) -> tuple[PromptToken, ...]:
+    """Write what is said of each new token, nothing of a session's first one. Empty unless all are known."""
+    tokens = extended.history.tokens
+    if scores is None or scores.end < len(tokens):
+        return ()
+    unsaid = [Drawn(token) for token in tokens[extended.kept : len(tokens) - len(scores.drawn)]]
+    return tuple(answer.of_prompt(*drawn) for drawn in (*unsaid, *scores.drawn))
