@@ -22,11 +22,13 @@ class Counters:
         self.requests = Counter[tuple[str, int]]()
         self.answers = Counter[str]()
         self.tokens = Counter[str]()
+        self.num_resumed = 0
         self.num_running = 0
 
     def note(self, how: str, result: Generated) -> None:
         """Count an answer; `how` its conversation was found."""
         self.answers[how] += 1
+        self.num_resumed += bool(result.resumed_tokens)
         if how != "repeated":
             used = result.usage
             self.tokens["reused"] += used.cached_tokens
@@ -68,6 +70,7 @@ class Counters:
                 "Answers by how their conversation was found",
                 _by("found", self.answers),
             ),
+            ("resumed_answers_total", "counter", "Answers that outlived a worker", {"": self.num_resumed}),
             ("tokens_total", "counter", "Tokens reused, prefilled and generated", _by("kind", self.tokens)),
         ]
         return "".join(line for family in families for line in _lines(*family)).encode()

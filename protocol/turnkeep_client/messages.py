@@ -589,7 +589,7 @@ class Generated(_Bounded, frozen=True, tag="generated"):
     each token that the request added before them. `reasoning` and `tool_calls` are not in the text. A call
     that cannot be parsed is in the text, and the `finish_reason` is then `tool_calls_malformed`. `warnings`
     say what of the request had no effect. `prefix_tokens` is how many of the prompt's tokens, its last ones,
-    are the request's `prefix`.
+    are the request's `prefix`; `resumed_tokens` is how many of the answer's an earlier worker had published.
     """
 
     text: str
@@ -606,6 +606,7 @@ class Generated(_Bounded, frozen=True, tag="generated"):
     tool_calls: tuple[Called, ...] = ()
     warnings: tuple[str, ...] = ()
     prefix_tokens: int = 0
+    resumed_tokens: int = 0
 
     def parsed(self, kind: type[_T]) -> _T:
         """Parse the text as JSON of a type: one that msgspec knows, such as `dict`, or a pydantic model.

@@ -440,6 +440,7 @@ class Execution:
             ),
             rewritten_from=extended.rewritten_from,
             prefix_tokens=extended.num_given,
+            resumed_tokens=pending.num_resumed,
             **seen(after),
         )
 
