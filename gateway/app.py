@@ -16,6 +16,8 @@ from uuid import uuid4
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.routing import Route
@@ -26,6 +28,7 @@ from turnkeep_client.subjects import DEFAULT_TENANT
 
 from . import answers, anthropic, chat, completions, messages, openai, recorded, responses
 from .conversations import Conversations, Found
+from .metrics import Counters
 from .turn import Fault, fault_of, refused
 
 if TYPE_CHECKING:
@@ -37,8 +40,8 @@ if TYPE_CHECKING:
     from turnkeep_client.client import Client
     from turnkeep_client.messages import Metrics
 
-    from .conversations import Answering
-    from .keys import Keys
+    from .conversations import Answering, How
+    from .keys import Key, Keys
     from .recorded import Recorded
     from .turn import Turn
 
@@ -91,10 +94,13 @@ class Gateway:
         idle_s: float,
         max_body_bytes: int = MAX_BODY_BYTES,
         patience_s: float = 15.0,
+        cors: str | None = None,
+        explain: bool = False,
     ) -> None:
         """`connect` returns a client of a tenant; conversations that are idle for `idle_s` are removed.
 
-        A request waits up to `patience_s` for a worker that starts again.
+        A request waits up to `patience_s` for a worker that starts again. Pages of the origin `cors` may ask.
+        With `explain`, a header says what was found of a conversation.
         """
         #: Whether the server ends; answers whose clients are gone go on then.
         self.is_stopping: Callable[[], bool] = lambda: False
@@ -103,12 +109,16 @@ class Gateway:
         self._idle_s = idle_s
         self._max_body_bytes = max_body_bytes
         self._patience_s = patience_s
+        self._cors = cors
+        self.explain = explain
+        self.counters = Counters()
         self._tenants: dict[str, Conversations] = {}
         self._connecting = asyncio.Lock()
-        self.app = Starlette(
+        app = Starlette(
             routes=[
                 Route("/", self._root, methods=["GET"]),
                 Route("/health", self._health, methods=["GET"]),
+                Route("/metrics", self._metrics, methods=["GET"]),
                 Route("/v1/models", self._models, methods=["GET"]),
                 Route("/v1/models/{model:path}", self._one_model, methods=["GET"]),
                 Route("/v1/chat/completions", self._answering(_CHAT), methods=["POST"]),
@@ -121,7 +131,9 @@ class Gateway:
                 Route(f"{_RESPONSES_PATH}/{{id}}/cancel", self._cancelled, methods=["POST"]),
             ],
             exception_handlers={Fault: _on_fault, TurnkeepError: _on_error, HTTPException: _on_http},
+            middleware=[_allowing(cors)] if cors else [],
         )
+        self.app = self.counters.counting(app, [one.path for one in app.routes if isinstance(one, Route)])
 
     async def close(self) -> None:
         """Close all connections. Answers that run go on in the worker."""
@@ -138,19 +150,28 @@ class Gateway:
         worker = await (await self._of(DEFAULT_TENANT)).worker()
         return _json({"status": "ok", "model": worker.model})
 
+    async def _metrics(self, request: Request) -> Response:
+        if not _is_from_here(request):
+            raise Fault(403, "only programs of this machine, asking for localhost, may read the metrics")
+        num_known = sum(len(one.index.sessions) for one in self._tenants.values())
+        return Response(self.counters.page(num_known), media_type="text/plain; version=0.0.4; charset=utf-8")
+
     async def _models(self, request: Request) -> Response:
-        worker = await (await self._of(self._tenant(request))).worker()
+        worker = await (await self._of(self._key(request).tenant)).worker()
         return _json(_page([_model(worker)]))
 
     async def _one_model(self, request: Request) -> Response:
-        worker, wanted = await (await self._of(self._tenant(request))).worker(), request.path_params["model"]
+        worker, wanted = (
+            await (await self._of(self._key(request).tenant)).worker(),
+            request.path_params["model"],
+        )
         if wanted != worker.model:
             message = f"there is no model {wanted!r}: this worker has {worker.model!r}"
             raise Fault(404, message, param="model", code="model_not_found")
         return _json(_model(worker))
 
     async def _embeddings(self, request: Request) -> Response:
-        self._tenant(request)
+        self._key(request)
         raise Fault(
             400,
             "the worker's model makes no embeddings: ask a server of an embedding model. Served here are"
@@ -159,28 +180,33 @@ class Gateway:
         )
 
     async def _count_tokens(self, request: Request) -> Response:
-        conversations = await self._of(self._tenant(request))
-        turn = messages.read(await self._body(request))
-        return _json({"input_tokens": await conversations.count(turn)})
+        key = self._key(request)
+        with key.one_request():
+            conversations = await self._of(key.tenant)
+            turn = messages.read(await self._body(request))
+            return _json({"input_tokens": await conversations.count(turn)})
 
     def _answering(self, dialect: _Dialect) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
-            conversations = await self._of(self._tenant(request))
-            body = await self._body(request)
-            known = await self._items(conversations, body) if dialect is _RESPONSES else {}
-            turn = responses.read(body, known) if known else dialect.read(body)
-            worker = await conversations.worker(patience_s=self._patience_s)
-            turn = turn if turn.model else msgspec.structs.replace(turn, model=worker.model)
-            if turn.previous:
-                turn = recorded.continued(turn, await _recorded(conversations, turn.previous))
-            await conversations.start()
-            return _Answer(dialect, turn, conversations)
+            key = self._key(request)
+            with contextlib.ExitStack() as running:
+                running.enter_context(key.one_request())
+                conversations = await self._of(key.tenant)
+                body = await self._body(request)
+                known = await self._items(conversations, body) if dialect is _RESPONSES else {}
+                turn = responses.read(body, known) if known else dialect.read(body)
+                worker = await conversations.worker(patience_s=self._patience_s)
+                turn = turn if turn.model else msgspec.structs.replace(turn, model=worker.model)
+                if turn.previous:
+                    turn = recorded.continued(turn, await _recorded(conversations, turn.previous))
+                await conversations.start()
+                return _Answer(dialect, turn, conversations, _Asker(self, key, running.pop_all()))
 
         return answer
 
     async def _response(self, request: Request) -> Response:
         """Return an answer that is in the log, or remove its session."""
-        conversations, wanted = await self._of(self._tenant(request)), request.path_params["id"]
+        conversations, wanted = await self._of(self._key(request).tenant), request.path_params["id"]
         if request.query_params.get("stream") == "true":
             raise refused("only an answer that is asked for is streamed", "stream")
         found = _known(wanted, await _recorded(conversations, wanted))
@@ -196,15 +222,16 @@ class Gateway:
         return {item["id"]: item for answer in bodies for item in answer["output"]}
 
     async def _cancelled(self, request: Request) -> Response:
-        conversations, wanted = await self._of(self._tenant(request)), request.path_params["id"]
+        conversations, wanted = await self._of(self._key(request).tenant), request.path_params["id"]
         found = _known(wanted, await conversations.cancel(_own_id(wanted)))
         return _json(answers.recorded(found, _own_id(wanted)))
 
-    def _tenant(self, request: Request) -> str:
-        """Return a request's tenant. Raises `Fault`."""
-        if not _is_local(request.headers.get("origin")):
+    def _key(self, request: Request) -> Key:
+        """Return a request's key. Raises `Fault`."""
+        origin = request.headers.get("origin")
+        if not _is_local(origin) and origin != self._cors:
             raise Fault(403, "pages of other sites may not ask", code="forbidden_origin")
-        return self._keys.tenant_of(request.headers)
+        return self._keys.of(request.headers)
 
     async def _of(self, tenant: str) -> Conversations:
         async with self._connecting:
@@ -216,6 +243,8 @@ class Gateway:
     async def _body(self, request: Request) -> bytes:
         """Read a request's body. Raises `Fault`."""
         most, body = self._max_body_bytes, bytearray()
+        if {"content-length", "transfer-encoding"} <= {*request.headers}:
+            raise refused("a body has a content-length or a transfer-encoding, not both")
         too_large = Fault(413, f"the body is larger than {most} bytes", code="request_too_large")
         if int(request.headers.get("content-length") or 0) > most:
             raise too_large
@@ -232,14 +261,30 @@ class Gateway:
         return bytes(body)
 
 
+class _Asker(NamedTuple):
+    """Whose request it is; `running` is left when it has ended."""
+
+    gateway: Gateway
+    key: Key
+    running: contextlib.ExitStack
+
+    def note(self, how: How, result: Generated) -> None:
+        """Count an answer."""
+        self.gateway.counters.note(how, result)
+        if how != "repeated":
+            used = result.usage
+            self.key.spend(used.prompt_tokens - used.cached_tokens + used.completion_tokens)
+
+
 class _Answer(Response):
     """Sends the answers to one turn. If the client goes away, they are cancelled."""
 
-    def __init__(self, dialect: _Dialect, turn: Turn, conversations: Conversations) -> None:
+    def __init__(self, dialect: _Dialect, turn: Turn, conversations: Conversations, asker: _Asker) -> None:
         super().__init__()
         self._dialect = dialect
         self._turn = turn
         self._conversations = conversations
+        self._asker = asker
         self._own_id = uuid4().hex
         self._created = int(time.time())
         self._note = recorded.new_note(self._own_id, self._created, turn)
@@ -248,7 +293,11 @@ class _Answer(Response):
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answers, while the client is there."""
-        answering = self._conversations.answer(self._turn, self._note)
+        with self._asker.running:
+            await self._answer(receive, send)
+
+    async def _answer(self, receive: Receive, send: Send) -> None:
+        answering = self._conversations.answer(self._turn, self._asker.note, self._note)
         writing = asyncio.create_task(self._write(answering, send))
         leaving = asyncio.create_task(_departure(receive))
         try:
@@ -270,7 +319,7 @@ class _Answer(Response):
                 self._take(*await answering.events.get())
         except TurnkeepError as error:
             fault = fault_of(error)
-            await self._write_json(send, fault.status, self._dialect.error(fault))
+            await self._write_json(send, fault.status, self._dialect.error(fault), fault.headers)
             return
         whole = self._dialect.whole(self._turn, self._id, self._created, self._in_order())
         await self._write_json(send, 200, whole)
@@ -332,12 +381,16 @@ class _Answer(Response):
     def _own_headers(self) -> dict[str, str]:
         found = self._found.get(0)
         headers = {"cache-control": "no-store"}
+        if found and self._asker.gateway.explain:
+            headers["x-turnkeep-explain"] = str(found)
         return headers | ({"x-turnkeep-session": f"{found.session} {found.how}"} if found else {})
 
-    async def _write_json(self, send: Send, status: int, body: dict[str, Any]) -> None:
+    async def _write_json(
+        self, send: Send, status: int, body: dict[str, Any], more: Mapping[str, str] | None = None
+    ) -> None:
         written = msgspec.json.encode(body)
         headers = {"content-type": "application/json", "content-length": str(len(written))}
-        await send(_head(status, self._own_headers() | headers))
+        await send(_head(status, self._own_headers() | headers | dict(more or {})))
         await send(_part(written, more=False))
 
 
@@ -388,9 +441,9 @@ def _part(body: bytes, *, more: bool = True) -> dict[str, Any]:
     return {"type": "http.response.body", "body": body, "more_body": more}
 
 
-def _json(body: dict[str, Any], status: int = 200) -> Response:
+def _json(body: dict[str, Any], status: int = 200, more: Mapping[str, str] | None = None) -> Response:
     # After an error the rest of a body is not waited for.
-    headers = {"connection": "close"} if status >= 400 else {}
+    headers = {**(more or {}), **({"connection": "close"} if status >= 400 else {})}
     return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
 
 
@@ -398,7 +451,7 @@ async def _on_fault(request: Request, fault: Exception) -> Response:
     if not isinstance(fault, Fault):
         raise fault
     of_messages = request.url.path.startswith(_MESSAGES_PATH)
-    return _json((anthropic if of_messages else openai).error(fault), fault.status)
+    return _json((anthropic if of_messages else openai).error(fault), fault.status, fault.headers)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
@@ -413,6 +466,26 @@ async def _on_http(request: Request, error: Exception) -> Response:
     what = f"{request.method} {request.url.path}"
     message = f"{what} is not served" if error.status_code in {404, 405} else error.detail
     return await _on_fault(request, Fault(error.status_code, message))
+
+
+def _allowing(origin: str) -> Middleware:
+    """Let pages of one site ask, and read the headers of answers."""
+    return Middleware(
+        CORSMiddleware,
+        allow_origins=[origin],
+        allow_methods=["GET", "POST", "DELETE"],
+        allow_headers=["*"],
+        expose_headers=["x-turnkeep-session", "x-turnkeep-explain", "retry-after"],
+    )
+
+
+def _is_from_here(request: Request) -> bool:
+    """Whether a program of this machine asks, not a proxy, and under a name that no site can have."""
+    is_proxied = "x-forwarded-for" in request.headers or "forwarded" in request.headers
+    with contextlib.suppress(ValueError):
+        peer = ipaddress.ip_address(request.client.host if request.client else "")
+        return peer.is_loopback and not is_proxied and _is_local(f"//{request.headers.get('host', '')}")
+    return False
 
 
 def _is_local(origin: str | None) -> bool:

@@ -44,13 +44,13 @@ def prompt_of(prompt: str | Sequence[int], options: Mapping[str, Any]) -> bytes:
     return _digest(b"text", [prompt, _rendered(options)])
 
 
-def answered(prompt: bytes, result: Generated) -> set[bytes]:
-    """Return the digests that the conversation may have after an answer to `prompt`.
+def answered(prompt: bytes, result: Generated, prefix: str = "") -> set[bytes]:
+    """Return the digests that the conversation may have after an answer to `prompt` that began with `prefix`.
 
     Two, if the text begins or ends with white space: many clients remove it.
     """
-    calls = _calls(result.tool_calls)
-    return {_digest(prompt, ["assistant", text, None, calls]) for text in (result.text, result.text.strip())}
+    calls, said = _calls(result.tool_calls), prefix + result.text
+    return {_digest(prompt, ["assistant", text, None, calls]) for text in (said, said.strip())}
 
 
 def options_digest(options: Mapping[str, Any], number: int) -> bytes:

@@ -11,7 +11,7 @@ from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.messages import Function, Message, ToolCall, encode
 
 from . import openai
-from .turn import Turn, check, decoded, refused
+from .turn import Turn, check, decoded, prefilled, refused
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -100,8 +100,11 @@ def read(body: bytes) -> Turn:
         raise refused("top_logprobs needs logprobs: true", "top_logprobs")
     options |= openai.reasoning(asked.reasoning_effort)
     streamed = asked.stream_options
+    messages, options = prefilled(
+        [_message(one, number) for number, one in enumerate(asked.messages)], options
+    )
     turn = Turn(
-        messages=tuple(_message(one, number) for number, one in enumerate(asked.messages)),
+        messages=messages,
         options=options,
         n=1 if asked.n is None else asked.n,
         model=asked.model,

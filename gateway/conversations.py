@@ -10,10 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import sys
 import time
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 from uuid import uuid4
 
+from msgspec import structs
+
+from turnkeep_client.calls import expect
 from turnkeep_client.errors import (
     InvalidMessageError,
     NoWorkerError,
@@ -21,19 +25,30 @@ from turnkeep_client.errors import (
     ResultTimeoutError,
     TurnkeepError,
 )
-from turnkeep_client.messages import Chunk, Close, ForkPoint, Generated, Open
+from turnkeep_client.messages import (
+    Append,
+    Appended,
+    Chunk,
+    Close,
+    Failed,
+    ForkPoint,
+    Generated,
+    Open,
+)
 from turnkeep_client.session import build
 from turnkeep_client.subjects import session_key
 
 from . import boundaries, recorded
-from .index import PREFIX, Asked, Held, Index, RequestName, tags
+from .index import PREFIX, Asked, Held, Index, RequestName, append_id, tags
+from .pieces import ahead
 from .recovery import recover
+from .seen import Seen
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable, Coroutine, Sequence
 
     from turnkeep_client.client import Client
-    from turnkeep_client.messages import Metrics
+    from turnkeep_client.messages import Message, Metrics
 
     from .recorded import Note, Recorded
     from .turn import Turn
@@ -57,34 +72,58 @@ How = Literal["continued", "forked", "begun", "repeated"]
 
 
 class Found(NamedTuple):
-    """The session that answers, and what it is to the conversation."""
+    """The session that answers, and what it is to the conversation.
+
+    It has `num_known` of the conversation's messages, which are `position` tokens. `differs` is the first
+    message that is in no known conversation, if a session should have it: by number, role and size.
+    """
 
     session: str
     how: How
+    position: int
+    num_known: int
+    num_messages: int
+    differs: str | None = None
+
+    def __str__(self) -> str:
+        found = f"{self.how}; session={self.session}; messages={self.num_known}/{self.num_messages}"
+        return f"{found}; tokens={self.position}; differs={self.differs or 'none'}"
 
 
 Event = Found | Chunk | Generated | TurnkeepError
 
 
 class _Plan(NamedTuple):
-    """How to send a turn: to `asked.held`, without its first `num_known` messages.
+    """How to send a turn: to `asked.held`, which is at `position`, without its first `num_known` messages.
 
-    A fork has a `parent`, which was at `parent_position` when this was planned, None if that is unknown.
+    `known` are the names of all its boundaries. A fork has a `parent`, which was at `parent_position` when
+    this was planned, None if that is unknown.
     """
 
     asked: Asked
     how: How
     num_known: int
+    position: int
+    known: list[bytes]
     options: dict[str, Any]
     parent: Held | None = None
     parent_position: int | None = None
 
 
+class _Sent(NamedTuple):
+    """What was appended before a generate; `position` is where the session is then."""
+
+    num_messages: int
+    position: int
+    num_prefilled: int
+
+
 class Answering:
     """The answers to one turn. `events` has them as they come, each with its number among the answers."""
 
-    def __init__(self, note: Note | None = None) -> None:
-        """`note` is kept with the request in the log."""
+    def __init__(self, on_end: Callable[[How, Generated], None], note: Note | None) -> None:
+        """`on_end` gets each answer, also if nobody listens. `note` is kept with the request in the log."""
+        self.on_end = on_end
         self.note = note
         self.events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self.running: set[Asked] = set()
@@ -106,6 +145,7 @@ class Conversations:
         self._tasks: set[asyncio.Task[None]] = set()
         self._loading = asyncio.Lock()
         self._is_loaded = False
+        self._seen = Seen()
         self._metrics: Metrics | None = None
         self._seen_s = float("-inf")
 
@@ -134,11 +174,19 @@ class Conversations:
                 self._seen_s = time.monotonic()
         return self._metrics
 
+    def _max_body_bytes(self, note: Note | None) -> int:
+        # Workers of earlier versions do not say it.
+        most = (self._metrics.max_message_bytes if self._metrics else 0) or sys.maxsize
+        return most if note is None else most - min(recorded.MOST_BYTES, most // 2)
+
     async def count(self, turn: Turn) -> int:
         """Count the tokens of a turn's messages and tools, without running it. Raises `TurnkeepError`."""
         session = self._client.session(_new_name())
         asked = session.count(messages=turn.messages, text=turn.text, tools=turn.options.get("tools"))
-        return (await asked).tokens
+        num_tokens = (await asked).tokens
+        if prefix := turn.options.get("prefix"):
+            num_tokens += (await session.count(text=prefix, special_tokens=False)).tokens
+        return num_tokens
 
     async def close(self) -> None:
         """End all tasks and the connection; the answers go on in the worker."""
@@ -148,9 +196,11 @@ class Conversations:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._client.close()
 
-    def answer(self, turn: Turn, note: Note | None = None) -> Answering:
+    def answer(
+        self, turn: Turn, on_end: Callable[[How, Generated], None], note: Note | None = None
+    ) -> Answering:
         """Start answering; the last event of each answer is its result or an error."""
-        answering = Answering(note)
+        answering = Answering(on_end, note)
         for number in range(turn.n):
             self._start(self._answer(turn, number, answering))
         return answering
@@ -185,7 +235,7 @@ class Conversations:
             self._leave(asked, answering)
 
     async def _answer(self, turn: Turn, number: int, answering: Answering) -> None:
-        has_begun = False
+        has_begun, differs = False, None
 
         def tell(event: Event) -> None:
             nonlocal has_begun
@@ -195,8 +245,13 @@ class Conversations:
         for attempt in range(_ATTEMPTS):
             try:
                 plan = self._plan(turn, number, is_last=attempt == _ATTEMPTS - 1)
-                tell(Found(plan.asked.held.name, plan.how))
-                tell(await self._carry_out(turn, plan, answering, tell))
+                if not attempt and not number:
+                    differs = self._missing(turn, plan)
+                told = len(turn.messages or ())
+                tell(Found(plan.asked.held.name, plan.how, plan.position, plan.num_known, told, differs))
+                result = await self._carry_out(turn, plan, answering, tell)
+                answering.on_end(plan.how, result)
+                tell(result)
             except RequestFailedError as error:
                 is_lost = has_begun or answering.is_abandoned or attempt == _ATTEMPTS - 1
                 if error.code in _MISTAKEN and not is_lost:
@@ -208,6 +263,22 @@ class Conversations:
                 log.exception("an answer failed for an unknown reason")
                 tell(TurnkeepError(f"the gateway failed: {type(error).__name__}"))
             return
+
+    def _missing(self, turn: Turn, plan: _Plan) -> str | None:
+        """Name, and log, what keeps a conversation that goes on from being found to its last answer."""
+        told, differs = turn.messages or (), None
+        num_seen = self._seen.add(plan.known) - 1
+        num_old = max((at for at, one in enumerate(told, 1) if one.role == "assistant"), default=0)
+        if plan.num_known >= num_old:
+            return None
+        if num_seen < 0:
+            differs = "tools"
+        elif num_seen < num_old:
+            first = told[num_seen]
+            differs = f"messages[{num_seen}] ({first.role}, {len(first.content or '')} characters)"
+        why = f"{differs} differs from all known" if differs else "no session has the others"
+        log.info("%d of a conversation's %d messages were found: %s", plan.num_known, len(told), why)
+        return differs
 
     def _plan(self, turn: Turn, number: int, *, is_last: bool) -> _Plan:
         """Decide how to send a turn. Nothing is awaited, so no other turn can take the session meanwhile."""
@@ -225,11 +296,11 @@ class Conversations:
             if base is not None:
                 before.claim_until_s = 0.0
                 index.use(before.held, now_s)
-                return _Plan(before, "repeated", base, options)
+                return _Plan(before, "repeated", base, before.expected, known, options)
         place = None if is_last or turn.messages is None else self._place(known)
         num_known, parent, position = place or (0, None, 0)
         how: How = "begun"
-        held = Held(_new_name(), position, now_s)
+        held = Held(_new_name(), None, now_s)
         if parent is not None:
             index.use(parent, now_s)
             how = "forked"
@@ -241,9 +312,11 @@ class Conversations:
         name = RequestName(*key, 0 if before is None else before.name.nonce + 1)
         is_certain = options.get("temperature") == 0 or options.get("seed") is not None
         asked = Asked(held, name, {known[num_known]}, position, is_certain=is_certain)
+        asked.prefix = options.get("prefix", "")
         asked.opening = asyncio.Event()
         index.ask(asked)
-        return _Plan(asked, how, num_known, options, parent, parent.position if parent else None)
+        parent_position = parent.position if parent else None
+        return _Plan(asked, how, num_known, position, known, options, parent, parent_position)
 
     def _place(self, known: list[bytes]) -> tuple[int, Held, int] | None:
         """Find the longest known beginning: the number of its messages, a session and a position in it."""
@@ -269,20 +342,24 @@ class Conversations:
         if answering.is_abandoned:
             self._leave(asked, answering)
         try:
+            messages = () if turn.messages is None else turn.messages[plan.num_known :]
+            pieces = ahead(messages, plan.options, self._max_body_bytes(answering.note))
             await self._open(plan)
+            sent = await self._append(plan, pieces)
             generation = self._client.session(held.name).generate(
-                messages=None if turn.messages is None else turn.messages[plan.num_known :] or None,
+                messages=messages[sent.num_messages :] or None,
                 text=turn.text,
                 tokens=turn.tokens,
                 request_id=str(asked.name),
-                expect_position=asked.expected,
-                headers=_headers(turn, plan, answering.note),
+                expect_position=sent.position,
+                headers=_headers(turn, plan, sent, answering.note),
                 **plan.options,
             )
             async for chunk in generation:
                 tell(chunk)
+            result = generation.result
             if asked.state == "running":
-                self.index.answer(asked, generation.result)
+                self.index.answer(asked, result)
         except RequestFailedError as error:
             self._note_failed(plan)
             raise self._learnt(plan, error) from None
@@ -292,7 +369,7 @@ class Conversations:
                 self.index.drop(held)  # whether it was answered is unknown
             raise
         else:
-            return generation.result
+            return _with_appended(result, sent.num_prefilled)
         finally:
             self._note_opened(asked)
             self._leave(asked, answering)
@@ -302,6 +379,36 @@ class Conversations:
                     self._start(self._remove(held, forget=False))
                 elif not held.marks and held.name in self.index.sessions:
                     self._start(self._remove(held))
+
+    async def _append(self, plan: _Plan, pieces: list[Sequence[Message]]) -> _Sent:
+        """Append messages that do not fit in the generate. Raises `TurnkeepError`."""
+        asked, held = plan.asked, plan.asked.held
+        sent = _Sent(0, plan.position, 0)
+        for piece in pieces:
+            if not asked.num_users and not self._is_stopping():
+                raise RequestFailedError("expired", "its client has gone away", retryable=True)
+            boundary = plan.known[plan.num_known + sent.num_messages + len(piece)]
+            tools = None if sent.num_messages else plan.options.get("tools")
+            appended = await self._append_piece(asked, boundary, sent.position, piece, tools)
+            self.index.append(held, boundary, appended)
+            num_new = 0 if appended.repeat_of is not None else appended.prefilled_tokens
+            sent = _Sent(sent.num_messages + len(piece), appended.position, sent.num_prefilled + num_new)
+            asked.bases, asked.expected = {boundary}, sent.position
+        asked.appending = None
+        return sent
+
+    async def _append_piece(
+        self, asked: Asked, boundary: bytes, position: int, piece: Sequence[Message], tools: Any
+    ) -> Appended:
+        """Append messages, under an id under which no earlier attempt has failed. Raises `TurnkeepError`."""
+        key, attempt = session_key(self._client.tenant, asked.held.name), 0
+        while True:
+            asked.appending = append_id(boundary, position, attempt)
+            request = build(Append, asked.appending, messages=piece, tools=tools, expect_position=position)
+            result = await (await self._client.submit(key, request))
+            if not isinstance(result, Failed) or result.repeat_of is None:
+                return expect(Appended, result)
+            attempt += 1
 
     async def _open(self, plan: _Plan) -> None:
         """Begin or fork the session, where that is planned. Raises `TurnkeepError`."""
@@ -315,17 +422,18 @@ class Conversations:
             key = session_key(self._client.tenant, asked.held.name)
             # Waits only until the log has it: the generate comes after it in any case.
             await self._client.submit(key, build(Open, tags=names))
+            asked.held.position = 0
         elif plan.how == "forked" and plan.parent is not None:
-            point = ForkPoint(plan.parent.name, asked.expected, plan.parent_position)
+            point = ForkPoint(plan.parent.name, plan.position, plan.parent_position)
             try:
                 await self._client.session(asked.held.name).open(fork_of=point, tags=names)
             except RequestFailedError as error:
-                asked.held.position = None  # there is no such session to close
                 if error.code == "position_conflict":
                     await self._catch_up(plan.parent, plan.parent_position)
                     raise
                 self.index.drop(plan.parent)
                 raise RequestFailedError("unknown_session", error.message, retryable=False) from None
+            asked.held.position = plan.position
         self._note_opened(asked)
 
     async def _catch_up(self, held: Held, position: int | None) -> None:
@@ -383,7 +491,7 @@ class Conversations:
             await asyncio.sleep(pause_s)
             pause_s = min(max(2 * pause_s, _FIRST_PAUSE_S), _LAST_PAUSE_S)
             with contextlib.suppress(TurnkeepError):  # there is no worker now, or it has not read the request
-                await self._client.session(asked.held.name).cancel(str(asked.name))
+                await self._client.session(asked.held.name).cancel(asked.appending or str(asked.name))
 
     async def _sweep(self) -> None:
         while True:
@@ -406,12 +514,13 @@ class Conversations:
         task.add_done_callback(self._tasks.discard)
 
 
-def _headers(turn: Turn, plan: _Plan, note: Note | None) -> dict[str, str] | None:
+def _headers(turn: Turn, plan: _Plan, sent: _Sent, note: Note | None) -> dict[str, str] | None:
     if note is None:
         return None
     # A fork's log has no messages of its parent, and a repeated request may be a fork's.
     has_parent = plan.how in {"forked", "repeated"}
-    return recorded.headers(note, (turn.messages or ())[: plan.num_known] if has_parent else None)
+    num_before = plan.num_known + sent.num_messages
+    return recorded.headers(note, (turn.messages or ())[:num_before] if has_parent else None)
 
 
 def _may_repeat(asked: Asked, now_s: float) -> bool:
@@ -424,6 +533,15 @@ def _may_repeat(asked: Asked, now_s: float) -> bool:
     if asked.claim_until_s > now_s:
         return True
     return asked.is_certain and (asked.state == "answered" or asked.num_users > 0)
+
+
+def _with_appended(result: Generated, num_prefilled: int) -> Generated:
+    """Count tokens that were appended for an answer as prefilled, and not as cached."""
+    used = result.usage
+    num_new = min(num_prefilled, used.cached_tokens)
+    counts = {"cached_tokens": -num_new, "prefilled_tokens": num_new}
+    changed = {name: getattr(used, name) + count for name, count in counts.items()}
+    return structs.replace(result, usage=structs.replace(used, **changed)) if num_new else result
 
 
 def _new_name() -> str:

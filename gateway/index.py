@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Iterator
 
-    from turnkeep_client.messages import Generated
+    from turnkeep_client.messages import Appended, Generated
 
 #: Sessions of the gateway have names that begin so, and this tag.
 PREFIX: Final = "gw-"
@@ -30,7 +30,10 @@ _MOST_MARKS: Final = 2_000
 
 
 class Mark(NamedTuple):
-    """A boundary in a session: after a prompt with the assistant's header, or after an answer."""
+    """A boundary in a session: after a prompt with the assistant's header, or after an answer.
+
+    Messages that were appended alone have no header: they are as an answer, since others may follow.
+    """
 
     position: int
     is_answer: bool
@@ -81,7 +84,8 @@ class Asked:
 
     It sent the messages after a boundary that has the names `bases`, which was at `expected`. `opening` is
     there until its session is in the log. An answer that `is_certain` is the same each time. A request that
-    was found in the log after a restart may be claimed once, until `claim_until_s`.
+    was found in the log after a restart may be claimed once, until `claim_until_s`. Its answer begins with
+    the `prefix`, which was given. `appending` is the id of the append before it that is at work.
     """
 
     held: Held
@@ -93,6 +97,22 @@ class Asked:
     claim_until_s: float = 0.0
     num_users: int = 0
     opening: asyncio.Event | None = None
+    prefix: str = ""
+    appending: str | None = None
+
+
+def append_id(boundary: bytes, position: int, attempt: int = 0) -> str:
+    """Name an append after which a session has this boundary; it begins at `position`."""
+    return f"{boundary.hex()}-at-{position}" + (f"-{attempt}" if attempt else "")
+
+
+def appended_to(request_id: str) -> bytes | None:
+    """Return the boundary that an append has added; None if it is not a gateway's."""
+    digest, at, _ = request_id.partition("-at-")
+    try:
+        return bytes.fromhex(digest) if at else None
+    except ValueError:
+        return None
 
 
 def tags(base: bytes) -> list[str]:
@@ -170,9 +190,20 @@ class Index:
         if held.prompt in held.marks:  # another answer is mostly wanted to the last prompt
             self._unmark(held, held.prompt)
         held.prompt = prompt
-        self._mark(held, prompt, Mark(result.position - len(result.tokens), is_answer=False))
-        for boundary in boundaries.answered(prompt, result):
+        before = result.position - len(result.tokens) - result.prefix_tokens
+        self._mark(held, prompt, Mark(before, is_answer=False))
+        for boundary in boundaries.answered(prompt, result, asked.prefix):
             self._mark(held, boundary, Mark(result.position, is_answer=True))
+
+    def append(self, held: Held, boundary: bytes, result: Appended) -> None:
+        """Add the boundary after appended messages."""
+        if held.name not in self.sessions or result.repeat_of is not None:
+            return
+        if result.rewritten_from is not None:
+            self.rewrites = True
+            self.cut(held, result.rewritten_from)
+        held.position = result.position
+        self._mark(held, boundary, Mark(result.position, is_answer=True))
 
     def old(self, before_s: float) -> Iterator[Held]:
         """Yield sessions that were not used since `before_s`, and those beyond `MOST_SESSIONS`."""

@@ -1,9 +1,12 @@
-"""API keys and their tenants, from a file."""
+"""API keys from a file: the tenant of each, and how much may be asked with it."""
 
 from __future__ import annotations
 
+import re
+import time
+from contextlib import contextmanager
 from hashlib import sha256
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from turnkeep_client.errors import InvalidMessageError, TurnkeepError
 from turnkeep_client.subjects import DEFAULT_TENANT, check_id
@@ -11,21 +14,98 @@ from turnkeep_client.subjects import DEFAULT_TENANT, check_id
 from .turn import Fault
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
+
+_LIMIT: Final = re.compile(r"(requests|tokens)=([1-9]\d*)/min|(at_once)=([1-9]\d*)")
+_MINUTE_S: Final = 60.0
+#: How long who has too many requests at once should wait.
+_PAUSE_S: Final = 1.0
+
+
+class Limits(NamedTuple):
+    """What may be asked with a key: requests and tokens in a minute, and requests at once. None is no limit.
+
+    Tokens are those that were prefilled, and those of answers.
+    """
+
+    requests: int | None = None
+    tokens: int | None = None
+    at_once: int | None = None
+
+
+_UNLIMITED: Final = Limits()
+
+
+class _Bucket:
+    """What is left of a limit by the minute: it is full at first, and fills again all the time."""
+
+    def __init__(self, size: int | None, clock: Callable[[], float]) -> None:
+        self._size = size
+        self._clock = clock
+        self._left = float(size or 0)
+        self._seen_s = clock()
+
+    def wait_s(self, needed: float) -> float:
+        """Return the time until so much is left; 0 if it is."""
+        if self._size is None:
+            return 0.0
+        now_s = self._clock()
+        self._left = min(self._size, self._left + (now_s - self._seen_s) * self._size / _MINUTE_S)
+        self._seen_s = now_s
+        return max(0.0, (needed - self._left) * _MINUTE_S / self._size)
+
+    def take(self, amount: float) -> None:
+        """Take so much, perhaps more than is left."""
+        self._left -= amount
+
+
+class Key:
+    """One key, and what was asked with it. Event loop only."""
+
+    def __init__(
+        self, tenant: str, limits: Limits = _UNLIMITED, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.tenant = tenant
+        self._limits = limits
+        self._requests = _Bucket(limits.requests, clock)
+        self._tokens = _Bucket(limits.tokens, clock)
+        self._num_running = 0
+
+    @contextmanager
+    def one_request(self) -> Iterator[None]:
+        """Count one request while it runs. Raises `Fault` if that is too much."""
+        limits = self._limits
+        if limits.at_once is not None and self._num_running >= limits.at_once:
+            raise _too_many(f"{limits.at_once} requests at once", _PAUSE_S)
+        if wait_s := self._requests.wait_s(1):
+            raise _too_many(f"{limits.requests} requests a minute", wait_s)
+        if wait_s := self._tokens.wait_s(1):
+            raise _too_many(f"{limits.tokens} tokens a minute", wait_s)
+        self._requests.take(1)
+        self._num_running += 1
+        try:
+            yield
+        finally:
+            self._num_running -= 1
+
+    def spend(self, num_tokens: int) -> None:
+        """Count the tokens of an answer, which are known at its end."""
+        self._tokens.take(num_tokens)
 
 
 class Keys:
-    """Which tenant a key belongs to. Without keys, every request is of the default tenant."""
+    """All keys. Without any, every request is of the default tenant, and nothing is limited."""
 
-    def __init__(self, tenants: Mapping[bytes, str] | None = None) -> None:
-        """`tenants` are by the SHA-256 of their keys, so that a look-up says nothing of them by its time."""
-        self._tenants = tenants
+    def __init__(self, keys: Mapping[bytes, Key] | None = None) -> None:
+        """`keys` are by their SHA-256, so that a look-up says nothing of them by its time."""
+        self._keys = keys
+        self._anybody = Key(DEFAULT_TENANT)
 
     @classmethod
     def read(cls, path: Path) -> Keys:
-        """Read a file with a key and a tenant in each line. Raises `TurnkeepError`."""
-        found: dict[bytes, str] = {}
+        """Read a file with a key, a tenant and perhaps limits in each line. Raises `TurnkeepError`."""
+        found: dict[bytes, Key] = {}
         try:
             lines = path.read_text().splitlines()
         except (OSError, UnicodeDecodeError) as error:
@@ -34,25 +114,49 @@ class Keys:
             words = line.split()
             if not words or words[0].startswith("#"):
                 continue
-            if len(words) != 2:
-                raise TurnkeepError(f"{path}, line {number}: it must be a key and a tenant")
+            if len(words) < 2:
+                raise TurnkeepError(f"{path}, line {number}: it must be a key, a tenant, and perhaps limits")
             try:
-                found[_digest(words[0])] = check_id("tenant", words[1])
+                found[_digest(words[0])] = Key(check_id("tenant", words[1]), _limits(words[2:]))
             except InvalidMessageError as error:
                 raise TurnkeepError(f"{path}, line {number}: {error}") from None
         if not found:
             raise TurnkeepError(f"{path} has no keys: nobody could ask anything")
         return cls(found)
 
-    def tenant_of(self, headers: Mapping[str, str]) -> str:
-        """Return the tenant of a request. Raises `Fault`."""
-        if self._tenants is None:
-            return DEFAULT_TENANT
+    def of(self, headers: Mapping[str, str]) -> Key:
+        """Return the key of a request. Raises `Fault`."""
+        if self._keys is None:
+            return self._anybody
         scheme, _, key = headers.get("authorization", "").partition(" ")
         key = key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-        if (tenant := self._tenants.get(_digest(key))) is None:
+        if (found := self._keys.get(_digest(key))) is None:
             raise Fault(401, "the API key is missing or unknown", code="invalid_api_key")
-        return tenant
+        return found
+
+
+def _limits(words: Sequence[str]) -> Limits:
+    """Read the limits of a line. Raises `InvalidMessageError`."""
+    found: dict[str, int] = {}
+    for word in words:
+        match = _LIMIT.fullmatch(word)
+        name, number = (match[1] or match[3], match[2] or match[4]) if match else ("", "")
+        if not match or name in found:
+            raise InvalidMessageError(
+                f"{word!r} is no limit: limits are requests=60/min, tokens=100000/min, at_once=4, each once"
+            )
+        found[name] = int(number)
+    return Limits(**found)
+
+
+def _too_many(what: str, wait_s: float) -> Fault:
+    return Fault(
+        429,
+        f"the limit of this API key is {what}",
+        kind="rate_limit_error",
+        code="rate_limit_exceeded",
+        retry_after_s=wait_s,
+    )
 
 
 def _digest(key: str) -> bytes:

@@ -12,7 +12,7 @@ from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.messages import Function, Message, ToolCall, encode
 
 from . import anthropic, openai
-from .turn import Turn, check, decoded, refused
+from .turn import Turn, check, decoded, prefilled, refused
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -95,8 +95,6 @@ def read(body: bytes) -> Turn:
     openai.refuse(asked, _REFUSED)
     if not asked.messages:
         raise refused("messages is empty", "messages")
-    if asked.messages[-1].role == "assistant":
-        raise refused("the last message is the assistant's: an answer cannot be prefilled", "messages")
     options = openai.sampling(asked, asked.max_tokens) | _tools(asked)
     if asked.stop_sequences:
         options["stop"] = asked.stop_sequences
@@ -112,8 +110,11 @@ def read(body: bytes) -> Turn:
             messages += _messages(given, where)
         except (ValueError, InvalidMessageError) as error:
             raise refused(str(error), where) from None
-    turn = Turn(messages=tuple(messages), options=options, model=asked.model, stream=bool(asked.stream))
-    return check(turn)
+    told, options = prefilled(messages, options)
+    prefix = options.get("prefix", "")
+    if prefix != prefix.rstrip():
+        raise refused("final assistant content cannot end with trailing whitespace", "messages")
+    return check(Turn(messages=told, options=options, model=asked.model, stream=bool(asked.stream)))
 
 
 def _budget(thinking: _Thinking | None) -> int | None:

@@ -17,6 +17,8 @@ from msgspec import Struct
 
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.messages import (
+    Append,
+    Appended,
     Failed,
     Function,
     Generate,
@@ -45,7 +47,7 @@ if TYPE_CHECKING:
 
 HEADER: Final = "Turnkeep-Answer"
 #: JetStream stores headers of up to 64 KiB.
-_MOST_BYTES: Final = 60_000
+MOST_BYTES: Final = 60_000
 _MOST_INFLATED: Final = 64 * 2**20
 _ID: Final = re.compile(r"[0-9a-f]{48}")
 #: The fields of a generate that are no options of a turn.
@@ -66,7 +68,9 @@ class Note(Struct, frozen=True):
 
 
 class _Exchange(NamedTuple):
-    request: Generate
+    """A generate with the conversation up to its answer, or an append with the one up to its end."""
+
+    request: Generate | Append
     note: Note | None
     result: Result | None
     prompt: _Conversation
@@ -90,7 +94,7 @@ def new_note(own_id: str, created: int, turn: Turn) -> Note | None:
     if not turn.is_kept:
         return None
     note = Note(own_id[:16], created, turn.model, dict(turn.asked))
-    if len(_packed(note)) > _MOST_BYTES:
+    if len(_packed(note)) > MOST_BYTES:
         raise refused("the names of model and tools are too long to keep: send store: false", "store")
     return note
 
@@ -103,7 +107,7 @@ def answer_id(session: str, note: Note) -> str:
 def headers(note: Note, before: tuple[Message, ...] | None) -> dict[str, str]:
     """Write a note as a header; `before` are the messages that a fork takes from its parent."""
     packed = _packed(msgspec.structs.replace(note, before=before))
-    return {HEADER: packed if len(packed) <= _MOST_BYTES else _packed(note)}
+    return {HEADER: packed if len(packed) <= MOST_BYTES else _packed(note)}
 
 
 def continued(turn: Turn, before: Recorded | None) -> Turn:
@@ -129,7 +133,7 @@ async def find(client: Client, wanted: set[str]) -> dict[str, Recorded]:
     for session in {one[:32] for one in wanted if _ID.fullmatch(one)}:
         key = session_key(client.tenant, PREFIX + session)
         async for request, note, result, prompt in _exchanges(client, key):
-            if note is not None and session + note.id in wanted:
+            if note is not None and isinstance(request, Generate) and session + note.id in wanted:
                 turn = _turn(request, note, prompt)
                 known = result if isinstance(result, Generated | Failed) else None
                 one = Recorded(key.session, request.id, turn, note.created, known)
@@ -138,7 +142,7 @@ async def find(client: Client, wanted: set[str]) -> dict[str, Recorded]:
 
 
 async def _exchanges(client: Client, key: SessionKey) -> AsyncIterator[_Exchange]:
-    """Yield a session's generates in order, repeated ones too, with the conversation up to the answer."""
+    """Yield a session's appends and generates in order, repeated ones too."""
     results = await _results(client, key)
     said: _Conversation = ()  # up to the last answer
     prompts: dict[str, _Conversation] = {}
@@ -149,6 +153,9 @@ async def _exchanges(client: Client, key: SessionKey) -> AsyncIterator[_Exchange
             continue
         if isinstance(request, Open) and request.from_ is not None:
             said = await _said_at(client, request.from_)
+        if isinstance(request, Append) and isinstance(appended := results.pop(request.id, None), Appended):
+            said = None if said is None else (*said, *(request.messages or ()))
+            yield _Exchange(request, None, appended, said)
         if not isinstance(request, Generate):
             continue
         note, result = _note(one.headers), results.get(request.id)
@@ -157,7 +164,7 @@ async def _exchanges(client: Client, key: SessionKey) -> AsyncIterator[_Exchange
         if request.id not in prompts:
             prompts[request.id] = prompt
             if prompt is not None and isinstance(result, Generated) and result.tokens:
-                said = _after(prompt, result)
+                said = _after(prompt, result, request.prefix)
         elif note is None or note.before is None:
             prompt = prompts[request.id]
         yield _Exchange(request, note, result, prompt)
@@ -165,12 +172,14 @@ async def _exchanges(client: Client, key: SessionKey) -> AsyncIterator[_Exchange
 
 async def _said_at(client: Client, point: ForkPoint) -> _Conversation:
     """Return the conversation at a position of a session; None if the log does not have it."""
-    async for _, _, result, prompt in _exchanges(client, session_key(client.tenant, point.session)):
-        if isinstance(result, Generated) and prompt is not None:
-            if point.position == result.position - len(result.tokens):
+    async for request, _, result, prompt in _exchanges(client, session_key(client.tenant, point.session)):
+        if isinstance(result, Appended) and point.position == result.position:
+            return prompt
+        if isinstance(request, Generate) and isinstance(result, Generated) and prompt is not None:
+            if point.position == result.position - len(result.tokens) - result.prefix_tokens:
                 return prompt
             if point.position == result.position:
-                return _after(prompt, result)
+                return _after(prompt, result, request.prefix)
     return None
 
 
@@ -184,13 +193,13 @@ async def _results(client: Client, key: SessionKey) -> dict[str, Result]:
     return found
 
 
-def _after(prompt: tuple[Message, ...], result: Generated) -> tuple[Message, ...]:
+def _after(prompt: tuple[Message, ...], result: Generated, prefix: str = "") -> tuple[Message, ...]:
     if not result.tokens:  # cancelled before the first one
         return prompt
     calls = tuple(
         ToolCall(call.id, Function(call.function.name, call.function.arguments)) for call in result.tool_calls
     )
-    return (*prompt, Message("assistant", result.text, None, calls))
+    return (*prompt, Message("assistant", prefix + result.text, None, calls))
 
 
 def _turn(request: Generate, note: Note, prompt: tuple[Message, ...] | None) -> Turn:

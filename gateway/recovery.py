@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from turnkeep_client.errors import InvalidMessageError, NotPermittedError
 from turnkeep_client.messages import (
+    Appended,
     Closed,
     Failed,
     Generate,
@@ -24,9 +26,11 @@ from turnkeep_client.messages import (
 from turnkeep_client.stream import StreamError
 
 from . import boundaries
-from .index import MOST_SESSIONS, PREFIX, Asked, Held, Index, RequestName, base_of
+from .index import MOST_SESSIONS, PREFIX, Asked, Held, Index, RequestName, appended_to, base_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from turnkeep_client.calls import Stored
     from turnkeep_client.client import Client
     from turnkeep_client.messages import Result
@@ -63,9 +67,13 @@ async def recover(client: Client, index: Index) -> None:
     places = asyncio.Semaphore(_AT_ONCE)
 
     async def read(held: Held, key: SessionKey) -> None:
+        prefixes: dict[str, str] = {}
         async with places:
             stored = [one async for _, one in client.stored.every(key, "out")]
-        end = _fold(index, held, stored)
+            entries = [(one, found) for one in stored if (found := _decoded(one)) is not None]
+            if any(isinstance(found, Generated) and found.prefix_tokens for _, found in entries):
+                prefixes = _prefixes([one async for _, one in client.stored.every(key, "in")])
+        end = _fold(index, held, entries, prefixes)
         if (request := requests.get(key)) is not None:
             _note_running(index, held, request, end)
 
@@ -78,12 +86,13 @@ async def recover(client: Client, index: Index) -> None:
     await asyncio.gather(*(read(held, key) for held, key in wanted[-_MOST_READ:]))
 
 
-def _fold(index: Index, held: Held, stored: list[Stored]) -> _End:
-    """Add what a session's results say to the index."""
+def _fold(
+    index: Index, held: Held, entries: list[tuple[Stored, Result]], prefixes: Mapping[str, str]
+) -> _End:
+    """Add what a session's results say to the index; `prefixes` begin answers, by the id of their request."""
     end = _End(None, 0)
-    for one in stored:
-        result = _decoded(one)
-        if result is None or result.position is None or result.repeat_of is not None:
+    for one, result in entries:
+        if result.position is None or result.repeat_of is not None:
             continue
         name = RequestName.parse(result.id or "")
         match result:
@@ -94,9 +103,13 @@ def _fold(index: Index, held: Held, stored: list[Stored]) -> _End:
             case Generated() if name is not None:
                 until_s = _time(one) + CLAIM_S
                 asked = _asked(held, name, end, until_s if until_s > time.time() else 0.0)
+                asked.prefix = prefixes.get(result.id or "", "")
                 index.ask(asked)
                 index.answer(asked, result)
-                end = _End(boundaries.answered(name.prompt, result), result.position)
+                end = _End(boundaries.answered(name.prompt, result, asked.prefix), result.position)
+            case Appended() if (boundary := appended_to(result.id or "")) is not None:
+                index.append(held, boundary, result)
+                end = _End({boundary}, result.position)
             case Failed():
                 if name is not None:
                     asked = _asked(held, name, end, 0.0)
@@ -119,11 +132,23 @@ def _note_running(index: Index, held: Held, stored: Stored, end: _End) -> None:
         return
     name = RequestName.parse(request.id)
     if isinstance(request, Generate) and name is not None and name.key not in index.asked:
-        index.ask(_asked(held, name, end, math.inf))
+        asked = _asked(held, name, end, math.inf)
+        asked.prefix = request.prefix
+        index.ask(asked)
 
 
 def _asked(held: Held, name: RequestName, end: _End, claim_until_s: float) -> Asked:
     return Asked(held, name, end.bases or set(), end.position, claim_until_s=claim_until_s)
+
+
+def _prefixes(stored: list[Stored]) -> dict[str, str]:
+    found = {}
+    for one in stored:
+        with contextlib.suppress(InvalidMessageError):
+            request = decode_request(one.body)
+            if isinstance(request, Generate) and request.prefix:
+                found[request.id] = request.prefix
+    return found
 
 
 def _decoded(stored: Stored) -> Result | None:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import socket
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
+import h11
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from turnkeep_client.errors import TurnkeepError
 
 if TYPE_CHECKING:
+    import asyncio
+
     from .app import Gateway
 
 #: How long answers may take to end when the server does. Their clients ask again, and get the rest.
 _DRAIN_S: Final = 10
 _KEEP_ALIVE_S: Final = 75
+#: A request's headers must be there within this time.
+_HEAD_S: Final = 10.0
 
 
 def listening(host: str, port: int) -> socket.socket:
@@ -26,12 +33,41 @@ def listening(host: str, port: int) -> socket.socket:
         raise TurnkeepError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
 
 
+class _Protocol(H11Protocol):
+    """Closes connections whose next request has begun, or should be the first, and does not arrive."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._closing: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+        super().connection_made(transport)
+        self._closing = self.loop.call_later(_HEAD_S, self._close)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
+            self._closing = self._closing or self.loop.call_later(_HEAD_S, self._close)
+        elif self._closing is not None:
+            self._closing.cancel()
+            self._closing = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._closing is not None:
+            self._closing.cancel()
+
+    def _close(self) -> None:
+        self.transport.close()
+
+
 def server(gateway: Gateway) -> uvicorn.Server:
     """Return a server of the gateway's application."""
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # else clients that send nonsense fill the log
     made = uvicorn.Server(
         uvicorn.Config(
             gateway.app,
-            http="h11",
+            http=_Protocol,
             ws="none",
             lifespan="off",
             log_config=None,

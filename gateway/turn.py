@@ -5,6 +5,7 @@ A result needs no form of its own: dialects write the protocol's `Chunk` and `Ge
 
 from __future__ import annotations
 
+import math
 import re
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -30,6 +31,8 @@ ALL_THAT_FITS: Final = 2**31 - 1
 #: Answers to one prompt.
 MOST_ANSWERS: Final = 16
 
+#: How long who is one too many should wait.
+_PAUSE_S: Final = 1.0
 #: Of a worker's `context_exceeded`: the prompt's tokens and the context.
 _OVERFLOW = re.compile(r"would hold (\d+) tokens .* the context is (\d+)")
 _PATH = re.compile(r"(?P<fault>.*) - at `\$\.?(?P<path>[^`]*)`", re.DOTALL)
@@ -70,8 +73,12 @@ class Fault(Exception):  # noqa: N818  # an outcome that each dialect writes in 
         code: str | None = None,
         param: str | None = None,
         overflow: tuple[int, int] | None = None,
+        retry_after_s: float | None = None,
     ) -> None:
-        """`overflow`: the tokens of a prompt that is too long, and the context, if these are known."""
+        """`overflow`: the tokens of a prompt that is too long, and the context, if these are known.
+
+        `retry_after_s`: when the same request may be answered.
+        """
         super().__init__(message)
         self.status = status
         self.message = message
@@ -79,6 +86,12 @@ class Fault(Exception):  # noqa: N818  # an outcome that each dialect writes in 
         self.code = code
         self.param = param
         self.overflow = overflow
+        self.retry_after_s = retry_after_s
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of the answer."""
+        return {} if self.retry_after_s is None else {"retry-after": str(math.ceil(self.retry_after_s))}
 
 
 def refused(message: str, param: str | None = None, code: str | None = None) -> Fault:
@@ -97,6 +110,29 @@ def decoded(decoder: msgspec.json.Decoder[_T], body: bytes) -> _T:
         raise refused(str(error), found["path"] if found else None) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise refused(f"the body is not JSON: {error}") from None
+
+
+def prefilled(messages: list[Message], options: dict[str, Any]) -> tuple[tuple[Message, ...], dict[str, Any]]:
+    """Make the assistant's last message, if it is the last of all, the beginning of the answer.
+
+    Such an answer has no reasoning. Raises `Fault`.
+    """
+    *before, last = messages
+    if last.role != "assistant":
+        return tuple(messages), options
+    why = None
+    if not before:
+        why = "there is no message before the assistant's"
+    elif last.tool_calls:
+        why = "the last message has tool calls, and their results must follow it"
+    elif options.get("tool_choice", "auto") not in ("auto", "none"):
+        why = "an answer that must call a tool cannot be prefilled: the last message is the assistant's"
+    elif "response_format" in options:
+        why = "an answer with a format cannot be prefilled: the last message is the assistant's"
+    if why:
+        raise refused(why, "messages")
+    given = {"prefix": last.content, "reasoning": {"budget": 0}} if last.content else {}
+    return tuple(before), options | given
 
 
 def check(turn: Turn) -> Turn:
@@ -118,7 +154,13 @@ def fault_of(error: TurnkeepError) -> Fault:
         case RequestFailedError(code="invalid_request"):
             return refused(error.message)
         case RequestFailedError(code="overloaded"):
-            return Fault(429, error.message, kind="rate_limit_error", code="rate_limit_exceeded")
+            return Fault(
+                429,
+                error.message,
+                kind="rate_limit_error",
+                code="rate_limit_exceeded",
+                retry_after_s=_PAUSE_S,
+            )
         case NoWorkerError():
             return Fault(503, str(error), kind="server_error", code="no_worker")
         case InvalidMessageError():  # the messages were valid: what is left is their size

@@ -596,4 +596,5 @@ class App:
             worker=self._settings.worker,
             version=VERSION,
             interval_s=self._settings.metrics_interval_s,
+            max_message_bytes=self._settings.max_message_bytes,
         )

@@ -37,6 +37,7 @@ def collect(
     worker: str,
     version: str,
     interval_s: float,
+    max_message_bytes: int,
 ) -> Metrics:
     """Build the message from the parts' current counters. Event loop only."""
     return Metrics(
@@ -53,6 +54,7 @@ def collect(
         returned=intake.num_returned,
         log_bytes=retention.num_bytes,
         log_max_bytes=retention.max_bytes,
+        max_message_bytes=max_message_bytes,
         ignored=dict(telemetry.ignored),
         running=engine.num_running,
         sessions=len(sessions),

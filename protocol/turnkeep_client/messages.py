@@ -243,12 +243,28 @@ class _Input(_Request, frozen=True):
         return sum(part is not None for part in (self.messages, self.text, self.tokens))
 
 
+Tools = Annotated[tuple[Tool, ...], Meta(max_length=512)]
+
+
+def _check_names(tools: Tools) -> list[str]:
+    names = [tool.function.name for tool in tools]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"has two tools of the name {twice}")
+    return names
+
+
 class Append(_Input, frozen=True, tag="append"):
-    """Add exactly one of `messages`, `text`, `tokens` to the session and prefill it at once."""
+    """Add exactly one of `messages`, `text`, `tokens` to the session and prefill it at once.
+
+    `tools` are those of the session from then on, as in a generate.
+    """
+
+    tools: Tools | None = None
 
     def __post_init__(self) -> None:
         if self.num_inputs != 1:
             raise ValueError(f"append takes exactly one of messages, text, tokens; it has {self.num_inputs}")
+        _check_names(self.tools or ())
 
 
 class JsonSchema(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -331,7 +347,7 @@ class Generate(_Input, frozen=True, tag="generate"):
     max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 256
     prefix: Annotated[str, Meta(description="the answer's first text, given")] = ""
     own_sampling: bool = False
-    tools: Annotated[tuple[Tool, ...], Meta(max_length=512)] | None = None
+    tools: Tools | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True
     reasoning: Reasoning = Reasoning()
@@ -364,9 +380,7 @@ class Generate(_Input, frozen=True, tag="generate"):
             raise ValueError("takes top_logprobs with logprobs only: set logprobs to true")
         if not self.max_tokens and not self.echo:
             raise ValueError("takes max_tokens 0 with echo only: an answer has a token at least")
-        names = [tool.function.name for tool in self.tools or ()]
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            raise ValueError(f"has two tools of the name {twice}")
+        names = _check_names(self.tools or ())
         if isinstance(self.tool_choice, NamedTool) and self.tools is not None:
             chosen = self.tool_choice.function.name
             if chosen not in names:
@@ -574,7 +588,8 @@ class Generated(_Bounded, frozen=True, tag="generated"):
     With `logprobs`, the field of that name has an item for each token; with `echo`, `prompt_logprobs` for
     each token that the request added before them. `reasoning` and `tool_calls` are not in the text. A call
     that cannot be parsed is in the text, and the `finish_reason` is then `tool_calls_malformed`. `warnings`
-    say what of the request had no effect.
+    say what of the request had no effect. `prefix_tokens` is how many of the prompt's tokens, its last ones,
+    are the request's `prefix`; `resumed_tokens` is how many of the answer's an earlier worker had published.
     """
 
     text: str
@@ -590,6 +605,8 @@ class Generated(_Bounded, frozen=True, tag="generated"):
     reasoning: str = ""
     tool_calls: tuple[Called, ...] = ()
     warnings: tuple[str, ...] = ()
+    prefix_tokens: int = 0
+    resumed_tokens: int = 0
 
     def parsed(self, kind: type[_T]) -> _T:
         """Parse the text as JSON of a type: one that msgspec knows, such as `dict`, or a pydantic model.
@@ -882,10 +899,11 @@ class Metrics(Struct, frozen=True, kw_only=True, tag_field="type", tag="metrics"
     authors recommend; the worker applies none by itself. `context_tokens` is the most that a session with all
     of its KV may hold.
 
-    `interval_s` is the time until the next message. `queue_time` and `request_duration` count the appends and
-    generates from the moment when the log stored them, by the server's clock: `queue_time` until they began
-    to run, `request_duration` until the results of successful ones were stored. Workers of earlier versions
-    send neither. `decoding_s` adds up the steps that decoded answers, so that tokens a second can leave out
+    `interval_s` is the time until the next message; `max_message_bytes` is the size of the largest request
+    that the log takes. `queue_time` and `request_duration` count the appends and generates from the moment
+    when the log stored them, by the server's clock: `queue_time` until they began to run, `request_duration`
+    until the results of successful ones were stored. Workers of earlier versions send none of these.
+    `decoding_s` adds up the steps that decoded answers, so that tokens a second can leave out
     idle time. `by_tenant` is sent only on the metrics subject, never in an answer to a control request.
     """
 
@@ -900,6 +918,7 @@ class Metrics(Struct, frozen=True, kw_only=True, tag_field="type", tag="metrics"
     returned: int = 0
     log_bytes: int = 0
     log_max_bytes: int = 0
+    max_message_bytes: int = 0
     ignored: dict[str, int] = {}
     running: int
     sessions: int

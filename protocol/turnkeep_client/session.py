@@ -150,6 +150,7 @@ class Session:
         messages: Messages | None = None,
         text: str | None = None,
         tokens: Sequence[int] | None = None,
+        tools: Sequence[Tool | Mapping[str, Any]] | None = None,
         special_tokens: bool | None = None,
         request_id: str | None = None,
         expect_position: int | None = None,
@@ -160,9 +161,10 @@ class Session:
     ) -> Appended:
         """Add exactly one of `messages`, `text`, `tokens` and wait until it is prefilled.
 
-        `special_tokens` parses special tokens that are spelled out in messages: for trusted messages only.
-        After `deadline_s` the worker drops the request; `timeout_s` only ends the wait. `headers` are headers
-        of the NATS message; a `traceparent` adds the worker's spans to the caller's trace.
+        `tools` become those of the session. `special_tokens` parses special tokens that are spelled out in
+        messages: for trusted messages only. After `deadline_s` the worker drops the request; `timeout_s` only
+        ends the wait. `headers` are headers of the NATS message; a `traceparent` adds the worker's spans to
+        the caller's trace.
         """
         request = build(
             Append,
@@ -170,6 +172,7 @@ class Session:
             messages=messages,
             text=text,
             tokens=tokens,
+            tools=tools,
             special_tokens=special_tokens,
             expect_position=expect_position,
             deadline_s=deadline_s,

@@ -25,8 +25,9 @@ def called(arguments: str, call_id: str = "c1", **more: Any) -> dict[str, Any]:
 
 
 def chain(*messages: dict[str, Any], **more: Any) -> list[bytes]:
-    turn = chat.read(json.dumps({"messages": messages, **more}).encode())
-    return boundaries.chain(turn.messages or (), turn.options)
+    asked = [*messages, user("The end.")]  # so that no answer is taken for the beginning of the next one
+    turn = chat.read(json.dumps({"messages": asked, **more}).encode())
+    return boundaries.chain(turn.messages or (), turn.options)[:-1]
 
 
 def result(text: str = "", calls: tuple[Called, ...] = (), position: int = 10, **more: Any) -> Generated:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from click.testing import CliRunner
 
+import gateway
 from gateway.serving import listening
 from worker.commands.cli import main
 
@@ -23,8 +24,9 @@ def said(*arguments: str) -> str:
 
 @pytest.mark.parametrize("library", ["starlette", "uvicorn"])
 def test_a_missing_library_is_named_with_its_extra(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("gateway.app", "gateway.serving"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
+    for name in ("app", "serving"):
+        monkeypatch.delitem(sys.modules, f"gateway.{name}", raising=False)
+        monkeypatch.delattr(gateway, name, raising=False)
     for name in [name for name in sys.modules if name.partition(".")[0] == library]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, library, None)  # type: ignore[arg-type]

@@ -93,6 +93,8 @@ async def test_a_worker_that_is_killed_in_mid_answer_is_a_pause_in_the_stream(
     (result,) = await recorded(client, one.session)
     assert (len(result.tokens), one.text) == (600, result.text)
     assert process.log.count("resuming an interrupted answer") >= 1
+    assert 20 < result.resumed_tokens < 600
+    assert served.gateway.counters.num_resumed == 1
     assert one.lines[-2] == "data: [DONE]"
     more = question("Begin.", 4)
     more["messages"] += [{"role": "assistant", "content": one.text}, {"role": "user", "content": "On."}]

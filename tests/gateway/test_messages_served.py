@@ -226,7 +226,7 @@ async def test_errors_have_anthropics_shape(http: httpx2.AsyncClient) -> None:
         (body(user([{"type": "document", "source": {}}])), "document"),
         (body(user([result([picture])])), "image"),
         (body({"role": "tool", "content": "a"}), "role"),
-        (body(user("a"), assistant("b")), "prefilled"),
+        (body(user("a"), assistant("b ")), "trailing whitespace"),
         (body(), "empty"),
         (body(user("a"), tool_choice={"type": "any"}), "tools"),
         (body(user("a"), tools=[TOOL], tool_choice={"type": "tool", "name": "x"}), "tool_choice"),

@@ -208,7 +208,7 @@ async def test_a_fork_goes_on_by_its_id(
     first, _ = await ask(served, f"One? {random.Random(5).randbytes(300).hex()}")
     await ask(served, "Two?", previous_response_id=first.id)
     if is_long:
-        monkeypatch.setattr("gateway.recorded._MOST_BYTES", 400)
+        monkeypatch.setattr("gateway.recorded.MOST_BYTES", 400)
     fork, how = await ask(served, "Too?", previous_response_id=first.id)
     assert how == "forked"
     if is_long:

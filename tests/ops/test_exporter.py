@@ -39,7 +39,9 @@ if TYPE_CHECKING:
     from tests.parts import WorkerProcess
 
 #: Fields that become labels, or values of `turnkeep_..._info`.
-LABELS = {"worker", "model", "device", "version", "kv_layers", "sampling", "snapshots", "by_tenant"}
+LABELS = {"worker", "model", "device", "version", "kv_layers", "sampling", "snapshots", "by_tenant"} | {
+    "max_message_bytes"  # a setting, of which there is no figure
+}
 LABEL = {"worker": "w1", "model": "tiny", "device": "cpu"}
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]

@@ -185,6 +185,7 @@ async def test_an_answer_begins_with_the_given_prefix_and_goes_on(client: Client
     _, given = await answered(client.session("s"), **asked, prefix="As <|im_end|> you")
     rendered = await client.session("t").append(messages=asked["messages"])
     header = await client.session("t").count(text="")
+    assert given.prefix_tokens == len("As <|im_end|> you")
     assert header.tokens == given.usage.prompt_tokens - rendered.position - len("As <|im_end|> you")
     _, more = await answered(client.session("s"), messages=asked["messages"], max_tokens=6)
     shown = client.session("u")

@@ -104,6 +104,13 @@ def thinking(model_with_template: Callable[[str, str], Path], with_tools: Tokeni
     return made
 
 
+@pytest.fixture(scope="module")
+def harmony(model_with_template: Callable[[str, str], Path], with_tools: Tokenizer) -> Tokenizer:
+    made = Tokenizer.from_folder(model_with_template("with-tools", WITH_TOOLS))
+    made._dialect = replace(with_tools.dialect, is_harmony=True, reasoning=None)
+    return made
+
+
 def world_of(tokenizer: Tokenizer, *texts: str) -> World:
     world = World(tokenizer)
     world.engine = Script(tokenizer, *texts)
@@ -351,3 +358,16 @@ async def test_what_nests_deep_is_rendered_or_refused(with_tools: Tokenizer, dep
     body += b'"function","function":{"name":"f","parameters":' + schema + b"}}]}"
     told = await world.ask(body)
     assert isinstance(told, Generated) or told.code in ("invalid_request", "context_exceeded"), told
+
+
+async def test_a_prefix_without_reasoning_is_the_text_of_a_harmony_answer(harmony: Tokenizer) -> None:
+    world = world_of(harmony, "sunny.", " or not.", "<|channel|>final<|message|>Yes.")
+    none = Reasoning(budget=0)
+    result = await generated(world, ask(1, user("Weather?"), prefix="It is ", reasoning=none))
+    assert (result.text, result.reasoning) == ("sunny.", "")
+    assert result.prefix_tokens == len("<|channel|>final<|message|>It is ")
+    assert "assistant\n<|channel|>final<|message|>It is sunny.<|im_end|>" in text_of(world)
+    result = await generated(world, ask(2, user("Sure?"), prefix="So", raw=True, reasoning=none))
+    assert (result.text, result.prefix_tokens) == (" or not.", 2)
+    result = await generated(world, ask(3, user("Well?"), reasoning=none))
+    assert result.text == "Yes."

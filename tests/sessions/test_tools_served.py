@@ -165,6 +165,24 @@ async def test_reasoning_ends_after_its_budget_and_the_format_begins_behind_it(
         assert "".join(chunk.text for chunk in chunks) == result.text
 
 
+async def test_without_reasoning_a_prefix_begins_behind_the_one_that_the_template_opens(
+    local_worker: Callable[..., Awaitable[Any]], thinking_model: Path
+) -> None:
+    client = (await local_worker(model=str(thinking_model))).client
+    asked: dict[str, Any] = {
+        "messages": user("Hi"),
+        "max_tokens": 5,
+        "prefix": "So",
+        "logit_bias": dict.fromkeys((2, *MARKS), -100),
+    }
+    behind = await client.session("behind").generate(**asked, reasoning={"budget": 0})
+    assert (behind.reasoning, behind.usage.reasoning_tokens) == ("", 0)
+    assert behind.text
+    assert behind.prefix_tokens == len("</think>\n\nSo".replace("</think>", "."))
+    inside = await client.session("inside").generate(**asked)
+    assert (inside.text, inside.prefix_tokens) == ("", len("So"))
+
+
 async def test_a_budget_is_kept_over_a_kill(
     local_worker: Callable[..., Awaitable[Any]], worker_process: Any, thinking_model: Path, tmp_path: Path
 ) -> None:

@@ -110,8 +110,17 @@ def main() -> None:
 
 @main.command()
 @click.option("--check", is_flag=True, help="Check what this worker needs, as doctor does, and end.")
+@click.option(
+    "--gateway",
+    "gateway_port",
+    metavar="[PORT]",
+    type=click.IntRange(0, 65535),
+    is_flag=False,
+    flag_value=8080,
+    help="Run a gateway too, on this machine's loopback address. [default port: 8080]",
+)
 @with_settings()
-def serve(config: Path | None, check: bool, **flags: Any) -> None:
+def serve(config: Path | None, check: bool, gateway_port: int | None, **flags: Any) -> None:
     """Run a worker, with its own NATS server unless --nats names one. Ctrl-C stops it.
 
     On SIGHUP the worker reads the settings again and applies max_disk and min_free_disk.
@@ -123,7 +132,7 @@ def serve(config: Path | None, check: bool, **flags: Any) -> None:
         _examine(settings, as_json=False)
     from .serve import serve as run
 
-    run(load_settings(config, flags), lambda: load_settings(config, flags))
+    run(load_settings(config, flags), lambda: load_settings(config, flags), gateway_port)
 
 
 @main.command()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +18,8 @@ from .flags import load_settings, with_settings
 from .talking import CLIENT_SETTINGS, connected, talk
 
 if TYPE_CHECKING:
+    from uvicorn import Server
+
     from turnkeep_client.client import Client
 
 
@@ -28,7 +34,7 @@ if TYPE_CHECKING:
     "--keys",
     metavar="FILE",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="API keys: lines of a key and its tenant. [default: no key is needed]",
+    help="API keys: lines of a key, its tenant and perhaps limits. [default: no key is needed]",
 )
 @click.option(
     "--idle-hours",
@@ -38,9 +44,26 @@ if TYPE_CHECKING:
     show_default=True,
     help="Remove conversations that nobody continued for so long.",
 )
+@click.option(
+    "--cors", metavar="ORIGIN", help="A site whose pages may ask, as https://chat.example. [default: none]"
+)
+@click.option(
+    "--explain",
+    is_flag=True,
+    help="Say in a header, and in the log, what was found of each conversation, and what differs.",
+)
+@click.option("--until-eof", is_flag=True, hidden=True, help="End when standard input does.")
 @with_settings(*CLIENT_SETTINGS)
 def gateway(
-    config: Path | None, host: str, port: int, keys: Path | None, idle_hours: float, **flags: Any
+    config: Path | None,
+    host: str,
+    port: int,
+    keys: Path | None,
+    idle_hours: float,
+    cors: str | None,
+    explain: bool,
+    until_eof: bool,
+    **flags: Any,
 ) -> None:
     """Serve OpenAI's and Anthropic's APIs over HTTP, on durable sessions, until Ctrl-C.
 
@@ -58,6 +81,9 @@ def gateway(
         raise TurnkeepError(f"{library} is missing; pip install 'turnkeep[gateway]' brings it") from None
 
     settings = load_settings(config, flags)
+    if explain:
+        logging.basicConfig(format="%(message)s")
+        logging.getLogger("gateway").setLevel(logging.INFO)
     known = Keys.read(keys) if keys else Keys()
 
     async def run(client: Client) -> None:
@@ -68,7 +94,17 @@ def gateway(
         address, at = listener.getsockname()[:2]
         shown = f"[{address}]" if ":" in address else address
         click.echo(f"the gateway is at http://{shown}:{at}/v1", err=True)
-        gateway = Gateway(connect, known, idle_s=3600 * idle_hours)
-        await serve(gateway, server(gateway), listener)
+        gateway = Gateway(connect, known, idle_s=3600 * idle_hours, cors=cors, explain=explain)
+        running = server(gateway)
+        if until_eof:
+            asyncio.get_running_loop().add_reader(sys.stdin, lambda: _end_at_eof(running))
+        await serve(gateway, running, listener)
 
     talk(settings, DEFAULT_TENANT, run)
+
+
+def _end_at_eof(server: Server) -> None:
+    """Stop the server if the process at the other end of standard input has ended."""
+    if not os.read(sys.stdin.fileno(), 4096):
+        server.should_exit = True
+        asyncio.get_running_loop().remove_reader(sys.stdin)

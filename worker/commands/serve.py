@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib.metadata
 import os
 import signal
+import subprocess
 import sys
 from typing import TYPE_CHECKING
 
@@ -17,10 +19,10 @@ from worker.concurrency import task_group
 from worker.heap import Spare
 from worker.logs import configure
 from worker.models.blas import computes_on_linux_cpu, preload
-from worker.settings import SettingsError
+from worker.settings import SettingsError, describe
 
 from .progress import terminal_progress
-from .talking import command_line
+from .talking import CLIENT_SETTINGS, command_line
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -33,11 +35,14 @@ log = structlog.get_logger()
 #: The device thread holds the interpreter while it builds a step's graph; at the default of 5 ms the event
 #: loop would wait that long for each of its own turns.
 _SWITCH_INTERVAL_S = 0.001
+#: How long a gateway may take to end; its clients ask the next one again.
+_GATEWAY_S = 3.0
 
 
-def serve(settings: Settings, read_again: Callable[[], Settings]) -> None:
+def serve(settings: Settings, read_again: Callable[[], Settings], gateway_port: int | None = None) -> None:
     """Run a worker until SIGINT or SIGTERM; a second signal ends the process at once.
 
+    With a `gateway_port` a gateway runs as a process of its own, which ends with this one.
     Without a terminal, SIGHUP applies the disk limits that `read_again` returns. On a terminal SIGHUP means
     that the terminal was closed, and stops the worker like SIGTERM.
     """
@@ -47,10 +52,12 @@ def serve(settings: Settings, read_again: Callable[[], Settings]) -> None:
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     spare = Spare(settings.spare_memory if computes_on_linux_cpu() else 0)
     preload()  # before anything imports MLX
-    anyio.run(_serve, settings, read_again, spare)
+    anyio.run(_serve, settings, read_again, spare, gateway_port)
 
 
-async def _serve(settings: Settings, read_again: Callable[[], Settings], spare: Spare) -> None:
+async def _serve(
+    settings: Settings, read_again: Callable[[], Settings], spare: Spare, gateway_port: int | None
+) -> None:
     from worker.app import App
 
     with terminal_progress(log.info) as progress:
@@ -67,6 +74,8 @@ async def _serve(settings: Settings, read_again: Callable[[], Settings], spare: 
                 tasks.start_soon(_obey, received, app, starting, read_again)
                 if _for_people(settings):
                     tasks.start_soon(_say_what_next, settings, app)
+                if gateway_port is not None:
+                    tasks.start_soon(_run_gateway, settings, app, gateway_port)
                 with starting:
                     await app.run()
                 tasks.cancel_scope.cancel()
@@ -86,6 +95,31 @@ async def _say_what_next(settings: Settings, app: App) -> None:
         "Ctrl-C stops the worker and keeps its sessions.\n",
         err=True,
     )
+
+
+async def _run_gateway(settings: Settings, app: App, port: int) -> None:
+    """Run a gateway once the worker serves. It gets the settings by its environment, as some are secrets."""
+    await app.ready.wait()
+    standard, environment = type(settings)(), {**os.environ}
+    for setting in describe():
+        value = getattr(settings, setting.name)
+        if setting.name in CLIENT_SETTINGS and value != getattr(standard, setting.name):
+            environment[setting.variable] = str(value)
+    # Its own session: Ctrl-C is for the worker. If this process is killed, its end of the pipe is closed.
+    command = [sys.executable, "-P", "-m", "worker", "gateway", "--port", str(port), "--until-eof"]
+    pipe = subprocess.PIPE
+    async with await anyio.open_process(
+        command, stdin=pipe, stdout=None, stderr=None, env=environment, start_new_session=True
+    ) as process:
+        try:
+            code = await process.wait()
+            log.error("the gateway has ended, the worker goes on", code=code)
+        finally:
+            with contextlib.suppress(ProcessLookupError), anyio.CancelScope(shield=True):
+                process.terminate()
+                with anyio.move_on_after(_GATEWAY_S):
+                    await process.wait()
+                process.kill()
 
 
 async def _obey(

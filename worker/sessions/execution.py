@@ -39,12 +39,12 @@ from turnkeep_client.messages import (
 from worker.batch.chooser import Sampling
 from worker.concurrency import in_thread, task_group
 from worker.text.answer import Answer
-from worker.text.harmony import HarmonySplitter
+from worker.text.harmony import FINAL, HarmonySplitter
 from worker.text.splitting import MarkedSplitter, call_id
 from worker.text.text import TextStream
 
 from .echo import echo_of, told
-from .formats import Formats
+from .formats import Formats, is_prefix_final
 from .history import RefusedError, seen
 from .policies import chosen, misfit
 
@@ -326,7 +326,10 @@ class Execution:
             return call_id(f"{key}:{pending.seq}", index)
 
         if dialect.is_harmony:
-            return HarmonySplitter(with_calls=bool(tools), new_id=new_id)
+            harmony = HarmonySplitter(with_calls=bool(tools), new_id=new_id)
+            if is_prefix_final(request):
+                harmony.push(FINAL)
+            return harmony
         if not tools and dialect.reasoning is None:
             return None
         in_reasoning = conversation.in_reasoning()
@@ -436,6 +439,8 @@ class Execution:
                 turn.live_bytes if turn else self._engine.live_bytes(key, after.tokens, after.policy)
             ),
             rewritten_from=extended.rewritten_from,
+            prefix_tokens=extended.num_given,
+            resumed_tokens=pending.num_resumed,
             **seen(after),
         )
 

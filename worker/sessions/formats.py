@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from turnkeep_client.messages import (
     ChoiceFormat,
@@ -18,6 +18,7 @@ from turnkeep_client.messages import (
 )
 from worker.text.calling import calls_grammar, json_rule
 from worker.text.grammar import GrammarError, Grammars
+from worker.text.harmony import FINAL
 from worker.text.thinking import Thinking
 
 from .history import RefusedError
@@ -27,9 +28,6 @@ if TYPE_CHECKING:
     from worker.batch.chooser import Grammar
     from worker.models.tokenizer import Tokenizer
     from worker.text.templates import Conversation
-
-#: What begins the text of an answer in harmony; all before it is reasoning, or a call.
-_FINAL: Final = "<|channel|>final<|message|>"
 
 
 class Formats:
@@ -109,8 +107,9 @@ class Formats:
     ) -> Grammar | None:
         """Let a grammar begin behind the reasoning, which ends after its budget."""
         tokenizer, budget = self._tokenizer, request.reasoning.budget
-        pair = ("", _FINAL) if tokenizer.dialect.is_harmony else tokenizer.dialect.reasoning
-        if pair is None or (grammar is None and budget is None):
+        pair = ("", FINAL) if tokenizer.dialect.is_harmony else tokenizer.dialect.reasoning
+        is_over = tokenizer.dialect.is_harmony and is_prefix_final(request)
+        if pair is None or is_over or (grammar is None and budget is None):
             return grammar
         opening, closing = (tokenizer.encode(marker, at_start=False) for marker in pair)
         spaces = (tokenizer.encode(text, at_start=False) for text in ("\n", "\n\n"))
@@ -125,6 +124,11 @@ class Formats:
             budget=budget,
             grammar=grammar,
         )
+
+
+def is_prefix_final(request: Generate) -> bool:
+    """Whether the given beginning of the answer is text, with no reasoning before it."""
+    return bool(request.prefix) and request.reasoning.budget == 0
 
 
 def _answer_rule(request: Generate) -> str:

@@ -28,6 +28,7 @@ from turnkeep_client.messages import (
     Rewind,
     Rewound,
 )
+from worker.text.harmony import FINAL
 from worker.text.templates import Addition, Conversation, TemplateError
 
 from .policies import in_words, recorded
@@ -131,11 +132,15 @@ def seen(history: History) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A history with a request's input added; its first `kept` tokens are unchanged."""
+    """A history with a request's input added; its first `kept` tokens are unchanged.
+
+    Its last `num_given` tokens are the beginning of the answer, which the request gives.
+    """
 
     history: History
     kept: int
     rewritten_from: int | None
+    num_given: int = 0
 
 
 class Fold:
@@ -189,12 +194,12 @@ class Fold:
         `RefusedError` for tokens outside the vocabulary and for messages that the chat template refuses, and
         `CutOffError`.
         """
-        kept = history.position
+        kept, num_added = history.position, 0
         state = replace(history, exists=True)
         try:
             for edit in self._edits(history, request, as_before=as_before):
                 conversation, addition = edit(state)
-                kept = min(kept, addition.keep)
+                kept, num_added = min(kept, addition.keep), len(addition.tokens)
                 tokens = state.tokens[: addition.keep] + addition.tokens
                 state = replace(state, conversation=conversation, tokens=tokens)
         except TemplateError as error:
@@ -205,6 +210,7 @@ class Fold:
             history=state,
             kept=kept,
             rewritten_from=kept if kept < history.position else None,
+            num_given=num_added if isinstance(request, Generate) and request.prefix else 0,
         )
 
     def answered(self, extended: History, request: Generate, tokens: Sequence[int]) -> History:
@@ -295,7 +301,7 @@ class Fold:
 
     def _edits(self, history: History, request: Append | Generate, *, as_before: bool) -> Iterator[Edit]:
         """List the edits of a request: tools, its input, then for a generate the answer header."""
-        if isinstance(request, Generate) and request.tools is not None:
+        if request.tools is not None:
             tools = self._tokenizer.as_tools(msgspec.to_builtins(request.tools))
             yield lambda state: state.conversation.set_tools(state.tokens, tools)
         if request.messages:
@@ -322,9 +328,20 @@ class Fold:
                 yield lambda state: self._begin_answer(state, request)
 
     def _begin_answer(self, state: History, request: Generate) -> tuple[Conversation, Addition]:
-        """Add the beginning of the answer, which the request gives."""
+        """Add the beginning of the answer, which the request gives.
+
+        Where there may be no reasoning, one that the assistant header has opened ends before.
+        """
         text = request.prefix if request.special_tokens else self._tokenizer.as_text(request.prefix)
         tokens = self._tokenizer.encode(text, at_start=not state.tokens)
+        dialect, lead = self._tokenizer.dialect, ""
+        if request.reasoning.budget == 0 and state.conversation.has_messages and not request.raw:
+            if dialect.is_harmony:
+                lead = FINAL
+            elif dialect.reasoning and state.conversation.in_reasoning():
+                lead = f"{dialect.reasoning[1]}\n\n"
+        if lead:
+            tokens = self._tokenizer.encode(lead, at_start=False) + tokens
         keeps = request.reasoning.keep
         begun = state.conversation.add_answer(state.tokens, tokens, keeps_reasoning=keeps)
         return begun, Addition(state.position, tokens)

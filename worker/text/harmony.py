@@ -18,6 +18,8 @@ from .splitting import Piece, first_marker
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+#: What begins the text of an answer; all before it is reasoning, or a call.
+FINAL: Final = "<|channel|>final<|message|>"
 _START, _MESSAGE = "<|start|>", "<|message|>"
 _ENDS: Final = ("<|end|>", "<|call|>", "<|return|>", "<|channel|>", _START)
 _TO: Final = re.compile(r"\bto=(?:functions\.)?([\w.\-]+)")

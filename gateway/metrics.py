@@ -1,0 +1,86 @@
+"""Counts what the gateway does, and writes it for Prometheus."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from turnkeep_client.messages import Generated
+
+_PREFIX: Final = "turnkeep_gateway_"
+
+
+class Counters:
+    """The counts since the start. Event loop only."""
+
+    def __init__(self) -> None:
+        self.requests = Counter[tuple[str, int]]()
+        self.answers = Counter[str]()
+        self.tokens = Counter[str]()
+        self.num_resumed = 0
+        self.num_running = 0
+
+    def note(self, how: str, result: Generated) -> None:
+        """Count an answer; `how` its conversation was found."""
+        self.answers[how] += 1
+        self.num_resumed += bool(result.resumed_tokens)
+        if how != "repeated":
+            used = result.usage
+            self.tokens["reused"] += used.cached_tokens
+            self.tokens["prefilled"] += used.prompt_tokens - used.cached_tokens
+            self.tokens["generated"] += used.completion_tokens
+
+    def counting(self, app: ASGIApp, paths: Iterable[str]) -> ASGIApp:
+        """Return an application that counts requests; those for other paths together."""
+        known = {*paths}
+
+        async def counted(scope: Scope, receive: Receive, send: Send) -> None:
+            path = scope.get("path", "")
+
+            async def noting(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    self.requests[path if path in known else "other", message["status"]] += 1
+                await send(message)
+
+            self.num_running += 1
+            try:
+                await app(scope, receive, noting)
+            finally:
+                self.num_running -= 1
+
+        return counted
+
+    def page(self, num_conversations: int) -> bytes:
+        """Write all counts in Prometheus's text format."""
+        by_path = {
+            f'path="{path}",status="{status}"': count for (path, status), count in self.requests.items()
+        }
+        families: list[tuple[str, str, str, dict[str, int]]] = [
+            ("http_requests_total", "counter", "Requests by path and status", by_path),
+            ("requests_in_flight", "gauge", "Requests that are being answered", {"": self.num_running}),
+            ("conversations", "gauge", "Conversations that are known", {"": num_conversations}),
+            (
+                "answers_total",
+                "counter",
+                "Answers by how their conversation was found",
+                _by("found", self.answers),
+            ),
+            ("resumed_answers_total", "counter", "Answers that outlived a worker", {"": self.num_resumed}),
+            ("tokens_total", "counter", "Tokens reused, prefilled and generated", _by("kind", self.tokens)),
+        ]
+        return "".join(line for family in families for line in _lines(*family)).encode()
+
+
+def _by(label: str, counts: Counter[str]) -> dict[str, int]:
+    return {f'{label}="{value}"': count for value, count in counts.items()}
+
+
+def _lines(name: str, kind: str, meaning: str, values: dict[str, Any]) -> Iterator[str]:
+    yield f"# HELP {_PREFIX}{name} {meaning}.\n# TYPE {_PREFIX}{name} {kind}\n"
+    for labels, value in values.items():
+        yield f"{_PREFIX}{name}{f'{{{labels}}}' if labels else ''} {value}\n"

@@ -1,0 +1,48 @@
+"""Divides new messages among several requests, if they do not fit in one. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from turnkeep_client.errors import InvalidMessageError
+from turnkeep_client.messages import encode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from turnkeep_client.messages import Message
+
+#: Of a request beside messages and options: its type, id and position.
+_HEAD_BYTES: Final = 512
+
+
+def ahead(messages: Sequence[Message], options: Mapping[str, Any], max_bytes: int) -> list[Sequence[Message]]:
+    """Return the messages that must be appended before the last one is sent, in pieces; mostly none.
+
+    The first piece has the tools too. Raises `InvalidMessageError` if a message alone is too large.
+    """
+    sizes = [len(encode(message)) + 1 for message in messages]
+    num_rest = _HEAD_BYTES + len(encode(dict(options)))
+    if sum(sizes) + num_rest <= max_bytes:
+        return []
+    num_tools = _HEAD_BYTES + len(encode({"tools": options.get("tools")}))
+    for number, (message, size) in enumerate(zip(messages, sizes, strict=True)):
+        beside = num_rest if number == len(messages) - 1 else num_tools
+        if size + beside > max_bytes:
+            raise InvalidMessageError(
+                f"a message ({message.role}) has {size} bytes, {size + beside} with the options; the worker"
+                f" takes at most {max_bytes} (max_message_bytes)"
+            )
+    return [messages[start:end] for start, end in _groups(sizes[:-1], max_bytes - num_tools)]
+
+
+def _groups(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
+    """Yield the bounds of consecutive groups of at most `most` together, or of one that is larger."""
+    start = total = 0
+    for at, size in enumerate(sizes):
+        if at > start and total + size > most:
+            yield start, at
+            start, total = at, 0
+        total += size
+    if start < len(sizes):
+        yield start, len(sizes)

@@ -1,0 +1,92 @@
+"""`turnkeep serve --gateway`: a gateway that begins and ends with its worker."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import httpx2
+import pytest
+from parts import free_port
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.process
+HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello."}], "max_tokens": 2}
+
+
+async def until_served(http: httpx2.AsyncClient, *, served: bool) -> None:
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                answers = (await http.get("/health")).status_code == 200
+            except httpx2.TransportError:
+                answers = False
+            if answers == served:
+                return
+            await asyncio.sleep(0.05)
+
+
+async def test_it_serves_as_soon_as_the_worker_does_and_ends_with_it(
+    worker_process: Any, tiny_model: Path
+) -> None:
+    """Also with a worker that is killed, so that the port is free for the next one."""
+    port = free_port()
+    process = worker_process("--gateway", str(port), model=tiny_model)
+    process.start()
+    async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as http:
+        await until_served(http, served=True)
+        answer = await http.post("/v1/chat/completions", json=HELLO)
+        assert (answer.status_code, answer.json()["usage"]["completion_tokens"]) == (200, 2)
+        process.kill()
+        await until_served(http, served=False)
+        process.start()
+        await until_served(http, served=True)
+        assert process.stop() == 0
+        with pytest.raises(httpx2.ConnectError):
+            await http.get("/")
+    assert process.log.count(f"the gateway is at http://127.0.0.1:{port}/v1") == 2
+
+
+async def test_a_gateway_that_cannot_run_leaves_the_worker_alone(worker_process: Any, nats_url: str) -> None:
+    taken = nats_url.rpartition(":")[2]
+    process = worker_process("--gateway", taken)
+    process.start()
+    client = await process.client()
+    async with asyncio.timeout(60):
+        while "the gateway has ended" not in process.log:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    assert f"cannot listen on 127.0.0.1:{taken}" in process.log
+    result = await client.session("s").generate(text="a", max_tokens=2)
+    assert result.usage.completion_tokens == 2
+    await client.close()
+
+
+async def test_options_of_the_command_reach_the_gateway(local_worker: Any, tmp_path: Path) -> None:
+    worker, port, site = await local_worker(), free_port(), "https://chat.example"
+    (tmp_path / "keys").write_text("secret acme at_once=2\n")
+    command = [
+        *(sys.executable, "-m", "worker", "gateway", "--nats", worker.settings.nats),
+        *("--prefix", worker.settings.prefix, "--data-dir", str(tmp_path), "--port", str(port)),
+        *("--keys", str(tmp_path / "keys"), "--cors", site, "--explain", "--until-eof"),
+    ]
+    with (tmp_path / "log").open("wb") as log:
+        gateway = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=log)  # noqa: ASYNC220
+    try:
+        async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as http:
+            await until_served(http, served=True)
+            said = [*HELLO["messages"], {"role": "assistant", "content": "No."}, *HELLO["messages"]]
+            headers = {"authorization": "Bearer secret", "origin": site}
+            answer = await http.post("/v1/chat/completions", json=HELLO | {"messages": said}, headers=headers)
+            assert answer.headers["access-control-allow-origin"] == site
+            assert "differs=tools" in answer.headers["x-turnkeep-explain"], "nothing was asked before"
+            assert gateway.stdin is not None
+            gateway.stdin.close()
+            await until_served(http, served=False)
+    finally:
+        gateway.kill()
+        gateway.wait()
+    assert "0 of a conversation's 3 messages were found" in (tmp_path / "log").read_text()

@@ -1,0 +1,253 @@
+"""Clients that lie, hurry, dawdle or flood, over raw sockets: after each the gateway serves as before."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+import httpx2
+import pytest
+
+from gateway.keys import Keys
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+Start = Any
+CHAT = "/v1/chat/completions"
+LETTERS = {str(token): 100 for token in range(68, 90)}
+HELLO = {"messages": [{"role": "user", "content": "Hello."}], "max_tokens": 2}
+BODY = json.dumps(HELLO).encode()
+POST = b"POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\n"
+
+
+@pytest.fixture
+async def served(local_worker: Start, door: Start) -> AsyncIterator[Any]:
+    """After the test a request is answered, and no connection or task is left."""
+    worker = await local_worker()
+    started = await door(worker.settings.nats, worker.settings.prefix)
+    yield started
+    async with httpx2.AsyncClient(base_url=started.url, timeout=20) as http:
+        assert (await http.post(CHAT, json=HELLO)).status_code == 200
+    state = started.server.server_state
+    async with asyncio.timeout(20):
+        while state.connections or state.tasks or any(one.num_running for one in sessions(started)):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+def sessions(served: Any) -> list[Any]:
+    return [*served.index.sessions.values()]
+
+
+class Wire:
+    """A connection of bytes."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    async def send(self, data: bytes) -> None:
+        self.writer.write(data)
+        await self.writer.drain()
+
+    async def rest(self, within_s: float = 20) -> bytes:
+        """Read until the gateway closes the connection."""
+        received = b""
+        async with asyncio.timeout(within_s):
+            with contextlib.suppress(ConnectionError):  # it closes without having read all
+                while piece := await self.reader.read(65536):
+                    received += piece
+        return received
+
+    async def head(self) -> bytes:
+        """Read the head of the next answer, and drop its body."""
+        head = await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), 20)
+        length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
+        await self.reader.readexactly(int(length.partition(b":")[2]))
+        return head
+
+
+@contextlib.asynccontextmanager
+async def connected(served: Any) -> AsyncIterator[Wire]:
+    host, _, port = served.url.removeprefix("http://").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        yield Wire(reader, writer)
+    finally:
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+def status(answer: bytes) -> int:
+    return int(answer.split(b" ", 2)[1])
+
+
+async def test_a_body_of_100_mib_is_refused_before_it_is_sent(served: Any) -> None:
+    async with connected(served) as wire:
+        await wire.send(POST + b"content-length: 104857600\r\n\r\n" + b" " * 1000)
+        answer = await wire.rest(5)
+        assert (status(answer), b"connection: close" in answer) == (413, True)
+    async with connected(served) as wire:
+        num_sent = 0
+        await wire.send(POST + b"transfer-encoding: chunked\r\n\r\n")
+        with contextlib.suppress(ConnectionError):
+            while num_sent < 100:
+                await wire.send(b"100000\r\n" + b" " * 2**20 + b"\r\n")
+                num_sent += 1
+        assert num_sent < 60, "32 MiB and what the sockets hold"
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"content-length: -5\r\n",
+        b"content-length: 5\r\ncontent-length: 6\r\n",
+        b"content-length: 0x10\r\n",
+        b"content-length: 99\r\ntransfer-encoding: chunked\r\n",
+        b"transfer-encoding: gzip, chunked\r\n",
+        b"transfer-encoding: chunked\r\ntransfer-encoding: chunked\r\n",
+        b"x" * 70_000 + b": a\r\n",
+        b"a: b\r\n" * 20_000,
+        b"a\x00b: c\r\n",
+        b" folded: at the start\r\n",
+    ],
+    ids=lambda header: header[:40].decode(),
+)
+async def test_heads_that_are_wrong_or_endless(
+    served: Any, header: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with connected(served) as wire:
+        with contextlib.suppress(ConnectionError):
+            await wire.send(POST + header)
+            await wire.send(b"\r\n" + b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY))
+        answer = await wire.rest()
+        assert answer == b"" or status(answer) in {400, 431, 501}, answer[:200]
+    assert not served.gateway._tenants or not sessions(served), "nothing was asked"
+    assert not caplog.records, "a client cannot fill the log"
+
+
+@pytest.mark.parametrize("target", [b"/v1/../v1/models", b"//v1/models", b"/v1/models%00", b"/v1/%6dodels/"])
+async def test_paths_are_taken_as_they_are(served: Any, target: bytes) -> None:
+    async with connected(served) as wire:
+        await wire.send(b"GET " + target + b" HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
+        assert status(await wire.rest()) in {307, 400, 404}
+
+
+async def test_a_body_that_is_shorter_or_longer_than_it_says(
+    served: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.app._BODY_S", 0.3)
+    async with connected(served) as wire:
+        await wire.send(POST + b"content-length: %d\r\n\r\n" % (len(BODY) + 10) + BODY)
+        answer = await wire.rest(5)
+        assert (status(answer), b"connection: close" in answer) == (408, True)
+    async with connected(served) as wire:
+        await wire.send(POST + b"content-length: %d\r\n\r\n" % len(BODY) + BODY + b"and more\r\n\r\n")
+        answer = await wire.rest(20)
+        assert (status(answer), answer.count(b"HTTP/1.1 ")) == (200, 2)
+        assert status(answer[answer.rindex(b"HTTP/1.1 ") :]) == 400
+    async with connected(served) as wire:  # and goes away in the middle
+        await wire.send(POST + b"content-length: %d\r\n\r\n" % len(BODY) + BODY[:10])
+
+
+async def test_requests_that_come_slowly_are_closed_also_on_a_used_connection(
+    served: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.serving._HEAD_S", 0.4)
+    get = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"
+
+    async def drip(wire: Wire) -> None:
+        with contextlib.suppress(ConnectionError):
+            for byte in b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 100:
+                await wire.send(bytes([byte]))
+                await asyncio.sleep(0.05)
+
+    for first in (b"", get):
+        async with connected(served) as wire:
+            if first:
+                await wire.send(first)
+                assert status(await wire.head()) == 200
+            dripping = asyncio.create_task(drip(wire))
+            begun_s = time.monotonic()
+            assert await wire.rest(10) == b""
+            assert time.monotonic() - begun_s < 3
+            await dripping
+    async with connected(served) as wire:  # says nothing at all
+        assert await wire.rest(10) == b""
+    async with connected(served) as wire:  # is idle between two requests
+        await wire.send(get)
+        await wire.head()
+        await asyncio.sleep(0.8)
+        await wire.send(get)
+        assert status(await wire.head()) == 200
+
+
+async def test_requests_that_are_sent_ahead_are_answered_in_their_order(served: Any) -> None:
+    one = POST + b"content-length: %d\r\n\r\n" % len(BODY) + BODY
+    async with connected(served) as wire:
+        await wire.send(one + b"GET /nothing HTTP/1.1\r\nhost: a\r\n\r\n" + one)
+        heads = [status(await wire.head()) for _ in range(2)]
+        assert heads == [200, 404]
+        assert await wire.rest() == b"", "closed after the refused one"
+
+
+async def test_texts_that_are_none_and_texts_that_are_deep(served: Any) -> None:
+    deep = b"[" * 100_000
+    for body in (
+        b'\xff\xfe{"messages": []}',
+        b'{"messages": [{"role": "user", "content": "\xed\xa0\x80"}]}',
+        b'{"messages": [{"role": "user", "content": ' + deep,
+        b'{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '
+        + b'{"a":' * 50_000
+        + b"}" * 50_000
+        + b"}}]}]}",
+    ):
+        async with connected(served) as wire:
+            await wire.send(POST + b"content-length: %d\r\n\r\n" % len(body) + body)
+            assert status(await wire.rest()) == 400
+
+
+async def test_many_connections_that_do_nothing_keep_nobody_out(
+    served: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.serving._HEAD_S", 1.0)
+    async with contextlib.AsyncExitStack() as open_ones:
+        for _ in range(200):
+            await open_ones.enter_async_context(connected(served))
+        async with httpx2.AsyncClient(base_url=served.url, timeout=20) as http:
+            assert (await http.post(CHAT, json=HELLO)).status_code == 200
+        async with asyncio.timeout(10):
+            while len(served.server.server_state.connections) > 1:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+
+
+async def test_a_key_never_finds_the_sessions_of_another_tenant(
+    local_worker: Start, door: Start, endless_model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "keys").write_text("one acme\ntwo umbrella\nthree other\n")
+    worker = await local_worker(model=str(endless_model))
+    keys = Keys.read(tmp_path / "keys")
+    served = await door(worker.settings.nats, worker.settings.prefix, keys=keys, explain=True)
+    async with httpx2.AsyncClient(base_url=served.url, timeout=20) as http:
+
+        async def ask(key: str, messages: list[dict[str, Any]]) -> httpx2.Response:
+            asked = {"messages": messages, "max_tokens": 6, "logit_bias": LETTERS, "temperature": 0}
+            return await http.post(CHAT, json=asked, headers={"x-api-key": key})
+
+        messages = [{"role": "user", "content": "A secret."}]
+        first = await ask("one", messages)
+        text = first.json()["choices"][0]["message"]["content"]
+        on = [{"role": "assistant", "content": text}, {"role": "user", "content": "On."}]
+        for key, more in (("two", on), ("three", [])):
+            answer = await ask(key, [*messages, *more])
+            assert answer.headers["x-turnkeep-session"].endswith(" begun"), "also not repeated"
+            explained = answer.headers["x-turnkeep-explain"]
+            assert f"messages=0/{1 + len(more)}; tokens=0" in explained
+            assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+            own, other = (one.headers["x-turnkeep-session"].split()[0] for one in (answer, first))
+            assert own != other

@@ -1,0 +1,170 @@
+"""New messages that do not fit in one NATS message are appended in pieces before the generate."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import httpx2
+import pytest
+
+from gateway import boundaries, chat
+from gateway.index import append_id, tags
+from turnkeep_client.messages import encode
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+Start = Any
+CHAT = "/v1/chat/completions"
+MAX_BYTES = 4096
+LETTERS = {str(token): 100 for token in range(68, 90)}
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+SAID = [
+    {"role": ("user", "assistant")[number % 2], "content": f"{number} " + "word " * 200}
+    for number in range(9)
+]
+
+
+@pytest.fixture
+async def served(local_worker: Start, door: Start, endless_model: Path) -> Any:
+    worker = await local_worker(model=str(endless_model), max_message_bytes=MAX_BYTES)
+    started = await door(worker.settings.nats, worker.settings.prefix)
+    started.worker = worker
+    return started
+
+
+@pytest.fixture
+async def http(served: Any) -> AsyncIterator[httpx2.AsyncClient]:
+    async with httpx2.AsyncClient(base_url=served.url, timeout=60) as client:
+        yield client
+
+
+def body(messages: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    return {"messages": messages, "max_tokens": 8, "logit_bias": LETTERS, "temperature": 0, **more}
+
+
+async def requests_of(served: Any, session: str) -> list[bytes]:
+    return [one.body for one in await served.worker.client.log(session) if one.kind == "in"]
+
+
+async def test_messages_of_any_number_are_sent_in_pieces_and_go_on(
+    served: Any, http: httpx2.AsyncClient
+) -> None:
+    answer = await http.post(CHAT, json=body(SAID, tools=TOOLS))
+    assert answer.status_code == 200, answer.text
+    session, how = answer.headers["x-turnkeep-session"].split()
+    sent = await requests_of(served, session)
+    kinds = [one.split(b'"', 4)[3] for one in sent]
+    assert (how, kinds) == ("begun", [b"open", b"append", b"append", b"append", b"generate"])
+    assert all(len(one) <= MAX_BYTES for one in sent)
+    used = answer.json()["usage"]
+    assert used["prompt_tokens_details"]["cached_tokens"] == 0, "they were prefilled for this answer"
+    assert not served.index.rewrites, "the tools came first"
+
+    direct = served.worker.client.session("direct")
+    for number, message in enumerate(SAID[:-1]):
+        await direct.append(messages=[message], tools=TOOLS if number == 0 else None)
+    biases = {int(token): bias for token, bias in LETTERS.items()}
+    alone = await direct.generate(messages=SAID[-1:], max_tokens=8, logit_bias=biases)
+    text = answer.json()["choices"][0]["message"]["content"]
+    assert (alone.text, alone.usage.prompt_tokens) == (text, used["prompt_tokens"])
+
+    again = await http.post(CHAT, json=body(SAID, tools=TOOLS))
+    assert again.headers["x-turnkeep-session"] == f"{session} repeated"
+    assert again.json()["choices"] == answer.json()["choices"]
+    assert len(await requests_of(served, session)) == len(sent) + 1, "nothing is appended twice"
+    on = [*SAID, {"role": "assistant", "content": text}, {"role": "user", "content": "On."}]
+    more = await http.post(CHAT, json=body(on, tools=TOOLS))
+    assert more.headers["x-turnkeep-session"] == f"{session} continued"
+    cached = more.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached == used["total_tokens"] - 1
+
+
+async def test_what_a_gateway_appended_before_it_died_is_not_sent_again(
+    local_worker: Start, door: Start, endless_model: Path
+) -> None:
+    worker = await local_worker(model=str(endless_model), max_message_bytes=MAX_BYTES)
+    turn = chat.read(encode(body(SAID)))
+    known = boundaries.chain(turn.messages or (), turn.options)
+    session = worker.client.session("gw-left")
+    await session.open(tags=tags(known[0]))
+    piece = {"messages": SAID[:3], "request_id": append_id(known[3], 0), "expect_position": 0}
+    first = await session.append(**piece)
+    served = await door(worker.settings.nats, worker.settings.prefix)
+    served.worker = worker
+    async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
+        answer = await http.post(CHAT, json=body(SAID))
+        assert answer.headers["x-turnkeep-session"] == "gw-left continued"
+        cached = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached == first.position - 1
+        sent = await requests_of(served, "gw-left")
+        assert sum(b'"0 word' in one for one in sent) == 1
+        await served.stop()
+        served = await door(worker.settings.nats, worker.settings.prefix)
+    async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
+        again = await http.post(CHAT, json=body(SAID))
+        assert again.headers["x-turnkeep-session"] == "gw-left repeated", "after another restart too"
+        assert again.json()["choices"] == answer.json()["choices"]
+
+
+async def test_who_leaves_while_messages_are_appended_and_comes_back_goes_on(
+    served: Any, http: httpx2.AsyncClient
+) -> None:
+    long = [{"role": "user", "content": f"{number} " + "word " * 200} for number in range(12)]
+
+    def running() -> list[Any]:
+        return [one for one in served.index.sessions.values() if one.num_running]
+
+    await http.post(CHAT, json=body([{"role": "user", "content": "First."}]))
+    (first,) = served.index.sessions
+    async with asyncio.timeout(60):
+        leaving = asyncio.create_task(http.post(CHAT, json=body(long)))
+        while not any((one.position or 0) > 3000 for one in running()):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        leaving.cancel()
+        while running():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    (session,) = {*served.index.sessions} - {first}
+    before = await requests_of(served, session)
+    assert not any(b'"generate"' in one for one in before), "the rest was not sent"
+    answer = await http.post(CHAT, json=body(long))
+    assert answer.headers["x-turnkeep-session"] == f"{session} continued"
+    done = [one for one in await served.worker.client.log(session) if one.kind == "out"]
+    appended = [one.body for one in done if b'"appended"' in one.body]
+    assert len(appended) == 4, "each piece once"
+
+
+async def test_an_answer_to_messages_in_pieces_is_gone_on_with_by_its_id(
+    served: Any, http: httpx2.AsyncClient
+) -> None:
+    said = [one | {"content": one["content"][:600]} for one in SAID]
+
+    async def ask(**more: Any) -> tuple[dict[str, Any], str]:
+        asked = {"max_output_tokens": 8, "logit_bias": LETTERS, "temperature": 0, **more}
+        answer = await http.post("/v1/responses", json=asked)
+        assert answer.status_code == 200, answer.text
+        return answer.json(), answer.headers["x-turnkeep-session"].split()[1]
+
+    first, how = await ask(input=said)
+    assert how == "begun"
+    for expected in ("continued", "forked"):
+        more, how = await ask(input=f"On, {expected}.", previous_response_id=first["id"])
+        assert how == expected, "the log has all that was appended"
+        assert more["usage"]["input_tokens_details"]["cached_tokens"] > first["usage"]["input_tokens"] - 40
+        _, how = await ask(input="And on.", previous_response_id=more["id"])
+        assert how == "continued"
+
+
+async def test_a_message_that_is_too_large_alone_is_refused_with_the_limit_and_opens_nothing(
+    served: Any, http: httpx2.AsyncClient
+) -> None:
+    large = {"role": "user", "content": "x" * 5000}
+    for messages in ([*SAID, large], [large, *SAID]):
+        answer = await http.post(CHAT, json=body(messages))
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (413, "request_too_large")
+        assert f"at most {MAX_BYTES} (max_message_bytes)" in error["message"]
+    assert not served.index.sessions
+    assert not await served.worker.client.stored.subjects()

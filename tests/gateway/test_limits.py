@@ -1,0 +1,125 @@
+"""What a key may ask: limits in the file of keys, and the refusals beyond them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import httpx2
+import pytest
+
+from gateway.keys import Key, Keys, Limits
+from gateway.turn import Fault
+from turnkeep_client.errors import TurnkeepError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+Start = Any
+CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
+LETTERS = {str(token): 100 for token in range(68, 90)}
+
+
+def asked(text: str = "Hello.", **more: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": text}]
+    return {"messages": messages, "max_tokens": 4, "logit_bias": LETTERS, **more}
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def refusal(key: Key) -> float | None:
+    """Begin and end a request; return after how long it may be sent again if it is refused."""
+    try:
+        with key.one_request():
+            return None
+    except Fault as fault:
+        return fault.retry_after_s
+
+
+def test_requests_fill_up_again_by_the_minute() -> None:
+    clock = Clock()
+    key = Key("t", Limits(requests=6), clock)
+    assert [refusal(key) for _ in range(7)] == [*[None] * 6, 10.0]
+    clock.now_s += 9
+    assert refusal(key) == pytest.approx(1.0)
+    clock.now_s += 1.001
+    assert (refusal(key), refusal(key) is None) == (None, False)
+    clock.now_s += 1e6
+    assert [refusal(key) for _ in range(7)][-2:] == [None, 10.0], "no more than a minute's are saved"
+
+
+def test_tokens_count_when_they_are_known() -> None:
+    clock = Clock()
+    key = Key("t", Limits(tokens=600), clock)
+    key.spend(900)
+    assert refusal(key) == pytest.approx(30.1), "until one is left"
+    clock.now_s += 31
+    assert refusal(key) is None
+
+
+async def test_a_key_with_limits_gets_429_in_each_dialect_and_others_do_not(
+    local_worker: Start, door: Start, endless_model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "keys").write_text("many acme requests=2/min\nfew acme tokens=30/min at_once=1\nany acme\n")
+    worker = await local_worker(model=str(endless_model))
+    keys = Keys.read(tmp_path / "keys")
+    served = await door(worker.settings.nats, worker.settings.prefix, keys=keys)
+    async with httpx2.AsyncClient(base_url=served.url, timeout=30) as http:
+
+        async def post(key: str, path: str = CHAT, **more: Any) -> httpx2.Response:
+            return await http.post(path, json=asked(**more), headers={"x-api-key": key})
+
+        for status in (200, 200, 429):
+            answer = await post("many")
+            assert answer.status_code == status
+        assert answer.json()["error"] | {"message": ""} == {
+            "message": "",
+            "type": "rate_limit_error",
+            "param": None,
+            "code": "rate_limit_exceeded",
+        }
+        assert 25 <= int(answer.headers["retry-after"]) <= 30
+        answer = await post("many", MESSAGES)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (429, "rate_limit_error")
+        assert "retry-after" in answer.headers
+
+        assert (await post("few", text="word " * 20)).status_code == 200
+        answer = await post("few")
+        assert (answer.status_code, "30 tokens a minute" in answer.text) == (429, True)
+        assert int(answer.headers["retry-after"]) > 60, "its prompt was larger than a minute's"
+        assert (await post("any")).status_code == 200
+
+
+async def test_requests_at_once_are_over_when_they_end_or_their_client_leaves(
+    local_worker: Start, door: Start, endless_model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "keys").write_text("few acme at_once=1\n")
+    worker = await local_worker(model=str(endless_model))
+    keys = Keys.read(tmp_path / "keys")
+    served = await door(worker.settings.nats, worker.settings.prefix, keys=keys)
+    headers = {"authorization": "Bearer few"}
+    async with httpx2.AsyncClient(base_url=served.url, timeout=30, headers=headers) as http:
+        async with http.stream("POST", CHAT, json=asked(max_tokens=30_000, stream=True)) as stream:
+            assert stream.status_code == 200
+            answer = await http.post(CHAT, json=asked())
+            assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+        async with asyncio.timeout(20):
+            while (await http.post(CHAT, json=asked())).status_code == 429:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        for body in (b"{", b'{"messages": []}'):
+            assert (await http.post(CHAT, content=body)).status_code == 400
+        assert (await http.post(CHAT, json=asked())).status_code == 200, "a bad one has ended too"
+
+
+@pytest.mark.parametrize(
+    "limits", ["requests=60", "requests=0/min", "at_once=4/min", "at_once=1 at_once=2", "speed=1/min", "9"]
+)
+def test_a_limit_that_is_none_is_refused_with_its_line(tmp_path: Path, limits: str) -> None:
+    (tmp_path / "keys").write_text(f"# a comment\nk acme {limits}\n")
+    with pytest.raises(TurnkeepError, match=r"line 2: .* is no limit"):
+        Keys.read(tmp_path / "keys")

@@ -1,0 +1,128 @@
+"""A last message of the assistant is the beginning of the answer, which has only what follows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import httpx2
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+Start = Any
+CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
+#: Answers are letters, which come back as they were.
+LETTERS = {str(token): 100 for token in range(68, 90)}
+ASKED = [{"role": "user", "content": "Where?"}]
+BEGUN = [*ASKED, {"role": "assistant", "content": "It is in"}]
+TOOL = {"type": "object", "properties": {}}
+
+
+@pytest.fixture
+async def served(local_worker: Start, door: Start, endless_model: Path) -> Any:
+    worker = await local_worker(model=str(endless_model))
+    started = await door(worker.settings.nats, worker.settings.prefix)
+    started.worker = worker
+    return started
+
+
+@pytest.fixture
+async def http(served: Any) -> AsyncIterator[httpx2.AsyncClient]:
+    async with httpx2.AsyncClient(base_url=served.url, timeout=20) as client:
+        yield client
+
+
+async def ask(
+    http: httpx2.AsyncClient, path: str, messages: list[dict[str, Any]], **more: Any
+) -> tuple[str, int, int, str]:
+    """Return the answer's text, how many tokens its prompt has and how many of them were cached, and how."""
+    body = {"messages": messages, "max_tokens": 8, "logit_bias": LETTERS, "temperature": 0.9, **more}
+    answer = await http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    how, used = answer.headers["x-turnkeep-session"].split()[1], answer.json()["usage"]
+    if path == CHAT:
+        text = answer.json()["choices"][0]["message"]["content"]
+        return text, used["prompt_tokens"], used["prompt_tokens_details"]["cached_tokens"], how
+    cached = used["cache_read_input_tokens"]
+    return answer.json()["content"][0]["text"], used["input_tokens"] + cached, cached, how
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+@pytest.mark.parametrize("restarts", [False, True])
+async def test_a_prefilled_answer_goes_on_and_its_conversation_is_found(
+    served: Any, http: httpx2.AsyncClient, door: Start, path: str, *, restarts: bool
+) -> None:
+    said, num_prompt, _, how = await ask(http, path, BEGUN)
+    assert (len(said), how) == (8, "begun")
+    if restarts:
+        settings = served.worker.settings
+        await served.stop()
+        served = await door(settings.nats, settings.prefix)
+    async with httpx2.AsyncClient(base_url=served.url, timeout=20) as client:
+        whole = [*ASKED, {"role": "assistant", "content": "It is in" + said}]
+        _, _, cached, how = await ask(client, path, [*whole, {"role": "user", "content": "Why?"}])
+        assert (how, cached) == ("continued", num_prompt + 8 - 1)
+        unlike = [*ASKED, {"role": "assistant", "content": said}, {"role": "user", "content": "Why?"}]
+        _, _, _, how = await ask(client, path, unlike)
+        assert how == "begun", "the answer alone is another conversation"
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+async def test_a_prefilled_question_that_is_asked_again_is_found(http: httpx2.AsyncClient, path: str) -> None:
+    first, num_prompt, _, _ = await ask(http, path, BEGUN)
+    again, same, cached, how = await ask(http, path, BEGUN)
+    assert (how, same, again != first) == ("forked", num_prompt, True)
+    assert cached >= num_prompt - len("It is in") - 1
+    other = [*ASKED, {"role": "assistant", "content": "No"}]
+    _, shorter, _, how = await ask(http, path, other)
+    assert (how, shorter) == ("forked", num_prompt - len("It is in") + len("No"))
+    _, _, _, how = await ask(http, path, ASKED)
+    assert how == "forked", "without a beginning too"
+    certain, _, _, _ = await ask(http, path, BEGUN, temperature=0)
+    again, _, _, how = await ask(http, path, BEGUN, temperature=0)
+    assert (again, how) == (certain, "repeated")
+
+
+async def test_the_answer_is_the_one_that_the_worker_gives_after_the_prefix(
+    served: Any, http: httpx2.AsyncClient
+) -> None:
+    said, num_prompt, _, _ = await ask(http, MESSAGES, BEGUN, temperature=0)
+    biases = {int(token): bias for token, bias in LETTERS.items()}
+    session = served.worker.client.session("direct")
+    asked = {"messages": ASKED, "max_tokens": 8, "logit_bias": biases, "reasoning": {"budget": 0}}
+    direct = await session.generate(**asked, prefix="It is in")
+    assert (direct.text, direct.usage.prompt_tokens) == (said, num_prompt)
+    assert direct.prefix_tokens == len("It is in")
+    counted = await http.post(f"{MESSAGES}/count_tokens", json={"messages": BEGUN})
+    assert counted.json() == {"input_tokens": num_prompt}
+    body = {"messages": BEGUN, "max_tokens": 8, "logit_bias": LETTERS, "temperature": 0, "stream": True}
+    streamed = await http.post(CHAT, json=body)
+    assert streamed.status_code == 200
+    assert "It is in" not in streamed.text
+    empty = [*ASKED, {"role": "assistant", "content": ""}]
+    plain, shorter, _, _ = await ask(http, MESSAGES, empty, temperature=0)
+    assert shorter == num_prompt - len("It is in")
+    assert (await session.generate(**asked)).text != plain, "it has other tokens before it"
+
+
+async def test_what_cannot_be_prefilled_is_refused(http: httpx2.AsyncClient) -> None:
+    function = {"type": "function", "function": {"name": "f", "parameters": TOOL}}
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    used = {"type": "tool_use", "id": "c1", "name": "f", "input": {}}
+    form = {"type": "json_schema", "schema": {"type": "object"}}
+    for path, messages, more, says in [
+        (CHAT, BEGUN, {"tools": [function], "tool_choice": "required"}, "must call a tool"),
+        (CHAT, BEGUN, {"response_format": {"type": "json_object"}}, "format"),
+        (CHAT, [*ASKED, {"role": "assistant", "tool_calls": [call]}], {}, "tool calls"),
+        (CHAT, BEGUN[1:], {}, "before"),
+        (MESSAGES, BEGUN, {"tools": [{"name": "f"}], "tool_choice": {"type": "any"}}, "must call a tool"),
+        (MESSAGES, BEGUN, {"output_config": {"format": form}}, "format"),
+        (MESSAGES, [*ASKED, {"role": "assistant", "content": [used]}], {}, "tool calls"),
+        (MESSAGES, [*ASKED, {"role": "assistant", "content": "So "}], {}, "trailing whitespace"),
+    ]:
+        answer = await http.post(path, json={"messages": messages, "max_tokens": 2, **more})
+        assert answer.status_code == 400, more
+        error = answer.json()["error"]
+        assert (error["type"], says in error["message"]) == ("invalid_request_error", True), error

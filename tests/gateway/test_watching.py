@@ -1,0 +1,151 @@
+"""What the gateway says of itself: metrics, and what was found of a conversation."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import httpx2
+from prometheus_client.parser import text_string_to_metric_families
+
+from gateway.keys import Keys
+from gateway.seen import Seen
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+
+Start = Any
+CHAT = "/v1/chat/completions"
+LETTERS = {str(token): 100 for token in range(68, 90)}
+SYSTEM = {"role": "system", "content": "A secret of 22 letters"}
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def body(*messages: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"messages": messages, "max_tokens": 4, "logit_bias": LETTERS, **more}
+
+
+def said(answer: httpx2.Response) -> dict[str, Any]:
+    assert answer.status_code == 200, answer.text
+    return {"role": "assistant", "content": answer.json()["choices"][0]["message"]["content"]}
+
+
+async def samples(http: httpx2.AsyncClient) -> dict[tuple[str, ...], float]:
+    answer = await http.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    return {
+        (sample.name.removeprefix("turnkeep_gateway_"), *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(answer.text)
+        for sample in family.samples
+    }
+
+
+async def test_metrics_count_requests_conversations_and_tokens(
+    local_worker: Start, door: Start, endless_model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "keys").write_text("secret acme\n")
+    worker = await local_worker(model=str(endless_model))
+    keys = Keys.read(tmp_path / "keys")
+    served = await door(worker.settings.nats, worker.settings.prefix, keys=keys)
+    headers = {"authorization": "Bearer secret"}
+    async with httpx2.AsyncClient(base_url=served.url, timeout=20) as http:
+        first = await http.post(CHAT, json=body(user("Hello.")), headers=headers)
+        on = body(user("Hello."), said(first), user("On."))
+        second = await http.post(CHAT, json=on, headers=headers)
+        await http.post(CHAT, json=body(user("Hello.")))
+        await http.post("/no/such/path")
+        found = await samples(http)
+        used = second.json()["usage"]
+        num_prompt = used["prompt_tokens"]
+        assert found["http_requests_total", CHAT, "200"] == 2
+        assert found["http_requests_total", CHAT, "401"] == 1
+        assert found["http_requests_total", "other", "404"] == 1
+        assert found["requests_in_flight",] == 1, "this one"
+        assert found["conversations",] == 1
+        assert (found["answers_total", "begun"], found["answers_total", "continued"]) == (1, 1)
+        cached = used["prompt_tokens_details"]["cached_tokens"]
+        assert found["tokens_total", "reused"] == cached
+        before = first.json()["usage"]["prompt_tokens"]
+        assert found["tokens_total", "prefilled"] == before + num_prompt - cached
+        assert found["tokens_total", "generated"] == 8
+        for more in ({"host": "a.example"}, {"x-forwarded-for": "10.1.1.1"}):
+            refused = await http.get("/metrics", headers=more)
+            assert refused.status_code == 403
+
+
+async def test_what_was_not_found_is_named_without_its_content(
+    local_worker: Start, door: Start, endless_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "gateway")
+    worker = await local_worker(model=str(endless_model))
+    served = await door(worker.settings.nats, worker.settings.prefix, explain=True)
+    async with httpx2.AsyncClient(base_url=served.url, timeout=20) as http:
+
+        async def explained(*messages: dict[str, Any], **more: Any) -> tuple[list[str], httpx2.Response]:
+            answer = await http.post(CHAT, json=body(*messages, **more))
+            how, session, *rest = answer.headers["x-turnkeep-explain"].split("; ")
+            assert answer.headers["x-turnkeep-session"] == f"{session.removeprefix('session=')} {how}"
+            return [how, *rest], answer
+
+        told = [SYSTEM, user("Hello.")]
+        found, first = await explained(*told)
+        assert found == ["begun", "messages=0/2", "tokens=0", "differs=none"]
+        told += [said(first), user("On.")]
+        num_tokens = first.json()["usage"]["total_tokens"]
+        found, second = await explained(*told)
+        assert found == ["continued", "messages=3/4", f"tokens={num_tokens}", "differs=none"]
+        assert not caplog.records, "all was found"
+        told += [said(second), user("Again.")]
+        changed = [{**SYSTEM, "content": "Another"}, *told[1:]]
+        found, _ = await explained(*changed)
+        assert found == ["begun", "messages=0/6", "tokens=0", "differs=messages[0] (system, 7 characters)"]
+        found, _ = await explained(*told[:4], {"role": "assistant", "content": "No"}, told[5])
+        assert found[0] == "forked"
+        assert found[1:] == [
+            "messages=3/6",
+            f"tokens={num_tokens}",
+            "differs=messages[4] (assistant, 2 characters)",
+        ]
+        tool = {"type": "function", "function": {"name": "f"}}
+        found, _ = await explained(*told, tools=[tool])
+        assert found[-1] == "differs=tools"
+        text = caplog.text
+        assert "0 of a conversation's 6 messages were found: messages[0] (system, 7 characters)" in text
+        assert text.count("differs from all known") == 3
+        assert "secret" not in text
+        assert "Again" not in text
+
+
+def test_what_was_seen_is_bounded_and_the_last_is_kept() -> None:
+    seen = Seen()
+    for number in range(50_000):
+        known = [number.to_bytes(4, "big") + bytes([at]) for at in range(3)]
+        assert seen.add(known) == 0
+    assert seen.add([*known, b"new"]) == 3
+    assert len(seen._young) + len(seen._old) <= 20_003
+
+
+async def test_pages_of_one_site_may_ask_if_it_is_named(local_worker: Start, door: Start) -> None:
+    worker = await local_worker()
+    site = "https://chat.example"
+    served = await door(worker.settings.nats, worker.settings.prefix, cors=site)
+    async with httpx2.AsyncClient(base_url=served.url, timeout=20) as http:
+        asks = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+        preflight = await http.options(CHAT, headers={"origin": site, **asks})
+        assert preflight.status_code == 200
+        assert preflight.headers["access-control-allow-origin"] == site
+        assert "authorization" in preflight.headers["access-control-allow-headers"]
+        answer = await http.post(CHAT, json=body(user("a")), headers={"origin": site})
+        assert answer.status_code == 200
+        assert answer.headers["access-control-allow-origin"] == site
+        assert "x-turnkeep-session" in answer.headers["access-control-expose-headers"]
+        other = {"origin": "https://other.example"}
+        answer = await http.post(CHAT, json=body(user("a")), headers=other)
+        assert (answer.status_code, "access-control-allow-origin" in answer.headers) == (403, False)
+        preflight = await http.options(CHAT, headers={**other, **asks})
+        assert "access-control-allow-origin" not in preflight.headers
