@@ -1,4 +1,4 @@
-"""The HTTP application: paths, keys, limits of bodies, and answers whole or as events.
+"""The HTTP application: paths, keys and limits of bodies.
 
 Knows a dialect only by its functions, and conversations only by `Conversations`.
 """
@@ -8,10 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
-import time
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
-from uuid import uuid4
 
 import msgspec
 from starlette.applications import Starlette
@@ -23,62 +21,33 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from turnkeep_client.errors import TurnkeepError
-from turnkeep_client.messages import Chunk, Generated
 from turnkeep_client.subjects import DEFAULT_TENANT
 
 from . import answers, anthropic, chat, completions, messages, openai, recorded, responses
-from .conversations import Conversations, Found
+from .conversations import Conversations
 from .metrics import Counters
+from .sending import Answer, Asker, Dialect
 from .turn import Fault, fault_of, refused
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Mapping
 
     from starlette.requests import Request
-    from starlette.types import Receive, Scope, Send
 
     from turnkeep_client.client import Client
     from turnkeep_client.messages import Metrics
 
-    from .conversations import Answering, How
     from .keys import Key, Keys
     from .recorded import Recorded
-    from .turn import Turn
 
 MAX_BODY_BYTES: Final = 32 * 2**20
 #: A request's body must be there within this time.
 _BODY_S: Final = 60.0
-#: How long a stream waits for its first part, or for a refusal, before it says that it is one.
-_PATIENCE_S: Final = 1.0
-#: Between two signs of life.
-_HEARTBEAT_S: Final = 5.0
 
-
-class _Events(Protocol):
-    """Writes the events of one stream."""
-
-    @property
-    def heartbeat(self) -> bytes: ...
-    def start(self, index: int) -> bytes: ...
-    def chunk(self, index: int, chunk: Chunk) -> bytes: ...
-    def finish(self, index: int, result: Generated) -> bytes: ...
-    def end(self, results: Sequence[Generated]) -> bytes: ...
-    def error(self, fault: Fault) -> bytes: ...
-
-
-class _Dialect(NamedTuple):
-    """An API: how its requests are read, and its answers and errors written."""
-
-    read: Callable[[bytes], Turn]
-    whole: Callable[[Turn, str, int, Sequence[Generated]], dict[str, Any]]
-    events: Callable[[Turn, str, int], _Events]
-    error: Callable[[Fault], dict[str, Any]]
-
-
-_CHAT: Final = _Dialect(chat.read, chat.whole, chat.Events, openai.error)
-_COMPLETIONS: Final = _Dialect(completions.read, completions.whole, completions.Events, openai.error)
-_MESSAGES: Final = _Dialect(messages.read, messages.whole, messages.Events, anthropic.error)
-_RESPONSES: Final = _Dialect(responses.read, answers.whole, answers.Events, openai.error)
+_CHAT: Final = Dialect(chat.read, chat.whole, chat.Events, openai.error)
+_COMPLETIONS: Final = Dialect(completions.read, completions.whole, completions.Events, openai.error)
+_MESSAGES: Final = Dialect(messages.read, messages.whole, messages.Events, anthropic.error)
+_RESPONSES: Final = Dialect(responses.read, answers.whole, answers.Events, openai.error)
 _MESSAGES_PATH: Final = "/v1/messages"
 _RESPONSES_PATH: Final = "/v1/responses"
 
@@ -110,7 +79,7 @@ class Gateway:
         self._max_body_bytes = max_body_bytes
         self._patience_s = patience_s
         self._cors = cors
-        self.explain = explain
+        self._explain = explain
         self.counters = Counters()
         self._tenants: dict[str, Conversations] = {}
         self._connecting = asyncio.Lock()
@@ -175,7 +144,7 @@ class Gateway:
         raise Fault(
             400,
             "the worker's model makes no embeddings: ask a server of an embedding model. Served here are"
-            " /v1/chat/completions, /v1/completions and /v1/messages",
+            " /v1/chat/completions, /v1/completions, /v1/responses and /v1/messages",
             code="unsupported_endpoint",
         )
 
@@ -186,7 +155,7 @@ class Gateway:
             turn = messages.read(await self._body(request))
             return _json({"input_tokens": await conversations.count(turn)})
 
-    def _answering(self, dialect: _Dialect) -> Callable[[Request], Awaitable[Response]]:
+    def _answering(self, dialect: Dialect) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
             key = self._key(request)
             with contextlib.ExitStack() as running:
@@ -200,7 +169,8 @@ class Gateway:
                 if turn.previous:
                     turn = recorded.continued(turn, await _recorded(conversations, turn.previous))
                 await conversations.start()
-                return _Answer(dialect, turn, conversations, _Asker(self, key, running.pop_all()))
+                asker = Asker(key, self.counters, self._explain, running.pop_all())
+                return Answer(dialect, turn, conversations, asker)
 
         return answer
 
@@ -261,139 +231,6 @@ class Gateway:
         return bytes(body)
 
 
-class _Asker(NamedTuple):
-    """Whose request it is; `running` is left when it has ended."""
-
-    gateway: Gateway
-    key: Key
-    running: contextlib.ExitStack
-
-    def note(self, how: How, result: Generated) -> None:
-        """Count an answer."""
-        self.gateway.counters.note(how, result)
-        if how != "repeated":
-            used = result.usage
-            self.key.spend(used.prompt_tokens - used.cached_tokens + used.completion_tokens)
-
-
-class _Answer(Response):
-    """Sends the answers to one turn. If the client goes away, they are cancelled."""
-
-    def __init__(self, dialect: _Dialect, turn: Turn, conversations: Conversations, asker: _Asker) -> None:
-        super().__init__()
-        self._dialect = dialect
-        self._turn = turn
-        self._conversations = conversations
-        self._asker = asker
-        self._own_id = uuid4().hex
-        self._created = int(time.time())
-        self._note = recorded.new_note(self._own_id, self._created, turn)
-        self._found: dict[int, Found] = {}
-        self._results: dict[int, Generated] = {}
-
-    async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the answers, while the client is there."""
-        with self._asker.running:
-            await self._answer(receive, send)
-
-    async def _answer(self, receive: Receive, send: Send) -> None:
-        answering = self._conversations.answer(self._turn, self._asker.note, self._note)
-        writing = asyncio.create_task(self._write(answering, send))
-        leaving = asyncio.create_task(_departure(receive))
-        try:
-            await asyncio.wait([writing, leaving], return_when=asyncio.FIRST_COMPLETED)
-            if writing.done():
-                writing.result()
-        finally:
-            for task in (writing, leaving):
-                task.cancel()
-            await asyncio.gather(writing, leaving, return_exceptions=True)
-            self._conversations.abandon(answering)  # without effect on answers that have ended
-
-    async def _write(self, answering: Answering, send: Send) -> None:
-        try:
-            if self._turn.stream:
-                await self._write_events(answering, send)
-                return
-            while len(self._results) < self._turn.n:
-                self._take(*await answering.events.get())
-        except TurnkeepError as error:
-            fault = fault_of(error)
-            await self._write_json(send, fault.status, self._dialect.error(fault), fault.headers)
-            return
-        whole = self._dialect.whole(self._turn, self._id, self._created, self._in_order())
-        await self._write_json(send, 200, whole)
-
-    async def _write_events(self, answering: Answering, send: Send) -> None:
-        """Send a stream of events. Raises `TurnkeepError` before the stream has begun."""
-        self._take(*await answering.events.get())  # the session, which is known at once
-        events, first = self._dialect.events(self._turn, self._id, self._created), b""
-        start = b"".join(events.start(index) for index in range(self._turn.n))
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_PATIENCE_S):
-                while not first:
-                    first = self._take_events(events, *await answering.events.get())
-        await send(_head(200, self._own_headers() | {"content-type": "text/event-stream; charset=utf-8"}))
-        await send(_part(start + first))
-        try:
-            while len(self._results) < self._turn.n:
-                written = b""
-                try:
-                    async with asyncio.timeout(_HEARTBEAT_S):
-                        written += self._take_events(events, *await answering.events.get())
-                except TimeoutError:
-                    written = events.heartbeat
-                while not answering.events.empty():  # what came while a slow client was reading
-                    written += self._take_events(events, *answering.events.get_nowait())
-                if written:
-                    await send(_part(written))
-            last = events.end(self._in_order())
-        except TurnkeepError as error:
-            last = events.error(fault_of(error))
-        await send(_part(last, more=False))
-
-    @property
-    def _id(self) -> str:
-        """The answer's id: if it is kept, it says where."""
-        return self._own_id if self._note is None else recorded.answer_id(self._found[0].session, self._note)
-
-    def _take_events(self, events: _Events, index: int, event: Any) -> bytes:
-        self._take(index, event)
-        match event:
-            case Chunk():
-                return events.chunk(index, event)
-            case Generated():
-                return events.finish(index, event)
-        return b""
-
-    def _take(self, index: int, event: Any) -> None:
-        match event:
-            case TurnkeepError():
-                raise event
-            case Found():
-                self._found[index] = event
-            case Generated():
-                self._results[index] = event
-
-    def _in_order(self) -> list[Generated]:
-        return [self._results[index] for index in range(self._turn.n)]
-
-    def _own_headers(self) -> dict[str, str]:
-        found = self._found.get(0)
-        headers = {"cache-control": "no-store"}
-        if found and self._asker.gateway.explain:
-            headers["x-turnkeep-explain"] = str(found)
-        return headers | ({"x-turnkeep-session": f"{found.session} {found.how}"} if found else {})
-
-    async def _write_json(
-        self, send: Send, status: int, body: dict[str, Any], more: Mapping[str, str] | None = None
-    ) -> None:
-        written = msgspec.json.encode(body)
-        headers = {"content-type": "application/json", "content-length": str(len(written))}
-        await send(_head(status, self._own_headers() | headers | dict(more or {})))
-        await send(_part(written, more=False))
-
-
 def _model(worker: Metrics) -> dict[str, Any]:
     """Describe a worker's model as both APIs do. The context has the names that other servers gave it."""
     name, context = worker.model, worker.context_tokens
@@ -425,20 +262,6 @@ def _known(wanted: str, found: Recorded | None) -> Recorded:
     if found is None:
         raise Fault(404, f"Response with id '{wanted}' not found.")
     return found
-
-
-async def _departure(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-def _head(status: int, headers: Mapping[str, str]) -> dict[str, Any]:
-    pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
-    return {"type": "http.response.start", "status": status, "headers": pairs}
-
-
-def _part(body: bytes, *, more: bool = True) -> dict[str, Any]:
-    return {"type": "http.response.body", "body": body, "more_body": more}
 
 
 def _json(body: dict[str, Any], status: int = 200, more: Mapping[str, str] | None = None) -> Response:

@@ -12,8 +12,7 @@ import contextlib
 import logging
 import sys
 import time
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
-from uuid import uuid4
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from msgspec import structs
 
@@ -38,9 +37,11 @@ from turnkeep_client.messages import (
 from turnkeep_client.session import build
 from turnkeep_client.subjects import session_key
 
-from . import boundaries, recorded
-from .index import PREFIX, Asked, Held, Index, RequestName, append_id, tags
+from . import recorded
+from .index import Asked, Held, Index, append_id, tags
 from .pieces import ahead
+from .planning import new_name
+from .planning import plan as make_plan
 from .recovery import recover
 from .seen import Seen
 
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from turnkeep_client.client import Client
     from turnkeep_client.messages import Message, Metrics
 
+    from .planning import How, Plan
     from .recorded import Note, Recorded
     from .turn import Turn
 
@@ -67,8 +69,6 @@ _SWEEP_S: Final = 60.0
 #: Between two attempts to cancel an answer.
 _FIRST_PAUSE_S: Final = 0.05
 _LAST_PAUSE_S: Final = 5.0
-
-How = Literal["continued", "forked", "begun", "repeated"]
 
 
 class Found(NamedTuple):
@@ -91,23 +91,6 @@ class Found(NamedTuple):
 
 
 Event = Found | Chunk | Generated | TurnkeepError
-
-
-class _Plan(NamedTuple):
-    """How to send a turn: to `asked.held`, which is at `position`, without its first `num_known` messages.
-
-    `known` are the names of all its boundaries. A fork has a `parent`, which was at `parent_position` when
-    this was planned, None if that is unknown.
-    """
-
-    asked: Asked
-    how: How
-    num_known: int
-    position: int
-    known: list[bytes]
-    options: dict[str, Any]
-    parent: Held | None = None
-    parent_position: int | None = None
 
 
 class _Sent(NamedTuple):
@@ -181,7 +164,7 @@ class Conversations:
 
     async def count(self, turn: Turn) -> int:
         """Count the tokens of a turn's messages and tools, without running it. Raises `TurnkeepError`."""
-        session = self._client.session(_new_name())
+        session = self._client.session(new_name())
         asked = session.count(messages=turn.messages, text=turn.text, tools=turn.options.get("tools"))
         num_tokens = (await asked).tokens
         if prefix := turn.options.get("prefix"):
@@ -244,7 +227,7 @@ class Conversations:
 
         for attempt in range(_ATTEMPTS):
             try:
-                plan = self._plan(turn, number, is_last=attempt == _ATTEMPTS - 1)
+                plan = make_plan(self.index, turn, number, is_last=attempt == _ATTEMPTS - 1)
                 if not attempt and not number:
                     differs = self._missing(turn, plan)
                 told = len(turn.messages or ())
@@ -264,7 +247,7 @@ class Conversations:
                 tell(TurnkeepError(f"the gateway failed: {type(error).__name__}"))
             return
 
-    def _missing(self, turn: Turn, plan: _Plan) -> str | None:
+    def _missing(self, turn: Turn, plan: Plan) -> str | None:
         """Name, and log, what keeps a conversation that goes on from being found to its last answer."""
         told, differs = turn.messages or (), None
         num_seen = self._seen.add(plan.known) - 1
@@ -280,60 +263,8 @@ class Conversations:
         log.info("%d of a conversation's %d messages were found: %s", plan.num_known, len(told), why)
         return differs
 
-    def _plan(self, turn: Turn, number: int, *, is_last: bool) -> _Plan:
-        """Decide how to send a turn. Nothing is awaited, so no other turn can take the session meanwhile."""
-        index, now_s, options = self.index, time.time(), dict(turn.options)
-        if options.get("seed") is not None:
-            options["seed"] += number
-        if turn.messages is None:
-            known = [boundaries.prompt_of(turn.text or turn.tokens or (), options)]
-        else:
-            known = boundaries.chain(turn.messages, options)
-        key = known[-1], boundaries.options_digest(options, number)
-        before = index.asked.get(key)
-        if before is not None and not is_last and _may_repeat(before, now_s):
-            base = next((at for at, boundary in enumerate(known) if boundary in before.bases), None)
-            if base is not None:
-                before.claim_until_s = 0.0
-                index.use(before.held, now_s)
-                return _Plan(before, "repeated", base, before.expected, known, options)
-        place = None if is_last or turn.messages is None else self._place(known)
-        num_known, parent, position = place or (0, None, 0)
-        how: How = "begun"
-        held = Held(_new_name(), None, now_s)
-        if parent is not None:
-            index.use(parent, now_s)
-            how = "forked"
-            # With nothing new to say the session is at an answer's beginning, where it must stay.
-            if parent.position == position and not parent.num_running and num_known < len(known) - 1:
-                held, how = parent, "continued"
-        index.add(held)
-        held.num_running += 1
-        name = RequestName(*key, 0 if before is None else before.name.nonce + 1)
-        is_certain = options.get("temperature") == 0 or options.get("seed") is not None
-        asked = Asked(held, name, {known[num_known]}, position, is_certain=is_certain)
-        asked.prefix = options.get("prefix", "")
-        asked.opening = asyncio.Event()
-        index.ask(asked)
-        parent_position = parent.position if parent else None
-        return _Plan(asked, how, num_known, position, known, options, parent, parent_position)
-
-    def _place(self, known: list[bytes]) -> tuple[int, Held, int] | None:
-        """Find the longest known beginning: the number of its messages, a session and a position in it."""
-        for num_known in range(len(known) - 1, 0, -1):
-            if (found := self.index.find(known[num_known])) is None:
-                continue
-            held, mark = found
-            # What the session has after a prompt is an answer's beginning: no message fits there.
-            if mark.is_answer != (num_known < len(known) - 1):
-                continue
-            if held.num_running and self.index.rewrites:
-                continue  # the running request may move the position
-            return num_known, held, mark.position
-        return None
-
     async def _carry_out(
-        self, turn: Turn, plan: _Plan, answering: Answering, tell: Callable[[Event], None]
+        self, turn: Turn, plan: Plan, answering: Answering, tell: Callable[[Event], None]
     ) -> Generated:
         """Send a turn as planned, and return its result. The index knows it then."""
         asked, held = plan.asked, plan.asked.held
@@ -380,7 +311,7 @@ class Conversations:
                 elif not held.marks and held.name in self.index.sessions:
                     self._start(self._remove(held))
 
-    async def _append(self, plan: _Plan, pieces: list[Sequence[Message]]) -> _Sent:
+    async def _append(self, plan: Plan, pieces: list[Sequence[Message]]) -> _Sent:
         """Append messages that do not fit in the generate. Raises `TurnkeepError`."""
         asked, held = plan.asked, plan.asked.held
         sent = _Sent(0, plan.position, 0)
@@ -410,7 +341,7 @@ class Conversations:
                 return expect(Appended, result)
             attempt += 1
 
-    async def _open(self, plan: _Plan) -> None:
+    async def _open(self, plan: Plan) -> None:
         """Begin or fork the session, where that is planned. Raises `TurnkeepError`."""
         asked, names = plan.asked, tags(next(iter(plan.asked.bases), b""))
         if plan.how == "repeated":
@@ -457,13 +388,13 @@ class Conversations:
             asked.opening.set()
             asked.opening = None
 
-    def _note_failed(self, plan: _Plan) -> None:
+    def _note_failed(self, plan: Plan) -> None:
         """Never repeat a request again. The first one may still run if a repeated one failed."""
         plan.asked.is_certain, plan.asked.claim_until_s = False, 0.0
         if plan.how != "repeated":
             plan.asked.state = "failed"
 
-    def _learnt(self, plan: _Plan, error: RequestFailedError) -> RequestFailedError:
+    def _learnt(self, plan: Plan, error: RequestFailedError) -> RequestFailedError:
         """Correct the index after a refused request, whose session is as it was; return what to raise."""
         held = plan.asked.held
         if error.code == "position_conflict":
@@ -514,25 +445,13 @@ class Conversations:
         task.add_done_callback(self._tasks.discard)
 
 
-def _headers(turn: Turn, plan: _Plan, sent: _Sent, note: Note | None) -> dict[str, str] | None:
+def _headers(turn: Turn, plan: Plan, sent: _Sent, note: Note | None) -> dict[str, str] | None:
     if note is None:
         return None
     # A fork's log has no messages of its parent, and a repeated request may be a fork's.
     has_parent = plan.how in {"forked", "repeated"}
     num_before = plan.num_known + sent.num_messages
     return recorded.headers(note, (turn.messages or ())[:num_before] if has_parent else None)
-
-
-def _may_repeat(asked: Asked, now_s: float) -> bool:
-    """Whether a request that is asked again gets the same answer.
-
-    A sampled answer only if it is from before this gateway's start: then its client may not have got it.
-    """
-    if asked.state == "failed":
-        return False
-    if asked.claim_until_s > now_s:
-        return True
-    return asked.is_certain and (asked.state == "answered" or asked.num_users > 0)
 
 
 def _with_appended(result: Generated, num_prefilled: int) -> Generated:
@@ -542,7 +461,3 @@ def _with_appended(result: Generated, num_prefilled: int) -> Generated:
     counts = {"cached_tokens": -num_new, "prefilled_tokens": num_new}
     changed = {name: getattr(used, name) + count for name, count in counts.items()}
     return structs.replace(result, usage=structs.replace(used, **changed)) if num_new else result
-
-
-def _new_name() -> str:
-    return PREFIX + uuid4().hex

@@ -1,0 +1,108 @@
+"""Decides how a turn is sent: to which session, as what, and without which of its messages. No I/O."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from uuid import uuid4
+
+from . import boundaries
+from .index import PREFIX, Asked, Held, RequestName
+
+if TYPE_CHECKING:
+    from .index import Index
+    from .turn import Turn
+
+How = Literal["continued", "forked", "begun", "repeated"]
+
+
+class Plan(NamedTuple):
+    """How to send a turn: to `asked.held`, which is at `position`, without its first `num_known` messages.
+
+    `known` are the names of all its boundaries. A fork has a `parent`, which was at `parent_position` when
+    this was planned, None if that is unknown.
+    """
+
+    asked: Asked
+    how: How
+    num_known: int
+    position: int
+    known: list[bytes]
+    options: dict[str, Any]
+    parent: Held | None = None
+    parent_position: int | None = None
+
+
+def plan(index: Index, turn: Turn, number: int, *, is_last: bool) -> Plan:
+    """Decide how to send a turn, and note it in the index, so that no other turn takes the session.
+
+    `number` is that of the answer among several. The last attempt is sent to a new session.
+    """
+    now_s, options = time.time(), dict(turn.options)
+    if options.get("seed") is not None:
+        options["seed"] += number
+    if turn.messages is None:
+        known = [boundaries.prompt_of(turn.text or turn.tokens or (), options)]
+    else:
+        known = boundaries.chain(turn.messages, options)
+    key = known[-1], boundaries.options_digest(options, number)
+    before = index.asked.get(key)
+    if before is not None and not is_last and _may_repeat(before, now_s):
+        base = next((at for at, boundary in enumerate(known) if boundary in before.bases), None)
+        if base is not None:
+            before.claim_until_s = 0.0
+            index.use(before.held, now_s)
+            return Plan(before, "repeated", base, before.expected, known, options)
+    place = None if is_last or turn.messages is None else _place(index, known)
+    num_known, parent, position = place or (0, None, 0)
+    how: How = "begun"
+    held = Held(new_name(), None, now_s)
+    if parent is not None:
+        index.use(parent, now_s)
+        how = "forked"
+        # With nothing new to say the session is at an answer's beginning, where it must stay.
+        if parent.position == position and not parent.num_running and num_known < len(known) - 1:
+            held, how = parent, "continued"
+    index.add(held)
+    held.num_running += 1
+    name = RequestName(*key, 0 if before is None else before.name.nonce + 1)
+    is_certain = options.get("temperature") == 0 or options.get("seed") is not None
+    asked = Asked(held, name, {known[num_known]}, position, is_certain=is_certain)
+    asked.prefix = options.get("prefix", "")
+    asked.opening = asyncio.Event()
+    index.ask(asked)
+    parent_position = parent.position if parent else None
+    return Plan(asked, how, num_known, position, known, options, parent, parent_position)
+
+
+def _place(index: Index, known: list[bytes]) -> tuple[int, Held, int] | None:
+    """Find the longest known beginning: the number of its messages, a session and a position in it."""
+    for num_known in range(len(known) - 1, 0, -1):
+        if (found := index.find(known[num_known])) is None:
+            continue
+        held, mark = found
+        # What the session has after a prompt is an answer's beginning: no message fits there.
+        if mark.is_answer != (num_known < len(known) - 1):
+            continue
+        if held.num_running and index.rewrites:
+            continue  # the running request may move the position
+        return num_known, held, mark.position
+    return None
+
+
+def _may_repeat(asked: Asked, now_s: float) -> bool:
+    """Whether a request that is asked again gets the same answer.
+
+    A sampled answer only if it is from before this gateway's start: then its client may not have got it.
+    """
+    if asked.state == "failed":
+        return False
+    if asked.claim_until_s > now_s:
+        return True
+    return asked.is_certain and (asked.state == "answered" or asked.num_users > 0)
+
+
+def new_name() -> str:
+    """Return the name of a new session."""
+    return PREFIX + uuid4().hex
