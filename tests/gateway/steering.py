@@ -80,7 +80,7 @@ class Steering:
 
     def _steered(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         self.requests.append((path, body))
-        body = {**body, "temperature": 0}
+        body = {**body, "temperature": 0, "repetition_penalty": 1.3}
         for name in _LENGTHS:
             if name in body:
                 body[name] = min(body[name], _MOST_TOKENS)
