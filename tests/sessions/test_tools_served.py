@@ -181,6 +181,17 @@ async def test_reasoning_ends_after_its_budget_and_the_format_begins_behind_it(
         assert "".join(chunk.text for chunk in chunks) == result.text
 
 
+async def test_an_answer_in_a_format_does_not_end_in_its_reasoning(
+    local_worker: Callable[..., Awaitable[Any]], thinking_model: Path
+) -> None:
+    session = (await local_worker(model=str(thinking_model))).client.session("s")
+    asked: dict[str, Any] = {"messages": user("Hi"), "max_tokens": 60, "logit_bias": {2: 100, MARKS[1]: 90}}
+    assert len((await session.generate(**asked)).tokens) == 1
+    one = await session.generate(**asked, response_format={"type": "choice", "choices": ["yes", "no"]})
+    assert one.finish_reason == "stop"
+    assert one.text in ("yes", "no")
+
+
 async def test_a_budget_is_kept_over_a_kill(
     local_worker: Callable[..., Awaitable[Any]], worker_process: Any, thinking_model: Path, tmp_path: Path
 ) -> None:

@@ -18,7 +18,7 @@ from turnkeep_client.messages import (
 )
 from worker.text.calling import FINAL, calls_grammar, json_rule
 from worker.text.grammar import GrammarError, Grammars
-from worker.text.thinking import Thinking
+from worker.text.thinking import Thinking, mask_without
 
 from .history import RefusedError
 
@@ -129,6 +129,7 @@ class Formats:
             is_begun=is_begun,
             budget=budget,
             grammar=grammar,
+            inside=mask_without(tokenizer.eos_ids, tokenizer.vocab_size) if grammar is not None else None,
         )
 
 

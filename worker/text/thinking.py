@@ -28,7 +28,8 @@ class Thinking:
 
     `opens` and `closes` are the markers of the reasoning, as bytes; `closing` are the tokens that end it
     after `budget` tokens, and `opening` those that begin it. `spaces` are tokens of white space, one of which
-    may stand before what the `grammar` describes. If `is_begun`, the prompt has opened the reasoning.
+    may stand before what the `grammar` describes; `inside` is the mask of the tokens that may come in the
+    reasoning, all if None. If `is_begun`, the prompt has opened the reasoning.
     """
 
     spell: Callable[[int], bytes]
@@ -40,6 +41,7 @@ class Thinking:
     is_begun: bool
     budget: int | None = None
     grammar: Grammar | None = None
+    inside: Mask | None = None
 
     def follow(self, answered: Sequence[int]) -> Matcher:
         """Follow an answer that has these tokens so far."""
@@ -138,7 +140,7 @@ class _Follower:
     def mask(self) -> Mask | None:
         """Return the mask of the next token."""
         if self.place == "inside":
-            return _only(self._of.closing[self.num_closing]) if self._is_over else None
+            return _only(self._of.closing[self.num_closing]) if self._is_over else self._of.inside
         if self._of.grammar is None:
             return None
         if self.place == "before" and self.begun:
@@ -160,6 +162,13 @@ class _Follower:
         more = self._of.opening[size]
         follows = all(one is None or _allows(one, token) for one, token in zip(masks, begun, strict=True))
         return _with(mask, [more]) if follows else _only(more)
+
+
+def mask_without(tokens: Iterable[int], num_tokens: int) -> Mask:
+    """Return a mask of a vocabulary without some tokens."""
+    allowed = np.ones(num_tokens, np.uint8)
+    allowed[[token for token in tokens if token < num_tokens]] = 0
+    return np.packbits(allowed, bitorder="little")
 
 
 def _only(token: int) -> Mask:
