@@ -97,6 +97,27 @@ async def test_an_answer_that_may_call_has_text_around_calls_that_hold(
         assert not accepts(tokenizer, grammar, text), text
 
 
+async def test_in_harmony_an_answer_is_one_call_or_the_last_message(
+    grammars: Grammars, tokenizer: Tokenizer
+) -> None:
+    good = written("harmony", "weather", {"city": "Rome"}).removesuffix("<|call|>")  # an end token
+    bad = good.replace('"city"', '"town"')
+    again, final = "<|start|>assistant", "<|channel|>final<|message|>"
+    must = await compiled(grammars, tokenizer, "harmony", None)
+    for text in (good, again + good):
+        assert accepts(tokenizer, must, text), text
+    for text in (bad, good + good, f"{final}Hello.", good.replace("weather", "other"), f"\n{good}"):
+        assert not accepts(tokenizer, must, text), text
+    may = await compiled(grammars, tokenizer, "harmony", "text")
+    for text in (good, again + good, f"{final}Hello.", f"{again}{final}"):
+        assert accepts(tokenizer, may, text), text
+    for text in (bad, "Hello.", f"{again}Hello."):
+        assert not accepts(tokenizer, may, text), text
+    described = await compiled(grammars, tokenizer, "harmony", '"yes" | "no"')
+    assert accepts(tokenizer, described, f"{final}yes")
+    assert not accepts(tokenizer, described, f"{final}maybe")
+
+
 @pytest.mark.parametrize("family", ["qwen3_coder", "glm47", "pythonic"])
 async def test_of_other_formats_the_beginning_of_a_call_is_held(
     grammars: Grammars, tokenizer: Tokenizer, family: str
@@ -125,7 +146,7 @@ def thinking(tokenizer: Tokenizer, grammar: Grammar | None = None, **more: Any) 
         spell=tokenizer.token_bytes,
         opens=b"<think>",
         closes=b"</think>",
-        opening=ids("<think>")[:1],
+        opening=ids("<think>"),
         closing=ids("</think>"),
         spaces=ids("\n"),
         grammar=grammar,
@@ -179,6 +200,16 @@ async def test_an_answer_may_begin_with_its_reasoning_or_without(
     assert next_of(tokenizer, whole.follow(()), "no")[:2] == ["\n<ny", "o"]
     thought = whole.follow(tokenizer.encode("<think>x</think>", at_start=False))
     assert next_of(tokenizer, thought, "ye") == ["\nny", "e", "s"]
+
+
+async def test_a_marker_of_several_tokens_is_begun_beside_what_the_grammar_describes(
+    grammars: Grammars, tokenizer: Tokenizer
+) -> None:
+    yes = thinking(tokenizer, await grammars.compiled(LarkFormat('start: "yes"')), is_begun=False)
+    assert next_of(tokenizer, yes.follow(()), "\n<th")[1:] == ["<y", "t", "h", "i"]
+    both = thinking(tokenizer, await grammars.compiled(LarkFormat('start: "<b>" | "<tt>"')), is_begun=False)
+    assert next_of(tokenizer, both.follow(()), "<th") == ["\n<", "bt", "ht", "i"]
+    assert next_of(tokenizer, both.follow(()), "<tt>")[3] == ">"
 
 
 @pytest.mark.parametrize("cut", range(14))

@@ -143,6 +143,11 @@ async def test_a_grammar_is_compiled_once_and_the_last_ones_are_kept(grammars: G
             LarkFormat('start: "<" %json {"anyOf": [{"multipleOf": 9973}, {"multipleOf": 9967}]}'),
             "multipleOf",
         ),
+        (LarkFormat('start: %json {"title": "a %json", "multipleOf": 123457}'), "multipleOf"),
+        (
+            LarkFormat("start: a b" + "".join(f'\n{n}: %json {{"multipleOf": 60000}}' for n in "ab")),
+            "multipleOf",
+        ),
         (JsonSchemaFormat(JsonSchema({"enum": [f"value{n}" for n in range(200_000)]})), "the limit is"),
         (JsonSchemaFormat(JsonSchema({"allOf": [{"type": "string"}, {"type": "null"}]})), "Unsatisfiable"),
     ],

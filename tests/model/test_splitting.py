@@ -204,6 +204,15 @@ def test_an_answer_of_many_parts_splits_the_same_way_cut_anywhere(family: str, d
             assert word in f"{whole[0]} {whole[1]} {whole[2]}", "nothing vanishes"
 
 
+def test_text_after_a_call_without_an_end_marker_is_kept() -> None:
+    text = written("mistral_args")
+    for more in (" b", " b {}", "} b}", " b " + text[:20]):
+        said, _, calls, _ = outcome(splitter("mistral_args"), [text + more])
+        assert (len(calls), said.strip()) == (1, more.strip())
+    two = outcome(splitter("mistral_args"), [text + text])
+    assert (len(two[2]), two[0]) == (2, "")
+
+
 @pytest.mark.parametrize("family", ENDED)
 def test_text_before_and_between_and_several_calls(family: str) -> None:
     text = f"I look.\n{written(family)}\n{written(family, 'run', {'code': 'x'})}\nDone."

@@ -6,11 +6,13 @@ import asyncio
 import json
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from datetime import date  # noqa: TC003  # pydantic reads it
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import jsonschema
 import msgspec
 import pytest
+from pydantic import BaseModel, Field
 
 from turnkeep_client.errors import AnswerNotParsedError, InvalidMessageError, RequestFailedError
 from turnkeep_client.messages import TextFormat
@@ -68,19 +70,22 @@ class Light:
     colour: Literal["red", "green"]
 
 
-class Model:
-    """What a pydantic model has of interest here."""
+class Cat(BaseModel):
+    kind: Literal["cat"]
+    lives: Annotated[int, Field(ge=1, le=9)]
 
-    def __init__(self, fields: dict[str, Any]) -> None:
-        self.fields = fields
 
-    @classmethod
-    def model_json_schema(cls) -> dict[str, Any]:
-        return SCHEMAS["object"]
+class Dog(BaseModel):
+    kind: Literal["dog"]
+    born: date
 
-    @classmethod
-    def model_validate_json(cls, text: str) -> Model:
-        return cls(json.loads(text))
+
+class Owner(BaseModel):
+    full_name: Annotated[str, Field(alias="fullName", max_length=12)]
+    pets: Annotated[
+        list[Annotated[Cat | Dog, Field(discriminator="kind")]], Field(min_length=1, max_length=2)
+    ]
+    town: Literal["Rome"] | None = None
 
 
 def by_schema(schema: dict[str, Any], **options: Any) -> dict[str, Any]:
@@ -135,10 +140,14 @@ async def test_types_of_python_are_asked_for_and_parsed(able: Client) -> None:
     assert set(answer.parsed(dict)) == {"name", "age"}
     light = await able.session("l").generate(messages=messages, response_format=Light)
     assert light.parsed(Light).colour in {"red", "green"}
-    model = await able.session("m").generate(messages=messages, response_format=Model, max_tokens=60)
-    assert set(model.parsed(Model).fields) == {"name", "age"}
+    model = await able.session("m").generate(messages=messages, response_format=Owner, max_tokens=120)
+    owner = model.parsed(Owner)
+    assert 1 <= len(owner.pets) <= 2
+    assert {type(pet) for pet in owner.pets} <= {Cat, Dog}
     with pytest.raises(AnswerNotParsedError, match=r"the answer is no Light: .*it begins"):
         model.parsed(Light)
+    with pytest.raises(AnswerNotParsedError, match=r"the answer is no Owner: (?s:.*)fullName"):
+        light.parsed(Owner)
     cut = await able.session("c").generate(messages=messages, response_format=Person, max_tokens=4)
     with pytest.raises(AnswerNotParsedError, match="not whole: its finish_reason is 'length' after 4 tokens"):
         cut.parsed(Person)

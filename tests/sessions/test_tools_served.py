@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from interruptions import heard_over_kills
 
-from tests.parts import make_tiny_model
+from tests.parts import CHAT_TEMPLATE, make_tiny_model
 from turnkeep_client import run_tools
 from turnkeep_client.errors import InvalidMessageError, RequestFailedError
 
@@ -39,6 +39,11 @@ WEATHER: dict[str, Any] = {
 #: The tokens `<think>` and `</think>` of the model that thinks.
 MARKS = (259, 260)
 CLOCK: dict[str, Any] = {"type": "function", "function": {"name": "clock"}}
+HARMONY = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+    "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
 
 
 def user(text: str) -> list[dict[str, str]]:
@@ -129,16 +134,27 @@ async def test_a_schema_that_cannot_be_held_is_a_warning_unless_it_is_strict(abl
 
 
 @pytest.fixture(scope="module")
-def thinking_model(tmp_path_factory: pytest.TempPathFactory, endless_model: Path) -> Path:
+def thinking_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model whose template opens the reasoning, with its marks in the vocabulary."""
+    begun = CHAT_TEMPLATE.replace("<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n")
+    return model_with_tokens(tmp_path_factory.mktemp("models") / "thinking", begun, "<think>", "</think>")
+
+
+@pytest.fixture(scope="module")
+def harmony_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model with the marks of harmony."""
+    names = "start", "end", "message", "channel", "constrain", "call", "return"
+    marks = [f"<|{name}|>" for name in names]
+    return model_with_tokens(tmp_path_factory.mktemp("models") / "harmony", HARMONY, *marks, special=True)
+
+
+def model_with_tokens(folder: Path, template: str, *tokens: str, special: bool = False) -> Path:
     from transformers import AutoTokenizer
 
-    folder = make_tiny_model(tmp_path_factory.mktemp("models") / "thinking", vocab_size=259 + 2)
+    make_tiny_model(folder, vocab_size=259 + len(tokens))
     fast = AutoTokenizer.from_pretrained(folder)
-    fast.add_tokens(["<think>", "</think>"])
-    fast.chat_template = fast.chat_template.replace(
-        "<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n"
-    )
+    fast.add_tokens(list(tokens), special_tokens=special)
+    fast.chat_template = template
     saved = folder.with_name("saved")
     fast.save_pretrained(saved)
     for file in saved.iterdir():
@@ -183,6 +199,17 @@ async def test_without_reasoning_a_prefix_begins_behind_the_one_that_the_templat
     assert (inside.text, inside.prefix_tokens) == ("", len("So"))
 
 
+async def test_an_answer_in_a_format_does_not_end_in_its_reasoning(
+    local_worker: Callable[..., Awaitable[Any]], thinking_model: Path
+) -> None:
+    session = (await local_worker(model=str(thinking_model))).client.session("s")
+    asked: dict[str, Any] = {"messages": user("Hi"), "max_tokens": 60, "logit_bias": {2: 100, MARKS[1]: 90}}
+    assert len((await session.generate(**asked)).tokens) == 1
+    one = await session.generate(**asked, response_format={"type": "choice", "choices": ["yes", "no"]})
+    assert one.finish_reason == "stop"
+    assert one.text in ("yes", "no")
+
+
 async def test_a_budget_is_kept_over_a_kill(
     local_worker: Callable[..., Awaitable[Any]], worker_process: Any, thinking_model: Path, tmp_path: Path
 ) -> None:
@@ -202,6 +229,31 @@ async def test_a_budget_is_kept_over_a_kill(
     assert (result.tokens, result.reasoning) == (expected.tokens, expected.reasoning)
     assert result.usage.reasoning_tokens == expected.usage.reasoning_tokens == 301
     assert "".join(chunk.reasoning for chunk in chunks) == result.reasoning
+
+
+async def test_a_call_in_harmony_is_forced_behind_its_reasoning_and_over_a_kill(
+    local_worker: Callable[..., Awaitable[Any]], worker_process: Any, harmony_model: Path, tmp_path: Path
+) -> None:
+    asked: dict[str, Any] = {
+        "messages": user("Hi"),
+        "tools": [WEATHER, CLOCK],
+        "tool_choice": {"type": "function", "function": {"name": "get_weather"}},
+        "reasoning": {"budget": 300},
+        "max_tokens": 700,
+        "temperature": 0.8,
+        "seed": 6,
+        "logit_bias": dict.fromkeys([2, *range(259, 266)], -100) | {262: -50},  # its reasoning lasts
+    }
+    alone = await local_worker(model=str(harmony_model), data_dir=tmp_path / "alone")
+    expected = await alone.client.session("s").generate(**asked)
+    process = worker_process("--ack-wait-s", "0.5", model=harmony_model)
+    chunks, result = await heard_over_kills(process, asked, every=180)
+    assert (result.tokens, result.finish_reason) == (expected.tokens, "tool_calls")
+    assert result.usage.reasoning_tokens == 301
+    (call,) = result.tool_calls
+    assert call.function.name == "get_weather"
+    assert json.loads(call.function.arguments).keys() == {"city", "days"}
+    assert joined(chunks) == [(call.id, call.function.name, call.function.arguments)]
 
 
 @pytest.mark.model

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from turnkeep_client.messages import (
     ChoiceFormat,
@@ -19,7 +19,7 @@ from turnkeep_client.messages import (
 from worker.text.calling import calls_grammar, json_rule
 from worker.text.grammar import GrammarError, Grammars
 from worker.text.harmony import FINAL
-from worker.text.thinking import Thinking
+from worker.text.thinking import Thinking, mask_without
 
 from .history import RefusedError
 
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from worker.batch.chooser import Grammar
     from worker.models.tokenizer import Tokenizer
     from worker.text.templates import Conversation
+
+#: The markers of a reasoning in harmony; more messages may stand between it and the text.
+_ANALYSIS: Final = ("<|channel|>analysis<|message|>", "<|end|>")
 
 
 class Formats:
@@ -62,7 +65,10 @@ class Formats:
         dialect = self._tokenizer.dialect
         if request.reasoning.budget is not None and not (dialect.reasoning or dialect.is_harmony):
             warnings = (*warnings, "this model marks no reasoning: its budget has no effect")
-        return (self._behind_reasoning(request, conversation, found) if splits else found), warnings
+        if splits:
+            may_call = bool(tools) and found is not None
+            found = self._behind_reasoning(request, conversation, found, may_call=may_call)
+        return found, warnings
 
     async def _of_calls(
         self, request: Generate, tools: list[dict[str, Any]], *, is_forced: bool
@@ -71,8 +77,6 @@ class Formats:
 
         A tool that is not strict, and whose schema cannot be compiled, may be called with any object.
         """
-        if self._tokenizer.dialect.is_harmony:
-            raise GrammarError("answers of this model's format cannot be held to calls")
         if isinstance(request.tool_choice, NamedTool):
             tools = [one for one in tools if one["function"]["name"] == request.tool_choice.function.name]
         answer = None if is_forced else _answer_rule(request)
@@ -103,26 +107,31 @@ class Formats:
         return found, found.warnings if found is not None else ()
 
     def _behind_reasoning(
-        self, request: Generate, conversation: Conversation, grammar: Grammar | None
+        self, request: Generate, conversation: Conversation, grammar: Grammar | None, *, may_call: bool
     ) -> Grammar | None:
-        """Let a grammar begin behind the reasoning, which ends after its budget."""
+        """Let a grammar, of calls if `may_call`, begin behind the reasoning, which ends after its budget."""
         tokenizer, budget = self._tokenizer, request.reasoning.budget
-        pair = ("", FINAL) if tokenizer.dialect.is_harmony else tokenizer.dialect.reasoning
-        is_over = tokenizer.dialect.is_harmony and is_prefix_final(request)
+        is_harmony = tokenizer.dialect.is_harmony
+        pair, is_begun = tokenizer.dialect.reasoning, conversation.in_reasoning()
+        if is_harmony:  # without a grammar of calls, anything may stand before the text
+            pair, is_begun = (_ANALYSIS, False) if may_call else (("", FINAL), True)
+        is_over = is_harmony and is_prefix_final(request)
         if pair is None or is_over or (grammar is None and budget is None):
             return grammar
         opening, closing = (tokenizer.encode(marker, at_start=False) for marker in pair)
-        spaces = (tokenizer.encode(text, at_start=False) for text in ("\n", "\n\n"))
+        around = () if is_harmony else ("\n", "\n\n")
+        spaces = (tokenizer.encode(text, at_start=False) for text in around)
         return Thinking(
             spell=tokenizer.token_bytes,
             opens=pair[0].encode(),
             closes=pair[1].encode(),
-            opening=tuple(opening[:1]),
+            opening=tuple(opening),
             closing=tuple(closing),
             spaces=tuple(ids[0] for ids in spaces if len(ids) == 1),
-            is_begun=tokenizer.dialect.is_harmony or conversation.in_reasoning(),
+            is_begun=is_begun,
             budget=budget,
             grammar=grammar,
+            inside=mask_without(tokenizer.eos_ids, tokenizer.vocab_size) if grammar is not None else None,
         )
 
 

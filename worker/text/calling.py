@@ -11,6 +11,7 @@ import re
 from typing import TYPE_CHECKING, Any, Final
 
 from .grammar import guided
+from .harmony import FINAL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -47,6 +48,8 @@ def calls_grammar(
             schema = {"type": "object", **(function.get("parameters") or {})}
             lines.append(f"args_{number}: {json_rule(schema, is_lenient=not function.get('strict'))}")
     lines.append(f"call: {' | '.join(f'call_{number}' for number in range(len(tools)))}")
+    if dialect.is_harmony:
+        return "\n".join([*_messages(opens, answer, token_of), *lines])
     more = several and after is not None
     if answer == "text":
         lines += _within_text(opens, token_of)
@@ -71,6 +74,15 @@ def _text(text: str, token_of: Callable[[str], int | None]) -> str:
         token = token_of(part)
         parts.append(json.dumps(part) if token is None else f"<[{token}]>")
     return " ".join(parts)
+
+
+def _messages(opens: str, answer: str | None, token_of: Callable[[str], int | None]) -> list[str]:
+    """Write the rules of an answer in harmony behind its reasoning: one call, which ends it, or its text."""
+    start = f"start: ({_text('<|start|>assistant', token_of)})? ({_text(opens, token_of)} call"
+    if answer is None:
+        return [f"{start})"]
+    said = "/(?s:.*)/" if answer == "text" else answer
+    return [f"{start} | {_text(FINAL, token_of)} answer)", f"answer: {said}"]
 
 
 def _within_text(opens: str, token_of: Callable[[str], int | None]) -> list[str]:

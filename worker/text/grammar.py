@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import OrderedDict
+from contextlib import suppress
 from decimal import Decimal
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Final
@@ -41,7 +43,7 @@ MOST_BYTES: Final = 128 * 1024
 #: Compiled grammars are kept, the last ones that were used; one takes a few hundred KB, seldom some MB.
 _MOST_KEPT: Final = 64
 #: llguidance's limits do not cover `multipleOf`: a regex for multiples of 1,234,567 compiles for 41 s, for
-#: 123,456 0.6 s. Several in one schema multiply, as `allOf` may join them.
+#: 123,456 0.6 s. Several in one schema multiply, as `allOf` may join them; schemas of one grammar add up.
 _MOST_MULTIPLE: Final = 100_000
 #: A lexer's state takes 1 to 2 KB.
 _MOST_STATES: Final = 50_000
@@ -201,7 +203,7 @@ def _source(asked: ResponseFormat, matchers: Any) -> str:
     """Write a grammar for llguidance; raises ValueError."""
     match asked:
         case JsonSchemaFormat(json_schema=given):
-            _check_multiples(given.schema)
+            _check_multiples([given.schema])
             # Who says `strict: false` takes the schema without the keywords that cannot be enforced.
             return _json_source(given.schema, lenient=given.strict is False)
         case JsonObjectFormat():
@@ -234,8 +236,14 @@ def _text(value: Any) -> str:
     return msgspec.json.encode(value).decode()
 
 
-def _check_multiples(schema: Any) -> None:
-    """Raise ValueError if the `multipleOf` of a schema would take too long to compile."""
+def _check_multiples(schemas: Iterable[Any]) -> None:
+    """Raise ValueError if the `multipleOf` of schemas would take too long to compile."""
+    if sum(map(_multiple, schemas)) > _MOST_MULTIPLE:
+        raise ValueError(f"multipleOf: all in a schema multiplied are over the limit, {_MOST_MULTIPLE}")
+
+
+def _multiple(schema: Any) -> int:
+    """Return the product of the `multipleOf` in a schema."""
     steps, todo = set[int](), [schema]
     while todo:
         match todo.pop():
@@ -245,8 +253,7 @@ def _check_multiples(schema: Any) -> None:
                 todo += found.values()
             case list() as found:
                 todo += found
-    if math.prod(steps - {0}) > _MOST_MULTIPLE:
-        raise ValueError(f"multipleOf: all in a schema multiplied are over the limit, {_MOST_MULTIPLE}")
+    return math.prod(steps - {0})
 
 
 def _whole(step: float) -> int:
@@ -257,13 +264,12 @@ def _whole(step: float) -> int:
 
 
 def _check_embedded(grammar: str) -> None:
-    """Check the JSON schemas within a Lark grammar as others."""
-    for part in grammar.split("%json")[1:]:
-        try:
-            schema, _ = json.JSONDecoder().raw_decode(part.lstrip())
-        except (ValueError, RecursionError):  # no schema, or one that llguidance refuses too
-            continue
-        _check_multiples(schema)
+    """Check the JSON schemas within a Lark grammar as others, together: each takes its time."""
+    schemas = []
+    for found in re.finditer(r"%json\s*", grammar):
+        with suppress(ValueError, RecursionError):  # no schema, or one that llguidance refuses too
+            schemas.append(json.JSONDecoder().raw_decode(grammar, found.end())[0])
+    _check_multiples(schemas)
 
 
 def _vocabulary(tokenizer: Tokenizer) -> Any:

@@ -6,6 +6,7 @@ lost: a call that cannot be parsed, or has no end, stays in the text with its ma
 
 from __future__ import annotations
 
+import json
 import re
 from hashlib import blake2b
 from string import ascii_letters, digits
@@ -23,6 +24,7 @@ _HEAD: Final = re.compile(r'\s*\{\s*"name"\s*:\s*"([\w.\-]+)"\s*,\s*"(?:argument
 #: Characters in which it is looked for.
 _MOST_HEAD: Final = 512
 _SPACE: Final = " \t\r\n"
+_BRACKET: Final = re.compile(r"[{\[]")
 #: Letters of a call's id: templates of Mistral's models want nine of them, and others take any.
 _LETTERS: Final = digits + ascii_letters
 
@@ -198,15 +200,18 @@ class MarkedSplitter:
         try:
             if self._dialect.parse is None or not is_whole:
                 raise ValueError("it has no end")  # noqa: TRY301
-            found = self._dialect.parse(call.text, self._tools)
+            written = call.text if call.end else _values(call.text, call.marker.strip(_SPACE))
+            found = self._dialect.parse(written, self._tools)
         except Exception:  # noqa: BLE001  # a parser of foreign text may raise anything
             self.malformed = self.malformed or bool(call.marker.strip(_SPACE))
             return self._said(call.marker + call.text + end)
         if call.name is not None:
             function = CalledFunction(call.name, call.arguments)
             self.calls.append(Called(self._new_id(len(self.calls)), function))
-            return Piece()
-        return Piece(calls=tuple(map(self._made, found)))
+            piece = Piece()
+        else:
+            piece = Piece(calls=tuple(map(self._made, found)))
+        return piece + self._said(call.text[len(written) :])
 
     def _made(self, call: ParsedCall) -> CallPart:
         index = len(self.calls)
@@ -284,6 +289,24 @@ class _Call:
             self._escaped = True
         elif char == '"':
             self._in_string = not self._in_string
+
+
+def _values(text: str, marker: str) -> str:
+    """Return the beginning of `text` that consists of calls with JSON, each but the first with its marker.
+
+    All of the text, if there is no JSON.
+    """
+    decoder, at, end = json.JSONDecoder(), 0, 0
+    while (begin := _BRACKET.search(text, at)) is not None:
+        between = text[end : begin.start()].strip(_SPACE + ",;")
+        if end and between and not (marker and between.startswith(marker)):
+            break
+        try:
+            _, at = decoder.raw_decode(text, begin.start())
+            end = at
+        except (ValueError, RecursionError):
+            at = begin.end()
+    return text[:end] if end else text
 
 
 def first_marker(text: str, markers: Sequence[str]) -> tuple[int, str | None]:

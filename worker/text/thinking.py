@@ -27,9 +27,9 @@ class Thinking:
     """What an answer with reasoning must be. Immutable, so thread-safe.
 
     `opens` and `closes` are the markers of the reasoning, as bytes; `closing` are the tokens that end it
-    after `budget` tokens, and `opening` has the first token of the marker that begins it. `spaces` are tokens
-    of white space, one of which may stand before what the `grammar` describes. If `is_begun`, the prompt has
-    opened the reasoning.
+    after `budget` tokens, and `opening` those that begin it. `spaces` are tokens of white space, one of which
+    may stand before what the `grammar` describes; `inside` is the mask of the tokens that may come in the
+    reasoning, all if None. If `is_begun`, the prompt has opened the reasoning.
     """
 
     spell: Callable[[int], bytes]
@@ -41,6 +41,7 @@ class Thinking:
     is_begun: bool
     budget: int | None = None
     grammar: Grammar | None = None
+    inside: Mask | None = None
 
     def follow(self, answered: Sequence[int]) -> Matcher:
         """Follow an answer that has these tokens so far."""
@@ -139,19 +140,43 @@ class _Follower:
     def mask(self) -> Mask | None:
         """Return the mask of the next token."""
         if self.place == "inside":
-            return _only(self._of.closing[self.num_closing]) if self._is_over else None
+            return _only(self._of.closing[self.num_closing]) if self._is_over else self._of.inside
         if self._of.grammar is None:
             return None
+        if self.place == "before" and self.begun:
+            return self._mask_within_opening(self._of.grammar)
         inner = self.inner or self._of.grammar.follow(())
         (mask,) = inner.masks(())
         if mask is None or not self.may_space:
             return mask
-        more = [*self._of.spaces] if self.place == "behind" else [*self._of.opening, *self._of.spaces]
+        more = [*self._of.spaces] if self.place == "behind" else [*self._of.opening[:1], *self._of.spaces]
         return _with(mask, more)
+
+    def _mask_within_opening(self, grammar: Grammar) -> Mask | None:
+        """Return the mask behind tokens that begin the marker, and may begin what the grammar describes."""
+        begun = [token for token in self.begun if token not in self._of.spaces]
+        *masks, mask = grammar.follow(()).masks(begun)
+        size = len(begun)
+        if mask is None or size == len(self._of.opening) or tuple(begun) != self._of.opening[:size]:
+            return mask
+        more = self._of.opening[size]
+        follows = all(one is None or _allows(one, token) for one, token in zip(masks, begun, strict=True))
+        return _with(mask, [more]) if follows else _only(more)
+
+
+def mask_without(tokens: Iterable[int], num_tokens: int) -> Mask:
+    """Return a mask of a vocabulary without some tokens."""
+    allowed = np.ones(num_tokens, np.uint8)
+    allowed[[token for token in tokens if token < num_tokens]] = 0
+    return np.packbits(allowed, bitorder="little")
 
 
 def _only(token: int) -> Mask:
     return _with(np.zeros(0, np.uint8), [token])
+
+
+def _allows(mask: Mask, token: int) -> bool:
+    return token // 8 < len(mask) and bool(mask[token // 8] >> token % 8 & 1)
 
 
 def _with(mask: Mask, tokens: Sequence[int]) -> Mask:

@@ -1,0 +1,107 @@
+"""Tools that ask too much: refused, or a result that says so, while another answer goes on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from raw_wire import LONG, Wire, generate
+
+from tests.parts import CHAT_TEMPLATE
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from pathlib import Path
+
+NAMES = (
+    "{% for tool in tools or [] %}{{ tool.function.name }}"
+    "{% if tool.function.name == 'odd' %}{{ raise_exception('no odd tools') }}{% endif %}{% endfor %}"
+)
+
+
+def tool(name: str, value: Any = None, **more: Any) -> dict[str, Any]:
+    """A tool with one argument, of the schema `value`."""
+    parameters = {"type": "object", "properties": {"x": value or {}}, "required": ["x"]}
+    return {"type": "function", "function": {"name": name, "parameters": parameters, **more}}
+
+
+def deep(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "null"}
+    for _ in range(levels):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+BRANCHES = [{"anyOf": [{"type": "string", "pattern": f"a{i}{j}"} for i in range(8)]} for j in range(6)]
+#: Schemas that no grammar is made of, by a part of the reason.
+BOMBS: dict[str, list[Any]] = {
+    "multipleOf: all in a schema": [{"multipleOf": 60_000}, {"multipleOf": 60_001}],
+    "recursion limit": [deep(300)],
+    "schema too large": [{"allOf": BRANCHES}],
+    "bytes, the limit is": [{"enum": list(range(30_000))}],
+}
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    (
+        {"tools": [{"type": "function", "function": {"name": f"f{n}"}} for n in range(513)]},
+        "length <= 512",
+    ),
+    ({"stop": [f"stop{n}" for n in range(1_000)]}, "length <= 16"),
+    ({"tools": [tool("odd")]}, "no odd tools"),
+    (
+        {"tools": [tool("f")], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+        "a tool_choice of g, which is none of its tools",
+    ),
+    *(
+        ({"tools": [tool(f"f{n}", one, strict=True) for n, one in enumerate(bomb)]}, says)
+        for says, bomb in BOMBS.items()
+    ),
+]
+
+
+@pytest.fixture
+async def served(
+    wire: Callable[..., Awaitable[Wire]], model_with_template: Callable[[str, str], Path]
+) -> Wire:
+    return await wire(model=str(model_with_template("names-of-tools", NAMES + CHAT_TEMPLATE)))
+
+
+def asked(request_id: str, **more: Any) -> dict[str, Any]:
+    return generate(request_id, messages=[{"role": "user", "content": "x"}], **more)
+
+
+async def test_tools_that_ask_too_much_are_refused_and_disturb_no_other_answer(served: Wire) -> None:
+    expected = await served.send("alone", generate("l", **LONG))
+    running = await served.publish("r", generate("l", **LONG))
+    for number, (more, says) in enumerate(REFUSED):
+        told = await served.send(f"s{number}", asked("a", **more))
+        assert (told["type"], told["code"]) == ("failed", "invalid_request"), says
+        assert says in told["message"]
+        assert (await served.send(f"s{number}", asked("b")))["type"] == "generated"
+    assert (await served.result(running))["tokens"] == expected["tokens"]
+
+
+@pytest.mark.parametrize("says", BOMBS)
+async def test_a_tool_that_is_not_strict_may_be_called_with_any_object(served: Wire, says: str) -> None:
+    tools = [tool(f"f{n}", one) for n, one in enumerate(BOMBS[says])]
+    told = await served.send("s", asked("a", tools=tools, tool_choice="required"))
+    assert told["type"] == "generated"
+    assert says in " ".join(told["warnings"])
+
+
+async def test_a_call_that_never_ends_is_text_and_the_answer_cut(served: Wire) -> None:
+    quote = await served.send(
+        "q", generate("a", text="x", response_format={"type": "choice", "choices": ['"']})
+    )
+    told = await served.send(
+        "s",
+        asked(
+            "a",
+            tools=[tool("f", {"type": "string"})],
+            tool_choice="required",
+            logit_bias={quote["tokens"][0]: -100},
+            max_tokens=300,
+        ),
+    )
+    assert (told["finish_reason"], told.get("tool_calls", [])) == ("length", [])
+    assert told["text"].lstrip().startswith('<tool_call>\n{"name": "f", "arguments": {"x":')
+    assert (await served.send("s", asked("b", tool_choice="none")))["type"] == "generated"
