@@ -154,7 +154,7 @@ class Gateway:
         raise Fault(
             400,
             "the worker's model makes no embeddings: ask a server of an embedding model. Served here are"
-            " /v1/chat/completions, /v1/completions and /v1/messages",
+            " /v1/chat/completions, /v1/completions, /v1/responses and /v1/messages",
             code="unsupported_endpoint",
         )
 
@@ -410,9 +410,19 @@ async def _on_error(request: Request, error: Exception) -> Response:
 async def _on_http(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         raise error
-    what = f"{request.method} {request.url.path}"
-    message = f"{what} is not served" if error.status_code in {404, 405} else error.detail
+    message = error.detail
+    if error.status_code in {404, 405}:
+        message = f"{request.method} {request.url.path} is not served{_instead(request.url.path, error)}"
     return await _on_fault(request, Fault(error.status_code, message))
+
+
+def _instead(path: str, error: HTTPException) -> str:
+    """Say what a wrong method or base URL should have been."""
+    if allowed := (error.headers or {}).get("Allow"):
+        return f", only {allowed}"
+    if path.startswith("/v1/v1/") or not path.startswith("/v1/"):
+        return ": the base URL ends with /v1 for OpenAI's clients, and is without /v1 for Anthropic's"
+    return ""
 
 
 def _is_local(origin: str | None) -> bool:

@@ -230,6 +230,7 @@ async def test_errors_have_anthropics_shape(http: httpx2.AsyncClient) -> None:
         (body(), "empty"),
         (body(user("a"), tool_choice={"type": "any"}), "tools"),
         (body(user("a"), tools=[TOOL], tool_choice={"type": "tool", "name": "x"}), "tool_choice"),
+        (body(user("a"), tools=[{"type": "function", "function": {"name": "x"}}]), "input_schema"),
         (body(user("a"), mcp_servers=[{"url": "x"}]), "mcp_servers"),
         (body(user("a"), thinking={"type": "enabled"}), "budget_tokens"),
         (body(user("a"), max_tokens=0), "max_tokens"),
