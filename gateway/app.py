@@ -286,8 +286,9 @@ async def _on_error(request: Request, error: Exception) -> Response:
 async def _on_http(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         raise error
-    what = f"{request.method} {request.url.path}"
-    message = f"{what} is not served" if error.status_code in {404, 405} else error.detail
+    message = error.detail
+    if error.status_code in {404, 405}:
+        message = f"{request.method} {request.url.path} is not served{_instead(request.url.path, error)}"
     return await _on_fault(request, Fault(error.status_code, message))
 
 
@@ -309,6 +310,15 @@ def _is_from_here(request: Request) -> bool:
         peer = ipaddress.ip_address(request.client.host if request.client else "")
         return peer.is_loopback and not is_proxied and _is_local(f"//{request.headers.get('host', '')}")
     return False
+
+
+def _instead(path: str, error: HTTPException) -> str:
+    """Say what a wrong method or base URL should have been."""
+    if allowed := (error.headers or {}).get("Allow"):
+        return f", only {allowed}"
+    if path.startswith("/v1/v1/") or not path.startswith("/v1/"):
+        return ": the base URL ends with /v1 for OpenAI's clients, and is without /v1 for Anthropic's"
+    return ""
 
 
 def _is_local(origin: str | None) -> bool:

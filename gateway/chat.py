@@ -122,8 +122,10 @@ def _tools(asked: _Request) -> dict[str, Any]:
         raise refused("tool_choice needs tools", "tool_choice")
     tools = []
     for number, tool in enumerate(asked.tools):
-        if tool.type != "function" or tool.function is None:
+        if tool.type != "function":
             raise refused(f"tools of the type {tool.type} are not supported", f"tools[{number}]")
+        if tool.function is None:
+            raise refused("a tool needs the field function, with its name", f"tools[{number}]")
         tools.append({"type": "function", "function": msgspec.to_builtins(tool.function)})
     options: dict[str, Any] = {"tools": tools}
     choice = asked.tool_choice

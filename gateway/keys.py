@@ -131,7 +131,8 @@ class Keys:
         scheme, _, key = headers.get("authorization", "").partition(" ")
         key = key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
         if (found := self._keys.get(_digest(key))) is None:
-            raise Fault(401, "the API key is missing or unknown", code="invalid_api_key")
+            message = "the API key (Authorization: Bearer KEY, or x-api-key: KEY) is missing or unknown"
+            raise Fault(401, message, code="invalid_api_key")
         return found
 
 

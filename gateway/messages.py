@@ -190,7 +190,9 @@ def _text(block: _Block, where: str) -> str:
 def _tools(asked: _Request) -> dict[str, Any]:
     """Return the fields about tools. Tools that Anthropic's servers would run are left out."""
     tools = []
-    for tool in asked.tools or ():
+    for number, tool in enumerate(asked.tools or ()):
+        if tool.type == "function":
+            raise refused("a tool has name, description and input_schema, no function", f"tools[{number}]")
         if tool.type in (None, "custom"):
             more = {"description": tool.description, "parameters": tool.input_schema, "strict": tool.strict}
             given = {name: value for name, value in more.items() if value is not None}

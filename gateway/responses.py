@@ -158,6 +158,8 @@ def _tools(asked: _Request) -> tuple[dict[str, Any], dict[str, dict[str, str]]]:
     tools, kinds, choice = [], {}, asked.tool_choice
     allowed = _allowed(choice)
     for namespace, tool in _offered(asked.tools or ()):
+        if not tool.name:
+            raise refused(f"a {tool.type} has no name: it is beside type, not within function", "tools")
         name = called_name(namespace, tool.name)
         if allowed is not None and name not in allowed:
             continue

@@ -82,8 +82,9 @@ def _explain_missing(owner: str, field: str, at: inspect.Type | None) -> str:
 
 
 def _explain_choice(name: str, value: str, at: inspect.Type | None, what: str) -> str:
-    if isinstance(at, inspect.LiteralType):
-        choices = [str(choice) for choice in at.values]
+    if literals := [each for each in _plain(at) if isinstance(each, inspect.LiteralType)]:
+        choices = [str(choice) for each in literals for choice in each.values]
+        choices += ["an object"] if _structs(at) else []
     else:
         choices, name = _tags(at), f"the type of {name.removesuffix('.type') if '.' in name else what}"
     value = value.strip("'")

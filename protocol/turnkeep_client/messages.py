@@ -226,7 +226,7 @@ class Open(_Request, frozen=True, tag="open"):
 
     def __post_init__(self) -> None:
         if self.from_ is not None and self.cache.policy is not None:
-            raise ValueError("takes from or a cache policy, not both: a fork keeps its parent's policy")
+            raise ValueError("open takes from or a cache policy, not both: a fork keeps its parent's policy")
 
 
 class _Input(_Request, frozen=True):
@@ -249,7 +249,7 @@ Tools = Annotated[tuple[Tool, ...], Meta(max_length=512)]
 def _check_names(tools: Tools) -> list[str]:
     names = [tool.function.name for tool in tools]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ValueError(f"has two tools of the name {twice}")
+        raise ValueError(f"the request has two tools of the name {twice}")
     return names
 
 
@@ -377,21 +377,22 @@ class Generate(_Input, frozen=True, tag="generate"):
                 f"generate takes at most one of messages, text, tokens; it has {self.num_inputs}"
             )
         if self.top_logprobs and not self.logprobs:
-            raise ValueError("takes top_logprobs with logprobs only: set logprobs to true")
+            raise ValueError("generate takes top_logprobs with logprobs only: set logprobs to true")
         if not self.max_tokens and not self.echo:
-            raise ValueError("takes max_tokens 0 with echo only: an answer has a token at least")
+            raise ValueError("generate takes max_tokens 0 with echo only: an answer has a token at least")
         names = _check_names(self.tools or ())
         if isinstance(self.tool_choice, NamedTool) and self.tools is not None:
             chosen = self.tool_choice.function.name
             if chosen not in names:
-                raise ValueError(f"has a tool_choice of {chosen}, which is none of its tools")
+                raise ValueError(f"generate has a tool_choice of {chosen}, which is none of its tools")
         if self.ignore_eos and not isinstance(self.response_format, TextFormat | None):
             raise ValueError(
-                "takes ignore_eos without a response_format only: such an answer ends when it is whole"
+                "generate takes ignore_eos without a response_format only:"
+                " such an answer ends when it is whole"
             )
         if self.min_tokens > self.max_tokens:
             raise ValueError(
-                f"needs min_tokens of at most max_tokens ({self.max_tokens}), not {self.min_tokens}"
+                f"generate needs min_tokens of at most max_tokens ({self.max_tokens}), not {self.min_tokens}"
             )
 
 

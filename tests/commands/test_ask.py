@@ -336,3 +336,4 @@ async def test_an_answer_is_json_by_the_schema_in_a_file(local_worker, tmp_path:
         wrong = await ask(worker, "--schema", name, "What is it?")
         assert wrong.returncode == 2
         assert f"{name} has no JSON schema: " in wrong.stderr
+        assert "[Errno" not in wrong.stderr

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 import gateway
 from gateway.serving import listening
 from worker.commands.cli import main
+from worker.commands.gateway_cli import greeting
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,6 +34,16 @@ def test_a_missing_library_is_named_with_its_extra(library: str, monkeypatch: py
     text = said()
     assert f"turnkeep: {library} is missing; " in text
     assert "[gateway]' brings it" in text
+
+
+@pytest.mark.parametrize(
+    ("address", "has_keys", "warns"),
+    [("127.0.0.1", False, False), ("::1", False, False), ("0.0.0.0", True, False), ("0.0.0.0", False, True)],
+)
+def test_a_gateway_that_anyone_may_use_says_so(address: str, has_keys: bool, warns: bool) -> None:
+    text = greeting(address, 8080, has_keys=has_keys)
+    assert f"{address}]:8080/v1" in text if ":" in address else f"{address}:8080/v1" in text
+    assert ("--keys" in text) == warns
 
 
 def test_a_port_that_is_taken_and_a_server_that_is_not_there(nats_url: str, tmp_path: Path) -> None:

@@ -81,7 +81,8 @@ async def test_an_agent_is_started_with_gateway_key_and_model(name: str, url: st
 async def test_what_cannot_be_launched(url: str, tmp_path: Path) -> None:
     for arguments, says in [
         (("nothing-there",), "known agents are aider, claude, cn, codex, opencode, pi"),
-        (("--gateway", "http://127.0.0.1:1", "claude"), "gateway` starts one"),
+        (("--gateway", "http://127.0.0.1:1", "claude"), "gateway --port 1` starts one"),
+        (("--gateway", "http://127.0.0.1:99999", "claude"), "no gateway answers"),
         (("--gateway", "localhost", "claude"), "no URL of a gateway"),
         (("--gateway", f"{url}/nothing", "claude"), "refuses: GET /nothing/v1/models is not served"),
     ]:
@@ -90,10 +91,11 @@ async def test_what_cannot_be_launched(url: str, tmp_path: Path) -> None:
         assert says in complained
 
 
-async def test_what_answers_is_no_gateway(tmp_path: Path) -> None:
+@pytest.mark.parametrize("answers", [b"HTTP/1.0 200 OK\r\n\r\n<html>", b'INFO {"server_id":"N"}\r\n'])
+async def test_what_answers_is_no_gateway(answers: bytes, tmp_path: Path) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.0 200 OK\r\n\r\n<html>")
+        writer.write(answers)
         writer.close()
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:

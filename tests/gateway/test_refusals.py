@@ -59,6 +59,7 @@ async def test_what_would_change_the_answer_and_is_not_there_is_refused_by_name(
         (said(web_search_options={"a": 1}), "web_search_options", "web_search_options"),
         (said(response_format={"type": "yaml"}), "response_format", None),
         (said(tools=[{"type": "custom"}]), "custom", "tools[0]"),
+        (said(tools=[{"name": "f"}]), "needs the field function", "tools[0]"),
         (said(tool_choice="required"), "tools", "tool_choice"),
         (said(top_logprobs=2), "logprobs", "top_logprobs"),
         (said(n=99), "n must be 1 to 16", "n"),
@@ -152,15 +153,17 @@ async def test_other_paths_and_methods(http: httpx2.AsyncClient) -> None:
     assert models["data"][0]["context_window"] == TINY_CONTEXT
     embedding = await http.post("/v1/embeddings", json={"model": "m", "input": "a"})
     assert (embedding.status_code, embedding.json()["error"]["code"]) == (400, "unsupported_endpoint")
-    for method, path, status in [
-        ("GET", "/v1/nothing", 404),
-        ("GET", "/v1/models/other", 404),
-        ("GET", CHAT, 405),
-        ("POST", "/v1/chat/completions/../../health", 404),
-        ("POST", "/v1/%2e%2e/health", 404),
+    for method, path, status, says in [
+        ("GET", "/v1/nothing", 404, "GET /v1/nothing is not served"),
+        ("GET", "/v1/models/other", 404, "this worker has 'tiny'"),
+        ("GET", CHAT, 405, f"GET {CHAT} is not served, only POST"),
+        ("POST", "/v1/v1/messages", 404, "without /v1 for Anthropic's"),
+        ("POST", "/chat/completions", 404, "ends with /v1 for OpenAI's clients"),
+        ("POST", "/v1/chat/completions/../../health", 404, ""),
+        ("POST", "/v1/%2e%2e/health", 404, ""),
     ]:
         answer = await http.request(method, path)
-        assert (answer.status_code, "error" in answer.json()) == (status, True), path
+        assert (answer.status_code, says in answer.json()["error"]["message"]) == (status, True), path
 
 
 async def test_a_page_of_another_site_may_not_ask(http: httpx2.AsyncClient) -> None:
@@ -246,6 +249,7 @@ async def test_without_a_worker(served: Any, http: httpx2.AsyncClient) -> None:
     ):
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "no_worker"
+        assert "`turnkeep serve` starts one" in answer.json()["error"]["message"]
 
 
 async def test_keys_are_of_tenants_that_share_nothing(

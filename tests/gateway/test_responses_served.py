@@ -353,6 +353,7 @@ async def test_what_is_not_there_is_refused_by_name(served: Any) -> None:
         ({"prompt": {"id": "a"}}, "prompt", "prompt"),
         ({"metadata": {"a": "x" * 513}}, "metadata", "metadata"),
         ({"tool_choice": "required"}, "tools", "tool_choice"),
+        ({"tools": [{"type": "function", "function": {"name": "x"}}]}, "has no name", "tools"),
         ({"tools": [TOOL], "tool_choice": {"type": "web_search"}}, "web_search", "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice", None),
         ({"text": {"format": {"type": "yaml"}}}, "response_format", None),

@@ -262,6 +262,14 @@ RULE = "1 to 64 of the characters A-Z a-z 0-9 _ -, the first one a letter or a d
         ),
         (b'{"type":"open","id":"a","cache":{"kv_bits":5}}', "cache.kv_bits must be"),
         (b'{"type":"rewind","id":"a","position":1e99}', "position must be `int`"),
+        (
+            b'{"type":"generate","id":"a","tool_choice":"any"}',
+            "tool_choice must be auto, none, required or an object, not 'any'",
+        ),
+        (
+            b'{"type":"generate","id":"a","tools":[],"tool_choice":{"type":"function","function":{"name":"f"}}}',
+            "generate has a tool_choice of f, which is none of its tools",
+        ),
     ],
 )
 def test_a_refusal_says_what_was_wrong_and_what_would_be_right(body: bytes, sentence: str) -> None:

@@ -225,7 +225,7 @@ async def test_a_fork_that_cannot_be_says_why_and_changes_nothing(client: Client
     with pytest.raises(RequestFailedError, match="there is no such session"):
         await fork.info()
     await parent.fork("twice")
-    with pytest.raises(RequestFailedError, match="the session is open already"):
+    with pytest.raises(RequestFailedError, match=r"open already, at position \d+; fork under another"):
         await parent.fork("twice")
     for bad, says in [
         ({"from": {"session": "a.b"}}, "from.session"),

@@ -76,7 +76,8 @@ def by_schema(path: Path) -> dict[str, Any]:
     try:
         schema = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except (OSError, ValueError, RecursionError) as error:
-        raise click.UsageError(f"{path} has no JSON schema: {error}") from None
+        why = getattr(error, "strerror", None) or error
+        raise click.UsageError(f"{path} has no JSON schema: {why}") from None
     return {"type": "json_schema", "json_schema": {"schema": schema}}
 
 

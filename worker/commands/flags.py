@@ -75,7 +75,8 @@ tool_option = click.option(
     metavar="FILE",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     multiple=True,
-    help="A tool that the model may call, or a list of them, as JSON; may be given several times.",
+    help="A tool that the model may call, as JSON in OpenAI's shape or its function alone, or a list of"
+    " these; may be given several times.",
 )
 
 

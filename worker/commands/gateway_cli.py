@@ -1,8 +1,9 @@
-"""The command `gateway`: serves OpenAI's API over HTTP, as a client of the worker."""
+"""The command `gateway`: serves OpenAI's and Anthropic's APIs over HTTP, as a client of the worker."""
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import os
 import sys
@@ -92,8 +93,7 @@ def gateway(
 
         listener = listening(host, port)
         address, at = listener.getsockname()[:2]
-        shown = f"[{address}]" if ":" in address else address
-        click.echo(f"the gateway is at http://{shown}:{at}/v1", err=True)
+        click.echo(greeting(address, at, has_keys=keys is not None), err=True)
         gateway = Gateway(connect, known, idle_s=3600 * idle_hours, cors=cors, explain=explain)
         running = server(gateway)
         if until_eof:
@@ -108,3 +108,12 @@ def _end_at_eof(server: Server) -> None:
     if not os.read(sys.stdin.fileno(), 4096):
         server.should_exit = True
         asyncio.get_running_loop().remove_reader(sys.stdin)
+
+
+def greeting(address: str, port: int, *, has_keys: bool) -> str:
+    """Say where the gateway is, and whether other machines may use it without a key."""
+    place = ipaddress.ip_address(address)
+    shown = f"[{address}]" if place.version == 6 else address
+    is_open = not (has_keys or place.is_loopback)
+    warning = "; whoever reaches this port may use it: --keys asks for a key" if is_open else ""
+    return f"the gateway is at http://{shown}:{port}/v1{warning}"

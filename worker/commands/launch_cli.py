@@ -8,8 +8,10 @@ import shlex
 import shutil
 import urllib.error
 import urllib.request
+from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlsplit
 
 import click
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 #: How long the gateway may take to name its model.
 _PATIENCE_S: Final = 10.0
 _NO_KEY: Final = "none"
+_PORT: Final = 8080
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -32,7 +35,7 @@ _NO_KEY: Final = "none"
     "--gateway",
     "url",
     metavar="URL",
-    default="http://127.0.0.1:8080",
+    default=f"http://127.0.0.1:{_PORT}",
     show_default=True,
     help="Where the gateway is.",
 )
@@ -82,7 +85,7 @@ def launch(
 def _door(url: str, key: str) -> Door:
     """Ask a gateway for its model. Raises `TurnkeepError`."""
     if not url.startswith(("http://", "https://")):
-        raise TurnkeepError(f"{url!r} is no URL of a gateway; it is like http://127.0.0.1:8080")
+        raise TurnkeepError(f"{url!r} is no URL of a gateway; it is like http://127.0.0.1:{_PORT}")
     request = urllib.request.Request(f"{url}/v1/models", headers={"authorization": f"Bearer {key}"})  # noqa: S310  # see above
     try:
         with urllib.request.urlopen(request, timeout=_PATIENCE_S) as answer:  # noqa: S310
@@ -94,10 +97,18 @@ def _door(url: str, key: str) -> Door:
         reason = getattr(error, "reason", error)
         why = getattr(reason, "strerror", None) or reason
         raise TurnkeepError(
-            f"no gateway answers at {url} ({why}); `{program()} gateway` starts one"
+            f"no gateway answers at {url} ({why}); `{program()} gateway{_port_of(url)}` starts one"
         ) from None
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, HTTPException):
         raise TurnkeepError(f"what answers at {url} is no gateway of Turnkeep") from None
+
+
+def _port_of(url: str) -> str:
+    try:
+        port = urlsplit(url).port
+    except ValueError:  # beyond 65535
+        return ""
+    return "" if port in {None, _PORT} else f" --port {port}"
 
 
 def _reason(error: urllib.error.HTTPError) -> str:

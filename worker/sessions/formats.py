@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from turnkeep_client.messages import (
     ChoiceFormat,
     JsonObjectFormat,
+    JsonSchema,
     JsonSchemaFormat,
     LarkFormat,
     NamedTool,
@@ -84,6 +85,9 @@ class Formats:
             return await self._compiled(request, tools, answer)
         except GrammarError as error:
             lenient = [tool["function"] for tool in tools if not tool["function"].get("strict")]
+            for tool in tools:
+                if tool["function"] not in lenient:
+                    await self._check_schema(tool["function"])
             if not lenient:
                 raise
             for function in lenient:
@@ -91,6 +95,13 @@ class Formats:
             found, warnings = await self._compiled(request, tools, answer)
             names = ", ".join(function["name"] for function in lenient)
             return found, (*warnings, f"arguments are not held to the schemas of {names}: {error}")
+
+    async def _check_schema(self, function: dict[str, Any]) -> None:
+        """Compile the schema of a strict tool alone. Raises `GrammarError`, which names the tool."""
+        try:
+            await self._grammars.compiled(JsonSchemaFormat(JsonSchema(function.get("parameters") or {})))
+        except GrammarError as error:
+            raise GrammarError(f"the schema of {function['name']}: {error}") from error
 
     async def _compiled(
         self, request: Generate, tools: list[dict[str, Any]], answer: str | None

@@ -163,9 +163,10 @@ class Fold:
         gone = history.closed or not history.exists
         if isinstance(request, Open):
             if not gone:
+                instead = "go on without an open" if request.from_ is None else "fork under another name"
                 raise RefusedError(
                     "invalid_request",
-                    f"the session is open already, at position {history.position}; go on without an open",
+                    f"the session is open already, at position {history.position}; {instead}",
                 )
         elif history.closed:
             raise RefusedError(
