@@ -301,6 +301,22 @@ async def test_giving_back_a_request_does_not_clear_it_of_doubt() -> None:
     ]
 
 
+async def test_a_returned_request_that_leaves_the_log_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A close removes requests that wait to be delivered again. Counted for ever, they delay all others."""
+    monkeypatch.setattr("worker.wire.intake._RETURN_S", 0.01)
+    monkeypatch.setattr("worker.wire.intake._GONE_S", 0.02)
+    parts: Any = [None, None, Telemetry(), None]
+    limits = {"ack_wait_s": 0.03, "max_sessions": 0, "max_sessions_per_tenant": 1, "max_message_bytes": 2**20}
+    intake = Intake(*parts, **limits)
+    await intake._deliver(Delivered("a", 5, 1), lambda _: None)  # type: ignore[arg-type]
+    assert intake.num_returned == 1
+    keeping = asyncio.create_task(intake.keep_alive())
+    async with asyncio.timeout(5):
+        while intake.num_returned:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    keeping.cancel()
+
+
 @pytest.mark.parametrize(
     "given", [{"messages": (Message(role="user", content="hi"),)}, {}, {"text": "a" * 999}]
 )
