@@ -7,7 +7,6 @@ commits both, so a failure in this module changes nothing but the KV on the devi
 from __future__ import annotations
 
 from itertools import zip_longest
-from time import monotonic
 from typing import TYPE_CHECKING, Final
 
 import structlog
@@ -36,6 +35,7 @@ from turnkeep_client.messages import (
     failure,
 )
 from worker.batch.chooser import Sampling
+from worker.clock import monotonic
 from worker.concurrency import in_thread, task_group
 from worker.text.answer import Answer
 from worker.text.harmony import HarmonySplitter

@@ -10,7 +10,6 @@ import contextlib
 from collections import deque
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from time import monotonic, time
 from typing import TYPE_CHECKING, Final
 
 import structlog
@@ -29,6 +28,7 @@ from turnkeep_client.messages import (
     decode_request,
     decode_result,
 )
+from worker.clock import monotonic, time
 from worker.traces import trace_headers
 
 from .answered import AnsweredAt, AnsweredIds

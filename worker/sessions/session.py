@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
-from time import monotonic, time
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
@@ -41,6 +40,7 @@ from turnkeep_client.messages import (
     failure,
 )
 from turnkeep_client.subjects import SessionKey, session_key
+from worker.clock import monotonic, time
 from worker.concurrency import in_thread, task_group
 from worker.device.engine import DeviceFaultError, NoMemoryError, StoppingError
 from worker.wire.journal import FencedError, TooLargeError

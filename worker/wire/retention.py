@@ -11,7 +11,6 @@ results of requests before the close.
 from __future__ import annotations
 
 import contextlib
-import time
 from typing import TYPE_CHECKING, Final, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -22,6 +21,7 @@ from nats.js.errors import APIError
 
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.messages import Close, Closed, decode_request, decode_result
+from worker.clock import time
 
 from .intake import session_of
 from .journal import answers
@@ -51,7 +51,7 @@ class _Closing(NamedTuple):
 
 
 def _age_s(note: Entry) -> float:
-    return time.time() - note.stored.timestamp()
+    return time() - note.stored.timestamp()
 
 
 class Retention:

@@ -1,0 +1,327 @@
+"""What must hold after each history. Reads all that the world ever stored, past worker and client.
+
+The history of a session is computed here a second time, in the simplest way: from its requests, results and
+the device's hash alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from cache.names.tokens import as_tokens
+from turnkeep_client.errors import InvalidMessageError
+from turnkeep_client.log import HISTORY_HEADER, derived_seed
+from turnkeep_client.messages import (
+    Append,
+    Appended,
+    Chunk,
+    Close,
+    Closed,
+    Failed,
+    Generate,
+    Generated,
+    Open,
+    Opened,
+    Rewound,
+    decode_chunk,
+    decode_request,
+    decode_result,
+)
+
+from .actors import SUBJECTS
+from .device import next_token, tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from turnkeep_client.messages import Request, Result
+    from turnkeep_client.subjects import SessionKey
+
+    from .actors import History
+    from .jetstream import Message, Stream
+
+_MAY_FAIL: Final = {
+    "invalid_request",
+    "id_conflict",
+    "position_conflict",
+    "unknown_session",
+    "expired",
+    "context_exceeded",
+}
+
+
+#: What a worker may do that has lost its lease and does not know it yet: chunks have no fence. So beside
+#: another worker's cancel, or behind its `forget`, it may publish some.
+_KNOWN_LIMITS: Final = (
+    "chunks of ",
+    "finish_reason='cancelled'",
+    "finish_reason='expired'",
+    "code='expired'",
+    "StreamBrokenError",
+)
+
+
+@dataclass
+class Logged:
+    """One session's log."""
+
+    key: SessionKey
+    requests: dict[int, Request] = field(default_factory=dict)
+    asked: dict[int, Message] = field(default_factory=dict)
+    results: dict[int, list[tuple[Message, Result]]] = field(default_factory=dict)
+    #: After which message of `out` the session had which tokens.
+    states: list[tuple[int, list[int]]] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    exists: bool = False
+    closed: Message | None = None  # the result of its last close
+
+
+def logs(stream: Stream) -> dict[SessionKey, Logged]:
+    """Read all that was ever stored."""
+    found: dict[SessionKey, Logged] = {}
+    for message in stream.all:
+        try:
+            key, kind, _ = SUBJECTS.parse(message.subject)
+        except InvalidMessageError:
+            continue
+        log = found.setdefault(key, Logged(key))
+        if kind == "in":
+            log.requests[message.seq] = decode_request(message.data)
+            log.asked[message.seq] = message
+        elif kind == "out":
+            result = decode_result(message.data)
+            log.results.setdefault(result.seq or 0, []).append((message, result))
+    return found
+
+
+def unanswered(stream: Stream) -> int:
+    """Count the stored requests without a result."""
+    return sum(seq not in log.results for log in logs(stream).values() for seq in log.requests)
+
+
+def check(history: History) -> list[str]:
+    """Return what went wrong."""
+    streams = history.server.jetstream.streams
+    found = logs(streams[SUBJECTS.log_stream])
+    wrong = [*history.faults, *history.loop.faults]
+    for log in found.values():
+        wrong += [f"{log.key}: {one}" for one in _check_session(log, found)]
+        wrong += [f"{log.key}: {one}" for one in _check_forgotten(log, streams)]
+    wrong += _check_clients(history, found)
+    wrong += _check_chunks(streams[SUBJECTS.token_stream], found)
+    if history.plan.num_workers == 1:
+        return wrong
+    return [one for one in wrong if not any(limit in one for limit in _KNOWN_LIMITS)]
+
+
+def _check_session(log: Logged, found: dict[SessionKey, Logged]) -> Iterator[str]:
+    for seq in log.requests:
+        answers = log.results.get(seq, [])
+        if len(answers) != 1:
+            yield f"the request at {seq} has {len(answers)} results"
+    last_seq = 0
+    firsts: dict[str, tuple[int, Request, Result]] = {}
+    records: dict[str, tuple[Message, Message]] = {}
+    for seq, request in sorted(log.requests.items()):
+        if seq not in log.results:
+            continue
+        message, result = log.results[seq][0]
+        if result.id != request.id:
+            yield f"the result of {request.id} at {seq} names {result.id}"
+        if _changes(result):
+            if message.seq < last_seq:
+                yield f"the result of {seq} comes before that of an earlier request"
+            last_seq = message.seq
+        forgotten = [
+            name for name, record in records.items() if any(_is_gone(one, message) for one in record)
+        ]
+        for name in forgotten:  # a session that was removed takes its record along
+            del firsts[name], records[name]
+        yield from _check_repeat(seq, request, result, firsts)
+        records.setdefault(request.id, (log.asked[seq], message))
+        if isinstance(result, Failed):
+            yield from _check_failure(seq, request, result)
+        elif result.repeat_of is None:
+            yield from _apply(log, seq, request, message, result, found)
+        log.states.append((message.seq, log.tokens))
+
+
+def _is_gone(record: Message, at: Message) -> bool:
+    """Whether a record was removed before a later message was stored."""
+    return record.removed_s is not None and record.removed_s <= at.stored_s
+
+
+def _changes(result: Result) -> bool:
+    if isinstance(result, Generated):
+        return bool(result.tokens) and result.repeat_of is None
+    return not isinstance(result, Failed) and result.repeat_of is None
+
+
+def _check_repeat(
+    seq: int, request: Request, result: Result, firsts: dict[str, tuple[int, Request, Result]]
+) -> Iterator[str]:
+    first_seq, first_request, first = firsts.setdefault(request.id, (seq, request, result))
+    is_first = first_seq == seq
+    is_conflict = isinstance(result, Failed) and result.code == "id_conflict"
+    if is_first:
+        if result.repeat_of is not None or is_conflict:
+            yield f"{request.id} at {seq} was never asked before: {result}"
+    elif request != first_request:
+        is_expired = isinstance(result, Failed) and result.code == "expired"
+        is_withdrawn = is_expired or (isinstance(result, Generated) and not result.tokens)
+        if not is_conflict and not is_withdrawn:
+            yield f"{request.id} at {seq} is another request than at {first_seq}: {result}"
+    elif result.repeat_of is not None:
+        same = (type(result), getattr(result, "tokens", None), result.position)
+        if same != (type(first), getattr(first, "tokens", None), first.position):
+            yield f"the repeat at {seq} of {first_seq} says {result} instead of {first}"
+        if result.repeat_of != first_seq:
+            yield f"the repeat at {seq} names {result.repeat_of} instead of {first_seq}"
+    elif _changes(result):
+        yield f"{request.id} was carried out twice, at {first_seq} and {seq}"
+
+
+def _check_failure(seq: int, request: Request, result: Failed) -> Iterator[str]:
+    is_innocent = not request.id.startswith("poison")
+    asks_again = "is not stored yet: ask again" in result.message
+    if is_innocent and result.code not in _MAY_FAIL and not asks_again:
+        yield f"the innocent {request.id} at {seq} got {result.code}: {result.message}"
+    if is_innocent and "gone from the log" in result.message and "fork" not in result.message:
+        yield f"the record of {request.id} at {seq} is gone: {result.message}"
+
+
+def _apply(
+    log: Logged, seq: int, request: Request, message: Message, result: Any, found: dict[SessionKey, Logged]
+) -> Iterator[str]:
+    """Apply one request and its result to the session."""
+    if log.closed is not None and _is_gone(log.closed, message):
+        log.tokens, log.exists, log.closed = [], False, None  # nothing says any more that it was closed
+    match request, result:
+        case _, Generated(tokens=()):
+            return
+        case Open(from_=None), Opened():
+            log.tokens, log.exists, log.closed = [], True, None
+        case Open(), Opened():
+            yield from _check_fork(log, request, message, result, found)
+            log.exists, log.closed = True, None
+        case Append(), Appended():
+            log.tokens, log.exists = log.tokens + _input(log, request), True
+        case Generate(), Generated():
+            prompt = log.tokens + _input(log, request)
+            seed = request.seed if request.seed is not None else derived_seed(log.key, seq)
+            seed = seed if request.temperature else 0
+            for i, token in enumerate(result.tokens):
+                if token != next_token(prompt, result.tokens[:i], seed):
+                    yield f"token {i} of {request.id} at {seq} does not follow from its session"
+                    break
+            log.tokens, log.exists = prompt + list(result.tokens), True
+        case _, Rewound():
+            log.tokens = log.tokens[: result.position]
+        case Close(), Closed():
+            log.closed = message
+        case _:
+            yield f"{request} at {seq} got {result}"
+    if result.position != len(log.tokens):
+        yield f"{request.id} at {seq} is at {result.position}, its log makes it {len(log.tokens)}"
+    digest = message.headers.get(HISTORY_HEADER)
+    if digest != as_tokens(log.tokens).digest():
+        yield f"{request.id} at {seq} has a digest of other tokens"
+
+
+def _check_fork(
+    log: Logged, request: Open, message: Message, result: Opened, found: dict[SessionKey, Logged]
+) -> Iterator[str]:
+    """Find the state of the parent that a fork began with."""
+    assert request.from_ is not None
+    parent = found.get(type(log.key)(log.key.tenant, request.from_.session))
+    digest = message.headers.get(HISTORY_HEADER)
+    if parent is not None and not parent.states:
+        yield from _check_session(parent, found)  # it comes later in the order of names
+        parent.tokens, parent.exists = [], False
+    states = parent.states if parent else []
+    for seq, tokens in [(0, []), *states]:
+        begun = tokens[: result.position]
+        if seq < message.seq and as_tokens(begun).digest() == digest:
+            log.tokens = begun
+            return
+    yield f"the fork at {result.seq} has tokens that its parent never had"
+
+
+def _input(log: Logged, request: Append | Generate) -> list[int]:
+    if request.tokens is not None:
+        return list(request.tokens)
+    return tokenizer().encode(request.text or "", at_start=not log.tokens)
+
+
+def _check_forgotten(log: Logged, streams: dict[str, Stream]) -> Iterator[str]:
+    """Nothing of before a close with `forget` is there any more."""
+    closes = [
+        seq
+        for seq, request in log.requests.items()
+        if isinstance(request, Close)
+        and request.forget
+        and seq in log.results
+        and isinstance(log.results[seq][0][1], Closed)
+        and log.results[seq][0][1].repeat_of is None
+    ]
+    if not closes:
+        return
+    last = max(closes)
+    for message in streams[SUBJECTS.log_stream].matching(SUBJECTS.log(log.key)):
+        kind = message.subject.rpartition(".")[2]
+        if message.seq < last and kind in ("in", "out", "checkpoint", "dead"):
+            yield f"the {kind} at {message.seq} is still there after the forget at {last}"
+    closed = log.results[last][0][0].seq
+    for message in streams[SUBJECTS.log_stream].matching(SUBJECTS.of(log.key, "out")):
+        if message.seq < closed and (decode_result(message.data).seq or 0) < last:
+            yield f"the result at {message.seq} is still there after the forget at {last}"
+    before = {log.requests[seq].id for seq in log.requests if seq < last}
+    after = {log.requests[seq].id for seq in log.requests if seq > last}
+    for name in before - after:
+        if streams[SUBJECTS.token_stream].matching(SUBJECTS.tokens(log.key, name)):
+            yield f"chunks of {name} are still there after the forget at {last}"
+
+
+def _check_clients(history: History, found: dict[SessionKey, Logged]) -> Iterator[str]:
+    """What clients were told is the record, or its beginning."""
+    for told in history.told:
+        name = f"{told.key} {told.request.id}"
+        if told.broken:
+            yield f"{name}: the client was told {told.broken}"
+        log = found.get(told.key)
+        answers = log.results.get(told.seq or 0, []) if log else []
+        if told.seq is not None and log is not None and told.seq not in log.requests:
+            yield f"{name}: its request at {told.seq} was acknowledged and is not in the log"
+        if told.result is not None and told.result not in [result for _, result in answers]:
+            yield f"{name}: the client got {told.result}, the log has {answers}"
+        if told.chunks and log is not None:
+            yield from (f"{name}: {one}" for one in _check_told(told.chunks, told.request, log))
+
+
+def _check_told(chunks: list[Chunk], request: Request, log: Logged) -> Iterator[str]:
+    tokens = [token for chunk in chunks for token in chunk.tokens]
+    text = "".join(chunk.text for chunk in chunks)
+    records = [
+        result
+        for seq, one in log.requests.items()
+        if one.id == request.id
+        for _, result in log.results.get(seq, [])
+        if isinstance(result, Generated)
+    ]
+    if not any(list(one.tokens[: len(tokens)]) == tokens and one.text.startswith(text) for one in records):
+        yield f"the client saw {tokens} {text!r}, which begins no record of {records}"
+
+
+def _check_chunks(stream: Stream, found: dict[SessionKey, Logged]) -> Iterator[str]:
+    """All chunks that were ever stored are parts of the records."""
+    for message in stream.all:
+        if not message.data:
+            continue
+        key, _, request_id = SUBJECTS.parse(message.subject)
+        chunk = decode_chunk(message.data)
+        answers = found[key].results.get(chunk.seq or 0, [])
+        for _, result in answers:
+            tokens = result.tokens if isinstance(result, Generated) else ()
+            if tuple(tokens[chunk.i : chunk.i + len(chunk.tokens)]) != tuple(chunk.tokens):
+                yield f"{key} {request_id}: the chunk {chunk} is no part of the record {result}"
