@@ -37,6 +37,8 @@ _EXPECT_HEADER: Final = "Nats-Expected-Last-Subject-Sequence"
 _WRONG_LAST_SEQUENCE: Final = 10071
 #: The message is larger than the stream permits.
 MESSAGE_TOO_LARGE: Final = 10054
+#: The message to be deleted is not there; reading it gives a `NotFoundError`, of another code.
+_NO_MESSAGE: Final = 10057
 _BATCH: Final = 256
 _BATCH_BYTES: Final = 2 * 2**20
 _TIMEOUT_S: Final = 5.0
@@ -302,8 +304,11 @@ class Journal:
 
     async def delete(self, seq: int) -> None:
         """Remove one entry, if it exists. Raises nats-py's errors."""
-        with contextlib.suppress(NotFoundError):
+        try:
             await self._js.delete_msg(self._subjects.log_stream, seq)
+        except APIError as error:
+            if error.err_code != _NO_MESSAGE:
+                raise
 
     async def refuse(self, subject: str, seq: int, message: str) -> None:
         """Refuse a request whose names cannot be used in subjects, on its tenant's subject `_refused`.
