@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -12,7 +13,17 @@ from turnkeep_client.calls import Call
 from turnkeep_client.client import connect
 from turnkeep_client.errors import InvalidMessageError, StreamBrokenError, TurnkeepError
 from turnkeep_client.generation import Generation
-from turnkeep_client.messages import Append, Close, Generate, Open, Rewind, decode_request, encode
+from turnkeep_client.log import BASE_HEADER, HISTORY_HEADER
+from turnkeep_client.messages import (
+    Append,
+    Close,
+    Generate,
+    Open,
+    Rewind,
+    decode_request,
+    decode_result,
+    encode,
+)
 from turnkeep_client.subjects import SessionKey, Subjects
 from worker.settings import Settings
 
@@ -28,6 +39,7 @@ if TYPE_CHECKING:
 
     from .world import Connection, Server
 
+EXPECT_HEADER: Final = "Nats-Expected-Last-Subject-Sequence"
 SUBJECTS: Final = Subjects()
 TENANT: Final = "t"
 _SESSIONS: Final = ("a", "b", "c")
@@ -65,6 +77,7 @@ class Plan:
     lag_s: float
     skews: tuple[float, ...]
     poisons: bool
+    roundings: int
 
     @classmethod
     def of(cls, random: Random) -> Plan:
@@ -94,6 +107,7 @@ class Plan:
             lag_s=random.choice((0.0, 0.0, 0.05, 0.5)),
             skews=tuple(random.choice((0.0, 0.0, -3.0, 3.0)) for _ in range(num_workers)),
             poisons=some() < 0.1,
+            roundings=random.choice((1, 2)),
         )
 
 
@@ -267,7 +281,11 @@ class Supervisor:
                 data_dir=Path("none"), worker=f"w{self._number}", metrics_interval_s=3600.0, **plan.settings
             )
             directory = f"d{self._number}"
-            self.worker = worker = Worker(settings, loop, process, directory=directory, leases=plan.leases)
+            rounding = self.num_lives % plan.roundings
+            self.worker = worker = Worker(
+                settings, loop, process, directory=directory, leases=plan.leases, rounding=rounding
+            )
+            self._history.lives.append((settings.worker, loop.time()))
             self._ended.clear()
             process.on_death.append(self._ended.set)
             running = process.start(self._life(worker))
@@ -301,6 +319,8 @@ class History:
         self.cancelled: list[tuple[SessionKey, str]] = []
         self.faults: list[str] = []
         self.num_faults = 0
+        #: Which worker began when.
+        self.lives: list[tuple[str, float]] = []
         self._poisons = int(plan.poisons)
         self.supervisors = [Supervisor(self, number) for number in range(plan.num_workers)]
         self.clients = [Asker(self, number) for number in range(plan.num_clients)]
@@ -342,6 +362,23 @@ async def _crash(history: History) -> None:
     loop.at_handle[loop.num_handles + loop.random.randint(1, 400)] = victim.kill
 
 
+async def _crash_at(history: History) -> None:
+    """Kill a worker at the moment at which something of a kind is stored."""
+    random = history.loop.random
+    victim = random.choice(history.supervisors)
+    kind = random.choice(("in", "commit", "commit", "closed", "attempt", "checkpoint", "chunk"))
+    left = random.randint(1, 3)
+
+    def stored(subject: str) -> None:
+        nonlocal left
+        if subject.split(".")[3:4] == [kind]:
+            left -= 1
+            if not left:
+                victim.kill()
+
+    history.server.on_stored = stored
+
+
 async def _stall(history: History) -> None:
     victim = history.loop.random.choice(history.supervisors)
     if victim.process is not None:
@@ -374,6 +411,34 @@ async def _crash_server(history: History) -> None:
     history.server.start()
 
 
+async def _newer(history: History) -> None:
+    """A worker of a newer version answers a request, with a result that this version does not know."""
+    stream = history.server.jetstream.streams[SUBJECTS.log_stream]
+    for subject in stream.counts(SUBJECTS.every("in")):
+        requests, results = stream.matching(subject), stream.matching(f"{subject[:-3]}.out")
+        answered = {decode_result(one.data).seq for one in results}
+        waiting = [one for one in requests if one.seq not in answered]
+        request = decode_request(waiting[0].data) if waiting else None
+        if isinstance(request, Append | Rewind) and history.loop.random.random() < 0.7:
+            body = {"type": "pondered", "id": request.id, "seq": waiting[0].seq}
+            after = results[-1].seq if results else 0
+            headers = {HISTORY_HEADER: "00", EXPECT_HEADER: str(after)}
+            told = json.dumps(body | {"position": 1}).encode()
+            history.server.handle(f"{subject[:-3]}.commit", "", told, headers)
+
+
+async def _rot(history: History) -> None:
+    """A checkpoint is not what it was: an older one is in its place."""
+    stream = history.server.jetstream.streams[SUBJECTS.log_stream]
+    for subject in stream.counts(SUBJECTS.every("checkpoint")):
+        bases = {
+            one.headers[BASE_HEADER].partition(" ")[0] for one in stream.all if BASE_HEADER in one.headers
+        }
+        found = [one for one in stream.matching(subject) if str(one.seq) not in bases]
+        if len(found) > 1:
+            found[-1].data = found[-2].data
+
+
 def _for_a_while(name: str, *most_s: float) -> Callable[[History], Coroutine[Any, Any, None]]:
     async def begin(history: History) -> None:
         until_s = history.loop.time() + history.loop.random.choice(most_s)
@@ -384,6 +449,7 @@ def _for_a_while(name: str, *most_s: float) -> Callable[[History], Coroutine[Any
 
 FAULTS: Final[dict[str, Callable[[History], Coroutine[Any, Any, None]]]] = {
     "crash": _crash,
+    "crash at": _crash_at,
     "stall": _stall,
     "stop": _stop,
     "cut": _cut,
@@ -392,5 +458,7 @@ FAULTS: Final[dict[str, Callable[[History], Coroutine[Any, Any, None]]]] = {
     "silent": _for_a_while("silent_until_s", 0.2, 2.0, 6.0),
     "no leader": _for_a_while("refusing_until_s", 0.2, 2.0),
     "slow log": _for_a_while("stalled_until_s", 0.1, 1.0, 6.0),
+    "newer worker": _newer,
+    "rot": _rot,
     "full log": _for_a_while("full_until_s", 0.2, 2.0),
 }

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from cache.names.tokens import as_tokens
 from turnkeep_client.errors import InvalidMessageError
-from turnkeep_client.log import HISTORY_HEADER, derived_seed
+from turnkeep_client.log import BUILD_HEADER, HISTORY_HEADER, derived_seed, words
 from turnkeep_client.messages import (
     Append,
     Appended,
@@ -24,6 +24,7 @@ from turnkeep_client.messages import (
     Open,
     Opened,
     Rewound,
+    UnknownResult,
     decode_chunk,
     decode_request,
     decode_result,
@@ -51,10 +52,12 @@ _MAY_FAIL: Final = {
 }
 
 
-#: What a worker may do that has lost its lease and does not know it yet: chunks have no fence. So beside
-#: another worker's cancel, or behind its `forget`, it may publish some.
+#: Chunks have no fence. So a worker that has lost its lease unawares, or has read results from a replica that
+#: lags, may publish some of an answer that was cancelled, forgotten or given already.
 _KNOWN_LIMITS: Final = (
     "chunks of ",
+    "the chunk ",
+    "the client saw ",
     "finish_reason='cancelled'",
     "finish_reason='expired'",
     "code='expired'",
@@ -75,6 +78,8 @@ class Logged:
     tokens: list[int] = field(default_factory=list)
     exists: bool = False
     closed: Message | None = None  # the result of its last close
+    #: A newer version has continued it in a way that this one does not know.
+    is_beyond: bool = False
 
 
 def logs(stream: Stream) -> dict[SessionKey, Logged]:
@@ -107,10 +112,11 @@ def check(history: History) -> list[str]:
     wrong = [*history.faults, *history.loop.faults]
     for log in found.values():
         wrong += [f"{log.key}: {one}" for one in _check_session(log, found)]
+        wrong += [f"{log.key}: {one}" for one in _check_deadlines(log, history)]
         wrong += [f"{log.key}: {one}" for one in _check_forgotten(log, streams)]
     wrong += _check_clients(history, found)
     wrong += _check_chunks(streams[SUBJECTS.token_stream], found)
-    if history.plan.num_workers == 1:
+    if history.plan.num_workers == 1 and not history.plan.lag_s:
         return wrong
     return [one for one in wrong if not any(limit in one for limit in _KNOWN_LIMITS)]
 
@@ -138,7 +144,13 @@ def _check_session(log: Logged, found: dict[SessionKey, Logged]) -> Iterator[str
         ]
         for name in forgotten:  # a session that was removed takes its record along
             del firsts[name], records[name]
-        yield from _check_repeat(seq, request, result, firsts)
+        if isinstance(result, UnknownResult):
+            log.is_beyond = True
+        if log.is_beyond:  # only that all is answered once
+            continue
+        first = log.requests.get(result.repeat_of or 0)
+        if first is None or first.id != request.id or request.id in firsts:  # else it was removed meanwhile
+            yield from _check_repeat(seq, request, result, firsts)
         records.setdefault(request.id, (log.asked[seq], message))
         if isinstance(result, Failed):
             yield from _check_failure(seq, request, result)
@@ -185,6 +197,7 @@ def _check_repeat(
 def _check_failure(seq: int, request: Request, result: Failed) -> Iterator[str]:
     is_innocent = not request.id.startswith("poison")
     asks_again = "is not stored yet: ask again" in result.message
+    asks_again = asks_again or "cannot be forked: a newer version" in result.message
     if is_innocent and result.code not in _MAY_FAIL and not asks_again:
         yield f"the innocent {request.id} at {seq} got {result.code}: {result.message}"
     if is_innocent and "gone from the log" in result.message and "fork" not in result.message:
@@ -212,7 +225,7 @@ def _apply(
             seed = request.seed if request.seed is not None else derived_seed(log.key, seq)
             seed = seed if request.temperature else 0
             for i, token in enumerate(result.tokens):
-                if token != next_token(prompt, result.tokens[:i], seed):
+                if token not in [next_token(prompt, result.tokens[:i], seed, way) for way in (0, 1)]:
                     yield f"token {i} of {request.id} at {seq} does not follow from its session"
                     break
             log.tokens, log.exists = prompt + list(result.tokens), True
@@ -222,11 +235,27 @@ def _apply(
             log.closed = message
         case _:
             yield f"{request} at {seq} got {result}"
+    if log.is_beyond:
+        return
     if result.position != len(log.tokens):
         yield f"{request.id} at {seq} is at {result.position}, its log makes it {len(log.tokens)}"
     digest = message.headers.get(HISTORY_HEADER)
     if digest != as_tokens(log.tokens).digest():
         yield f"{request.id} at {seq} has a digest of other tokens"
+
+
+def _check_deadlines(log: Logged, history: History) -> Iterator[str]:
+    """A worker that began after a request's deadline does not carry it out."""
+    for seq, answers in log.results.items():
+        request = log.requests.get(seq)
+        for message, result in answers:
+            if not isinstance(request, Append) or request.deadline_s is None or not _changes(result):
+                continue
+            worker = words(message.headers.get(BUILD_HEADER, "")).get("worker")
+            begun = [at_s for name, at_s in history.lives if name == worker and at_s < message.stored_s]
+            due_s = log.asked[seq].stored_s + request.deadline_s + max(map(abs, history.plan.skews))
+            if begun and begun[-1] > due_s:
+                yield f"{request.id} at {seq} was carried out though its deadline had passed"
 
 
 def _check_fork(
@@ -245,6 +274,9 @@ def _check_fork(
         if seq < message.seq and as_tokens(begun).digest() == digest:
             log.tokens = begun
             return
+    if parent is not None and parent.is_beyond:
+        log.is_beyond = True
+        return
     yield f"the fork at {result.seq} has tokens that its parent never had"
 
 
@@ -287,9 +319,9 @@ def _check_clients(history: History, found: dict[SessionKey, Logged]) -> Iterato
     """What clients were told is the record, or its beginning."""
     for told in history.told:
         name = f"{told.key} {told.request.id}"
-        if told.broken:
-            yield f"{name}: the client was told {told.broken}"
         log = found.get(told.key)
+        if told.broken and not (log is not None and _began_anew(told.request, log)):
+            yield f"{name}: the client was told {told.broken}"
         answers = log.results.get(told.seq or 0, []) if log else []
         if told.seq is not None and log is not None and told.seq not in log.requests:
             yield f"{name}: its request at {told.seq} was acknowledged and is not in the log"
@@ -297,6 +329,12 @@ def _check_clients(history: History, found: dict[SessionKey, Logged]) -> Iterato
             yield f"{name}: the client got {told.result}, the log has {answers}"
         if told.chunks and log is not None:
             yield from (f"{name}: {one}" for one in _check_told(told.chunks, told.request, log))
+
+
+def _began_anew(request: Request, log: Logged) -> bool:
+    """Whether a request was published and carried out again, as its session was removed meanwhile."""
+    same = [seq for seq, one in log.requests.items() if one.id == request.id]
+    return len(same) > 1 and log.asked[min(same)].removed_s is not None
 
 
 def _check_told(chunks: list[Chunk], request: Request, log: Logged) -> Iterator[str]:

@@ -24,7 +24,7 @@ from cache.store import Forgotten
 from turnkeep_client.messages import Histogram, Metrics, Progress, SnapshotCounters, joined
 from worker.app import App
 from worker.concurrency import task_group
-from worker.device.engine import DeviceFaultError, StoppingError, TurnResult
+from worker.device.engine import StoppingError, TurnResult
 from worker.models.model import LoadedModel
 from worker.models.tokenizer import Tokenizer
 from worker.wire import streams
@@ -70,9 +70,10 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(fast)
 
 
-def next_token(prompt: Sequence[int], answered: Sequence[int], seed: int) -> int:
-    """Return the token that follows."""
-    hashed = blake2b(array("I", prompt).tobytes(), digest_size=8, salt=seed.to_bytes(8, "big"))
+def next_token(prompt: Sequence[int], answered: Sequence[int], seed: int, rounding: int) -> int:
+    """Return the token that follows, on a device that rounds in this way."""
+    salt = seed.to_bytes(8, "big") + bytes([rounding])
+    hashed = blake2b(array("I", prompt).tobytes(), digest_size=8, salt=salt)
     hashed.update(array("I", answered).tobytes())
     number = int.from_bytes(hashed.digest(), "big")
     return _END if number % 16 == 0 else 3 + number % 250
@@ -92,15 +93,14 @@ class _Run:
 class Device:
     """Stands for `worker.device.engine.Engine`."""
 
-    def __init__(self, loop: Loop, process: Process) -> None:
+    def __init__(self, loop: Loop, process: Process, rounding: int) -> None:
         self.ledger = SimpleNamespace(max_bytes=10**9, ever_fits=lambda size: size <= 10**9)
         self.resident: dict[SessionKey, Tokens] = {}
         self.runs: dict[SessionKey, _Run] = {}
         self._loop = loop
         self._process = process
+        self._rounding = rounding
         self._stopping = False
-        #: The chance of a fault of the device, for each turn.
-        self.faulty = 0.0
 
     def refusal(self, policy: Policy) -> str | None:
         return None
@@ -174,8 +174,6 @@ class Device:
                 await run.stopped.wait()
             if self._stopping:
                 raise StoppingError
-            if self._loop.random.random() < self.faulty:
-                raise DeviceFaultError("a fault of the device")
             tokens, first_token_s = context, self._loop.time()
             if answer is not None and not run.is_cancelled:
                 await self._answer(run, context, answer, sampling, publish)
@@ -206,7 +204,7 @@ class Device:
         async def draw() -> None:
             while answer.finish_reason is None and not run.is_cancelled and not self._stopping:
                 await self._sleep(0.002)
-                drawn.put_nowait(answer.push(next_token(prompt, answer.tokens, seed)))
+                drawn.put_nowait(answer.push(next_token(prompt, answer.tokens, seed, self._rounding)))
                 run.num_generated += 1
             drawn.put_nowait(None)
 
@@ -226,14 +224,19 @@ class Worker(App):
     """The real worker, with a device of hashes. Without `leases` it does not ask whether it is alone."""
 
     def __init__(
-        self, settings: Settings, loop: Loop, process: Process, *, directory: str, leases: bool = True
+        self,
+        settings: Settings,
+        loop: Loop,
+        process: Process,
+        *,
+        directory: str,
+        leases: bool = True,
+        rounding: int = 0,
     ) -> None:
         super().__init__(settings)
-        self._sim_loop = loop
-        self._process = process
         self._directory: Any = SimpleNamespace(name=directory)
         self._leases = leases
-        self.device_of_hashes = Device(loop, process)
+        self.device_of_hashes = Device(loop, process, rounding)
 
     async def run(self) -> None:
         tokens = tokenizer()

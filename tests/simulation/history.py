@@ -40,11 +40,14 @@ class Outcome:
     counts: dict[str, int] = field(default_factory=dict)
 
 
-def simulate(seed: int, *, tell: bool = False, plan: Plan | None = None) -> Outcome:
-    """Run the history of a seed; with `tell`, write down its story."""
+def simulate(seed: int, *, tell: bool = False, favoured: tuple[str, ...] = ()) -> Outcome:
+    """Run the history of a seed; `tell` writes down its story. If faults are `favoured`, only they happen."""
     outcome = Outcome(seed, [])
     with simulated(seed) as loop, _world(loop, outcome, tell=tell) as (server, note):
-        history = History(loop, server, plan or Plan.of(loop.random), note)
+        plan = Plan.of(loop.random)
+        if favoured:
+            plan.kinds, plan.num_faults = favoured, 5
+        history = History(loop, server, plan, note)
         with _patched(history.plan):
             try:
                 run(loop, _live(history))
@@ -141,6 +144,7 @@ async def _live(history: History) -> None:
         if not client.is_done.is_set():
             await _at_most(client.is_done.wait(), 2.0)
     history.loop.at_handle.clear()
+    server.on_stored = lambda _: None
     server.faults = type(faults)()
     history.note("chance", "is over")
     for client in history.clients:

@@ -88,6 +88,8 @@ class Server:
         self.trace = 0
         self.num_messages = 0
         self.note = note
+        #: Called with the subject of each message that was stored, before anybody hears of it.
+        self.on_stored: Callable[[str], None] = lambda _: None
         self._by_name: dict[str, Link] = {}
         self._names = itertools.count(1)
         self._life = 0
@@ -201,6 +203,8 @@ class Server:
         if self.note is not None:
             said = data[:100].decode(errors="replace")
             self.note("log", f"{subject} {answer.get('error', answer['seq'])} {said}")
+        if "error" not in answer:
+            self.on_stored(subject)
         if not reply:
             return
         body = json.dumps(answer).encode()
