@@ -83,6 +83,8 @@ log = structlog.get_logger()
 
 #: Chunks that were read ahead are valid for this time, which is less than any `ack_wait_s`.
 _FRESH_S: Final = 0.25
+#: Pause until a replica that lags is read again.
+_LAG_S: Final = 0.05
 #: Memory of a session, and of each of its tokens: its id, and its text in the conversation.
 _SIZE_BYTES: Final = 12_000
 _TOKEN_BYTES: Final = 8
@@ -236,7 +238,7 @@ class Session:
                         if not self.has_work:  # else a delivery came meanwhile
                             return
             except FencedError as error:
-                log.warning("another worker has continued this session; reading its log anew", why=str(error))
+                log.warning("this session was changed elsewhere; reading its log anew", why=str(error))
                 self.forget()
             except CutOffError:
                 self._reset_record(whole=True)  # a request needs an early part of it
@@ -335,6 +337,9 @@ class Session:
         while more_results:
             results, more_results = await journal.page(self.key, "out", record.out_seq)
             record.add_results(results)
+        # A delivered request was there a moment ago.
+        if record.pending and record.pending[0].seq != self._rung_seq:
+            await self._check_is_there(record.pending[0])
         record.end_fold()
         if deltas and record.diverged is None:
             for delta in deltas:
@@ -343,6 +348,16 @@ class Session:
             await self._trail.stored()
         if not record.has_more:
             record.in_seq = max(record.in_seq, until)  # also if the entry was removed by now
+
+    async def _check_is_there(self, pending: Pending) -> None:
+        """Raise `FencedError` if the first request without a result has left the log.
+
+        A replica that lags may still show a request of a forgotten session, while another one no longer has
+        its result. Later requests leave the log after it.
+        """
+        if await self._services.journal.get(pending.seq) is None:
+            await sleep(_LAG_S)
+            raise FencedError(f"the request at sequence {pending.seq} has left the log")
 
     async def whole_tokens(self) -> Tokens:
         """Return all tokens of the session.
