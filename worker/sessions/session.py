@@ -43,7 +43,7 @@ from turnkeep_client.subjects import SessionKey, session_key
 from worker.clock import monotonic, time
 from worker.concurrency import in_thread, task_group
 from worker.device.engine import DeviceFaultError, NoMemoryError, StoppingError
-from worker.wire.journal import FencedError, TooLargeError
+from worker.wire.journal import FencedError, Published, TooLargeError
 
 from .attempts import AttemptNote
 from .execution import failed, withdrawn
@@ -506,18 +506,28 @@ class Session:
         if pending is self.active:
             return True
         is_next = bool(self._record.pending) and pending is self._record.pending[0]
-        return is_next and bool(await self._published(pending))
+        return is_next and await self._is_streamed(pending)
+
+    async def _is_streamed(self, pending: Pending) -> bool:
+        """Return whether clients may have seen tokens of a request; if not, nobody can publish any later.
+
+        Raises `FencedError` if another worker does so meanwhile.
+        """
+        published, request = await self._published(pending), pending.request
+        if isinstance(request, Generate) and not published.chunks:
+            await self._services.journal.seal(self.key, request.id, pending.seq, published.last_seq)
+        return bool(published.chunks)
 
     def _stop_active(self) -> None:
         """End the running request as soon as possible."""
         self._services.engine.cancel(self.key)
         self._services.device_lock.recheck()
 
-    async def _published(self, pending: Pending) -> list[Chunk]:
+    async def _published(self, pending: Pending) -> Published:
         """Read the chunks of a request that clients may have seen."""
         request = pending.request
         if not isinstance(request, Generate):
-            return []
+            return Published([])
         return await self._services.journal.published(self.key, request.id, pending.seq, pending.stored)
 
     async def _end_last_answer(self) -> None:
@@ -533,7 +543,7 @@ class Session:
         if not isinstance(request, Generate):
             return
         tokens = result.tokens if isinstance(result, Generated) else ()
-        chunks = await self._published(pending)
+        chunks = (await self._published(pending)).chunks
         held = None
         # Only if all chunks before it are there: a client that misses chunks reads the result instead.
         if isinstance(result, Generated) and sum(len(chunk.tokens) for chunk in chunks) == len(tokens):
@@ -544,6 +554,7 @@ class Session:
 
     async def _answer(self, pending: Pending, asides: TaskGroup) -> None:
         self.active = pending
+        pending.after = self._record.out_seq
         if pending.deadline_s is not None and pending.deadline_s <= time():
             pending.expired = True
         elif pending.deadline_s is not None:
@@ -589,7 +600,7 @@ class Session:
             self._in_doubt, self._note = False, AttemptNote()
 
     async def _num_published(self, pending: Pending) -> int:
-        return sum(len(chunk.tokens) for chunk in await self._published(pending))
+        return (await self._published(pending)).num_tokens
 
     async def _give_up(self, pending: Pending, num_attempts: int, reason: str) -> tuple[Result, History]:
         """Give up a request: store a dead letter for the operator, and return a failure."""
@@ -655,7 +666,7 @@ class Session:
             return await self._repeated(request, pending, known), history
         if pending.cancelled and not isinstance(request, Generate):  # a generate may have published tokens
             return withdrawn(pending, history, self._record.position), history
-        if pending.expired and not await self._published(pending):
+        if pending.expired and not await self._is_streamed(pending):
             return withdrawn(pending, history, self._record.position), history
         if self._record.diverged is not None:
             raise RefusedError("history_diverged", self._record.diverged)
@@ -787,4 +798,4 @@ class Session:
         """
         says = held is not None and (held.text or held.reasoning or held.tool_calls)
         rest = msgspec.structs.replace(held, seq=pending.seq) if held and says else None
-        await self._services.outbox.end(self.key, request_id, rest)
+        await self._services.outbox.end(self.key, request_id, pending.seq, rest)
