@@ -143,6 +143,8 @@ class Retention:
                 if stale := _age_s(note) > _STALE_S:
                     await self._journal.delete(note.seq)
                 return stale
+            if closed.forgets:
+                await self._remove_chunks(key, closed.result.seq or 0)
             if due:
                 await self._remove(key, note, closed)
             elif closed.forgets:
@@ -150,13 +152,26 @@ class Retention:
         self._forgotten.add(note.seq)
         return True
 
+    async def _remove_chunks(self, key: SessionKey, close_seq: int) -> None:
+        """Remove what was published of answers to requests before a close; those of a new session stay."""
+        after, more = 0, True
+        while more and after < close_seq:
+            requests, more = await self._journal.page(key, "in", after, until=close_seq)
+            for entry in requests:
+                after = entry.seq
+                if after < close_seq:
+                    with contextlib.suppress(InvalidMessageError):
+                        await self._journal.remove_tokens(key, decode_request(entry.body).id)
+
     async def _remove(self, key: SessionKey, note: Entry, closed: _Closing) -> None:
         """Remove a session up to the result of its close.
 
         Requests after the close stay: they belong to a new session.
         """
         close_seq, closed_seq = closed.result.seq or 0, closed.entry.seq
-        requests, _ = await self._journal.page(key, "in", close_seq)
+        # A replica that lags must not hide a request: it would be removed without a result.
+        last = await self._journal.last_seq(key, "in")
+        requests, _ = await self._journal.page(key, "in", close_seq, until=last)
         if not requests or requests[0].seq > closed_seq:
             await self._journal.remove(key, closed_seq + 1)
             return
@@ -171,7 +186,7 @@ class Retention:
         await self._journal.remove(key, closed_seq, "dead")
         after, more = close_seq, True
         while more and after < closed_seq:
-            results, more = await self._journal.page(key, "out", after)
+            results, more = await self._journal.page(key, "out", after, until=closed_seq)
             for entry in results:
                 after = entry.seq
                 if after < closed_seq and answers(entry) < close_seq:
