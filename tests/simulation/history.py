@@ -17,7 +17,7 @@ from worker.sessions import record
 from worker.wire import intake, journal, retention
 
 from .actors import SUBJECTS, History, Plan
-from .checks import check, logs, unanswered
+from .checks import check, logs, unanswered, unforgotten
 from .loop import DeadlockError, Loop, _process, run, simulated
 from .world import Server
 
@@ -176,10 +176,10 @@ async def _settle(history: History) -> None:
     consumer = stream.consumers[CONSUMER]
     deadline_s = history.loop.time() + PATIENCE_S
     left: dict[str, int] = {}
-    forgets = any(b'"forget"' in one.data for one in stream.all)
-    await asyncio.sleep(3.0 if forgets else 0.05)
+    await asyncio.sleep(0.05)
     while history.loop.time() < deadline_s:
         left = {"requests": unanswered(stream), "deliveries": len(consumer.pending)}
+        left["forgotten"] = len(unforgotten(history))
         left["undelivered"] = consumer.info()["num_pending"]
         for one in history.supervisors:
             if one.worker is not None and one.worker.ready.is_set() and not one.process.is_dead:

@@ -86,6 +86,14 @@ def _ignoring_lag(page: Any) -> Any:
     return mutated
 
 
+async def _publish_anyhow(self: Any, key: Any, request_id: str, body: bytes, *_: Any) -> int:
+    while True:
+        try:
+            return int((await self._js.publish(self._subjects.tokens(key, request_id, "chunk"), body)).seq)
+        except journal.nats.errors.Error:
+            await journal.sleep(0.1)
+
+
 def _uncounted(self: Any, seq: int, num_tokens: int) -> Any:
     return attempts.AttemptNote(seq, 1, num_tokens)
 
@@ -106,6 +114,8 @@ MUTATIONS: Final[dict[str, tuple[Change, ...]]] = {
         (trail, "backwards", lambda _: _unchecked),
     ),
     "an anchor given up too early": ((session.Session, "_answer", _give_up_anchor),),
+    "a replica's word that a request is there": ((session.Session, "_check_is_there", lambda _: _nothing),),
+    "chunks without a fence": ((journal.Journal, "_publish", lambda _: _publish_anyhow),),
     "a lagging replica believed": ((journal.Journal, "page", _ignoring_lag),),
     "attempts not counted": ((attempts.AttemptNote, "then", lambda _: _uncounted),),
     "a client that never reads the log": ((calls._ResultFeed, "read_log", lambda _: _nothing),),
@@ -118,6 +128,8 @@ FAVOURED: Final[dict[str, tuple[str, ...]]] = {
     "an anchor given up too early": ("crash at", "crash"),
     "an undecodable result taken for none": ("newer worker",),
     "chunks not read back": ("crash at", "crash"),
+    "chunks without a fence": ("stall", "cut", "crash at"),
+    "a replica's word that a request is there": ("crash at", "crash"),
     "a client that never reads the log": ("cut", "crash server"),
 }
 
