@@ -423,7 +423,11 @@ class Session:
             why = "it was answered already" if known else "the session has no request with this id"
             return failure(request_id, "invalid_request", f"nothing to cancel under {request_id!r}: {why}")
         pending.cancelled = True
-        if not await self._begun(pending):
+        try:
+            is_begun = await self._begun(pending)
+        except FencedError:  # by a worker, also this one, that has begun it meanwhile
+            return await self.cancel(request_id)
+        if not is_begun:
             result = withdrawn(pending, self.history, self._record.position)
             if await self._commit(pending, result, None):
                 return Cancelled(id=request_id, was="waiting")
@@ -506,7 +510,7 @@ class Session:
         if pending is self.active:
             return True
         is_next = bool(self._record.pending) and pending is self._record.pending[0]
-        return is_next and await self._is_streamed(pending)
+        return is_next and (await self._is_streamed(pending) or pending is self.active)
 
     async def _is_streamed(self, pending: Pending) -> bool:
         """Return whether clients may have seen tokens of a request; if not, nobody can publish any later.
