@@ -278,7 +278,10 @@ class Supervisor:
             )
             self.num_lives += 1
             settings = Settings(
-                data_dir=Path("none"), worker=f"w{self._number}", metrics_interval_s=3600.0, **plan.settings
+                data_dir=Path("none"),
+                worker=process.name.replace(" ", "-").replace(".", "-"),
+                metrics_interval_s=3600.0,
+                **plan.settings,
             )
             directory = f"d{self._number}"
             rounding = self.num_lives % plan.roundings

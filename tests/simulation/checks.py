@@ -267,9 +267,8 @@ def _check_deadlines(log: Logged, history: History) -> Iterator[str]:
             if not isinstance(request, Append) or request.deadline_s is None or not _changes(result):
                 continue
             worker = words(message.headers.get(BUILD_HEADER, "")).get("worker")
-            begun = [at_s for name, at_s in history.lives if name == worker and at_s < message.stored_s]
             due_s = log.asked[seq].stored_s + request.deadline_s + max(map(abs, history.plan.skews))
-            if begun and begun[-1] > due_s:
+            if dict(history.lives).get(worker or "", 0.0) > due_s:
                 yield f"{request.id} at {seq} was carried out though its deadline had passed"
 
 
