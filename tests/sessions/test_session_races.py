@@ -301,6 +301,23 @@ async def test_giving_back_a_request_does_not_clear_it_of_doubt() -> None:
     ]
 
 
+async def test_a_repeat_is_known_though_its_id_was_used_in_a_forgotten_session_before(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The id's first result has left the log, and hid the second one."""
+    await world.ask(Append(id="a", text="one"))
+    get = world.log.get
+
+    async def leader(seq: int) -> bytes | None:
+        return await get(seq) if seq > 2 else None
+
+    monkeypatch.setattr(world.log, "get", leader)
+    again = Append(id="a", text="two")
+    second = await world.ask(again)
+    assert (second.seq, second.repeat_of) == (3, None)
+    assert (await world.ask(again)).repeat_of == 3
+
+
 async def test_what_a_replica_still_shows_of_a_forgotten_session_is_not_carried_out_again(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -477,13 +477,16 @@ class Session:
 
     async def _find_answered(self, request_id: str) -> AnsweredRequest | None:
         """Find an id's first request and its result in the log; None if the id has no result."""
-        found = self._record.answered_ids.find(request_id)
-        if found is None:
-            return None
-        body = await self._services.journal.get(found.in_seq)
-        with suppress(InvalidMessageError):
-            if body is not None and (request := decode_answered(body)).id == request_id:
-                return AnsweredRequest(request, found)
+        answered = self._record.answered_ids
+        while (found := answered.find(request_id)) is not None:
+            body = await self._services.journal.get(found.in_seq)
+            if body is not None:
+                with suppress(InvalidMessageError):
+                    if (request := decode_answered(body)).id == request_id:
+                        return AnsweredRequest(request, found)
+                return None
+            if answered.find(request_id) == found:
+                answered.drop(request_id)  # of a session that was forgotten
         return None
 
     def forget(self) -> None:
