@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from cache.names.policy import FULL, Policy
 from turnkeep_client.calls import Call
 from turnkeep_client.client import connect
 from turnkeep_client.errors import InvalidMessageError, StreamBrokenError, TurnkeepError
@@ -97,6 +98,8 @@ class Plan:
                 "max_waiting_per_tenant": random.choice((1, 100)),
                 "idle_timeout_s": random.choice((0.0, 0.3, 300.0)),
                 "closed_ttl_s": random.choice((None, None, 0.0, 2.0)),
+                "cache_policy": random.choice((FULL, FULL, Policy(2, 16))),
+                "block_tokens": 8,
             },
             checkpoint_every=random.choice((1, 2, 3, 64)),
             batch=random.choice((1, 2, 3, 256)),
@@ -245,17 +248,20 @@ class Asker:
                 history.note(self.process.name, f"{request.id} {told.error} {told.broken}")
 
     async def _meddle(self, key: SessionKey, request: Request) -> None:
-        """Cancel a request, or ask what its session does."""
+        """Cancel a request, ask what its session does or would do, or ask without the log."""
         await asyncio.sleep(self._random.expovariate(50))
         assert self._client is not None
-        session = self._client.session(key.session)
+        session, chance = self._client.session(key.session), self._random.random()
         with contextlib.suppress(TurnkeepError):
-            if self._random.random() < 0.6:
+            if chance < 0.5:
                 self._history.note(self.process.name, f"cancels {request.id}")
-                cancelled = await session.cancel(request.id)
-                self._history.cancelled.append((key, cancelled.id))
-            else:
+                await session.cancel(request.id)
+            elif chance < 0.7:
                 await session.info()
+            elif chance < 0.8:
+                await session.count(text=self._text())
+            else:
+                await self._client.ask(key.session, text=self._text(), max_tokens=3, timeout_s=1.0)
 
 
 class Supervisor:
@@ -319,7 +325,6 @@ class History:
         self.plan = plan
         self.note = note
         self.told: list[Told] = []
-        self.cancelled: list[tuple[SessionKey, str]] = []
         self.faults: list[str] = []
         self.num_faults = 0
         #: Which worker began when.

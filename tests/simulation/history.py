@@ -12,7 +12,9 @@ import structlog
 
 import turnkeep_client.client
 import worker.wire.connection
+from cache.names import tokens
 from turnkeep_client.subjects import CONSUMER
+from worker.sessions import history as sessions_history
 from worker.sessions import record
 from worker.wire import intake, journal, retention
 
@@ -123,6 +125,8 @@ def _patched(plan: Plan) -> Iterator[None]:
             (record, "_CHECKPOINT_EVERY", plan.checkpoint_every),
             (journal, "_BATCH", plan.batch),
             (turnkeep_client.client, "READ_BATCH", plan.batch),
+            (tokens, "_PART", 4),
+            (sessions_history, "KEPT", 8),
             (retention, "_PERIOD_S", 1.0),
             (intake, "_GONE_S", 3.0),
         ):

@@ -10,6 +10,7 @@ import contextlib
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+from uuid import uuid4
 
 import nats.errors
 import structlog
@@ -103,6 +104,7 @@ class Journal:
         self._js = js
         self._subjects = subjects
         self._gets = DirectGets(nc, timeout_s=_TIMEOUT_S)
+        self._name = uuid4().hex  # in seals, as a worker's own seals do not stop it
 
     async def page(
         self, key: SessionKey, kind: Literal["in", "out"], after: int, *, until: int = 0
@@ -178,7 +180,7 @@ class Journal:
 
     async def _publish(self, key: SessionKey, request_id: str, body: bytes, after: int, seq: int) -> int:
         subject, pause_s = self._subjects.tokens(key, request_id, "chunk"), 0.1
-        sealed = {} if body else {SEALED_HEADER: str(seq)}
+        sealed = {} if body else {SEALED_HEADER: f"{seq} {self._name}"}
         while True:
             try:
                 ack = await self._js.publish(
@@ -223,9 +225,18 @@ class Journal:
             return found, False
         if data == body and data:
             return found, True
-        if _names(data, last.headers or {}, seq):
+        if self._stops(data, last.headers or {}, seq):
             raise FencedError(subject)
         return found, False  # of a client, or of another request under this id
+
+    def _stops(self, data: bytes, headers: Mapping[str, str], seq: int) -> bool:
+        """Say whether a message is a chunk, the end or another worker's seal of the request at `seq`."""
+        if not data:
+            sealed, _, name = headers.get(SEALED_HEADER, "").partition(" ")
+            return headers.get(ENDED_HEADER) == str(seq) or (sealed == str(seq) and name != self._name)
+        with contextlib.suppress(InvalidMessageError):
+            return decode_chunk(data).seq == seq
+        return False
 
     async def get(self, seq: int) -> bytes | None:
         """Read the body of an entry; None if it was removed from the log."""
@@ -438,15 +449,6 @@ class Journal:
                 return [_entry(message) for message in messages], num_more
             except (nats.errors.Error, OSError) as error:
                 await self._pause_after("reading the log", error, 1.0)
-
-
-def _names(data: bytes, headers: Mapping[str, str], seq: int) -> bool:
-    """Say whether a message of a token stream is a chunk, the end or the seal of the request at `seq`."""
-    if not data:
-        return str(seq) in (headers.get(ENDED_HEADER), headers.get(SEALED_HEADER))
-    with contextlib.suppress(InvalidMessageError):
-        return decode_chunk(data).seq == seq
-    return False
 
 
 def _entry(message: Msg) -> Entry:
