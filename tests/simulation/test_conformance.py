@@ -318,11 +318,13 @@ async def a_worker_that_was_overtaken_publishes_no_chunk(place: Place) -> None:
     with pytest.raises(FencedError):
         await one.publish_chunk(key, "g", chunk(2), second)
     published = await other.published(key, "g", seq, stored)
+    assert published.is_sealed
     third = await other.publish_chunk(key, "g", chunk(2), second)
     assert third == published.last_seq + 1, "its own seal does not stop it"
     await Outbox(place.nc, place.subjects).end(key, "g", seq, None)
     await place.nc.flush()
-    assert (await one.published(key, "g", seq, stored)).has_ended
+    ended = await one.published(key, "g", seq, stored)
+    assert (ended.has_ended, ended.is_sealed) == (True, False)
     with pytest.raises(FencedError):
         await one.publish_chunk(key, "g", chunk(3), third)
 

@@ -229,6 +229,8 @@ class Execution:
             published = await reading
         if published.has_ended and await self._journal.last_seq(key, "out") > pending.after:
             raise FencedError("the answer has a result already")  # which a replica that lags did not show
+        if published.is_sealed:  # another worker ends it too, or has died over it
+            pending.cancelled = True
         prompt = extended.history.tokens
         if not prompt:
             raise RefusedError(

@@ -80,12 +80,14 @@ def answers(entry: Entry) -> int:
 class Published(NamedTuple):
     """The chunks of an answer that clients may have seen, and the sequence of its subject's last message.
 
-    `has_ended` says that a worker has closed the token stream, so the answer has a result.
+    `has_ended` says that a worker has closed the token stream, so the answer has a result; `is_sealed` that
+    one is about to end it as cancelled or expired, or has died over it.
     """
 
     chunks: list[Chunk]
     last_seq: int = 0
     has_ended: bool = False
+    is_sealed: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -137,13 +139,14 @@ class Journal:
         """
         chunks: list[Chunk] = []
         num_tokens = num_foreign = last_seq = 0
-        has_gap = has_ended = False
+        has_gap = has_ended = is_sealed = False
         async for entry in self._direct(
             self._subjects.token_stream, self._subjects.tokens(key, request_id), 0
         ):
             last_seq = entry.seq
             if not entry.body:
                 has_ended = has_ended or entry.headers.get(ENDED_HEADER) == str(seq)
+                is_sealed = is_sealed or _sealed(entry.headers)[0] == str(seq)
                 continue
             try:
                 chunk = decode_chunk(entry.body)
@@ -152,13 +155,14 @@ class Journal:
             if chunk is None or chunk.seq != seq or entry.stored < stored:
                 num_foreign += 1
                 continue
+            is_sealed = False  # whoever sealed it has seen that it goes on
             has_gap = has_gap or chunk.i > num_tokens
             if chunk.i == num_tokens and not has_gap:
                 chunks.append(chunk)
                 num_tokens += len(chunk.tokens)
         if num_foreign:
             log.warning("ignoring chunks that are not of this request", request=request_id, num=num_foreign)
-        return Published(chunks, last_seq, has_ended)
+        return Published(chunks, last_seq, has_ended, is_sealed)
 
     async def publish_chunk(self, key: SessionKey, request_id: str, chunk: Chunk, after: int) -> int:
         """Publish the next chunk of an answer; return when it is stored, which is when clients receive it.
@@ -232,7 +236,7 @@ class Journal:
     def _stops(self, data: bytes, headers: Mapping[str, str], seq: int) -> bool:
         """Say whether a message is a chunk, the end or another worker's seal of the request at `seq`."""
         if not data:
-            sealed, _, name = headers.get(SEALED_HEADER, "").partition(" ")
+            sealed, name = _sealed(headers)
             return headers.get(ENDED_HEADER) == str(seq) or (sealed == str(seq) and name != self._name)
         with contextlib.suppress(InvalidMessageError):
             return decode_chunk(data).seq == seq
@@ -449,6 +453,12 @@ class Journal:
                 return [_entry(message) for message in messages], num_more
             except (nats.errors.Error, OSError) as error:
                 await self._pause_after("reading the log", error, 1.0)
+
+
+def _sealed(headers: Mapping[str, str]) -> tuple[str, str]:
+    """Return the sequence of the request that a message seals, and which worker did; empty if none."""
+    seq, _, name = headers.get(SEALED_HEADER, "").partition(" ")
+    return seq, name
 
 
 def _entry(message: Msg) -> Entry:
