@@ -11,7 +11,7 @@ import pytest
 from nats.js.errors import NotFoundError
 from raw_wire import append, generate
 
-from turnkeep_client.messages import Append, Closed, encode
+from turnkeep_client.messages import Append, Close, Closed, encode, failure
 from turnkeep_client.subjects import SessionKey
 from worker.sessions import sessions
 from worker.sessions.session import Session
@@ -404,3 +404,21 @@ async def test_a_request_that_a_replica_does_not_show_yet_stays_behind_a_close()
     await Retention(log, closed_ttl_s=0, max_bytes=1)._remove(SessionKey("t", "s"), note, closed)  # type: ignore[arg-type]
     assert max(log.removed) <= 6
     assert [one for one in log.removed if one > 5] == [6, 6], "checkpoints and dead letters alone"
+
+
+async def test_a_close_is_found_behind_the_result_of_a_cancel() -> None:
+    """A request behind the close was cancelled after its note: the note would never have taken effect."""
+    told = [failure("r", "expired", "cancelled", seq=5), Closed(id="c", seq=4, position=0)]
+    entries = [Entry(6 + n, "out", datetime.now(UTC), encode(one), {}) for n, one in enumerate(told)]
+
+    class Log:
+        async def page(self, *_: Any) -> tuple[list[Entry], bool]:
+            return entries, False
+
+        async def get(self, _: int) -> bytes:
+            return encode(Close(id="c", forget=True))
+
+    keeper = Retention(Log(), closed_ttl_s=0, max_bytes=1)  # type: ignore[arg-type]
+    found = await keeper._find_close(SessionKey("t", "s"), 3)
+    assert found is not None
+    assert (found.entry.seq, found.forgets) == (7, True)

@@ -20,7 +20,7 @@ from anyio import Lock, sleep
 from nats.js.errors import APIError
 
 from turnkeep_client.errors import InvalidMessageError
-from turnkeep_client.messages import Close, Closed, decode_request, decode_result
+from turnkeep_client.messages import Close, Closed, Failed, Generated, decode_request, decode_result
 from worker.clock import time
 
 from .intake import session_of
@@ -193,13 +193,26 @@ class Retention:
                     await self._journal.delete(after)
 
     async def _find_close(self, key: SessionKey, note_seq: int) -> _Closing | None:
-        """Find the close of a note; None if it has no result, or if no worker wrote the note."""
-        results, _ = await self._journal.page(key, "out", note_seq)
-        for entry in results[:1]:
-            with contextlib.suppress(InvalidMessageError):
-                result = decode_result(entry.body)
-                body = await self._journal.get(result.seq or 0) if isinstance(result, Closed) else None
-                request = decode_request(body) if body is not None else None
-                if isinstance(result, Closed) and result.repeat_of is None and isinstance(request, Close):
-                    return _Closing(entry, result, forgets=request.forget)
+        """Find the close of a note; None if it has no result, or if no worker wrote the note.
+
+        Before its result there may be those of later requests that were cancelled meanwhile.
+        """
+        after, more = note_seq, True
+        while more:
+            results, more = await self._journal.page(key, "out", after)
+            for entry in results:
+                after = entry.seq
+                with contextlib.suppress(InvalidMessageError):
+                    result = decode_result(entry.body)
+                    if isinstance(result, Closed) and result.repeat_of is None:
+                        return await self._closing(entry, result)
+                    if not (
+                        isinstance(result, Failed) or (isinstance(result, Generated) and not result.tokens)
+                    ):
+                        return None
         return None
+
+    async def _closing(self, entry: Entry, result: Closed) -> _Closing | None:
+        body = await self._journal.get(result.seq or 0)
+        request = decode_request(body) if body is not None else None
+        return _Closing(entry, result, bool(request.forget)) if isinstance(request, Close) else None
