@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import nats.errors
+
 from cache.names.policy import FULL, Policy
 from turnkeep_client.calls import Call
 from turnkeep_client.client import connect
@@ -306,7 +308,7 @@ class Supervisor:
     async def _life(self, worker: Worker) -> None:
         try:
             await worker.run()
-        except TurnkeepError as error:
+        except (TurnkeepError, nats.errors.Error) as error:
             self._history.note(f"worker {self._number}", f"gives up: {error}")
         except Exception as error:
             self._history.faults.append(f"a worker ended by {error!r}")
@@ -327,6 +329,8 @@ class History:
         self.told: list[Told] = []
         self.faults: list[str] = []
         self.num_faults = 0
+        #: The log's last entry when nothing was left to do; an ask may be stored later.
+        self.settled_seq = 2**63
         #: Which worker began when.
         self.lives: list[tuple[str, float]] = []
         self._poisons = int(plan.poisons)

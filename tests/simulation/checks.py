@@ -101,7 +101,7 @@ def check(history: History) -> list[str]:
     streams = history.server.jetstream.streams
     found = logs(streams[SUBJECTS.log_stream])
     wrong = [*history.faults, *history.loop.faults]
-    wrong += _check_sessions(found, history.lives)
+    wrong += _check_sessions(found, history)
     for log in found.values():
         wrong += [f"{log.key}: {one}" for one in _check_deadlines(log, history)]
     wrong += unforgotten(history)
@@ -119,17 +119,17 @@ def unforgotten(history: History) -> list[str]:
     return [one for one in left if history.plan.num_workers == 1 or "chunks of " not in one]
 
 
-def _check_sessions(found: dict[SessionKey, Logged], lives: list[tuple[str, float]]) -> Iterator[str]:
+def _check_sessions(found: dict[SessionKey, Logged], history: History) -> Iterator[str]:
     """Apply all results in the order in which they were stored, so that a fork finds its parent."""
     stored = []
     for log in found.values():
         for seq in log.requests:
             answers = log.results.get(seq, [])
             stored += [(message, result, log) for message, result in answers[:1]]
-            if len(answers) != 1:
+            if len(answers) != 1 and seq <= history.settled_seq:
                 yield f"{log.key}: the request at {seq} has {len(answers)} results"
     for message, result, log in sorted(stored, key=lambda one: one[0].seq):
-        yield from (f"{log.key}: {one}" for one in _check_result(log, message, result, found, lives))
+        yield from (f"{log.key}: {one}" for one in _check_result(log, message, result, found, history.lives))
         log.states.append((message.seq, log.tokens))
 
 

@@ -190,6 +190,7 @@ async def _settle(history: History) -> None:
                 left |= one.worker.leftovers
         left = {name: number for name, number in left.items() if number}
         if not left and history.ready:
+            history.settled_seq = stream.last_seq
             return
         await asyncio.sleep(0.1)
     history.faults.append(f"left over: {left}" if left else "no worker serves")
