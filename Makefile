@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test soak packaging lint type check bench tools site lock clean
+.PHONY: help setup demo test soak simulate packaging lint type check bench tools site lock clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -33,6 +33,9 @@ soak: $(STAMP) ## Run the long tests, before a release: an hour or two
 	TURNKEEP_TEST_EXAMPLES=300 $(BIN)/python -m pytest -q -n 2 -m 'hypothesis and not soak'
 	TURNKEEP_TEST_EXAMPLES=1000 $(BIN)/python -m pytest -q tests/cache/test_cache_machine.py tests/cache/test_cache_crafted.py
 	TURNKEEP_TEST_EXAMPLES=300 $(BIN)/python -m pytest -q tests/bench/test_bench_saboteurs.py
+
+simulate: $(STAMP) ## Play histories of worker and client in a world in memory (SEED=7 HISTORIES=1000)
+	$(BIN)/python -P -m tests.simulation $(or $(SEED),$$(date +%s)000) --histories $(or $(HISTORIES),1)
 
 packaging: $(VENV)/tools/.set-up $(VENV)/docs/.set-up ## Test wheels, site, deployment, pages and short benches; as root also full and failing disks
 	$(BIN)/python -m pytest -q --dist worksteal -n 2 -m '(packaging or mounts) and not soak'

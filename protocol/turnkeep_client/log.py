@@ -29,6 +29,11 @@ MODEL_HEADER: Final = "Turnkeep-Model"
 #: Header of a result: the worker that made it, and what else its tokens may depend on, as `name=value` words.
 BUILD_HEADER: Final = "Turnkeep-Build"
 
+#: Header of the empty message that ends a token stream: the sequence of the request that has its result.
+ENDED_HEADER: Final = "Turnkeep-Ended"
+#: Header of an empty message that keeps other workers from going on with an answer: its request's sequence.
+SEALED_HEADER: Final = "Turnkeep-Sealed"
+
 
 class Entry(NamedTuple):
     """One message of the log, stored at the server's time `stored`. Requests lack the last four fields.

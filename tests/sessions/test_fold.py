@@ -48,7 +48,7 @@ from worker.sessions.shares import Shares
 from worker.sessions.trail import Trails
 from worker.telemetry import Telemetry
 from worker.wire.intake import Delivery
-from worker.wire.journal import Entry, FencedError
+from worker.wire.journal import Entry, FencedError, Published
 from worker.wire.retention import Retention
 
 if TYPE_CHECKING:
@@ -123,12 +123,15 @@ class Log:
     async def checkpoint(self, seq: int) -> bytes | None:
         return self.entries[seq - 1].body if 0 < seq <= len(self.entries) else None
 
-    async def publish_chunk(self, *_: Any) -> bool:
-        return True
+    async def publish_chunk(self, *_: Any) -> int:
+        return 1
 
-    async def published(self, _: SessionKey, request_id: str, __: int, ___: datetime) -> list[Chunk]:
+    async def seal(self, *_: Any) -> None:
+        pass
+
+    async def published(self, _: SessionKey, request_id: str, __: int, ___: datetime) -> Published:
         self.looks.append(request_id)
-        return self.chunks
+        return Published(self.chunks)
 
 
 class Formula:
@@ -191,7 +194,7 @@ class Outbox:
         self.texts: list[str] = []
         self.ended: list[str] = []
 
-    async def end(self, _: SessionKey, request_id: str, rest: Chunk | None) -> None:
+    async def end(self, _: SessionKey, request_id: str, __: int, rest: Chunk | None) -> None:
         self.texts += [rest.text] if rest else []
         self.ended.append(request_id)
 

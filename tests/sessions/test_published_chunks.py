@@ -64,7 +64,7 @@ async def test_all_chunks_are_heard_before_their_result(wire: Start) -> None:
 async def test_what_the_token_stream_refuses_is_not_heard_either(wire: Start) -> None:
     w = await wire()
     heard = await listen(w)
-    await limited(w, 16)
+    await limited(w, 64)  # room for the empty message that ends a stream
     result = await w.send("s", generate("g", text="abc", max_tokens=8))
     assert len(result["tokens"]) == 8
     await asyncio.wait_for(heard.over.wait(), 10)
@@ -77,7 +77,7 @@ async def test_nothing_follows_a_chunk_that_was_refused(wire: Start) -> None:
     heard = await listen(w)
     running = await w.publish("s", generate("g", text="eee", max_tokens=1900))
     await w.until("s", "running")
-    before = await limited(w, 16)
+    before = await limited(w, 64)  # room for the empty message that ends a stream
     await w.control("s", {"type": "info"})
     await w.js.update_stream(before)
     result = await w.result(running)

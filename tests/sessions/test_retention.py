@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from nats.js.errors import NotFoundError
 from raw_wire import append, generate
 
+from turnkeep_client.messages import Append, Close, Closed, encode, failure
 from turnkeep_client.subjects import SessionKey
 from worker.sessions import sessions
 from worker.sessions.session import Session
 from worker.wire import retention
-from worker.wire.journal import Journal
+from worker.wire.journal import Entry, Journal
 from worker.wire.retention import Retention
 
 if TYPE_CHECKING:
@@ -121,11 +123,14 @@ async def test_what_was_to_be_forgotten_is_gone_though_the_worker_died_over_it(
         patched.setattr(retention, "_PERIOD_S", 60.0)
         w = await quiet_wire()
         await w.send("s", append("a", "a secret"))
+        await w.send("s", generate("g", text="eee"))
         await w.send("s", FORGET)
         assert any(b"secret" in body for body in (await bodies(w, "s"))["in"])
         await w.worker.stop()
     w = await quiet_wire()
     await until_gone(w, "s", text=b"secret")
+    tokens = await w.js.stream_info(f"{w.prefix}_tok", subjects_filter=f"{w.prefix}.default.s.>")
+    assert not tokens.state.subjects, "what was published of its answers is gone too"
 
 
 async def test_a_log_takes_more_than_its_limit_as_long_as_sessions_are_closed(quiet_wire: Start) -> None:
@@ -366,3 +371,54 @@ async def test_notes_that_need_their_time_are_not_read_at_each_look(
     read.clear()
     await looks.sweep()
     assert sum(read) <= 256
+
+
+class Lagging:
+    """A log of which a replica answers that lags, unless it is told how far it must be."""
+
+    def __init__(self) -> None:
+        self.removed: list[int] = []
+
+    async def page(self, _: SessionKey, kind: str, after: int, *, until: int = 0) -> tuple[list[Entry], bool]:
+        body = encode(Append(id="r", text="unanswered")) if kind == "in" else b""
+        found = Entry(5, "in" if kind == "in" else "out", datetime.now(UTC), body, {})
+        return ([found] if until >= 5 and kind == "in" and after < 5 else []), False
+
+    async def last_seq(self, *_: Any) -> int:
+        return 5
+
+    async def remove(self, _: SessionKey, before: int, *__: Any) -> None:
+        self.removed.append(before)
+
+    async def delete(self, _: int) -> None:
+        pass
+
+
+async def test_a_request_that_a_replica_does_not_show_yet_stays_behind_a_close() -> None:
+    """It was stored between the close, 4, and its result, 6, and has no result yet."""
+    log = Lagging()
+    closed = retention._Closing(
+        Entry(6, "out", datetime.now(UTC), b"", {}), Closed(id="c", seq=4, position=0), forgets=False
+    )
+    note = Entry(3, "out", datetime.now(UTC), b"", {})
+    await Retention(log, closed_ttl_s=0, max_bytes=1)._remove(SessionKey("t", "s"), note, closed)  # type: ignore[arg-type]
+    assert max(log.removed) <= 6
+    assert [one for one in log.removed if one > 5] == [6, 6], "checkpoints and dead letters alone"
+
+
+async def test_a_close_is_found_behind_the_result_of_a_cancel() -> None:
+    """A request behind the close was cancelled after its note: the note would never have taken effect."""
+    told = [failure("r", "expired", "cancelled", seq=5), Closed(id="c", seq=4, position=0)]
+    entries = [Entry(6 + n, "out", datetime.now(UTC), encode(one), {}) for n, one in enumerate(told)]
+
+    class Log:
+        async def page(self, *_: Any) -> tuple[list[Entry], bool]:
+            return entries, False
+
+        async def get(self, _: int) -> bytes:
+            return encode(Close(id="c", forget=True))
+
+    keeper = Retention(Log(), closed_ttl_s=0, max_bytes=1)  # type: ignore[arg-type]
+    found = await keeper._find_close(SessionKey("t", "s"), 3)
+    assert found is not None
+    assert (found.entry.seq, found.forgets) == (7, True)

@@ -301,6 +301,64 @@ async def test_giving_back_a_request_does_not_clear_it_of_doubt() -> None:
     ]
 
 
+async def test_a_repeat_is_known_though_its_id_was_used_in_a_forgotten_session_before(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The id's first result has left the log, and hid the second one."""
+    await world.ask(Append(id="a", text="one"))
+    get = world.log.get
+
+    async def leader(seq: int) -> bytes | None:
+        return await get(seq) if seq > 2 else None
+
+    monkeypatch.setattr(world.log, "get", leader)
+    again = Append(id="a", text="two")
+    second = await world.ask(again)
+    assert (second.seq, second.repeat_of) == (3, None)
+    assert (await world.ask(again)).repeat_of == 3
+
+
+async def test_what_a_replica_still_shows_of_a_forgotten_session_is_not_carried_out_again(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two reads one replica may show the request, and another one not its result."""
+    await world.ask(Append(id="a", text="one"))
+    page, get, asked = world.log.page, world.log.get, list[int]()
+
+    async def leader(seq: int) -> bytes | None:
+        asked.append(seq)
+        return await get(seq) if seq > 2 else None
+
+    async def replica(*args: Any, **more: Any) -> Any:
+        entries, has_more = await page(*args, **more)
+        gone = {1, 2} if asked else {2}
+        return [entry for entry in entries if entry.seq not in gone], has_more
+
+    monkeypatch.setattr(world.log, "get", leader)
+    monkeypatch.setattr(world.log, "page", replica)
+    world.crash()
+    seq = world.publish(Append(id="b", text="two"))
+    world.log.commit = lambda _, body, __, headers: asyncio.sleep(0, world.log.add("out", body, headers))  # type: ignore[assignment, method-assign]
+    await world.session.run()
+    assert [result.seq for result in world.results] == [1, seq]
+
+
+async def test_a_returned_request_that_leaves_the_log_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A close removes requests that wait to be delivered again. Counted for ever, they delay all others."""
+    monkeypatch.setattr("worker.wire.intake._RETURN_S", 0.01)
+    monkeypatch.setattr("worker.wire.intake._GONE_S", 0.02)
+    parts: Any = [None, None, Telemetry(), None]
+    limits = {"ack_wait_s": 0.03, "max_sessions": 0, "max_sessions_per_tenant": 1, "max_message_bytes": 2**20}
+    intake = Intake(*parts, **limits)
+    await intake._deliver(Delivered("a", 5, 1), lambda _: None)  # type: ignore[arg-type]
+    assert intake.num_returned == 1
+    keeping = asyncio.create_task(intake.keep_alive())
+    async with asyncio.timeout(5):
+        while intake.num_returned:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    keeping.cancel()
+
+
 @pytest.mark.parametrize(
     "given", [{"messages": (Message(role="user", content="hi"),)}, {}, {"text": "a" * 999}]
 )

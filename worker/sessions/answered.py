@@ -86,6 +86,13 @@ class AnsweredIds:
             return None
         return AnsweredAt(int(self._sorted[row, 1]), int(self._sorted[row, 2]))
 
+    def drop(self, request_id: str) -> None:
+        """Remove the result that `find` returns: it has left the log. A later one of this id may follow."""
+        key = _hash(request_id)
+        if self._recent.pop(key, None) is None:
+            row = int(np.searchsorted(self._sorted[:, 0], np.uint64(key)))
+            self._sorted = np.delete(self._sorted, row, axis=0)
+
 
 def _hash(request_id: str) -> int:
     return int.from_bytes(blake2b(request_id.encode(), digest_size=8).digest(), "big")

@@ -6,9 +6,8 @@ commits both, so a failure in this module changes nothing but the KV on the devi
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import zip_longest
-from time import monotonic
 from typing import TYPE_CHECKING, Final
 
 import structlog
@@ -37,11 +36,13 @@ from turnkeep_client.messages import (
     failure,
 )
 from worker.batch.chooser import Sampling
+from worker.clock import monotonic
 from worker.concurrency import in_thread, task_group
 from worker.text.answer import Answer
 from worker.text.harmony import FINAL, HarmonySplitter
 from worker.text.splitting import MarkedSplitter, call_id
 from worker.text.text import TextStream
+from worker.wire.journal import FencedError
 
 from .echo import echo_of, told
 from .formats import Formats, is_prefix_final
@@ -79,6 +80,13 @@ MOST_POLICIES: Final = 64
 #: Size of a result and its headers without the answer's tokens and text, and with text held back for a stop
 #: string: 256 characters of up to 6 bytes each as JSON.
 _RESULT_BYTES: Final = 4096
+
+
+@dataclass(slots=True)
+class _StreamEnd:
+    """The sequence of the last message on an answer's subject of the token stream."""
+
+    seq: int
 
 
 class Execution:
@@ -226,6 +234,10 @@ class Execution:
             )
             extended = await self._extend(history, request)
             published = await reading
+        if published.has_ended and await self._journal.last_seq(key, "out") > pending.after:
+            raise FencedError("the answer has a result already")  # which a replica that lags did not show
+        if published.is_sealed:  # another worker ends it too, or has died over it
+            pending.cancelled = True
         prompt = extended.history.tokens
         if not prompt:
             raise RefusedError(
@@ -237,7 +249,7 @@ class Execution:
         # Context and memory limit an answer; the tokens that a dead worker has published stay in any case.
         most = len(prompt) + request.max_tokens if policy.is_endless else self._context_tokens
         most = self._engine.most_tokens(most, policy) - len(prompt)
-        most = max(most, sum(len(chunk.tokens) for chunk in published))
+        most = max(most, published.num_tokens)
         conversation = extended.history.conversation
         splitter = self._splitter(key, request, pending, conversation)
         grammar, warnings = await self._formats.grammar(request, conversation, splits=splitter is not None)
@@ -250,12 +262,13 @@ class Execution:
             max_bytes=self._max_answer_bytes - echo_bytes,
             end_tokens=frozenset() if request.ignore_eos else self._tokenizer.eos_ids,
         )
-        self._resume(published, answer)
+        self._resume(published.chunks, answer)
         pending.num_resumed = len(answer.tokens)
+        stream_end = _StreamEnd(published.last_seq)
         turn = await self._score(key, pending, extended.history, scores) if scores is not None else None
         is_scored = scores is None or scores.end >= len(prompt)
         if is_scored and request.max_tokens:
-            sampled = await self._sample(key, request, pending, extended.history, answer, grammar)
+            sampled = await self._sample(key, request, pending, extended.history, answer, grammar, stream_end)
             turn = _together(turn, sampled)
         elif is_scored:
             answer.finish_reason = "length"
@@ -266,6 +279,7 @@ class Execution:
         if answer.finish_reason is None:
             late = pending.expired and not pending.cancelled
             pending.held = answer.cancel("expired" if late else "cancelled")
+            await self._journal.seal(key, request.id, pending.seq, stream_end.seq)
         if not answer.tokens and answer.finish_reason != "length":
             return withdrawn(pending, history, history.position), history
         after = self._fold.answered(extended.history, request, answer.tokens)
@@ -365,6 +379,7 @@ class Execution:
         prompt: History,
         answer: Answer,
         grammar: Grammar | None,
+        stream_end: _StreamEnd,
     ) -> TurnResult | None:
         """Run the answer to its end.
 
@@ -377,8 +392,10 @@ class Execution:
 
         async def publish(chunk: Chunk) -> None:
             nonlocal is_heard
-            chunk = structs.replace(chunk, seq=pending.seq)
-            is_heard = is_heard and await self._journal.publish_chunk(key, request.id, chunk)
+            if is_heard:
+                chunk = structs.replace(chunk, seq=pending.seq)
+                seq = await self._journal.publish_chunk(key, request.id, chunk, stream_end.seq)
+                is_heard, stream_end.seq = seq > 0, seq or stream_end.seq
 
         turn = await self._engine.run(
             key,

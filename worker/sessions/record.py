@@ -10,7 +10,6 @@ import contextlib
 from collections import deque
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from time import monotonic, time
 from typing import TYPE_CHECKING, Final
 
 import structlog
@@ -29,6 +28,7 @@ from turnkeep_client.messages import (
     decode_request,
     decode_result,
 )
+from worker.clock import monotonic, time
 from worker.traces import trace_headers
 
 from .answered import AnsweredAt, AnsweredIds
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from turnkeep_client.messages import Chunk, Request, Result
     from worker.traces import Phase
-    from worker.wire.journal import Entry
+    from worker.wire.journal import Entry, Published
 
     from .checkpoint import Checkpoint
     from .history import Fold, History
@@ -57,10 +57,11 @@ class Pending:
 
     `request` is None if the body is invalid; then `error` says why, and `named` is the body's id, if any. If
     the request repeats an answered id, `first` is the body of that id's first result. `stored` is the time at
-    which the log stored the request. `held` is what was not yet published when an answer was ended
-    early; `published` is the task, if any, that reads the answer's chunks from the token stream. Three fields
-    are for spans: `parent` names the publisher's span, `phases` are the parts of the turn's time, and the
-    first `num_resumed` tokens of the answer come from a worker that has died.
+    which the log stored the request. `held` is what was not yet published when an answer was ended early;
+    `published` is the task, if any, that reads the answer's chunks from the token stream. `after` is the
+    session's last known result when the request was begun. Three fields are for spans: `parent` names the
+    publisher's span, `phases` are the parts of the turn's time, and the first `num_resumed` tokens of the
+    answer come from a worker that has died.
     """
 
     seq: int
@@ -71,12 +72,13 @@ class Pending:
     cancelled: bool = False
     expired: bool = False
     held: Chunk | None = None
-    published: TaskHandle[list[Chunk]] | None = None
+    published: TaskHandle[Published] | None = None
     named: str | None = None
     first: bytes = b""
     parent: Mapping[str, str] = field(default_factory=dict)
     phases: list[Phase] = field(default_factory=list)
     num_resumed: int = 0
+    after: int = 0
     done: Event = field(default_factory=Event)
 
     @property

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
-from time import monotonic, time
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
@@ -41,9 +40,10 @@ from turnkeep_client.messages import (
     failure,
 )
 from turnkeep_client.subjects import SessionKey, session_key
+from worker.clock import monotonic, time
 from worker.concurrency import in_thread, task_group
 from worker.device.engine import DeviceFaultError, NoMemoryError, StoppingError
-from worker.wire.journal import FencedError, TooLargeError
+from worker.wire.journal import FencedError, Published, TooLargeError
 
 from .attempts import AttemptNote
 from .execution import failed, withdrawn
@@ -83,6 +83,8 @@ log = structlog.get_logger()
 
 #: Chunks that were read ahead are valid for this time, which is less than any `ack_wait_s`.
 _FRESH_S: Final = 0.25
+#: Pause until a replica that lags is read again.
+_LAG_S: Final = 0.05
 #: Memory of a session, and of each of its tokens: its id, and its text in the conversation.
 _SIZE_BYTES: Final = 12_000
 _TOKEN_BYTES: Final = 8
@@ -236,7 +238,7 @@ class Session:
                         if not self.has_work:  # else a delivery came meanwhile
                             return
             except FencedError as error:
-                log.warning("another worker has continued this session; reading its log anew", why=str(error))
+                log.warning("this session was changed elsewhere; reading its log anew", why=str(error))
                 self.forget()
             except CutOffError:
                 self._reset_record(whole=True)  # a request needs an early part of it
@@ -335,6 +337,9 @@ class Session:
         while more_results:
             results, more_results = await journal.page(self.key, "out", record.out_seq)
             record.add_results(results)
+        # A delivered request was there a moment ago.
+        if record.pending and record.pending[0].seq != self._rung_seq:
+            await self._check_is_there(record.pending[0])
         record.end_fold()
         if deltas and record.diverged is None:
             for delta in deltas:
@@ -343,6 +348,16 @@ class Session:
             await self._trail.stored()
         if not record.has_more:
             record.in_seq = max(record.in_seq, until)  # also if the entry was removed by now
+
+    async def _check_is_there(self, pending: Pending) -> None:
+        """Raise `FencedError` if the first request without a result has left the log.
+
+        A replica that lags may still show a request of a forgotten session, while another one no longer has
+        its result. Later requests leave the log after it.
+        """
+        if await self._services.journal.get(pending.seq) is None:
+            await sleep(_LAG_S)
+            raise FencedError(f"the request at sequence {pending.seq} has left the log")
 
     async def whole_tokens(self) -> Tokens:
         """Return all tokens of the session.
@@ -408,7 +423,11 @@ class Session:
             why = "it was answered already" if known else "the session has no request with this id"
             return failure(request_id, "invalid_request", f"nothing to cancel under {request_id!r}: {why}")
         pending.cancelled = True
-        if not await self._begun(pending):
+        try:
+            is_begun = await self._begun(pending)
+        except FencedError:  # by a worker, also this one, that has begun it meanwhile
+            return await self.cancel(request_id)
+        if not is_begun:
             result = withdrawn(pending, self.history, self._record.position)
             if await self._commit(pending, result, None):
                 return Cancelled(id=request_id, was="waiting")
@@ -458,13 +477,16 @@ class Session:
 
     async def _find_answered(self, request_id: str) -> AnsweredRequest | None:
         """Find an id's first request and its result in the log; None if the id has no result."""
-        found = self._record.answered_ids.find(request_id)
-        if found is None:
-            return None
-        body = await self._services.journal.get(found.in_seq)
-        with suppress(InvalidMessageError):
-            if body is not None and (request := decode_answered(body)).id == request_id:
-                return AnsweredRequest(request, found)
+        answered = self._record.answered_ids
+        while (found := answered.find(request_id)) is not None:
+            body = await self._services.journal.get(found.in_seq)
+            if body is not None:
+                with suppress(InvalidMessageError):
+                    if (request := decode_answered(body)).id == request_id:
+                        return AnsweredRequest(request, found)
+                return None
+            if answered.find(request_id) == found:
+                answered.drop(request_id)  # of a session that was forgotten
         return None
 
     def forget(self) -> None:
@@ -491,18 +513,28 @@ class Session:
         if pending is self.active:
             return True
         is_next = bool(self._record.pending) and pending is self._record.pending[0]
-        return is_next and bool(await self._published(pending))
+        return is_next and (await self._is_streamed(pending) or pending is self.active)
+
+    async def _is_streamed(self, pending: Pending) -> bool:
+        """Return whether clients may have seen tokens of a request; if not, nobody can publish any later.
+
+        Raises `FencedError` if another worker does so meanwhile.
+        """
+        published, request = await self._published(pending), pending.request
+        if isinstance(request, Generate) and not published.chunks:
+            await self._services.journal.seal(self.key, request.id, pending.seq, published.last_seq)
+        return bool(published.chunks)
 
     def _stop_active(self) -> None:
         """End the running request as soon as possible."""
         self._services.engine.cancel(self.key)
         self._services.device_lock.recheck()
 
-    async def _published(self, pending: Pending) -> list[Chunk]:
+    async def _published(self, pending: Pending) -> Published:
         """Read the chunks of a request that clients may have seen."""
         request = pending.request
         if not isinstance(request, Generate):
-            return []
+            return Published([])
         return await self._services.journal.published(self.key, request.id, pending.seq, pending.stored)
 
     async def _end_last_answer(self) -> None:
@@ -518,7 +550,7 @@ class Session:
         if not isinstance(request, Generate):
             return
         tokens = result.tokens if isinstance(result, Generated) else ()
-        chunks = await self._published(pending)
+        chunks = (await self._published(pending)).chunks
         held = None
         # Only if all chunks before it are there: a client that misses chunks reads the result instead.
         if isinstance(result, Generated) and sum(len(chunk.tokens) for chunk in chunks) == len(tokens):
@@ -529,6 +561,7 @@ class Session:
 
     async def _answer(self, pending: Pending, asides: TaskGroup) -> None:
         self.active = pending
+        pending.after = self._record.out_seq
         if pending.deadline_s is not None and pending.deadline_s <= time():
             pending.expired = True
         elif pending.deadline_s is not None:
@@ -574,7 +607,7 @@ class Session:
             self._in_doubt, self._note = False, AttemptNote()
 
     async def _num_published(self, pending: Pending) -> int:
-        return sum(len(chunk.tokens) for chunk in await self._published(pending))
+        return (await self._published(pending)).num_tokens
 
     async def _give_up(self, pending: Pending, num_attempts: int, reason: str) -> tuple[Result, History]:
         """Give up a request: store a dead letter for the operator, and return a failure."""
@@ -640,7 +673,7 @@ class Session:
             return await self._repeated(request, pending, known), history
         if pending.cancelled and not isinstance(request, Generate):  # a generate may have published tokens
             return withdrawn(pending, history, self._record.position), history
-        if pending.expired and not await self._published(pending):
+        if pending.expired and not await self._is_streamed(pending):
             return withdrawn(pending, history, self._record.position), history
         if self._record.diverged is not None:
             raise RefusedError("history_diverged", self._record.diverged)
@@ -772,4 +805,4 @@ class Session:
         """
         says = held is not None and (held.text or held.reasoning or held.tool_calls)
         rest = msgspec.structs.replace(held, seq=pending.seq) if held and says else None
-        await self._services.outbox.end(self.key, request_id, rest)
+        await self._services.outbox.end(self.key, request_id, pending.seq, rest)

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from time import monotonic
 from typing import TYPE_CHECKING
 
 import structlog
 from anyio import Event, move_on_after, sleep
 
+from worker.clock import monotonic
 from worker.device.engine import StoppingError
 
 from .session import Session

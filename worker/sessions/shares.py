@@ -11,11 +11,11 @@ import heapq
 import itertools
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from time import monotonic
 from typing import TYPE_CHECKING, Final
 
 from anyio import Event
 
+from worker.clock import monotonic
 from worker.device.admission import place
 from worker.device.engine import StoppingError
 

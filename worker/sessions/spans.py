@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from turnkeep_client.messages import Appended, Failed, Generate, Generated
+from worker.clock import monotonic
 from worker.traces import Phase, TurnTimes
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 
 import nats.errors
 import structlog
-from anyio import Event, move_on_after, sleep
+from anyio import Event, current_time, move_on_after, sleep
 
 from turnkeep_client.subjects import ID_RULE, SessionKey
 from worker.concurrency import shielded
@@ -47,6 +47,8 @@ _RETRY_S: Final = 0.5
 #: Returned deliveries come again after the minimum delay, and at most at the second number per second.
 _RETURN_S: Final = 1.0
 _RETURNS_PER_S: Final = 200
+#: A returned delivery that is so late has left the log, for example by a close.
+_GONE_S: Final = 30.0
 #: Refused requests that are known if they come again: many times those of one pull.
 _MAX_REFUSED: Final = 4096
 
@@ -95,6 +97,17 @@ class Delivery:
     first_seq: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Returned:
+    """A delivery that was returned to the server, which delivers it again at `due_s`.
+
+    `again` says that another worker had it before.
+    """
+
+    again: bool
+    due_s: float
+
+
 class Intake:
     """Pulls deliveries, and keeps the anchors (one unacknowledged delivery per session with work).
 
@@ -129,9 +142,7 @@ class Intake:
         self._fetch_bytes = max(_FETCH_BYTES, 2 * max_message_bytes)  # at least the largest message
         self._anchors: dict[SessionKey, Msg] = {}
         self._tenants: Counter[str] = Counter()
-        self._returned: dict[
-            int, bool
-        ] = {}  # sequences to be redelivered -> whether another worker had them before
+        self._returned: dict[int, _Returned] = {}  # by their sequences
         self._refused: dict[int, None] = {}  # sequences refused last, the oldest first
         self._first_seq = 0  # the first request that no other worker got
         self._num_to_come = 0
@@ -211,16 +222,18 @@ class Intake:
         if num_delivered == 1:
             self._first_seq = self._first_seq or seq
         # A request that only this worker got and returned has crashed no worker.
-        again = self._returned.pop(seq, num_delivered > 1)
+        returned = self._returned.pop(seq, None)
+        again = num_delivered > 1 if returned is None else returned.again
         key = session_of(message.subject)
         if key is None:
             await self._refuse(message, seq)
             return
         anchor = self._anchors.get(key)
         if anchor is None and not self._has_room(key.tenant):
-            self._returned[seq] = again
+            delay_s = max(_RETURN_S, (len(self._returned) + 1) / _RETURNS_PER_S)
+            self._returned[seq] = _Returned(again, current_time() + delay_s)
             with contextlib.suppress(nats.errors.Error, OSError):
-                await message.nak(delay=max(_RETURN_S, len(self._returned) / _RETURNS_PER_S))
+                await message.nak(delay=delay_s)
             return
         again = again and anchor is None  # else the session is at work here
         ring(Delivery(key, seq, metadata.timestamp, message.data, again, self._first_seq))
@@ -282,6 +295,9 @@ class Intake:
             for message in list(self._anchors.values()):
                 with contextlib.suppress(nats.errors.Error, OSError):
                     await message.in_progress()
+            gone_s = current_time() - _GONE_S
+            for seq in [seq for seq, one in self._returned.items() if one.due_s < gone_s]:
+                del self._returned[seq]
 
     async def ack(self, key: SessionKey) -> None:
         """Acknowledge a session's anchor: all its requests have results.

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+from uuid import uuid4
 
 import nats.errors
 import structlog
@@ -18,6 +19,7 @@ from nats.js.errors import APIError, NotFoundError
 
 from turnkeep_client.direct import DirectGets
 from turnkeep_client.errors import InvalidMessageError
+from turnkeep_client.log import ENDED_HEADER, SEALED_HEADER
 from turnkeep_client.messages import Chunk, decode_chunk, decode_result, encode, failure
 from turnkeep_client.subjects import REFUSED, SessionKey, check_id
 
@@ -35,12 +37,17 @@ log = structlog.get_logger()
 
 _EXPECT_HEADER: Final = "Nats-Expected-Last-Subject-Sequence"
 _WRONG_LAST_SEQUENCE: Final = 10071
+_OVERTAKEN: Final = (_WRONG_LAST_SEQUENCE, 10164)  # with several copies, a write that is still in process
 #: The message is larger than the stream permits.
 MESSAGE_TOO_LARGE: Final = 10054
+#: The message to be deleted is not there; reading it gives a `NotFoundError`, of another code.
+_NO_MESSAGE: Final = 10057
 _BATCH: Final = 256
 _BATCH_BYTES: Final = 2 * 2**20
 _TIMEOUT_S: Final = 5.0
 _MAX_BACKOFF_S: Final = 5.0
+#: Pause after a write that another one, of the same subject, was in process with.
+_RACE_S: Final = 0.01
 
 
 class FencedError(Exception):
@@ -70,6 +77,24 @@ def answers(entry: Entry) -> int:
         return 0
 
 
+class Published(NamedTuple):
+    """The chunks of an answer that clients may have seen, and the sequence of its subject's last message.
+
+    `has_ended` says that a worker has closed the token stream, so the answer has a result; `is_sealed` that
+    one is about to end it as cancelled or expired, or has died over it.
+    """
+
+    chunks: list[Chunk]
+    last_seq: int = 0
+    has_ended: bool = False
+    is_sealed: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of the chunks' tokens."""
+        return sum(len(chunk.tokens) for chunk in self.chunks)
+
+
 class Journal:
     """Reads and writes session logs. Event loop only.
 
@@ -81,6 +106,7 @@ class Journal:
         self._js = js
         self._subjects = subjects
         self._gets = DirectGets(nc, timeout_s=_TIMEOUT_S)
+        self._name = uuid4().hex  # in seals, as a worker's own seals do not stop it
 
     async def page(
         self, key: SessionKey, kind: Literal["in", "out"], after: int, *, until: int = 0
@@ -105,18 +131,22 @@ class Journal:
         """Read a session's next requests after the stream sequence `after`, and count the remaining ones."""
         return await self._direct_batch(self._subjects.log_stream, self._subjects.of(key, "in"), after)
 
-    async def published(self, key: SessionKey, request_id: str, seq: int, stored: datetime) -> list[Chunk]:
+    async def published(self, key: SessionKey, request_id: str, seq: int, stored: datetime) -> Published:
         """Read the published chunks of the request at `seq`, from index 0 up to the first gap.
 
         Ignores chunks that do not name the request's sequence or are older than the request (`stored`): a
         client may have published them to forge the beginning of the answer.
         """
         chunks: list[Chunk] = []
-        num_tokens = num_foreign = 0
+        num_tokens = num_foreign = last_seq = 0
+        has_gap = has_ended = is_sealed = False
         async for entry in self._direct(
             self._subjects.token_stream, self._subjects.tokens(key, request_id), 0
         ):
+            last_seq = entry.seq
             if not entry.body:
+                has_ended = has_ended or entry.headers.get(ENDED_HEADER) == str(seq)
+                is_sealed = is_sealed or _sealed(entry.headers)[0] == str(seq)
                 continue
             try:
                 chunk = decode_chunk(entry.body)
@@ -125,34 +155,92 @@ class Journal:
             if chunk is None or chunk.seq != seq or entry.stored < stored:
                 num_foreign += 1
                 continue
-            if chunk.i > num_tokens:
-                break
-            if chunk.i == num_tokens:
+            is_sealed = False  # whoever sealed it has seen that it goes on
+            has_gap = has_gap or chunk.i > num_tokens
+            if chunk.i == num_tokens and not has_gap:
                 chunks.append(chunk)
                 num_tokens += len(chunk.tokens)
         if num_foreign:
             log.warning("ignoring chunks that are not of this request", request=request_id, num=num_foreign)
-        return chunks
+        return Published(chunks, last_seq, has_ended, is_sealed)
 
-    async def publish_chunk(self, key: SessionKey, request_id: str, chunk: Chunk) -> bool:
+    async def publish_chunk(self, key: SessionKey, request_id: str, chunk: Chunk, after: int) -> int:
         """Publish the next chunk of an answer; return when it is stored, which is when clients receive it.
 
-        Returns False if the token stream refuses the chunk. Then publish no later chunks of the answer: the
-        stored chunks must have no gap, so that a worker that resumes the answer finds all that clients saw.
+        `after` is the sequence of the last message of the answer's subject; returns the chunk's own. Returns
+        0 if the token stream refuses the chunk. Then publish no later chunks of the answer: the stored chunks
+        must have no gap, so that a worker that resumes the answer finds all that clients saw. Raises
+        `FencedError` if another worker has published a chunk of the answer since.
         """
-        subject, body = self._subjects.tokens(key, request_id, "chunk"), encode(chunk)
-        pause_s = 0.1
+        return await self._publish(key, request_id, encode(chunk), after, chunk.seq or 0)
+
+    async def seal(self, key: SessionKey, request_id: str, seq: int, after: int) -> None:
+        """Let nobody publish a chunk of the request at `seq` behind the message at `after`.
+
+        For a result that ends the answer before its end: a worker that does not know it yet may go on. Stores
+        an empty message. Raises `FencedError` if there is a later chunk.
+        """
+        await self._publish(key, request_id, b"", after, seq)
+
+    async def _publish(self, key: SessionKey, request_id: str, body: bytes, after: int, seq: int) -> int:
+        subject, pause_s = self._subjects.tokens(key, request_id, "chunk"), 0.1
+        sealed = {} if body else {SEALED_HEADER: f"{seq} {self._name}"}
         while True:
             try:
-                await self._js.publish(subject, body, timeout=_TIMEOUT_S)
+                ack = await self._js.publish(
+                    subject, body, timeout=_TIMEOUT_S, headers={**sealed, _EXPECT_HEADER: str(after)}
+                )
             except (APIError, nats.errors.MaxPayloadError) as error:
+                if isinstance(error, APIError) and error.err_code in _OVERTAKEN:
+                    after, is_own = await self._last_chunk(key, request_id, body, after, seq)
+                    if is_own:
+                        return after
+                    continue
                 log.warning("an answer is not streamed any further", error=str(error))
-                return False
+                return 0
             except (nats.errors.Error, OSError) as error:
                 await self._pause_after("publishing tokens", error, pause_s)
                 pause_s = min(pause_s * 2, _MAX_BACKOFF_S)
             else:
-                return True
+                return ack.seq
+
+    async def _last_chunk(
+        self, key: SessionKey, request_id: str, body: bytes, after: int, seq: int
+    ) -> tuple[int, bool]:
+        """Return the sequence of an answer's last message (0: all have expired), and whether it is `body`.
+
+        Raises `FencedError` if it is a later chunk, the end or the seal of the request at `seq`, or if that
+        request was forgotten.
+        """
+        subject = self._subjects.tokens(key, request_id)
+        while True:
+            try:
+                last = await self._js.get_last_msg(self._subjects.token_stream, subject)
+                break
+            except NotFoundError:
+                if await self.get(seq) is None:
+                    raise FencedError("the session was forgotten") from None
+                return 0, False
+            except (nats.errors.Error, APIError, OSError) as error:
+                await self._pause_after("reading tokens", error, 1.0)
+        found, data = last.seq or 0, last.data or b""
+        if found <= after:
+            await sleep(_RACE_S)  # the other write is still in process, or what came last has expired
+            return found, False
+        if data == body and data:
+            return found, True
+        if self._stops(data, last.headers or {}, seq):
+            raise FencedError(subject)
+        return found, False  # of a client, or of another request under this id
+
+    def _stops(self, data: bytes, headers: Mapping[str, str], seq: int) -> bool:
+        """Say whether a message is a chunk, the end or another worker's seal of the request at `seq`."""
+        if not data:
+            sealed, name = _sealed(headers)
+            return headers.get(ENDED_HEADER) == str(seq) or (sealed == str(seq) and name != self._name)
+        with contextlib.suppress(InvalidMessageError):
+            return decode_chunk(data).seq == seq
+        return False
 
     async def get(self, seq: int) -> bytes | None:
         """Read the body of an entry; None if it was removed from the log."""
@@ -296,14 +384,18 @@ class Journal:
         subject = self._subjects.of(key, kind) if kind else self._subjects.log(key)
         await self._js.purge_stream(self._subjects.log_stream, seq=before, subject=subject)
 
-    async def remove_tokens(self, key: SessionKey) -> None:
-        """Remove the chunks of a session's answers. Raises nats-py's errors."""
-        await self._js.purge_stream(self._subjects.token_stream, subject=self._subjects.tokens(key, "*"))
+    async def remove_tokens(self, key: SessionKey, request_id: str = "*") -> None:
+        """Remove the chunks of a session's answers, or of one of them. Raises nats-py's errors."""
+        subject = self._subjects.tokens(key, request_id)
+        await self._js.purge_stream(self._subjects.token_stream, subject=subject)
 
     async def delete(self, seq: int) -> None:
         """Remove one entry, if it exists. Raises nats-py's errors."""
-        with contextlib.suppress(NotFoundError):
+        try:
             await self._js.delete_msg(self._subjects.log_stream, seq)
+        except APIError as error:
+            if error.err_code != _NO_MESSAGE:
+                raise
 
     async def refuse(self, subject: str, seq: int, message: str) -> None:
         """Refuse a request whose names cannot be used in subjects, on its tenant's subject `_refused`.
@@ -361,6 +453,12 @@ class Journal:
                 return [_entry(message) for message in messages], num_more
             except (nats.errors.Error, OSError) as error:
                 await self._pause_after("reading the log", error, 1.0)
+
+
+def _sealed(headers: Mapping[str, str]) -> tuple[str, str]:
+    """Return the sequence of the request that a message seals, and which worker did; empty if none."""
+    seq, _, name = headers.get(SEALED_HEADER, "").partition(" ")
+    return seq, name
 
 
 def _entry(message: Msg) -> Entry:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import nats.errors
 import structlog
 
+from turnkeep_client.log import ENDED_HEADER
 from turnkeep_client.messages import Chunk, encode, failure
 
 if TYPE_CHECKING:
@@ -29,12 +30,15 @@ class Outbox:
         self._nc = nc
         self._subjects = subjects
 
-    async def end(self, key: SessionKey, request_id: str, rest: Chunk | None) -> None:
-        """Publish an answer's last chunk and the empty body that ends it. Its result is already committed."""
+    async def end(self, key: SessionKey, request_id: str, seq: int, rest: Chunk | None) -> None:
+        """Publish an answer's last chunk and the empty body that ends it.
+
+        The result of its request, at the sequence `seq`, is already committed.
+        """
         subject = self._subjects.tokens(key, request_id, "chunk")
         if rest is not None:
             await self._publish(subject, encode(rest))
-        await self._publish(subject, b"")
+        await self._publish(subject, b"", {ENDED_HEADER: str(seq)})
 
     async def metrics(self, metrics: Metrics) -> None:
         """Publish the worker's metrics."""
@@ -48,11 +52,11 @@ class Outbox:
             body = encode(failure(getattr(message, "id", None), "invalid_request", text))
         await self._publish(inbox, body)
 
-    async def _publish(self, subject: str, body: bytes) -> None:
+    async def _publish(self, subject: str, body: bytes, headers: dict[str, str] | None = None) -> None:
         # While the connection is down nats-py buffers up to a limit; beyond it messages are lost, and clients
         # that see a gap read the result instead.
         try:
-            await self._nc.publish(subject, body)
+            await self._nc.publish(subject, body, headers=headers)
         except nats.errors.MaxPayloadError:
             log.error("a message is larger than the server carries", subject=subject, size_bytes=len(body))  # noqa: TRY400
         except (nats.errors.Error, OSError):

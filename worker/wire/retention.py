@@ -11,7 +11,6 @@ results of requests before the close.
 from __future__ import annotations
 
 import contextlib
-import time
 from typing import TYPE_CHECKING, Final, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -21,7 +20,8 @@ from anyio import Lock, sleep
 from nats.js.errors import APIError
 
 from turnkeep_client.errors import InvalidMessageError
-from turnkeep_client.messages import Close, Closed, decode_request, decode_result
+from turnkeep_client.messages import Close, Closed, Failed, Generated, decode_request, decode_result
+from worker.clock import time
 
 from .intake import session_of
 from .journal import answers
@@ -51,7 +51,7 @@ class _Closing(NamedTuple):
 
 
 def _age_s(note: Entry) -> float:
-    return time.time() - note.stored.timestamp()
+    return time() - note.stored.timestamp()
 
 
 class Retention:
@@ -143,6 +143,8 @@ class Retention:
                 if stale := _age_s(note) > _STALE_S:
                     await self._journal.delete(note.seq)
                 return stale
+            if closed.forgets:
+                await self._remove_chunks(key, closed.result.seq or 0)
             if due:
                 await self._remove(key, note, closed)
             elif closed.forgets:
@@ -150,13 +152,26 @@ class Retention:
         self._forgotten.add(note.seq)
         return True
 
+    async def _remove_chunks(self, key: SessionKey, close_seq: int) -> None:
+        """Remove what was published of answers to requests before a close; those of a new session stay."""
+        after, more = 0, True
+        while more and after < close_seq:
+            requests, more = await self._journal.page(key, "in", after, until=close_seq)
+            for entry in requests:
+                after = entry.seq
+                if after < close_seq:
+                    with contextlib.suppress(InvalidMessageError):
+                        await self._journal.remove_tokens(key, decode_request(entry.body).id)
+
     async def _remove(self, key: SessionKey, note: Entry, closed: _Closing) -> None:
         """Remove a session up to the result of its close.
 
         Requests after the close stay: they belong to a new session.
         """
         close_seq, closed_seq = closed.result.seq or 0, closed.entry.seq
-        requests, _ = await self._journal.page(key, "in", close_seq)
+        # A replica that lags must not hide a request: it would be removed without a result.
+        last = await self._journal.last_seq(key, "in")
+        requests, _ = await self._journal.page(key, "in", close_seq, until=last)
         if not requests or requests[0].seq > closed_seq:
             await self._journal.remove(key, closed_seq + 1)
             return
@@ -171,20 +186,33 @@ class Retention:
         await self._journal.remove(key, closed_seq, "dead")
         after, more = close_seq, True
         while more and after < closed_seq:
-            results, more = await self._journal.page(key, "out", after)
+            results, more = await self._journal.page(key, "out", after, until=closed_seq)
             for entry in results:
                 after = entry.seq
                 if after < closed_seq and answers(entry) < close_seq:
                     await self._journal.delete(after)
 
     async def _find_close(self, key: SessionKey, note_seq: int) -> _Closing | None:
-        """Find the close of a note; None if it has no result, or if no worker wrote the note."""
-        results, _ = await self._journal.page(key, "out", note_seq)
-        for entry in results[:1]:
-            with contextlib.suppress(InvalidMessageError):
-                result = decode_result(entry.body)
-                body = await self._journal.get(result.seq or 0) if isinstance(result, Closed) else None
-                request = decode_request(body) if body is not None else None
-                if isinstance(result, Closed) and result.repeat_of is None and isinstance(request, Close):
-                    return _Closing(entry, result, forgets=request.forget)
+        """Find the close of a note; None if it has no result, or if no worker wrote the note.
+
+        Before its result there may be those of later requests that were cancelled meanwhile.
+        """
+        after, more = note_seq, True
+        while more:
+            results, more = await self._journal.page(key, "out", after)
+            for entry in results:
+                after = entry.seq
+                with contextlib.suppress(InvalidMessageError):
+                    result = decode_result(entry.body)
+                    if isinstance(result, Closed) and result.repeat_of is None:
+                        return await self._closing(entry, result)
+                    if not (
+                        isinstance(result, Failed) or (isinstance(result, Generated) and not result.tokens)
+                    ):
+                        return None
         return None
+
+    async def _closing(self, entry: Entry, result: Closed) -> _Closing | None:
+        body = await self._journal.get(result.seq or 0)
+        request = decode_request(body) if body is not None else None
+        return _Closing(entry, result, bool(request.forget)) if isinstance(request, Close) else None

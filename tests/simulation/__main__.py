@@ -1,0 +1,67 @@
+"""Runs histories by their seeds: `python -m tests.simulation [SEED] [--histories N]`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import time
+from collections import Counter
+
+if os.environ.get("PYTHONHASHSEED") != "0":  # else the same seed would be another history in each process
+    os.environ["PYTHONHASHSEED"] = "0"
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "tests.simulation", *sys.argv[1:]])
+
+from .history import simulate
+from .mutations import FAVOURED, MUTATIONS, mutated
+
+sys.unraisablehook = lambda _: None  # killed processes' coroutines end in whatever way they do
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="simulate", description=__doc__)
+    parser.add_argument("seed", type=int, nargs="?", default=0)
+    parser.add_argument("--histories", type=int, default=1, help="so many seeds from SEED on")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no history after so long")
+    parser.add_argument("--tell", action="store_true", help="tell the stories of all, not of failures alone")
+    parser.add_argument("--traces", action="store_true", help="print a checksum of each history")
+    parser.add_argument("--without", choices=MUTATIONS, help="take a guard of the program away")
+    parser.add_argument("--first", action="store_true", help="end at the first failure, without its story")
+    asked = parser.parse_args()
+    asked.favoured = FAVOURED.get(asked.without, ())
+    with mutated(asked.without) if asked.without else contextlib.nullcontext():
+        return simulate_all(asked)
+
+
+def simulate_all(asked: argparse.Namespace) -> int:
+    counts: Counter[str] = Counter()
+    begun_s, num_histories, num_wrong = time.monotonic(), 0, 0
+    for seed in range(asked.seed, asked.seed + asked.histories):
+        if time.monotonic() - begun_s > asked.seconds:
+            break
+        num_histories += 1
+        outcome = simulate(seed, tell=asked.tell, favoured=asked.favoured)
+        if asked.traces:
+            print(f"seed {seed}: trace {outcome.trace:08x}")
+        counts.update(outcome.counts)
+        if outcome.wrong:
+            num_wrong += 1
+            if num_wrong <= 5 and not asked.first:
+                told = simulate(seed, tell=True, favoured=asked.favoured)
+                if told.trace != outcome.trace or told.wrong != outcome.wrong:
+                    print(f"seed {seed} is not replayed exactly")
+                print(*told.story, sep="\n")
+            print(f"seed {seed}:", *outcome.wrong, sep="\n  ")
+            if asked.first:
+                break
+        elif asked.tell:
+            print(*outcome.story, sep="\n")
+    took_s = time.monotonic() - begun_s
+    said = ", ".join(f"{number} {name}" for name, number in counts.items())
+    print(f"{num_histories} histories from seed {asked.seed} in {took_s:.1f} s, {num_wrong} wrong: {said}")
+    return bool(num_wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,476 @@
+"""Who acts in a history: clients, supervisors of workers, and the chance that breaks things."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import nats.errors
+
+from cache.names.policy import FULL, Policy
+from turnkeep_client.calls import Call
+from turnkeep_client.client import connect
+from turnkeep_client.errors import InvalidMessageError, StreamBrokenError, TurnkeepError
+from turnkeep_client.generation import Generation
+from turnkeep_client.log import BASE_HEADER, HISTORY_HEADER
+from turnkeep_client.messages import (
+    Append,
+    Close,
+    Generate,
+    Open,
+    Rewind,
+    decode_request,
+    decode_result,
+    encode,
+)
+from turnkeep_client.subjects import SessionKey, Subjects
+from worker.settings import Settings
+
+from .device import POISON, Worker
+from .loop import Loop, Process
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+    from random import Random
+
+    from turnkeep_client.client import Client
+    from turnkeep_client.messages import Chunk, Request, Result
+
+    from .world import Connection, Server
+
+EXPECT_HEADER: Final = "Nats-Expected-Last-Subject-Sequence"
+SUBJECTS: Final = Subjects()
+TENANT: Final = "t"
+_SESSIONS: Final = ("a", "b", "c")
+_WORDS: Final = ("hello", "x", "what now?", "é", "the quick brown fox", "ja")
+
+
+@dataclass(eq=False)
+class Told:
+    """What a client was told about one request."""
+
+    key: SessionKey
+    request: Request
+    chunks: list[Chunk] = field(default_factory=list)
+    seq: int | None = None
+    result: Result | None = None
+    error: str = ""
+    broken: str = ""
+
+
+@dataclass
+class Plan:
+    """What a seed makes of a history. Times are seconds."""
+
+    num_clients: int
+    num_requests: int
+    num_faults: int
+    kinds: tuple[str, ...]
+    settings: dict[str, Any]
+    checkpoint_every: int
+    batch: int
+    num_workers: int
+    leases: bool
+    late_ack: float
+    busy: float
+    lag_s: float
+    skews: tuple[float, ...]
+    poisons: bool
+    roundings: int
+
+    @classmethod
+    def of(cls, random: Random) -> Plan:
+        kinds = tuple(one for one in FAULTS if random.random() < 0.35)
+        num_workers = random.choice((1, 1, 1, 2))
+        some = random.random
+        return cls(
+            num_clients=random.choice((1, 1, 2, 3)),
+            num_requests=random.randint(2, 9),
+            num_faults=random.choice((0, 1, 2, 3, 5)) if kinds else 0,
+            kinds=kinds,
+            settings={
+                "ack_wait_s": random.choice((0.5, 1.0, 3.0)),
+                "max_attempts": random.choice((2, 3)),
+                "max_batch": random.choice((1, 2, 16)),
+                "max_waiting": random.choice((1, 2, 100)),
+                "max_waiting_per_tenant": random.choice((1, 100)),
+                "idle_timeout_s": random.choice((0.0, 0.3, 300.0)),
+                "closed_ttl_s": random.choice((None, None, 0.0, 2.0)),
+                "cache_policy": random.choice((FULL, FULL, Policy(2, 16))),
+                "block_tokens": 8,
+            },
+            checkpoint_every=random.choice((1, 2, 3, 64)),
+            batch=random.choice((1, 2, 3, 256)),
+            num_workers=num_workers,
+            leases=num_workers == 1 or some() < 0.5,
+            late_ack=random.choice((0.0, 0.0, 0.02, 0.1)),
+            busy=random.choice((0.0, 0.0, 0.2)),
+            lag_s=random.choice((0.0, 0.0, 0.05, 0.5)),
+            skews=tuple(random.choice((0.0, 0.0, -3.0, 3.0)) for _ in range(num_workers)),
+            poisons=some() < 0.1,
+            roundings=random.choice((1, 2)),
+        )
+
+
+class Asker:
+    """One client process, which begins anew where it was when it is killed."""
+
+    def __init__(self, history: History, number: int) -> None:
+        self._history = history
+        self._random = history.loop.random
+        self._number = number
+        self._asked: list[tuple[SessionKey, Request]] = []
+        self._left = history.plan.num_requests
+        self._positions: dict[SessionKey, int] = {}
+        self._client: Client | None = None
+        self.process = Process(history.loop, f"client {number}")
+        self.connections: list[Connection] = []
+        self.is_done = asyncio.Event()
+
+    def start(self) -> None:
+        self.process.start(self._live())
+
+    def kill(self) -> None:
+        """Kill the process, and start another one that asks what was asked last again."""
+        if self.is_done.is_set():
+            return
+        self._history.note(self.process.name, "killed")
+        self.process.kill()
+        self.process = Process(self._history.loop, f"client {self._number}")
+        self.start()
+
+    async def _live(self) -> None:
+        try:
+            await self._run()
+        except Exception as error:
+            self._history.faults.append(f"a client ended by {error!r}")
+        self.is_done.set()
+
+    async def _run(self) -> None:
+        self._client = client = await self._connect()
+        async with client, asyncio.TaskGroup() as tasks:
+            for key, request in self._asked[-2:]:
+                tasks.create_task(self._ask(key, request))
+            while self._left > 0:
+                self._left -= 1
+                key, request = self._next()
+                self._asked.append((key, request))
+                asking = tasks.create_task(self._ask(key, request))
+                if self._random.random() < 0.15:
+                    tasks.create_task(self._meddle(key, request))
+                if self._random.random() < 0.6:
+                    await asking
+                else:
+                    await asyncio.sleep(self._random.expovariate(20))
+        self._history.check_client(client)
+
+    async def _connect(self) -> Client:
+        while True:
+            with contextlib.suppress(TurnkeepError):
+                return await connect("nats://world:4222", tenant=TENANT, control_timeout_s=1.0)
+            await asyncio.sleep(0.2)
+
+    def _next(self) -> tuple[SessionKey, Request]:
+        chance, random = self._random.random(), self._random
+        if self._asked and chance < 0.1:
+            return random.choice(self._asked)
+        key = SessionKey(TENANT, random.choice(_SESSIONS[: random.randint(1, 3)]))
+        named: dict[str, Any] = {"id": f"r{self._number}-{len(self._asked)}"}
+        if self._asked and chance < 0.13:
+            named["id"] = random.choice(self._asked)[1].id
+        position = self._positions.get(key, 0)
+        if random.random() < 0.1:
+            named["expect_position"] = position
+        kind = random.choices((Append, Generate, Rewind, Close, Open, "fork"), weights=(30, 45, 10, 6, 4, 5))[
+            0
+        ]
+        if kind in (Append, Generate):
+            if random.random() < 0.1:
+                named["deadline_s"] = random.choice((0.001, 0.02, 0.3, 5.0))
+            if random.random() < 0.2:
+                named["priority"] = random.randint(-2, 2)
+        match kind:
+            case "fork":
+                other = random.choice(_SESSIONS)
+                at = random.randint(0, position) if random.random() < 0.5 else None
+                named |= {"type": "open", "from": {"session": other, "position": at}}
+            case _ if kind is Append:
+                named |= {"type": "append", "text": self._text()}
+            case _ if kind is Generate:
+                named |= {"type": "generate", "max_tokens": random.choice((1, 3, 8, 30))}
+                named["temperature"] = random.choice((0.0, 1.0))
+                if random.random() < 0.7:
+                    named["text"] = self._text()
+                if random.random() < 0.1:
+                    named["stop"] = ["a", "bc"]
+            case _ if kind is Rewind:
+                named |= {"type": "rewind", "position": random.randint(0, position)}
+            case _ if kind is Close:
+                named |= {"type": "close", "forget": random.choice((None, True))}
+            case _:
+                named |= {"type": "open"}
+        if self._history.take_poison():
+            named = {"type": "append", "id": f"poison{self._number}", "tokens": [POISON]}
+        given = {name: value for name, value in named.items() if value is not None}
+        return key, decode_request(encode(given))
+
+    def _text(self) -> str:
+        return self._random.choice(_WORDS)
+
+    async def _ask(self, key: SessionKey, request: Request) -> None:
+        history, client = self._history, self._client
+        assert client is not None
+        told = Told(key, request)
+        history.told.append(told)
+        timeout_s = self._random.choice((None, None, None, 0.3, 5.0))
+        history.note(self.process.name, f"asks {key.session} {encode(request).decode()}")
+        call = Call(client._wire, client._feeds, key, request, timeout_s=timeout_s)
+        try:
+            if isinstance(request, Generate):
+                session = client.session(key.session)
+                async for chunk in Generation(call, client._wire, session.cancel):
+                    told.chunks.append(chunk)
+            else:
+                await call.wait()
+        except (StreamBrokenError, InvalidMessageError) as error:
+            told.broken = repr(error)
+        except TurnkeepError as error:
+            told.error = repr(error)
+        finally:
+            told.seq = call.seq
+            if call.is_resolved():
+                told.result = result = call.result
+                self._positions[key] = result.position or 0
+                history.note(self.process.name, f"got {encode(result).decode()[:160]} {told.broken}")
+            else:
+                history.note(self.process.name, f"{request.id} {told.error} {told.broken}")
+
+    async def _meddle(self, key: SessionKey, request: Request) -> None:
+        """Cancel a request, ask what its session does or would do, or ask without the log."""
+        await asyncio.sleep(self._random.expovariate(50))
+        assert self._client is not None
+        session, chance = self._client.session(key.session), self._random.random()
+        with contextlib.suppress(TurnkeepError):
+            if chance < 0.5:
+                self._history.note(self.process.name, f"cancels {request.id}")
+                await session.cancel(request.id)
+            elif chance < 0.7:
+                await session.info()
+            elif chance < 0.8:
+                await session.count(text=self._text())
+            else:
+                await self._client.ask(key.session, text=self._text(), max_tokens=3, timeout_s=1.0)
+
+
+class Supervisor:
+    """Starts a worker again whenever it ends."""
+
+    def __init__(self, history: History, number: int) -> None:
+        self._history = history
+        self._number = number
+        self.is_ending = False
+        self.process: Process | None = None
+        self.worker: Worker | None = None
+        self.num_lives = 0
+        self._ended = asyncio.Event()
+
+    async def run(self) -> None:
+        plan, loop = self._history.plan, self._history.loop
+        while not self.is_ending:
+            process = self.process = Process(
+                loop, f"worker {self._number}.{self.num_lives}", skew_s=plan.skews[self._number]
+            )
+            self.num_lives += 1
+            settings = Settings(
+                data_dir=Path("none"),
+                worker=process.name.replace(" ", "-").replace(".", "-"),
+                metrics_interval_s=3600.0,
+                **plan.settings,
+            )
+            directory = f"d{self._number}"
+            rounding = self.num_lives % plan.roundings
+            self.worker = worker = Worker(
+                settings, loop, process, directory=directory, leases=plan.leases, rounding=rounding
+            )
+            self._history.lives.append((settings.worker, loop.time()))
+            self._ended.clear()
+            process.on_death.append(self._ended.set)
+            running = process.start(self._life(worker))
+            running.add_done_callback(lambda _: self._ended.set())
+            await self._ended.wait()
+            self._history.note(process.name, "killed" if process.is_dead else "ended")
+            await asyncio.sleep(loop.random.expovariate(2))
+
+    async def _life(self, worker: Worker) -> None:
+        try:
+            await worker.run()
+        except (TurnkeepError, nats.errors.Error) as error:
+            self._history.note(f"worker {self._number}", f"gives up: {error}")
+        except Exception as error:
+            self._history.faults.append(f"a worker ended by {error!r}")
+
+    def kill(self) -> None:
+        if self.process is not None and not self.process.is_dead:
+            self.process.kill()
+
+
+class History:
+    """All that one seed does."""
+
+    def __init__(self, loop: Loop, server: Server, plan: Plan, note: Callable[[str, str], None]) -> None:
+        self.loop = loop
+        self.server = server
+        self.plan = plan
+        self.note = note
+        self.told: list[Told] = []
+        self.faults: list[str] = []
+        self.num_faults = 0
+        #: The log's last entry when nothing was left to do; an ask may be stored later.
+        self.settled_seq = 2**63
+        #: Which worker began when.
+        self.lives: list[tuple[str, float]] = []
+        self._poisons = int(plan.poisons)
+        self.supervisors = [Supervisor(self, number) for number in range(plan.num_workers)]
+        self.clients = [Asker(self, number) for number in range(plan.num_clients)]
+
+    def take_poison(self) -> bool:
+        """Whether the next request is the one that ends every worker."""
+        if self._poisons and self.loop.random.random() < 0.2:
+            self._poisons = 0
+            return True
+        return False
+
+    def check_client(self, client: Client) -> None:
+        held = len(client._feeds._feeds) + len(client._wire.watchers)
+        if held:
+            self.faults.append(f"a client holds {held} feeds or watchers of calls that are over")
+
+    @property
+    def ready(self) -> bool:
+        return any(
+            one.worker is not None and one.worker.ready.is_set() and not one.process.is_dead
+            for one in self.supervisors
+            if one.process is not None
+        )
+
+    async def break_things(self) -> None:
+        """Let faults happen, one after the other."""
+        for _ in range(self.plan.num_faults):
+            await asyncio.sleep(self.loop.random.expovariate(4))
+            kind = self.loop.random.choice(self.plan.kinds)
+            self.note("chance", kind)
+            self.num_faults += 1
+            await FAULTS[kind](self)
+
+
+async def _crash(history: History) -> None:
+    """Kill a worker at one of the next handles."""
+    loop = history.loop
+    victim = loop.random.choice(history.supervisors)
+    loop.at_handle[loop.num_handles + loop.random.randint(1, 400)] = victim.kill
+
+
+async def _crash_at(history: History) -> None:
+    """Kill a worker at the moment at which something of a kind is stored."""
+    random = history.loop.random
+    victim = random.choice(history.supervisors)
+    kind = random.choice(("in", "commit", "commit", "closed", "attempt", "checkpoint", "chunk"))
+    left = random.randint(1, 3)
+
+    def stored(subject: str) -> None:
+        nonlocal left
+        if subject.split(".")[3:4] == [kind]:
+            left -= 1
+            if not left:
+                victim.kill()
+
+    history.server.on_stored = stored
+
+
+async def _stall(history: History) -> None:
+    victim = history.loop.random.choice(history.supervisors)
+    if victim.process is not None:
+        victim.process.stall(history.loop.random.choice((0.2, 1.5, 4.0)))
+
+
+async def _stop(history: History) -> None:
+    victim = history.loop.random.choice(history.supervisors)
+    if victim.worker is not None:
+        victim.worker.stop()
+
+
+async def _cut(history: History) -> None:
+    """Cut somebody's connection, and perhaps keep it from coming back for a while."""
+    links = history.server.links
+    if links:
+        link = history.loop.random.choice(links)
+        away_s = history.loop.random.choice((0.0, 0.5, 3.0))
+        link.connection.unreachable_until_s = history.loop.time() + away_s
+        history.server.cut(link)
+
+
+async def _kill_client(history: History) -> None:
+    history.loop.random.choice(history.clients).kill()
+
+
+async def _crash_server(history: History) -> None:
+    history.server.crash()
+    await asyncio.sleep(history.loop.random.choice((0.01, 0.5, 3.0)))
+    history.server.start()
+
+
+async def _newer(history: History) -> None:
+    """A worker of a newer version answers a request, with a result that this version does not know."""
+    stream = history.server.jetstream.streams[SUBJECTS.log_stream]
+    for subject in stream.counts(SUBJECTS.every("in")):
+        requests, results = stream.matching(subject), stream.matching(f"{subject[:-3]}.out")
+        answered = {decode_result(one.data).seq for one in results}
+        waiting = [one for one in requests if one.seq not in answered]
+        request = decode_request(waiting[0].data) if waiting else None
+        if isinstance(request, Append | Rewind) and history.loop.random.random() < 0.7:
+            body = {"type": "pondered", "id": request.id, "seq": waiting[0].seq}
+            after = results[-1].seq if results else 0
+            headers = {HISTORY_HEADER: "00", EXPECT_HEADER: str(after)}
+            told = json.dumps(body | {"position": 1}).encode()
+            history.server.handle(f"{subject[:-3]}.commit", "", told, headers)
+
+
+async def _rot(history: History) -> None:
+    """A checkpoint is not what it was: an older one is in its place."""
+    stream = history.server.jetstream.streams[SUBJECTS.log_stream]
+    for subject in stream.counts(SUBJECTS.every("checkpoint")):
+        bases = {
+            one.headers[BASE_HEADER].partition(" ")[0] for one in stream.all if BASE_HEADER in one.headers
+        }
+        found = [one for one in stream.matching(subject) if str(one.seq) not in bases]
+        if len(found) > 1:
+            found[-1].data = found[-2].data
+
+
+def _for_a_while(name: str, *most_s: float) -> Callable[[History], Coroutine[Any, Any, None]]:
+    async def begin(history: History) -> None:
+        until_s = history.loop.time() + history.loop.random.choice(most_s)
+        setattr(history.server.faults, name, until_s)
+
+    return begin
+
+
+FAULTS: Final[dict[str, Callable[[History], Coroutine[Any, Any, None]]]] = {
+    "crash": _crash,
+    "crash at": _crash_at,
+    "stall": _stall,
+    "stop": _stop,
+    "cut": _cut,
+    "kill client": _kill_client,
+    "crash server": _crash_server,
+    "silent": _for_a_while("silent_until_s", 0.2, 2.0, 6.0),
+    "no leader": _for_a_while("refusing_until_s", 0.2, 2.0),
+    "slow log": _for_a_while("stalled_until_s", 0.1, 1.0, 6.0),
+    "newer worker": _newer,
+    "rot": _rot,
+    "full log": _for_a_while("full_until_s", 0.2, 2.0),
+}

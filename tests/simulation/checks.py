@@ -1,0 +1,376 @@
+"""What must hold after each history. Reads all that the world ever stored, past worker and client.
+
+The history of a session is computed here a second time, in the simplest way: from its requests, results and
+the device's hash alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from cache.names.tokens import as_tokens
+from turnkeep_client.errors import InvalidMessageError
+from turnkeep_client.log import BUILD_HEADER, HISTORY_HEADER, derived_seed, words
+from turnkeep_client.messages import (
+    Append,
+    Appended,
+    Chunk,
+    Close,
+    Closed,
+    Failed,
+    Generate,
+    Generated,
+    Open,
+    Opened,
+    Rewound,
+    UnknownResult,
+    decode_chunk,
+    decode_request,
+    decode_result,
+)
+
+from .actors import SUBJECTS
+from .device import next_token, tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from turnkeep_client.messages import Request, Result
+    from turnkeep_client.subjects import SessionKey
+
+    from .actors import History
+    from .jetstream import Message, Stream
+
+_MAY_FAIL: Final = {
+    "invalid_request",
+    "id_conflict",
+    "position_conflict",
+    "unknown_session",
+    "expired",
+    "context_exceeded",
+}
+
+
+@dataclass
+class Logged:
+    """One session's log."""
+
+    key: SessionKey
+    requests: dict[int, Request] = field(default_factory=dict)
+    asked: dict[int, Message] = field(default_factory=dict)
+    results: dict[int, list[tuple[Message, Result]]] = field(default_factory=dict)
+    #: After which message of `out` the session had which tokens.
+    states: list[tuple[int, list[int]]] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    exists: bool = False
+    closed: Message | None = None  # the result of its last close
+    #: A newer version has continued it in a way that this one does not know.
+    is_beyond: bool = False
+    #: The last request that changed it; by ids the first requests with their results, and their messages.
+    last_seq: int = 0
+    firsts: dict[str, tuple[int, Request, Result]] = field(default_factory=dict)
+    records: dict[str, tuple[Message, Message]] = field(default_factory=dict)
+
+
+def logs(stream: Stream) -> dict[SessionKey, Logged]:
+    """Read all that was ever stored."""
+    found: dict[SessionKey, Logged] = {}
+    for message in stream.all:
+        try:
+            key, kind, _ = SUBJECTS.parse(message.subject)
+        except InvalidMessageError:
+            continue
+        log = found.setdefault(key, Logged(key))
+        if kind == "in":
+            log.requests[message.seq] = decode_request(message.data)
+            log.asked[message.seq] = message
+        elif kind == "out":
+            result = decode_result(message.data)
+            log.results.setdefault(result.seq or 0, []).append((message, result))
+    return found
+
+
+def unanswered(stream: Stream) -> int:
+    """Count the stored requests without a result."""
+    return sum(seq not in log.results for log in logs(stream).values() for seq in log.requests)
+
+
+def check(history: History) -> list[str]:
+    """Return what went wrong."""
+    streams = history.server.jetstream.streams
+    found = logs(streams[SUBJECTS.log_stream])
+    wrong = [*history.faults, *history.loop.faults]
+    wrong += _check_sessions(found, history)
+    for log in found.values():
+        wrong += [f"{log.key}: {one}" for one in _check_deadlines(log, history)]
+    wrong += unforgotten(history)
+    wrong += _check_clients(history, found)
+    wrong += _check_chunks(streams[SUBJECTS.token_stream], found)
+    return wrong
+
+
+def unforgotten(history: History) -> list[str]:
+    """Return what is left of forgotten sessions."""
+    streams = history.server.jetstream.streams
+    found = logs(streams[SUBJECTS.log_stream]).values()
+    left = [f"{log.key}: {one}" for log in found for one in _check_forgotten(log, streams)]
+    # A worker that has lost its lease unawares may begin to publish an answer behind another one's `forget`.
+    return [one for one in left if history.plan.num_workers == 1 or "chunks of " not in one]
+
+
+def _check_sessions(found: dict[SessionKey, Logged], history: History) -> Iterator[str]:
+    """Apply all results in the order in which they were stored, so that a fork finds its parent."""
+    stored = []
+    for log in found.values():
+        for seq in log.requests:
+            answers = log.results.get(seq, [])
+            stored += [(message, result, log) for message, result in answers[:1]]
+            if len(answers) != 1 and seq <= history.settled_seq:
+                yield f"{log.key}: the request at {seq} has {len(answers)} results"
+    for message, result, log in sorted(stored, key=lambda one: one[0].seq):
+        yield from (f"{log.key}: {one}" for one in _check_result(log, message, result, found, history.lives))
+        log.states.append((message.seq, log.tokens))
+
+
+def _check_result(
+    log: Logged,
+    message: Message,
+    result: Result,
+    found: dict[SessionKey, Logged],
+    lives: list[tuple[str, float]],
+) -> Iterator[str]:
+    seq = result.seq or 0
+    request = log.requests[seq]
+    if isinstance(result, UnknownResult):
+        log.is_beyond = True
+    if log.is_beyond:  # only that all is answered once
+        return
+    if result.id != request.id:
+        yield f"the result of {request.id} at {seq} names {result.id}"
+    if _changes(result):
+        if seq < log.last_seq:
+            yield f"the result of {seq} comes behind that of a later request"
+        log.last_seq = seq
+    for name, record in [*log.records.items()]:
+        if any(_is_gone(one, message) for one in record):  # a session that was removed takes it along
+            del log.firsts[name], log.records[name]
+    first = log.requests.get(result.repeat_of or 0)
+    if result.repeat_of is not None and (first is None or first.id != request.id):
+        yield f"the repeat at {seq} names {result.repeat_of}, which is another request"
+    if result.repeat_of is None or request.id in log.firsts:  # else removed meanwhile
+        yield from _check_repeat(seq, request, result, log.firsts)
+    log.firsts.setdefault(request.id, (seq, request, result))
+    log.records.setdefault(request.id, (log.asked[seq], message))
+    if isinstance(result, Failed):
+        yield from _check_failure(log, message, request, result, lives)
+    elif result.repeat_of is None:
+        yield from _apply(log, seq, request, message, result, found)
+
+
+def _is_gone(record: Message, at: Message) -> bool:
+    """Whether a record was removed before a later message was stored."""
+    return record.removed_s is not None and record.removed_s <= at.stored_s
+
+
+def _changes(result: Result) -> bool:
+    if isinstance(result, Generated):
+        return bool(result.tokens) and result.repeat_of is None
+    return not isinstance(result, Failed) and result.repeat_of is None
+
+
+def _check_repeat(
+    seq: int, request: Request, result: Result, firsts: dict[str, tuple[int, Request, Result]]
+) -> Iterator[str]:
+    first_seq, first_request, first = firsts.get(request.id, (seq, request, result))
+    is_first = first_seq == seq
+    is_conflict = isinstance(result, Failed) and result.code == "id_conflict"
+    if is_first:
+        if result.repeat_of is not None or is_conflict:
+            yield f"{request.id} at {seq} was never asked before: {result}"
+    elif request != first_request:
+        is_expired = isinstance(result, Failed) and result.code == "expired"
+        is_withdrawn = is_expired or (isinstance(result, Generated) and not result.tokens)
+        if not is_conflict and not is_withdrawn:
+            yield f"{request.id} at {seq} is another request than at {first_seq}: {result}"
+    elif result.repeat_of is not None:
+        same = (type(result), getattr(result, "tokens", None), result.position)
+        if same != (type(first), getattr(first, "tokens", None), first.position):
+            yield f"the repeat at {seq} of {first_seq} says {result} instead of {first}"
+    elif _changes(result):
+        yield f"{request.id} was carried out twice, at {first_seq} and {seq}"
+
+
+def _check_failure(
+    log: Logged, message: Message, request: Request, result: Failed, lives: list[tuple[str, float]]
+) -> Iterator[str]:
+    seq = result.seq or 0
+    is_innocent = not request.id.startswith("poison")
+    asked_s = log.asked[seq].stored_s
+    if "has ended every worker" in result.message or "reading its log has ended" in result.message:
+        # By chance so many workers ended beside it: nobody can tell that from its doing.
+        num_ended = sum(asked_s < begun_s < message.stored_s for _, begun_s in lives)
+        is_innocent = is_innocent and num_ended < 2
+    asks_again = "is not stored yet: ask again" in result.message
+    asks_again = asks_again or "cannot be forked: a newer version" in result.message
+    if is_innocent and result.code not in _MAY_FAIL and not asks_again:
+        yield f"the innocent {request.id} at {seq} got {result.code}: {result.message}"
+    if is_innocent and "gone from the log" in result.message and "fork" not in result.message:
+        yield f"the record of {request.id} at {seq} is gone: {result.message}"
+
+
+def _apply(
+    log: Logged, seq: int, request: Request, message: Message, result: Any, found: dict[SessionKey, Logged]
+) -> Iterator[str]:
+    """Apply one request and its result to the session."""
+    if log.closed is not None and _is_gone(log.closed, message):
+        log.tokens, log.exists, log.closed = [], False, None  # nothing says any more that it was closed
+    match request, result:
+        case _, Generated(tokens=()):
+            return
+        case Open(from_=None), Opened():
+            log.tokens, log.exists, log.closed = [], True, None
+        case Open(), Opened():
+            yield from _check_fork(log, request, message, result, found)
+            log.exists, log.closed = True, None
+        case Append(), Appended():
+            log.tokens, log.exists = log.tokens + _input(log, request), True
+        case Generate(), Generated():
+            prompt = log.tokens + _input(log, request)
+            seed = request.seed if request.seed is not None else derived_seed(log.key, seq)
+            seed = seed if request.temperature else 0
+            for i, token in enumerate(result.tokens):
+                if token not in [next_token(prompt, result.tokens[:i], seed, way) for way in (0, 1)]:
+                    yield f"token {i} of {request.id} at {seq} does not follow from its session"
+                    break
+            log.tokens, log.exists = prompt + list(result.tokens), True
+        case _, Rewound():
+            log.tokens = log.tokens[: result.position]
+        case Close(), Closed():
+            log.closed = message
+        case _:
+            yield f"{request} at {seq} got {result}"
+    if log.is_beyond:
+        return
+    if result.position != len(log.tokens):
+        yield f"{request.id} at {seq} is at {result.position}, its log makes it {len(log.tokens)}"
+    digest = message.headers.get(HISTORY_HEADER)
+    if digest != as_tokens(log.tokens).digest():
+        yield f"{request.id} at {seq} has a digest of other tokens"
+
+
+def _check_deadlines(log: Logged, history: History) -> Iterator[str]:
+    """A worker that began after a request's deadline does not carry it out."""
+    for seq, answers in log.results.items():
+        request = log.requests.get(seq)
+        for message, result in answers:
+            if not isinstance(request, Append) or request.deadline_s is None or not _changes(result):
+                continue
+            worker = words(message.headers.get(BUILD_HEADER, "")).get("worker")
+            due_s = log.asked[seq].stored_s + request.deadline_s + max(map(abs, history.plan.skews))
+            if dict(history.lives).get(worker or "", 0.0) > due_s:
+                yield f"{request.id} at {seq} was carried out though its deadline had passed"
+
+
+def _check_fork(
+    log: Logged, request: Open, message: Message, result: Opened, found: dict[SessionKey, Logged]
+) -> Iterator[str]:
+    """Find the state of the parent that a fork began with."""
+    assert request.from_ is not None
+    parent = found.get(type(log.key)(log.key.tenant, request.from_.session))
+    digest = message.headers.get(HISTORY_HEADER)
+    states = parent.states if parent else []
+    for seq, tokens in [(0, []), *states]:
+        begun = tokens[: result.position]
+        if seq < message.seq and as_tokens(begun).digest() == digest:
+            log.tokens = begun
+            return
+    if parent is not None and parent.is_beyond:
+        log.is_beyond = True
+        return
+    yield f"the fork at {result.seq} has tokens that its parent never had"
+
+
+def _input(log: Logged, request: Append | Generate) -> list[int]:
+    if request.tokens is not None:
+        return list(request.tokens)
+    return tokenizer().encode(request.text or "", at_start=not log.tokens)
+
+
+def _check_forgotten(log: Logged, streams: dict[str, Stream]) -> Iterator[str]:
+    """Nothing of before a close with `forget` is there any more."""
+    closes = [
+        seq
+        for seq, request in log.requests.items()
+        if isinstance(request, Close)
+        and request.forget
+        and seq in log.results
+        and isinstance(log.results[seq][0][1], Closed)
+        and log.results[seq][0][1].repeat_of is None
+    ]
+    if not closes:
+        return
+    last = max(closes)
+    for message in streams[SUBJECTS.log_stream].matching(SUBJECTS.log(log.key)):
+        kind = message.subject.rpartition(".")[2]
+        if message.seq < last and kind in ("in", "out", "checkpoint", "dead"):
+            yield f"the {kind} at {message.seq} is still there after the forget at {last}"
+    closed = log.results[last][0][0].seq
+    for message in streams[SUBJECTS.log_stream].matching(SUBJECTS.of(log.key, "out")):
+        if message.seq < closed and (decode_result(message.data).seq or 0) < last:
+            yield f"the result at {message.seq} is still there after the forget at {last}"
+    before = {log.requests[seq].id for seq in log.requests if seq < last}
+    after = {log.requests[seq].id for seq in log.requests if seq > last}
+    for name in before - after:
+        if streams[SUBJECTS.token_stream].matching(SUBJECTS.tokens(log.key, name)):
+            yield f"chunks of {name} are still there after the forget at {last}"
+
+
+def _check_clients(history: History, found: dict[SessionKey, Logged]) -> Iterator[str]:
+    """What clients were told is the record, or its beginning."""
+    for told in history.told:
+        name = f"{told.key} {told.request.id}"
+        log = found.get(told.key)
+        if told.broken and not (log is not None and _began_anew(told.request, log)):
+            yield f"{name}: the client was told {told.broken}"
+        answers = log.results.get(told.seq or 0, []) if log else []
+        if told.seq is not None and log is not None and told.seq not in log.requests:
+            yield f"{name}: its request at {told.seq} was acknowledged and is not in the log"
+        if told.result is not None and told.result not in [result for _, result in answers]:
+            yield f"{name}: the client got {told.result}, the log has {answers}"
+        if told.chunks and log is not None:
+            yield from (f"{name}: {one}" for one in _check_told(told.chunks, told.request, log))
+
+
+def _began_anew(request: Request, log: Logged) -> bool:
+    """Whether a request was published and carried out again, as its session was removed meanwhile."""
+    same = [seq for seq, one in log.requests.items() if one.id == request.id]
+    return len(same) > 1 and log.asked[min(same)].removed_s is not None
+
+
+def _check_told(chunks: list[Chunk], request: Request, log: Logged) -> Iterator[str]:
+    tokens = [token for chunk in chunks for token in chunk.tokens]
+    text = "".join(chunk.text for chunk in chunks)
+    records = [
+        result
+        for seq, one in log.requests.items()
+        if one.id == request.id
+        for _, result in log.results.get(seq, [])
+        if isinstance(result, Generated)
+    ]
+    if not any(list(one.tokens[: len(tokens)]) == tokens and one.text.startswith(text) for one in records):
+        yield f"the client saw {tokens} {text!r}, which begins no record of {records}"
+
+
+def _check_chunks(stream: Stream, found: dict[SessionKey, Logged]) -> Iterator[str]:
+    """All chunks that were ever stored are parts of the records."""
+    for message in stream.all:
+        if not message.data:
+            continue
+        key, _, request_id = SUBJECTS.parse(message.subject)
+        chunk = decode_chunk(message.data)
+        answers = found[key].results.get(chunk.seq or 0, [])
+        for _, result in answers:
+            tokens = result.tokens if isinstance(result, Generated) else ()
+            if tuple(tokens[chunk.i : chunk.i + len(chunk.tokens)]) != tuple(chunk.tokens):
+                yield f"{key} {request_id}: the chunk {chunk} is no part of the record {result}"

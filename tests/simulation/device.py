@@ -1,0 +1,299 @@
+"""A worker without a model: the real one but for its device, whose tokens are a hash of what came before.
+
+So every answer is determined by its session's tokens and its seed, as with a model, and can be checked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from array import array
+from dataclasses import dataclass, field
+from functools import cache
+from hashlib import blake2b
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Final
+
+from anyio import Event, move_on_after, sleep
+from tokenizers import Tokenizer as Rust
+from tokenizers import decoders, models, pre_tokenizers
+
+from cache.names.tokens import as_tokens
+from cache.store import Forgotten
+from turnkeep_client.messages import Histogram, Metrics, Progress, SnapshotCounters, joined
+from worker.app import App
+from worker.concurrency import task_group
+from worker.device.engine import StoppingError, TurnResult
+from worker.models.model import LoadedModel
+from worker.models.tokenizer import Tokenizer
+from worker.wire import streams
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from cache.names.policy import Policy
+    from cache.names.tokens import Tokens
+    from turnkeep_client.messages import Chunk
+    from turnkeep_client.subjects import SessionKey
+    from worker.batch.chooser import Sampling
+    from worker.settings import Settings
+    from worker.text.answer import Answer
+
+    from .loop import Loop, Process
+
+_SPECIAL: Final = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+#: A request with this token ends every process that runs it.
+POISON: Final = 0
+_END: Final = 2
+CONTEXT: Final = 4096
+_KV_BYTES: Final = 64
+_COUNTS: Final = (
+    *("waiting", "waiting_for_memory", "running", "sessions", "resident_sessions", "prefilled_tokens"),
+    *("cached_tokens", "generated_tokens", "resident_kv_bytes", "max_memory_bytes"),
+    *("mlx_active_bytes", "mlx_peak_bytes", "process_bytes"),
+)
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    """A tokenizer of bytes."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate((*_SPECIAL, *letters))}
+    rust = Rust(models.BPE(vocab=vocabulary, merges=[]))
+    rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    rust.decoder = decoders.ByteLevel()
+    rust.add_special_tokens(list(_SPECIAL))
+    fast: Any = SimpleNamespace(
+        backend_tokenizer=rust, chat_template=None, eos_token_id=_END, special_tokens_map={}
+    )
+    return Tokenizer(fast)
+
+
+def next_token(prompt: Sequence[int], answered: Sequence[int], seed: int, rounding: int) -> int:
+    """Return the token that follows, on a device that rounds in this way."""
+    salt = seed.to_bytes(8, "big") + bytes([rounding])
+    hashed = blake2b(array("I", prompt).tobytes(), digest_size=8, salt=salt)
+    hashed.update(array("I", answered).tobytes())
+    number = int.from_bytes(hashed.digest(), "big")
+    return _END if number % 16 == 0 else 3 + number % 250
+
+
+@dataclass(eq=False)
+class _Run:
+    """A turn on the device."""
+
+    num_cached: int
+    num_context: int
+    is_cancelled: bool = False
+    num_generated: int = 0
+    stopped: Event = field(default_factory=Event)
+
+
+class Device:
+    """Stands for `worker.device.engine.Engine`."""
+
+    def __init__(self, loop: Loop, process: Process, rounding: int) -> None:
+        self.ledger = SimpleNamespace(max_bytes=10**9, ever_fits=lambda size: size <= 10**9)
+        self.resident: dict[SessionKey, Tokens] = {}
+        self.runs: dict[SessionKey, _Run] = {}
+        self._loop = loop
+        self._process = process
+        self._rounding = rounding
+        self._stopping = False
+
+    def refusal(self, policy: Policy) -> str | None:
+        return None
+
+    def size_bytes(self, num_tokens: int, policy: Policy) -> int:
+        return num_tokens * _KV_BYTES
+
+    def live_bytes(self, key: SessionKey, tokens: Tokens, policy: Policy) -> int:
+        return _KV_BYTES * self.resident.get(key, as_tokens()).num_common(tokens)
+
+    def most_tokens(self, most: int, policy: Policy) -> int:
+        return most
+
+    def progress(self, key: SessionKey) -> Progress | None:
+        run = self.runs.get(key)
+        if run is None:
+            return None
+        return Progress(
+            cached_tokens=run.num_cached,
+            context_tokens=run.num_context,
+            generated_tokens=run.num_generated,
+        )
+
+    def forget(self, key: SessionKey) -> None:
+        self.resident.pop(key, None)
+
+    async def erase(self, key: SessionKey, tokens: Tokens) -> Forgotten:
+        self.forget(key)
+        await self._sleep(0.005)
+        return Forgotten(0, settled=True)
+
+    def cancel(self, key: SessionKey) -> None:
+        if (run := self.runs.get(key)) is not None:
+            run.is_cancelled = True
+            run.stopped.set()
+
+    def stop(self) -> None:
+        self._stopping = True
+        for run in self.runs.values():
+            run.stopped.set()
+
+    async def _sleep(self, mean_s: float) -> None:
+        await sleep(self._loop.random.expovariate(1 / mean_s))
+
+    async def run(
+        self,
+        key: SessionKey,
+        context: Tokens,
+        cancelled: Callable[[], bool],
+        *,
+        answer: Answer | None = None,
+        sampling: Sampling | None = None,
+        publish: Callable[[Chunk], Any] | None = None,
+        **_: Any,
+    ) -> TurnResult | None:
+        if key in self.runs:
+            raise AssertionError(f"two turns of {key} at once")
+        if self._stopping:
+            raise StoppingError
+        num_cached = self.resident.pop(key, as_tokens()).num_common(context)
+        run = self.runs[key] = _Run(num_cached, len(context))
+        try:
+            await self._sleep(0.003)  # in the queue
+            if cancelled() or run.is_cancelled:
+                return None
+            started_s = self._loop.time()
+            if POISON in context.ids():
+                self._process.kill()
+                await asyncio.Future()
+            with move_on_after(self._loop.random.expovariate(100)):
+                await run.stopped.wait()
+            if self._stopping:
+                raise StoppingError
+            tokens, first_token_s = context, self._loop.time()
+            if answer is not None and not run.is_cancelled:
+                await self._answer(run, context, answer, sampling, publish)
+                num_known = run.num_context - (len(context) - run.num_context)
+                tokens = context[: run.num_context] + answer.tokens if num_known else context
+                if self._stopping and answer.finish_reason is None:
+                    raise StoppingError
+            self.resident[key] = tokens
+            return TurnResult(
+                complete=not run.is_cancelled or answer is not None,
+                num_cached=num_cached,
+                num_prefilled=len(context) - num_cached,
+                live_bytes=_KV_BYTES * len(tokens),
+                prefill_s=0.0,
+                started_s=started_s,
+                first_token_s=first_token_s,
+            )
+        finally:
+            del self.runs[key]
+
+    async def _answer(self, run: _Run, context: Tokens, answer: Answer, sampling: Any, publish: Any) -> None:
+        """Draw tokens as fast as the device is; publish them as fast as the log is."""
+        run.num_context = len(context) - len(answer.tokens)
+        prompt = context.ids(0, run.num_context)
+        seed = 0 if sampling.is_greedy else sampling.seed
+        drawn: asyncio.Queue[Chunk | None] = asyncio.Queue()
+
+        async def draw() -> None:
+            while answer.finish_reason is None and not run.is_cancelled and not self._stopping:
+                await self._sleep(0.002)
+                drawn.put_nowait(answer.push(next_token(prompt, answer.tokens, seed, self._rounding)))
+                run.num_generated += 1
+            drawn.put_nowait(None)
+
+        async with task_group() as tasks:
+            tasks.start_soon(draw)
+            chunk = await drawn.get()
+            while chunk is not None:
+                chunks = [chunk]
+                while not drawn.empty() and (chunk := drawn.get_nowait()) is not None:
+                    chunks.append(chunk)
+                await publish(joined(chunks))
+                if chunk is not None:
+                    chunk = await drawn.get()
+
+
+class Worker(App):
+    """The real worker, with a device of hashes. Without `leases` it does not ask whether it is alone."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        loop: Loop,
+        process: Process,
+        *,
+        directory: str,
+        leases: bool = True,
+        rounding: int = 0,
+    ) -> None:
+        super().__init__(settings)
+        self._directory: Any = SimpleNamespace(name=directory)
+        self._leases = leases
+        self.device_of_hashes = Device(loop, process, rounding)
+
+    async def run(self) -> None:
+        tokens = tokenizer()
+        loaded = LoadedModel(
+            *(None, tokens, {}, "hashes", Path(), None, CONTEXT, tokens.vocab_size, tokens.eos_ids, 0, {})  # type: ignore[arg-type]
+        )
+        self._dtype = "float32"
+        self._device: Any = SimpleNamespace(kv_layers={}, name="hashes", busy_s=0.0)
+        self._context_tokens, self._kv_bytes = CONTEXT, 10**9
+        async with task_group() as self._starting, contextlib.AsyncExitStack() as stack:
+            nc = await self._connect("nats://world:4222", self._directory, stack)
+            js = nc.jetstream()
+            names = await streams.ensure(js, self._subjects, self._settings)
+            await self._serve(nc, js, names, loaded)
+
+    async def _connect(self, url: str, directory: Any, stack: Any, **options: Any) -> Any:
+        if self._leases:
+            return await super()._connect(url, directory, stack, **options)
+        from worker.app import connect, shielded
+
+        nc = self._nc = await connect(url, name="w", on_reconnected=self._reconnected, on_closed=self._closed)
+        stack.push_async_callback(shielded, nc.close)
+        return nc
+
+    def _make_engine(self) -> Any:
+        return self.device_of_hashes
+
+    def _metrics(self, intake: Any) -> Metrics:
+        none = Histogram(bounds=(), counts=(0,), sum=0.0, count=0)
+        zeros = dict.fromkeys(_COUNTS, 0)
+        times = dict.fromkeys(
+            ("time_to_first_token", "time_per_output_token", "batch_size", "event_loop_lag"), none
+        )
+        return Metrics(
+            worker=self._settings.worker,
+            version="0",
+            model="hashes",
+            device="hashes",
+            uptime_s=0.0,
+            requests={},
+            snapshots=SnapshotCounters(accepted=0, durable=0, dropped={}),
+            **zeros,
+            **times,  # type: ignore[arg-type]
+        )
+
+    @property
+    def leftovers(self) -> dict[str, int]:
+        """Count what an idle worker must not hold."""
+        intake, services = self._intake, self._sessions._services
+        shares = services.shares._present.values()
+        return {
+            "anchors": intake.num_sessions if intake else 0,
+            "tenants": len(intake.sessions_by_tenant) if intake else 0,
+            "returned": intake.num_returned if intake else 0,
+            "runs": len(self.device_of_hashes.runs),
+            "at work": len(self._sessions._at_work),
+            "shares": sum(one.num_at_work + len(one.waiting) for one in shares),
+            "readers": services.fold_gate._num_free - 4,
+            "alone": services.device_lock._num + services.attempts._readings._num,
+        }

@@ -1,0 +1,196 @@
+"""Runs one history, checks it, and tells its story."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import structlog
+
+import turnkeep_client.client
+import worker.wire.connection
+from cache.names import tokens
+from turnkeep_client.subjects import CONSUMER
+from worker.sessions import history as sessions_history
+from worker.sessions import record
+from worker.wire import intake, journal, retention
+
+from .actors import SUBJECTS, History, Plan
+from .checks import check, logs, unanswered, unforgotten
+from .loop import DeadlockError, Loop, _process, run, simulated
+from .world import Server
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+#: How long after the last fault everything may take.
+PATIENCE_S: Final = 150.0
+
+
+@dataclass
+class Outcome:
+    """What became of a seed."""
+
+    seed: int
+    wrong: list[str]
+    story: list[str] = field(default_factory=list)
+    logged: list[str] = field(default_factory=list)
+    trace: int = 0
+    counts: dict[str, int] = field(default_factory=dict)
+
+
+def simulate(seed: int, *, tell: bool = False, favoured: tuple[str, ...] = ()) -> Outcome:
+    """Run the history of a seed; `tell` writes down its story. If faults are `favoured`, only they happen."""
+    outcome = Outcome(seed, [])
+    with simulated(seed) as loop, _world(loop, outcome, tell=tell) as (server, note):
+        plan = Plan.of(loop.random)
+        if favoured:
+            plan.kinds, plan.num_faults = favoured, 5
+        history = History(loop, server, plan, note)
+        with _patched(history.plan):
+            try:
+                run(loop, _live(history))
+                outcome.wrong = check(history) + outcome.logged
+            except (DeadlockError, TimeoutError) as error:
+                outcome.wrong = [repr(error)]
+            outcome.trace = server.trace
+            outcome.counts = _counts(history)
+        loop.abandon()
+    return outcome
+
+
+def _counts(history: History) -> dict[str, int]:
+    found = logs(history.server.jetstream.streams[SUBJECTS.log_stream]).values()
+    results = [result for log in found for answers in log.results.values() for _, result in answers]
+    return {
+        "requests": sum(len(log.requests) for log in found),
+        "lives of workers": sum(one.num_lives for one in history.supervisors),
+        "faults": history.num_faults,
+        "repeats": sum(result.repeat_of is not None for result in results),
+        "messages": history.server.num_messages,
+        "handles": history.loop.num_handles,
+    }
+
+
+@contextmanager
+def _world(loop: Loop, outcome: Outcome, *, tell: bool) -> Iterator[Any]:
+    def note(who: str, what: str) -> None:
+        if tell and not loop.is_over:
+            outcome.story.append(f"{loop.time():9.4f} {who}: {what}")
+
+    def log(_: Any, method: str, event: dict[str, Any]) -> str:
+        process = _process.get()
+        said = " ".join(f"{name}={value}" for name, value in event.items() if name != "event")
+        if "exception" in event and not loop.is_over:
+            outcome.logged.append(f"{event['event']}: {event['exception'].splitlines()[-1]}")
+        note(process.name if process else "?", f"[{method}] {event['event']} {said}")
+        raise structlog.DropEvent
+
+    server = Server(loop, note if tell else None)
+
+    def make() -> Any:
+        return server.connection(_process.get())
+
+    with ExitStack() as stack:
+        for module in (turnkeep_client.client, worker.wire.connection):
+            stack.enter_context(_set(module, "Nats", make))
+        before = structlog.get_config()
+        level = logging.DEBUG if tell else logging.ERROR
+        structlog.configure(
+            processors=[structlog.processors.format_exc_info, log],
+            wrapper_class=structlog.make_filtering_bound_logger(level),
+        )
+        stack.callback(structlog.configure, **before)
+        yield server, note
+
+
+@contextmanager
+def _set(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextmanager
+def _patched(plan: Plan) -> Iterator[None]:
+    """Set what is a constant for long sessions to what short ones reach."""
+    with ExitStack() as stack:
+        for owner, name, value in (
+            (record, "_CHECKPOINT_EVERY", plan.checkpoint_every),
+            (journal, "_BATCH", plan.batch),
+            (turnkeep_client.client, "READ_BATCH", plan.batch),
+            (tokens, "_PART", 4),
+            (sessions_history, "KEPT", 8),
+            (retention, "_PERIOD_S", 1.0),
+            (intake, "_GONE_S", 3.0),
+        ):
+            stack.enter_context(_set(owner, name, value))
+        yield
+
+
+async def _live(history: History) -> None:
+    server, plan = history.server, history.plan
+    supervisors = [asyncio.ensure_future(one.run()) for one in history.supervisors]
+    while not history.ready:  # noqa: ASYNC110
+        await asyncio.sleep(0.02)
+    faults = server.faults
+    faults.late_ack, faults.busy, faults.lag_s = plan.late_ack, plan.busy, plan.lag_s
+    for client in history.clients:
+        client.start()
+    await history.break_things()
+    for client in history.clients:
+        if not client.is_done.is_set():
+            await _at_most(client.is_done.wait(), 2.0)
+    history.loop.at_handle.clear()
+    server.on_stored = lambda _: None
+    server.faults = type(faults)()
+    history.note("chance", "is over")
+    for client in history.clients:
+        if not await _at_most(client.is_done.wait(), PATIENCE_S):
+            history.faults.append(f"{client.process.name} waits for ever")
+            return
+    await _settle(history)
+    for one in history.supervisors:
+        one.is_ending = True
+        if one.worker is not None and one.process is not None and not one.process.is_dead:
+            one.worker.stop()
+    for task in supervisors:
+        if not await _at_most(asyncio.shield(task), PATIENCE_S):
+            history.faults.append("a worker does not stop")
+
+
+async def _at_most(waiting: Any, seconds: float) -> bool:
+    try:
+        async with asyncio.timeout(seconds):
+            await waiting
+    except TimeoutError:
+        return False
+    return True
+
+
+async def _settle(history: History) -> None:
+    """Wait until nothing is left to do, and check that nothing is left over."""
+    stream = history.server.jetstream.streams[SUBJECTS.log_stream]
+    consumer = stream.consumers[CONSUMER]
+    deadline_s = history.loop.time() + PATIENCE_S
+    left: dict[str, int] = {}
+    await asyncio.sleep(0.05)
+    while history.loop.time() < deadline_s:
+        left = {"requests": unanswered(stream), "deliveries": len(consumer.pending)}
+        left["forgotten"] = len(unforgotten(history))
+        left["undelivered"] = consumer.info()["num_pending"]
+        for one in history.supervisors:
+            if one.worker is not None and one.worker.ready.is_set() and not one.process.is_dead:
+                left |= one.worker.leftovers
+        left = {name: number for name, number in left.items() if number}
+        if not left and history.ready:
+            history.settled_seq = stream.last_seq
+            return
+        await asyncio.sleep(0.1)
+    history.faults.append(f"left over: {left}" if left else "no worker serves")

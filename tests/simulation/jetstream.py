@@ -1,0 +1,556 @@
+"""JetStream in memory: what this project uses of streams, consumers and their API, as a real server does it.
+
+`tests/simulation/test_conformance.py` asks the same of this module and of a real nats-server.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from bisect import bisect_left
+from collections import deque
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final
+
+from .loop import BEGIN_S, Loop, now_ns
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from .world import Server
+
+Headers = dict[str, str]
+
+#: What a request for a message that is not there gets.
+_NO_MESSAGE: Final = {"code": 404, "err_code": 10037, "description": "no message found"}
+_NO_STREAM: Final = {"code": 404, "err_code": 10059, "description": "stream not found"}
+_NO_CONSUMER: Final = {"code": 404, "err_code": 10014, "description": "consumer not found"}
+_IN_USE: Final = {
+    "code": 400,
+    "err_code": 10058,
+    "description": "stream name already in use with a different configuration",
+}
+_TOO_LARGE: Final = {"code": 400, "err_code": 10054, "description": "message size exceeds maximum allowed"}
+_FULL: Final = {"code": 503, "err_code": 10077, "description": "maximum bytes exceeded"}
+_BUSY: Final = {"code": 400, "err_code": 10164, "description": "last sequence by subject is in process"}
+
+
+@lru_cache(65_536)
+def matches(pattern: str, subject: str) -> bool:
+    """Say whether a subject matches a pattern with NATS's wildcards."""
+    if pattern == subject:
+        return True
+    wanted, words = pattern.split("."), subject.split(".")
+    if wanted[-1] == ">":
+        wanted.pop()
+        if len(words) <= len(wanted):
+            return False
+        words = words[: len(wanted)]
+    return len(wanted) == len(words) and all(
+        one in ("*", word) for one, word in zip(wanted, words, strict=True)
+    )
+
+
+@dataclass(slots=True, eq=False)
+class Message:
+    """One stored message; `removed_s` is when it left the stream."""
+
+    seq: int
+    subject: str
+    data: bytes
+    headers: Headers
+    stored_s: float
+    removed_s: float | None = None
+
+    @property
+    def stored(self) -> str:
+        """The time at which it was stored, as the server writes it."""
+        moment = datetime.fromtimestamp(BEGIN_S + self.stored_s, UTC)
+        return moment.isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.data) + len(self.subject) + sum(len(k) + len(v) for k, v in self.headers.items())
+
+
+class RefusedError(Exception):
+    """JetStream refuses; `error` is what its reply says."""
+
+    def __init__(self, error: dict[str, Any]) -> None:
+        super().__init__(error["description"])
+        self.error = error
+
+
+class Stream:
+    """One stream."""
+
+    def __init__(self, server: Server, config: dict[str, Any]) -> None:
+        self.config = config
+        self.name: str = config["name"]
+        self.last_seq = 0
+        self.num_bytes = 0
+        #: All messages that it ever had, by their sequences less one.
+        self.all: list[Message] = []
+        self.consumers: dict[str, Consumer] = {}
+        self._by_subject: dict[str, list[int]] = {}
+        self._ids: dict[str, tuple[float, int]] = {}
+        self._server = server
+        self._loop: Loop = server.loop
+
+    def takes(self, subject: str) -> bool:
+        return any(matches(one, subject) for one in self.config["subjects"])
+
+    def store(self, subject: str, data: bytes, headers: Headers) -> tuple[int, bool]:
+        """Store a message; return its sequence, and whether it is a duplicate. Raises `RefusedError`."""
+        limit = self.config.get("max_msg_size") or -1
+        if 0 < limit < len(data) + sum(len(name) + len(value) + 4 for name, value in headers.items()):
+            raise RefusedError(_TOO_LARGE)
+        subject = self._transformed(subject)
+        window_s = (self.config.get("duplicate_window") or 0) / 1e9
+        if (message_id := headers.get("Nats-Msg-Id")) is not None:
+            stored_s, seq = self._ids.get(message_id, (-1e9, 0))
+            if self._loop.time() - stored_s < window_s:
+                return seq, True
+        expected = headers.get("Nats-Expected-Last-Subject-Sequence")
+        if expected is not None:
+            last = self.last(subject)
+            if int(expected) != (last.seq if last else 0):
+                found = last.seq if last else 0
+                raise RefusedError(
+                    {"code": 400, "err_code": 10071, "description": f"wrong last sequence: {found}"}
+                )
+            if self._server.is_busy():
+                raise RefusedError(_BUSY)
+        if self._is_full(subject, data):
+            raise RefusedError(_FULL)
+        message = self._keep(subject, data, headers)
+        if message_id is not None:
+            self._ids[message_id] = (self._loop.time(), message.seq)
+        return message.seq, False
+
+    def _is_full(self, subject: str, data: bytes) -> bool:
+        if self.config.get("discard") != "new":
+            return False
+        most = self.config.get("max_bytes") or -1
+        over = most > 0 and self.num_bytes + len(data) > most
+        return over or self._server.is_full(self.name)
+
+    def _keep(self, subject: str, data: bytes, headers: Headers) -> Message:
+        self.last_seq += 1
+        message = Message(self.last_seq, subject, data, headers, self._loop.time())
+        self.all.append(message)
+        self.num_bytes += message.size_bytes
+        earlier = self._by_subject.setdefault(subject, [])
+        if (most := self.config.get("max_msgs_per_subject") or -1) > 0:
+            for seq in earlier[-most:]:
+                self.remove(self.all[seq - 1])
+        earlier.append(message.seq)
+        if ttl := headers.get("Nats-TTL"):
+            self._server.later(float(ttl), self.remove, message)
+        republish = self.config.get("republish")
+        if republish and matches(republish["src"], subject):
+            self._server.tell(_mapped(republish["src"], republish["dest"], subject), data, headers)
+        for consumer in self.consumers.values():
+            consumer.pump()
+        return message
+
+    def _transformed(self, subject: str) -> str:
+        transform = self.config.get("subject_transform")
+        if transform and matches(transform["src"], subject):
+            return _mapped(transform["src"], transform["dest"], subject)
+        return subject
+
+    def remove(self, message: Message) -> None:
+        if message.removed_s is None:
+            message.removed_s = self._loop.time()
+            self.num_bytes -= message.size_bytes
+
+    def purge(self, *, before: int | None, pattern: str | None) -> int:
+        gone = [one for one in self.matching(pattern or ">") if before is None or one.seq < before]
+        for one in gone:
+            self.remove(one)
+        return len(gone)
+
+    def get(self, seq: int) -> Message | None:
+        found = self.all[seq - 1] if 0 < seq <= len(self.all) else None
+        return found if found and found.removed_s is None else None
+
+    def last(self, pattern: str, at_s: float | None = None) -> Message | None:
+        """Return the last message of a subject, as it was at a time."""
+        best: Message | None = None
+        for subject in self._subjects(pattern):
+            for seq in reversed(self._by_subject[subject]):
+                message = self.all[seq - 1]
+                if _is_there(message, at_s):
+                    best = message if best is None or message.seq > best.seq else best
+                    break
+        return best
+
+    def matching(self, pattern: str, start: int = 1, at_s: float | None = None) -> list[Message]:
+        """Return the messages from a sequence on, in order, as they were at a time."""
+        subjects = self._subjects(pattern)
+        seqs: Iterable[int]
+        if len(subjects) == 1:
+            all_seqs = self._by_subject[subjects[0]]
+            seqs = all_seqs[bisect_left(all_seqs, start) :]
+        else:
+            seqs = sorted(seq for one in subjects for seq in self._by_subject[one] if seq >= start)
+        return [message for seq in seqs if _is_there(message := self.all[seq - 1], at_s)]
+
+    def counts(self, pattern: str) -> dict[str, int]:
+        found = {subject: len(self.matching(subject)) for subject in self._subjects(pattern)}
+        return {subject: number for subject, number in found.items() if number}
+
+    def _subjects(self, pattern: str) -> list[str]:
+        if "*" not in pattern and not pattern.endswith(">"):
+            return [pattern] if pattern in self._by_subject else []
+        return [subject for subject in self._by_subject if matches(pattern, subject)]
+
+    def info(self, pattern: str | None = None) -> dict[str, Any]:
+        live = [one.seq for one in self.all if one.removed_s is None]
+        state: dict[str, Any] = {
+            "messages": len(live),
+            "bytes": self.num_bytes,
+            "first_seq": live[0] if live else self.last_seq + 1,
+            "last_seq": self.last_seq,
+            "consumer_count": len(self.consumers),
+        }
+        if pattern:
+            state["subjects"] = self.counts(pattern)
+        created = datetime.fromtimestamp(BEGIN_S, UTC).isoformat()
+        return {"config": {**self.config}, "state": state, "created": created}
+
+
+def _is_there(message: Message, at_s: float | None) -> bool:
+    if at_s is None:
+        return message.removed_s is None
+    return message.stored_s <= at_s and (message.removed_s is None or message.removed_s > at_s)
+
+
+def _mapped(source: str, target: str, subject: str) -> str:
+    """Map a subject as `{{wildcard(n)}}` of a subject transform says."""
+    words = [word for one, word in zip(source.split("."), subject.split("."), strict=True) if one == "*"]
+    for number, word in enumerate(words, 1):
+        target = target.replace(f"{{{{wildcard({number})}}}}", word)
+    return target
+
+
+@dataclass(slots=True, eq=False)
+class _Pending:
+    """A delivered message without an ack."""
+
+    deadline_s: float
+    num_delivered: int = 1
+
+
+@dataclass(slots=True)
+class _Pull:
+    """A request for messages."""
+
+    inbox: str
+    num_left: int
+    bytes_left: int
+    expires_s: float
+
+
+@dataclass(eq=False)
+class Consumer:
+    """A durable pull consumer with explicit acks."""
+
+    stream: Stream
+    config: dict[str, Any]
+    server: Server
+    num_delivered: int = 0
+    pending: dict[int, _Pending] = field(default_factory=dict)
+    _next_seq: int = 1
+    _again: list[int] = field(default_factory=list)
+    _pulls: deque[_Pull] = field(default_factory=deque)
+    _timer_s: float = float("inf")
+
+    @property
+    def ack_wait_s(self) -> float:
+        return float(self.config["ack_wait"]) / 1e9
+
+    def pull(self, inbox: str, request: dict[str, Any]) -> None:
+        expires_s = self.server.loop.time() + request.get("expires", 0) / 1e9
+        self._pulls.append(_Pull(inbox, request["batch"], request.get("max_bytes") or 2**60, expires_s))
+        self.server.later(request.get("expires", 0) / 1e9, self._expire)
+        self.pump()
+
+    def forget_pulls(self) -> None:
+        """The server has restarted: pulls are lost, and what was delivered comes again in time."""
+        self._pulls.clear()
+        self._timer_s = float("inf")
+        for one in self.pending.values():
+            one.deadline_s = self.server.loop.time() + self.ack_wait_s
+        self._set_timer()
+
+    def _expire(self) -> None:
+        now_s = self.server.loop.time()
+        for pull in [one for one in self._pulls if one.expires_s <= now_s]:
+            self._end(pull, "408", "Request Timeout")
+
+    def _end(self, pull: _Pull, status: str, reason: str) -> None:
+        self._pulls.remove(pull)
+        self.server.to_inbox(pull.inbox, pull.inbox, b"", {"Status": status, "Description": reason})
+
+    def pump(self) -> None:
+        """Deliver what there is to whoever has asked."""
+        while self._pulls and (message := self._next()) is not None:
+            pull = self._pulls[0]
+            if not self.server.has_interest(pull.inbox):
+                self._pulls.popleft()
+                continue
+            if message.size_bytes > pull.bytes_left:
+                self._end(pull, "409", "Message Size Exceeds MaxBytes")
+                continue
+            self._deliver(message, pull)
+
+    def _next(self) -> Message | None:
+        while self._again:
+            if (message := self.stream.get(self._again[0])) is not None:
+                return message
+            self.pending.pop(self._again.pop(0), None)
+        while self._next_seq <= self.stream.last_seq:
+            message = self.stream.get(self._next_seq)
+            if message is not None and matches(self.config["filter_subject"], message.subject):
+                return message
+            self._next_seq += 1
+        return None
+
+    def _deliver(self, message: Message, pull: _Pull) -> None:
+        deadline_s = self.server.loop.time() + self.ack_wait_s
+        if self._again and self._again[0] == message.seq:
+            self._again.pop(0)
+            pending = self.pending[message.seq]
+            pending.deadline_s, pending.num_delivered = deadline_s, pending.num_delivered + 1
+        else:
+            self._next_seq = message.seq + 1
+            pending = self.pending[message.seq] = _Pending(deadline_s)
+        self.num_delivered += 1
+        place = f"{self.stream.name}.{self.config['durable_name']}.{pending.num_delivered}.{message.seq}"
+        stored_ns = now_ns(self.server.loop) - int((self.server.loop.time() - message.stored_s) * 1e9)
+        reply = f"$JS.ACK.{place}.{self.num_delivered}.{stored_ns}.0"
+        pull.num_left -= 1
+        pull.bytes_left -= message.size_bytes
+        if not pull.num_left:
+            self._pulls.popleft()
+        self.server.to_inbox(pull.inbox, message.subject, message.data, message.headers, reply)
+        self._set_timer()
+
+    def ack(self, seq: int, what: bytes) -> None:
+        """Handle what a client says of a delivery."""
+        pending = self.pending.get(seq)
+        if pending is None:
+            return
+        now_s = self.server.loop.time()
+        if what.startswith(b"+WPI"):
+            pending.deadline_s = now_s + self.ack_wait_s
+        elif what.startswith(b"-NAK"):
+            given = json.loads(what[4:]) if len(what) > 4 else {}
+            pending.deadline_s = now_s + given.get("delay", 0) / 1e9
+        elif what in (b"", b"+ACK", b"+TERM"):
+            del self.pending[seq]
+            if seq in self._again:
+                self._again.remove(seq)
+        self._set_timer()
+
+    def _set_timer(self) -> None:
+        waiting = [one.deadline_s for seq, one in self.pending.items() if seq not in self._again]
+        if waiting and min(waiting) < self._timer_s:
+            self._timer_s = min(waiting)
+            self.server.later(max(self._timer_s - self.server.loop.time(), 0.0), self._redeliver)
+
+    def _redeliver(self) -> None:
+        self._timer_s = float("inf")
+        now_s = self.server.loop.time() + 1e-6
+        late = [
+            seq for seq, one in self.pending.items() if one.deadline_s <= now_s and seq not in self._again
+        ]
+        self._again += sorted(late)
+        self.pump()
+        self._set_timer()
+
+    def info(self) -> dict[str, Any]:
+        pattern = self.config["filter_subject"]
+        return {
+            "name": self.config["durable_name"],
+            "stream_name": self.stream.name,
+            "config": {**self.config},
+            "created": datetime.fromtimestamp(BEGIN_S, UTC).isoformat(),
+            "num_ack_pending": len(self.pending),
+            "num_redelivered": sum(one.num_delivered > 1 for one in self.pending.values()),
+            "num_pending": len(self.stream.matching(pattern, self._next_seq)),
+        }
+
+
+class JetStream:
+    """The streams of a server, and the API."""
+
+    def __init__(self, server: Server) -> None:
+        self.streams: dict[str, Stream] = {}
+        self._server = server
+        self._api: list[tuple[str, Callable[..., dict[str, Any]]]] = [
+            ("STREAM.INFO.", self._stream_info),
+            ("STREAM.CREATE.", self._create),
+            ("STREAM.UPDATE.", self._update),
+            ("STREAM.PURGE.", self._purge),
+            ("STREAM.MSG.GET.", self._get),
+            ("STREAM.MSG.DELETE.", self._delete),
+            ("CONSUMER.DURABLE.CREATE.", self._add_consumer),
+            ("CONSUMER.INFO.", self._consumer_info),
+            ("INFO", self._account),
+        ]
+
+    def stream_for(self, subject: str) -> Stream | None:
+        return next((one for one in self.streams.values() if one.takes(subject)), None)
+
+    def restart(self) -> None:
+        """What a restart of the server leaves."""
+        kept = {name: one for name, one in self.streams.items() if one.config["storage"] == "file"}
+        self.streams = kept
+        for stream in kept.values():
+            for consumer in stream.consumers.values():
+                consumer.forget_pulls()
+
+    def acked(self, subject: str, data: bytes) -> None:
+        """Handle a message on the reply subject of a delivery."""
+        _, _, stream, consumer, _, seq, *_ = subject.split(".")
+        found = self.streams.get(stream)
+        if found is not None and consumer in found.consumers:
+            found.consumers[consumer].ack(int(seq), data)
+
+    def publish(self, stream: Stream, subject: str, data: bytes, headers: Headers) -> dict[str, Any]:
+        """Store a published message; return the reply."""
+        try:
+            seq, is_duplicate = stream.store(subject, data, headers)
+        except RefusedError as error:
+            return {"error": error.error, "stream": stream.name, "seq": 0}
+        return {"stream": stream.name, "seq": seq, **({"duplicate": True} if is_duplicate else {})}
+
+    def call(self, subject: str, data: bytes, inbox: str) -> dict[str, Any] | None:
+        """Carry out a call of the API; None if its reply is on its way already."""
+        what = subject.removeprefix("$JS.API.")
+        request = json.loads(data) if data else {}
+        if what.startswith("DIRECT.GET."):
+            name, _, wanted = what.removeprefix("DIRECT.GET.").partition(".")
+            self._direct(name, {"last_by_subj": wanted} if wanted else request, inbox)
+            return None
+        if what.startswith("CONSUMER.MSG.NEXT."):
+            stream, consumer = what.removeprefix("CONSUMER.MSG.NEXT.").split(".")
+            self._consumer(stream, consumer).pull(inbox, request)
+            return None
+        for prefix, answer in self._api:
+            if what.startswith(prefix):
+                try:
+                    return answer(*what.removeprefix(prefix).split("."), request)
+                except RefusedError as error:
+                    return {"error": error.error}
+        raise NotImplementedError(subject)
+
+    def _stream(self, name: str) -> Stream:
+        if name not in self.streams:
+            raise RefusedError(_NO_STREAM)
+        return self.streams[name]
+
+    def _consumer(self, stream: str, name: str) -> Consumer:
+        found = self._stream(stream).consumers
+        if name not in found:
+            raise RefusedError(_NO_CONSUMER)
+        return found[name]
+
+    def _account(self, *_: Any) -> dict[str, Any]:
+        names = ("max_memory", "max_storage", "max_streams", "max_consumers", "max_ack_pending")
+        names += ("memory_max_stream_bytes", "storage_max_stream_bytes")
+        limits = dict.fromkeys(names, -1) | {"max_bytes_required": False}
+        counts = {"memory": 0, "storage": 0, "streams": len(self.streams), "consumers": 0}
+        return {**counts, "limits": limits, "api": {"total": 0, "errors": 0}}
+
+    def _stream_info(self, name: str, request: dict[str, Any]) -> dict[str, Any]:
+        return self._stream(name).info(request.get("subjects_filter"))
+
+    def _create(self, name: str, config: dict[str, Any]) -> dict[str, Any]:
+        found = self.streams.get(name)
+        if found is not None and found.config != config:
+            raise RefusedError(_IN_USE)
+        if found is None:
+            found = self.streams[name] = Stream(self._server, config)
+        return found.info()
+
+    def _update(self, name: str, config: dict[str, Any]) -> dict[str, Any]:
+        self._stream(name).config = config
+        return self._stream(name).info()
+
+    def _purge(self, name: str, request: dict[str, Any]) -> dict[str, Any]:
+        number = self._stream(name).purge(before=request.get("seq"), pattern=request.get("filter"))
+        return {"success": True, "purged": number}
+
+    def _get(self, name: str, request: dict[str, Any]) -> dict[str, Any]:
+        stream = self._stream(name)
+        if "last_by_subj" in request:
+            found = stream.last(request["last_by_subj"])
+        else:
+            found = stream.get(request["seq"])
+        if found is None:
+            raise RefusedError(_NO_MESSAGE)
+        message: dict[str, Any] = {"subject": found.subject, "seq": found.seq, "time": found.stored}
+        if found.data:
+            message["data"] = base64.b64encode(found.data).decode()
+        if found.headers:
+            lines = "".join(f"{name}: {value}\r\n" for name, value in found.headers.items())
+            message["hdrs"] = base64.b64encode(f"NATS/1.0\r\n{lines}\r\n".encode()).decode()
+        return {"message": message}
+
+    def _delete(self, name: str, request: dict[str, Any]) -> dict[str, Any]:
+        found = self._stream(name).get(request["seq"])
+        if found is None:
+            raise RefusedError({**_NO_MESSAGE, "code": 500, "err_code": 10057})
+        self._stream(name).remove(found)
+        return {"success": True}
+
+    def _add_consumer(self, stream: str, name: str, request: dict[str, Any]) -> dict[str, Any]:
+        found = self._stream(stream)
+        if name in found.consumers:
+            found.consumers[name].config = request["config"]
+        else:
+            found.consumers[name] = Consumer(found, request["config"], self._server)
+        return found.consumers[name].info()
+
+    def _consumer_info(self, stream: str, name: str, _: dict[str, Any]) -> dict[str, Any]:
+        return self._consumer(stream, name).info()
+
+    def _direct(self, name: str, request: dict[str, Any], inbox: str) -> None:
+        """Answer a direct get, of one message or a batch, as a replica sees the stream."""
+        stream = self.streams.get(name)
+        if stream is None:
+            self._server.no_responders(inbox)
+            return
+        at_s = self._server.seen_s()
+        is_batch = "batch" in request
+        if "multi_last" in request:
+            lasts = (stream.last(one, at_s) for one in request["multi_last"])
+            found = sorted((one for one in lasts if one), key=lambda one: one.seq)
+        elif "last_by_subj" in request:
+            found = [one for one in [stream.last(request["last_by_subj"], at_s)] if one]
+        elif "next_by_subj" in request:
+            found = stream.matching(request["next_by_subj"], request.get("seq", 1), at_s)
+        else:
+            one = stream.all[request["seq"] - 1] if request["seq"] <= len(stream.all) else None
+            found = [one] if one is not None and _is_there(one, at_s) else []
+        num_sent, left_bytes = 0, request.get("max_bytes") or 2**60
+        for message in found[: request.get("batch", 1)]:
+            if num_sent and message.size_bytes > left_bytes:
+                break
+            num_sent += 1
+            left_bytes -= message.size_bytes
+            own = {"Nats-Stream": name, "Nats-Subject": message.subject, "Nats-Sequence": str(message.seq)}
+            own["Nats-Time-Stamp"] = message.stored
+            self._server.to_inbox(inbox, inbox, message.data, {**message.headers, **own})
+        if not num_sent:
+            end = {"Status": "404", "Description": "Message Not Found"}
+            self._server.to_inbox(inbox, inbox, b"", end)
+        elif is_batch:
+            end = {"Status": "204", "Description": "EOB", "Nats-Num-Pending": str(len(found) - num_sent)}
+            self._server.to_inbox(inbox, inbox, b"", end)

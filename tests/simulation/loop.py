@@ -1,0 +1,246 @@
+"""An event loop over virtual time, and processes in it that can be killed or stalled at any await.
+
+A process is a context: every task and callback that its code starts carries the process in its `contextvars`
+context. The loop does not run the handles of a killed process, as `kill -9` would not, and keeps
+those of a stalled one until it goes on. Handles of the same time run in the order in which asyncio runs them:
+what differs from seed to seed is how long everything outside of a process takes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import gc
+import heapq
+import itertools
+import os
+import random
+import time
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import anyio.to_thread
+from anyio._backends import _asyncio
+
+from turnkeep_client.calls import Call
+from worker import clock
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Iterator
+
+#: The wall clock at the virtual time 0.
+BEGIN_S = 1_800_000_000.0
+#: A history that takes more handles than this does not end.
+MOST_HANDLES = 200_000
+
+_process: contextvars.ContextVar[Process | None] = contextvars.ContextVar("process", default=None)
+
+
+class DeadlockError(Exception):
+    """Nothing is ready, and nothing is scheduled: whoever waits waits for ever."""
+
+
+class Process:
+    """One process of the world. `skew_s` is how far its wall clock is ahead."""
+
+    def __init__(self, loop: Loop, name: str, *, skew_s: float = 0.0) -> None:
+        self.name = name
+        self.skew_s = skew_s
+        self.is_dead = False
+        self.on_death: list[Callable[[], None]] = []
+        self._loop = loop
+        self._held: list[asyncio.Handle] | None = None
+
+    def start(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Run a coroutine in this process."""
+        context = contextvars.copy_context()
+        context.run(_process.set, self)
+        return self._loop.create_task(coroutine, context=context)
+
+    def kill(self) -> None:
+        """Run nothing of the process any more, not even a `finally`."""
+        self.is_dead = True
+        for tell in self.on_death:
+            tell()
+
+    def stall(self, for_s: float) -> None:
+        """Run nothing of the process for some time; it notices nothing but the clock."""
+        if self._held is None and not self.is_dead:
+            self._held = []
+            self._loop.call_later(for_s, self._go_on, context=contextvars.Context())
+
+    def holds(self, handle: asyncio.Handle) -> bool:
+        """Take a handle that is due, if it must not run now."""
+        if self._held is not None:
+            self._held.append(handle)
+        return self.is_dead or self._held is not None
+
+    def _go_on(self) -> None:
+        held, self._held = self._held or [], None
+        self._loop.ready.extend(held)
+
+
+class _Task(asyncio.Task):  # type: ignore[type-arg]
+    """A task whose hash is a number, as the order of sets of tasks must be the same in each run."""
+
+    def __hash__(self) -> int:
+        return _number(self)
+
+
+def _number(self: Any) -> int:
+    try:
+        number: int = self.sim_number
+    except AttributeError:
+        number = self.sim_number = next(_numbers)
+    return number
+
+
+_numbers = itertools.count()
+
+
+class Loop(asyncio.BaseEventLoop):
+    """The loop. `random` decides everything that is left to chance."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.random = random.Random(seed)
+        self.num_handles = 0
+        #: What to do before the handle with this number runs; for crashes at any await.
+        self.at_handle: dict[int, Callable[[], None]] = {}
+        self.tasks: list[asyncio.Task[Any]] = []
+        self._now_s = 0.0
+        self.set_task_factory(self._make_task)
+        self.set_exception_handler(self._note_fault)
+        self.faults: list[str] = []
+        self.is_over = False
+
+    @property
+    def ready(self) -> Any:
+        """The handles that are due."""
+        return self._ready  # type: ignore[attr-defined]
+
+    def time(self) -> float:
+        return self._now_s
+
+    def _make_task(self, loop: Any, coroutine: Any, **named: Any) -> asyncio.Task[Any]:
+        task = _Task(coroutine, loop=loop, **named)
+        self.tasks.append(task)
+        return task
+
+    def _note_fault(self, _: Any, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        self.faults.append(f"{context['message']}: {error!r}")
+
+    def _run_once(self) -> None:
+        ready, scheduled = self._ready, self._scheduled  # type: ignore[attr-defined]
+        if not ready:
+            while scheduled and scheduled[0]._cancelled:
+                heapq.heappop(scheduled)._scheduled = False
+            if not scheduled:
+                raise DeadlockError
+            self._now_s = max(self._now_s, scheduled[0]._when)
+        while scheduled and scheduled[0]._when <= self._now_s:
+            timer = heapq.heappop(scheduled)
+            timer._scheduled = False
+            ready.append(timer)
+        for _ in range(len(ready)):
+            handle = ready.popleft()
+            if handle._cancelled:
+                continue
+            self.num_handles += 1
+            if (act := self.at_handle.pop(self.num_handles, None)) is not None:
+                act()
+            process = handle._context.get(_process)
+            if process is None or not process.holds(handle):
+                handle._run()
+        if self.num_handles > MOST_HANDLES:
+            raise TimeoutError("the history does not end")
+
+    def _process_events(self, event_list: Any) -> None:
+        pass
+
+    def _write_to_self(self) -> None:
+        pass
+
+    def abandon(self) -> None:
+        """Drop what is left of the history without a word."""
+        self.is_over = True
+        self.ready.clear()
+        self._scheduled.clear()  # type: ignore[attr-defined]
+        for task in self.tasks:
+            task._log_destroy_pending = False  # type: ignore[attr-defined]
+            if not task.done():
+                with contextlib.suppress(BaseException):
+                    task.get_coro().close()  # type: ignore[union-attr]
+            elif not task.cancelled():
+                task.exception()
+        self.tasks.clear()
+        self.close()
+
+
+class _Clock:
+    """The clocks of the running process."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+
+    def monotonic(self) -> float:
+        return self._loop.time()
+
+    def time(self) -> float:
+        process = _process.get()
+        return BEGIN_S + self._loop.time() + (process.skew_s if process else 0.0)
+
+
+def now_ns(loop: asyncio.AbstractEventLoop) -> int:
+    """Return the server's wall clock."""
+    return int((BEGIN_S + loop.time()) * 1e6) * 1000
+
+
+@contextlib.contextmanager
+def simulated(seed: int) -> Iterator[Loop]:
+    """Make a loop, and let time, threads, random bytes and the order of sets depend on the seed alone."""
+    global _numbers  # noqa: PLW0603
+    _numbers = itertools.count()
+    loop = Loop(seed)
+    rng = random.Random(f"bytes {seed}")
+
+    async def run_sync(work: Callable[..., Any], *args: Any, **_: Any) -> Any:
+        with anyio.CancelScope(shield=True):
+            await anyio.sleep(loop.random.expovariate(1000))
+            result = work(*args)
+            await anyio.sleep(loop.random.expovariate(1000))
+        return result
+
+    patches: list[tuple[Any, str, Any]] = [
+        (anyio.to_thread, "run_sync", run_sync),
+        (os, "urandom", rng.randbytes),
+        (clock, "source", _Clock(loop)),
+        *((kind, "__hash__", _number) for kind in (asyncio.Event, Call)),
+        (_asyncio.CancelScope, "__hash__", lambda _: 0),  # has slots; sets of them are small
+    ]
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in patches]
+    was_collecting = gc.isenabled()
+    gc.disable()  # a collection would run the ends of abandoned coroutines at any time
+    try:
+        for owner, name, value in patches:
+            setattr(owner, name, value)
+        asyncio.set_event_loop(loop)
+        yield loop
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
+        if not loop.is_over:
+            loop.abandon()
+        asyncio.set_event_loop(None)
+        if was_collecting:
+            gc.enable()
+
+
+def run(loop: Loop, main: Coroutine[Any, Any, Any]) -> Any:
+    """Run the history's main coroutine, outside of all processes."""
+    return loop.run_until_complete(main)
+
+
+__all__ = ["BEGIN_S", "DeadlockError", "Loop", "Process", "now_ns", "run", "simulated", "time"]

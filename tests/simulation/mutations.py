@@ -1,0 +1,161 @@
+"""Guards of the worker and the client, each taken away, to prove that histories go wrong without them."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from turnkeep_client import calls, messages
+from worker.sessions import attempts, record, session, trail
+from worker.wire import intake, journal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+#: What to replace by what: the owner, the name, and a function that takes what was there.
+Change = tuple[Any, str, "Callable[[Any], Any]"]
+
+
+async def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+def _ack_at_once(deliver: Any) -> Any:
+    async def mutated(self: Any, message: Any, ring: Any) -> None:
+        await deliver(self, message, ring)
+        if not message._ackd:
+            await message.ack()
+            message._ackd = False
+
+    return mutated
+
+
+def _give_up_anchor(answer: Any) -> Any:
+    async def mutated(self: Any, *args: Any) -> None:
+        await answer(self, *args)
+        await self._services.ack(self.key)
+
+    return mutated
+
+
+async def _no_chunks(*_: Any) -> list[Any]:
+    return []
+
+
+async def _unknown(*_: Any) -> None:
+    return None
+
+
+def _strictly(decode: Any) -> Any:
+    def mutated(body: bytes) -> Any:
+        result = decode(body)
+        if isinstance(result, messages.UnknownResult):
+            raise messages.InvalidMessageError("a type of no result")
+        return result
+
+    return mutated
+
+
+def _from_delivery(_: Any) -> Any:
+    def mutated(self: Any) -> float | None:
+        deadline_s = getattr(self.request, "deadline_s", None)
+        return None if deadline_s is None else record.time() + deadline_s
+
+    return property(mutated)
+
+
+def _unconfirmed(confirmed: Any) -> Any:
+    async def mutated(self: Any, checkpoint: Any, named: Any) -> Any:
+        history = checkpoint.history
+        seen = type(history).has_digest
+        type(history).has_digest = lambda *_: True
+        try:
+            return await confirmed(self, checkpoint, named)
+        finally:
+            type(history).has_digest = seen
+
+    return mutated
+
+
+def _ignoring_lag(page: Any) -> Any:
+    async def mutated(self: Any, key: Any, kind: Any, after: int, *, until: int = 0) -> Any:
+        return await page(self, key, kind, after)
+
+    return mutated
+
+
+async def _publish_anyhow(self: Any, key: Any, request_id: str, body: bytes, *_: Any) -> int:
+    while True:
+        try:
+            return int((await self._js.publish(self._subjects.tokens(key, request_id, "chunk"), body)).seq)
+        except journal.nats.errors.Error:
+            await journal.sleep(0.1)
+
+
+def _uncounted(self: Any, seq: int, num_tokens: int) -> Any:
+    return attempts.AttemptNote(seq, 1, num_tokens)
+
+
+MUTATIONS: Final[dict[str, tuple[Change, ...]]] = {
+    "no fence": ((journal, "_EXPECT_HEADER", lambda _: "Nats-Expected-Nothing"),),
+    "ack before commit": ((intake.Intake, "_deliver", _ack_at_once),),
+    "no idempotency": ((session.Session, "_find_answered", lambda _: _unknown),),
+    "chunks not read back": ((journal.Journal, "published", lambda _: _no_chunks),),
+    "an undecodable result taken for none": (
+        (record, "decode_result", _strictly),
+        (journal, "decode_result", _strictly),
+    ),
+    "a deadline from the delivery's time": ((record.Pending, "deadline_s", _from_delivery),),
+    "a checkpoint believed without its digest": (
+        (trail.Trail, "_confirmed", _unconfirmed),
+        (trail, "digest", lambda _: lambda _: b""),
+        (trail, "backwards", lambda _: _unchecked),
+    ),
+    "an anchor given up too early": ((session.Session, "_answer", _give_up_anchor),),
+    "a replica's word that a request is there": ((session.Session, "_check_is_there", lambda _: _nothing),),
+    "chunks without a fence": ((journal.Journal, "_publish", lambda _: _publish_anyhow),),
+    "a lagging replica believed": ((journal.Journal, "page", _ignoring_lag),),
+    "attempts not counted": ((attempts.AttemptNote, "then", lambda _: _uncounted),),
+    "a client that never reads the log": ((calls._ResultFeed, "read_log", lambda _: _nothing),),
+}
+
+#: The faults that show the lack of a guard soonest.
+FAVOURED: Final[dict[str, tuple[str, ...]]] = {
+    "a checkpoint believed without its digest": ("rot", "crash", "stop"),
+    "a deadline from the delivery's time": ("crash", "stop"),
+    "an anchor given up too early": ("crash at", "crash"),
+    "an undecodable result taken for none": ("newer worker",),
+    "chunks not read back": ("crash at", "crash"),
+    "chunks without a fence": ("stall", "cut", "crash at"),
+    "a replica's word that a request is there": ("crash at", "crash"),
+    "a client that never reads the log": ("cut", "crash server"),
+}
+
+
+async def _unchecked(link: Any, read: Any) -> Any:
+    """Follow checkpoints by their sequences alone."""
+    while link is not None:
+        body = await read(link.seq)
+        message = msgspec.json.decode(body, type=trail.CheckpointMessage) if body else None
+        yield message
+        link = trail.Link.parse(message.before) if message else None
+
+
+@contextmanager
+def mutated(name: str) -> Iterator[None]:
+    """Take a guard away for the length of the block."""
+    changes = [(owner, what, make(_get(owner, what))) for owner, what, make in MUTATIONS[name]]
+    before = [(owner, what, _get(owner, what)) for owner, what, _ in changes]
+    for owner, what, value in changes:
+        setattr(owner, what, value)
+    try:
+        yield
+    finally:
+        for owner, what, value in before:
+            setattr(owner, what, value)
+
+
+def _get(owner: Any, name: str) -> Any:
+    return vars(owner)[name]

@@ -1,0 +1,394 @@
+"""The world in memory does what a real nats-server does, in all that the worker and the client rest on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import nats
+import nats.errors
+import pytest
+from nats.js import api
+from nats.js.errors import APIError, NoStreamResponseError, NotFoundError
+
+from tests.simulation.loop import run, simulated
+from tests.simulation.world import Server
+from turnkeep_client.direct import DirectGets
+from turnkeep_client.messages import Chunk
+from turnkeep_client.subjects import SessionKey, Subjects
+from worker.settings import Settings
+from worker.wire import streams
+from worker.wire.journal import FencedError, Journal, Published
+from worker.wire.outbox import Outbox
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from pathlib import Path
+
+    from nats.aio.msg import Msg
+
+EXPECT = "Nats-Expected-Last-Subject-Sequence"
+ACK_WAIT_S = 1.0
+
+
+class Place:
+    """A log as the worker makes it, under a prefix of its own."""
+
+    def __init__(self, nc: Any, folder: Path) -> None:
+        self.nc = nc
+        self.js = nc.jetstream()
+        self.subjects = Subjects(f"p{uuid4().hex[:12]}")
+        self.settings = Settings(
+            data_dir=folder, ack_wait_s=ACK_WAIT_S, log_max_bytes=65_536, max_message_bytes=4096
+        )
+
+    async def make(self) -> None:
+        self.names = await streams.ensure(self.js, self.subjects, self.settings)
+
+    def of(self, kind: str, session: str = "s") -> str:
+        return f"{self.subjects.prefix}.t.{session}.{kind}"
+
+    async def put(self, kind: str, body: bytes = b"x", session: str = "s", **headers: str) -> int:
+        ack = await self.js.publish(self.of(kind, session), body, headers=headers or None)
+        return int(ack.seq)
+
+    async def pull(self, batch: int, wait_s: float, **more: int) -> tuple[list[Msg], list[str]]:
+        """Pull as `Intake` does; return the messages, and the statuses that ended the pull."""
+        found: list[Msg] = []
+        ends: list[str] = []
+
+        async def arrived(message: Msg) -> None:
+            if message.subject.startswith("_INBOX."):
+                headers = message.headers or {}
+                ends.append(f"{headers.get('Status')} {headers.get('Description')}")
+            else:
+                found.append(message)
+
+        inbox = self.nc.new_inbox()
+        sub = await self.nc.subscribe(inbox, cb=arrived)
+        asked = {"batch": batch, "expires": int(wait_s * 1e9), **more}
+        subject = f"$JS.API.CONSUMER.MSG.NEXT.{self.names.log}.{self.names.consumer}"
+        await self.nc.publish(subject, json.dumps(asked).encode(), reply=inbox)
+        await asyncio.sleep(wait_s + 0.1)
+        await sub.unsubscribe()
+        return found, ends
+
+
+async def a_lost_fence_stores_nothing(place: Place) -> None:
+    heard: list[bytes] = []
+
+    async def hear(message: Msg) -> None:
+        heard.append(message.data)
+
+    await place.nc.subscribe(place.of("out"), cb=hear)
+    await place.nc.flush()
+    await place.nc.flush()
+    first = await place.put("commit", b"one", **{EXPECT: "0"})
+    assert await place.put("commit", b"two", "other", **{EXPECT: "0"}) == first + 1
+    with pytest.raises(APIError) as refused:
+        await place.put("commit", b"stale", **{EXPECT: "0"})
+    assert refused.value.err_code == 10071
+    second = await place.put("commit", b"three", **{EXPECT: str(first)})
+    await asyncio.sleep(0.1)
+    assert heard == [b"one", b"three"], "told under its stored subject, and only if it is stored"
+    last = await place.js.get_last_msg(place.names.log, place.of("out"))
+    assert (last.seq, last.data, last.headers) == (second, b"three", {EXPECT: str(first)})
+
+
+async def a_removed_result_opens_the_fence_behind_the_one_before(place: Place) -> None:
+    first = await place.put("commit", **{EXPECT: "0"})
+    second = await place.put("commit", **{EXPECT: str(first)})
+    await place.js.delete_msg(place.names.log, second)
+    with pytest.raises(APIError):
+        await place.put("commit", **{EXPECT: str(second)})
+    third = await place.put("commit", **{EXPECT: str(first)})
+    assert third == second + 1
+    await place.js.purge_stream(place.names.log, subject=f"{place.subjects.prefix}.t.s.*")
+    await place.put("commit", **{EXPECT: "0"})
+
+
+async def an_id_within_the_window_is_stored_once(place: Place) -> None:
+    subject, headers = place.of("in"), {"Nats-Msg-Id": "one"}
+    first = await place.js.publish(subject, b"x", headers=headers)
+    again = await place.js.publish(place.of("in", "other"), b"y", headers=headers)
+    assert (again.seq, again.duplicate) == (first.seq, True)
+    await asyncio.sleep(streams.DEDUPE_S + 0.3)
+    later = await place.js.publish(subject, b"x", headers=headers)
+    assert (later.seq, later.duplicate) == (first.seq + 1, None)
+
+
+async def what_is_not_acknowledged_comes_again(place: Place) -> None:
+    names = ("acked", "silent", "busy", "over")
+    seqs = {name: await place.put("in", session=name) for name in names}
+    found, ends = await place.pull(64, 0.1)
+    assert [message.subject for message in found] == [place.of("in", name) for name in names]
+    assert [message.metadata.sequence.stream for message in found] == list(seqs.values())
+    assert ends == ["408 Request Timeout"]
+    by_name = dict(zip(names, found, strict=True))
+    await by_name["acked"].ack()
+    await by_name["over"].term()
+    await asyncio.sleep(ACK_WAIT_S * 0.4)
+    await by_name["busy"].in_progress()
+    again, _ = await place.pull(64, ACK_WAIT_S * 0.5)
+    assert [message.metadata.sequence.stream for message in again] == [seqs["silent"]]
+    assert again[0].metadata.num_delivered == 2
+    await by_name["silent"].ack()  # of a delivery that another one has replaced: it counts
+    last, _ = await place.pull(64, ACK_WAIT_S * 2)
+    assert {message.metadata.sequence.stream for message in last} == {seqs["busy"]}
+    info = await place.js.consumer_info(place.names.log, place.names.consumer)
+    assert (info.num_ack_pending, info.num_pending) == (1, 0)
+
+
+async def what_is_returned_comes_again_when_it_was_asked_to(place: Place) -> None:
+    for name in ("now", "later"):
+        await place.put("in", session=name)
+    (now, later), _ = await place.pull(2, 0.1)
+    await now.nak()
+    await later.nak(delay=1.0)
+    found, _ = await place.pull(64, 0.1)
+    assert [message.subject for message in found] == [place.of("in", "now")]
+    await found[0].ack()
+    found, _ = await place.pull(64, 1.1)
+    assert {message.subject for message in found} == {place.of("in", "later")}
+
+
+async def what_has_left_the_log_does_not_come_again(place: Place) -> None:
+    gone = await place.put("in", session="gone")
+    await place.put("in", session="kept")
+    await place.pull(64, 0.1)
+    await place.js.purge_stream(place.names.log, seq=gone + 1, subject=place.of("in", "gone"))
+    found, _ = await place.pull(64, ACK_WAIT_S * 1.5)
+    assert {message.subject for message in found} == {place.of("in", "kept")}
+
+
+async def a_pull_ends_at_its_limits(place: Place) -> None:
+    for _ in range(3):
+        await place.put("in", b"x" * 1000)
+    found, ends = await place.pull(2, 0.1)
+    assert (len(found), ends) == (2, []), "a batch that is full ends without a word"
+    await place.put("in", b"x" * 3000)
+    found, ends = await place.pull(64, 0.2, max_bytes=2500)
+    assert (len(found), ends) == (1, ["409 Message Size Exceeds MaxBytes"])
+
+
+async def direct_gets_read_a_subject_in_order(place: Place) -> None:
+    seqs = [await place.put("in", bytes([65 + i]), session="ab"[i % 2]) for i in range(6)]
+    gets = DirectGets(place.nc, timeout_s=2.0)
+
+    async def read(**request: Any) -> tuple[list[tuple[int, bytes]], int]:
+        messages, num_more = await gets.read(place.names.log, request)
+        return [(int((one.headers or {})["Nats-Sequence"]), one.data) for one in messages], num_more
+
+    own = place.of("in", "a")
+    assert await read(seq=1, batch=2, next_by_subj=own) == ([(seqs[0], b"A"), (seqs[2], b"C")], 1)
+    assert await read(seq=seqs[2] + 1, batch=2, next_by_subj=own) == ([(seqs[4], b"E")], 0)
+    assert await read(seq=seqs[5], batch=2, next_by_subj=own) == ([], 0)
+    every = place.subjects.every("in")
+    assert [seq for seq, _ in (await read(seq=1, batch=9, next_by_subj=every))[0]] == seqs
+    lasts = {"multi_last": [own, place.of("in", "b"), place.of("in", "none")], "batch": 3}
+    assert (await read(**lasts))[0] == [(seqs[4], b"E"), (seqs[5], b"F")]
+    await place.js.delete_msg(place.names.log, seqs[2])
+    assert [seq for seq, _ in (await read(seq=1, batch=9, next_by_subj=own))[0]] == [seqs[0], seqs[4]]
+
+
+async def what_is_not_there_is_not_found(place: Place) -> None:
+    seq = await place.put("in", b"here", Name="value")
+    log = place.names.log
+    for direct in (True, False):
+        found = await place.js.get_msg(log, seq, direct=direct)
+        assert (found.seq, found.data, found.subject) == (seq, b"here", place.of("in"))
+        assert found.headers["Name"] == "value"
+        with pytest.raises(NotFoundError):
+            await place.js.get_msg(log, seq + 1, direct=direct)
+        with pytest.raises(NotFoundError):
+            await place.js.get_last_msg(log, place.of("out"), direct=direct)
+    with pytest.raises(NotFoundError):
+        await place.js.stream_info(f"{log}_none")
+    with pytest.raises(NotFoundError):
+        await place.js.consumer_info(log, "none")
+    with pytest.raises(NoStreamResponseError):
+        await place.js.publish(f"{place.subjects.prefix}.nowhere", b"")
+    with pytest.raises(nats.errors.NoRespondersError):
+        await place.nc.request(f"{place.subjects.prefix}.t.s.ctl", b"")
+
+
+async def removing_an_entry_twice_is_an_error_of_its_own(place: Place) -> None:
+    """Not one of code 404, as reading it is."""
+    seq = await place.put("in")
+    await place.js.delete_msg(place.names.log, seq)
+    with pytest.raises(APIError) as refused:
+        await place.js.delete_msg(place.names.log, seq)
+    assert (refused.value.code, refused.value.err_code) == (500, 10057)
+    journal = Journal(place.nc, place.js, place.subjects)
+    await journal.delete(seq)
+
+
+async def a_purge_takes_what_it_names(place: Place) -> None:
+    seqs = [await place.put(kind, session=name) for kind in ("in", "attempt") for name in ("a", "b")]
+    await place.js.purge_stream(place.names.log, seq=seqs[2], subject=f"{place.subjects.prefix}.t.a.*")
+    info = await place.js.stream_info(place.names.log, subjects_filter=f"{place.subjects.prefix}.t.*.*")
+    left = {place.of("attempt", "a"): 1, place.of("in", "b"): 1, place.of("attempt", "b"): 1}
+    assert info.state.subjects == left
+    assert await place.put("in") == seqs[-1] + 1
+
+
+async def what_is_too_large_or_too_much_is_refused(place: Place) -> None:
+    with pytest.raises(APIError) as too_large:
+        await place.put("in", b"x" * 4097)
+    assert too_large.value.err_code == 10054
+    for _ in range(12):
+        await place.put("in", b"x" * 4000)
+    with pytest.raises(APIError) as full:
+        await asyncio.gather(*(place.put("in", b"x" * 4000) for _ in range(5)))
+    assert full.value.err_code == 10077
+    assert (await place.js.stream_info(place.names.log)).state.messages > 10
+
+
+async def a_key_has_one_message_which_expires(place: Place) -> None:
+    name = place.subjects.prefix
+    config = api.StreamConfig(
+        name=f"KV_{name}",
+        subjects=[f"$KV.{name}.>"],
+        retention=api.RetentionPolicy.LIMITS,
+        storage=api.StorageType.MEMORY,
+        discard=api.DiscardPolicy.NEW,
+        max_msgs_per_subject=1,
+        allow_msg_ttl=True,
+    )
+    assert await streams.ensure_stream(place.js, config) is False
+    assert await streams.ensure_stream(place.js, config) is False, "again"
+    subject = f"$KV.{name}.worker"
+    first = await place.js.publish(subject, b"1", headers={EXPECT: "0"}, msg_ttl=1)
+    second = await place.js.publish(subject, b"2", headers={EXPECT: str(first.seq)}, msg_ttl=1)
+    assert (await place.js.get_last_msg(f"KV_{name}", subject)).data == b"2"
+    with pytest.raises(NotFoundError):
+        await place.js.get_msg(f"KV_{name}", first.seq)
+    await asyncio.sleep(2.2)
+    with pytest.raises(NotFoundError):
+        await place.js.get_last_msg(f"KV_{name}", subject)
+    with pytest.raises(APIError):
+        await place.js.publish(subject, b"3", headers={EXPECT: str(second.seq)}, msg_ttl=1)
+    await place.js.publish(subject, b"3", headers={EXPECT: "0"}, msg_ttl=1)
+
+
+async def one_of_a_queue_group_and_all_others_get_a_message(place: Place) -> None:
+    heard: Counter[str] = Counter()
+
+    def hear(name: str) -> Callable[[Msg], Awaitable[None]]:
+        async def arrived(message: Msg) -> None:
+            heard[name] += 1
+
+        return arrived
+
+    subject = place.of("ctl")
+    for name, queue in (("one", "q"), ("other", "q"), ("alone", "")):
+        await place.nc.subscribe(place.subjects.every("ctl"), queue, cb=hear(name))
+    await place.nc.flush()
+    await place.nc.flush()
+    for _ in range(20):
+        await place.nc.publish(subject, b"")
+    await asyncio.sleep(0.1)
+    assert heard["alone"] == 20
+    assert heard["one"] + heard["other"] == 20
+    assert min(heard.values()) > 0
+
+
+async def a_worker_that_was_overtaken_publishes_no_chunk(place: Place) -> None:
+    key = SessionKey("t", "s")
+    one, other = (Journal(place.nc, place.nc.jetstream(), place.subjects) for _ in range(2))
+    seq = await place.put("in")
+
+    def chunk(i: int) -> Chunk:
+        return Chunk(i, (7,), "x", seq=seq)
+
+    first = await one.publish_chunk(key, "g", chunk(0), 0)
+    assert await one.publish_chunk(key, "g", chunk(0), 0) == first, "its own, of which the ack was lost"
+    with pytest.raises(FencedError):
+        await other.publish_chunk(key, "g", chunk(1), 0)
+    stored = datetime.fromtimestamp(0, UTC)
+    assert await other.published(key, "g", seq, stored) == Published([chunk(0)], first, has_ended=False)
+    second = await other.publish_chunk(key, "g", chunk(1), first)
+    with pytest.raises(FencedError):
+        await one.publish_chunk(key, "g", Chunk(1, (8,), "y", seq=seq), first)
+    await other.seal(key, "g", seq, second)
+    with pytest.raises(FencedError):
+        await one.publish_chunk(key, "g", chunk(2), second)
+    published = await other.published(key, "g", seq, stored)
+    assert published.is_sealed
+    third = await other.publish_chunk(key, "g", chunk(2), second)
+    assert third == published.last_seq + 1, "its own seal does not stop it"
+    await Outbox(place.nc, place.subjects).end(key, "g", seq, None)
+    await place.nc.flush()
+    ended = await one.published(key, "g", seq, stored)
+    assert (ended.has_ended, ended.is_sealed) == (True, False)
+    with pytest.raises(FencedError):
+        await one.publish_chunk(key, "g", chunk(3), third)
+
+
+async def chunks_that_have_expired_stop_no_answer_and_forgotten_ones_do(place: Place) -> None:
+    key, journal = SessionKey("t", "s"), Journal(place.nc, place.js, place.subjects)
+    seq = await place.put("in")
+    first = await journal.publish_chunk(key, "g", Chunk(0, (7,), "x", seq=seq), 0)
+    await journal.remove_tokens(key)
+    second = await journal.publish_chunk(key, "g", Chunk(1, (7,), "x", seq=seq), first)
+    assert second == first + 1
+    await journal.remove_tokens(key)
+    await journal.remove(key, seq + 1)
+    with pytest.raises(FencedError):
+        await journal.publish_chunk(key, "g", Chunk(2, (7,), "x", seq=seq), second)
+
+
+SCENES = (
+    a_worker_that_was_overtaken_publishes_no_chunk,
+    chunks_that_have_expired_stop_no_answer_and_forgotten_ones_do,
+    a_lost_fence_stores_nothing,
+    a_removed_result_opens_the_fence_behind_the_one_before,
+    an_id_within_the_window_is_stored_once,
+    what_is_not_acknowledged_comes_again,
+    what_is_returned_comes_again_when_it_was_asked_to,
+    what_has_left_the_log_does_not_come_again,
+    a_pull_ends_at_its_limits,
+    direct_gets_read_a_subject_in_order,
+    what_is_not_there_is_not_found,
+    removing_an_entry_twice_is_an_error_of_its_own,
+    a_purge_takes_what_it_names,
+    what_is_too_large_or_too_much_is_refused,
+    a_key_has_one_message_which_expires,
+    one_of_a_queue_group_and_all_others_get_a_message,
+)
+
+
+async def play(scene: Callable[[Place], Awaitable[None]], nc: Any, folder: Path) -> None:
+    place = Place(nc, folder)
+    await place.make()
+    await scene(place)
+
+
+async def _ignore(*_: Any) -> None:
+    pass
+
+
+@pytest.mark.parametrize("scene", SCENES)
+def test_in_memory(scene: Callable[[Place], Awaitable[None]], tmp_path: Path) -> None:
+    async def main(server: Server) -> None:
+        nc = server.connection()
+        await nc.connect(["world"], error_cb=_ignore)
+        await play(scene, nc, tmp_path)
+
+    with simulated(7) as loop:
+        run(loop, main(Server(loop)))
+
+
+@pytest.mark.parametrize("scene", SCENES)
+async def test_on_the_real_server(
+    scene: Callable[[Place], Awaitable[None]], nats_url: str, tmp_path: Path
+) -> None:
+    nc = await nats.connect(nats_url)
+    try:
+        await play(scene, nc, tmp_path)
+    finally:
+        await nc.close()
