@@ -318,6 +318,19 @@ async def test_a_repeat_is_known_though_its_id_was_used_in_a_forgotten_session_b
     assert (await world.ask(again)).repeat_of == 3
 
 
+async def test_the_base_of_a_fork_is_not_taken_for_gone_where_the_log_does_not_answer(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fork's requests would fail with `history_diverged`."""
+    await world.ask(Append(id="a", text="one"))
+    trail, history = world.session._trail, world.session.history
+    link = await trail.store_base(1, history)
+    monkeypatch.setattr(world.log, "checkpoint", lambda _: asyncio.sleep(0))
+    found = await trail.base(link)
+    assert found is not None
+    assert found.position == history.position
+
+
 async def test_what_a_replica_still_shows_of_a_forgotten_session_is_not_carried_out_again(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -158,7 +158,8 @@ def _check_result(
     first = log.requests.get(result.repeat_of or 0)
     if result.repeat_of is not None and (first is None or first.id != request.id):
         yield f"the repeat at {seq} names {result.repeat_of}, which is another request"
-    if result.repeat_of is None or request.id in log.firsts:  # else removed meanwhile
+    was_asked = any(one.id == request.id for at, one in log.requests.items() if at < seq)
+    if not was_asked or request.id in log.firsts:  # else its record was removed, perhaps meanwhile
         yield from _check_repeat(seq, request, result, log.firsts)
     log.firsts.setdefault(request.id, (seq, request, result))
     log.records.setdefault(request.id, (log.asked[seq], message))
@@ -322,7 +323,7 @@ def _check_forgotten(log: Logged, streams: dict[str, Stream]) -> Iterator[str]:
     before = {log.requests[seq].id for seq in log.requests if seq < last}
     after = {log.requests[seq].id for seq in log.requests if seq > last}
     for name in before - after:
-        if streams[SUBJECTS.token_stream].matching(SUBJECTS.tokens(log.key, name)):
+        if any(one.data for one in streams[SUBJECTS.token_stream].matching(SUBJECTS.tokens(log.key, name))):
             yield f"chunks of {name} are still there after the forget at {last}"
 
 

@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from worker.otlp import Traces
     from worker.telemetry import Telemetry
     from worker.wire.intake import Delivery
-    from worker.wire.journal import Journal
+    from worker.wire.journal import Entry, Journal
     from worker.wire.outbox import Outbox
     from worker.wire.retention import Retention
 
@@ -329,9 +329,7 @@ class Session:
                 results, more_results = await journal.page(self.key, "out", record.out_seq)
                 record.add_results(results)
             # Tokenises all messages of the page: too long for the event loop.
-            named = record.bases(requests).items()
-            bases = {seq: await self._trail.base(Link.parse(link)) for seq, link in named}
-            await in_thread(record.add_requests, requests, bases)
+            await in_thread(record.add_requests, requests, await self._bases(record, requests))
             if record.proven_seq and (delta := record.next_delta(record.proven_seq)):
                 deltas.append(delta)
         while more_results:
@@ -348,6 +346,11 @@ class Session:
             await self._trail.stored()
         if not record.has_more:
             record.in_seq = max(record.in_seq, until)  # also if the entry was removed by now
+
+    async def _bases(self, record: Record, requests: list[Entry]) -> dict[int, History | None]:
+        """Read what the forks that these requests have opened took from their parents."""
+        named = record.bases(requests).items()
+        return {seq: await self._trail.base(Link.parse(link)) for seq, link in named}
 
     async def _check_is_there(self, pending: Pending) -> None:
         """Raise `FencedError` if the first request without a result has left the log.
@@ -393,7 +396,8 @@ class Session:
         if record.pending:
             return
         requests, record.has_more = await journal.page(self.key, "in", record.in_seq, until=until)
-        record.add_requests(requests, {})  # only queued, so not worth a thread
+        # Mostly only queued, so not worth a thread; a replica that lagged may have shown results before them.
+        record.add_requests(requests, await self._bases(record, requests))
         if not record.has_more:
             record.in_seq = max(record.in_seq, until)
 

@@ -21,6 +21,8 @@ from worker.wire.journal import answers
 from .checkpoint import Checkpoint, Delta, has_start, restore
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from anyio import TaskHandle
     from anyio.abc import TaskGroup
 
@@ -125,7 +127,9 @@ class Trail:
 
     async def base(self, link: Link | None) -> History | None:
         """Read the base of a fork; None if it is gone, or not what `link` names."""
-        bodies, tokenizer = await self._read(link, whole=True), self._trails.tokenizer
+        tokenizer = self._trails.tokenizer
+        # Nothing else has these tokens: a log that does not answer now is asked until it does.
+        bodies = await self._read(link, self._trails.journal.get, whole=True)
         found = await in_thread(lambda: restore(bodies, tokenizer, None, whole=True))
         return found.history if found else None
 
@@ -145,7 +149,8 @@ class Trail:
     async def whole(self) -> History | None:
         """Read all of the history at the last stored checkpoint, without checking it by the log."""
         await self.stored()
-        bodies, tokenizer = await self._read(self.link, whole=True), self._trails.tokenizer
+        bodies = await self._read(self.link, self._trails.journal.checkpoint, whole=True)
+        tokenizer = self._trails.tokenizer
         found = await in_thread(lambda: restore(bodies, tokenizer, tokenizer.fingerprint, whole=True))
         return found.history if found else None
 
@@ -157,7 +162,7 @@ class Trail:
         if named is None or text is None:
             return None
         link = Link.parse(text)
-        bodies = await self._read(link, whole=whole)
+        bodies = await self._read(link, journal.checkpoint, whole=whole)
         tokenizer = self._trails.tokenizer
         checkpoint = await in_thread(lambda: restore(bodies, tokenizer, tokenizer.fingerprint, whole=whole))
         found = await self._confirmed(checkpoint, named) if checkpoint else None
@@ -167,14 +172,16 @@ class Trail:
         self.link = link
         return found
 
-    async def _read(self, link: Link | None, *, whole: bool) -> list[bytes]:
+    async def _read(
+        self, link: Link | None, read: Callable[[int], Awaitable[bytes | None]], *, whole: bool
+    ) -> list[bytes]:
         """Read a checkpoint and all before it, oldest first; empty if a message differs from its link.
 
         Unless `whole`, read back only to the last checkpoint with a start.
         """
         parts: list[bytes] = []
         bodies: list[bytes] = []
-        async for message in backwards(link, self._trails.journal.checkpoint):
+        async for message in backwards(link, read):
             if message is None:
                 return []
             parts.append(message.part)
