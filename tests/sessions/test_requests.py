@@ -15,6 +15,7 @@ from turnkeep_client.client import connect
 from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.messages import Appended, Generated, Metrics
 from worker.sessions.session import Session
+from worker.wire.journal import FencedError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -133,14 +134,17 @@ async def test_a_request_may_be_cancelled_before_it_has_reached_the_worker(wire:
         assert (await w.result(seq))["finish_reason"] == "cancelled"
 
 
+@pytest.mark.parametrize("is_fenced", [False, True])
 async def test_who_cancels_is_told_so_where_the_session_comes_to_the_request_meanwhile(
-    wire: Start, monkeypatch: pytest.MonkeyPatch
+    wire: Start, monkeypatch: pytest.MonkeyPatch, *, is_fenced: bool
 ) -> None:
     """The session's task answers what it finds cancelled; that is no reason to say that nothing was."""
 
     async def begun(session: Session, pending: Pending) -> bool:
         session._stop_active()
         await pending.done.wait()
+        if is_fenced:
+            raise FencedError("it was begun meanwhile")
         return False
 
     monkeypatch.setattr(Session, "_begun", begun)

@@ -414,14 +414,19 @@ class Session:
             self.forget()  # no request runs here that would notice
             await self.catch_up(beyond_bell=True)
 
-    async def cancel(self, request_id: str) -> Cancelled | Failed:
-        """Cancel a request that has no result yet; return once its result is in the log."""
+    async def cancel(self, request_id: str, asked: Pending | None = None) -> Cancelled | Failed:
+        """Cancel a request that has no result yet; return once its result is in the log.
+
+        `asked` is the request, if this call has already asked for its end.
+        """
         try:
             await self.refresh()  # the request may be younger than its delivery
         except FencedError:
             self._stop_active()  # its result can no longer be committed
             raise
         known = await self._find_answered(request_id) is not None  # if so, the pending one is a repeat
+        if known and asked is not None and asked.done.is_set():
+            return Cancelled(id=request_id, was="waiting")  # the session's task has committed it
         pending = None if known else await self._find_waiting(request_id)
         if pending is None:
             why = "it was answered already" if known else "the session has no request with this id"
@@ -430,7 +435,7 @@ class Session:
         try:
             is_begun = await self._begun(pending)
         except FencedError:  # by a worker, also this one, that has begun it meanwhile
-            return await self.cancel(request_id)
+            return await self.cancel(request_id, asked=pending)
         if not is_begun:
             result = withdrawn(pending, self.history, self._record.position)
             if await self._commit(pending, result, None):
