@@ -158,6 +158,7 @@ def _run(
 ) -> None:
     if new_session:
         os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a run in the background of a shell ignores it
     for number, descriptor in enumerate(streams):
         os.dup2(descriptor, number)
     for descriptor in set(streams) - {0, 1, 2}:
