@@ -111,7 +111,8 @@ async def test_each_turn_is_the_templates_text_and_run_no_more_than_it_changes(
 ) -> None:
     thought = "" if kind == "gemma3" else "<think>\nHm.\n</think>\n\n"
     call, twice = CALLS.get(kind, (CALL, CALL + CALL))
-    answers = [thought + call, "Sunny.", "Fine.", thought + "Well.", thought + twice, "Two.", "End."]
+    answers = [thought + call, "Sunny.", "Fine.", thought + "Well.", thought + twice, "Two.", "So."]
+    answers += [thought + call, "Rain.", "End."]
     rounds: list[list[Message]] = [
         [Message(role="system", content="Be brief."), user("Weather?")],
         [Message(role="tool", content="sunny", tool_call_id="abcdefghi")],
@@ -119,6 +120,9 @@ async def test_each_turn_is_the_templates_text_and_run_no_more_than_it_changes(
         [user("And now?")],
         [user("Twice?")],
         [Message(role="tool", content=text, tool_call_id="abcdefghi") for text in ("a", "b")],
+        [user("So?")],
+        [user("Tomorrow?")],
+        [Message(role="tool", content="rain", tool_call_id="abcdefghi")],
         [user("Bye.")],
     ]
     if kind == "gemma3":  # it allows one message a turn
