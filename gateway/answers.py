@@ -11,7 +11,7 @@ from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.messages import Generated
 
 from . import openai
-from .anthropic import signature
+from .anthropic import event, signature
 from .turn import ALL_THAT_FITS, fault_of
 
 if TYPE_CHECKING:
@@ -218,9 +218,8 @@ class Events:
         return self._event(f"response.{event}", item_id=begun.id, output_index=begun.index, **fields)
 
     def _event(self, type: str, **fields: Any) -> bytes:  # noqa: A002  # as the events have it
-        body = {"type": type, "sequence_number": self._num_events, **fields}
         self._num_events += 1
-        return f"event: {type}\ndata: ".encode() + msgspec.json.encode(body) + b"\n\n"
+        return event(type, sequence_number=self._num_events - 1, **fields)
 
 
 def _item_status(result: Generated) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+import httpx2
 import pytest
 from openai import AsyncOpenAI
 
@@ -68,3 +69,10 @@ async def door() -> AsyncIterator[Callable[..., Awaitable[Door]]]:
     for one in started:
         if not one.task.done():
             await one.stop()
+
+
+@pytest.fixture
+async def http(served: Any) -> AsyncIterator[httpx2.AsyncClient]:
+    """Talk to the gateway of the test's own `served`."""
+    async with httpx2.AsyncClient(base_url=served.url, timeout=60) as client:
+        yield client

@@ -13,7 +13,6 @@ from gateway.index import append_id, tags
 from turnkeep_client.messages import encode
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
     from pathlib import Path
 
 Start = Any
@@ -33,12 +32,6 @@ async def served(local_worker: Start, door: Start, endless_model: Path) -> Any:
     started = await door(worker.settings.nats, worker.settings.prefix)
     started.worker = worker
     return started
-
-
-@pytest.fixture
-async def http(served: Any) -> AsyncIterator[httpx2.AsyncClient]:
-    async with httpx2.AsyncClient(base_url=served.url, timeout=60) as client:
-        yield client
 
 
 def body(messages: list[dict[str, Any]], **more: Any) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-import httpx2
 import pytest
 from parts import make_tiny_model
 
@@ -24,8 +23,9 @@ from turnkeep_client.messages import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
     from pathlib import Path
+
+    import httpx2
 
 Start = Any
 PATH = "/v1/messages"
@@ -100,12 +100,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def served(local_worker: Start, door: Start, model: Path) -> Any:
     worker = await local_worker(model=str(model))
     return await door(worker.settings.nats, worker.settings.prefix)
-
-
-@pytest.fixture
-async def http(served: Any) -> AsyncIterator[httpx2.AsyncClient]:
-    async with httpx2.AsyncClient(base_url=served.url, timeout=20) as client:
-        yield client
 
 
 def body(*said: dict[str, Any], **more: Any) -> dict[str, Any]:

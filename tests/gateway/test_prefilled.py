@@ -8,7 +8,6 @@ import httpx2
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
     from pathlib import Path
 
 Start = Any
@@ -26,12 +25,6 @@ async def served(local_worker: Start, door: Start, endless_model: Path) -> Any:
     started = await door(worker.settings.nats, worker.settings.prefix)
     started.worker = worker
     return started
-
-
-@pytest.fixture
-async def http(served: Any) -> AsyncIterator[httpx2.AsyncClient]:
-    async with httpx2.AsyncClient(base_url=served.url, timeout=20) as client:
-        yield client
 
 
 async def ask(

@@ -33,12 +33,6 @@ async def served(local_worker: Start, door: Start) -> Any:
     return started
 
 
-@pytest.fixture
-async def http(served: Any) -> AsyncIterator[httpx2.AsyncClient]:
-    async with httpx2.AsyncClient(base_url=served.url, timeout=20) as client:
-        yield client
-
-
 def said(**more: Any) -> dict[str, Any]:
     return {**HELLO, **more}
 
