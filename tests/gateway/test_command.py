@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from typing import TYPE_CHECKING
 
@@ -53,3 +54,11 @@ def test_a_port_that_is_taken_and_a_server_that_is_not_there(nats_url: str, tmp_
     assert f"cannot listen on 127.0.0.1:{port}: " in text
     assert "no NATS server" in said("--nats", "nats://127.0.0.1:1", "--data-dir", str(tmp_path))
     assert "no-keys" in said("--keys", str(tmp_path / "no-keys"), "--data-dir", str(tmp_path))
+
+
+def test_what_a_connection_is_sent_leaves_at_once() -> None:
+    """Without this, small events that follow each other wait for the client's delayed ACK."""
+    with listening("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
+        connection, _ = listener.accept()
+        with connection:
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
