@@ -33,11 +33,11 @@ import numpy as np  # noqa: E402
 
 from cache.kv import layers  # noqa: E402
 from cache.names.policy import FULL, Policy  # noqa: E402
-from worker import settings  # noqa: E402
 from worker.batch.forward import Forward  # noqa: E402
 from worker.batch.parts import OwnPart  # noqa: E402
 from worker.device import machine  # noqa: E402
 from worker.models import model as models  # noqa: E402
+from worker.process import settings  # noqa: E402
 
 TOKENS: Final = 50_000
 PIECE, POINT = 128, 1024  # tokens of a pass, and of a point of the picture

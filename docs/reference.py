@@ -18,7 +18,7 @@ from turnkeep_client.asyncapi import CONTROL_REPLIES, CONTROLS, REQUESTS, RESULT
 from turnkeep_client.client import Backlog
 from turnkeep_client.messages import Chunk, DeadLetter, Metrics
 from worker.commands import cli
-from worker.settings import describe
+from worker.process.settings import describe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

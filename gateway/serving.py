@@ -25,7 +25,7 @@ _HEAD_S: Final = 10.0
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """Return a socket that listens there, whose connections send each piece at once. Raises `TurnkeepError`."""
+    """Return a socket that listens there, which sends each piece at once. Raises `TurnkeepError`."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.create_server(address[:2], family=family, backlog=512)

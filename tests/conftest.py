@@ -39,7 +39,7 @@ from parts import (  # noqa: E402
 
 from turnkeep_client.client import Client, connect  # noqa: E402
 from worker.app import App  # noqa: E402
-from worker.settings import Settings  # noqa: E402
+from worker.process.settings import Settings  # noqa: E402
 from worker.wire.credentials import client_options, over_tls  # noqa: E402
 
 #: Fixtures that mount file systems.

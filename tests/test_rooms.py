@@ -18,7 +18,9 @@ ROOMS = {
     "gateway": {"gateway", CLIENT},
 }
 PACKAGES = set().union(*ROOMS.values()) | {"ops"}
-#: Of a room's floors each may import those below it; modules beside the worker's floors anyone may import.
+#: Of the worker: every floor may import these two, and they import nothing of it but each other's first.
+GROUND = {"process": set(), "observe": {"process"}}
+#: Of a room's floors each may import those below it.
 FLOORS = {
     "worker": {
         "commands": {"wire", "models"},
@@ -103,6 +105,13 @@ def test_a_floor_of_a_room_imports_only_those_below_it(room, floor):
     assert others & FLOORS[room].keys() == FLOORS[room][floor]
     if room == "cache":
         assert others <= FLOORS[room].keys(), "the store stands above them all"
+
+
+@pytest.mark.parametrize("floor", GROUND)
+def test_the_ground_of_the_worker_imports_no_floor(floor):
+    used = set().union(*(imports(path) for path in (ROOT / "worker" / floor).glob("*.py")))
+    others = {name.split(".")[1] for name in used if name.startswith("worker.")} - {floor}
+    assert others == GROUND[floor]
 
 
 def test_the_worker_sees_the_cache_by_its_face_alone():

@@ -55,14 +55,14 @@ from worker.wire.lease import Lease
 from worker.wire.outbox import Outbox
 from worker.wire.retention import Retention
 
-from .concurrency import in_thread, shielded, task_group
-from .datadir import DataDir
-from .formatting import size
-from .health import HealthServer
-from .keys import cache_access
-from .metrics import collect
-from .telemetry import Telemetry
-from .tracing import start_traces
+from .observe.health import HealthServer
+from .observe.metrics import collect
+from .observe.telemetry import Telemetry
+from .observe.tracing import start_traces
+from .process.concurrency import in_thread, shielded, task_group
+from .process.datadir import DataDir
+from .process.formatting import size
+from .process.keys import cache_access
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -77,8 +77,8 @@ if TYPE_CHECKING:
     from worker.models.model import LoadedModel, Progress
     from worker.wire.streams import Streams
 
-    from .otlp import Traces
-    from .settings import Settings
+    from .observe.otlp import Traces
+    from .process.settings import Settings
 
 log = structlog.get_logger()
 

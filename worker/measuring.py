@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from worker.models import blas
 
-from . import settings
+from .process import settings
 
 blas.preload()  # before anything imports MLX
 
@@ -39,10 +39,10 @@ from worker.batch.chooser import Chooser, Sampling  # noqa: E402
 from worker.batch.choosing import batch_for  # noqa: E402
 from worker.batch.rows import PrefillPiece, Row  # noqa: E402
 from worker.batch.trials import Trials  # noqa: E402
-from worker.datadir import DataDir  # noqa: E402
 from worker.device import machine  # noqa: E402
 from worker.device.runner import estimator  # noqa: E402
 from worker.models import model as models  # noqa: E402
+from worker.process.datadir import DataDir  # noqa: E402
 from worker.wire import connection, streams  # noqa: E402
 from worker.wire.broker import EmbeddedServer  # noqa: E402
 
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
     from cache.names.snapshot import Tensor
     from worker.models.model import LoadedModel
-    from worker.settings import Settings
+    from worker.process.settings import Settings
 
 #: Values by the names of the bench's measures.
 Figures: TypeAlias = "dict[str, float | list[float]]"

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from worker.models import blas
 
-from . import settings
+from .process import settings
 
 blas.preload()  # before anything imports MLX
 

@@ -16,7 +16,7 @@ from made_kv import save_all
 from cache.admin import archive
 from cache.names.errors import CacheError
 from worker.commands.cli import main
-from worker.datadir import DataDir
+from worker.process.datadir import DataDir
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

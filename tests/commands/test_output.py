@@ -18,7 +18,7 @@ from command_runs import command as run
 from command_runs import environment, turnkeep, where
 
 from worker.commands.cli import main
-from worker.formatting import size, span
+from worker.process.formatting import size, span
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,7 +15,7 @@ import pytest
 from tests.commands.command_runs import command
 from tests.ops.test_operating_page import block
 from tests.parts import BLOCK, ENDLESS_CONTEXT, TINY_KV_BYTES, make_endless_model, make_tiny_model
-from worker.settings import load
+from worker.process.settings import load
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

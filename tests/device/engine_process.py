@@ -19,7 +19,7 @@ from cache.store import Store
 from worker.device.admission import Ledger
 from worker.device.device import Device
 from worker.device.engine import Engine
-from worker.telemetry import Telemetry
+from worker.observe.telemetry import Telemetry
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

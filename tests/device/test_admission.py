@@ -23,7 +23,7 @@ from worker.device.admission import PRIORITY_S, Admission, Claim, Decision, Ledg
 from worker.device.device import Device
 from worker.device.engine import Engine
 from worker.device.turn import Short
-from worker.telemetry import Telemetry
+from worker.observe.telemetry import Telemetry
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,10 +11,10 @@ from parts import free_port
 
 from bench.device import MEASURES
 from cache.kv import layers
-from worker import settings
-from worker.datadir import DataDir
 from worker.measuring import Measuring
 from worker.models import model
+from worker.process import settings
+from worker.process.datadir import DataDir
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -15,7 +15,7 @@ import pytest
 from turnkeep_client.asyncapi import CONTROL_REPLIES, CONTROLS, REQUESTS, RESULTS
 from turnkeep_client.errors import ERROR_CODES
 from worker.commands.cli import main
-from worker.settings import Settings
+from worker.process.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,8 +8,8 @@ import subprocess
 import pytest
 
 from tests import parts
-from worker.datadir import DataDir
-from worker.settings import Settings
+from worker.process.datadir import DataDir
+from worker.process.settings import Settings
 from worker.wire.broker import EmbeddedServer, find_server
 
 

@@ -14,7 +14,7 @@ import nats.errors
 import psutil
 import pytest
 
-from worker.datadir import DataDir
+from worker.process.datadir import DataDir
 from worker.wire import broker
 from worker.wire.connection import BrokerError, connect
 from worker.wire.credentials import own_token
@@ -23,8 +23,8 @@ OWNER = """
 import asyncio, sys
 from pathlib import Path
 from worker.wire.broker import EmbeddedServer
-from worker.datadir import DataDir
-from worker.settings import Settings
+from worker.process.datadir import DataDir
+from worker.process.settings import Settings
 
 async def main():
     settings = Settings(data_dir=Path(sys.argv[1]), nats_port=int(sys.argv[2]))

@@ -14,7 +14,7 @@ from tests.commands import command_runs
 from turnkeep_client.client import connect as client
 from turnkeep_client.errors import NoWorkerError
 from turnkeep_client.redact import redact, shown
-from worker.logs import configure
+from worker.observe.logs import configure
 from worker.wire.connection import BrokerError, connect
 
 USER, PASSWORD, TOKEN = "alice-user", "s3cr3t-w0rd", "t0ken-of-the-realm"

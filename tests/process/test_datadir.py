@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from worker.datadir import DataDir, DataDirError
+from worker.process.datadir import DataDir, DataDirError
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from worker.datadir import DataDir
+from worker.process.datadir import DataDir
 directory = DataDir.open(Path(sys.argv[1]), "first")
 print("open", flush=True)
 time.sleep(60)

@@ -8,7 +8,7 @@ import pytest
 
 from worker.commands import doctor
 from worker.commands.doctor import Check, checks, exit_code, show
-from worker.datadir import DataDir
+from worker.process.datadir import DataDir
 
 
 async def examine(settings):

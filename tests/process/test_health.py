@@ -14,10 +14,10 @@ import pytest
 from tests.parts import free_port
 from turnkeep_client.errors import TurnkeepError
 from worker import app as app_module
-from worker import health as health_module
 from worker.device.runner import Runner
 from worker.models import model
-from worker.settings import Endpoint, SettingsError, load
+from worker.observe import health as health_module
+from worker.process.settings import Endpoint, SettingsError, load
 from worker.wire.broker import find_server
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from worker.heap import Spare
 from worker.models.blas import computes_on_linux_cpu
+from worker.process.heap import Spare
 
 MIB = 2**20
 PAGES = 48 * MIB // 4096
@@ -14,7 +14,7 @@ PAGES = 48 * MIB // 4096
 #: Takes and writes 48 MiB in pieces, twice, and prints how many pages the kernel had to find each time.
 PROGRAM = """
 import ctypes, resource, sys
-from worker.heap import Spare
+from worker.process.heap import Spare
 
 MIB = 2**20
 libc = ctypes.CDLL(None)

@@ -18,7 +18,7 @@ from turnkeep_client.client import connect as client
 from turnkeep_client.errors import NotPermittedError
 from worker.commands import serve
 from worker.commands.cli import main
-from worker.settings import Settings, SettingsError, load
+from worker.process.settings import Settings, SettingsError, load
 from worker.wire.connection import BrokerError, connect
 from worker.wire.credentials import nats_options, over_tls
 

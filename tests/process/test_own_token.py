@@ -15,7 +15,7 @@ import pytest
 
 from tests.commands.command_runs import command
 from tests.parts import free_port
-from worker.settings import Settings, SettingsError
+from worker.process.settings import Settings, SettingsError
 from worker.wire.broker import EmbeddedServer, find_server
 from worker.wire.connection import BrokerError, connect
 from worker.wire.credentials import client_options
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from tests.conftest import LocalWorker
     from tests.parts import WorkerProcess
-    from worker.datadir import DataDir
+    from worker.process.datadir import DataDir
 
 pytestmark = pytest.mark.process
 

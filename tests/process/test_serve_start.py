@@ -17,7 +17,7 @@ from cache.names.policy import Policy
 from tests.parts import free_port
 from turnkeep_client.errors import TurnkeepError
 from worker.app import App
-from worker.settings import Settings
+from worker.process.settings import Settings
 
 if TYPE_CHECKING:
     from pathlib import Path

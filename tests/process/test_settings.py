@@ -6,8 +6,8 @@ import pytest
 
 from cache.names.policy import FULL, Policy
 from turnkeep_client.subjects import check_id
-from worker import settings as module
-from worker.settings import Settings, SettingsError, describe, load
+from worker.process import settings as module
+from worker.process.settings import Settings, SettingsError, describe, load
 
 
 def write(folder: Path, text: str) -> Path:

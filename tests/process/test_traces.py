@@ -18,9 +18,9 @@ from structlog.testing import capture_logs
 
 from tests.parts import free_port
 from turnkeep_client.errors import RequestFailedError
-from worker.otlp import Traces
-from worker.traces import Phase, TurnTimes
-from worker.tracing import TracesError
+from worker.observe.otlp import Traces
+from worker.observe.traces import Phase, TurnTimes
+from worker.observe.tracing import TracesError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -284,7 +284,7 @@ async def test_an_endpoint_without_the_extra_ends_the_start_by_one_line(
 ) -> None:
     import sys
 
-    monkeypatch.setitem(sys.modules, "worker.otlp", None)
+    monkeypatch.setitem(sys.modules, "worker.observe.otlp", None)
     with pytest.raises(TracesError, match=r"otlp_endpoint: .* missing; pip install 'turnkeep\[traces\]'"):
         await local_worker(otlp_endpoint="http://127.0.0.1:1")
 

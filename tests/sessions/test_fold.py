@@ -38,6 +38,7 @@ from turnkeep_client.messages import (
 from turnkeep_client.subjects import SessionKey
 from worker.device.engine import TurnResult
 from worker.models.tokenizer import Tokenizer
+from worker.observe.telemetry import Telemetry
 from worker.sessions import session
 from worker.sessions.attempts import Attempts, SharedLock
 from worker.sessions.execution import Execution
@@ -46,7 +47,6 @@ from worker.sessions.history import Fold, History
 from worker.sessions.session import Services, Session
 from worker.sessions.shares import Shares
 from worker.sessions.trail import Trails
-from worker.telemetry import Telemetry
 from worker.wire.intake import Delivery
 from worker.wire.journal import Entry, FencedError, Published
 from worker.wire.retention import Retention

@@ -12,8 +12,8 @@ from test_fold import PAGE, STORED, World
 
 from turnkeep_client.messages import Append, Chunk, Close, Generate, Generated, Message, Open, encode
 from worker.models.tokenizer import Tokenizer
+from worker.observe.telemetry import Telemetry
 from worker.sessions.attempts import SharedLock
-from worker.telemetry import Telemetry
 from worker.wire.intake import Intake
 from worker.wire.journal import FencedError
 

@@ -28,7 +28,7 @@ from turnkeep_client.messages import (
     encode,
 )
 from turnkeep_client.subjects import SessionKey, Subjects
-from worker.settings import Settings
+from worker.process.settings import Settings
 
 from .device import POISON, Worker
 from .loop import Loop, Process

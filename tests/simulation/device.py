@@ -23,10 +23,10 @@ from cache.names.tokens import as_tokens
 from cache.store import Forgotten
 from turnkeep_client.messages import Histogram, Metrics, Progress, SnapshotCounters, joined
 from worker.app import App
-from worker.concurrency import task_group
 from worker.device.engine import StoppingError, TurnResult
 from worker.models.model import LoadedModel
 from worker.models.tokenizer import Tokenizer
+from worker.process.concurrency import task_group
 from worker.wire import streams
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from turnkeep_client.messages import Chunk
     from turnkeep_client.subjects import SessionKey
     from worker.batch.chooser import Sampling
-    from worker.settings import Settings
+    from worker.process.settings import Settings
     from worker.text.answer import Answer
 
     from .loop import Loop, Process

@@ -24,7 +24,7 @@ import anyio.to_thread
 from anyio._backends import _asyncio
 
 from turnkeep_client.calls import Call
-from worker import clock
+from worker.process import clock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator

@@ -20,7 +20,7 @@ from tests.simulation.world import Server
 from turnkeep_client.direct import DirectGets
 from turnkeep_client.messages import Chunk
 from turnkeep_client.subjects import SessionKey, Subjects
-from worker.settings import Settings
+from worker.process.settings import Settings
 from worker.wire import streams
 from worker.wire.journal import FencedError, Journal, Published
 from worker.wire.outbox import Outbox

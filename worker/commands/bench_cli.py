@@ -20,7 +20,7 @@ from .flags import load_settings, with_settings
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from worker.settings import Settings
+    from worker.process.settings import Settings
 
 
 @click.command()

@@ -22,9 +22,9 @@ from cache.admin import archive, pruning, survey
 from cache.names.errors import CacheError, DirectoryLockedError
 from ops.log.copies import OWN
 from turnkeep_client.errors import TurnkeepError
-from worker.formatting import size, span
-from worker.keys import cache_access
-from worker.settings import parse_duration, parse_size
+from worker.process.formatting import size, span
+from worker.process.keys import cache_access
+from worker.process.settings import parse_duration, parse_size
 
 from .flags import as_json, check_target, force_option, load_settings, with_settings
 from .printing import table
@@ -33,7 +33,7 @@ from .progress import terminal_progress
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from worker.settings import Settings
+    from worker.process.settings import Settings
 
 
 class CacheCommandError(TurnkeepError):

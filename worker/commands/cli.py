@@ -19,11 +19,11 @@ import click
 
 from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.redact import redact
-from worker.datadir import TOKEN_NAME
-from worker.formatting import size
-from worker.installed import as_installed
-from worker.keys import cache_access
-from worker.settings import SettingsError
+from worker.process.datadir import TOKEN_NAME
+from worker.process.formatting import size
+from worker.process.installed import as_installed
+from worker.process.keys import cache_access
+from worker.process.settings import SettingsError
 from worker.wire.credentials import own_token, worker_options
 
 from .flags import (
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from turnkeep_client.client import Client
     from turnkeep_client.session import Sampling
-    from worker.settings import Settings
+    from worker.process.settings import Settings
 
 _INTERRUPTED = 130
 

@@ -11,7 +11,7 @@ from msgspec import UNSET
 
 from turnkeep_client.errors import NotPermittedError, NoWorkerError
 from turnkeep_client.messages import encode
-from worker.formatting import size, span
+from worker.process.formatting import size, span
 
 from .printing import table
 

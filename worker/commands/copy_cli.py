@@ -21,9 +21,9 @@ from cache.names.identity import differing
 from ops.log import copies, importing
 from turnkeep_client.errors import NoWorkerError, RequestFailedError
 from turnkeep_client.subjects import Subjects, session_key
-from worker.datadir import DataDir
-from worker.formatting import size
-from worker.keys import cache_access
+from worker.process.datadir import DataDir
+from worker.process.formatting import size
+from worker.process.keys import cache_access
 from worker.wire.credentials import client_options, over_tls
 
 from .flags import check_target, force_option, load_settings, tenant_option, with_settings
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from turnkeep_client.client import Client
-    from worker.settings import Settings
+    from worker.process.settings import Settings
 
 
 #: What makes two models: fields of an identity. The others are settings and versions.

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.local import LocalWorker
-from worker.installed import program
+from worker.process.installed import program
 
 if TYPE_CHECKING:
     from turnkeep_client.session import Session

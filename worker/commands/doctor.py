@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from rich.text import Text
 
-from worker.datadir import DataDir, DataDirError, DataDirInUseError
-from worker.formatting import size
-from worker.installed import as_installed
 from worker.models import hub
-from worker.settings import SettingsError
+from worker.process.datadir import DataDir, DataDirError, DataDirInUseError
+from worker.process.formatting import size
+from worker.process.installed import as_installed
+from worker.process.settings import SettingsError
 from worker.wire.broker import SERVER_PREFIX, check_port, find_server, greet, server_name
 from worker.wire.connection import BrokerError, connect
 from worker.wire.credentials import nats_options, over_tls
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from worker.models.model import ModelEntry
-    from worker.settings import Settings
+    from worker.process.settings import Settings
 
 State = Literal["ok", "warn", "fail"]
 

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from turnkeep_client.errors import TurnkeepError
-from worker import settings as settings_module
+from worker.process import settings as settings_module
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from worker.settings import Settings
+    from worker.process.settings import Settings
 
 
 class _Formatter(click.HelpFormatter):

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import click
 
 from turnkeep_client.errors import TurnkeepError
-from worker.installed import program
+from worker.process.installed import program
 
 from .agents import AGENTS, Door, start_of
 from .flags import load_settings, with_settings

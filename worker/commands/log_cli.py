@@ -20,7 +20,7 @@ from turnkeep_client.messages import (
     UnknownResult,
     encode,
 )
-from worker.formatting import size, span
+from worker.process.formatting import size, span
 
 from .flags import (
     as_json,

@@ -15,11 +15,11 @@ import anyio
 import click
 import structlog
 
-from worker.concurrency import task_group
-from worker.heap import Spare
-from worker.logs import configure
 from worker.models.blas import computes_on_linux_cpu, preload
-from worker.settings import SettingsError, describe
+from worker.observe.logs import configure
+from worker.process.concurrency import task_group
+from worker.process.heap import Spare
+from worker.process.settings import SettingsError, describe
 
 from .progress import terminal_progress
 from .talking import CLIENT_SETTINGS, command_line
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from worker.app import App
-    from worker.settings import Settings
+    from worker.process.settings import Settings
 
 log = structlog.get_logger()
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from worker.formatting import size as in_units
-from worker.settings import SettingsError, parse_size, policy_text
+from worker.process.formatting import size as in_units
+from worker.process.settings import SettingsError, parse_size, policy_text
 
 from .flags import as_json, load_settings, with_settings
 from .printing import table
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from worker.models.model import LoadedModel
-    from worker.settings import Settings
+    from worker.process.settings import Settings
     from worker.sizing import Load, Plan, Sized
 
 _SETTINGS: Final = (

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from turnkeep_client.errors import NoServerError, NotPermittedError, NoWorkerError
 from turnkeep_client.redact import shown
-from worker.datadir import TOKEN_NAME
-from worker.installed import program
+from worker.process.datadir import TOKEN_NAME
+from worker.process.installed import program
 from worker.wire.credentials import CREDENTIAL_SETTINGS, client_options, over_tls
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
     from turnkeep_client.client import Client
-    from worker.settings import Settings
+    from worker.process.settings import Settings
 
 #: The settings of a command that talks to NATS.
 CLIENT_SETTINGS: Final = ("data_dir", "nats", "nats_port", "prefix", *CREDENTIAL_SETTINGS)

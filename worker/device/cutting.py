@@ -16,7 +16,7 @@ import structlog
 from cache.kv import layers
 from cache.names.blocks import Span, tail_start
 from cache.names.snapshot import carried
-from worker.traces import Phase
+from worker.observe.traces import Phase
 
 from . import machine
 from .scheduler import Step

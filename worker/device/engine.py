@@ -21,8 +21,8 @@ from cache.names.policy import FULL
 from cache.store import Forgotten
 from turnkeep_client.messages import Progress, joined
 from worker.batch.chooser import Sampling
-from worker.concurrency import task_group
-from worker.traces import Phase
+from worker.observe.traces import Phase
+from worker.process.concurrency import task_group
 
 from .admission import Admission, Claim, place
 from .finding import Finder
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from turnkeep_client.messages import Chunk
     from turnkeep_client.subjects import SessionKey
     from worker.batch.rows import Scores
-    from worker.telemetry import Telemetry
+    from worker.observe.telemetry import Telemetry
     from worker.text.answer import Answer
 
     from .admission import Decision, Ledger

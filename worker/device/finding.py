@@ -12,7 +12,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Final
 
 from cache.names.blocks import Span
-from worker.traces import Phase
+from worker.observe.traces import Phase
 
 from .memory import GROWTH_TOKENS
 from .residency import LEAST_SHARED

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from cache.names.policy import Policy
     from cache.store import HeldPrefix, StoredPast
-    from worker.traces import Phase
+    from worker.observe.traces import Phase
 
     from .turn import NeedsKv, Turn, TurnEvent
 

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from turnkeep_client.messages import Chunk
     from turnkeep_client.subjects import SessionKey
     from worker.batch.rows import Row, Scores
+    from worker.observe.traces import Phase
     from worker.text.answer import Answer
-    from worker.traces import Phase
 
 #: Of how many snapshots a turn keeps the times: of its last ones, as a long prompt cuts hundreds.
 MOST_CUTS: Final = 8

@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 from gguf.constants import GGMLQuantizationType
 
-from worker.formatting import size
+from worker.process.formatting import size
 
 from . import gguf_file, gguf_tokenizer
 from .model_files import ModelError, one_line

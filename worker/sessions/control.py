@@ -25,7 +25,7 @@ from turnkeep_client.messages import (
     decode_control,
     failure,
 )
-from worker.concurrency import in_thread
+from worker.process.concurrency import in_thread
 from worker.wire.journal import FencedError
 
 from .history import RefusedError

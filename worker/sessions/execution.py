@@ -36,8 +36,8 @@ from turnkeep_client.messages import (
     failure,
 )
 from worker.batch.chooser import Sampling
-from worker.clock import monotonic
-from worker.concurrency import in_thread, task_group
+from worker.process.clock import monotonic
+from worker.process.concurrency import in_thread, task_group
 from worker.text.answer import Answer
 from worker.text.harmony import FINAL, HarmonySplitter
 from worker.text.splitting import MarkedSplitter, call_id
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from worker.batch.rows import Scores
     from worker.device.engine import Engine, TurnResult
     from worker.models.tokenizer import Tokenizer
-    from worker.telemetry import Telemetry
+    from worker.observe.telemetry import Telemetry
     from worker.text.splitting import Splitter
     from worker.text.templates import Conversation
     from worker.wire.journal import Journal

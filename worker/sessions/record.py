@@ -28,8 +28,8 @@ from turnkeep_client.messages import (
     decode_request,
     decode_result,
 )
-from worker.clock import monotonic, time
-from worker.traces import trace_headers
+from worker.observe.traces import trace_headers
+from worker.process.clock import monotonic, time
 
 from .answered import AnsweredAt, AnsweredIds
 from .checkpoint import Delta, Start
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from anyio import TaskHandle
 
     from turnkeep_client.messages import Chunk, Request, Result
-    from worker.traces import Phase
+    from worker.observe.traces import Phase
     from worker.wire.journal import Entry, Published
 
     from .checkpoint import Checkpoint

@@ -40,9 +40,9 @@ from turnkeep_client.messages import (
     failure,
 )
 from turnkeep_client.subjects import SessionKey, session_key
-from worker.clock import monotonic, time
-from worker.concurrency import in_thread, task_group
 from worker.device.engine import DeviceFaultError, NoMemoryError, StoppingError
+from worker.process.clock import monotonic, time
+from worker.process.concurrency import in_thread, task_group
 from worker.wire.journal import FencedError, Published, TooLargeError
 
 from .attempts import AttemptNote
@@ -62,8 +62,8 @@ if TYPE_CHECKING:
     from cache.names.tokens import Tokens
     from turnkeep_client.messages import ForkPoint, Request, Result
     from worker.device.engine import Engine
-    from worker.otlp import Traces
-    from worker.telemetry import Telemetry
+    from worker.observe.otlp import Traces
+    from worker.observe.telemetry import Telemetry
     from worker.wire.intake import Delivery
     from worker.wire.journal import Entry, Journal
     from worker.wire.outbox import Outbox

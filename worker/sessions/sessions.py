@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import structlog
 from anyio import Event, move_on_after, sleep
 
-from worker.clock import monotonic
 from worker.device.engine import StoppingError
+from worker.process.clock import monotonic
 
 from .session import Session
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Final
 
 from anyio import Event
 
-from worker.clock import monotonic
 from worker.device.admission import place
 from worker.device.engine import StoppingError
+from worker.process.clock import monotonic
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from turnkeep_client.messages import Appended, Failed, Generate, Generated
-from worker.clock import monotonic
-from worker.traces import Phase, TurnTimes
+from worker.observe.traces import Phase, TurnTimes
+from worker.process.clock import monotonic
 
 if TYPE_CHECKING:
     from turnkeep_client.messages import Result

@@ -15,7 +15,7 @@ from anyio import sleep
 
 from turnkeep_client.checkpoints import CheckpointMessage, Link, backwards, digest
 from turnkeep_client.log import CHECKPOINT_HEADER, HISTORY_HEADER
-from worker.concurrency import in_thread
+from worker.process.concurrency import in_thread
 from worker.wire.journal import answers
 
 from .checkpoint import Checkpoint, Delta, has_start, restore

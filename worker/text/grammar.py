@@ -27,7 +27,7 @@ from turnkeep_client.messages import (
     RegexFormat,
     TextFormat,
 )
-from worker.concurrency import in_thread
+from worker.process.concurrency import in_thread
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -35,14 +35,14 @@ from anyio import (
 )
 from anyio.streams.buffered import BufferedByteReceiveStream
 
-from worker.concurrency import in_thread
-from worker.datadir import TOKEN_NAME
+from worker.process.concurrency import in_thread
+from worker.process.datadir import TOKEN_NAME
 
 from .connection import BrokerError, connect
 
 if TYPE_CHECKING:
-    from worker.datadir import DataDir
-    from worker.settings import Settings
+    from worker.process.datadir import DataDir
+    from worker.process.settings import Settings
 
 HOST: Final = "127.0.0.1"
 

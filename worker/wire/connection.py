@@ -16,7 +16,7 @@ from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.nats_client import Nats, refusal, unreachable
 from turnkeep_client.redact import redact
 from turnkeep_client.redact import shown as shown_urls
-from worker.concurrency import shielded
+from worker.process.concurrency import shielded
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -10,13 +10,13 @@ import re
 import ssl
 from typing import TYPE_CHECKING, Any, Final
 
-from worker.datadir import TOKEN_NAME
-from worker.settings import SettingsError
+from worker.process.datadir import TOKEN_NAME
+from worker.process.settings import SettingsError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from worker.settings import Settings
+    from worker.process.settings import Settings
 
 #: The settings of this module, for commands that connect to NATS.
 CREDENTIAL_SETTINGS: Final = (

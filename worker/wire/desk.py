@@ -14,8 +14,8 @@ from nats.js.errors import APIError
 
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.messages import Failed, decode_ask, decode_result, encode, failure
-from worker.concurrency import shielded
-from worker.traces import trace_headers
+from worker.observe.traces import trace_headers
+from worker.process.concurrency import shielded
 
 from .connection import confirm_subscriptions
 from .journal import MESSAGE_TOO_LARGE
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
     from turnkeep_client.messages import ControlReply, Generate, Result
     from turnkeep_client.subjects import SessionKey, Subjects
+    from worker.observe.telemetry import Calls, Telemetry
     from worker.sessions.control import Control
-    from worker.telemetry import Calls, Telemetry
 
     from .outbox import Outbox
 

@@ -23,7 +23,7 @@ import structlog
 from anyio import Event, current_time, move_on_after, sleep
 
 from turnkeep_client.subjects import ID_RULE, SessionKey
-from worker.concurrency import shielded
+from worker.process.concurrency import shielded
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from nats.aio.client import Client
     from nats.aio.msg import Msg
 
-    from worker.telemetry import Telemetry
+    from worker.observe.telemetry import Telemetry
 
     from .streams import Streams
 

@@ -21,7 +21,7 @@ from nats.js.errors import APIError
 
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.messages import Close, Closed, Failed, Generated, decode_request, decode_result
-from worker.clock import time
+from worker.process.clock import time
 
 from .intake import session_of
 from .journal import answers

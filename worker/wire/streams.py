@@ -17,7 +17,7 @@ from nats.js import api
 from nats.js.errors import APIError, NotFoundError
 
 from turnkeep_client.subjects import CONSUMER
-from worker.formatting import size
+from worker.process.formatting import size
 
 from .connection import BrokerError
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from nats.js.client import JetStreamContext
 
     from turnkeep_client.subjects import SessionKind, Subjects
-    from worker.settings import Settings
+    from worker.process.settings import Settings
 
 #: Returned messages count too: with this many sessions waiting for a place, the server delivers nothing.
 MAX_ACK_PENDING: Final = 1_000_000

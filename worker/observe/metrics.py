@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from cache.store import Store
     from worker.device.device import Device
     from worker.device.engine import Engine
+    from worker.observe.telemetry import Telemetry
     from worker.sessions.sessions import Sessions
-    from worker.telemetry import Telemetry
     from worker.wire.intake import Intake
     from worker.wire.retention import Retention
 

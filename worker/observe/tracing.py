@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from turnkeep_client.errors import TurnkeepError
-
-from .installed import as_installed
+from worker.process.installed import as_installed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -1,0 +1,1 @@
+"""What can be seen of the worker: counters, metrics, traces, health, logs."""
