@@ -16,7 +16,7 @@ from ops.exposition import families
 from turnkeep_client import errors
 from turnkeep_client.asyncapi import CONTROL_REPLIES, CONTROLS, REQUESTS, RESULTS
 from turnkeep_client.client import Backlog
-from turnkeep_client.messages import Chunk, DeadLetter, Metrics
+from turnkeep_client.messages import Chunk, DeadLetter, GatewayMetrics, Metrics
 from worker.commands import cli
 from worker.process.settings import describe
 
@@ -71,6 +71,7 @@ def messages() -> str:
         ("Control, on `ctl`", CONTROLS),
         ("Replies on `ctl`", tuple(kind for kind in CONTROL_REPLIES if kind not in (*RESULTS, Metrics))),
         ("On `_metrics`", (Metrics,)),
+        ("On `_gateways`", (GatewayMetrics,)),
     )
     kinds = [kind for _, group in groups for kind in group]
     _, schemas = msgspec.json.schema_components(kinds, ref_template="{name}")

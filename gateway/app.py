@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 MAX_BODY_BYTES: Final = 32 * 2**20
 #: A request's body must be there within this time.
 _BODY_S: Final = 60.0
+_PUBLISH_S: Final = 5.0
 
 _CHAT: Final = Dialect(chat.read, chat.whole, chat.Events, openai.error)
 _COMPLETIONS: Final = Dialect(completions.read, completions.whole, completions.Events, openai.error)
@@ -65,8 +66,11 @@ class Gateway:
         patience_s: float = 15.0,
         cors: str | None = None,
         explain: bool = False,
+        name: str = "gateway",
     ) -> None:
         """`connect` returns a client of a tenant; conversations that are idle for `idle_s` are removed.
+
+        Metrics are published under `name`, an id.
 
         A request waits up to `patience_s` for a worker that starts again. Pages of the origin `cors` may ask.
         With `explain`, a header says what was found of a conversation.
@@ -81,6 +85,7 @@ class Gateway:
         self._cors = cors
         self._explain = explain
         self.counters = Counters()
+        self._name = name
         self._tenants: dict[str, Conversations] = {}
         self._connecting = asyncio.Lock()
         app = Starlette(
@@ -104,6 +109,18 @@ class Gateway:
         )
         self.app = self.counters.counting(app, [one.path for one in app.routes if isinstance(one, Route)])
 
+    async def publish(self) -> None:
+        """Publish metrics now and every few seconds, until cancelled."""
+        while True:
+            with contextlib.suppress(TurnkeepError):  # the next ones follow soon
+                conversations = await self._of(DEFAULT_TENANT)
+                message = self.counters.message(self._name, self._num_known(), _PUBLISH_S)
+                await conversations.client.publish_gateway(message)
+            await asyncio.sleep(_PUBLISH_S)
+
+    def _num_known(self) -> int:
+        return sum(len(one.index.sessions) for one in self._tenants.values())
+
     async def close(self) -> None:
         """Close all connections. Answers that run go on in the worker."""
         for conversations in self._tenants.values():
@@ -122,8 +139,9 @@ class Gateway:
     async def _metrics(self, request: Request) -> Response:
         if not _is_from_here(request):
             raise Fault(403, "only programs of this machine, asking for localhost, may read the metrics")
-        num_known = sum(len(one.index.sessions) for one in self._tenants.values())
-        return Response(self.counters.page(num_known), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(
+            self.counters.page(self._num_known()), media_type="text/plain; version=0.0.4; charset=utf-8"
+        )
 
     async def _models(self, request: Request) -> Response:
         worker = await (await self._of(self._key(request).tenant)).worker()

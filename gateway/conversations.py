@@ -122,7 +122,7 @@ class Conversations:
         While `is_stopping`, answers whose clients are gone are not cancelled: the clients may come back.
         """
         self.index = Index()
-        self._client = client
+        self.client = client
         self._idle_s = idle_s
         self._is_stopping = is_stopping
         self._tasks: set[asyncio.Task[None]] = set()
@@ -136,7 +136,7 @@ class Conversations:
         """Read from the log what the index should know, once. Raises `TurnkeepError`."""
         async with self._loading:
             if not self._is_loaded:
-                await recover(self._client, self.index)
+                await recover(self.client, self.index)
                 self._is_loaded = True
                 self._start(self._sweep())
 
@@ -148,7 +148,7 @@ class Conversations:
         until_s = time.monotonic() + (0.0 if self._metrics is None else patience_s)
         while self._metrics is None or time.monotonic() - self._seen_s > _SEEN_S:
             try:
-                self._metrics = await self._client.worker_metrics()
+                self._metrics = await self.client.worker_metrics()
             except NoWorkerError:
                 if time.monotonic() >= until_s:
                     raise
@@ -164,7 +164,7 @@ class Conversations:
 
     async def count(self, turn: Turn) -> int:
         """Count the tokens of a turn's messages and tools, without running it. Raises `TurnkeepError`."""
-        session = self._client.session(new_name())
+        session = self.client.session(new_name())
         asked = session.count(messages=turn.messages, text=turn.text, tools=turn.options.get("tools"))
         num_tokens = (await asked).tokens
         if prefix := turn.options.get("prefix"):
@@ -177,7 +177,7 @@ class Conversations:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._client.close()
+        await self.client.close()
 
     def answer(
         self, turn: Turn, on_end: Callable[[How, Generated], None], note: Note | None = None
@@ -190,7 +190,7 @@ class Conversations:
 
     async def recorded(self, answer_ids: set[str]) -> dict[str, Recorded]:
         """Find answers in the log, by their ids. Raises `TurnkeepError`."""
-        return await recorded.find(self._client, answer_ids)
+        return await recorded.find(self.client, answer_ids)
 
     async def cancel(self, answer_id: str) -> Recorded | None:
         """Stop an answer if it runs, and return what the log has of it. Raises `TurnkeepError`."""
@@ -200,7 +200,7 @@ class Conversations:
             if found is None or found.result is not None or pause_s > _LAST_PAUSE_S:
                 return found
             with contextlib.suppress(RequestFailedError):  # the worker has not read it yet, or has ended it
-                await self._client.session(found.session).cancel(found.request_id)
+                await self.client.session(found.session).cancel(found.request_id)
             await asyncio.sleep(pause_s)
             pause_s *= 2
 
@@ -209,7 +209,7 @@ class Conversations:
         if (held := self.index.sessions.get(session)) is not None:
             self.index.drop(held)
         with contextlib.suppress(ResultTimeoutError):  # the log has the request: the worker will come to it
-            await self._client.session(session).close(forget=True, timeout_s=_LAST_PAUSE_S)
+            await self.client.session(session).close(forget=True, timeout_s=_LAST_PAUSE_S)
 
     def abandon(self, answering: Answering) -> None:
         """Cancel answers that nobody else waits for."""
@@ -277,7 +277,7 @@ class Conversations:
             pieces = ahead(messages, plan.options, self._max_body_bytes(answering.note))
             await self._open(plan)
             sent = await self._append(plan, pieces)
-            generation = self._client.session(held.name).generate(
+            generation = self.client.session(held.name).generate(
                 messages=messages[sent.num_messages :] or None,
                 text=turn.text,
                 tokens=turn.tokens,
@@ -332,11 +332,11 @@ class Conversations:
         self, asked: Asked, boundary: bytes, position: int, piece: Sequence[Message], tools: Any
     ) -> Appended:
         """Append messages, under an id under which no earlier attempt has failed. Raises `TurnkeepError`."""
-        key, attempt = session_key(self._client.tenant, asked.held.name), 0
+        key, attempt = session_key(self.client.tenant, asked.held.name), 0
         while True:
             asked.appending = append_id(boundary, position, attempt)
             request = build(Append, asked.appending, messages=piece, tools=tools, expect_position=position)
-            result = await (await self._client.submit(key, request))
+            result = await (await self.client.submit(key, request))
             if not isinstance(result, Failed) or result.repeat_of is None:
                 return expect(Appended, result)
             attempt += 1
@@ -350,14 +350,14 @@ class Conversations:
             if asked.state == "failed":
                 raise RequestFailedError("id_conflict", "the first request failed", retryable=True)
         elif plan.how == "begun":
-            key = session_key(self._client.tenant, asked.held.name)
+            key = session_key(self.client.tenant, asked.held.name)
             # Waits only until the log has it: the generate comes after it in any case.
-            await self._client.submit(key, build(Open, tags=names))
+            await self.client.submit(key, build(Open, tags=names))
             asked.held.position = 0
         elif plan.how == "forked" and plan.parent is not None:
             point = ForkPoint(plan.parent.name, plan.position, plan.parent_position)
             try:
-                await self._client.session(asked.held.name).open(fork_of=point, tags=names)
+                await self.client.session(asked.held.name).open(fork_of=point, tags=names)
             except RequestFailedError as error:
                 if error.code == "position_conflict":
                     await self._catch_up(plan.parent, plan.parent_position)
@@ -422,7 +422,7 @@ class Conversations:
             await asyncio.sleep(pause_s)
             pause_s = min(max(2 * pause_s, _FIRST_PAUSE_S), _LAST_PAUSE_S)
             with contextlib.suppress(TurnkeepError):  # there is no worker now, or it has not read the request
-                await self._client.session(asked.held.name).cancel(asked.appending or str(asked.name))
+                await self.client.session(asked.held.name).cancel(asked.appending or str(asked.name))
 
     async def _sweep(self) -> None:
         while True:
@@ -437,7 +437,7 @@ class Conversations:
             return
         request = build(Close, forget=forget or None, expect_position=held.position)
         with contextlib.suppress(TurnkeepError):
-            await self._client.submit(session_key(self._client.tenant, held.name), request)
+            await self.client.submit(session_key(self.client.tenant, held.name), request)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

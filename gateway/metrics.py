@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
+
+from turnkeep_client import __version__
+from turnkeep_client.messages import GatewayMetrics
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -19,6 +23,7 @@ class Counters:
     """The counts since the start. Event loop only."""
 
     def __init__(self) -> None:
+        self._begun_s = time.monotonic()
         self.requests = Counter[tuple[str, int]]()
         self.answers = Counter[str]()
         self.tokens = Counter[str]()
@@ -54,6 +59,24 @@ class Counters:
                 self.num_running -= 1
 
         return counted
+
+    def message(self, gateway: str, num_conversations: int, interval_s: float) -> GatewayMetrics:
+        """Write all counts as the message that is published; `interval_s` until the next one."""
+        by_status = Counter[str]()
+        for (_, status), count in self.requests.items():
+            by_status[str(status)] += count
+        return GatewayMetrics(
+            gateway=gateway,
+            version=__version__,
+            uptime_s=time.monotonic() - self._begun_s,
+            interval_s=interval_s,
+            running=self.num_running,
+            conversations=num_conversations,
+            requests=dict(by_status),
+            answers=dict(self.answers),
+            tokens=dict(self.tokens),
+            resumed=self.num_resumed,
+        )
 
     def page(self, num_conversations: int) -> bytes:
         """Write all counts in Prometheus's text format."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 from typing import TYPE_CHECKING, Any, Final
@@ -13,8 +14,6 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from turnkeep_client.errors import TurnkeepError
 
 if TYPE_CHECKING:
-    import asyncio
-
     from .app import Gateway
 
 #: How long answers may take to end when the server does. Their clients ask again, and get the rest.
@@ -86,7 +85,9 @@ def server(gateway: Gateway) -> uvicorn.Server:
 
 async def serve(gateway: Gateway, server: uvicorn.Server, listener: socket.socket) -> None:
     """Serve until SIGINT or SIGTERM, then let answers end."""
+    publishing = asyncio.create_task(gateway.publish())
     try:
         await server.serve(sockets=[listener])
     finally:
+        publishing.cancel()
         await gateway.close()

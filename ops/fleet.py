@@ -16,7 +16,7 @@ from msgspec import Struct, structs
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from turnkeep_client.messages import Metrics
+    from turnkeep_client.messages import GatewayMetrics, Metrics
 
 #: A worker that has missed this many messages is silent.
 _MISSED: Final = 3
@@ -99,6 +99,32 @@ class Fleet:
             if now_s - heard_s <= self._forget_s
         ]
         return sorted(found, key=lambda one: one.metrics.worker)
+
+
+class Gateways:
+    """Keeps the last metrics message of each gateway. Event loop only."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._heard: dict[str, tuple[float, GatewayMetrics]] = {}
+
+    def hear(self, metrics: GatewayMetrics) -> None:
+        """Store a gateway's message, unless no gateway can have sent it."""
+        self._heard = {one.gateway: (heard_s, one) for heard_s, one in self._now()}
+        if _is_possible(metrics) and len(self._heard) < MAX_WORKERS:
+            self._heard[metrics.gateway] = (self._clock(), metrics)
+
+    def now(self) -> list[GatewayMetrics]:
+        """Return the last messages of the gateways that still publish."""
+        return [one for _, one in self._now()]
+
+    def _now(self) -> list[tuple[float, GatewayMetrics]]:
+        now_s = self._clock()
+        return [
+            (heard_s, one)
+            for heard_s, one in self._heard.values()
+            if now_s - heard_s <= _MISSED * one.interval_s
+        ]
 
 
 def _is_possible(value: Any) -> bool:

@@ -6,6 +6,7 @@ terminal, lines are wrapped, and the table omits columns whose figures are also 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from enum import Enum
 from textwrap import wrap
@@ -15,7 +16,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from .figures import Figures, listed, mean, percentile
+from .figures import Figures, listed, mean, percentile, share
 from .formatting import amount, bar, count, number, percent, seconds, span
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from turnkeep_client.messages import Histogram, Metrics, SessionInfo
+    from turnkeep_client.messages import GatewayMetrics, Histogram, Metrics, SessionInfo
 
     from .fleet import Sighting
 
@@ -162,6 +163,7 @@ def names(rows: Sequence[tuple[Sighting, Figures]]) -> list[str]:
 def draw(
     state: State,
     sightings: Sequence[Sighting],
+    gateways: Sequence[GatewayMetrics],
     session: SessionInfo | str,
     *,
     size: tuple[int, int],
@@ -185,6 +187,7 @@ def draw(
         details = worker_lines(*rows[place])
     else:
         details = [("", "no worker fits the filter" if sightings else "no worker has published metrics yet")]
+    details += gateway_lines(gateways)
     columns, lines = size
     told = [line for label, value in details for line in _detail(label, value, columns)]
     keys = _keys(state, columns)
@@ -328,6 +331,28 @@ def _room(now: Metrics, own: Figures) -> list[tuple[str, str]]:
         ),
         ("drops", (listed(saved.dropped) or "none") + f"; {saved.failed} failed, {saved.rejected} rejected"),
         ("results", (results or "none") + (f"; ignored {ignored}" if ignored else "")),
+    ]
+
+
+def gateway_lines(gateways: Sequence[GatewayMetrics]) -> list[tuple[str, str]]:
+    """Describe what all gateways have done since their starts as a line, none without a gateway."""
+    if not gateways:
+        return []
+    found, tokens, num_requests = Counter[str](), Counter[str](), 0
+    for one in gateways:
+        found.update(one.answers)
+        tokens.update(one.tokens)
+        num_requests += sum(one.requests.values())
+    reused = share(tokens["reused"], tokens["reused"] + tokens["prefilled"])
+    num_running, num_resumed = sum(one.running for one in gateways), sum(one.resumed for one in gateways)
+    return [
+        (
+            "gateways" if len(gateways) > 1 else "gateway",
+            (
+                f"{count(num_requests)} requests, {num_running} run; answers {listed(found) or 'none'},"
+                f" {num_resumed} outlived a worker; {percent(reused)} of prompts reused"
+            ),
+        )
     ]
 
 

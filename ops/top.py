@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Final, NoReturn
 from rich.console import Console
 from rich.live import Live
 
-from turnkeep_client.errors import TurnkeepError
+from turnkeep_client.errors import NotPermittedError, TurnkeepError
 
 from .concurrency import until_one_ends
-from .fleet import Fleet
+from .fleet import Fleet, Gateways
 from .screen import State, draw, names
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ WINDOW_S: Final = 60.0
 _FORGET_S: Final = 300.0
 _DRAW_S: Final = 0.5
 _LOOK_S: Final = 1.0
+_CLOSED: Final = "the NATS server has closed the connection; its log says why"
 
 _KEYS: Final = {
     "\x1b[A": "up",
@@ -56,7 +57,7 @@ async def run(client: Client, title: str) -> None:
     top = _Top(client, title)
     with _typing(top.press):
         # One of them ends: by `q`, with the connection, or by a fault.
-        await until_one_ends(top.listen(), top.look(), top.draw())
+        await until_one_ends(top.listen(), top.listen_to_gateways(), top.look(), top.draw())
 
 
 class _Top:
@@ -66,6 +67,7 @@ class _Top:
         self._client = client
         self._title = title
         self._fleet = Fleet(_FORGET_S, window_s=WINDOW_S)
+        self._gateways = Gateways()
         self._state = State()
         self._session: SessionInfo | str = ""
         self._changed = asyncio.Event()
@@ -84,7 +86,15 @@ class _Top:
         async for metrics in self._client.metrics():
             self._fleet.hear(metrics)
             self._changed.set()
-        raise TurnkeepError("the NATS server has closed the connection; its log says why")
+        raise TurnkeepError(_CLOSED)
+
+    async def listen_to_gateways(self) -> NoReturn:
+        try:
+            async for metrics in self._client.gateways():
+                self._gateways.hear(metrics)
+        except NotPermittedError:
+            await asyncio.Event().wait()  # they are not shown
+        raise TurnkeepError(_CLOSED)
 
     async def look(self) -> NoReturn:
         while True:
@@ -113,6 +123,7 @@ class _Top:
                 picture = draw(
                     self._state,
                     self._fleet.sightings(),
+                    self._gateways.now(),
                     self._session,
                     size=(console.size.width, console.size.height),
                     title=self._title + state,

@@ -29,6 +29,7 @@ from .messages import (
     CountRequest,
     DeadLetter,
     Failed,
+    GatewayMetrics,
     Generate,
     Generated,
     InfoRequest,
@@ -58,6 +59,7 @@ _PARAMETERS: Final = {
     "session": {"description": f"The session's name: {ID_RULE}."},
     "request": {"description": f"The generate's id: {ID_RULE}."},
     "worker": {"description": f"The worker's name: {ID_RULE}."},
+    "gateway": {"description": f"The gateway's name: {ID_RULE}."},
 }
 _TRACE_HEADERS: Final = {
     "type": "object",
@@ -98,6 +100,7 @@ def document() -> dict[str, Any]:
             "receiveAsk": _operation("receive", "ask", (Generate,), reply=("askReply", (Generated, Failed))),
             "sendDeadLetter": _operation("send", "dead", (DeadLetter,)),
             "sendMetrics": _operation("send", "metrics", (Metrics,)),
+            "sendGatewayMetrics": _operation("send", "gateway", (GatewayMetrics,)),
         },
         "components": {"messages": _messages(), "schemas": _schemas()},
     }
@@ -125,6 +128,7 @@ def _channels(subjects: Subjects) -> dict[str, Any]:
             subjects.of(_KEY, "dead"), "Requests that workers gave up; the same log.", (DeadLetter,)
         ),
         "metrics": _channel(subjects.metrics("{worker}"), "A worker's state.", (Metrics,)),
+        "gateway": _channel(subjects.gateway("{gateway}"), "A gateway's counts.", (GatewayMetrics,)),
     }
 
 
@@ -186,7 +190,9 @@ def _selection(channel: str, kinds: tuple[_Kind, ...]) -> dict[str, Any]:
 
 
 def _messages() -> dict[str, Any]:
-    kinds = dict.fromkeys((*REQUESTS, *RESULTS, Chunk, *CONTROLS, *CONTROL_REPLIES, DeadLetter, Metrics))
+    kinds = dict.fromkeys(
+        (*REQUESTS, *RESULTS, Chunk, *CONTROLS, *CONTROL_REPLIES, DeadLetter, Metrics, GatewayMetrics)
+    )
     messages: dict[str, Any] = {}
     for kind in kinds:
         messages[kind.__name__] = {
@@ -208,7 +214,7 @@ def _messages() -> dict[str, Any]:
 
 
 def _schemas() -> dict[str, Any]:
-    kinds = (*REQUESTS, *RESULTS, Chunk, *CONTROLS, *CONTROL_REPLIES, DeadLetter, Metrics)
+    kinds = (*REQUESTS, *RESULTS, Chunk, *CONTROLS, *CONTROL_REPLIES, DeadLetter, Metrics, GatewayMetrics)
     _, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     for schema in schemas.values():
         if "description" in schema:

@@ -28,12 +28,14 @@ from .errors import (
 )
 from .log import Entry, entry
 from .messages import (
+    GatewayMetrics,
     Generate,
     Generated,
     Metrics,
     MetricsRequest,
     Request,
     decode_control_reply,
+    decode_gateway_metrics,
     decode_metrics,
     decode_request,
     decode_result,
@@ -237,6 +239,21 @@ class Client:
                 # Metrics of another version must not end the iteration.
                 with contextlib.suppress(InvalidMessageError):
                     yield decode_metrics(body)
+
+    async def gateways(self) -> AsyncIterator[GatewayMetrics]:
+        """Yield the metrics that every gateway publishes, until the client is closed.
+
+        Raises `NotPermittedError` if the user may not subscribe to them.
+        """
+        async with contextlib.aclosing(self._wire.bodies(self._wire.subjects.gateway("*"))) as bodies:
+            async for body in bodies:
+                with contextlib.suppress(InvalidMessageError):
+                    yield decode_gateway_metrics(body)
+
+    async def publish_gateway(self, metrics: GatewayMetrics) -> None:
+        """Publish a gateway's metrics. Raises `NoWorkerError` if the client is closed."""
+        subject = self._wire.subjects.gateway(check_id("gateway", metrics.gateway))
+        await self._wire.send(subject, encode(metrics), {})
 
 
 class _RefusedError(Exception):

@@ -955,6 +955,27 @@ class Metrics(Struct, frozen=True, kw_only=True, tag_field="type", tag="metrics"
     by_tenant: TenantFigures = TenantFigures()
 
 
+class GatewayMetrics(Struct, frozen=True, kw_only=True, tag_field="type", tag="gateway"):
+    """What an HTTP gateway has done since its start, published every `interval_s` seconds.
+
+    `requests` counts HTTP requests by status, `answers` by how their conversation was found (`begun`,
+    `continued`, `forked`, `repeated`), `tokens` by kind (`reused`, `prefilled`, `generated`). `resumed`
+    answers outlived a worker. Of the moment are `running`, the requests that are being answered, and
+    `conversations`, the ones that are known.
+    """
+
+    gateway: str
+    version: str
+    uptime_s: float
+    interval_s: float = 5.0
+    running: int
+    conversations: int
+    requests: dict[str, int]
+    answers: dict[str, int]
+    tokens: dict[str, int]
+    resumed: int
+
+
 class Progress(Struct, frozen=True, kw_only=True):
     """Progress of the running request: `cached_tokens` of its `context_tokens` have KV by now."""
 
@@ -1009,6 +1030,7 @@ _CHUNK: Final = msgspec.json.Decoder(Chunk)
 _CONTROL: Final[msgspec.json.Decoder[ControlRequest]] = msgspec.json.Decoder(ControlRequest)
 _CONTROL_REPLY: Final[msgspec.json.Decoder[ControlReply]] = msgspec.json.Decoder(ControlReply)
 _METRICS: Final = msgspec.json.Decoder(Metrics)
+_GATEWAY_METRICS: Final = msgspec.json.Decoder(GatewayMetrics)
 #: The values stay raw, so only the request decoder parses them, at any nesting.
 _FIELDS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _NAMED: Final = msgspec.json.Decoder(_Named)
@@ -1108,6 +1130,11 @@ def decode_control_reply(body: bytes) -> ControlReply:
 def decode_metrics(body: bytes) -> Metrics:
     """Decode a metrics message; raises `InvalidMessageError`."""
     return _decode(_METRICS, body, "a metrics message")
+
+
+def decode_gateway_metrics(body: bytes) -> GatewayMetrics:
+    """Decode a gateway's metrics message; raises `InvalidMessageError`."""
+    return _decode(_GATEWAY_METRICS, body, "a gateway's metrics message")
 
 
 def _decode(decoder: msgspec.json.Decoder[_T], body: bytes, what: str) -> _T:

@@ -1,7 +1,8 @@
 """The subject grammar: build and parse subjects, and the rule for ids.
 
 Every subject is `<prefix>.<tenant>.<session>.<kind>[.<request id>]`. Metrics go to
-`<prefix>._metrics.<worker>`; no tenant can have that name, since a tenant starts with a letter or digit.
+`<prefix>._metrics.<worker>` and `<prefix>._gateways.<gateway>`; no tenant can have these names,
+since a tenant starts with a letter or digit.
 
 Workers publish results on `commit`; the log stores each under `out` and then publishes it there, so no
 subscriber receives a result that the log refused. Token chunks go the same way, from `chunk` to `tok`.
@@ -111,6 +112,10 @@ class Subjects:
     def metrics(self, worker: str) -> str:
         """Return a worker's metrics subject (`*` matches every worker)."""
         return f"{self.prefix}._metrics.{worker}"
+
+    def gateway(self, name: str) -> str:
+        """Return a gateway's metrics subject (`*` matches every gateway)."""
+        return f"{self.prefix}._gateways.{name}"
 
     @property
     def log_stream(self) -> str:

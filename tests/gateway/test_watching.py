@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import TYPE_CHECKING, Any
 
 import httpx2
 from prometheus_client.parser import text_string_to_metric_families
 
+from gateway import app
 from gateway.keys import Keys
 from gateway.seen import Seen
 
@@ -43,6 +45,24 @@ async def samples(http: httpx2.AsyncClient) -> dict[tuple[str, ...], float]:
         for family in text_string_to_metric_families(answer.text)
         for sample in family.samples
     }
+
+
+async def test_the_same_counts_are_published(
+    local_worker: Start, door: Start, endless_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "_PUBLISH_S", 0.2)
+    worker = await local_worker(model=str(endless_model))
+    served = await door(worker.settings.nats, worker.settings.prefix, name="laptop-8080")
+    async with httpx2.AsyncClient(base_url=served.url, timeout=20) as http:
+        await http.post(CHAT, json=body(user("Hello.")))
+        await http.get("/nowhere")
+    async with asyncio.timeout(20):
+        async for told in worker.client.gateways():
+            if told.requests == {"200": 1, "404": 1}:
+                break
+    assert (told.gateway, told.conversations) == ("laptop-8080", 1)
+    assert told.answers == {"begun": 1}
+    assert told.tokens["generated"] == 4
 
 
 async def test_metrics_count_requests_conversations_and_tokens(

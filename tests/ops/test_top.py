@@ -11,16 +11,16 @@ from msgspec import UNSET, structs
 from rich.console import Console
 
 from ops.figures import Figures, percentile, since
-from ops.fleet import Fleet
+from ops.fleet import Fleet, Gateways
 from ops.formatting import amount, count, seconds, span
 from ops.screen import Mode, State, draw, names
 from ops.top import keys
 from tests.commands.command_runs import Terminal, turnkeep, where
 from tests.protocol.scripted_worker import metrics
-from turnkeep_client.messages import Histogram, SnapshotCounters
+from turnkeep_client.messages import GatewayMetrics, Histogram, SnapshotCounters
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Sequence
 
     from tests.conftest import LocalWorker
 
@@ -42,9 +42,16 @@ def figures(*changes: dict[str, object]) -> Figures:
     return Figures(fleet.sightings()[0])
 
 
-def screen(state: State, fleet: Fleet, session: str = "", columns: int = 80, lines: int = 24) -> list[str]:
+def screen(
+    state: State,
+    fleet: Fleet,
+    session: str = "",
+    columns: int = 80,
+    lines: int = 24,
+    gateways: Sequence[GatewayMetrics] = (),
+) -> list[str]:
     console = Console(width=columns, height=lines, force_terminal=True, color_system=None)
-    picture = draw(state, fleet.sightings(), session, size=(columns, lines), title="top")
+    picture = draw(state, fleet.sightings(), gateways, session, size=(columns, lines), title="top")
     with console.capture() as drawn:
         console.print(picture)
     return drawn.get().splitlines()
@@ -78,6 +85,37 @@ def test_generated_tokens_a_second_are_of_the_time_in_which_answers_ran() -> Non
     assert figures(before, decoded(150.0, 1000, 50.0)).generated_per_s is None, "nothing ran"
     assert figures(before, decoded(3.0, 30, 1.0), decoded(8.0, 60, 2.0)).generated_per_s == 30.0
     assert figures(before, decoded(150.0, 1060, 0.0)).generated_per_s is None, "an earlier version's"
+
+
+def of_gateway(name: str, **counts: object) -> GatewayMetrics:
+    none: dict[str, int] = {}
+    message = GatewayMetrics(
+        gateway=name,
+        version="1",
+        uptime_s=1.0,
+        running=1,
+        conversations=2,
+        resumed=1,
+        requests={"200": 3},
+        answers=none,
+        tokens=none,
+    )
+    return structs.replace(message, **counts)
+
+
+def test_the_gateways_that_publish_have_a_line() -> None:
+    clock = Clock()
+    gateways = Gateways(clock)
+    gateways.hear(of_gateway("a", answers={"begun": 2}, tokens={"reused": 3, "prefilled": 1}))
+    gateways.hear(of_gateway("forged", requests={"200": 2**70}))
+    text = "\n".join(screen(State(), fleet_of(1), gateways=gateways.now()))
+    assert "gateway   3 requests, 1 run; answers begun 2, 1 outlived a worker; 75% of" in text
+    gateways.hear(of_gateway("b", answers={"begun": 1, "continued": 5}, requests={"200": 3, "429": 1}))
+    text = "\n".join(screen(State(), fleet_of(1), gateways=gateways.now()))
+    assert "gateways  7 requests, 2 run; answers continued 5, begun 3, 2 outlived" in text
+    clock.now_s += 16
+    assert not gateways.now(), "a gateway that is silent is gone"
+    assert "gateway" not in "\n".join(screen(State(), fleet_of(1)))
 
 
 def test_shares_are_of_what_came_since() -> None:

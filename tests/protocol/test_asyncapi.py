@@ -29,6 +29,7 @@ from turnkeep_client.messages import (
     DeadLetter,
     Failed,
     Function,
+    GatewayMetrics,
     Generate,
     InfoRequest,
     JsonSchema,
@@ -98,6 +99,17 @@ EXAMPLES = [
         policy="sink_window", cache=SINK_WINDOW, capacity_tokens=1028, visible_tokens=9, visible_from=0
     ),
     metrics("w1"),
+    GatewayMetrics(
+        gateway="g1",
+        version="1",
+        uptime_s=1.0,
+        running=1,
+        conversations=2,
+        requests={"200": 3},
+        answers={"begun": 2},
+        tokens={"prefilled": 9},
+        resumed=0,
+    ),
 ]
 
 

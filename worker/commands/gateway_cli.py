@@ -14,6 +14,7 @@ import click
 
 from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.subjects import DEFAULT_TENANT
+from worker.process.settings import default_worker
 
 from .flags import load_settings, with_settings
 from .talking import CLIENT_SETTINGS, connected, talk
@@ -94,7 +95,8 @@ def gateway(
         listener = listening(host, port)
         address, at = listener.getsockname()[:2]
         click.echo(greeting(address, at, has_keys=keys is not None), err=True)
-        gateway = Gateway(connect, known, idle_s=3600 * idle_hours, cors=cors, explain=explain)
+        name = f"{default_worker()[:50]}-{at}"
+        gateway = Gateway(connect, known, idle_s=3600 * idle_hours, cors=cors, explain=explain, name=name)
         running = server(gateway)
         if until_eof:
             asyncio.get_running_loop().add_reader(sys.stdin, lambda: _end_at_eof(running))
