@@ -255,6 +255,7 @@ def _model(worker: Metrics) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "turnkeep"} | {
         "type": "model",
         "display_name": name,
+        "lifecycle": "active",
         "created_at": "1970-01-01T00:00:00Z",
         "context_window": context,
         "max_model_len": context,
@@ -291,7 +292,7 @@ def _json(body: dict[str, Any], status: int = 200, more: Mapping[str, str] | Non
 async def _on_fault(request: Request, fault: Exception) -> Response:
     if not isinstance(fault, Fault):
         raise fault
-    of_messages = request.url.path.startswith(_MESSAGES_PATH)
+    of_messages = request.url.path.startswith(_MESSAGES_PATH) or "anthropic-version" in request.headers
     return _json((anthropic if of_messages else openai).error(fault), fault.status, fault.headers)
 
 

@@ -165,7 +165,7 @@ def fault_of(error: TurnkeepError) -> Fault:
             message = f"{error}; `turnkeep serve` starts one"
             return Fault(503, message, kind="server_error", code="no_worker")
         case InvalidMessageError():  # the messages were valid: what is left is their size
-            return Fault(413, str(error), code="request_too_large")
+            return Fault(413, str(error).partition(": send it")[0], code="request_too_large")
     return Fault(500, str(error), kind="server_error")
 
 

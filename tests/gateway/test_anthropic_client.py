@@ -68,12 +68,13 @@ async def test_a_streamed_call_is_put_together(client: AsyncAnthropic) -> None:
 
 async def test_models_counting_and_errors(client: AsyncAnthropic) -> None:
     (model,) = [model async for model in client.models.list()]
-    assert (model.id, model.type) == ("tiny", "model")
+    assert (model.id, model.type, model.lifecycle) == ("tiny", "model", "active")
     assert (await client.models.retrieve("tiny")).max_input_tokens == TINY_CONTEXT
     counted = await client.messages.count_tokens(model="m", messages=[{"role": "user", "content": "a"}])
     long = {"role": "user", "content": "a" * TINY_CONTEXT}
     assert 0 < counted.input_tokens < TINY_CONTEXT
     with pytest.raises(anthropic.BadRequestError, match=rf"prompt is too long: \d+ tokens > {TINY_CONTEXT}"):
         await client.messages.create(model="m", max_tokens=1, messages=[long])
-    with pytest.raises(anthropic.NotFoundError, match="there is no model"):
+    with pytest.raises(anthropic.NotFoundError, match="there is no model") as refused:
         await client.models.retrieve("other")
+    assert refused.value.body["type"] == "error", "in this API's shape"

@@ -11,6 +11,7 @@ from turnkeep_client.messages import encode
 
 from .close_cli import start_of_last
 from .flags import as_json, load_settings, tag_option, tenant_option, with_result_timeout, with_settings
+from .log_cli import telling_tags
 from .printing import table
 from .talking import CLIENT_SETTINGS, talk
 
@@ -97,7 +98,7 @@ def _rows(branch: Branch, before: str, below: str) -> Iterator[tuple[str, ...]]:
         str(row.parent.position) if row and row.parent else "-",
         str(row.position) if row and row.position is not None else "-",
         row.state if row else "gone",
-        ", ".join(row.tags) if row else "",
+        ", ".join(telling_tags(row.tags)) if row else "",
     )
     for number, fork_ in enumerate(branch.forks, 1):
         is_last = number == len(branch.forks)

@@ -146,12 +146,15 @@ def _print_sessions(rows: list[SessionRow]) -> None:
         table(heads, lines)
 
 
+def telling_tags(tags: tuple[str, ...]) -> tuple[str, ...]:
+    """Leave out the gateway's other tag: a digest, which tells nobody anything."""
+    return tags[:1] if tags[:1] == ("gateway",) else tags
+
+
 def _begins(row: SessionRow) -> str:
     """Say what a session begins with: a part of another one, or the user's first words."""
     forked = f"fork of {row.parent.session} at {row.parent.position}" if row.parent else ""
-    # The gateway's other tag is a digest, which tells nobody anything.
-    shown = row.tags[:1] if row.tags[:1] == ("gateway",) else row.tags
-    tags = "".join(f"[{tag}] " for tag in shown)
+    tags = "".join(f"[{tag}] " for tag in telling_tags(row.tags))
     return tags + ": ".join(filter(None, (forked, row.begins))) or "-"
 
 
