@@ -300,7 +300,7 @@ def _through(run: Run[Plan], case: str, worker: LocalWorker) -> Side:
 
     async def answer(prompts: Prompts) -> list[list[Turn]]:
         answers = []
-        async with await connect(worker.url, tenant=f"bench-{uuid4().hex[:12]}") as client:
+        async with connect(worker.url, tenant=f"bench-{uuid4().hex[:12]}") as client:
             idle, *sessions = (client.session(f"s{i}") for i in range(-1, len(prompts[0])))
             await idle.open(timeout_s=timeout_s)  # only for its `info`
             before = await counters(idle)

@@ -151,7 +151,7 @@ async def measure(run: Run[Plan]) -> None:
                 run.progress(done_s, plan.duration, f"request {len(run.turns):,}")
                 await load.stretch(plan.duration / STRETCHES)
             await load.read_log()
-            async with await connect(worker.url, tenant="alone") as other:  # finds nothing in the cache
+            async with connect(worker.url, tenant="alone") as other:  # finds nothing in the cache
                 await load.again(other)
 
 

@@ -207,7 +207,7 @@ class _Lives:
     async def _session(self, case: str, length: int) -> AsyncGenerator[Session]:
         """Connect, and yield the session of a case; a cold session is new each time."""
         tenant = f"cold-{uuid4().hex[:12]}" if case == COLD else case.replace(" ", "-")
-        async with await connect(self._worker.url, tenant=tenant) as client:
+        async with connect(self._worker.url, tenant=tenant) as client:
             yield client.session(f"s{length}")
 
     async def _ask(self, session: Session, tokens: Tokens) -> Turn:
@@ -218,7 +218,7 @@ class _Lives:
 
     async def _push_out(self) -> None:
         """Spill all idle sessions by a prompt that fills the memory, then cancel the prompt."""
-        async with await connect(self._worker.url, tenant=f"push-{uuid4().hex[:12]}") as client:
+        async with connect(self._worker.url, tenant=f"push-{uuid4().hex[:12]}") as client:
             session, timeout_s = client.session("push"), self._run.plan.turn_timeout
             await session.append(tokens=(0,), timeout_s=timeout_s)
             long = (0,) * (self._context - 2)

@@ -210,7 +210,7 @@ async def measure(run: Run[Plan]) -> None:
         while not talk.is_over:
             if run.turns:
                 await run.restart(worker)
-            async with await connect(worker.url, tenant=run.where.tenant) as client:
+            async with connect(worker.url, tenant=run.where.tenant) as client:
                 await talk.go_on(client, plan.restart_every)
 
 

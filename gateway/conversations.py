@@ -32,7 +32,6 @@ from turnkeep_client.messages import (
     Failed,
     ForkPoint,
     Generated,
-    Open,
 )
 from turnkeep_client.session import build
 from turnkeep_client.subjects import session_key
@@ -342,20 +341,18 @@ class Conversations:
             attempt += 1
 
     async def _open(self, plan: Plan) -> None:
-        """Begin or fork the session, where that is planned. Raises `TurnkeepError`."""
-        asked, names = plan.asked, tags(next(iter(plan.asked.bases), b""))
+        """Fork the session, where that is planned; the first request begins one. Raises `TurnkeepError`."""
+        asked = plan.asked
         if plan.how == "repeated":
             if asked.opening is not None:
                 await asked.opening.wait()
             if asked.state == "failed":
                 raise RequestFailedError("id_conflict", "the first request failed", retryable=True)
         elif plan.how == "begun":
-            key = session_key(self.client.tenant, asked.held.name)
-            # Waits only until the log has it: the generate comes after it in any case.
-            await self.client.submit(key, build(Open, tags=names))
             asked.held.position = 0
         elif plan.how == "forked" and plan.parent is not None:
             point = ForkPoint(plan.parent.name, plan.position, plan.parent_position)
+            names = tags(next(iter(asked.bases), b""))
             try:
                 await self.client.session(asked.held.name).open(fork_of=point, tags=names)
             except RequestFailedError as error:

@@ -1,7 +1,7 @@
 """Which conversations lie in which sessions of one tenant, at which position. In memory, and no I/O.
 
 The log has the same facts: `recovery` reads them after a restart. A request's id begins with the digest of
-its prompt, and the tags of a session's `open` have the digest that it begins with.
+its prompt, and the tags of a fork's `open` have the digest that it begins with.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from turnkeep_client.messages import Appended, Generated
 
-#: Sessions of the gateway have names that begin so, and this tag.
+#: Sessions of the gateway have names that begin so, and forks this tag.
 PREFIX: Final = "gw-"
 TAG: Final = "gateway"
 _BEGINS: Final = "at-"
@@ -116,12 +116,12 @@ def appended_to(request_id: str) -> bytes | None:
 
 
 def tags(base: bytes) -> list[str]:
-    """Return the tags of a session that begins after the boundary `base`."""
+    """Return the tags of a fork that begins after the boundary `base`."""
     return [TAG, _BEGINS + base.hex()]
 
 
 def base_of(tags: tuple[str, ...]) -> bytes | None:
-    """Return the boundary after which a session begins; None if it is not a gateway's."""
+    """Return the boundary after which a fork begins; None if it is not a gateway's."""
     base = next((tag[len(_BEGINS) :] for tag in tags if tag.startswith(_BEGINS)), "")
     try:
         return bytes.fromhex(base) or None if TAG in tags else None

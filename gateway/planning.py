@@ -50,6 +50,8 @@ def plan(index: Index, turn: Turn, number: int, *, is_last: bool) -> Plan:
     before = index.asked.get(key)
     if before is not None and not is_last and _may_repeat(before, now_s):
         base = next((at for at, boundary in enumerate(known) if boundary in before.bases), None)
+        if not before.expected:  # it sent the whole conversation
+            base = 0
         if base is not None:
             before.claim_until_s = 0.0
             index.use(before.held, now_s)

@@ -19,6 +19,7 @@ from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.messages import (
     Append,
     Appended,
+    Close,
     Failed,
     Function,
     Generate,
@@ -68,9 +69,12 @@ class Note(Struct, frozen=True):
 
 
 class _Exchange(NamedTuple):
-    """A generate with the conversation up to its answer, or an append with the one up to its end."""
+    """A generate with the conversation up to its answer, or an append with the one up to its end.
 
-    request: Generate | Append
+    Or a close that forgets all exchanges before it, which the worker may still have to remove.
+    """
+
+    request: Generate | Append | Close
     note: Note | None
     result: Result | None
     prompt: _Conversation
@@ -132,12 +136,16 @@ async def find(client: Client, wanted: set[str]) -> dict[str, Recorded]:
     found: dict[str, Recorded] = {}
     for session in {one[:32] for one in wanted if _ID.fullmatch(one)}:
         key = session_key(client.tenant, PREFIX + session)
+        of_session: dict[str, Recorded] = {}
         async for request, note, result, prompt in _exchanges(client, key):
+            if isinstance(request, Close):
+                of_session.clear()
             if note is not None and isinstance(request, Generate) and session + note.id in wanted:
                 turn = _turn(request, note, prompt)
                 known = result if isinstance(result, Generated | Failed) else None
                 one = Recorded(key.session, request.id, turn, note.created, known)
-                found.setdefault(session + note.id, one)
+                of_session.setdefault(session + note.id, one)
+        found |= of_session
     return found
 
 
@@ -156,6 +164,8 @@ async def _exchanges(client: Client, key: SessionKey) -> AsyncIterator[_Exchange
         if isinstance(request, Append) and isinstance(appended := results.pop(request.id, None), Appended):
             said = None if said is None else (*said, *(request.messages or ()))
             yield _Exchange(request, None, appended, said)
+        if isinstance(request, Close) and request.forget:
+            yield _Exchange(request, None, None, None)
         if not isinstance(request, Generate):
             continue
         note, result = _note(one.headers), results.get(request.id)

@@ -83,6 +83,10 @@ async def recover(client: Client, index: Index) -> None:
         if last is not None and not isinstance(last, Closed | UnknownResult):
             wanted.append((Held(key.session, last.position, _time(one)), key))
             index.add(wanted[-1][0])
+    begun = requests.keys() - {key for _, key in results}  # no request has its result yet
+    for key in begun:
+        wanted.append((Held(key.session, None, _time(requests[key])), key))
+        index.add(wanted[-1][0])
     await asyncio.gather(*(read(held, key) for held, key in wanted[-_MOST_READ:]))
 
 

@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .client import connect
     from .loop import run_tools
+    from .retrying import retry
 
 __version__ = "0.1.0"
-__all__ = ["connect", "run_tools"]
+__all__ = ["connect", "retry", "run_tools"]
 
 
 def __getattr__(name: str) -> Any:
     """Import the client, and with it nats-py, on first use: messages alone need neither."""
     if name in __all__:
-        from . import client, loop
+        from . import client, loop, retrying
 
-        return getattr(loop if name == "run_tools" else client, name)
+        return getattr({"connect": client, "retry": retrying, "run_tools": loop}[name], name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
+from math import inf, isinf
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeVar
 
 import msgspec
 from msgspec import Struct
 
 from .errors import (
+    ClientClosedError,
     InvalidMessageError,
-    NoWorkerError,
     RequestFailedError,
     ResultRemovedError,
     ResultTimeoutError,
@@ -43,7 +44,7 @@ class Stored(NamedTuple):
 
 
 class Wire(Protocol):
-    """The NATS operations that calls need. On a closed connection each raises `NoWorkerError`."""
+    """The NATS operations that calls need. On a closed connection each raises `ClientClosedError`."""
 
     subjects: Subjects
     #: Number of reconnections. Subscriptions missed what was published while disconnected.
@@ -60,10 +61,13 @@ class Wire(Protocol):
         """Store `body` in the log at least once; return its stream sequence."""
 
     async def ask(self, subject: str, body: bytes, timeout_s: float) -> bytes:
-        """Return the reply to one core NATS request; raises `NoWorkerError` if none comes."""
+        """Return the reply to one core NATS request; raises `NoAnswerError` if none comes."""
 
     async def read(self, stream: str, subject: str, seq: int) -> list[Stored]:
         """Return the messages of `subject` in `stream` from `seq` on, in order; empty if the read fails."""
+
+    async def read_all(self, stream: str, subject: str, start: int = 1, end: float = inf) -> list[Stored]:
+        """Return all messages of `subject` from `start` to before `end`. Raises `NoWorkerError`."""
 
     async def lacks(self, stream: str, subject: str, seq: int) -> bool:
         """Say whether the message of `subject` at `seq` was removed from `stream`; false if unknown."""
@@ -147,7 +151,9 @@ class _ResultFeed:
 class ResultFeeds:
     """Subscriptions to sessions' results (`out`): one for each session that some caller waits for."""
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: Wire, timeout_s: float) -> None:
+        """`timeout_s` is that of calls that name none."""
+        self.timeout_s = timeout_s
         self._wire = wire
         self._feeds: dict[SessionKey, _ResultFeed] = {}
 
@@ -188,11 +194,16 @@ class Call:
         before: Callable[[], Awaitable[None]] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """Prepare a call. `before` is awaited before the request is published; `headers` go with it."""
+        """Prepare a call. `before` is awaited before the request is published; `headers` go with it.
+
+        `timeout_s` runs from now to the result, and anew from each `heard`; infinity is no limit.
+        """
         self.key = key
         self.request = request
         #: Sequence of the request in the log, once the log has acknowledged it.
         self.seq: int | None = None
+        #: Whether the log may have the request.
+        self.is_published = False
         self.wake = asyncio.Event()
         self._wire = wire
         self._feeds = feeds
@@ -200,10 +211,10 @@ class Call:
         self._users = 0
         self._feed: _ResultFeed | None = None
         self._body: bytes | None = None
-        self._timeout_s = timeout_s
+        self._timeout_s = feeds.timeout_s if timeout_s is None else timeout_s
         self._before = before
         self._headers = dict(headers or {}) or None
-        self._deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+        self.heard()
         self._epoch = wire.epoch
         self._poll_s = FIRST_POLL_S
 
@@ -266,6 +277,10 @@ class Call:
                     return
             await self._read_log(self._feed)
 
+    def heard(self) -> None:
+        """Start the timeout anew: the worker is at work."""
+        self._deadline = asyncio.get_running_loop().time() + self._timeout_s
+
     def resolve(self, body: bytes) -> None:
         """Store the result and wake the waiters."""
         self._body = body
@@ -298,6 +313,7 @@ class Call:
         feed.publishing += 1
         try:
             subject = self._wire.subjects.of(self.key, "in")
+            self.is_published = True
             self.seq = await self._wire.publish(subject, encode(self.request), self._headers)
             feed.waiting.setdefault(self.seq, set()).add(self)
             if self.seq in feed.early:
@@ -310,7 +326,7 @@ class Call:
     async def _read_log(self, feed: _ResultFeed | None) -> None:
         """Search the log for the result, from the request on."""
         if feed is None or self.seq is None or self._wire.closed:
-            raise NoWorkerError(f"request {self.id} is not answered yet: {self._wire.why_closed}")
+            raise ClientClosedError(f"request {self.id} is not answered yet: {self._wire.why_closed}")
         self._epoch = self._wire.epoch
         await feed.read_log()
         if not self.is_resolved() and await feed.is_removed(self.seq) and not self.is_resolved():
@@ -322,11 +338,11 @@ class Call:
     @asynccontextmanager
     async def _in_time(self) -> AsyncIterator[None]:
         try:
-            async with asyncio.timeout_at(self._deadline):
+            async with asyncio.timeout_at(None if isinf(self._deadline) else self._deadline):
                 yield
         except TimeoutError:
             raise ResultTimeoutError(
-                f"request {self.id} was not answered within {self._timeout_s} s;"
+                f"request {self.id}: no answer for {self._timeout_s} s;"
                 " send it again under the same id to keep waiting"
             ) from None
 

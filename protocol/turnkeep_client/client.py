@@ -17,15 +17,18 @@ import nats.errors
 from nats.js.errors import APIError, NoStreamResponseError
 
 from .calls import Call, ResultFeeds, Stored, expect
-from .direct import DirectGets
+from .direct import DirectGets, TooManyError
 from .errors import (
+    ClientClosedError,
     InvalidMessageError,
+    NoAnswerError,
     NoServerError,
     NotPermittedError,
     NoWorkerError,
     RequestFailedError,
     TurnkeepError,
 )
+from .listing import Listed, listed
 from .log import Entry, entry
 from .messages import (
     GatewayMetrics,
@@ -44,18 +47,27 @@ from .messages import (
 from .nats_client import Nats, refusal, unreachable
 from .redact import redact, shown
 from .session import Cache, Messages, Sampling, Session, build
-from .stream import LogStream, StreamError
+from .stream import TOO_MANY, LogStream, StreamError
 from .subjects import CONSUMER, DEFAULT_PREFIX, DEFAULT_TENANT, SessionKey, Subjects, check_id, session_key
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
-    from types import TracebackType
+    from collections.abc import (
+        AsyncGenerator,
+        AsyncIterator,
+        Awaitable,
+        Callable,
+        Generator,
+        Mapping,
+        Sequence,
+    )
     from typing import Self, Unpack
 
     from nats.aio.msg import Msg
     from nats.aio.subscription import Subscription
 
 DEFAULT_URL: Final = "nats://127.0.0.1:4222"
+#: The timeout of requests, as in the SDKs of OpenAI and Anthropic.
+TIMEOUT_S: Final = 600.0
 
 #: Timeout for the log's acknowledgement before publishing again; doubles up to the second value.
 FIRST_ACK_S: Final = 2.0
@@ -79,30 +91,63 @@ _MESSAGE_TOO_LARGE: Final = 10054  # JetStream's code: larger than the stream's 
 #: nats-py does not wrap a connection reset.
 _NATS_ERRORS: Final = (nats.errors.Error, OSError)
 
+#: Those of them that say that there is no connection.
+_LOST: Final = (
+    nats.errors.ConnectionClosedError,
+    nats.errors.ConnectionDrainingError,
+    nats.errors.ConnectionReconnectingError,
+    nats.errors.StaleConnectionError,
+    ConnectionError,
+)
+
 _T = TypeVar("_T")
 
 
-async def connect(
+def connect(
     url: str = DEFAULT_URL,
     *,
     tenant: str = DEFAULT_TENANT,
     prefix: str = DEFAULT_PREFIX,
     name: str = "turnkeep-client",
+    timeout_s: float = TIMEOUT_S,
     connect_timeout_s: float = 2.0,
     control_timeout_s: float = 5.0,
     **nats_options: Any,
-) -> Client:
-    """Connect to NATS and return a client; use it as an async context manager, or close it.
+) -> Connecting:
+    """Return a connection, which is made when it is entered (`async with`, which closes it too) or awaited.
 
-    `nats_options` are passed to nats-py's `connect` (credentials, TLS). An open client that loses its
-    connection reconnects without limit, and waiting calls continue. Raises `NoServerError` once every server
-    has refused the connection, or after `connect_timeout_s`; `NotPermittedError` if one refuses the
-    credentials or TLS; `InvalidMessageError` for a bad tenant or prefix.
+    `timeout_s` is that of all requests that name none (`math.inf`: no limit); `control_timeout_s` that of
+    control requests such as `info`. `nats_options` are passed to nats-py's `connect` (credentials, TLS). An
+    open client that loses its connection reconnects without limit, and waiting calls continue. Connecting
+    raises `NoServerError` once every server has refused the connection, or after `connect_timeout_s`;
+    `NotPermittedError` if one refuses the credentials or TLS. A bad tenant or prefix raises
+    `InvalidMessageError`.
     """
     check_id("tenant", tenant)
     wire = _NatsWire(Subjects(prefix))
-    await wire.connect(url, connect_timeout_s, name=name, **nats_options)
-    return Client(wire, tenant, control_timeout_s)
+    client = Client(wire, tenant, timeout_s, control_timeout_s)
+    return Connecting(client, lambda: wire.connect(url, connect_timeout_s, name=name, **nats_options))
+
+
+class Connecting:
+    """A connection that is not made yet: await it for the client, or enter it, and the block closes it."""
+
+    def __init__(self, client: Client, connect: Callable[[], Awaitable[None]]) -> None:
+        self._client = client
+        self._connect = connect
+
+    def __await__(self) -> Generator[Any, None, Client]:
+        return self._made().__await__()
+
+    async def __aenter__(self) -> Client:
+        return await self._made()
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._client.close()
+
+    async def _made(self) -> Client:
+        await self._connect()
+        return self._client
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,22 +162,20 @@ class Backlog:
 class Client:
     """A connection of one tenant. Create it with `connect`."""
 
-    def __init__(self, wire: _NatsWire, tenant: str, control_timeout_s: float) -> None:
+    def __init__(self, wire: _NatsWire, tenant: str, timeout_s: float, control_timeout_s: float) -> None:
         self.tenant = tenant
         self._wire = wire
-        self._feeds = ResultFeeds(wire)
+        self._feeds = ResultFeeds(wire, timeout_s)
         self._control_timeout_s = control_timeout_s
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connection; calls that still wait raise `NoWorkerError`, but their requests continue."""
+        """Close the connection. Calls that wait raise `ClientClosedError`, but their requests continue."""
         await self._wire.close()
 
     def session(self, name: str, *, cache: Cache | None = None) -> Session:
@@ -173,6 +216,15 @@ class Client:
         request = build(Generate, request_id, messages=messages, text=text, tokens=tokens, **sampling)
         subject = self._wire.subjects.of(session_key(self.tenant, session), "ask")
         return expect(Generated, decode_result(await self._wire.ask(subject, encode(request), timeout_s)))
+
+    async def sessions(self) -> list[Listed]:
+        """List the tenant's sessions in the log, the last used one first. Needs no worker.
+
+        Of more than 1,024 sessions it needs the right on `$JS.API.STREAM.INFO` of the log. Raises
+        `NoWorkerError`, `NotPermittedError`.
+        """
+        requests = await self.stored.latest(self.tenant, "in")
+        return listed(requests, await self.stored.latest(self.tenant, "out"))
 
     async def log(self, session: str | None = None) -> list[Entry]:
         """Read the log's entries of a session, or of every session of the tenant, in order.
@@ -324,7 +376,7 @@ class _NatsWire:
             except NoStreamResponseError:
                 num_refusals += 1
                 if num_refusals == NUM_TRIES:
-                    raise NoWorkerError(
+                    raise NoAnswerError(
                         f"no stream stores {subject}: no worker was ever started on this NATS server"
                         f" with the prefix {self.subjects.prefix!r}"
                     ) from None
@@ -339,7 +391,7 @@ class _NatsWire:
                 await asyncio.sleep(TRY_PAUSE_S)
             else:
                 if ack.stream != self.subjects.log_stream:
-                    raise NoWorkerError(
+                    raise NoAnswerError(
                         f"{subject} is stored by the stream {ack.stream!r}, which is not a worker's:"
                         f" it should be {self.subjects.log_stream!r}"
                     )
@@ -350,12 +402,12 @@ class _NatsWire:
         try:
             return (await _cancellable(self._nats.request(subject, body, timeout=timeout_s))).data
         except nats.errors.NoRespondersError:
-            raise NoWorkerError(f"no worker serves {subject}") from None
+            raise NoAnswerError(f"no worker serves {subject}") from None
         except nats.errors.TimeoutError:
             self._check_permission(subject)
-            raise NoWorkerError(f"no worker answered on {subject} within {timeout_s} s") from None
+            raise NoAnswerError(f"no worker answered on {subject} within {timeout_s} s") from None
         except _NATS_ERRORS as error:
-            raise NoWorkerError(f"{subject} could not be asked: {error}") from None
+            raise _unreached(f"{subject} could not be asked", error) from None
 
     async def read(self, stream: str, subject: str, seq: int) -> list[Stored]:
         found: list[Stored] = []
@@ -376,7 +428,7 @@ class _NatsWire:
         try:
             await self._read_on(stream, subject, start, found, end)
         except _NATS_ERRORS as error:
-            raise NoWorkerError(f"{stream} could not be read: {str(error) or type(error).__name__}") from None
+            raise _unreached(f"{stream} could not be read", error) from None
         return [one for one in found if one.seq < end]
 
     async def batches(self, stream: str, request: dict[str, Any]) -> AsyncGenerator[list[Stored], None]:
@@ -385,16 +437,18 @@ class _NatsWire:
             async with contextlib.aclosing(self._batches(stream, request)) as batches:
                 async for batch in batches:
                     yield batch
+        except TooManyError as error:
+            raise StreamError(str(error), TOO_MANY) from None
         except _NATS_ERRORS as error:
             self._check_permission(f"$JS.API.DIRECT.GET.{stream}")
-            raise NoWorkerError(f"{stream} could not be read: {str(error) or type(error).__name__}") from None
+            raise _unreached(f"{stream} could not be read", error) from None
 
     async def send(self, subject: str, body: bytes, headers: dict[str, str]) -> None:
         self._check(body, headers)
         try:
             await self._nats.publish(subject, body, headers=headers)
         except _NATS_ERRORS as error:
-            raise NoWorkerError(f"{subject} could not be published: {error}") from None
+            raise _unreached(f"{subject} could not be published", error) from None
 
     async def api(self, subject: str, body: bytes, headers: dict[str, str] | None = None) -> dict[str, Any]:
         self._check(body, headers)
@@ -402,8 +456,7 @@ class _NatsWire:
             reply = await _cancellable(self._nats.request(subject, body, timeout=API_S, headers=headers))
         except _NATS_ERRORS as error:
             self._check_permission(subject)
-            why = str(error) or type(error).__name__
-            raise NoWorkerError(f"JetStream does not answer on {subject}: {why}") from None
+            raise _unreached(f"JetStream does not answer on {subject}", error) from None
         answer: dict[str, Any] = msgspec.json.decode(reply.data or b"{}")
         if (refused := answer.get("error")) is not None:
             raise StreamError(
@@ -421,7 +474,7 @@ class _NatsWire:
         try:
             reply = await _cancellable(call)
         except _NATS_ERRORS as error:
-            raise NoWorkerError(f"{stream} could not be read: {str(error) or type(error).__name__}") from None
+            raise _unreached(f"{stream} could not be read", error) from None
         return int((reply.headers or {}).get("Nats-Sequence", "0"))
 
     @property
@@ -439,8 +492,7 @@ class _NatsWire:
         try:
             found = await _cancellable(call)
         except _NATS_ERRORS as error:
-            why = getattr(error, "description", None) or str(error) or type(error).__name__
-            raise NoWorkerError(f"the consumer of {self.subjects.log_stream} cannot be read: {why}") from None
+            raise _unreached(f"the consumer of {self.subjects.log_stream} cannot be read", error) from None
         return Backlog(found.num_pending or 0, found.num_ack_pending or 0, found.num_redelivered or 0)
 
     async def lacks(self, stream: str, subject: str, seq: int) -> bool:
@@ -504,11 +556,11 @@ class _NatsWire:
         try:
             return await self._nats.subscribe(subject, **options)
         except _NATS_ERRORS as error:
-            raise NoWorkerError(f"cannot subscribe to {subject}: {error}") from None
+            raise _unreached(f"cannot subscribe to {subject}", error) from None
 
     def _check(self, body: bytes = b"", headers: Mapping[str, str] | None = None) -> None:
         if self.closed:
-            raise NoWorkerError(self.why_closed)
+            raise ClientClosedError(self.why_closed)
         # The server counts headers too, and ends the connection of a client that sends too much.
         lines = (f"{name}{value}".encode() for name, value in (headers or {}).items())
         size_bytes = len(body) + sum(_HEADER_BYTES + len(line) for line in lines)
@@ -572,6 +624,13 @@ async def _cancellable(call: Awaitable[_T]) -> _T:
     finally:
         if task and task.cancelling() > num_before:
             raise asyncio.CancelledError
+
+
+def _unreached(what: str, error: Exception) -> NoWorkerError:
+    """Say that something failed because of an error of nats-py."""
+    why = getattr(error, "description", None) or str(error) or type(error).__name__
+    kind = NoServerError if isinstance(error, _LOST) else NoAnswerError
+    return kind(f"{what}: {why}")
 
 
 def _refusal(error: APIError) -> TurnkeepError:

@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 
 _END_OF_BATCH: Final = "204"
 _NOTHING: Final = "404"
+_TOO_MANY: Final = "413"
+
+
+class TooManyError(nats.errors.Error):
+    """A request for the last messages of subjects matches more subjects than the server answers for."""
 
 
 class DirectGets:
@@ -58,7 +63,8 @@ class DirectGets:
             del self._waiting[inbox]
         status = batch.end.get("Status", "")
         if status not in (_END_OF_BATCH, _NOTHING):
-            raise nats.errors.Error(f"direct get: {status} {batch.end.get('Description', '')}")
+            kind = TooManyError if status == _TOO_MANY else nats.errors.Error
+            raise kind(f"direct get: {status} {batch.end.get('Description', '')}")
         return batch.messages, int(batch.end.get("Nats-Num-Pending", "0"))
 
     async def _arrived(self, message: Msg) -> None:

@@ -52,11 +52,19 @@ class RequestFailedError(TurnkeepError):
 
 
 class NoWorkerError(TurnkeepError):
-    """No answer: there is no NATS server at the address, or no worker connected to it."""
+    """No worker could be reached; each of the three reasons is a class of its own."""
 
 
-class NoServerError(NoWorkerError):
-    """There is no NATS server at the address."""
+class ClientClosedError(NoWorkerError):
+    """The client was closed, by its program or by the NATS server."""
+
+
+class NoServerError(NoWorkerError, ConnectionError):
+    """There is no NATS server at the address, or the connection to it is lost at the moment."""
+
+
+class NoAnswerError(NoWorkerError):
+    """The NATS server is there, but no worker serves the subject, or none answered in time."""
 
 
 class NotPermittedError(TurnkeepError):

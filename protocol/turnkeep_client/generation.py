@@ -7,28 +7,33 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from .calls import LAST_POLL_S, Call, Wire, expect
 from .chunks import Assembly
+from .errors import RequestFailedError, TurnkeepError
 from .messages import Cancelled, Chunk, Generated, decode_chunk
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Generator
+    from typing import Self
 
 #: Pause between two reads for chunks that are known to be missing; doubles up to the second value.
 FIRST_CHUNK_POLL_S: Final = 0.05
 LAST_CHUNK_POLL_S: Final = 2.0
 #: Chunks kept for a slow caller. Older ones are read back from the token stream.
 MAX_WAITING_CHUNKS: Final = 65_536
+#: The longest time for which a block that was left tries to cancel its answer.
+STOP_S: Final = 1.0
 
 
 class Generation:
     """One generate request. Iterate over it for its chunks, await it for its result, or do both.
 
-    The first iteration or await publishes the request. Leaving the iteration early does not stop the answer;
-    `cancel` does. The joined texts and tokens of the chunks are exactly those of the result.
+    The first iteration or await publishes the request. Leaving the iteration early does not stop the answer:
+    `cancel` does, or to leave an `async with` block around it before the answer is complete. The joined texts
+    and tokens of the chunks are exactly those of the result.
     """
 
     def __init__(self, call: Call, wire: Wire, cancel: Callable[[str], Awaitable[Cancelled]]) -> None:
@@ -62,6 +67,28 @@ class Generation:
         """Ask the worker to stop the answer, which then ends with the finish_reason `cancelled`."""
         return await self._cancel(self.id)
 
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Cancel the answer if it is not complete. Takes about a second at most, and raises nothing."""
+        with suppress(TimeoutError, TurnkeepError):
+            async with asyncio.timeout(STOP_S):
+                await self._stop()
+
+    async def _stop(self) -> None:
+        if not self._call.is_published:
+            return
+        self._call.heard()  # the block may have been left because the time was over
+        async with self._call.listening():
+            while not self._call.is_resolved():
+                try:
+                    await self.cancel()
+                except RequestFailedError:  # the worker has not read the request, or has answered it
+                    await self._call.wait_for_change(FIRST_CHUNK_POLL_S)
+                else:
+                    return
+
     async def __aiter__(self) -> AsyncIterator[Chunk]:
         """Yield the answer as it arrives, from its first token on; raises what `wait` raises.
 
@@ -74,6 +101,7 @@ class Generation:
                 while not call.is_resolved() or chunks.waiting:
                     for body in await chunks.next_bodies(has_gap=assembly.has_gap):
                         if new := assembly.add(decode_chunk(body)):
+                            call.heard()
                             yield new
                     if not call.is_resolved() and not chunks.waiting:
                         await call.wait_for_change(chunks.patience_s if assembly.has_gap else LAST_POLL_S)

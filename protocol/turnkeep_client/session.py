@@ -13,9 +13,10 @@ from uuid import uuid4
 from msgspec import UNSET
 
 from .calls import Call, ResultFeeds, Wire, expect
-from .errors import RequestFailedError
+from .errors import NoWorkerError, RequestFailedError
 from .formats import response_format as as_format
 from .generation import Generation
+from .history import History, read_history
 from .messages import (
     DEFAULT_RESIDENT,
     DEFAULT_SINK,
@@ -100,9 +101,10 @@ class Session:
     """A session by its name. Several objects may represent the same session.
 
     A `request_id` that is left out is generated. Repeating a request under its id is safe: the worker answers
-    with the recorded result. `timeout_s` runs from the call to the result; without it a call waits without
-    limit, across restarts of worker and server. All methods raise `InvalidMessageError`, `RequestFailedError`
-    (the worker refused; its `code` says why), `NoWorkerError`, `NotPermittedError` and `ResultTimeoutError`.
+    with the recorded result. `timeout_s` is how long a call waits for its result, across restarts of worker
+    and server; while an answer is read, how long for its next chunk. Without it the client's holds (10
+    minutes); `math.inf` is no limit. All methods raise `InvalidMessageError`, `RequestFailedError` (the
+    worker refused; its `code` says why), `NoWorkerError`, `NotPermittedError` and `ResultTimeoutError`.
     """
 
     def __init__(
@@ -194,9 +196,9 @@ class Session:
     ) -> Generation:
         """Prepare a generate, which first appends at most one of `messages`, `text`, `tokens`.
 
-        Iterate over the result or await it to send the request. `headers` as for `append`. A
-        `response_format` may be a type too: see `formats.response_format` and `Generated.parsed`. Raises
-        `InvalidMessageError` at once.
+        Iterate over the result or await it to send the request; in an `async with` block, leaving early
+        cancels the answer. `headers` as for `append`. A `response_format` may be a type too: see
+        `formats.response_format` and `Generated.parsed`. Raises `InvalidMessageError` at once.
         """
         request = build(
             Generate,
@@ -279,6 +281,13 @@ class Session:
         request = build(Close, request_id, forget=forget or None)
         return expect(Closed, await self._result_of(request, timeout_s))
 
+    async def history(self) -> History:
+        """Read the conversation as it stands in the log: without what has failed or was rewound.
+
+        Needs no worker. A fork's begins with its parent's, as long as the parent is in the log.
+        """
+        return await read_history(self._wire, self.key)
+
     async def info(self, *, skip: int = 0, limit: int = 100, snapshot: bool = False) -> SessionInfo:
         """Return the session's state, from the worker that holds it.
 
@@ -355,28 +364,34 @@ class Session:
         async with self._beginning:
             if self._is_begun:
                 return
-            try:
-                await self.open()
-            except RequestFailedError as refusal:
-                if refusal.code != "invalid_request":
-                    raise
-                await self._check_policy(refusal)
+            asked, found = _whole(self._cache), await self._policy()
+            if found is None:
+                try:
+                    await self.open()
+                except RequestFailedError as refusal:  # by another object meanwhile, if it is open
+                    found = await self._policy() if refusal.code == "invalid_request" else None
+                    if found is None:
+                        raise
+                else:
+                    return
+            if asked not in (None, found):
+                raise RequestFailedError(
+                    "invalid_request",
+                    f"the session is open under {found}, not under {asked}: close it first, or take"
+                    " another name",
+                    retryable=False,
+                )
             self._is_begun = True
 
-    async def _check_policy(self, refusal: RequestFailedError) -> None:
-        """Raise `refusal` if the session is not open, or another error if it is open under another policy."""
+    async def _policy(self) -> SessionCache | None:
+        """Ask for the session's policy; None if it has not begun, or no worker answers."""
         try:
             info = await self.info(limit=0)
-        except RequestFailedError:
-            raise refusal from None
-        found = SessionCache(policy=info.policy) if info.cache is UNSET else info.cache
-        asked = _whole(self._cache)
-        if asked not in (None, found):
-            raise RequestFailedError(
-                "invalid_request",
-                f"the session is open under {found}, not under {asked}: close it first, or take another name",
-                retryable=False,
-            )
+        except (RequestFailedError, NoWorkerError):
+            return None
+        if not info.requests:  # what begins it is still waiting
+            return None
+        return SessionCache(policy=info.policy) if info.cache is UNSET else info.cache
 
     async def _control(self, request: ControlRequest) -> ControlReply:
         subject = self._wire.subjects.of(self.key, "ctl")

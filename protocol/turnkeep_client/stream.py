@@ -11,7 +11,7 @@ import json
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 from uuid import uuid4
 
-from .errors import InvalidMessageError, NoWorkerError, TurnkeepError
+from .errors import InvalidMessageError, NoAnswerError, TurnkeepError
 from .subjects import SessionKey, check_id
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ _SUBJECTS_AT_ONCE: Final = 1000
 _MANY: Final = 8192
 _MANY_BYTES: Final = 32 * 2**20
 _NO_STREAM: Final = 10059
+#: The `code` of a direct get that matches too many subjects.
+TOO_MANY: Final = 413
 _WRONG_LAST_SEQUENCE: Final = 10071
 
 
@@ -59,7 +61,7 @@ class Api(Protocol):
         """Publish without waiting for an answer."""
 
     def batches(self, stream: str, request: dict[str, Any]) -> AsyncGenerator[list[Stored], None]:
-        """Yield the messages that match a batched direct get, one list per batch."""
+        """Yield the messages that match a batched direct get, one list per batch. Raises `StreamError`."""
 
 
 class LogStream:
@@ -103,6 +105,24 @@ class LogStream:
             async for batch in self._api.batches(self.name, {"multi_last": some, "batch": len(some)}):
                 for one in batch:
                     yield wanted[one.headers["Nats-Subject"]], one
+
+    async def latest(self, tenant: str, kind: SessionKind) -> dict[SessionKey, Stored]:
+        """Return the last entry of this kind of each session of a tenant. Needs `$JS.API.DIRECT.GET.<log>`.
+
+        Of more than 1,024 sessions it needs `$JS.API.STREAM.INFO.<log>` too.
+        """
+        found: dict[SessionKey, Stored] = {}
+        pattern = self._subjects.of(SessionKey(check_id("tenant", tenant), "*"), kind)
+        try:
+            async for batch in self._api.batches(
+                self.name, {"multi_last": [pattern], "batch": _SUBJECTS_AT_ONCE}
+            ):
+                found |= {self._subjects.parse(one.headers["Nats-Subject"])[0]: one for one in batch}
+        except StreamError as error:
+            if error.code != TOO_MANY:
+                raise
+            return {key: one async for key, one in self.last(await self.subjects(tenant), kind)}
+        return found
 
     async def every(self, key: SessionKey, kind: str = "*") -> AsyncIterator[tuple[SessionKey, Stored]]:
         """Yield a session's entries in order; the key's tenant and session may be `*` (all).
@@ -151,7 +171,7 @@ class LogStream:
             config = (await self._api.api(f"$JS.API.STREAM.INFO.{self.name}", b""))["config"]
         except StreamError as error:
             if error.code == _NO_STREAM:
-                raise NoWorkerError(f"there is no log of the prefix {self._subjects.prefix!r}") from None
+                raise NoAnswerError(f"there is no log of the prefix {self._subjects.prefix!r}") from None
             raise
         if not config.get("allow_atomic"):
             body = json.dumps(config | {"allow_atomic": True}).encode()

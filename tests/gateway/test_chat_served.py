@@ -126,7 +126,7 @@ async def test_of_a_conversation_that_is_sent_whole_only_what_is_new_is_prefille
     assert len(sessions) == 1
     entries = await worker.client.log(sessions.pop())
     first = json.loads(entries[0].body)
-    assert "gateway" in first["tags"]
+    assert first["type"] == "generate", "nothing has to be sent before"
     assert "Answer in rhymes." not in entries[-2].body.decode(), "only new messages are sent"
 
 

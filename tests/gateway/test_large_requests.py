@@ -9,7 +9,7 @@ import httpx2
 import pytest
 
 from gateway import boundaries, chat
-from gateway.index import append_id, tags
+from gateway.index import append_id
 from turnkeep_client.messages import encode
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ async def test_messages_of_any_number_are_sent_in_pieces_and_go_on(
     session, how = answer.headers["x-turnkeep-session"].split()
     sent = await requests_of(served, session)
     kinds = [one.split(b'"', 4)[3] for one in sent]
-    assert (how, kinds) == ("begun", [b"open", b"append", b"append", b"append", b"generate"])
+    assert (how, kinds) == ("begun", [b"append", b"append", b"append", b"generate"])
     assert all(len(one) <= MAX_BYTES for one in sent)
     used = answer.json()["usage"]
     assert used["prompt_tokens_details"]["cached_tokens"] == 0, "they were prefilled for this answer"
@@ -82,7 +82,6 @@ async def test_what_a_gateway_appended_before_it_died_is_not_sent_again(
     turn = chat.read(encode(body(SAID)))
     known = boundaries.chain(turn.messages or (), turn.options)
     session = worker.client.session("gw-left")
-    await session.open(tags=tags(known[0]))
     piece = {"messages": SAID[:3], "request_id": append_id(known[3], 0), "expect_position": 0}
     first = await session.append(**piece)
     served = await door(worker.settings.nats, worker.settings.prefix)

@@ -14,6 +14,9 @@ from parts import make_tiny_model
 from test_interrupted import started as started  # noqa: PLC0414  # a fixture
 
 from gateway.keys import Keys
+from turnkeep_client import connect
+from turnkeep_client.messages import Close
+from turnkeep_client.subjects import session_key
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -228,6 +231,17 @@ async def test_a_fork_goes_on_by_its_id(
         fourth, how = await ask(served, "Four?", previous_response_id=fork.id)
         assert how == "continued"
         assert prefilled(fourth) == fourth.usage.input_tokens - fork.usage.total_tokens + 1
+
+
+async def test_what_is_to_be_forgotten_is_found_no_more(worker: Any, served: Any) -> None:
+    """The worker removes it a moment later."""
+    first, _ = await ask(served, "One?")
+    session = session_key("default", f"gw-{first.id.removeprefix('resp_')[:32]}")
+    await worker.stop()
+    async with connect(worker.settings.nats, prefix=worker.settings.prefix) as client:
+        await client.submit(session, Close(id="c", forget=True))
+    with pytest.raises(openai.NotFoundError):
+        await served.openai.responses.retrieve(first.id)
 
 
 async def test_items_may_be_named_by_their_ids(served: Any) -> None:

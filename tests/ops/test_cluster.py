@@ -154,7 +154,7 @@ async def test_an_answer_goes_on_where_the_node_dies_that_leads_the_log(
     await asyncio.to_thread(run, nodes.folder, "--nats", nodes.url)
     await in_step(operator, *STREAMS)
 
-    async with await connect(nodes.url, tenant="acme", nkeys_seed=nodes.seed("acme.client")) as client:
+    async with connect(nodes.url, tenant="acme", nkeys_seed=nodes.seed("acme.client")) as client:
         asked = {"text": "Once upon a time", "max_tokens": 300, "timeout_s": 120}
         whole = await client.session("undisturbed").generate(**asked)
         leader = (await in_step(operator, *STREAMS))["turnkeep_log"]
@@ -181,7 +181,7 @@ async def test_an_answer_goes_on_where_the_node_dies_that_leads_the_log(
     assert sorted(kinds) == ["append", "appended", "generate", "generate", "generated", "generated"]
     answers = [body["tokens"] for body in bodies if body["type"] == "generated"]
     assert answers == [tokens, list(last.tokens)], "one result of each, and what was heard"
-    async with await connect(nodes.url, tenant="beta", nkeys_seed=nodes.seed("beta.client")) as client:
+    async with connect(nodes.url, tenant="beta", nkeys_seed=nodes.seed("beta.client")) as client:
         assert await client.log("s") == []
         await client.session("s").append(text="abc", timeout_s=120)
     await worker.stop()

@@ -248,7 +248,7 @@ async def test_the_services_of_the_compose_file_serve_a_tenant_and_are_healthy(h
 
     await asyncio.to_thread(serve)
     seed = here.text("/etc/nats/default.client.nk")
-    async with await connect(here.text("nats://nats:4222"), nkeys_seed=seed) as client:
+    async with connect(here.text("nats://nats:4222"), nkeys_seed=seed) as client:
         appended = await client.session("s1").append(text="hello")
     assert appended.position == 5
     page = here.text("http://127.0.0.1:9422/metrics")

@@ -36,7 +36,7 @@ async def filled(start: Start) -> LocalWorker:
     for name in ("idle", "closed", "failed"):
         await worker.client.session(name).append(tokens=[5] * 10)
     await worker.client.session("closed").close()
-    async with await connect(worker.settings.nats, prefix=worker.settings.prefix, tenant="b") as other:
+    async with connect(worker.settings.nats, prefix=worker.settings.prefix, tenant="b") as other:
         await other.session("idle").append(tokens=[5] * 1500)
     await worker.stop()
     raw = await nats.connect(worker.settings.nats)
@@ -108,7 +108,7 @@ async def test_more_sessions_than_the_server_answers_for_at_a_time_are_all_liste
         while (await js.stream_info(f"{prefix}_log")).state.messages < 4202:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     await raw.close()
-    async with await connect(worker.settings.nats, prefix=prefix) as client:
+    async with connect(worker.settings.nats, prefix=prefix) as client:
         rows = await list_sessions(client)
     assert {row.session: row.position for row in rows} == {f"s{i}": i for i in range(2100)} | {"first": 1}
 

@@ -110,7 +110,7 @@ async def test_tenants_have_sessions_of_the_same_name_and_only_their_own_log(ser
     told = {}
     for tenant in ("acme", "beta"):
         seed = server.seed(f"{tenant}.client")
-        async with await connect(server.url, tenant=tenant, nkeys_seed=seed) as client:
+        async with connect(server.url, tenant=tenant, nkeys_seed=seed) as client:
             answer = client.session("s").generate(text=tenant, max_tokens=4)
             chunks = [chunk async for chunk in answer]
             assert [token for chunk in chunks for token in chunk.tokens] == list(answer.result.tokens)
@@ -124,12 +124,12 @@ async def test_tenants_have_sessions_of_the_same_name_and_only_their_own_log(ser
 
 async def test_a_client_that_was_away_reads_its_result_back(server: Server) -> None:
     seed = server.seed("acme.client")
-    async with await connect(server.url, tenant="acme", nkeys_seed=seed) as client:
+    async with connect(server.url, tenant="acme", nkeys_seed=seed) as client:
         result = await client.session("s").generate(text="abc", max_tokens=4)
         raw = await server.raw("acme.client")
         await mirrored(raw, 2)
         await raw.close()
-    async with await connect(server.url, tenant="acme", nkeys_seed=seed) as client:
+    async with connect(server.url, tenant="acme", nkeys_seed=seed) as client:
         entries = await client.log("s")
     assert [entry.seq for entry in entries] == [1, 2]  # the log's own sequences
     assert list(result.tokens) == list(json.loads(entries[-1].body)["tokens"])
@@ -174,7 +174,7 @@ async def test_a_tenant_hears_nothing_of_another(server: Server) -> None:
     inbox = await beta.subscribe("_INBOX.>")
     await beta.flush()
     seed = server.seed("acme.client")
-    async with await connect(server.url, tenant="acme", nkeys_seed=seed) as client:
+    async with connect(server.url, tenant="acme", nkeys_seed=seed) as client:
         await client.session("s").generate(text="abc", max_tokens=4)
         await client.session("s").info()
     await beta.flush()
@@ -208,7 +208,7 @@ async def test_a_reply_subject_writes_to_nobody_else(server: Server) -> None:
 
 async def test_who_watches_the_workers_sees_their_metrics_and_the_backlog(server: Server) -> None:
     seed = server.seed("metrics")
-    async with await connect(server.url, nkeys_seed=seed) as client:
+    async with connect(server.url, nkeys_seed=seed) as client:
         async with asyncio.timeout(10):
             heard = await anext(client.metrics())
         assert heard.worker == "test"
@@ -247,7 +247,7 @@ async def test_who_watches_the_workers_can_do_nothing_else(server: Server) -> No
     asked = [*publish, *hear]
     assert [one for one in asked if any(f'"{one.lower()}"' in line.lower() for line in refused)] == asked
     seed = server.seed("acme.client")
-    async with await connect(server.url, tenant="acme", nkeys_seed=seed) as client:
+    async with connect(server.url, tenant="acme", nkeys_seed=seed) as client:
         await client.session("s").generate(text="abc", max_tokens=4)
         await client.session("s").info()
     await watcher.flush()
@@ -276,10 +276,10 @@ async def test_a_tenant_with_all_its_connections_is_told_so_at_once_and_another_
         f"the NATS server at {server.url} has no connection left for this account; close some, or have its"
         " limit raised"
     )
-    async with await connect(server.url, tenant="beta", nkeys_seed=seeds["beta"]) as client:
+    async with connect(server.url, tenant="beta", nkeys_seed=seeds["beta"]) as client:
         await client.session("s").generate(text="abc", max_tokens=2)
     await held.pop().close()
-    async with await connect(server.url, tenant="acme", nkeys_seed=seeds["acme"]) as client:
+    async with connect(server.url, tenant="acme", nkeys_seed=seeds["acme"]) as client:
         await client.session("s").generate(text="abc", max_tokens=2)
     await held.pop().close()
 
@@ -289,7 +289,7 @@ async def test_a_connection_with_too_many_subscriptions_ends_with_the_reason_and
 ) -> None:
     seeds = {tenant: server.seed(f"{tenant}.client") for tenant in ("acme", "beta")}
     await reloaded(server, "--max-subscriptions", "20")
-    async with await connect(server.url, tenant="acme", nkeys_seed=seeds["acme"]) as client:
+    async with connect(server.url, tenant="acme", nkeys_seed=seeds["acme"]) as client:
         sessions = [client.session(f"s{n}") for n in range(40)]
         async with asyncio.timeout(60):
             said = await asyncio.gather(*(s.append(text="abc") for s in sessions), return_exceptions=True)
@@ -297,7 +297,7 @@ async def test_a_connection_with_too_many_subscriptions_ends_with_the_reason_and
     assert {type(one) for one in errors} == {NoWorkerError}
     assert all("maximum subscriptions exceeded" in str(one) for one in errors), errors
     for tenant, seed in seeds.items():
-        async with await connect(server.url, tenant=tenant, nkeys_seed=seed) as client:
+        async with connect(server.url, tenant=tenant, nkeys_seed=seed) as client:
             await client.session("s").generate(text="abc", max_tokens=2)
 
 
@@ -305,7 +305,7 @@ async def test_who_sends_more_than_the_account_may_is_told_why_it_is_cut_off(ser
     """nats-py knows the server's limit alone."""
     seeds = {tenant: server.seed(f"{tenant}.client") for tenant in ("acme", "beta")}
     await reloaded(server, "--max-payload-kib", "8")
-    async with await connect(server.url, tenant="acme", nkeys_seed=seeds["acme"]) as client:
+    async with connect(server.url, tenant="acme", nkeys_seed=seeds["acme"]) as client:
         with pytest.raises(NoWorkerError) as caught:
             async with asyncio.timeout(60):
                 await client.session("large").append(text="x" * 10_000)
@@ -313,7 +313,7 @@ async def test_who_sends_more_than_the_account_may_is_told_why_it_is_cut_off(ser
     assert "the NATS server has closed the connection (nats: maximum payload violation" in told
     assert "\n" not in told
     for tenant, seed in seeds.items():
-        async with await connect(server.url, tenant=tenant, nkeys_seed=seed) as client:
+        async with connect(server.url, tenant=tenant, nkeys_seed=seed) as client:
             await client.session("s").generate(text="abc", max_tokens=2)
 
 
@@ -330,7 +330,7 @@ async def test_a_rotated_key_is_refused_the_new_one_works_and_nothing_is_lost(se
     old = server.folder / "acme.old.nk"
     old.write_bytes((server.folder / "acme.client.nk").read_bytes())
     beta = await connect(server.url, tenant="beta", nkeys_seed=server.seed("beta.client"))
-    async with await connect(server.url, tenant="acme", nkeys_seed=str(old)) as client:
+    async with connect(server.url, tenant="acme", nkeys_seed=str(old)) as client:
         before = await client.session("s").generate(text="abc", max_tokens=4)
         raw = await server.raw("acme.client")
         await mirrored(raw, 2)
@@ -342,7 +342,7 @@ async def test_a_rotated_key_is_refused_the_new_one_works_and_nothing_is_lost(se
     with pytest.raises(NotPermittedError, match="refuses the credentials"):
         await connect(server.url, tenant="acme", nkeys_seed=str(old))
     seed = server.seed("acme.client")
-    async with await connect(server.url, tenant="acme", nkeys_seed=seed) as client:
+    async with connect(server.url, tenant="acme", nkeys_seed=seed) as client:
         read = await client.log("s")
         assert json.loads(read[-1].body)["tokens"] == list(before.tokens)
         again = await client.session("s").append(text="def")
@@ -401,7 +401,7 @@ async def test_a_running_server_takes_a_tenant_by_two_reloads(server: Server) ->
     await gamma.close()
     await add(server.folder, "--nats", server.url)
     seed = server.seed("gamma.client")
-    async with await connect(server.url, tenant="gamma", nkeys_seed=seed) as client:
+    async with connect(server.url, tenant="gamma", nkeys_seed=seed) as client:
         await client.session("s").generate(text="abc", max_tokens=2)
 
 

@@ -142,7 +142,7 @@ import asyncio, importlib.util, sys
 from turnkeep_client import connect
 
 async def main():
-    async with await connect(sys.argv[1], prefix=sys.argv[2]) as client:
+    async with connect(sys.argv[1], prefix=sys.argv[2]) as client:
         answer = client.session("fresh").generate(text="abc", max_tokens=5)
         async for chunk in answer:
             pass

@@ -33,11 +33,13 @@ async def test_a_client_with_the_documented_permissions_can_do_all_but_forge(
     )
     await local_worker(nats=url.replace("//", "//worker:w@"), prefix="turnkeep")
     mine = url.replace("//", "//client:c@")
-    async with await connect(mine, tenant="acme") as user:
+    async with connect(mine, tenant="acme") as user:
         answer = user.session("s").generate(text="abc", max_tokens=4)
         chunks = [chunk async for chunk in answer]
         assert [token for chunk in chunks for token in chunk.tokens] == list(answer.result.tokens)
         assert (await user.session("s").info()).position == 7
+        assert [one.name for one in await user.sessions()] == ["s"]
+        assert (await user.session("s").history()).position == 7
     refused: list[str] = []
 
     async def note(error: Exception) -> None:

@@ -25,7 +25,7 @@ async def server(tmp_path: Path) -> AsyncIterator[NatsServer]:
 
 @pytest.fixture
 async def client(server: NatsServer) -> AsyncIterator[Client]:
-    async with await connect(server.url) as client:
+    async with connect(server.url) as client:
         yield client
 
 

@@ -16,6 +16,7 @@ import turnkeep_client.calls
 import turnkeep_client.client
 import turnkeep_client.generation
 from turnkeep_client.errors import (
+    ClientClosedError,
     NoWorkerError,
     RequestFailedError,
     ResultRemovedError,
@@ -218,6 +219,109 @@ async def test_cancelling_ends_the_answer_with_what_it_has(client: Client, worke
     async for _ in generation:
         assert (await generation.cancel()).was == "running"
     assert generation.result.finish_reason == "cancelled"
+
+
+class Cancelling:
+    """Cancels answers on request, if it has `read` them; counts what it was asked."""
+
+    def __init__(self, worker: FakeWorker) -> None:
+        self.worker = worker
+        self.num_asked = 0
+        self.has_read = True
+        self.cancelled = asyncio.Event()
+
+    async def start(self) -> None:
+        await self.worker.nats.subscribe(SUBJECTS.of(KEY, "ctl"), cb=self._on_control)
+        await heard(self.worker.nats)
+        self.worker.script = self._script
+
+    async def _on_control(self, message: Msg) -> None:
+        request = decode_control(message.data)
+        assert isinstance(request, CancelRequest)
+        self.num_asked += 1
+        if not self.has_read:
+            self.has_read = True
+            refused = Failed(id=request.id, code="invalid_request", message="unknown", retryable=False)
+            await message.respond(encode(refused))
+            return
+        await message.respond(encode(Cancelled(id=request.id, was="running")))
+        self.cancelled.set()
+
+    async def _script(self, worker: FakeWorker, seq: int, request: Request) -> None:
+        await worker.chunk(request, 0, [11], "He")
+        await self.cancelled.wait()
+        await worker.result(generated(seq, request, text="He", tokens=(11,), finish_reason="cancelled"))
+
+
+@pytest.mark.parametrize("has_read", [True, False])
+async def test_leaving_the_block_early_cancels_the_answer(
+    client: Client, worker: FakeWorker, has_read: bool
+) -> None:
+    """Also if the worker has not read the request yet, and whatever ends the block."""
+    cancelling = Cancelling(worker)
+    await cancelling.start()
+    cancelling.has_read = has_read
+    generation = client.session("s1").generate(text="hi")
+
+    async def read() -> None:
+        async with generation:
+            async for _ in generation:
+                raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await read()
+    assert cancelling.num_asked == 2 - has_read
+    assert (await generation).finish_reason == "cancelled"
+    assert subscriptions(client) == 0
+
+
+async def test_a_task_that_is_cancelled_cancels_the_answer_of_its_block(
+    client: Client, worker: FakeWorker
+) -> None:
+    cancelling = Cancelling(worker)
+    await cancelling.start()
+    has_begun = asyncio.Event()
+
+    async def read() -> None:
+        async with client.session("s1").generate(text="hi") as generation:
+            async for _ in generation:
+                has_begun.set()
+
+    task = asyncio.create_task(read())
+    await has_begun.wait()
+    task.cancel()
+    await asyncio.wait([task], timeout=10)
+    assert task.cancelled()
+    assert cancelling.cancelled.is_set()
+
+
+async def test_a_block_that_was_left_late_or_has_sent_nothing_cancels_nothing(
+    client: Client, worker: FakeWorker
+) -> None:
+    cancelling = Cancelling(worker)
+    await cancelling.start()
+    async with client.session("s1").generate(text="hi"):
+        pass
+    assert worker.requests == []
+    worker.script = answer
+    async with client.session("s1").generate(text="hi") as generation:
+        assert (await generation).text == TEXT
+    assert cancelling.num_asked == 0
+
+
+async def test_an_answer_that_goes_on_takes_longer_than_its_timeout(
+    client: Client, worker: FakeWorker
+) -> None:
+    """It is for the silence before a chunk, as of other streams."""
+
+    async def script(worker: FakeWorker, seq: int, request: Request) -> None:
+        for i, (token, text) in enumerate(zip(TOKENS, TEXTS, strict=True)):
+            await asyncio.sleep(0.3)
+            await worker.chunk(request, i, [token], text)
+        await worker.result(generated(seq, request))
+
+    worker.script = script
+    assert len(await read_all(client.session("s1").generate(text="hi", timeout_s=1.2))) == len(TOKENS)
 
 
 async def test_a_failed_generate_raises_after_its_chunks(client: Client, worker: FakeWorker) -> None:
@@ -580,7 +684,7 @@ async def test_time_out_names_the_request_and_a_repeat_goes_on_waiting(
 ) -> None:
     worker.script = silent
     session = client.session("s1")
-    with pytest.raises(ResultTimeoutError, match=r"request g1 .* within 0.2 s.*same id"):
+    with pytest.raises(ResultTimeoutError, match=r"request g1: no answer for 0.2 s.*same id"):
         await session.generate(text="hi", request_id="g1", timeout_s=0.2)
     with pytest.raises(TimeoutError):
         await read_all(session.generate(text="hi", request_id="g1", timeout_s=0.2))
@@ -598,9 +702,9 @@ async def test_closing_the_client_ends_waiting_calls(client: Client, worker: Fak
     await asyncio.sleep(0.2)
     await client.close()
     for reader in readers:
-        with pytest.raises(NoWorkerError, match="closed"):
+        with pytest.raises(ClientClosedError, match="closed"):
             await asyncio.wait_for(reader, 5)
-    with pytest.raises(NoWorkerError, match="closed"):
+    with pytest.raises(ClientClosedError, match="closed"):
         await client.session("s1").generate(text="hi")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -17,6 +18,7 @@ from scripted_worker import (
     TOKENS,
     FakeWorker,
     NatsServer,
+    answer,
     free_port,
     generated,
     heard,
@@ -26,13 +28,17 @@ from scripted_worker import (
     session_info,
 )
 
+from turnkeep_client import retry, retrying
 from turnkeep_client.client import Client, connect
 from turnkeep_client.errors import (
+    ClientClosedError,
     InvalidMessageError,
+    NoAnswerError,
     NoServerError,
     NotPermittedError,
     NoWorkerError,
     RequestFailedError,
+    ResultTimeoutError,
 )
 from turnkeep_client.messages import (
     Append,
@@ -46,6 +52,7 @@ from turnkeep_client.messages import (
     Open,
     Request,
     Rewind,
+    SessionCache,
     UnknownResult,
     decode_ask,
     decode_control,
@@ -55,9 +62,20 @@ from turnkeep_client.nats_client import Nats
 from turnkeep_client.session import Sampling, Session
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from nats.aio.msg import Msg
+
+
+async def silent(worker: FakeWorker, seq: int, request: Request) -> None:
+    """Never answer."""
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110  # nobody tells
+            await asyncio.sleep(0.01)
 
 
 async def test_every_request_of_a_session_gets_its_own_result(client: Client, worker: FakeWorker) -> None:
@@ -184,6 +202,24 @@ async def test_a_session_with_a_cache_policy_is_opened_before_its_first_turn(
     assert [type(request) for _, request in worker.requests].count(Open) == 1
 
 
+async def test_a_session_that_is_open_under_its_policy_is_not_opened_again(
+    client: Client, worker: FakeWorker
+) -> None:
+    """Each object of a session asks for its state, which leaves nothing in the log."""
+    found = SessionCache(policy="sink_window", sink=4, window=64)
+
+    async def on_control(message: Msg) -> None:
+        await message.respond(encode(session_info(policy="sink_window", cache=found)))
+
+    await worker.nats.subscribe(SUBJECTS.of(KEY, "ctl"), cb=on_control)
+    await heard(worker.nats)
+    for _ in range(2):
+        await client.session("s1", cache={"policy": "sink_window", "window": 64}).append(text="a")
+    with pytest.raises(RequestFailedError, match=r"is open under .* last 64\), not under .* last 32\)"):
+        await client.session("s1", cache={"policy": "sink_window", "window": 32}).append(text="a")
+    assert [type(request) for _, request in worker.requests] == [Append, Append]
+
+
 async def test_a_bad_cache_policy_is_refused_where_it_is_given(client: Client) -> None:
     with pytest.raises(InvalidMessageError, match=r"cache needs a window of 1 to \d+ tokens, not 0"):
         client.session("s1", cache={"policy": "sink_window", "window": 0})
@@ -278,9 +314,9 @@ async def test_ask_is_answered_without_the_log(client: Client, worker: FakeWorke
 
 
 async def test_nobody_there_to_be_asked_is_said_at_once(client: Client, worker: FakeWorker) -> None:
-    with pytest.raises(NoWorkerError, match=r"no worker serves turnkeep\.default\.s1\.ctl"):
+    with pytest.raises(NoAnswerError, match=r"no worker serves turnkeep\.default\.s1\.ctl"):
         await client.session("s1").info()
-    with pytest.raises(NoWorkerError, match=r"no worker serves turnkeep\.default\.s1\.ask"):
+    with pytest.raises(NoAnswerError, match=r"no worker serves turnkeep\.default\.s1\.ask"):
         await client.ask("s1", text="hi")
 
 
@@ -290,8 +326,8 @@ async def test_a_worker_that_does_not_answer_is_given_up(server: NatsServer, wor
 
     await worker.nats.subscribe(SUBJECTS.of(KEY, "ctl"), cb=ignore)
     await heard(worker.nats)
-    async with await connect(server.url, control_timeout_s=0.1) as client:
-        with pytest.raises(NoWorkerError, match=r"within 0\.1 s"):
+    async with connect(server.url, control_timeout_s=0.1) as client:
+        with pytest.raises(NoAnswerError, match=r"within 0\.1 s"):
             await client.session("s1").info()
 
 
@@ -380,10 +416,99 @@ async def test_no_server_is_said_at_once_in_one_line_that_keeps_the_password(hos
     assert str(caught.value) == f"no NATS server at {url.replace('user:secret@', '')}: {why}"
 
 
+async def test_entering_or_awaiting_a_connection_is_the_same(server: NatsServer) -> None:
+    async with connect(server.url) as entered:
+        assert entered.connected
+    async with await connect(server.url) as awaited:
+        assert awaited.connected
+    for client in (entered, awaited):
+        with pytest.raises(ClientClosedError, match="the client is closed"):
+            await client.session("s1").append(text="a")
+
+
+async def test_why_nobody_answers_is_told_apart(
+    client: Client, worker: FakeWorker, server: NatsServer
+) -> None:
+    """`NoWorkerError` stands for all of it, and a lost connection is Python's `ConnectionError` too."""
+    with pytest.raises(ConnectionError):
+        await connect(f"nats://127.0.0.1:{free_port()}")
+    server.kill()
+    await until(lambda: not client.connected)
+    with pytest.raises(NoServerError, match="could not be read"):
+        await client.log()
+    await server.start()
+    for reason in (ClientClosedError, NoServerError, NoAnswerError):
+        assert issubclass(reason, NoWorkerError)
+        assert issubclass(reason, ConnectionError) == (reason is NoServerError)
+
+
+async def test_a_call_waits_as_long_as_its_client_unless_it_names_a_time(
+    server: NatsServer, worker: FakeWorker
+) -> None:
+    async def later(worker: FakeWorker, seq: int, request: Request) -> None:
+        await asyncio.sleep(0.8)
+        await worker.result(plain_result(seq, request))
+
+    worker.script = later
+    async with connect(server.url, timeout_s=0.3) as client:
+        session = client.session("s1")
+        with pytest.raises(ResultTimeoutError, match=r"no answer for 0\.3 s"):
+            await session.append(text="a")
+        assert (await session.append(text="a", timeout_s=60)).tokens == 3
+        assert (await session.append(text="a", timeout_s=math.inf)).tokens == 3
+
+
+@pytest.mark.parametrize(("attempts", "num_failures"), [(3, 2), (2, 2)])
+async def test_what_may_pass_is_tried_again_under_new_ids(
+    client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch, attempts: int, num_failures: int
+) -> None:
+    monkeypatch.setattr(retrying, "FIRST_PAUSE_S", 0.01)
+
+    async def script(worker: FakeWorker, seq: int, request: Request) -> None:
+        await (refuse if len(worker.requests) <= num_failures else answer)(worker, seq, request)
+
+    worker.script = script
+    session = client.session("s1")
+    sending = retry(lambda: session.generate(text="hi"), attempts=attempts)
+    if attempts > num_failures:
+        assert (await sending).tokens == TOKENS
+    else:
+        with pytest.raises(RequestFailedError, match="4 requests wait"):
+            await sending
+    assert len({request.id for _, request in worker.requests}) == attempts
+
+
+async def test_what_stays_wrong_is_not_tried_again(client: Client, worker: FakeWorker) -> None:
+    async def script(worker: FakeWorker, seq: int, request: Request) -> None:
+        await worker.result(
+            Failed(id=request.id, seq=seq, code="context_exceeded", message="too long", retryable=False)
+        )
+
+    worker.script = script
+    with pytest.raises(RequestFailedError, match="too long"):
+        await retry(lambda: client.session("s1").append(text="hi"))
+    assert len(worker.requests) == 1
+
+
+async def test_more_sessions_than_the_server_names_at_once_are_listed(
+    client: Client, worker: FakeWorker
+) -> None:
+    names = [f"n{number}" for number in range(1030)]
+    worker.script = silent
+    assert await client.sessions() == []
+    for name in names:
+        await worker.nats.publish(f"turnkeep.default.{name}.in", encode(Append(id="a", text="a")))
+    await worker.nats.publish("turnkeep.other.n0.in", encode(Append(id="a", text="a")))
+    await until(lambda: len(worker.requests) == len(names) + 1)
+    found = await client.sessions()
+    assert [one.name for one in found] == names[::-1]
+    assert all((one.is_waiting, one.position, one.is_closed) == (True, None, False) for one in found)
+
+
 async def test_one_server_of_two_is_enough_to_connect(server: NatsServer) -> None:
     nobody, none = (f"nats://127.0.0.1:{free_port()}" for _ in range(2))
     for urls in (f"{nobody},{server.url}", f"{server.url},{nobody}"):
-        async with await connect(urls) as client:
+        async with connect(urls) as client:
             assert client.connected
     with pytest.raises(NoServerError, match="connection refused"):
         await connect(f"{nobody},{none}", connect_timeout_s=3600)
@@ -447,7 +572,7 @@ async def test_a_tenant_that_the_server_does_not_know_as_ours_is_said(
     server = NatsServer(tmp_path / "js", ("-c", str(config)))
     await server.start()
     try:
-        async with await connect(server.url, tenant="bob", user="alice", password="a") as client:
+        async with connect(server.url, tenant="bob", user="alice", password="a") as client:
             with pytest.raises(NotPermittedError, match=r"may not publish on turnkeep\.bob\.s1\.in"):
                 await client.session("s1").append(text="a")
         with pytest.raises(NotPermittedError, match="refuses the credentials"):

@@ -20,7 +20,7 @@ async def test_the_log_of_a_tenant_is_read_back_whole(local_worker):
     session = worker.client.session("many")
     await asyncio.gather(*(session.append(tokens=[5], request_id=f"r{i}") for i in range(150)))
     await worker.client.session("one").append(tokens=[5])
-    async with await connect(worker.settings.nats, prefix=worker.settings.prefix, tenant="b") as other:
+    async with connect(worker.settings.nats, prefix=worker.settings.prefix, tenant="b") as other:
         await other.session("many").append(tokens=[5])
         assert len(await other.log()) == 2
     found = await worker.client.log()

@@ -480,7 +480,7 @@ async def test_a_message_just_below_the_limit_is_answered(wire: Start) -> None:
 
 async def test_a_message_beyond_the_limit_is_refused_by_the_server_and_stored_nowhere(wire: Start) -> None:
     w = await wire(max_message_bytes=64 * 1024)
-    async with await connect(w.worker.settings.nats, prefix=w.prefix) as client:
+    async with connect(w.worker.settings.nats, prefix=w.prefix) as client:
         for size in (130 * 1024, 2 * 2**20):  # beyond the stream's limit, and beyond the server's
             with pytest.raises(InvalidMessageError, match="send it as several appends"):
                 await client.session("s").append(text="x" * size)

@@ -242,7 +242,7 @@ async def test_a_fork_that_cannot_be_says_why_and_changes_nothing(client: Client
 async def test_another_tenants_session_cannot_be_forked(local_worker: Start, nats_url: str) -> None:
     worker = await local_worker()
     await conversation(worker.client)
-    async with await connect(nats_url, prefix=worker.settings.prefix, tenant="other") as other:
+    async with connect(nats_url, prefix=worker.settings.prefix, tenant="other") as other:
         with pytest.raises(RequestFailedError, match="the session parent does not exist"):
             await other.session("parent").fork("fork")
 

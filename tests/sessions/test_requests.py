@@ -461,7 +461,7 @@ async def test_tenants_are_apart(wire: Start) -> None:
     """The same session name is another session, and the same tokens are another's KV."""
     w = await wire()
     text = "A prompt that both of them send, long enough for some blocks. " * 3
-    async with await connect(w.worker.settings.nats, prefix=w.prefix, tenant="other") as other:
+    async with connect(w.worker.settings.nats, prefix=w.prefix, tenant="other") as other:
         mine = await w.worker.client.session("s").append(text=text)
         await quiet(w.worker.client)
         theirs = await other.session("s").append(text=text)

@@ -29,7 +29,7 @@ async def figures(client: Client) -> TenantFigures:
 async def talk(worker: LocalWorker, tenant: str) -> Any:
     """Have one answer, and one request refused; returns the answer."""
     assert worker.settings.nats is not None
-    async with await connect(worker.settings.nats, prefix=worker.settings.prefix, tenant=tenant) as client:
+    async with connect(worker.settings.nats, prefix=worker.settings.prefix, tenant=tenant) as client:
         session = client.session("s")
         answer = await session.generate(text="x" * 40, max_tokens=4)
         with pytest.raises(RequestFailedError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -171,7 +172,9 @@ class Asker:
     async def _connect(self) -> Client:
         while True:
             with contextlib.suppress(TurnkeepError):
-                return await connect("nats://world:4222", tenant=TENANT, control_timeout_s=1.0)
+                return await connect(
+                    "nats://world:4222", tenant=TENANT, timeout_s=math.inf, control_timeout_s=1.0
+                )
             await asyncio.sleep(0.2)
 
     def _next(self) -> tuple[SessionKey, Request]:

@@ -118,7 +118,7 @@ async def damage(where: Path, *, requests: int, seed: int) -> tuple[Run, Verdict
             run.num_cached += result.get("usage", result).get("cached_tokens", 0)
             run.damage(snapshots, rng)
         verdict = judge(await read_log(victim.url), None, heards[0], model)
-        async with await connect(victim.url) as client:
+        async with connect(victim.url) as client:
             await client.session("s0").append(text="to be asked")
             run.counters = (await client.session("s0").info()).worker.snapshots
         for heard in heards:

@@ -231,7 +231,7 @@ async def read_log(url: str) -> list[Any]:
     """Read every entry of the log."""
     for left in itertools.count(20, -1):
         try:
-            async with await connect(url, connect_timeout_s=10) as client:
+            async with connect(url, connect_timeout_s=10) as client:
                 return await client._wire.read_all(SUBJECTS.log_stream, "turnkeep.>")
         except TurnkeepError:
             if not left:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import shlex
 import signal
 import sys
@@ -30,13 +31,18 @@ _T = TypeVar("_T")
 
 
 async def connected(settings: Settings, tenant: str, prefix: str | None = None) -> Client:
-    """Connect a client with these settings; `prefix`, if given, replaces the prefix of the settings."""
+    """Connect a client with these settings; `prefix`, if given, replaces the prefix of the settings.
+
+    Its requests wait without limit: who is tired of it presses Ctrl-C, or ends the HTTP request.
+    """
     from turnkeep_client.client import connect
 
     url = over_tls(settings, settings.nats or f"nats://127.0.0.1:{settings.nats_port}")
     options = client_options(settings)
     try:
-        return await connect(url, tenant=tenant, prefix=prefix or settings.prefix, **options)
+        return await connect(
+            url, tenant=tenant, prefix=prefix or settings.prefix, timeout_s=math.inf, **options
+        )
     except NotPermittedError as error:
         if settings.nats is not None or "refuses the credentials" not in str(error):
             raise

@@ -1,0 +1,150 @@
+"""The conversation of a session, read from its log: what is left of it after rewinds, forks and failures.
+
+Knows nothing of the worker, which makes the session's tokens from the same entries.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from math import inf
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from .errors import InvalidMessageError
+from .log import entry
+from .messages import (
+    Append,
+    Appended,
+    Function,
+    Generate,
+    Generated,
+    Message,
+    Opened,
+    Parent,
+    Rewound,
+    ToolCall,
+    decode_answered,
+    decode_result,
+)
+from .subjects import SessionKey
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from .calls import Wire
+    from .log import Entry
+    from .messages import Request
+
+_Changing: TypeAlias = Opened | Appended | Generated | Rewound
+_CHANGING: Final = (Opened, Appended, Generated, Rewound)
+
+
+class Turn(Struct, frozen=True, kw_only=True):
+    """An append, or a generate with its answer. The session had `start` tokens before it, `position` after.
+
+    The answer begins at `answer_start`; without an answer that is `position`.
+    `is_cut` if a rewind has removed a part of its messages or answer; `request` and `answer` are then as they
+    were, but for an answer without a token left, which is None. Positions are those at the time of the
+    result: a chat template may have changed earlier text since (`rewritten_from`).
+    """
+
+    request: Append | Generate
+    answer: Generated | None
+    start: int
+    answer_start: int
+    position: int
+    is_cut: bool = False
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The messages of the request (raw text counts as a user's), then its answer as one of the assistant.
+
+        Of raw tokens there is no text: then the request has no message.
+        """
+        asked, answer = self.request, self.answer
+        said = (Message("user", asked.text),) if asked.text else asked.messages or ()
+        if answer is None or not answer.tokens:
+            return said
+        text = (asked.prefix if isinstance(asked, Generate) else "") + answer.text
+        calls = tuple(
+            ToolCall(call.id, Function(call.function.name, call.function.arguments))
+            for call in answer.tool_calls
+        )
+        return (*said, Message("assistant", text, tool_calls=calls))
+
+
+class History(Struct, frozen=True, kw_only=True):
+    """A session's turns, oldest first. Without `is_whole` its beginning is no longer in the log."""
+
+    turns: tuple[Turn, ...]
+    is_whole: bool = True
+
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation in OpenAI's shape."""
+        return [message for turn in self.turns for message in turn.messages]
+
+    @property
+    def position(self) -> int:
+        """The number of the session's tokens."""
+        return self.turns[-1].position if self.turns else 0
+
+
+async def read_history(wire: Wire, key: SessionKey, end: float = inf) -> History:
+    """Read a session's log before the sequence `end`. Raises `NoWorkerError` if it cannot be read."""
+    subjects = wire.subjects
+    stored = await wire.read_all(subjects.log_stream, subjects.log(key), end=end)
+    entries = [entry(subjects, one.seq, one.body, one.headers) for one in stored]
+    turns: list[Turn] = []
+    is_whole, position = True, 0
+    for request, result, seq in _exchanges(one for one in entries if one is not None):
+        match request, result:
+            case _, Opened(parent=Parent() as of):
+                before = await read_history(wire, SessionKey(key.tenant, of.session), seq)
+                turns = _until(before.turns, of.position)
+                is_whole = before.is_whole and before.position >= of.position
+            case _, Opened():
+                turns, is_whole = [], True
+            case _, Rewound():
+                turns = _until(turns, result.position)
+            case (Append() | Generate()) as asked, Appended() | Generated():
+                turns.append(_turn(asked, result, position))
+        position = result.position
+    return History(turns=tuple(turns), is_whole=is_whole)
+
+
+def _exchanges(entries: Iterable[Entry]) -> Iterator[tuple[Request, _Changing, int]]:
+    """Yield the requests that have changed the session, with their results and the results' sequences."""
+    requests: dict[int, Request] = {}
+    for one in entries:
+        with suppress(InvalidMessageError):  # refused by the worker, or not a worker's
+            if one.kind == "in":
+                requests[one.seq] = decode_answered(one.body)
+                continue
+            result = decode_result(one.body)
+            if not isinstance(result, _CHANGING) or result.repeat_of is not None or one.history is None:
+                continue
+            if (request := requests.pop(result.seq, None)) is not None:
+                yield request, result, one.seq
+
+
+def _until(turns: Iterable[Turn], position: int) -> list[Turn]:
+    """Return what the first tokens of a session have of its turns."""
+    return [
+        turn if turn.position <= position else _cut(turn, position) for turn in turns if turn.start < position
+    ]
+
+
+def _turn(request: Append | Generate, result: Appended | Generated, start: int) -> Turn:
+    answer = result if isinstance(result, Generated) else None
+    begins = result.position - (len(answer.tokens) + answer.prefix_tokens if answer else 0)
+    return Turn(request=request, answer=answer, start=start, answer_start=begins, position=result.position)
+
+
+def _cut(turn: Turn, position: int) -> Turn:
+    begins = min(turn.answer_start, position)
+    left = turn.answer if position > begins else None
+    is_cut = position != turn.answer_start
+    return replace(turn, answer=left, answer_start=begins, position=position, is_cut=is_cut)

@@ -1,0 +1,115 @@
+"""A session's conversation and a tenant's sessions, as a client reads them from the log of a real worker."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from turnkeep_client.errors import RequestFailedError
+from turnkeep_client.messages import Generate, Message
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from pathlib import Path
+
+    from turnkeep_client.client import Client
+    from turnkeep_client.history import History
+
+
+@pytest.fixture
+async def client(local_worker: Callable[..., Awaitable[Any]], endless_model: Path) -> Client:
+    client: Client = (await local_worker(model=str(endless_model))).client
+    return client
+
+
+def user(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def said(history: History) -> list[tuple[str, object]]:
+    return [(one.role, one.content) for one in history.messages]
+
+
+async def test_a_history_has_what_was_said_and_answered_with_its_tokens(client: Client) -> None:
+    """Not what failed or was sent twice; a repeat, by then, has another position."""
+    session = client.session("s")
+    assert (await session.history()).messages == []
+    begun = await session.append(messages=[{"role": "system", "content": "Rhyme."}])
+    first = await session.generate(messages=user("a?"), request_id="g1", max_tokens=3, prefix="So ")
+    with pytest.raises(RequestFailedError, match="position_conflict"):
+        await session.append(messages=user("no"), expect_position=1)
+    second = await session.generate(text="b?", max_tokens=3)
+    assert (
+        await session.generate(messages=user("a?"), request_id="g1", max_tokens=3, prefix="So ")
+    ).repeat_of
+    history = await session.history()
+    assert said(history) == [
+        ("system", "Rhyme."),
+        ("user", "a?"),
+        ("assistant", "So " + first.text),
+        ("user", "b?"),
+        ("assistant", second.text),
+    ]
+    assert history.is_whole
+    assert [turn.position for turn in history.turns] == [begun.position, first.position, second.position]
+    assert [turn.start for turn in history.turns] == [0, begun.position, first.position]
+    assert history.turns[1].answer == first
+    assert history.position == (await session.info()).position
+
+
+async def test_a_history_ends_where_it_was_rewound_to(client: Client) -> None:
+    session = client.session("s")
+    first = await session.generate(messages=user("a?"), max_tokens=3)
+    second = await session.generate(messages=user("b?"), max_tokens=3)
+    await session.rewind(second.position - len(second.tokens) + 1)
+    cut = (await session.history()).turns[-1]
+    assert (cut.is_cut, cut.answer, cut.position) == (True, second, second.position - 2)
+    await session.rewind(second.position - len(second.tokens))
+    asked = (await session.history()).turns[-1]
+    assert (asked.is_cut, asked.answer) == (False, None)
+    assert asked.messages == (Message("user", "b?"),)
+    await session.rewind(first.position)
+    assert said(await session.history()) == [("user", "a?"), ("assistant", first.text)]
+    await session.close()
+    assert len((await session.history()).turns) == 1, "it can be read until the log drops it"
+    await session.open()
+    assert (await session.history()).turns == ()
+
+
+async def test_the_history_of_a_fork_begins_with_its_parents(client: Client) -> None:
+    """As it was then; and is known to have no beginning once the parent is gone."""
+    parent = client.session("parent")
+    first = await parent.generate(messages=user("a?"), max_tokens=3)
+    await parent.generate(messages=user("b?"), max_tokens=3)
+    fork = await parent.fork("fork", first.position)
+    child = await fork.fork("child")
+    await parent.rewind(0)
+    await parent.generate(messages=user("z?"), max_tokens=3)
+    last = await child.generate(messages=user("c?"), max_tokens=3)
+    history = await child.history()
+    assert said(history) == [
+        ("user", "a?"),
+        ("assistant", first.text),
+        ("user", "c?"),
+        ("assistant", last.text),
+    ]
+    assert history.is_whole
+    assert history.turns[-1].start == first.position
+    await parent.close(forget=True)
+    rest = await child.history()
+    assert (said(rest), rest.is_whole) == ([("user", "c?"), ("assistant", last.text)], False)
+    assert rest.position == history.position
+
+
+async def test_a_tenant_lists_its_sessions_the_last_used_first(client: Client) -> None:
+    for name in ("one", "two", "three"):
+        await client.session(name).append(text="ab")
+    await client.session("one").close()
+    pending = await client.submit(client.session("two").key, Generate(id="g", max_tokens=60_000))
+    waiting, closed, idle = await client.sessions()
+    assert (waiting.name, waiting.is_waiting, waiting.position) == ("two", True, 2)
+    assert (closed.name, closed.is_closed, closed.is_waiting) == ("one", True, False)
+    assert (idle.name, idle.is_closed, idle.is_waiting, idle.position) == ("three", False, False, 2)
+    await client.session("two").cancel("g")
+    await pending
