@@ -98,31 +98,22 @@ def list_models(data_dir: Path) -> list[ModelEntry]:
 
 def places(data_dir: Path) -> Iterator[Place]:
     """Find the models on this machine, by their names alone."""
-    path = packaged_gguf()
-    if path is not None:
-        yield Place(path.stem, "packaged", path)
+    packaged = packaged_gguf()
+    if packaged is not None:
+        yield Place(packaged.stem, "packaged", packaged)
     found = sorted((data_dir / "models").glob("[!.]*"))
     for path in found:
         if path.suffix == ".gguf":
             yield Place(path.stem, "local", path)
         elif path.is_dir() and not _CONVERTED.fullmatch(path.name):
             yield Place(path.name, "local", path)
-    yield from _downloads()
-    sources = {place.path.stem for place in _ggufs(data_dir)}
+    downloads = list(_downloads())
+    sources = {path.stem for path in (packaged, *found, *(place.path for place in downloads)) if path}
     for path in found:
         made = _CONVERTED.fullmatch(path.name)
         if made and made[1] not in sources:
             yield Place(made[1], "converted", path)
-
-
-def _ggufs(data_dir: Path) -> Iterator[Place]:
-    """Find the GGUF files among the models."""
-    path = packaged_gguf()
-    if path is not None:
-        yield Place(path.stem, "packaged", path)
-    for path in (data_dir / "models").glob("[!.]*.gguf"):
-        yield Place(path.stem, "local", path)
-    yield from (place for place in _downloads() if place.path.suffix == ".gguf")
+    yield from downloads
 
 
 def _downloads() -> Iterator[Place]:
@@ -167,8 +158,8 @@ def missing(spec: str, data_dir: Path) -> ModelError:
     """Return the error for a name that no model has."""
     here = ", ".join(place.name for place in places(data_dir)) or "none"
     return ModelError(
-        f"there is no model {spec}; the models here are: {here}; `turnkeep model pull org/name` brings one"
-        " from the hub, and a path names a model folder or a .gguf file"
+        f"there is no model {spec}; give a model folder, a .gguf file or a hub id (org/name, which `turnkeep"
+        f" model pull` downloads), or the name of one that is here: {here}"
     )
 
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 _QUANTISATION: Final = re.compile(r"(?i)[-._](?:UD-)?((?:I?Q\d\w*)|F16|BF16|F32|MXFP4)$")
 #: Bits of the weights of the usual conversions for MLX.
-_MLX_BITS: Final = frozenset("34568")
+_MLX_BITS: Final = "34568"
 
 _LAYER: Final = {
     "attn_norm": "input_layernorm",
@@ -79,6 +79,6 @@ def mlx_name(name: str) -> str:
     stem = name.rpartition("/")[2].removesuffix(".gguf")
     quantisation = quantisation_of(stem) if _QUANTISATION.search(stem) else ""
     stem = re.sub(r"(?i)[-._]gguf$", "", _QUANTISATION.sub("", stem))
-    digit = next((char for char in quantisation if char.isdigit()), "4")
-    bits = "bf16" if quantisation.upper().endswith("F16") else f"{digit if digit in _MLX_BITS else 4}bit"
+    digit = re.match(f"I?Q([{_MLX_BITS}])", quantisation)
+    bits = "bf16" if quantisation.endswith("F16") else f"{digit[1] if digit else 4}bit"
     return f"mlx-community/{stem}-{bits}"

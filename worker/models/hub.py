@@ -14,11 +14,12 @@ import hashlib
 import os
 import re
 import shutil
+import time
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from logging import ERROR
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import IO, TYPE_CHECKING, Final
 
 import psutil
 
@@ -53,6 +54,9 @@ _HOSTS: Final = re.compile(r"^(https://)?(hf\.co|huggingface\.co)/")
 _ID: Final = re.compile(r"[\w][\w.-]*/[\w][\w.-]*(:[\w.-]+)?")
 _DIGEST: Final = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _PART: Final = ".part"
+_PARTIAL: Final = 206
+#: How often a connection is tried again that brings nothing.
+_RETRIES: Final = 2
 _ITEM_BITS: Final = {"float32": 32, "float16": 16, "bfloat16": 16}
 
 
@@ -145,10 +149,11 @@ def fetch(spec: str, progress: Progress | None, dtype: str = "keep") -> Path:
     """
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
-    from huggingface_hub.utils import logging
+    from huggingface_hub.utils import disable_progress_bars, logging  # type: ignore[attr-defined]
 
     hub_id, quantisation = _split(spec)
-    logging.set_verbosity(ERROR)  # its warnings say what the errors and the progress say too
+    logging.set_verbosity(ERROR)  # errors and progress are reported here
+    disable_progress_bars()
     try:
         with _told(hub_id):
             found = HfApi().model_info(hub_id, files_metadata=True)
@@ -196,7 +201,9 @@ def _told(hub_id: str) -> Iterator[None]:
     except HFValidationError as error:
         raise ModelError(f"{hub_id!r} is not a hub id: {one_line(error)}") from None
     except OfflineModeIsEnabled:
-        raise _UnreachableError("HF_HUB_OFFLINE is set; unset it once to download it") from None
+        raise _UnreachableError(
+            "the hub cannot be reached while HF_HUB_OFFLINE is set; unset it once to download it"
+        ) from None
     except GatedRepoError:
         raise ModelError(
             f"{hub_id} is gated; accept its terms at {ENDPOINT}/{hub_id}, and set HF_TOKEN"
@@ -210,8 +217,8 @@ def _told(hub_id: str) -> Iterator[None]:
         raise ModelError(f"the hub refused {hub_id}: {one_line(error)}") from None
     except OSError as error:
         raise ModelError(f"{hub_id} cannot be downloaded: {one_line(error)}") from None
-    except Exception as error:  # the HTTP library's errors share no base class with these
-        if type(error).__module__.partition(".")[0].startswith("httpx"):
+    except Exception as error:
+        if _is_of_the_connection(error):
             raise _UnreachableError(
                 f"the hub cannot be reached at {ENDPOINT} ({one_line(error)}); try again later: a download"
                 " goes on where it stopped"
@@ -320,9 +327,6 @@ def _check_memory(hub_id: str, needed_bytes: int) -> None:
 
 def _bring_one(url: str, blobs: Path, file: _File, advance: Callable[[int], None]) -> None:
     """Download one file, from where an earlier process stopped, and check it."""
-    from huggingface_hub.file_download import http_get
-    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # not in its __all__
-
     part = _part(blobs, file)
     with part.open("ab") as out:
         fcntl.flock(out, fcntl.LOCK_EX)  # against a process that fetches the same file
@@ -330,15 +334,9 @@ def _bring_one(url: str, blobs: Path, file: _File, advance: Callable[[int], None
             return
         if out.tell() > file.size_bytes:
             out.truncate(0)
-        begun = out.seek(0, os.SEEK_END)
-        http_get(
-            url,
-            out,
-            resume_size=begun,
-            headers=build_hf_headers(),
-            expected_size=file.size_bytes,
-            _tqdm_bar=_Bar(advance, begun),
-        )
+        advance(out.seek(0, os.SEEK_END))
+        if out.tell() < file.size_bytes:
+            _stream(url, out, advance)
         out.flush()
         if file.digest_of(part) != file.digest:
             out.truncate(0)
@@ -350,20 +348,44 @@ def _bring_one(url: str, blobs: Path, file: _File, advance: Callable[[int], None
         part.rename(blobs / file.digest)
 
 
+def _stream(url: str, out: IO[bytes], advance: Callable[[int], None]) -> None:
+    """Append to a file what it lacks. A connection that breaks is made again, also some times in vain."""
+    from huggingface_hub.constants import HF_HUB_DOWNLOAD_TIMEOUT
+    from huggingface_hub.utils import (  # type: ignore[attr-defined]  # public, but not in its __all__
+        build_hf_headers,
+        hf_raise_for_status,
+        http_stream_backoff,
+    )
+
+    failed = 0
+    while True:
+        begun = out.seek(0, os.SEEK_END)
+        headers = build_hf_headers() | {"Accept-Encoding": "identity"}
+        headers |= {"Range": f"bytes={begun}-"} if begun else {}
+        wait_s = HF_HUB_DOWNLOAD_TIMEOUT
+        try:
+            with http_stream_backoff(
+                "GET", url, headers=headers, timeout=wait_s, retry_on_exceptions=()
+            ) as response:
+                hf_raise_for_status(response)
+                if begun and response.status_code != _PARTIAL:
+                    out.truncate(0)
+                    advance(-begun)
+                for piece in response.iter_bytes():
+                    advance(out.write(piece))
+        except Exception as error:
+            failed = 0 if out.tell() > begun else failed + 1
+            if failed > _RETRIES or not _is_of_the_connection(error):
+                raise
+            time.sleep(failed)
+        else:
+            return
+
+
+def _is_of_the_connection(error: Exception) -> bool:
+    """Say whether an error is one of the HTTP library, which has no base class but `Exception` in common."""
+    return type(error).__module__.partition(".")[0].startswith("httpx")
+
+
 def _part(blobs: Path, file: _File) -> Path:
     return blobs / (file.digest + _PART)
-
-
-class _Bar:
-    """Stands for the library's progress bar, and only counts."""
-
-    def __init__(self, advance: Callable[[int], None], begun: int) -> None:
-        self._advance = advance
-        self.update(begun)
-
-    def update(self, num: float | None = 1) -> None:
-        """Count bytes, or take some back."""
-        self._advance(int(num or 0))
-
-    def set_postfix_str(self, *_: Any, **__: Any) -> None:
-        """Show nothing."""

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from . import blas, catalog, gguf_model, hub
 from .catalog import ModelEntry, list_models, packaged_gguf
 from .misfits import explain
 from .model_files import (
+    Hold,
     ModelError,
     Progress,
     check_folder,
     check_tokenizer,
     context_tokens,
     dtype_name,
-    hold,
     text_config,
 )
 from .own_sampling import own_sampling
@@ -73,7 +73,7 @@ class LoadedModel:
     eos_ids: frozenset[int]
     weight_bytes: int
     sampling: dict[str, float]
-    held: IO[bytes] | None = None
+    held: Hold | None = None
 
 
 def default_dtype() -> str:
@@ -161,7 +161,7 @@ def load(
         eos_ids=tokenizer.eos_ids,
         weight_bytes=sum(array.nbytes for array in weights),
         sampling=own_sampling(folder),
-        held=hold(folder),
+        held=Hold(folder),
     )
 
 

@@ -1,7 +1,7 @@
 """Checks the files of a model folder before MLX reads them, and owns `ModelError`.
 
 MLX does not check offsets in a safetensors file and reads lazily, so a truncated file would fail late or give
-wrong weights. Knows file formats only; must not import MLX. A folder in use is locked (`hold`).
+wrong weights. Knows file formats only; must not import MLX. A folder in use is locked (`Hold`).
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 import fcntl
 import json
 import math
+import os
 import re
 from collections.abc import Callable
-from typing import IO, TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from turnkeep_client.errors import TurnkeepError
 
@@ -98,11 +99,20 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def hold(folder: Path) -> IO[bytes]:
-    """Mark a model folder as in use, until the file that is returned is closed or the process ends."""
-    file = (folder / "config.json").open("rb")
-    fcntl.flock(file, fcntl.LOCK_SH)
-    return file
+class Hold:
+    """Marks a model folder as in use, for all processes, until it is closed, dropped, or the process ends."""
+
+    def __init__(self, folder: Path) -> None:
+        self._fd = os.open(folder / "config.json", os.O_RDONLY)
+        fcntl.flock(self._fd, fcntl.LOCK_SH)
+
+    def close(self) -> None:
+        """Release the folder. Later calls do nothing."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    __del__ = close
 
 
 def is_held(folder: Path) -> bool:
