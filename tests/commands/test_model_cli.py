@@ -34,12 +34,13 @@ async def test_a_model_is_served_by_name_and_not_removed_meanwhile(
         1,
         "turnkeep: mine is in use; stop the worker that serves it, then remove it\n",
     )
-    worker.kill()
+    worker.stop()
     shown = run("show", "mine").stdout
     for line in ("architecture    llama", "parameters      0.0906 million", "in use          no"):
         assert f"\n{line}\n" in shown, shown
     assert run("rm", "mine").stdout.startswith("removed mine, which frees ")
     assert "mine" not in run("list").stdout
+    shutil.copytree(tiny_model, tmp_path / "data" / "models" / "mine")  # the fixture starts it again
 
 
 def test_a_name_that_is_no_hub_id_cannot_be_pulled(tmp_path: Path) -> None:
