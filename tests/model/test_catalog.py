@@ -33,14 +33,16 @@ def test_folders_files_and_links_in_the_data_directory_are_served_by_name(
     assert model.resolve("folder", tmp_path, dtype="keep") == models / "folder"
     assert model.resolve("linked", tmp_path, dtype="keep") == models / "linked"
     made = model.resolve("file", tmp_path, dtype="float32")
+    other = made.with_name(made.name.replace("file-", "file-b-"))
+    shutil.copytree(made, other)
     found = {e.name: e for e in catalog.list_models(tmp_path) if e.origin != "packaged"}
-    assert sorted(found) == ["file", "folder", "linked"]
+    assert sorted(found) == ["file", "file-b", "folder", "linked"]
     assert found["file"].conversions == (made,)
     freed = [catalog.remove(found[name]) for name in ("file", "linked", "folder")]
     assert freed[0] > 5_000_000 > freed[2] > 300_000 > 200 > freed[1]
     assert tiny_model.exists()
     assert not file.exists()
-    assert not [*models.glob("[!.]*")]
+    assert [*models.glob("[!.]*")] == [other]
 
 
 def test_a_conversion_of_a_file_elsewhere_is_listed_by_itself(tmp_path: Path) -> None:
@@ -49,6 +51,9 @@ def test_a_conversion_of_a_file_elsewhere_is_listed_by_itself(tmp_path: Path) ->
     entry = catalog.named("away", tmp_path)
     assert (entry.origin, entry.path, entry.dtype) == ("converted", made, "float16")
     assert catalog.named(str(source), tmp_path).conversions == (made,)
+    with pytest.raises(ModelError, match="is not a name of `turnkeep model list`"):
+        catalog.remove(catalog.named(str(source), tmp_path))
+    assert source.exists()
     assert catalog.count_parameters(entry) == catalog.count_parameters(catalog.named(str(source), tmp_path))
 
 

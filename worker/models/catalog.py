@@ -1,8 +1,8 @@
 """Lists, describes and removes the models on this machine. Reads no weights; must not import MLX.
 
-There are four origins: the packaged model; `local`: folders and GGUF files in the data directory's folder
+There are four origins of names: the packaged model; `local`: folders and GGUF files in the data directory's folder
 `models`, or links there; `hub`: downloads in the hub's cache; `converted`: MLX folders that were made of GGUF
-files from elsewhere. Conversions of a listed GGUF file belong to that file.
+files from elsewhere. Conversions of a listed GGUF file belong to that file. A path is described as `elsewhere`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _CONVERTED: Final = re.compile(r"(.+)-(?:float32|float16|bfloat16)-[0-9a-f]{12}"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a model is. `origin` is packaged, local, hub or converted; `path` a folder or a GGUF file."""
+    """Where a model is; `path` is a folder or a GGUF file."""
 
     name: str
     origin: str
@@ -50,7 +50,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class ModelEntry:
-    """A model on this machine.
+    """A model on this machine, by the origins above.
 
     `dtype` is the quantisation, or the type of the weights. `tools` and `reasoning` say whether the template
     and the vocabulary have a format for them. `policies` is None if nobody tried this architecture yet.
@@ -105,15 +105,21 @@ def places(data_dir: Path) -> Iterator[Place]:
     for path in found:
         if path.suffix == ".gguf":
             yield Place(path.stem, "local", path)
-        elif path.is_dir() and not _CONVERTED.fullmatch(path.name):
+        elif path.is_dir() and _source(path) is None:
             yield Place(path.name, "local", path)
     downloads = list(_downloads())
     sources = {path.stem for path in (packaged, *found, *(place.path for place in downloads)) if path}
     for path in found:
-        made = _CONVERTED.fullmatch(path.name)
-        if made and made[1] not in sources:
-            yield Place(made[1], "converted", path)
+        source = _source(path)
+        if source is not None and source not in sources:
+            yield Place(source, "converted", path)
     yield from downloads
+
+
+def _source(path: Path) -> str | None:
+    """Return the name of the GGUF file that a folder was converted from; None if it is no conversion."""
+    made = _CONVERTED.fullmatch(path.name)
+    return made[1] if made else None
 
 
 def _downloads() -> Iterator[Place]:
@@ -146,7 +152,7 @@ def named(spec: str, data_dir: Path) -> ModelEntry:
     """Describe one model by its name or its path; raises `ModelError` that says which there are."""
     place, path = _place(spec, data_dir), Path(spec).expanduser()
     if place is None and (path.is_dir() or (path.suffix == ".gguf" and path.is_file())):
-        place = Place(path.stem if path.is_file() else path.name, "local", path)
+        place = Place(path.stem if path.is_file() else path.name, "elsewhere", path)
     if place is None and hub.is_id(spec) and (there := hub.downloaded(spec)) is not None:
         place = next((p for p in _downloads() if p.path == there), None)
     if place is None:
@@ -158,8 +164,8 @@ def missing(spec: str, data_dir: Path) -> ModelError:
     """Return the error for a name that no model has."""
     here = ", ".join(place.name for place in places(data_dir)) or "none"
     return ModelError(
-        f"there is no model {spec}; give a model folder, a .gguf file or a hub id (org/name, which `turnkeep"
-        f" model pull` downloads), or the name of one that is here: {here}"
+        f"there is no model {'at ' if '/' in spec else ''}{spec}; give a model folder, a .gguf file or a hub id"
+        f" (org/name, which `turnkeep model pull` downloads), or the name of one that is here: {here}"
     )
 
 
@@ -169,8 +175,8 @@ def describe(place: Place, data_dir: Path) -> ModelEntry:
     if place.path.suffix == ".gguf":
         config, template, words = _of_gguf(place.path)
         size = place.path.stat().st_size
-        made = tuple(sorted((data_dir / "models").glob(f"{_literal(place.path.stem)}-*-*")))
-        made = tuple(path for path in made if _CONVERTED.fullmatch(path.name))
+        folders = sorted((data_dir / "models").glob("[!.]*"))
+        made = tuple(path for path in folders if _source(path) == place.path.stem)
     else:
         config = check_folder(place.path)
         template, words = _template(place.path), _Words(place.path)
@@ -207,6 +213,8 @@ def remove(entry: ModelEntry) -> int:
             f"{entry.name} is part of an installed package;"
             f" `pip uninstall {_PACKAGE.replace('_', '-')}` removes it"
         )
+    if entry.origin == "elsewhere":
+        raise ModelError(f"{entry.path} is not a name of `turnkeep model list`; only these can be removed")
     if entry.in_use:
         raise ModelError(f"{entry.name} is in use; stop the worker that serves it, then remove it")
     freed = 0
@@ -267,8 +275,3 @@ def _of_gguf(path: Path) -> tuple[dict[str, Any], str, Container[str]]:
     }
     words = frozenset(file.fields.get("tokenizer.ggml.tokens") or ())
     return config, str(file.fields.get("tokenizer.chat_template") or ""), words
-
-
-def _literal(name: str) -> str:
-    """Escape a name for `glob`."""
-    return re.sub(r"([*?[])", r"[\1]", name)
