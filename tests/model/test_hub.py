@@ -140,6 +140,7 @@ def test_a_download_that_was_killed_goes_on_where_it_was(server: FakeHub, tmp_pa
 
 def test_a_connection_that_breaks_is_made_again(server: FakeHub, cache: Path) -> None:
     server.cuts = [20_000, 30_000]
+    server.about[ID] = {"id": "org/now-named-so"}
     reports: list[tuple[int, int, str]] = []
     folder = hub.fetch(ID, lambda *report: reports.append(report))
     ranges = [asked for name, asked in server.asked if name == "model.safetensors"]

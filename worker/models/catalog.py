@@ -1,8 +1,9 @@
 """Lists, describes and removes the models on this machine. Reads no weights; must not import MLX.
 
-There are four origins of names: the packaged model; `local`: folders and GGUF files in the data directory's folder
-`models`, or links there; `hub`: downloads in the hub's cache; `converted`: MLX folders that were made of GGUF
-files from elsewhere. Conversions of a listed GGUF file belong to that file. A path is described as `elsewhere`.
+There are four origins of names: the packaged model; `local`: folders and GGUF files in the data directory's
+folder `models`, or links there; `hub`: downloads in the hub's cache; `converted`: MLX folders that were made
+of GGUF files from elsewhere. Conversions of a listed GGUF file belong to that file. What is described by its
+path is `elsewhere`.
 """
 
 from __future__ import annotations
@@ -164,8 +165,8 @@ def missing(spec: str, data_dir: Path) -> ModelError:
     """Return the error for a name that no model has."""
     here = ", ".join(place.name for place in places(data_dir)) or "none"
     return ModelError(
-        f"there is no model {'at ' if '/' in spec else ''}{spec}; give a model folder, a .gguf file or a hub id"
-        f" (org/name, which `turnkeep model pull` downloads), or the name of one that is here: {here}"
+        f"there is no model {'at ' if '/' in spec else ''}{spec}; give a model folder, a .gguf file or a hub"
+        f" id (org/name, which `turnkeep model pull` downloads), or the name of one that is here: {here}"
     )
 
 

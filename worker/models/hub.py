@@ -74,10 +74,8 @@ class _File:
         with path.open("rb") as file:
             if self.is_large:
                 return hashlib.file_digest(file, "sha256").hexdigest()
-            hasher = hashlib.sha1(b"blob %d\0" % self.size_bytes, usedforsecurity=False)
-            while piece := file.read(1 << 20):
-                hasher.update(piece)
-            return hasher.hexdigest()
+            content = b"blob %d\0" % self.size_bytes + file.read()
+            return hashlib.sha1(content, usedforsecurity=False).hexdigest()
 
 
 def is_id(spec: str) -> bool:
@@ -121,23 +119,17 @@ def downloaded(spec: str) -> Path | None:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     hub_id, quantisation = _split(spec)
-
-    def snapshot(patterns: Sequence[str]) -> Path | None:
-        with contextlib.suppress(LocalEntryNotFoundError):
-            return Path(
-                snapshot_download(
-                    hub_id, local_files_only=True, allow_patterns=list(patterns), ignore_patterns=_FOLDERS
-                )
+    with _told(hub_id), contextlib.suppress(LocalEntryNotFoundError):
+        whole = Path(
+            snapshot_download(
+                hub_id, local_files_only=True, allow_patterns=[*_PATTERNS], ignore_patterns=_FOLDERS
             )
-        return None
-
-    with _told(hub_id):
-        folder = None if quantisation else snapshot(_PATTERNS)
-        if folder is not None and any(folder.glob(_WEIGHTS)):
-            return folder
-        folder = snapshot_folder(repository_folder(hub_id))
-        name = folder and _gguf_name([path.name for path in folder.glob("*.gguf")], quantisation)
-        return folder / name if folder and name else None
+        )
+        if not quantisation and any(whole.glob(_WEIGHTS)):
+            return whole
+    folder = snapshot_folder(repository_folder(hub_id))
+    name = folder and _gguf_name([path.name for path in folder.glob("*.gguf")], quantisation)
+    return folder / name if folder and name else None
 
 
 def fetch(spec: str, progress: Progress | None, dtype: str = "keep") -> Path:
@@ -164,7 +156,7 @@ def fetch(spec: str, progress: Progress | None, dtype: str = "keep") -> Path:
         return known
     files = _wanted(found, spec, quantisation)
     with _told(hub_id):
-        _bring(found, files, progress, dtype)
+        _bring(hub_id, found, files, progress, dtype)
         names = [file.name for file in files]
         try:
             folder = Path(snapshot_download(hub_id, allow_patterns=names, ignore_patterns=_FOLDERS))
@@ -238,9 +230,6 @@ def _wanted(found: ModelInfo, spec: str, quantisation: str) -> list[_File]:
         for sibling in found.siblings or ()
         if "/" not in sibling.rfilename
     ]
-    unnamed = next((file.name for file in there if not _DIGEST.fullmatch(file.digest)), None)
-    if unnamed is not None:
-        raise ModelError(f"the hub gives no checksum of {unnamed} in {found.id}; use another HF_ENDPOINT")
     names = [file.name for file in there]
     ggufs = [name for name in names if name.endswith(".gguf")]
     if not quantisation and any(fnmatch(name, _WEIGHTS) for name in names):
@@ -279,19 +268,24 @@ def _is_piece(name: str) -> bool:
     return re.search(r"-\d{5}-of-\d{5}\.gguf$", name) is not None
 
 
-def _bring(found: ModelInfo, files: Sequence[_File], progress: Progress | None, dtype: str) -> None:
+def _bring(
+    hub_id: str, found: ModelInfo, files: Sequence[_File], progress: Progress | None, dtype: str
+) -> None:
     """Put all files into the cache's `blobs`, where the library finds them."""
     from huggingface_hub import hf_hub_url
     from huggingface_hub.constants import MAX_HTTP_DOWNLOAD_SIZE
 
-    blobs = repository_folder(found.id) / "blobs"
+    unnamed = next((file.name for file in files if not _DIGEST.fullmatch(file.digest)), None)
+    if unnamed is not None:
+        raise ModelError(f"the hub gives no checksum of {unnamed} in {hub_id}; use another HF_ENDPOINT")
+    blobs = repository_folder(hub_id) / "blobs"  # `found.id` may be another one: names change
     blobs.mkdir(parents=True, exist_ok=True)
     missing = [file for file in files if not (blobs / file.digest).exists()]
     total = sum(file.size_bytes for file in missing)
     begun = sum(path.stat().st_size for file in missing if (path := _part(blobs, file)).exists())
     if total - begun > (free := shutil.disk_usage(blobs).free):
         raise ModelError(
-            f"{found.id} needs {size(total - begun)} in {cache_folder()}, where {size(free)} are free; free"
+            f"{hub_id} needs {size(total - begun)} in {cache_folder()}, where {size(free)} are free; free"
             " some space, or name another folder with HF_HOME"
         )
     done = 0
@@ -300,20 +294,20 @@ def _bring(found: ModelInfo, files: Sequence[_File], progress: Progress | None, 
         nonlocal done
         done += num
         if progress is not None:
-            progress(done, total, f"downloading {found.id}")
+            progress(done, total, f"downloading {hub_id}")
 
     weights_bytes = sum(file.size_bytes for file in files if file.name.endswith((".safetensors", ".gguf")))
     if files[0].name.endswith(".gguf"):
         num = (found.gguf or {}).get("total")
-        _check_memory(found.id, num * _ITEM_BITS.get(dtype, 16) // 8 if num else weights_bytes)
+        _check_memory(hub_id, num * _ITEM_BITS.get(dtype, 16) // 8 if num else weights_bytes)
     for file in missing:
         if file.name.endswith(".safetensors"):  # the small files are there by now
             config = next((blobs / other.digest for other in files if other.name == "config.json"), None)
             bits = weight_bits(read_json(config)) if config is not None else None
             factor = _ITEM_BITS[dtype] / bits if bits and dtype in _ITEM_BITS else 1
-            _check_memory(found.id, int(weights_bytes * factor))
+            _check_memory(hub_id, int(weights_bytes * factor))
         if file.size_bytes <= MAX_HTTP_DOWNLOAD_SIZE:  # larger ones are the library's
-            _bring_one(hf_hub_url(found.id, file.name, revision=found.sha), blobs, file, advance)
+            _bring_one(hf_hub_url(hub_id, file.name, revision=found.sha), blobs, file, advance)
 
 
 def _check_memory(hub_id: str, needed_bytes: int) -> None:
