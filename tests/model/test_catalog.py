@@ -70,6 +70,9 @@ def test_a_model_says_what_it_can_by_its_template_its_words_and_its_architecture
     assert (entry.tools, entry.reasoning, entry.window_tokens) == (True, True, 16)
     assert (entry.architecture, entry.dtype, entry.context_tokens) == ("gemma3_text", "Q4_0", 512)
     assert entry.policies == ("full", "sink_window", "paged")
+    assert entry.instead is None
+    TinyLlama(architecture="phi9").write(tmp_path / "phi-9-Q8_0.gguf")
+    assert catalog.named(str(tmp_path / "phi-9-Q8_0.gguf"), tmp_path).instead == "mlx-community/phi-9-8bit"
 
 
 def test_a_wrong_name_says_which_there_are(tmp_path: Path, tiny_model: Path) -> None:

@@ -69,7 +69,9 @@ def show(config: Path | None, name: str, as_json: bool, **flags: Any) -> None:
         click.echo(json.dumps(_plain(entry) | {"parameters": num}))
         return
     window = f"some layers see the last {entry.window_tokens} tokens" if entry.window_tokens else "none"
-    policies = ", ".join(entry.policies) if entry.policies else "full; the first start tries the others"
+    policies = ", ".join(entry.policies or ("full; the first start tries the others",))
+    if entry.instead:
+        policies = f"none: this family cannot be used as a GGUF file; see {entry.instead}"
     rows = [
         ("origin", entry.origin),
         ("architecture", entry.architecture),
@@ -144,6 +146,8 @@ def _context(entry: ModelEntry) -> str:
 
 
 def _abilities(entry: ModelEntry) -> list[str]:
+    if entry.instead:
+        return [f"nothing as a GGUF file; see {entry.instead}"]
     found = [name for name in ("tools", "reasoning") if getattr(entry, name)]
     found += [f"window {entry.window_tokens}"] if entry.window_tokens else []
     return found + [policy for policy in entry.policies or () if policy != "full"]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from . import architectures, gguf_file, hub
 from .dialect import reasons, renders_tools
-from .gguf_family import FAMILIES, quantisation_of
+from .gguf_family import FAMILIES, mlx_name, quantisation_of
 from .model_files import (
     UNBOUNDED,
     ModelError,
@@ -70,6 +70,12 @@ class ModelEntry:
     policies: tuple[str, ...] | None
     conversions: tuple[Path, ...]
     in_use: bool
+
+    @property
+    def instead(self) -> str | None:
+        """The usual name for MLX of a GGUF file whose family cannot be used; None if it can."""
+        is_strange = self.path.suffix == ".gguf" and self.policies is None
+        return mlx_name(self.path.name) if is_strange else None
 
     @property
     def is_bounded(self) -> bool:

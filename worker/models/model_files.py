@@ -6,6 +6,7 @@ wrong weights. Knows file formats only; must not import MLX. A folder in use is 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import math
@@ -104,7 +105,8 @@ class Hold:
 
     def __init__(self, folder: Path) -> None:
         self._fd = os.open(folder / "config.json", os.O_RDONLY)
-        fcntl.flock(self._fd, fcntl.LOCK_SH)
+        with contextlib.suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(self._fd, fcntl.LOCK_SH)
 
     def close(self) -> None:
         """Release the folder. Later calls do nothing."""
@@ -120,8 +122,8 @@ def is_held(folder: Path) -> bool:
     with (folder / "config.json").open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
+        except OSError as error:
+            return isinstance(error, BlockingIOError)
     return False
 
 
