@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from worker.device import cgroups, machine
+from worker.device import machine
+from worker.process import cgroups
 
 MIB = 2**20
 
@@ -40,6 +41,7 @@ def test_the_tightest_limit_on_the_way_up_counts(tmp_path: Path) -> None:
     group(fs / "a/b", {"memory.max": 500 * MIB, "memory.high": "max", "memory.current": 10 * MIB})
     assert left(tmp_path, "0::/a/b\n") == 40 * MIB
     assert left(tmp_path, "0::/a\n") == 40 * MIB
+    assert cgroups.limit_bytes(tmp_path / "own", fs) == 100 * MIB, "whatever is used of it"
 
 
 def test_version_1_has_its_own_names_and_other_controllers_beside(tmp_path: Path) -> None:
@@ -100,7 +102,7 @@ def test_a_real_group_of_version_1_or_2_is_read() -> None:
                 continue
             (made / name).write_text(str(256 * MIB))
             program = (
-                "import os; from pathlib import Path; from worker.device.cgroups import left_bytes;"
+                "import os; from pathlib import Path; from worker.process.cgroups import left_bytes;"
                 f"Path({str(made)!r}, 'cgroup.procs').write_text(str(os.getpid())); print(left_bytes())"
             )
             said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

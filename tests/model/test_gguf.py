@@ -266,7 +266,10 @@ def test_a_truncated_file_is_refused(path: Path, share: float) -> None:
 
 TINY = TinyLlama()
 ODD = {
-    "architecture": (TinyLlama(architecture="qwen2"), "architecture 'qwen2'; GGUF files of the llama"),
+    "architecture": (
+        TinyLlama(architecture="phi3"),
+        "architecture 'phi3'; GGUF files of the families gemma3, .* usually named mlx-community/tiny-4bit",
+    ),
     "tokenizer": (TINY.but(tokenizer__ggml__model="t5"), "a 't5' tokenizer; gpt2 and llama"),
     "pre": (TINY.but(tokenizer__ggml__pre="gpt-9"), "pre-tokenizer 'gpt-9' is unknown"),
     "merges": (TINY.but(tokenizer__ggml__merges=["no such"]), "merges do not fit its tokens"),

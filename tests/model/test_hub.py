@@ -1,25 +1,31 @@
-"""The default model is fetched from the hub where its package is not installed: a hub of the test's own."""
+"""Models are downloaded from the hub, whole or not at all: a hub of the tests' own."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
+from fake_hub import FakeHub
+from gguf import GGMLQuantizationType as Kind
+from tiny_gguf import TinyLlama
 
 from tests.parts import free_port
-from worker.models import model
+from worker.models import catalog, hub, model
+from worker.models.model_files import Hold, ModelError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
-COMMIT = "c" * 40
+ID = "org/tiny"
 
 #: Resolves the default model as where its package is missing, and prints what it was told meanwhile.
 RESOLVE = """
@@ -38,89 +44,203 @@ except model.ModelError as error:
 """
 
 
-class _Hub(BaseHTTPRequestHandler):
-    """Answers what the hub's client asks for one repository."""
-
-    folder: Path
-
-    def do_GET(self) -> None:
-        files = {path.name: path.read_bytes() for path in self.folder.iterdir()}
-        if self.path.startswith(f"/api/models/{model.DEFAULT_ID}/tree/{COMMIT}"):
-            tree = [
-                {"type": "file", "path": name, "size": len(content), "oid": "b" * 40}
-                for name, content in files.items()
-            ]
-            self._send(json.dumps(tree).encode())
-        elif self.path.startswith(f"/api/models/{model.DEFAULT_ID}"):
-            self._send(json.dumps({"id": model.DEFAULT_ID, "sha": COMMIT, "siblings": []}).encode())
-        elif self.path.startswith(f"/{model.DEFAULT_ID}/resolve/{COMMIT}/"):
-            name = self.path.rpartition("/")[2]
-            self._send(files[name], ETag=f'"{name}"', **{"X-Repo-Commit": COMMIT})
-        else:
-            self.send_error(404)
-
-    do_HEAD = do_GET  # noqa: N815  # the library's name
-
-    def _send(self, body: bytes, **headers: str) -> None:
-        self.send_response(200)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        """Say nothing."""
+@pytest.fixture
+def server(tiny_model: Path) -> Iterator[FakeHub]:
+    with FakeHub() as started:
+        started.add(ID, tiny_model)
+        started.add(model.DEFAULT_ID, tiny_model)
+        yield started
 
 
 @pytest.fixture
-def hub(tiny_model: Path) -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Hub", (_Hub,), {"folder": tiny_model}))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+def cache(server: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Let this process use the server, with an empty cache, which is returned."""
+    from huggingface_hub import constants
+
+    files = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "ENDPOINT", server.url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", files)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub"
 
 
 @pytest.fixture
-def resolved(tmp_path: Path) -> Callable[[str], dict[str, object]]:
-    def resolve(endpoint: str) -> dict[str, object]:
+def resolved(tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """Resolve the default model in a process of its own, by the hub's environment variables."""
+
+    def resolve(endpoint: str, **more: str) -> dict[str, Any]:
         done = subprocess.run(
             [sys.executable, "-c", RESOLVE, str(tmp_path)],
             check=True,
             capture_output=True,
             text=True,
-            env={**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hub")},
+            env={**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "home"), **more},
         )
-        found: dict[str, object] = json.loads(done.stdout)
+        found: dict[str, Any] = json.loads(done.stdout)
         return found
 
     return resolve
 
 
-def test_the_default_model_is_fetched_from_the_hub_and_every_byte_is_reported(
-    hub: str, resolved: Callable[[str], dict[str, object]], tiny_model: Path
+def refused(spec: str, dtype: str = "keep") -> str:
+    with pytest.raises(ModelError) as caught:
+        hub.fetch(spec, None, dtype)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def names(data_dir: Path) -> list[str]:
+    return [entry.name for entry in catalog.list_models(data_dir) if entry.origin != "packaged"]
+
+
+def test_the_default_model_is_fetched_with_every_byte_reported_and_then_used_without_the_hub(
+    server: FakeHub, resolved: Callable[..., dict[str, Any]], tiny_model: Path
 ) -> None:
-    reports = resolved(hub)["reports"]
-    assert isinstance(reports, list)
+    reports = resolved(server.url)["reports"]
     assert {what for _, _, what in reports} == {f"downloading {model.DEFAULT_ID}"}
     size = sum(path.stat().st_size for path in tiny_model.iterdir())
     assert reports[-1][:2] == [size, size]
-
-
-def test_what_was_fetched_once_is_used_while_the_hub_is_out_of_reach(
-    hub: str, resolved: Callable[[str], dict[str, object]]
-) -> None:
-    resolved(hub)
     assert resolved(f"http://127.0.0.1:{free_port()}") == {"reports": []}
 
 
+@pytest.mark.parametrize("offline", [False, True])
 def test_a_hub_out_of_reach_is_one_line_with_the_command_that_brings_the_model(
-    resolved: Callable[[str], dict[str, object]],
+    resolved: Callable[..., dict[str, Any]], offline: bool
 ) -> None:
-    assert resolved(f"http://127.0.0.1:{free_port()}") == {
-        "error": f"there is no model yet: {model.DEFAULT_ID} is not in the hub's cache and the hub cannot be"
-        f" reached; install one from the package index with {model.INSTALL_DEFAULT}, or give a model folder"
-        " or a .gguf file with --model"
-    }
+    error = resolved(f"http://127.0.0.1:{free_port()}", HF_HUB_OFFLINE=str(int(offline)))["error"]
+    why = "while HF_HUB_OFFLINE is set" if offline else "at http://127.0.0.1:"
+    assert error.startswith(
+        f"there is no model yet: {model.DEFAULT_ID} is not in the hub's cache and the hub cannot be reached"
+        f" {why}"
+    )
+    assert error.endswith(
+        f"; install one from the package index with {model.INSTALL_DEFAULT}, or give a model folder or a"
+        " .gguf file with --model"
+    )
+
+
+def test_a_download_that_was_killed_goes_on_where_it_was(server: FakeHub, tmp_path: Path) -> None:
+    server.cuts, server.stalled = [50_000], threading.Event()
+    command = [sys.executable, "-m", "worker", "model", "pull", ID, "--data-dir", str(tmp_path)]
+    environ = {**os.environ, "HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path)}
+    with subprocess.Popen([*command, "--dtype", "keep"], env=environ) as first:
+        deadline = time.monotonic() + 60
+        while not any(path.stat().st_size == 50_000 for path in tmp_path.rglob("*.part")):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        first.kill()
+    server.stalled.set()
+    assert not [*tmp_path.rglob("snapshots")], "what is not whole is not in use"
+    server.asked.clear()
+    second = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    assert server.asked == [("model.safetensors", "bytes=50000-")]
+    assert second.stderr == f"downloading {ID}\n"
+    assert model.load(Path(second.stdout.strip()), dtype="keep").name == ID
+
+
+def test_a_connection_that_breaks_is_made_again(server: FakeHub, cache: Path) -> None:
+    server.cuts = [20_000, 30_000]
+    server.about[ID] = {"id": "org/now-named-so"}
+    reports: list[tuple[int, int, str]] = []
+    folder = hub.fetch(ID, lambda *report: reports.append(report))
+    ranges = [asked for name, asked in server.asked if name == "model.safetensors"]
+    assert ranges == [None, "bytes=20000-", "bytes=50000-"]
+    assert reports[-1][0] == reports[-1][1] == sum(path.stat().st_size for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_broken_file_is_refused_and_not_in_use(
+    server: FakeHub, cache: Path, tmp_path: Path, name: str
+) -> None:
+    server.broken = {name}
+    assert f"{name} from {server.url}/{ID} is broken: its checksum is not the hub's" in refused(ID)
+    assert names(tmp_path) == []
+    server.broken = set()
+    assert hub.fetch(ID, None).joinpath(name).read_bytes() == server.repositories[ID][name]
+    assert names(tmp_path) == [ID]
+
+
+def test_what_is_new_on_the_hub_is_pulled_and_the_rest_stays(server: FakeHub, cache: Path) -> None:
+    hub.fetch(ID, None)
+    server.asked.clear()
+    hub.fetch(ID, None)
+    assert server.asked == []
+    assert catalog.find(ID, cache) == hub.downloaded(f"hf.co/{ID}")
+
+
+def test_what_does_not_fit_is_said_before_the_download(
+    server: FakeHub, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.claimed = {"model.safetensors": 10**15}
+    assert "org/tiny needs 931322.6 GiB in " in refused(ID)
+    server.claimed = {}
+    there = psutil.virtual_memory()
+    weights = len(server.repositories[ID]["model.safetensors"])
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: there._replace(total=2 * weights - 1))
+    config = json.loads(server.repositories[ID]["config.json"]) | {"dtype": "float16"}
+    server.repositories[ID]["config.json"] = json.dumps(config).encode()
+    assert "of memory for its weights, and this machine has" in refused(ID, "float32")
+    assert "model.safetensors" not in dict(server.asked)
+    hub.fetch(ID, None, "float16")
+
+
+def test_a_gguf_file_is_picked_by_its_quantisation(server: FakeHub, cache: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "ggufs"
+    folder.mkdir()
+    for kind in (Kind.Q8_0, Kind.F16):
+        TinyLlama(kind=kind).write(folder / f"tiny-{kind.name}.gguf")
+    server.add("org/tiny-GGUF", folder)
+    assert refused("org/tiny-GGUF") == (
+        "org/tiny-GGUF has no GGUF file Q4_K_M; it has F16, Q8_0: name one as org/tiny-GGUF:QUANTISATION"
+    )
+    found = hub.fetch("hf.co/org/tiny-GGUF:q8_0", None)
+    assert found.name == "tiny-Q8_0.gguf"
+    assert [name for name, _ in server.asked] == [found.name]
+    entry = catalog.named("tiny-GGUF:Q8_0", tmp_path)
+    assert (entry.name, entry.origin, entry.dtype, entry.context_tokens) == (
+        "org/tiny-GGUF:Q8_0",
+        "hub",
+        "Q8_0",
+        512,
+    )
+    made = model.resolve("org/tiny-GGUF:Q8_0", tmp_path, dtype="float32")
+    assert catalog.named("org/tiny-GGUF", tmp_path).conversions == (made,)
+    hub.fetch("org/tiny-GGUF:F16", None)
+    assert names(tmp_path) == ["org/tiny-GGUF:F16", "org/tiny-GGUF:Q8_0"]
+    catalog.remove(catalog.named("org/tiny-GGUF:Q8_0", tmp_path))
+    assert not made.exists()
+    assert names(tmp_path) == ["org/tiny-GGUF:F16"]
+    catalog.remove(catalog.named("org/tiny-GGUF:F16", tmp_path))
+    assert not [path for path in cache.glob("**/*") if path.is_file() and path.stat().st_size > 1000]
+
+
+def test_what_cannot_be_used_is_refused_before_the_download(server: FakeHub, cache: Path) -> None:
+    server.repositories["org/Phi-9-mini-GGUF"] = {"Phi-9-mini-Q6_K.gguf": b"GGUF"}
+    server.about["org/Phi-9-mini-GGUF"] = {"gguf": {"architecture": "phi9", "total": 10}}
+    said = refused("org/Phi-9-mini-GGUF:Q6_K")
+    assert "has the architecture 'phi9'; GGUF files of the families gemma3, llama, qwen2, qwen3" in said
+    assert said.endswith("usually named mlx-community/Phi-9-mini-6bit on the hub")
+    server.about["org/Phi-9-mini-GGUF"] = {"gguf": {"architecture": "llama", "total": 10**13}}
+    assert "needs 18626.5 GiB of memory" in refused("org/Phi-9-mini-GGUF", "float16")
+    server.repositories["org/torch"] = {"pytorch_model.bin": b"", "config.json": b"{}"}
+    assert refused("org/torch").endswith("usually named mlx-community/torch-4bit")
+    server.repositories["org/forged"] = {"config.json": b"{}", "model.safetensors": b""}
+    server.about["org/forged"] = {"siblings": [{"rfilename": "model.safetensors", "blobId": "../../etc"}]}
+    assert "no checksum of model.safetensors" in refused("org/forged")
+    assert f"{server.url} has no model org/none" in refused("org/none")
+    assert server.asked == []
+
+
+def test_a_model_in_use_is_listed_as_such_and_not_removed(
+    server: FakeHub, cache: Path, tmp_path: Path
+) -> None:
+    folder = hub.fetch(ID, None)
+    with contextlib.closing(Hold(folder)):
+        entry = catalog.named("tiny", tmp_path)
+        assert entry.in_use
+        with pytest.raises(ModelError, match="org/tiny is in use; stop the worker"):
+            catalog.remove(entry)
+    freed = catalog.remove(catalog.named(ID, tmp_path))
+    assert freed >= sum(map(len, server.repositories[ID].values()))
+    assert names(tmp_path) == []
+    assert not [*cache.glob("models--org--tiny")]

@@ -1,4 +1,4 @@
-"""Writes tiny llama files with random weights, as the tests want them."""
+"""Writes tiny GGUF files with random weights, as the tests want them: of llamas, or with given tensors."""
 
 from __future__ import annotations
 
@@ -82,15 +82,16 @@ class TinyLlama:
 
     def write(self, path: Path) -> Path:
         writer = GGUFWriter(path, self.architecture)
+        family = self.architecture
         fields: dict[str, Any] = {
-            "llama.block_count": LAYERS,
-            "llama.context_length": 512,
-            "llama.embedding_length": HIDDEN,
-            "llama.feed_forward_length": FFN,
-            "llama.attention.head_count": HEADS,
-            "llama.attention.head_count_kv": KV_HEADS,
-            "llama.attention.layer_norm_rms_epsilon": 1e-6,
-            "llama.rope.freq_base": 50_000.0,
+            f"{family}.block_count": LAYERS,
+            f"{family}.context_length": 512,
+            f"{family}.embedding_length": HIDDEN,
+            f"{family}.feed_forward_length": FFN,
+            f"{family}.attention.head_count": HEADS,
+            f"{family}.attention.head_count_kv": KV_HEADS,
+            f"{family}.attention.layer_norm_rms_epsilon": 1e-6,
+            f"{family}.rope.freq_base": 50_000.0,
             "tokenizer.ggml.model": "gpt2",
             "tokenizer.ggml.pre": "smollm",
             "tokenizer.ggml.tokens": TOKENS,

@@ -20,7 +20,6 @@ import click
 from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.redact import redact
 from worker.process.datadir import TOKEN_NAME
-from worker.process.formatting import size
 from worker.process.installed import as_installed
 from worker.process.keys import cache_access
 from worker.process.settings import SettingsError
@@ -38,7 +37,6 @@ from .flags import (
     with_sampling,
     with_settings,
 )
-from .printing import table
 from .talking import CLIENT_SETTINGS, talk
 
 if TYPE_CHECKING:
@@ -62,6 +60,7 @@ _ELSEWHERE: Final = {
     "gateway": ("worker.commands.gateway_cli", "gateway"),
     "import": ("worker.commands.copy_cli", "import_"),
     "launch": ("worker.commands.launch_cli", "launch"),
+    "model": ("worker.commands.model_cli", "model"),
     "replay": ("worker.commands.replay", "replay"),
     "rewind": ("worker.commands.close_cli", "rewind"),
     "rm": ("worker.commands.close_cli", "rm"),
@@ -149,43 +148,6 @@ def demo(data_dir: Path, model: str | None) -> None:
     from .demo import Demo
 
     asyncio.run(Demo(data_dir, model).run())
-
-
-@main.group()
-def model() -> None:
-    """Models on this machine."""
-
-
-@model.command("list")
-@as_json
-@with_settings("data_dir")
-def model_list(config: Path | None, as_json: bool, **flags: Any) -> None:
-    """List the models on this machine: packaged, converted, downloaded."""
-    from worker.models.model import list_models
-
-    found = list_models(load_settings(config, flags).data_dir)
-    if as_json:
-        click.echo(json.dumps([asdict(entry) | {"path": str(entry.path)} for entry in found]))
-        return
-    rows = [
-        (entry.name, entry.origin, entry.dtype, size(entry.size_bytes), str(entry.path)) for entry in found
-    ]
-    table(("model", "origin", "dtype", "size", "path"), rows)
-
-
-@model.command("path")
-@with_settings("data_dir", "model", "dtype")
-def model_path(config: Path | None, **flags: Any) -> None:
-    """Print the MLX folder that a worker with these settings loads; convert or download it first."""
-    from worker.models.model import default_dtype, resolve
-
-    from .progress import terminal_progress
-
-    settings = load_settings(config, flags)
-    dtype = settings.dtype if settings.dtype != "auto" else default_dtype()
-    with terminal_progress(lambda what: click.echo(what, err=True)) as progress:
-        folder = resolve(settings.model, settings.data_dir, dtype=dtype, progress=progress)
-    click.echo(folder)
 
 
 @main.command()

@@ -31,7 +31,6 @@ from .printing import table
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from worker.models.model import ModelEntry
     from worker.process.settings import Settings
 
 State = Literal["ok", "warn", "fail"]
@@ -187,40 +186,38 @@ def _port(settings: Settings) -> Check:
 
 
 def _model(settings: Settings) -> Check:
-    from worker.models import model, model_files
+    from worker.models import catalog, model, model_files
 
-    here = model.list_models(settings.data_dir)
+    name = settings.model
     try:
-        if settings.model is None:
+        if name is None:
             packaged = model.packaged_gguf()
-            if packaged is None:
-                mend = f"the first start downloads them; or {as_installed(model.INSTALL_DEFAULT)}"
-                return _hub_model(model.DEFAULT_ID, here, mend)
-            converted = any(entry.origin == "converted" for entry in here)
-            return Check("model", "ok", f"{packaged.stem}, {'converted' if converted else 'to be converted'}")
-        path = Path(settings.model).expanduser()
+            if packaged is not None:
+                entry = catalog.named(packaged.stem, settings.data_dir)
+                made = "converted" if entry.conversions else "to be converted"
+                return Check("model", "ok", f"{packaged.stem}, {made}")
+            if catalog.find(model.DEFAULT_ID, settings.data_dir) is not None:
+                return Check("model", "ok", f"{model.DEFAULT_ID}, downloaded")
+            mend = f"the first start downloads them; or {as_installed(model.INSTALL_DEFAULT)}"
+            return Check("model", "warn", f"{model.DEFAULT_ID} is not here yet", "its files", mend)
+        path = Path(name).expanduser()
         if path.is_dir():
             model_files.check_folder(path)
         elif not path.is_file():
-            return _hub_model(settings.model, here, "the first start downloads them")
+            return _named(name, catalog.find(name, settings.data_dir))
     except model_files.ModelError as error:
-        return _failure("model", settings.model or "", error)
+        return _failure("model", name or "", error)
     return Check("model", "ok", str(path))
 
 
-def _hub_model(hub_id: str, here: Iterable[ModelEntry], mend: str) -> Check:
-    names = {entry.name for entry in here}
-    if hub_id in names or hub_id.rpartition("/")[2] in names:
-        return Check("model", "ok", f"{hub_id}, downloaded")
-    if hub.is_id(hub_id):
-        return Check("model", "warn", f"{hub_id} is not here yet", "its files", mend)
-    return Check(
-        "model",
-        "fail",
-        f"nothing at {hub_id}",
-        "a model",
-        "name a folder, a .gguf file or a hub id (org/name)",
-    )
+def _named(name: str, found: Path | None) -> Check:
+    if found is not None:
+        return Check("model", "ok", f"{name}, {found}")
+    if hub.is_id(name):
+        mend = "the first start downloads them"
+        return Check("model", "warn", f"{name} is not here yet", "its files", mend)
+    mend = "name a folder, a .gguf file, a hub id (org/name), or a name of turnkeep model list"
+    return Check("model", "fail", f"nothing at {name}", "a model", mend)
 
 
 def _failure(name: str, found: str, error: Exception) -> Check:

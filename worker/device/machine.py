@@ -13,8 +13,7 @@ import mlx.core as mx
 import psutil
 
 from turnkeep_client.errors import TurnkeepError
-
-from .cgroups import left_bytes
+from worker.process.cgroups import left_bytes
 
 #: Of the memory that the machine has left when the weights are loaded, for everything else on a CPU.
 MEMORY_SHARE: Final = 0.6

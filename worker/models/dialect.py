@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Container, Mapping, Sequence
     from typing import TypeAlias
 
     #: Parses the text between the markers, given the request's tools; raises any error.
@@ -96,20 +96,39 @@ _FENCED: Final = re.compile(r"\s*([^\n]+)\n```json\n(.*?)\n```\s*", re.DOTALL)
 GENERIC: Final = ("<tool_call>", "</tool_call>")
 
 
-def dialect_of(template: str, vocabulary: Collection[str]) -> Dialect:
+def renders_tools(template: str) -> bool:
+    """Say whether a chat template describes tools to the model."""
+    return re.search(r"\btools\b", template) is not None
+
+
+def reasons(vocabulary: Container[str]) -> bool:
+    """Say whether a model has words to mark reasoning."""
+    return _is_harmony(vocabulary) or _reasoning(vocabulary) is not None
+
+
+def _is_harmony(vocabulary: Container[str]) -> bool:
+    return "<|channel|>" in vocabulary and "<|message|>" in vocabulary
+
+
+def _reasoning(vocabulary: Container[str]) -> tuple[str, str] | None:
+    if "<|channel>" in vocabulary and "<channel|>" in vocabulary:
+        return "<|channel>thought", "<channel|>"
+    return next(
+        ((begin, end) for begin, end in _REASONING if begin in vocabulary and end in vocabulary), None
+    )
+
+
+def dialect_of(template: str, vocabulary: Container[str]) -> Dialect:
     """Return the dialect of a model, by its chat template's source and its vocabulary."""
-    if "<|channel|>" in vocabulary and "<|message|>" in vocabulary:
+    if _is_harmony(vocabulary):
         return Dialect(
             calls=("<|channel|>commentary ", ""),
             is_harmony=True,
-            renders_tools="tools" in template,
+            renders_tools=renders_tools(template),
             form=("to=functions.NAME <|constrain|>json<|message|>", ""),
         )
-    reasoning = next((pair for pair in _REASONING if {*pair} <= {*vocabulary}), None)
-    if "<|channel>" in vocabulary and "<channel|>" in vocabulary:
-        reasoning = ("<|channel>thought", "<channel|>")
-    renders = re.search(r"\btools\b", template) is not None
-    if not renders:
+    reasoning = _reasoning(vocabulary)
+    if not renders_tools(template):
         return Dialect(reasoning, GENERIC, _parse_json, is_json=True)
     if _DEEPSEEK[0] in template:
         begin, sep, end = map(_deepseek, ("tool call begin", "tool sep", "tool call end"))

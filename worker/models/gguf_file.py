@@ -56,6 +56,11 @@ class GgufFile:
     fields: dict[str, Any]
     tensors: dict[str, Tensor]
 
+    @property
+    def architecture(self) -> str:
+        """The family of models that the file names, whose fields begin with it."""
+        return str(self.fields.get("general.architecture"))
+
     def rows(self, tensor: Tensor) -> Iterator[npt.NDArray[np.float32]]:
         """Yield the tensor's values as float32, a few rows at a time, to limit memory."""
         row_values = tensor.shape[-1]

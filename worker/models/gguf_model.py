@@ -1,4 +1,4 @@
-"""Converts a GGUF file of the llama family to a model folder that MLX reads.
+"""Converts a GGUF file of a known family to a model folder that MLX reads.
 
 Dequantises the weights some rows at a time into one safetensors file, so memory stays far below the model's
 size. A folder gets its final name only when it is complete. Must not import MLX.
@@ -22,6 +22,7 @@ from gguf.constants import GGMLQuantizationType
 from worker.process.formatting import size
 
 from . import gguf_file, gguf_tokenizer
+from .gguf_family import FAMILIES, Family, unsupported
 from .model_files import ModelError, one_line
 
 if TYPE_CHECKING:
@@ -40,19 +41,10 @@ _CONVERTER: Final = 1
 _UNFINISHED: Final = ".unfinished-"
 _SAFETENSORS_DTYPES: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
-_LAYER_PARTS: Final = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 _OUTER_PARTS: Final = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _ROPE_FACTORS: Final = "rope_freqs.weight"
+#: Gemma 3's largest model, which has so many layers, scales queries otherwise; its files do not say it.
+_GEMMA3_27B_LAYERS: Final = 62
 
 
 def convert(source: Path, models_dir: Path, *, dtype: str, progress: Progress | None = None) -> Path:
@@ -83,6 +75,7 @@ def convert(source: Path, models_dir: Path, *, dtype: str, progress: Progress | 
 @dataclass(frozen=True, slots=True)
 class _Conversion:
     file: GgufFile
+    family: Family
     dtype: WeightDtype
     config: dict[str, Any]
     tokenizer: gguf_tokenizer.GgufTokenizer
@@ -98,37 +91,39 @@ class _Conversion:
 
 
 def _prepare(file: GgufFile, dtype: WeightDtype) -> _Conversion:
-    architecture = file.fields.get("general.architecture")
-    if architecture != "llama":
-        raise ModelError(
-            f"{file.path} has the architecture {architecture!r}; GGUF files of the llama family can be used"
-        )
+    family = FAMILIES.get(file.architecture)
+    if family is None:
+        raise ModelError(unsupported(str(file.path), file.architecture, file.path.name))
     try:
-        names = _names(file)
-        tokenizer = gguf_tokenizer.build(file.fields)
-        config = _config(file, names, tokenizer, dtype)
+        names = _names(file, family)
+        tokenizer = gguf_tokenizer.build(file.fields, file.architecture)
+        config = _config(file, family, names, tokenizer, dtype)
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-        raise ModelError(f"{file.path} does not describe a llama model: {one_line(error)}") from None
-    return _Conversion(file, dtype, config, tokenizer, names)
+        raise ModelError(
+            f"{file.path} does not describe a {file.architecture} model: {one_line(error)}"
+        ) from None
+    return _Conversion(file, family, dtype, config, tokenizer, names)
 
 
-def _names(file: GgufFile) -> dict[str, Tensor]:
+def _names(file: GgufFile, family: Family) -> dict[str, Tensor]:
     layers = [str(i) for i in range(min(_number(file, "block_count"), len(file.tensors)))]
     names = {}
     for name, tensor in file.tensors.items():
-        if name == _ROPE_FACTORS:
+        if name == _ROPE_FACTORS and family.is_paired:
             continue
         stem, _, suffix = name.rpartition(".")
         if stem.startswith("blk."):
             _, layer, part = stem.split(".", 2)
-            known = part in _LAYER_PARTS and layer in layers
-            target = f"model.layers.{layer}.{_LAYER_PARTS[part]}" if known else None
+            known = part in family.parts and layer in layers
+            target = f"model.layers.{layer}.{family.parts[part]}" if known else None
         else:
             target = _OUTER_PARTS.get(stem)
         if target is None or suffix not in {"weight", "bias"}:
-            raise ModelError(f"{file.path} has a tensor {name}, which a dense llama model does not have")
+            raise ModelError(
+                f"{file.path} has a tensor {name}, which a dense {file.architecture} model does not have"
+            )
         names[f"{target}.{suffix}"] = tensor
-    needed = [f"model.layers.{layer}.{part}.weight" for layer in layers for part in _LAYER_PARTS.values()]
+    needed = [f"model.layers.{layer}.{part}.weight" for layer in layers for part in family.parts.values()]
     missing = [n for n in ("model.embed_tokens.weight", "model.norm.weight", *needed) if n not in names]
     if missing:
         raise ModelError(f"{file.path} lacks the tensor for {missing[0]} ({len(missing)} missing in all)")
@@ -136,7 +131,11 @@ def _names(file: GgufFile) -> dict[str, Tensor]:
 
 
 def _config(
-    file: GgufFile, names: Mapping[str, Tensor], tokenizer: gguf_tokenizer.GgufTokenizer, dtype: WeightDtype
+    file: GgufFile,
+    family: Family,
+    names: Mapping[str, Tensor],
+    tokenizer: gguf_tokenizer.GgufTokenizer,
+    dtype: WeightDtype,
 ) -> dict[str, Any]:
     hidden, heads = _number(file, "embedding_length"), _number(file, "attention.head_count")
     head_dim = _number(file, "attention.key_length", hidden // heads)
@@ -146,8 +145,7 @@ def _config(
             f"{file.path} rotates {rope_dim} of {head_dim} dimensions of a head; it must rotate all"
         )
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "model_type": family.model_type,
         "_name_or_path": file.path.stem,
         "hidden_size": hidden,
         "num_hidden_layers": _number(file, "block_count"),
@@ -159,8 +157,7 @@ def _config(
         "vocab_size": names["model.embed_tokens.weight"].shape[0],
         "max_position_embeddings": _number(file, "context_length"),
         "rope_theta": float(_field(file, "rope.freq_base", 10_000.0)),
-        # GGUF stores the rows of q and k in pairs, for interleaved rotation.
-        "rope_traditional": True,
+        "rope_traditional": family.is_paired,
         "rope_scaling": _rope_scaling(file, head_dim),
         "attention_bias": "model.layers.0.self_attn.q_proj.bias" in names,
         "mlp_bias": "model.layers.0.mlp.up_proj.bias" in names,
@@ -168,6 +165,18 @@ def _config(
         "bos_token_id": tokenizer.bos_id,
         "eos_token_id": list(tokenizer.eos_ids),
         "torch_dtype": dtype,
+        **(_gemma3(file, hidden // heads, head_dim) if family.model_type == "gemma3_text" else {}),
+    }
+
+
+def _gemma3(file: GgufFile, share: int, head_dim: int) -> dict[str, Any]:
+    """Return the settings of Gemma 3's windows and heads; `share` is the hidden size for each head."""
+    is_27b = _number(file, "block_count") == _GEMMA3_27B_LAYERS
+    return {
+        "sliding_window": _number(file, "attention.sliding_window"),
+        "sliding_window_pattern": 6,
+        "rope_local_base_freq": float(_field(file, "rope.freq_base_swa", 10_000.0)),
+        "query_pre_attn_scalar": share if is_27b else head_dim,
     }
 
 
@@ -210,18 +219,21 @@ def _llama3_scaling(file: GgufFile, head_dim: int) -> dict[str, Any]:
 
 
 def _field(file: GgufFile, key: str, default: Any = None) -> Any:
-    value = file.fields.get(f"llama.{key}", default)
+    key = f"{file.architecture}.{key}"
+    value = file.fields.get(key, default)
     if isinstance(value, list) and len(set(value)) == 1:  # one number for each layer
         value = value[0]
     if value is None or isinstance(value, list):
-        raise ModelError(f"{file.path} has no single value for llama.{key}, which a llama model needs")
+        raise ModelError(f"{file.path} has no single value for {key}, which its family needs")
     return value
 
 
 def _number(file: GgufFile, key: str, default: int | None = None) -> int:
     value = _field(file, key, default)
     if not isinstance(value, int) or value <= 0:
-        raise ModelError(f"{file.path} has llama.{key} = {value!r}; it must be a positive whole number")
+        raise ModelError(
+            f"{file.path} has {file.architecture}.{key} = {value!r}; it must be a positive whole number"
+        )
     return value
 
 
@@ -274,7 +286,9 @@ def _write_weights(path: Path, conversion: _Conversion, progress: Progress) -> N
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in conversion.names.values():
-            for rows in conversion.file.rows(tensor):
+            is_norm = conversion.family.norms_have_one and tensor.name.endswith("norm.weight")
+            for stored in conversion.file.rows(tensor):
+                rows = stored - 1 if is_norm else stored
                 done += file.write(_cast(rows, conversion.dtype, tensor.name).data.cast("B"))
                 progress(done, conversion.num_bytes, "converting weights")
         file.flush()

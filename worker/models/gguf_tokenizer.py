@@ -10,7 +10,16 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 
 from .model_files import ModelError, one_line
 
@@ -55,7 +64,7 @@ class GgufTokenizer:
         (folder / "tokenizer_config.json").write_text(json.dumps(self.config, indent=2), encoding="utf-8")
 
 
-def build(fields: Mapping[str, Any]) -> GgufTokenizer:
+def build(fields: Mapping[str, Any], architecture: str) -> GgufTokenizer:
     """Build the tokenizer that a file's fields describe; raises `ModelError` if the fields are invalid."""
     model = fields.get("tokenizer.ggml.model")
     tokens: Sequence[str] = fields.get("tokenizer.ggml.tokens") or ()
@@ -83,7 +92,7 @@ def build(fields: Mapping[str, Any]) -> GgufTokenizer:
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
-        "model_max_length": fields.get("llama.context_length"),
+        "model_max_length": fields.get(f"{architecture}.context_length"),
         "chat_template": fields.get("tokenizer.chat_template"),
         **{
             f"{key}_token": tokens[token_id]
@@ -137,9 +146,11 @@ def _sentencepiece(fields: Mapping[str, Any], tokens: Sequence[str], kinds: Sequ
         )
     )
     prefix = fields.get("tokenizer.ggml.add_space_prefix", True)
-    # Only the session's start gets the prefix: text that is appended later continues the earlier text.
-    scheme = "first" if prefix else "never"
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE, prepend_scheme=scheme, split=False)
+    if prefix:
+        # Only the session's start gets it: text that is appended later continues the earlier text.
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE, prepend_scheme="first", split=False)
+    else:
+        tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
     steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
     return tokenizer
@@ -166,8 +177,10 @@ def _add_special(tokenizer: Tokenizer, tokens: Sequence[str], kinds: Sequence[in
     tokenizer.add_special_tokens(
         [AddedToken(t, special=True, normalized=False) for t, k in pairs if k == _CONTROL]
     )
+    # Some are runs of spaces, which a normalizer writes otherwise.
+    is_normalized = tokenizer.normalizer is not None
     tokenizer.add_tokens(
-        [AddedToken(t, special=False, normalized=False) for t, k in pairs if k == _USER_DEFINED]
+        [AddedToken(t, special=False, normalized=is_normalized) for t, k in pairs if k == _USER_DEFINED]
     )
 
 

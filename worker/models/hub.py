@@ -1,16 +1,42 @@
-"""Fetches a model's files from the Hugging Face hub into the hub's own cache. Must not import MLX."""
+"""Fetches models from the Hugging Face hub into the hub's own cache. Must not import MLX.
+
+huggingface_hub owns the cache, its environment variables (HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE, HF_TOKEN) and
+the links of a snapshot. The files come before that, one after the other, because the library neither resumes
+a file that an earlier process began, nor checks its digest (ADR 0054). So a snapshot exists only when all of
+its files are whole.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import time
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from logging import ERROR
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import IO, TYPE_CHECKING, Final
 
-from .model_files import ModelError, one_line
+import psutil
+
+from worker.process.cgroups import limit_bytes
+from worker.process.formatting import size
+
+from .gguf_family import FAMILIES, mlx_name, quantisation_of, unsupported
+from .model_files import ModelError, one_line, read_json, weight_bits
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from huggingface_hub.hf_api import ModelInfo
+
     from .model_files import Progress
 
-#: The files of a repository that mlx-lm fetches.
+#: The files of a repository that mlx-lm fetches, of its first level.
 _PATTERNS: Final = (
     "*.json",
     "model*.safetensors",
@@ -20,11 +46,46 @@ _PATTERNS: Final = (
     "*.jsonl",
     "*.jinja",
 )
+_FOLDERS: Final = "*/*"
+_WEIGHTS: Final = "model*.safetensors"
+#: The quantisation that is taken if none is named, as elsewhere.
+_USUAL: Final = "Q4_K_M"
+_HOSTS: Final = re.compile(r"^(https://)?(hf\.co|huggingface\.co)/")
+_ID: Final = re.compile(r"[\w][\w.-]*/[\w][\w.-]*(:[\w.-]+)?")
+_DIGEST: Final = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_PART: Final = ".part"
+_PARTIAL: Final = 206
+#: How often a connection is tried again that brings nothing.
+_RETRIES: Final = 2
+_ITEM_BITS: Final = {"float32": 32, "float16": 16, "bfloat16": 16}
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """One file of a repository. `digest` is its sha256, or git's sha1 of it if it is not in LFS."""
+
+    name: str
+    size_bytes: int
+    digest: str
+    is_large: bool
+
+    def digest_of(self, path: Path) -> str:
+        """Compute the digest of a downloaded file."""
+        with path.open("rb") as file:
+            if self.is_large:
+                return hashlib.file_digest(file, "sha256").hexdigest()
+            content = b"blob %d\0" % self.size_bytes + file.read()
+            return hashlib.sha1(content, usedforsecurity=False).hexdigest()
 
 
 def is_id(spec: str) -> bool:
-    """Say whether `spec` can be the id of a model on the hub: org/name."""
-    return spec.count("/") == 1 and not spec.startswith(("/", ".", "~")) and not spec.endswith(".gguf")
+    """Say whether `spec` can name a model on the hub: org/name, or org/name:QUANTISATION of a GGUF file."""
+    return _ID.fullmatch(plain(spec)) is not None and not spec.endswith(".gguf")
+
+
+def plain(spec: str) -> str:
+    """Return a name without the hub's address before it."""
+    return _HOSTS.sub("", spec)
 
 
 def cache_folder() -> Path:
@@ -34,52 +95,291 @@ def cache_folder() -> Path:
     return Path(HF_HUB_CACHE)
 
 
-def fetch(hub_id: str, progress: Progress | None) -> Path:
-    """Return the folder of a model on the hub; fetches files that the cache lacks. Raises `ModelError`.
+def repository_folder(hub_id: str) -> Path:
+    """Return the folder of a repository in the hub's cache, which need not exist."""
+    return cache_folder() / f"models--{hub_id.replace('/', '--')}"
 
-    If the hub cannot be reached, uses the files fetched before. `progress` counts bytes.
-    """
+
+def repository_of(path: Path) -> Path | None:
+    """Return the repository's folder in the hub's cache that a snapshot, or a file in one, belongs to."""
+    return next((folder for folder in path.parents if folder.parent == cache_folder()), None)
+
+
+def snapshot_folder(repository: Path) -> Path | None:
+    """Return the newest snapshot in a repository's folder; None if it has none."""
+    main = repository / "refs" / "main"
+    if main.exists() and (folder := repository / "snapshots" / main.read_text().strip()).is_dir():
+        return folder
+    return next(iter(sorted(repository.glob("snapshots/*"))), None)
+
+
+def downloaded(spec: str) -> Path | None:
+    """Return the folder or the GGUF file that was fetched for `spec`, if it is whole. Asks no server."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    hub_id, quantisation = _split(spec)
+    with _told(hub_id), contextlib.suppress(LocalEntryNotFoundError):
+        whole = Path(
+            snapshot_download(
+                hub_id, local_files_only=True, allow_patterns=[*_PATTERNS], ignore_patterns=_FOLDERS
+            )
+        )
+        if not quantisation and any(whole.glob(_WEIGHTS)):
+            return whole
+    folder = snapshot_folder(repository_folder(hub_id))
+    name = folder and _gguf_name([path.name for path in folder.glob("*.gguf")], quantisation)
+    return folder / name if folder and name else None
+
+
+def fetch(spec: str, progress: Progress | None, dtype: str = "keep") -> Path:
+    """Fetch what a model on the hub has new, and return its folder or GGUF file. Raises `ModelError`.
+
+    Goes on with files that an earlier call began. Refuses, before it downloads them, weights that fit neither
+    the disk nor, in `dtype`, the memory. `progress` counts bytes. If the hub cannot be reached, returns what
+    was fetched before.
+    """
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub.utils import disable_progress_bars, logging  # type: ignore[attr-defined]
+
+    hub_id, quantisation = _split(spec)
+    logging.set_verbosity(ERROR)  # errors and progress are reported here
+    disable_progress_bars()
+    try:
+        with _told(hub_id):
+            found = HfApi().model_info(hub_id, files_metadata=True)
+    except _UnreachableError as error:
+        known = downloaded(spec)
+        if known is None:
+            raise ModelError(f"{spec} is not in the hub's cache and {error}") from None
+        return known
+    files = _wanted(found, spec, quantisation)
+    with _told(hub_id):
+        _bring(hub_id, found, files, progress, dtype)
+        names = [file.name for file in files]
+        try:
+            folder = Path(snapshot_download(hub_id, allow_patterns=names, ignore_patterns=_FOLDERS))
+        except LocalEntryNotFoundError as error:
+            raise _UnreachableError(one_line(error)) from None
+    return folder / names[0] if names[0].endswith(".gguf") else folder
+
+
+def _split(spec: str) -> tuple[str, str]:
+    hub_id, _, quantisation = plain(spec).partition(":")
+    return hub_id, quantisation
+
+
+class _UnreachableError(ModelError):
+    """The hub does not answer, or may not be asked."""
+
+
+@contextlib.contextmanager
+def _told(hub_id: str) -> Iterator[None]:
+    """Turn the library's errors into one line each."""
+    from huggingface_hub.constants import ENDPOINT
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
 
     try:
-        folder = snapshot_download(
-            hub_id, allow_patterns=list(_PATTERNS), tqdm_class=_bar(f"downloading {hub_id}", progress)
-        )
+        yield
+    except ModelError:
+        raise
     except HFValidationError as error:
         raise ModelError(f"{hub_id!r} is not a hub id: {one_line(error)}") from None
-    except LocalEntryNotFoundError:
+    except OfflineModeIsEnabled:
+        raise _UnreachableError(
+            "the hub cannot be reached while HF_HUB_OFFLINE is set; unset it once to download it"
+        ) from None
+    except GatedRepoError:
         raise ModelError(
-            f"{hub_id} is not in the hub's cache and the hub cannot be reached; "
-            "go online once, or give a model folder or a .gguf file"
+            f"{hub_id} is gated; accept its terms at {ENDPOINT}/{hub_id}, and set HF_TOKEN"
+        ) from None
+    except RepositoryNotFoundError:
+        raise ModelError(
+            f"{ENDPOINT} has no model {hub_id} that is open to you; check the name, or set HF_TOKEN if it is"
+            " private"
         ) from None
     except HfHubHTTPError as error:
         raise ModelError(f"the hub refused {hub_id}: {one_line(error)}") from None
-    except Exception as error:  # noqa: BLE001  # the HTTP library's errors share no base class with these
+    except OSError as error:
         raise ModelError(f"{hub_id} cannot be downloaded: {one_line(error)}") from None
-    return Path(folder)
+    except Exception as error:
+        if _is_of_the_connection(error):
+            raise _UnreachableError(
+                f"the hub cannot be reached at {ENDPOINT} ({one_line(error)}); try again later: a download"
+                " goes on where it stopped"
+            ) from None
+        raise
 
 
-def _bar(what: str, progress: Progress | None) -> Any:
-    """Make the class of the library's progress bars: they draw nothing, and report bytes to `progress`.
+def _wanted(found: ModelInfo, spec: str, quantisation: str) -> list[_File]:
+    """Choose the files to fetch, small ones first; raises `ModelError` if they make no model."""
+    there = [
+        _File(
+            sibling.rfilename,
+            (sibling.lfs.size if sibling.lfs else sibling.size) or 0,
+            sibling.lfs.sha256 if sibling.lfs else str(sibling.blob_id),
+            sibling.lfs is not None,
+        )
+        for sibling in found.siblings or ()
+        if "/" not in sibling.rfilename
+    ]
+    names = [file.name for file in there]
+    ggufs = [name for name in names if name.endswith(".gguf")]
+    if not quantisation and any(fnmatch(name, _WEIGHTS) for name in names):
+        chosen = [file for file in there if any(fnmatch(file.name, pattern) for pattern in _PATTERNS)]
+        return sorted(chosen, key=lambda file: (fnmatch(file.name, _WEIGHTS), file.size_bytes))
+    if not ggufs:
+        raise ModelError(
+            f"{spec} has no model*.safetensors and no .gguf file; for MLX this model is usually named"
+            f" {mlx_name(found.id)}"
+        )
+    name = _gguf_name(ggufs, quantisation)
+    if name is None:
+        choice = ", ".join(
+            sorted({quantisation_of(Path(name).stem) for name in ggufs if not _is_piece(name)})
+        )
+        raise ModelError(
+            f"{found.id} has no GGUF file {quantisation or _USUAL}; it has"
+            f" {choice or 'only files in pieces, which cannot be used'}: name one as {found.id}:QUANTISATION"
+        )
+    family = (found.gguf or {}).get("architecture")
+    if family is not None and family not in FAMILIES:
+        raise ModelError(unsupported(f"{found.id}/{name}", family, name))
+    return [file for file in there if file.name == name]
 
-    The library has two such bars, for bytes received and for bytes on disk; either of them may not advance.
-    """
-    from huggingface_hub import utils
 
-    tqdm: Any = utils.tqdm  # type: ignore[attr-defined]  # public, but not listed in __all__
-    done: dict[int, int] = {}
+def _gguf_name(names: Sequence[str], quantisation: str) -> str | None:
+    """Return the GGUF file of a quantisation; if none is named, the only file, or the usual one."""
+    whole = [name for name in names if not _is_piece(name) and not name.startswith("mmproj")]
+    if not quantisation and len(whole) == 1:
+        return whole[0]
+    wanted = (quantisation or _USUAL).upper()
+    return next((name for name in whole if quantisation_of(Path(name).stem).upper() == wanted), None)
 
-    class Bar(tqdm):  # type: ignore[misc]  # the library's bars are not typed
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            self._counts_bytes = kwargs.get("unit") == "B"
-            super().__init__(*args, **{**kwargs, "disable": True})
 
-        def update(self, n: float | None = 1) -> None:
-            if progress is None or not self._counts_bytes:
-                return
-            done[id(self)] = done.get(id(self), 0) + int(n or 0)
-            total = int(self.total or 0)
-            progress(min(max(done.values()), total), total, what)
+def _is_piece(name: str) -> bool:
+    return re.search(r"-\d{5}-of-\d{5}\.gguf$", name) is not None
 
-    return Bar
+
+def _bring(
+    hub_id: str, found: ModelInfo, files: Sequence[_File], progress: Progress | None, dtype: str
+) -> None:
+    """Put all files into the cache's `blobs`, where the library finds them."""
+    from huggingface_hub import hf_hub_url
+    from huggingface_hub.constants import MAX_HTTP_DOWNLOAD_SIZE
+
+    unnamed = next((file.name for file in files if not _DIGEST.fullmatch(file.digest)), None)
+    if unnamed is not None:
+        raise ModelError(f"the hub gives no checksum of {unnamed} in {hub_id}; use another HF_ENDPOINT")
+    blobs = repository_folder(hub_id) / "blobs"  # `found.id` may be another one: names change
+    blobs.mkdir(parents=True, exist_ok=True)
+    missing = [file for file in files if not (blobs / file.digest).exists()]
+    total = sum(file.size_bytes for file in missing)
+    begun = sum(path.stat().st_size for file in missing if (path := _part(blobs, file)).exists())
+    if total - begun > (free := shutil.disk_usage(blobs).free):
+        raise ModelError(
+            f"{hub_id} needs {size(total - begun)} in {cache_folder()}, where {size(free)} are free; free"
+            " some space, or name another folder with HF_HOME"
+        )
+    done = 0
+
+    def advance(num: int) -> None:
+        nonlocal done
+        done += num
+        if progress is not None:
+            progress(done, total, f"downloading {hub_id}")
+
+    weights_bytes = sum(file.size_bytes for file in files if file.name.endswith((".safetensors", ".gguf")))
+    if files[0].name.endswith(".gguf"):
+        num = (found.gguf or {}).get("total")
+        _check_memory(hub_id, num * _ITEM_BITS.get(dtype, 16) // 8 if num else weights_bytes)
+    for file in missing:
+        if file.name.endswith(".safetensors"):  # the small files are there by now
+            config = next((blobs / other.digest for other in files if other.name == "config.json"), None)
+            bits = weight_bits(read_json(config)) if config is not None else None
+            factor = _ITEM_BITS[dtype] / bits if bits and dtype in _ITEM_BITS else 1
+            _check_memory(hub_id, int(weights_bytes * factor))
+        if file.size_bytes <= MAX_HTTP_DOWNLOAD_SIZE:  # larger ones are the library's
+            _bring_one(hf_hub_url(hub_id, file.name, revision=found.sha), blobs, file, advance)
+
+
+def _check_memory(hub_id: str, needed_bytes: int) -> None:
+    there = min(psutil.virtual_memory().total, limit_bytes() or 2**63)
+    if needed_bytes > there:
+        raise ModelError(
+            f"{hub_id} needs {size(needed_bytes)} of memory for its weights, and this machine has"
+            f" {size(there)}; take a smaller model, or one with fewer bits"
+        )
+
+
+def _bring_one(url: str, blobs: Path, file: _File, advance: Callable[[int], None]) -> None:
+    """Download one file, from where an earlier process stopped, and check it."""
+    part = _part(blobs, file)
+    with part.open("ab") as out:
+        fcntl.flock(out, fcntl.LOCK_EX)  # against a process that fetches the same file
+        if (blobs / file.digest).exists():
+            return
+        if out.tell() > file.size_bytes:
+            out.truncate(0)
+        advance(out.seek(0, os.SEEK_END))
+        if out.tell() < file.size_bytes:
+            _stream(url, out, advance)
+        out.flush()
+        if file.digest_of(part) != file.digest:
+            out.truncate(0)
+            raise ModelError(
+                f"{file.name} from {url.partition('/resolve/')[0]} is broken: its checksum is not the hub's;"
+                " pull the model again"
+            )
+        os.fsync(out.fileno())
+        part.rename(blobs / file.digest)
+
+
+def _stream(url: str, out: IO[bytes], advance: Callable[[int], None]) -> None:
+    """Append to a file what it lacks. A connection that breaks is made again, also some times in vain."""
+    from huggingface_hub.constants import HF_HUB_DOWNLOAD_TIMEOUT
+    from huggingface_hub.utils import (  # type: ignore[attr-defined]  # public, but not in its __all__
+        build_hf_headers,
+        hf_raise_for_status,
+        http_stream_backoff,
+    )
+
+    failed = 0
+    while True:
+        begun = out.seek(0, os.SEEK_END)
+        headers = build_hf_headers() | {"Accept-Encoding": "identity"}
+        headers |= {"Range": f"bytes={begun}-"} if begun else {}
+        wait_s = HF_HUB_DOWNLOAD_TIMEOUT
+        try:
+            with http_stream_backoff(
+                "GET", url, headers=headers, timeout=wait_s, retry_on_exceptions=()
+            ) as response:
+                hf_raise_for_status(response)
+                if begun and response.status_code != _PARTIAL:
+                    out.truncate(0)
+                    advance(-begun)
+                for piece in response.iter_bytes():
+                    advance(out.write(piece))
+        except Exception as error:
+            failed = 0 if out.tell() > begun else failed + 1
+            if failed > _RETRIES or not _is_of_the_connection(error):
+                raise
+            time.sleep(failed)
+        else:
+            return
+
+
+def _is_of_the_connection(error: Exception) -> bool:
+    """Say whether an error is one of the HTTP library, which has no base class but `Exception` in common."""
+    return type(error).__module__.partition(".")[0].startswith("httpx")
+
+
+def _part(blobs: Path, file: _File) -> Path:
+    return blobs / (file.digest + _PART)

