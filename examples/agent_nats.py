@@ -12,6 +12,8 @@ import sys
 from typing import Any
 
 import nats
+import nats.errors
+from nats.aio.client import Client
 
 WEATHER = {"Rome": "sunny, 24 degrees", "Oslo": "rain, 9 degrees"}
 
@@ -31,7 +33,7 @@ TOOLS = [
 ]
 
 
-async def result_of(nc: nats.NATS, session: str, request: dict[str, Any]) -> dict[str, Any]:
+async def result_of(nc: Client, session: str, request: dict[str, Any]) -> dict[str, Any]:
     """Put a request into the session's log, and return its result."""
     subject, body = f"turnkeep.default.{session}", json.dumps(request).encode()
     results = await nc.subscribe(f"{subject}.out")
@@ -39,7 +41,7 @@ async def result_of(nc: nats.NATS, session: str, request: dict[str, Any]) -> dic
         ack = await nc.jetstream().publish(f"{subject}.in", body)
         try:
             while True:
-                result = json.loads((await results.next_msg(timeout=60)).data)
+                result: dict[str, Any] = json.loads((await results.next_msg(timeout=60)).data)
                 if result["seq"] == ack.seq:
                     await results.unsubscribe()
                     return result

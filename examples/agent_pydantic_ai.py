@@ -1,19 +1,17 @@
 """An agent of pydantic-ai through the gateway, which finds its conversation again at each step and turn.
 
-pip install 'pydantic-ai-slim[openai]'
-turnkeep serve --gateway                        # or `turnkeep gateway` beside a worker
+Needs `pip install 'pydantic-ai-slim[openai]'`, and a worker: `turnkeep serve --gateway`.
 python agent_pydantic_ai.py [URL]
 
-Kill the worker in the middle of an answer and start it again: the answer goes on.
+Kill the worker in the middle of an answer, and start it again: the answer goes on.
 """
 
 import asyncio
 import sys
-from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
-from pydantic_ai import Agent, RunContext
+from pydantic_ai import Agent
 from pydantic_ai.capabilities import AbstractCapability
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
@@ -29,15 +27,13 @@ class Answer(BaseModel):
 class Chosen(AbstractCapability[None]):
     """Names the tool of each step, for the packaged model is too small to choose. Others do without."""
 
-    def get_model_settings(self) -> Callable[[RunContext[None]], Any]:
+    def get_model_settings(self) -> Any:
         return lambda context: {"tool_choice": ["weather" if context.run_step == 1 else "final_result"]}
 
 
 async def main() -> None:
     model = OpenAIChatModel("turnkeep", provider=OpenAIProvider(base_url=URL, api_key="none"))
-    agent = Agent(
-        model, output_type=Answer, capabilities=[Chosen()], model_settings={"parallel_tool_calls": False}
-    )
+    agent = Agent(model, output_type=Answer, capabilities=[Chosen()])
 
     @agent.tool_plain
     def weather(city: Literal["Rome", "Oslo"]) -> str:
@@ -45,9 +41,8 @@ async def main() -> None:
         return WEATHER[city]
 
     rome = await agent.run("What is the weather in Rome?")
-    print(rome.output.text)
     oslo = await agent.run("And in Oslo?", message_history=rome.all_messages())
-    print(oslo.output.text)
+    print(rome.output.text, oslo.output.text, sep="\n")
     print(f"{oslo.usage.cache_read_tokens} of {oslo.usage.input_tokens} tokens were not prefilled again")
 
 
