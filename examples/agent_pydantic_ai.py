@@ -28,7 +28,8 @@ class Chosen(AbstractCapability[None]):
     """Names the tool of each step, for the packaged model is too small to choose. Others do without."""
 
     def get_model_settings(self) -> Any:
-        return lambda context: {"tool_choice": ["weather" if context.run_step == 1 else "final_result"]}
+        names = ["weather", "final_result"]
+        return lambda context: {"tool_choice": [names[context.run_step - 1]], "parallel_tool_calls": False}
 
 
 async def main() -> None:
