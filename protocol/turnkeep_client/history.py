@@ -44,10 +44,10 @@ _CHANGING: Final = (Opened, Appended, Generated, Rewound)
 class Turn(Struct, frozen=True, kw_only=True):
     """An append, or a generate with its answer. The session had `start` tokens before it, `position` after.
 
-    The answer begins at `answer_start`; without an answer that is `position`.
-    `is_cut` if a rewind has removed a part of its messages or answer; `request` and `answer` are then as they
-    were, but for an answer without a token left, which is None. Positions are those at the time of the
-    result: a chat template may have changed earlier text since (`rewritten_from`).
+    The answer begins at `answer_start`; without an answer that is `position`. `is_cut` if a rewind has
+    removed a part of the messages or of the answer; `request` and `answer` are then as they were, but for an
+    answer without a token left, which is None. Positions are those at the time of the result: a chat template
+    may have changed earlier text since (`rewritten_from`).
     """
 
     request: Append | Generate
@@ -95,8 +95,11 @@ class History(Struct, frozen=True, kw_only=True):
 async def read_history(wire: Wire, key: SessionKey, end: float = inf) -> History:
     """Read a session's log before the sequence `end`. Raises `NoWorkerError` if it cannot be read."""
     subjects = wire.subjects
-    stored = await wire.read_all(subjects.log_stream, subjects.log(key), end=end)
-    entries = [entry(subjects, one.seq, one.body, one.headers) for one in stored]
+    stored = await wire.read_all(subjects.log_stream, subjects.of(key, "in"), end=end)
+    stored += await wire.read_all(subjects.log_stream, subjects.of(key, "out"), end=end)
+    entries = [
+        entry(subjects, one.seq, one.body, one.headers) for one in sorted(stored, key=lambda one: one.seq)
+    ]
     turns: list[Turn] = []
     is_whole, position = True, 0
     for request, result, seq in _exchanges(one for one in entries if one is not None):

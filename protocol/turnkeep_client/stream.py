@@ -117,7 +117,11 @@ class LogStream:
             async for batch in self._api.batches(
                 self.name, {"multi_last": [pattern], "batch": _SUBJECTS_AT_ONCE}
             ):
-                found |= {self._subjects.parse(one.headers["Nats-Subject"])[0]: one for one in batch}
+                for one in batch:
+                    with contextlib.suppress(
+                        InvalidMessageError
+                    ):  # a refused request under a name that is none
+                        found[self._subjects.parse(one.headers["Nats-Subject"])[0]] = one
         except StreamError as error:
             if error.code != TOO_MANY:
                 raise

@@ -100,7 +100,7 @@ CRAFTED = [
     {"start": str(1 << 70), "end": str((1 << 70) + BLOCK)},
     {"end": float("inf")},
     {"end": None},
-    {"tokens": "0500 000006000000"},
+    {"tokens": "0500 000005500000"},
     {"tokens": "05" * 3},
     {"resumable": []},
     {"resumable": 1},

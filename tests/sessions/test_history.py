@@ -105,6 +105,7 @@ async def test_the_history_of_a_fork_begins_with_its_parents(client: Client) -> 
 async def test_a_tenant_lists_its_sessions_the_last_used_first(client: Client) -> None:
     for name in ("one", "two", "three"):
         await client.session(name).append(text="ab")
+    await client.stored._api.api(f"{client.subjects.prefix}.default.b!d.in", b"{}")  # a name that is none
     await client.session("one").close()
     pending = await client.submit(client.session("two").key, Generate(id="g", max_tokens=60_000))
     waiting, closed, idle = await client.sessions()

@@ -1,0 +1,163 @@
+"""The programs of `examples/` as a newcomer runs them, with a worker that is killed in the middle of each."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import venv
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from parts import free_port
+
+from turnkeep_client.messages import Failed, decode_request, decode_result
+
+if TYPE_CHECKING:
+    from asyncio.subprocess import Process
+    from collections.abc import AsyncIterator, Callable
+
+    from turnkeep_client.client import Client
+
+ROOT = Path(__file__).parents[2]
+PATIENCE_S = 60
+
+pytestmark = pytest.mark.process
+
+
+class Here:
+    """A worker, and the example that talks to it."""
+
+    def __init__(self, worker: Any, client: Client, folder: Path) -> None:
+        self.worker = worker
+        self.client = client
+        self._folder = folder
+
+    async def run(self, example: str, *arguments: object, python: Path | str = sys.executable) -> Process:
+        """Start an example in an empty folder."""
+        return await asyncio.create_subprocess_exec(
+            *(str(python), str(ROOT / "examples" / example), *map(str, arguments)),
+            cwd=self._folder,
+            env={**os.environ, "NATS_URL": self.worker.url},
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+
+    async def requests(self) -> Counter[tuple[str, str]]:
+        """Count the answers of all requests in the log, by session and id, without repeated answers."""
+        found: Counter[tuple[str, str]] = Counter()
+        for one in await self.client.log():
+            if one.kind == "in":
+                found[one.key.session, decode_request(one.body).id] += 0
+                continue
+            result = decode_result(one.body)
+            assert not isinstance(result, Failed), result
+            found[one.key.session, result.id] += result.repeat_of is None
+        return found
+
+    async def crash(self, num_requests: int, num_answered: int, process: Process | None = None) -> None:
+        """Kill the worker, and the example, once so many requests are there, with so many answers or more."""
+
+        async def is_there() -> bool:
+            answers = [*(await self.requests()).values()]
+            return len(answers) >= num_requests and sum(answers) >= num_answered
+
+        await until(is_there)
+        os.kill(self.worker.pid, signal.SIGSTOP)
+        assert 0 in (await self.requests()).values(), "it was not in the middle"
+        if process is not None:
+            process.kill()
+            await process.wait()
+        self.worker.kill()
+        self.worker.start()
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not await condition():  # noqa: ASYNC110  # nobody tells
+            await asyncio.sleep(0.005)
+
+
+async def output(process: Process) -> str:
+    out, errors = await asyncio.wait_for(process.communicate(), PATIENCE_S)
+    assert process.returncode == 0, errors.decode()
+    return out.decode()
+
+
+@pytest.fixture
+async def here(request: pytest.FixtureRequest, worker_process: Any, tmp_path: Path) -> AsyncIterator[Here]:
+    worker = worker_process("--ack-wait-s", "0.5")
+    worker.start()
+    (folder := tmp_path / "example").mkdir()
+    async with await worker.client(tenant=getattr(request, "param", "default")) as client:
+        await until(lambda: asyncio.to_thread(lambda: '"event": "ready"' in worker.log))
+        yield Here(worker, client, folder)
+
+
+@pytest.mark.parametrize(
+    ("example", "num_requests", "said"),
+    [
+        ("agent_nats.py", 2, "answer {'text':"),
+        ("agent.py", 2, "tool: "),
+        ("fan_out.py", 9, "tokens prefilled"),
+    ],
+)
+async def test_an_example_ends_over_a_crash_and_says_the_same_when_it_is_run_again(
+    here: Here, example: str, num_requests: int, said: str
+) -> None:
+    process = await here.run(example)
+    await here.crash(2, 1)
+    first = await output(process)
+    assert said in first
+    answered = await here.requests()
+    assert [*answered.values()] == [1] * num_requests
+    assert await output(await here.run(example)) == first
+    assert await here.requests() == answered
+
+
+@pytest.mark.parametrize("here", ["jobs"], indirect=True)
+async def test_an_orchestrator_that_dies_with_its_worker_gets_each_result_once(here: Here) -> None:
+    await here.crash(100, 10, await here.run("orchestrator.py"))
+    written = await output(await here.run("orchestrator.py"))
+    assert written == "100 results are in results.jsonl\n"
+    lines = (here._folder / "results.jsonl").read_text().splitlines()
+    assert {json.loads(line)["job"] for line in lines} == {f"job-{number}" for number in range(100)}
+    assert len(lines) == 100
+    assert await here.requests() == dict.fromkeys([(f"job-{number}", "turn") for number in range(100)], 1)
+
+
+@pytest.mark.packaging
+@pytest.mark.registry
+@pytest.mark.timeout(600)
+async def test_an_agent_of_pydantic_ai_ends_over_a_crash(here: Here, tmp_path: Path) -> None:
+    """All of its four requests are in one session, and each step sends only what is new."""
+    venv.create(tmp_path / "venv")
+    python = tmp_path / "venv" / "bin" / "python"
+    uv = Path(sys.executable).with_name("uv")
+    command = [uv, "pip", "install", "-q", "--python", python, "pydantic-ai-slim[openai]"]
+    subprocess.run(command, check=True)  # noqa: ASYNC221
+    port = free_port()
+    token, _, address = here.worker.url.removeprefix("nats://").rpartition("@")
+    gateway = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "worker", "gateway", "--port", str(port), "--nats", f"nats://{address}"),
+        env={**os.environ, "TURNKEEP_NATS_TOKEN": token},
+        cwd=ROOT,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        assert gateway.stderr is not None
+        assert b"the gateway is at" in await gateway.stderr.readline()
+        process = await here.run("agent_pydantic_ai.py", f"http://127.0.0.1:{port}/v1", python=python)
+        await here.crash(2, 1)
+        assert "tokens were not prefilled again" in await output(process)
+    finally:
+        gateway.kill()
+        await gateway.wait()
+    answered = await here.requests()
+    assert len({session for session, _ in answered}) == 1
+    assert [*answered.values()] == [1] * 4
