@@ -30,7 +30,9 @@ from .flags import (
     HelpContext,
     SpanType,
     as_json,
+    load_models,
     load_settings,
+    options_of,
     reasoning_option,
     tag_option,
     tenant_option,
@@ -119,20 +121,48 @@ def main() -> None:
     flag_value=8080,
     help="Run a gateway too, on this machine's loopback address. [default port: 8080]",
 )
+@click.option("--of", metavar="NAME", hidden=True, help="One model of the settings file's [models].")
+@click.option("--weigh", is_flag=True, hidden=True, help="Print what the model needs, and end.")
+@click.option("--until-eof", is_flag=True, hidden=True, help="End when standard input does.")
 @with_settings()
-def serve(config: Path | None, check: bool, gateway_port: int | None, **flags: Any) -> None:
+def serve(
+    config: Path | None,
+    check: bool,
+    gateway_port: int | None,
+    of: str | None,
+    weigh: bool,
+    until_eof: bool,
+    **flags: Any,
+) -> None:
     """Run a worker, with its own NATS server unless --nats names one. Ctrl-C stops it.
 
-    On SIGHUP the worker reads the settings again and applies max_disk and min_free_disk.
+    If turnkeep.toml has tables [models.NAME], each of these models gets a worker when it is asked for.
+    On SIGHUP a worker reads the settings again and applies max_disk and min_free_disk.
     """
+    settings = load_settings(config, flags, of)
     if check:
-        settings = load_settings(config, flags)
         worker_options(settings)
         cache_access(settings)
         _examine(settings, as_json=False)
+    if weigh:
+        from .size_cli import weigh as run_weigh
+
+        run_weigh(settings)
+        return
+    from .serve import Manner, supervise
     from .serve import serve as run
 
-    run(load_settings(config, flags), lambda: load_settings(config, flags), gateway_port)
+    manner = Manner(
+        options=options_of(config, flags),
+        gateway_port=gateway_port,
+        gateway_options=options_of(config, flags, CLIENT_SETTINGS),
+        of=of,
+        until_eof=until_eof,
+    )
+    if of is None and (models := load_models(config, flags)):
+        supervise(models, manner)
+    else:
+        run(settings, lambda: load_settings(config, flags, of), manner)
 
 
 @main.command()

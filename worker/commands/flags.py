@@ -15,7 +15,7 @@ from turnkeep_client.errors import TurnkeepError
 from worker.process import settings as settings_module
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable
 
     from worker.process.settings import Settings
 
@@ -197,9 +197,28 @@ def with_sampling(command: Callable[..., Any]) -> Callable[..., Any]:
     return click.option("--system", metavar="TEXT", help="System message, sent first.")(sampled)
 
 
-def load_settings(config: Path | None, flags: dict[str, Any]) -> Settings:
-    """Load the settings for a command, given its options. Raises `SettingsError`."""
-    return settings_module.load(flags, os.environ, config)
+def load_settings(config: Path | None, flags: dict[str, Any], of: str | None = None) -> Settings:
+    """Load the settings for a command, given its options; those of a model `of` several, or of the first.
+
+    Raises `SettingsError`.
+    """
+    return settings_module.load(flags, os.environ, config, of=of)
+
+
+def load_models(config: Path | None, flags: dict[str, Any]) -> dict[str, Settings]:
+    """Load the settings of each of several models; empty if there is only one. Raises `SettingsError`."""
+    return settings_module.load_models(flags, os.environ, config)
+
+
+def options_of(config: Path | None, flags: dict[str, Any], names: Collection[str] | None = None) -> list[str]:
+    """Write a command's options for the settings again, for another command: those of `names`, or all."""
+    given = {"config": config} | {name: flags[name] for name in flags if names is None or name in names}
+    return [
+        word
+        for name, value in given.items()
+        if value is not None
+        for word in (f"--{name.replace('_', '-')}", str(value))
+    ]
 
 
 class SpanType(click.ParamType[tuple[int, int]]):
