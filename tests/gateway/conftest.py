@@ -32,7 +32,7 @@ class Door:
 
     @property
     def index(self) -> Any:
-        return self.gateway._tenants["default"].index
+        return self.gateway._conversations["default", ""].index
 
     async def stop(self) -> None:
         """End at once. Answers go on in the worker."""
@@ -54,7 +54,7 @@ async def door() -> AsyncIterator[Callable[..., Awaitable[Door]]]:
         idle_s: float = 3600.0,
         **options: Any,
     ) -> Door:
-        async def connected(tenant: str) -> Client:
+        async def connected(tenant: str, _model: str) -> Client:
             return await connect(url, prefix=prefix, tenant=tenant)
 
         gateway = Gateway(connected, keys or Keys(), idle_s=idle_s, **options)
