@@ -124,6 +124,11 @@ class _Model:
     def wake(self) -> None:
         self.wanted.set()
 
+    @property
+    def unused_s(self) -> float:
+        """How long the model has been loaded without a new request."""
+        return current_time() - max(self.standin.used_s, self.loaded_s)
+
     def metrics(self) -> Metrics:
         """Say what is known of the model while it has no worker."""
         return unloaded(
@@ -286,11 +291,10 @@ class Supervisor:
         """Tell models to leave that are not in use, or that were while another one waited for its turn."""
         idle: list[InMemory] = []
         for one in [*self._running]:
-            unused_s = current_time() - max(one.standin.used_s, one.loaded_s)
             had_turn = current_time() - max(since_s, one.loaded_s) > _TURN_S
             if one.leave.is_set():
                 lacking_bytes -= one.size_bytes
-            elif had_turn or (unused_s > _GRACE_S and not await one.standin.has_work()):
+            elif had_turn or (one.unused_s > _GRACE_S and not await one.standin.has_work()):
                 idle.append(InMemory(one.standin.used_s, one.size_bytes, one.name))
         chosen = leaving(lacking_bytes, idle)
         for one in self._running:
@@ -341,11 +345,11 @@ class Supervisor:
         worker.kill()
 
     async def _is_idle(self, model: _Model) -> bool:
-        after_s, standin = model.settings.unload_after_s, model.standin
-        if after_s is None or current_time() - standin.used_s < after_s:
+        after_s = model.settings.unload_after_s
+        if after_s is None or model.unused_s < after_s:
             return False
-        if await standin.has_work():
-            standin.used_s = current_time()
+        if await model.standin.has_work():
+            model.standin.used_s = current_time()
             return False
         return True
 

@@ -44,7 +44,7 @@ from .printing import table
 from .talking import CLIENT_SETTINGS, talk
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from turnkeep_client.client import Client
     from turnkeep_client.session import Sampling
@@ -139,11 +139,11 @@ def serve(
     If turnkeep.toml has tables [models.NAME], each of these models gets a worker when it is asked for.
     On SIGHUP a worker reads the settings again and applies max_disk and min_free_disk.
     """
-    settings = load_settings(config, flags, of)
+    settings = load_settings(config, flags | {"of": of})
     if check:
         worker_options(settings)
         cache_access(settings)
-        _examine(settings, as_json=False)
+        _examine(settings, load_models(config, flags), as_json=False)
     if weigh:
         from .size_cli import weigh as run_weigh
 
@@ -162,7 +162,7 @@ def serve(
     if of is None and (models := load_models(config, flags)):
         supervise(models, manner)
     else:
-        run(settings, lambda: load_settings(config, flags, of), manner)
+        run(settings, lambda: load_settings(config, flags | {"of": of}), manner)
 
 
 @main.command()
@@ -223,13 +223,13 @@ def model_path(config: Path | None, **flags: Any) -> None:
 @with_settings()
 def doctor(config: Path | None, as_json: bool, **flags: Any) -> None:
     """Check this machine: what was found, what is missing, and how to fix it."""
-    _examine(load_settings(config, flags), as_json=as_json)
+    _examine(load_settings(config, flags), load_models(config, flags), as_json=as_json)
 
 
-def _examine(settings: Settings, *, as_json: bool) -> NoReturn:
+def _examine(settings: Settings, models: Mapping[str, Settings], *, as_json: bool) -> NoReturn:
     from .doctor import checks, exit_code, show
 
-    found = checks(settings)
+    found = checks(settings, models)
     if as_json:
         click.echo(json.dumps([asdict(check) for check in found]))
     else:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 #: The settings of a command that talks to NATS.
 CLIENT_SETTINGS: Final = ("data_dir", "nats", "nats_port", "prefix", *CREDENTIAL_SETTINGS)
 _SECRETS: Final = frozenset({"nats_password", "nats_token"})
+#: How long a worker may take to answer, which may have to load its model first.
+_CONTROL_S: Final = 60.0
 _TERMINATED: Final = 143
 
 _T = TypeVar("_T")
@@ -36,7 +38,13 @@ async def connected(settings: Settings, tenant: str, prefix: str | None = None) 
     url = over_tls(settings, settings.nats or f"nats://127.0.0.1:{settings.nats_port}")
     options = client_options(settings)
     try:
-        return await connect(url, tenant=tenant, prefix=prefix or settings.prefix, **options)
+        return await connect(
+            url,
+            tenant=tenant,
+            prefix=prefix or settings.prefix,
+            control_timeout_s=_CONTROL_S,
+            **options,
+        )
     except NotPermittedError as error:
         if settings.nats is not None or "refuses the credentials" not in str(error):
             raise

@@ -1,0 +1,150 @@
+"""`turnkeep serve` with several models: each is loaded when it is asked for, within one budget of memory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from typing import TYPE_CHECKING, Any
+
+import httpx2
+import psutil
+import pytest
+from parts import WorkerProcess, free_port, make_tiny_model
+
+from worker.supervisor import InMemory, leaving
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator
+    from pathlib import Path
+
+LONG = "hello " * 30
+
+
+class House:
+    """A supervisor of the models `tiny` and `wide:1b`, of which one fits, with a gateway."""
+
+    def __init__(self, folder: Path, process: WorkerProcess, port: int) -> None:
+        self.folder = folder
+        self.process = process
+        self.http = httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=120)
+
+    def workers(self) -> dict[str, psutil.Process]:
+        """Find the models that are loaded."""
+        found = {}
+        for one in psutil.Process(self.process.pid).children():
+            with contextlib.suppress(psutil.Error):  # it has ended
+                words = one.cmdline()
+                if "--of" in words:
+                    found[words[words.index("--of") + 1]] = one
+        return found
+
+    async def chat(self, model: str, *said: str) -> Any:
+        roles = ("user", "assistant")
+        messages = [{"role": roles[at % 2], "content": text} for at, text in enumerate(said)]
+        body = {"model": model, "messages": messages, "max_tokens": 4, "seed": 1}
+        return await self.http.post("/v1/chat/completions", json=body)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(120):
+        while not holds():  # noqa: ASYNC110  # processes tell nobody
+            await asyncio.sleep(0.05)
+
+
+@pytest.fixture
+def house(tmp_path: Path, tiny_model: Path) -> Iterator[Callable[..., Awaitable[House]]]:
+    make_tiny_model(tmp_path / "wide", hidden_size=96)
+    made: list[House] = []
+
+    async def start(**common: str) -> House:
+        lines = [f"{name} = {value}" for name, value in ({"memory": "'40MiB'"} | common).items()]
+        lines += ["[models.tiny]", f"model = '{tiny_model}'", "device_memory = '20MiB'"]
+        lines += ["[models.'wide:1b']", f"model = '{tmp_path / 'wide'}'", "device_memory = '30MiB'"]
+        (tmp_path / "house.toml").write_text("\n".join(lines))
+        gateway, options = free_port(), ("--config", str(tmp_path / "house.toml"), "--block-tokens", "32")
+        process = WorkerProcess(tmp_path / "data", None, free_port(), *options, "--gateway", str(gateway))
+        made.append(House(tmp_path, process, gateway))
+        process.start()
+        await until(lambda: not process.running or "the gateway is at" in process.log)
+        return made[-1]
+
+    yield start
+    for one in made:
+        if one.process.running:
+            one.process.stop()
+        with contextlib.suppress(OSError):  # a killed one leaves its server behind
+            psutil.Process(json.loads((tmp_path / "data" / "nats-server.json").read_bytes())["pid"]).kill()
+
+
+@pytest.mark.process
+async def test_a_model_is_loaded_by_a_request_and_leaves_for_another_one(house: Any) -> None:
+    at = await house()
+    listed = (await at.http.get("/v1/models")).json()["data"]
+    assert [(one["id"], one["context_window"]) for one in listed] == [("tiny", 2048), ("wide:1b", 2048)]
+    assert (await at.http.get("/health")).json() == {"status": "ok", "models": ["tiny", "wide:1b"]}
+    assert at.workers() == {}, "looks load nothing"
+    for name, status, why in (("nobody", 404, "'tiny', 'wide:1b'"), ("", 400, "model must be one of")):
+        refused = await at.chat(name, "Hi.")
+        assert (refused.status_code, why in refused.text) == (status, True)
+
+    first = await at.chat("tiny", LONG)
+    assert first.json()["model"] == "tiny"
+    assert [*at.workers()] == ["tiny"]
+    counted = {"model": "wide:1b", "messages": [{"role": "user", "content": LONG}], "max_tokens": 1}
+    answer = await at.http.post("/v1/messages/count_tokens", json=counted)
+    assert answer.json()["input_tokens"] > len(LONG), "held until the model is loaded"
+    assert [*at.workers()] == ["wide:1b"], "there is memory for one"
+    other = await at.chat("wide:1b", LONG)
+    assert (other.status_code, other.json()["usage"]["prompt_tokens_details"]["cached_tokens"]) == (200, 0)
+
+    text = first.json()["choices"][0]["message"]["content"]
+    second = await at.chat("tiny", LONG, text, "More.")
+    assert second.headers["x-turnkeep-session"] == first.headers["x-turnkeep-session"].replace(
+        "begun", "continued"
+    )
+    used = second.json()["usage"]
+    assert used["prompt_tokens_details"]["cached_tokens"] == first.json()["usage"]["total_tokens"] - 1, (
+        "restored"
+    )
+
+    at.workers()["tiny"].kill()
+    assert (await at.chat("tiny", LONG + "again")).status_code == 200, "a crashed worker comes back"
+    left = psutil.Process(at.process.pid).children()
+    at.process.kill()
+    await until(lambda: sum(one.is_running() for one in left) == 1)  # the NATS server outlives all
+
+
+@pytest.mark.process
+async def test_a_model_that_nobody_uses_is_unloaded_and_nothing_is_lost(house: Any) -> None:
+    at = await house(unload_after_s="1")
+    client = await at.process.client(prefix="turnkeep-tiny")
+    before = await client.session("s").generate(text=LONG, max_tokens=2)
+    await until(lambda: not at.workers())
+    metrics = await client.worker_metrics()
+    assert (metrics.device, metrics.model, metrics.running) == ("unloaded", "tiny", 0)
+    used = (await client.ask("s", text="More.", max_tokens=2)).usage
+    assert used.cached_tokens == before.position - 1
+    assert used.prompt_tokens == used.cached_tokens + used.prefilled_tokens
+    await client.close()
+    left = psutil.Process(at.process.pid).children()
+    assert at.process.stop() == 0
+    await until(lambda: not any(one.is_running() for one in left))
+
+
+@pytest.mark.process
+async def test_a_model_that_can_never_be_loaded_is_refused_at_the_start(house: Any) -> None:
+    at = await house(memory="'25MiB'")
+    assert not at.process.running
+    assert at.process.log == (
+        "turnkeep: the model wide:1b can never be loaded: it needs device_memory of 30 MiB, and memory is"
+        " 25 MiB; raise memory, or take a smaller model\n"
+    )
+
+
+def test_the_longest_unused_models_leave_and_none_in_vain() -> None:
+    old, new = InMemory(1.0, 10, "old"), InMemory(2.0, 20, "new")
+    assert leaving(0, [new, old]) == []
+    assert leaving(5, [new, old]) == ["old"]
+    assert leaving(11, [new, old]) == ["old", "new"]
+    assert leaving(31, [new, old]) == []
