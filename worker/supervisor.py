@@ -14,7 +14,7 @@ import os
 import signal
 import subprocess
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import anyio
 import msgspec
@@ -37,7 +37,7 @@ from .process.formatting import size
 from .process.settings import word
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 
     from anyio.abc import Process
 
@@ -160,6 +160,7 @@ class Supervisor:
         self._turn = anyio.Lock()
         self._freed = Event()
         self._stop = Event()
+        self._fatal = ""
         self.ready = Event()
 
     def stop(self) -> None:
@@ -177,6 +178,10 @@ class Supervisor:
         """Serve until `stop`. Raises `TurnkeepError`, with one line, for errors that a user can fix."""
         settings = self._settings
         async with AsyncExitStack() as stack:
+            if settings.health is not None:  # first, as models may take long to be measured, or to be fetched
+                health = HealthServer(settings.health, {"/livez": list, "/readyz": self._unready})
+                await health.open()
+                await stack.enter_async_context(_background(health.serve))
             directory = stack.enter_context(DataDir.open(settings.data_dir, settings.worker))
             options = worker_options(settings)
             server = None if settings.nats else EmbeddedServer(directory, settings)
@@ -188,13 +193,10 @@ class Supervisor:
             else:
                 stack.push_async_callback(shielded, server.stop)
                 await server.start()
+                await stack.enter_async_context(_background(server.supervise))
                 url, options = server.url, {"token": server.token}
                 self._places = ("--nats", url)
                 self._environment["TURNKEEP_NATS_TOKEN"] = server.token
-            tasks = await stack.enter_async_context(task_group())
-            stack.callback(tasks.cancel_scope.cancel)
-            if server is not None:
-                tasks.start_soon(server.supervise)
             nc = await connect(
                 url,
                 name=f"turnkeep {settings.worker}",
@@ -208,13 +210,11 @@ class Supervisor:
                 model.standin = StandIn(nc, Subjects(model.settings.prefix), model.metrics, model.wake)
                 await model.standin.open(model.settings)
             await self._serve()
+        if self._fatal:
+            raise SupervisorError(self._fatal)
 
     async def _serve(self) -> None:
         async with task_group() as tasks:
-            if (endpoint := self._settings.health) is not None:
-                health = HealthServer(endpoint, {"/livez": list, "/readyz": list})
-                await health.open()
-                tasks.start_soon(health.serve)
             for model in self._models:
                 tasks.start_soon(self._keep, model)
                 tasks.start_soon(self._publish_metrics, model)
@@ -367,8 +367,20 @@ class Supervisor:
 
     async def _closed(self) -> None:
         if not self._stop.is_set():
-            log.error("the NATS server has closed the connection; its log says why")
+            self._fatal = "the NATS server has closed the connection; its log says why"
             self._stop.set()
+
+    def _unready(self) -> list[str]:
+        return [] if self.ready.is_set() else ["starting"]
+
+
+@asynccontextmanager
+async def _background(part: Callable[[], Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
+    """Run a part until the block ends."""
+    async with task_group() as tasks:
+        tasks.start_soon(part)
+        yield
+        tasks.cancel_scope.cancel()
 
 
 def _share(name: str, wanted_bytes: int | None, needs: Needs, memory_bytes: int) -> int:

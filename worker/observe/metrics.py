@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from turnkeep_client.messages import Metrics, SnapshotCounters
+from turnkeep_client.messages import UNLOADED, Metrics, SnapshotCounters
 
 from .telemetry import Telemetry
 
@@ -96,7 +96,7 @@ def unloaded(**known: Any) -> Metrics:
     empty = Telemetry(0)
     return Metrics(
         **known,
-        device="unloaded",
+        device=UNLOADED,
         uptime_s=0.0,
         requests={},
         waiting=0,
