@@ -136,9 +136,7 @@ class _Model:
             version=VERSION,
             model=self.needs.model,
             sampling=self.needs.sampling,
-            context_tokens=min(
-                self.settings.max_context or self.needs.context_tokens, self.needs.context_tokens
-            ),
+            context_tokens=self.needs.context_tokens,
             interval_s=self.settings.metrics_interval_s,
             max_message_bytes=self.settings.max_message_bytes,
         )
@@ -218,10 +216,10 @@ class Supervisor:
             for model in self._models:
                 tasks.start_soon(self._keep, model)
                 tasks.start_soon(self._publish_metrics, model)
-            await self._look_again()
             names = [model.name for model in self._models]
             log.info("ready", models=names, memory=size(self._memory_bytes))
             self.ready.set()
+            await self._look_again()
             await self._stop.wait()
             log.info("stopping")
             tasks.cancel_scope.cancel()
@@ -304,17 +302,12 @@ class Supervisor:
     async def _run_worker(self, model: _Model) -> int | None:
         """Run a model's worker until it ends; return its exit code, None if it was told to end."""
         model.began_s, model.loaded_s, model.leave = current_time(), math.inf, Event()
-        folder = self._settings.data_dir / "workers" / model.settings.prefix
-        own = {
-            "of": model.name,
-            "model": model.needs.folder,
-            "data-dir": folder,
-            "worker": model.worker,
-            "device-memory": model.size_bytes,
-            "health": "off",
-        }
-        options = [word for name, value in own.items() for word in (f"--{name}", str(value))]
-        arguments = ["serve", *self._options, *self._places, *options, "--until-eof"]
+        own = (
+            *("--of", model.name, "--model", model.needs.folder, "--worker", model.worker),
+            *("--data-dir", str(self._settings.data_dir / "workers" / model.settings.prefix)),
+            *("--device-memory", str(model.size_bytes), "--health", "off"),
+        )
+        arguments = ["serve", *self._options, *self._places, *own]
         log.info("loading", model=model.name, memory=size(model.size_bytes))
         running = child(arguments, self._environment, patience_s=_STOP_S, stdout=subprocess.PIPE)
         async with running as model.process, task_group() as tasks:
@@ -340,7 +333,7 @@ class Supervisor:
                 await model.leave.wait()
         model.leave.set()
         await model.standin.begin()
-        worker.terminate()
+        await worker.stdin.aclose()  # type: ignore[union-attr]  # as after this process's death
         await sleep(_STOP_S)
         worker.kill()
 
@@ -362,7 +355,7 @@ class Supervisor:
     async def _look_again(self) -> None:
         """Look for requests in the log that nobody has noticed."""
         for model in self._models:
-            if await model.standin.has_work():
+            if self.ready.is_set() and await model.standin.has_work():
                 model.wake()
 
     async def _closed(self) -> None:

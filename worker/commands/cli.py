@@ -121,9 +121,8 @@ def main() -> None:
     flag_value=8080,
     help="Run a gateway too, on this machine's loopback address. [default port: 8080]",
 )
-@click.option("--of", metavar="NAME", hidden=True, help="One model of the settings file's [models].")
+@click.option("--of", metavar="NAME", hidden=True, help="Serve one of [models], until standard input ends.")
 @click.option("--weigh", is_flag=True, hidden=True, help="Print what the model needs, and end.")
-@click.option("--until-eof", is_flag=True, hidden=True, help="End when standard input does.")
 @with_settings()
 def serve(
     config: Path | None,
@@ -131,7 +130,6 @@ def serve(
     gateway_port: int | None,
     of: str | None,
     weigh: bool,
-    until_eof: bool,
     **flags: Any,
 ) -> None:
     """Run a worker, with its own NATS server unless --nats names one. Ctrl-C stops it.
@@ -157,7 +155,6 @@ def serve(
         gateway_port=gateway_port,
         gateway_options=options_of(config, flags, CLIENT_SETTINGS),
         of=of,
-        until_eof=until_eof,
     )
     if of is None and (models := load_models(config, flags)):
         supervise(models, manner)

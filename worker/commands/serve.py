@@ -45,15 +45,14 @@ class Manner:
     """How a worker is run beside its settings.
 
     `options` of the command line say where the settings are from; a gateway gets its own `gateway_options` of
-    them. With `until_eof` it is the worker of one model `of` a supervisor: it says on its output when it
-    serves, and ends when its standard input does.
+    them. A worker `of` one of several models says on its output when it serves, and ends when its standard
+    input does.
     """
 
     options: Sequence[str] = ()
     gateway_port: int | None = None
     gateway_options: Sequence[str] = ()
     of: str | None = None
-    until_eof: bool = False
 
 
 def serve(settings: Settings, read_again: Callable[[], Settings], manner: Manner) -> None:
@@ -106,7 +105,7 @@ async def _run(app: App | Supervisor, settings: Settings, reload: Callable[[], N
     with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as received:
         async with task_group() as tasks:
             tasks.start_soon(_obey, received, app, starting, reload)
-            if manner.until_eof:
+            if manner.of is not None:
                 tasks.start_soon(_serve_a_parent, app, starting)
             elif _for_people(settings):
                 tasks.start_soon(_say_what_next, settings, app)

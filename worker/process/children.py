@@ -30,7 +30,7 @@ async def child(
     """Run this program as another process until the block ends; after `patience_s` it is killed.
 
     It has a session of its own, as Ctrl-C is for this process. Its standard input is a pipe, whose other end
-    is closed if this process dies in any way: it must take `--until-eof`.
+    is closed if this process dies in any way: it must end then.
     """
     async with await anyio.open_process(
         [*PROGRAM, *arguments],
