@@ -130,7 +130,6 @@ def size(
 
 def weigh(settings: Settings) -> None:
     """Print what a model needs, for a supervisor."""
-    from worker.device import machine
     from worker.sizing import device_bytes, measure
     from worker.supervisor import Needs
 
@@ -138,7 +137,7 @@ def weigh(settings: Settings) -> None:
     max_context = min(settings.max_context or loaded.context_tokens, loaded.context_tokens)
     block, sizes = settings.block_tokens, {"max_batch": settings.max_batch, "max_context": max_context}
     try:
-        sized = measure(loaded, settings.cache_policy, block=block, max_context=max_context, limit_bytes=1)
+        sized = measure(loaded, settings.cache_policy, block=block, max_context=max_context, limit_bytes=None)
     except ValueError as error:
         raise SettingsError(f"cache_policy: {error}") from None
     least = sized.estimator.kv.held(block, ahead=block)
@@ -151,7 +150,7 @@ def weigh(settings: Settings) -> None:
         sampling=loaded.sampling,
         least_bytes=device_bytes(sized, least, block=block, **sizes),
         usual_bytes=device_bytes(sized, usual, block=block, **sizes),
-        memory_bytes=machine.default_limit_bytes(),
+        memory_bytes=sized.estimator.limit_bytes,
     )
     click.echo(msgspec.json.encode(needs))
 
