@@ -216,8 +216,7 @@ class Supervisor:
             for model in self._models:
                 tasks.start_soon(self._keep, model)
                 tasks.start_soon(self._publish_metrics, model)
-            names = [model.name for model in self._models]
-            log.info("ready", models=names, memory=size(self._memory_bytes))
+            log.info("ready", memory=size(self._memory_bytes))
             self.ready.set()
             await self._look_again()
             await self._stop.wait()
@@ -226,6 +225,7 @@ class Supervisor:
 
     async def _weigh(self) -> None:
         """Measure all models, and divide the memory. Raises `SupervisorError`."""
+        log.info("measuring the models", models=[model.name for model in self._models])
         limit = anyio.CapacityLimiter(_AT_ONCE)
 
         async def weigh(model: _Model) -> None:
