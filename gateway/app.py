@@ -155,17 +155,18 @@ class Gateway:
 
     async def _described(self, tenant: str) -> list[dict[str, Any]]:
         """Describe all models; of several, those whose worker does not answer by their names alone."""
-        workers = [(await self._of(tenant, name)).worker() for name in self._names]
-        found = await asyncio.gather(*workers, return_exceptions=True)
-        for one in found:
-            if isinstance(one, BaseException) and not (isinstance(one, NoWorkerError) and self._names[1:]):
-                raise one
-        if all(isinstance(one, BaseException) for one in found):
+        found = await asyncio.gather(*(self._looked_at(tenant, name) for name in self._names))
+        if not any(found):
             raise NoWorkerError("no worker serves any of the models")
-        return [
-            _model(name, None if isinstance(one, BaseException) else one)
-            for name, one in zip(self._names, found, strict=True)
-        ]
+        return [_model(name, worker) for name, worker in zip(self._names, found, strict=True)]
+
+    async def _looked_at(self, tenant: str, model: str) -> Metrics | None:
+        try:
+            return await (await self._of(tenant, model)).worker()
+        except NoWorkerError:
+            if self._names[1:]:
+                return None
+            raise
 
     async def _embeddings(self, request: Request) -> Response:
         self._key(request)

@@ -12,7 +12,9 @@ import psutil
 import pytest
 from parts import WorkerProcess, free_port, make_tiny_model
 
-from worker.supervisor import InMemory, leaving
+from worker import supervisor
+from worker.process.settings import Settings
+from worker.supervisor import InMemory, Supervisor, leaving
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -141,3 +143,37 @@ def test_the_longest_unused_models_leave_and_none_in_vain() -> None:
     assert leaving(5, [new, old]) == ["old"]
     assert leaving(11, [new, old]) == ["old", "new"]
     assert leaving(31, [new, old]) == []
+
+
+class Busy:
+    """A model that always has something to answer."""
+
+    used_s = 0.0
+
+    async def has_work(self) -> bool:
+        return True
+
+
+async def test_a_model_in_use_leaves_only_when_another_one_has_waited_its_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(supervisor, "_LOOK_S", 0.01)
+    both = Supervisor({"a": Settings(), "b": Settings()}, ())
+    both._memory_bytes = 10
+    first, second = both._models
+    for model in (first, second):
+        model.size_bytes, model.standin, model.loaded_s = 10, Busy(), 0.0  # type: ignore[assignment]  # a stub
+
+    async def wait() -> None:
+        async with both._room(second):
+            pass
+
+    async with asyncio.timeout(30):
+        async with both._room(first):
+            waiting = asyncio.create_task(wait())
+            await asyncio.sleep(0.1)
+            assert not first.leave.is_set()
+            monkeypatch.setattr(supervisor, "_TURN_S", 0.05)
+            await first.leave.wait()
+            assert not waiting.done(), "until the memory is free"
+        await waiting

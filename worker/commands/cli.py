@@ -138,10 +138,11 @@ def serve(
     On SIGHUP a worker reads the settings again and applies max_disk and min_free_disk.
     """
     settings = load_settings(config, flags | {"of": of})
+    models = load_models(config, flags) if of is None else {}
     if check:
         worker_options(settings)
         cache_access(settings)
-        _examine(settings, load_models(config, flags), as_json=False)
+        _examine(settings, models, as_json=False)
     if weigh:
         from .size_cli import weigh as run_weigh
 
@@ -150,13 +151,14 @@ def serve(
     from .serve import Manner, supervise
     from .serve import serve as run
 
+    own = flags if models else flags | {"prefix": settings.prefix}
     manner = Manner(
         options=options_of(config, flags),
         gateway_port=gateway_port,
-        gateway_options=options_of(config, flags, CLIENT_SETTINGS),
+        gateway_options=options_of(config, own, CLIENT_SETTINGS),
         of=of,
     )
-    if of is None and (models := load_models(config, flags)):
+    if models:
         supervise(models, manner)
     else:
         run(settings, lambda: load_settings(config, flags | {"of": of}), manner)

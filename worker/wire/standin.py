@@ -103,15 +103,13 @@ class StandIn:
         self._wake()
 
     async def _hold(self, message: Msg) -> None:
-        if not message.reply:
-            return
-        if _is_look(message.data):
-            await self._outbox.reply(message.reply, self._metrics())
-        elif len(self._held) >= _MOST_HELD:
-            await self._outbox.reply(message.reply, failure(None, "overloaded", _TOO_MANY))
-        else:
+        is_look = _is_look(message.data)
+        if not is_look and len(self._held) < _MOST_HELD:
             self._held.append(message)
             await self._notice(message)
+        elif message.reply:
+            answer = self._metrics() if is_look else failure(None, "overloaded", _TOO_MANY)
+            await self._outbox.reply(message.reply, answer)
 
 
 def _is_look(body: bytes) -> bool:
