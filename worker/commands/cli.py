@@ -139,6 +139,11 @@ def serve(
     """
     settings = load_settings(config, flags | {"of": of})
     models = load_models(config, flags) if of is None else {}
+    if not (models or of) and (flags["memory"] or flags["unload_after_s"]):
+        raise SettingsError(
+            "--memory and --unload-after-s are for [models] in turnkeep.toml, which has none; one model alone"
+            " has --device-memory, and stays loaded"
+        )
     if check:
         worker_options(settings)
         cache_access(settings)

@@ -384,7 +384,8 @@ class Settings:
     unload_after_s: float | None = _setting(
         _or("off", None, _duration(1, 30 * 86400)),
         600.0,
-        "time without a request until a model of turnkeep.toml's [models] is unloaded; off keeps it loaded",
+        "time without a request until a model of turnkeep.toml's [models] is unloaded; off: until another"
+        " one needs its memory",
     )
     wired_memory: int | None = _setting(
         _or("off", None, _size(_MIB)),
