@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
+from msgspec import Struct
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -20,17 +21,17 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.routing import Route
 
-from turnkeep_client.errors import TurnkeepError
+from turnkeep_client.errors import NoWorkerError, TurnkeepError
 from turnkeep_client.subjects import DEFAULT_TENANT
 
 from . import answers, anthropic, chat, completions, messages, openai, recorded, responses
 from .conversations import Conversations
 from .metrics import Counters
 from .sending import Answer, Asker, Dialect
-from .turn import Fault, fault_of, refused
+from .turn import Fault, decoded, fault_of, refused
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from starlette.requests import Request
 
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 
     from .keys import Key, Keys
     from .recorded import Recorded
+
+_T = TypeVar("_T")
 
 MAX_BODY_BYTES: Final = 32 * 2**20
 #: A request's body must be there within this time.
@@ -49,18 +52,30 @@ _CHAT: Final = Dialect(chat.read, chat.whole, chat.Events, openai.error)
 _COMPLETIONS: Final = Dialect(completions.read, completions.whole, completions.Events, openai.error)
 _MESSAGES: Final = Dialect(messages.read, messages.whole, messages.Events, anthropic.error)
 _RESPONSES: Final = Dialect(responses.read, answers.whole, answers.Events, openai.error)
+
+
+class _Named(Struct):
+    """The field of a request that all dialects have in common."""
+
+    model: str | None = None
+
+
+_NAMED: Final = msgspec.json.Decoder(_Named)
+#: A model's context, in the words of several other servers.
+_CONTEXT: Final = ("context_window", "max_model_len", "max_input_tokens")
 _MESSAGES_PATH: Final = "/v1/messages"
 _RESPONSES_PATH: Final = "/v1/responses"
 
 
 class Gateway:
-    """Serves HTTP for all tenants of one NATS connection. Event loop only."""
+    """Serves HTTP for all tenants, with one model or several. Event loop only."""
 
     def __init__(
         self,
-        connect: Callable[[str], Awaitable[Client]],
+        connect: Callable[[str, str], Awaitable[Client]],
         keys: Keys,
         *,
+        models: Sequence[str] = (),
         idle_s: float,
         max_body_bytes: int = MAX_BODY_BYTES,
         patience_s: float = 15.0,
@@ -68,16 +83,16 @@ class Gateway:
         explain: bool = False,
         name: str = "gateway",
     ) -> None:
-        """`connect` returns a client of a tenant; conversations that are idle for `idle_s` are removed.
+        """`connect` returns a client of a tenant for one of the `models`; without names there is one model.
 
-        Metrics are published under `name`, an id.
-
-        A request waits up to `patience_s` for a worker that starts again. Pages of the origin `cors` may ask.
+        Metrics are published under `name`, an id. Conversations that are idle for `idle_s` are removed. A
+        request waits up to `patience_s` for a worker that starts again. Pages of the origin `cors` may ask.
         With `explain`, a header says what was found of a conversation.
         """
         #: Whether the server ends; answers whose clients are gone go on then.
         self.is_stopping: Callable[[], bool] = lambda: False
         self._connect = connect
+        self._names = tuple(models) or ("",)
         self._keys = keys
         self._idle_s = idle_s
         self._max_body_bytes = max_body_bytes
@@ -86,7 +101,8 @@ class Gateway:
         self._explain = explain
         self.counters = Counters()
         self._name = name
-        self._tenants: dict[str, Conversations] = {}
+        #: By tenant and model.
+        self._conversations: dict[tuple[str, str], Conversations] = {}
         self._connecting = asyncio.Lock()
         app = Starlette(
             routes=[
@@ -112,18 +128,18 @@ class Gateway:
     async def publish(self) -> None:
         """Publish metrics now and every few seconds, until cancelled."""
         while True:
-            with contextlib.suppress(TurnkeepError):  # the next ones follow soon
-                conversations = await self._of(DEFAULT_TENANT)
-                message = self.counters.message(self._name, self._num_known(), _PUBLISH_S)
-                await conversations.client.publish_gateway(message)
+            message = self.counters.message(self._name, self._num_known(), _PUBLISH_S)
+            for model in self._names:
+                with contextlib.suppress(TurnkeepError):  # the next ones follow soon
+                    await (await self._of(DEFAULT_TENANT, model)).client.publish_gateway(message)
             await asyncio.sleep(_PUBLISH_S)
 
     def _num_known(self) -> int:
-        return sum(len(one.index.sessions) for one in self._tenants.values())
+        return sum(len(one.index.sessions) for one in self._conversations.values())
 
     async def close(self) -> None:
         """Close all connections. Answers that run go on in the worker."""
-        for conversations in self._tenants.values():
+        for conversations in self._conversations.values():
             await conversations.close()
 
     def _stops(self) -> bool:
@@ -133,29 +149,39 @@ class Gateway:
         return _json({"service": "turnkeep"})
 
     async def _health(self, _: Request) -> Response:
-        worker = await (await self._of(DEFAULT_TENANT)).worker()
-        return _json({"status": "ok", "model": worker.model})
+        ids = [one["id"] for one in await self._described(DEFAULT_TENANT)]
+        return _json({"status": "ok"} | ({"models": ids} if self._names[1:] else {"model": ids[0]}))
 
     async def _metrics(self, request: Request) -> Response:
         if not _is_from_here(request):
             raise Fault(403, "only programs of this machine, asking for localhost, may read the metrics")
-        return Response(
-            self.counters.page(self._num_known()), media_type="text/plain; version=0.0.4; charset=utf-8"
-        )
+        page = self.counters.page(self._num_known())
+        return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _models(self, request: Request) -> Response:
-        worker = await (await self._of(self._key(request).tenant)).worker()
-        return _json(_page([_model(worker)]))
+        return _json(_page(await self._described(self._key(request).tenant)))
 
     async def _one_model(self, request: Request) -> Response:
-        worker, wanted = (
-            await (await self._of(self._key(request).tenant)).worker(),
-            request.path_params["model"],
-        )
-        if wanted != worker.model:
-            message = f"there is no model {wanted!r}: this worker has {worker.model!r}"
-            raise Fault(404, message, param="model", code="model_not_found")
-        return _json(_model(worker))
+        wanted, found = request.path_params["model"], await self._described(self._key(request).tenant)
+        for one in found:
+            if one["id"] == wanted:
+                return _json(one)
+        raise _no_model(wanted, [one["id"] for one in found])
+
+    async def _described(self, tenant: str) -> list[dict[str, Any]]:
+        """Describe all models; of several, those whose worker does not answer by their names alone."""
+        found = await asyncio.gather(*(self._looked_at(tenant, name) for name in self._names))
+        if not any(found):
+            raise NoWorkerError("no worker serves any of the models")
+        return [_model(name, worker) for name, worker in zip(self._names, found, strict=True)]
+
+    async def _looked_at(self, tenant: str, model: str) -> Metrics | None:
+        try:
+            return await (await self._of(tenant, model)).worker()
+        except NoWorkerError:
+            if self._names[1:]:
+                return None
+            raise
 
     async def _embeddings(self, request: Request) -> Response:
         self._key(request)
@@ -169,8 +195,8 @@ class Gateway:
     async def _count_tokens(self, request: Request) -> Response:
         key = self._key(request)
         with key.one_request():
-            conversations = await self._of(key.tenant)
-            turn = messages.read(await self._body(request))
+            body = await self._body(request)
+            turn, conversations = messages.read(body), await self._of(key.tenant, self._chosen(body))
             return _json({"input_tokens": await conversations.count(turn)})
 
     def _answering(self, dialect: Dialect) -> Callable[[Request], Awaitable[Response]]:
@@ -178,14 +204,15 @@ class Gateway:
             key = self._key(request)
             with contextlib.ExitStack() as running:
                 running.enter_context(key.one_request())
-                conversations = await self._of(key.tenant)
                 body = await self._body(request)
-                known = await self._items(conversations, body) if dialect is _RESPONSES else {}
+                conversations = await self._of(key.tenant, self._chosen(body))
+                known = await self._items(key.tenant, body) if dialect is _RESPONSES else {}
                 turn = responses.read(body, known) if known else dialect.read(body)
                 worker = await conversations.worker(patience_s=self._patience_s)
                 turn = turn if turn.model else msgspec.structs.replace(turn, model=worker.model)
                 if turn.previous:
-                    turn = recorded.continued(turn, await _recorded(conversations, turn.previous))
+                    found = await self._recorded(key.tenant, turn.previous)
+                    turn = recorded.continued(turn, found and found[1])
                 await conversations.start()
                 asker = Asker(key, self.counters, self._explain, running.pop_all())
                 return Answer(dialect, turn, conversations, asker)
@@ -194,25 +221,50 @@ class Gateway:
 
     async def _response(self, request: Request) -> Response:
         """Return an answer that is in the log, or remove its session."""
-        conversations, wanted = await self._of(self._key(request).tenant), request.path_params["id"]
+        tenant, wanted = self._key(request).tenant, request.path_params["id"]
         if request.query_params.get("stream") == "true":
             raise refused("only an answer that is asked for is streamed", "stream")
-        found = _known(wanted, await _recorded(conversations, wanted))
+        conversations, found = _known(wanted, await self._recorded(tenant, wanted))
         if request.method != "DELETE":
             return _json(answers.recorded(found, _own_id(wanted)))
         await conversations.forget(found.session)
         return _json({"id": wanted, "object": "response", "deleted": True})
 
-    async def _items(self, conversations: Conversations, body: bytes) -> dict[str, dict[str, Any]]:
+    async def _items(self, tenant: str, body: bytes) -> dict[str, dict[str, Any]]:
         """Return the items of earlier answers that a request refers to."""
-        found = await conversations.recorded(responses.referred(body))
+        if not (wanted := responses.referred(body)):
+            return {}
+        found: dict[str, Recorded] = {}
+        for name in self._names:
+            found |= await (await self._of(tenant, name)).recorded(wanted)
         bodies = (answers.recorded(one, answer_id) for answer_id, one in found.items())
         return {item["id"]: item for answer in bodies for item in answer["output"]}
 
+    async def _recorded(self, tenant: str, response_id: str) -> tuple[Conversations, Recorded] | None:
+        """Find an answer by its id, among those of all models."""
+        wanted = _own_id(response_id)
+        for name in self._names:
+            conversations = await self._of(tenant, name)
+            if found := await conversations.recorded({wanted}):
+                return conversations, found[wanted]
+        return None
+
     async def _cancelled(self, request: Request) -> Response:
-        conversations, wanted = await self._of(self._key(request).tenant), request.path_params["id"]
+        tenant, wanted = self._key(request).tenant, request.path_params["id"]
+        conversations, _ = _known(wanted, await self._recorded(tenant, wanted))
         found = _known(wanted, await conversations.cancel(_own_id(wanted)))
         return _json(answers.recorded(found, _own_id(wanted)))
+
+    def _chosen(self, body: bytes) -> str:
+        """Return the model that a request names. Where there is only one, it has any name. Raises `Fault`."""
+        if not self._names[1:]:
+            return self._names[0]
+        wanted = decoded(_NAMED, body).model
+        if not wanted:
+            raise refused(f"model must be one of {_listed(self._names)}", "model")
+        if wanted not in self._names:
+            raise _no_model(wanted, self._names)
+        return wanted
 
     def _key(self, request: Request) -> Key:
         """Return a request's key. Raises `Fault`."""
@@ -221,12 +273,13 @@ class Gateway:
             raise Fault(403, "pages of other sites may not ask", code="forbidden_origin")
         return self._keys.of(request.headers)
 
-    async def _of(self, tenant: str) -> Conversations:
+    async def _of(self, tenant: str, model: str) -> Conversations:
         async with self._connecting:
-            if tenant not in self._tenants:
-                client = await self._connect(tenant)
-                self._tenants[tenant] = Conversations(client, idle_s=self._idle_s, is_stopping=self._stops)
-            return self._tenants[tenant]
+            if (tenant, model) not in self._conversations:
+                client = await self._connect(tenant, model)
+                made = Conversations(client, idle_s=self._idle_s, is_stopping=self._stops)
+                self._conversations[tenant, model] = made
+            return self._conversations[tenant, model]
 
     async def _body(self, request: Request) -> bytes:
         """Read a request's body. Raises `Fault`."""
@@ -249,18 +302,29 @@ class Gateway:
         return bytes(body)
 
 
-def _model(worker: Metrics) -> dict[str, Any]:
+def _model(name: str, worker: Metrics | None) -> dict[str, Any]:
     """Describe a worker's model as both APIs do. The context has the names that other servers gave it."""
-    name, context = worker.model, worker.context_tokens
-    return {"id": name, "object": "model", "created": 0, "owned_by": "turnkeep"} | {
+    name = name or (worker.model if worker else "")
+    return {
+        "id": name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "turnkeep",
         "type": "model",
         "display_name": name,
         "lifecycle": "active",
         "created_at": "1970-01-01T00:00:00Z",
-        "context_window": context,
-        "max_model_len": context,
-        "max_input_tokens": context,
+        **({} if worker is None else dict.fromkeys(_CONTEXT, worker.context_tokens)),
     }
+
+
+def _no_model(wanted: str, names: Sequence[str]) -> Fault:
+    message = f"there is no model {wanted!r}: this gateway has {_listed(names)}"
+    return Fault(404, message, param="model", code="model_not_found")
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names))
 
 
 def _page(models: list[dict[str, Any]]) -> dict[str, Any]:
@@ -272,12 +336,7 @@ def _own_id(response_id: str) -> str:
     return response_id.removeprefix("resp_")
 
 
-async def _recorded(conversations: Conversations, response_id: str) -> Recorded | None:
-    wanted = _own_id(response_id)
-    return (await conversations.recorded({wanted})).get(wanted)
-
-
-def _known(wanted: str, found: Recorded | None) -> Recorded:
+def _known(wanted: str, found: _T | None) -> _T:
     if found is None:
         raise Fault(404, f"Response with id '{wanted}' not found.")
     return found

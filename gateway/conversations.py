@@ -25,6 +25,7 @@ from turnkeep_client.errors import (
     TurnkeepError,
 )
 from turnkeep_client.messages import (
+    UNLOADED,
     Append,
     Appended,
     Chunk,
@@ -425,7 +426,14 @@ class Conversations:
         while True:
             await asyncio.sleep(min(_SWEEP_S, self._idle_s / 4))
             for held in self.index.old(time.time() - self._idle_s):
-                await self._remove(held)
+                if await self._is_loaded_now():  # else it would be loaded for that
+                    await self._remove(held)
+
+    async def _is_loaded_now(self) -> bool:
+        try:
+            return (await self.worker()).device != UNLOADED
+        except NoWorkerError:
+            return True
 
     async def _remove(self, held: Held, *, forget: bool = True) -> None:
         """Close a session, unless another gateway has used it since."""

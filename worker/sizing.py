@@ -6,7 +6,8 @@ exact sizes of snapshot files. Uses MLX; for commands, not for a running worker.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect_left
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 import mlx.core as mx
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 
 _DAY_H: Final = 24
+#: More than any device has.
+_ENDLESS_BYTES: Final = 2**50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +145,16 @@ def measure(
     )
     whole = estimator(loaded, caches, limit, sketched)
     return Sized(policy, whole, whole.kv.under(policy), layout and layout.under(policy), identity)
+
+
+def device_bytes(sized: Sized, kv_bytes: int, *, block: int, max_batch: int, max_context: int) -> int:
+    """Return the device memory with which a worker has `kv_bytes` for KV."""
+
+    def room(limit_bytes: int) -> int:
+        estimated = replace(sized.estimator, limit_bytes=limit_bytes)
+        return estimated.kv_limit(max_batch, block, max_context, sized.policy)
+
+    return bisect_left(range(_ENDLESS_BYTES), kv_bytes, key=room)
 
 
 def plan(

@@ -83,6 +83,9 @@ READ_S: Final = 2.0
 #: Timeout of a request to JetStream's API: a large stream takes a while to count its subjects.
 API_S: Final = 10.0
 
+#: Longest timeout of a question about the worker alone, which it answers at once.
+METRICS_S: Final = 5.0
+
 #: What a header takes beside its name and value, with its part of the lines around all headers.
 _HEADER_BYTES: Final = 16
 
@@ -277,7 +280,8 @@ class Client:
     async def worker_metrics(self) -> Metrics:
         """Ask the worker for its current metrics. Raises `NoWorkerError`."""
         subject = self._wire.subjects.of(SessionKey(self.tenant, "any"), "ctl")
-        reply = await self._wire.ask(subject, encode(MetricsRequest()), self._control_timeout_s)
+        timeout_s = min(self._control_timeout_s, METRICS_S)
+        reply = await self._wire.ask(subject, encode(MetricsRequest()), timeout_s)
         return expect(Metrics, decode_control_reply(reply))
 
     async def metrics(self, worker: str = "*") -> AsyncIterator[Metrics]:

@@ -890,6 +890,10 @@ class TenantFigures(Struct, frozen=True, kw_only=True):
     generated_tokens: dict[str, int] = {}
 
 
+#: The device of a model that is not loaded now: its first request loads it.
+UNLOADED: Final = "unloaded"
+
+
 class Metrics(Struct, frozen=True, kw_only=True, tag_field="type", tag="metrics"):
     """A worker's state, published every few seconds. Times are in seconds, sizes in bytes.
 
@@ -898,7 +902,7 @@ class Metrics(Struct, frozen=True, kw_only=True, tag_field="type", tag="metrics"
     of sessions at work. `ignored` counts, by kind, entries and chunks that no worker can have published.
     `kv_layers` names the layers of each kind of KV. `sampling` has the options of a generate that the model's
     authors recommend; the worker applies none by itself. `context_tokens` is the most that a session with all
-    of its KV may hold.
+    of its KV may hold. A `device` of `unloaded` says that the first request loads the model.
 
     `interval_s` is the time until the next message; `max_message_bytes` is the size of the largest request
     that the log takes. `queue_time` and `request_duration` count the appends and generates from the moment

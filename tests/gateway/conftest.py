@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import httpx2
@@ -15,7 +16,7 @@ from gateway.serving import listening, serve, server
 from turnkeep_client.client import connect
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
     from turnkeep_client.client import Client
 
@@ -32,7 +33,7 @@ class Door:
 
     @property
     def index(self) -> Any:
-        return self.gateway._tenants["default"].index
+        return self.gateway._conversations["default", ""].index
 
     async def stop(self) -> None:
         """End at once. Answers go on in the worker."""
@@ -43,7 +44,7 @@ class Door:
 
 @pytest.fixture
 async def door() -> AsyncIterator[Callable[..., Awaitable[Door]]]:
-    """Start gateways for a NATS URL and prefix; they are stopped after the test."""
+    """Start gateways for a NATS URL and prefix, or `prefixes` of models; they are stopped after the test."""
     started: list[Door] = []
 
     async def start(
@@ -52,12 +53,13 @@ async def door() -> AsyncIterator[Callable[..., Awaitable[Door]]]:
         *,
         keys: Keys | None = None,
         idle_s: float = 3600.0,
+        prefixes: Mapping[str, str] = MappingProxyType({}),
         **options: Any,
     ) -> Door:
-        async def connected(tenant: str) -> Client:
-            return await connect(url, prefix=prefix, tenant=tenant)
+        async def connected(tenant: str, model: str) -> Client:
+            return await connect(url, prefix=prefixes.get(model, prefix), tenant=tenant)
 
-        gateway = Gateway(connected, keys or Keys(), idle_s=idle_s, **options)
+        gateway = Gateway(connected, keys or Keys(), models=[*prefixes], idle_s=idle_s, **options)
         listener = listening("127.0.0.1", 0)
         address, port = listener.getsockname()
         running = server(gateway)

@@ -84,6 +84,7 @@ async def test_what_cannot_be_launched(url: str, tmp_path: Path) -> None:
         (("--gateway", "http://127.0.0.1:1", "claude"), "gateway --port 1` starts one"),
         (("--gateway", "http://127.0.0.1:99999", "claude"), "no gateway answers"),
         (("--gateway", "localhost", "claude"), "no URL of a gateway"),
+        (("--model", "other", "claude"), "has no model 'other'; it has tiny"),
         (("--gateway", f"{url}/nothing", "claude"), "refuses: GET /nothing/v1/models is not served"),
     ]:
         code, said, complained = await launched(tmp_path, "--gateway", url, *arguments)

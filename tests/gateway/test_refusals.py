@@ -149,7 +149,7 @@ async def test_other_paths_and_methods(http: httpx2.AsyncClient) -> None:
     assert (embedding.status_code, embedding.json()["error"]["code"]) == (400, "unsupported_endpoint")
     for method, path, status, says in [
         ("GET", "/v1/nothing", 404, "GET /v1/nothing is not served"),
-        ("GET", "/v1/models/other", 404, "this worker has 'tiny'"),
+        ("GET", "/v1/models/other", 404, "this gateway has 'tiny'"),
         ("GET", CHAT, 405, f"GET {CHAT} is not served, only POST"),
         ("POST", "/v1/v1/messages", 404, "without /v1 for Anthropic's"),
         ("POST", "/chat/completions", 404, "ends with /v1 for OpenAI's clients"),

@@ -113,6 +113,12 @@ def test_a_model_that_is_not_here_is_said(settings, spec, state, word):
     assert word in found.mend
 
 
+async def test_each_of_several_models_is_checked(small, tmp_path):
+    models = {"a": small, "b": dataclasses.replace(small, model=str(tmp_path))}
+    found = await asyncio.to_thread(checks, small, models)
+    assert [(check.name, check.state) for check in found[-2:]] == [("model a", "ok"), ("model b", "fail")]
+
+
 def test_an_empty_model_folder_fails(settings, tmp_path):
     assert doctor._model(dataclasses.replace(settings, model=str(tmp_path))).state == "fail"
 

@@ -7,7 +7,7 @@ import pytest
 from cache.names.policy import FULL, Policy
 from turnkeep_client.subjects import check_id
 from worker.process import settings as module
-from worker.process.settings import Settings, SettingsError, describe, load
+from worker.process.settings import Settings, SettingsError, describe, load, load_models
 
 
 def write(folder: Path, text: str) -> Path:
@@ -200,3 +200,80 @@ def test_a_settings_file_that_was_named_must_be_readable(tmp_path):
 def test_the_default_worker_name_fits_the_id_rule(monkeypatch, host, worker):
     monkeypatch.setattr(module.socket, "gethostname", lambda: host)
     assert check_id("worker", module.default_worker()) == worker
+
+
+MODELS = """
+max_batch = 2
+max_waiting = 20
+[models.small]
+model = "org/small"
+max_batch = 3
+[models."coder:30b"]
+model = "org/coder"
+prefix = "coder"
+unload_after_s = "off"
+"""
+
+
+def test_a_table_of_a_model_overrides_the_file_and_is_overridden_by_the_others(tmp_path):
+    write(tmp_path, MODELS)
+    models = load_models({"kv_bits": "8"}, {"TURNKEEP_MAX_WAITING": "30"}, None, tmp_path)
+    assert [*models] == ["small", "coder:30b"]
+    small, coder = models.values()
+    assert (small.model, small.prefix, small.max_batch, small.unload_after_s) == (
+        "org/small",
+        "turnkeep-small",
+        3,
+        600.0,
+    )
+    assert (coder.model, coder.prefix, coder.max_batch, coder.unload_after_s) == (
+        "org/coder",
+        "coder",
+        2,
+        None,
+    )
+    assert {(one.kv_bits, one.max_waiting) for one in models.values()} == {(8, 30)}
+    assert load({"kv_bits": 8, "max_waiting": 30}, {}, None, tmp_path) == small, "the first one"
+    assert load({}, {}, None, tmp_path, of="coder:30b").model == "org/coder"
+
+
+def test_a_model_or_prefix_that_is_given_sets_the_tables_aside(tmp_path):
+    write(tmp_path, MODELS)
+    for given in ({"model": "org/other"}, {"prefix": "other"}):
+        assert load_models(given, {}, None, tmp_path) == {}
+        assert load(given, {}, None, tmp_path) == Settings(max_batch=2, max_waiting=20, **given)
+    write(tmp_path, "max_batch = 2\n")
+    assert load_models({}, {}, None, tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    ("toml", "says"),
+    [
+        ("models = 3", r"models in .*turnkeep.toml must be tables: \[models.NAME\]"),
+        ("[models]\nsmall = 'org/small'", r"must be tables: \[models.NAME\]"),
+        ("[models.small]", r"\[models.small\] of .* names no model; give it model = "),
+        (
+            "[models.a]\nmodel = 'x'\nmax_bach = 3",
+            r"max_bach in \[models.a\] of .*; did you mean max_batch in",
+        ),
+        ("[models.a]\nmodel = 'x'\nkv_bits = 3", r"kv_bits in \[models.a\] of .*: 3 is not valid"),
+        ("[models.a]\nmodel = 'x'\nnats_port = 3", r"nats_port in \[models.a\] of .* is for all models"),
+        ("[models.qwen2.5]\nmodel = 'x'", r'is in quotes: \[models."qwen2.5"\]'),
+        (
+            "[models.'a:b']\nmodel = 'x'\n[models.a-b]\nmodel = 'y'",
+            "the models a:b and a-b in .* same prefix",
+        ),
+        ("model = 'z'\n[models.a]\nmodel = 'x'", "make it one of them"),
+    ],
+)
+def test_a_bad_table_of_a_model_is_refused_with_what_would_be_right(tmp_path, toml, says):
+    write(tmp_path, toml)
+    with pytest.raises(SettingsError, match=says) as caught:
+        load_models({}, {}, None, tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_that_no_table_has_is_refused_with_those_that_are_there(tmp_path):
+    write(tmp_path, MODELS)
+    with pytest.raises(SettingsError, match=r"no table \[models.x\] in .*; it has small, coder:30b"):
+        load({}, {}, None, tmp_path, of="x")

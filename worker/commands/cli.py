@@ -29,7 +29,9 @@ from .flags import (
     HelpContext,
     SpanType,
     as_json,
+    load_models,
     load_settings,
+    options_of,
     reasoning_option,
     tag_option,
     tenant_option,
@@ -40,7 +42,7 @@ from .flags import (
 from .talking import CLIENT_SETTINGS, talk
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from turnkeep_client.client import Client
     from turnkeep_client.session import Sampling
@@ -118,20 +120,52 @@ def main() -> None:
     flag_value=8080,
     help="Run a gateway too, on this machine's loopback address. [default port: 8080]",
 )
+@click.option("--of", metavar="NAME", hidden=True, help="Serve one of [models], until standard input ends.")
+@click.option("--weigh", is_flag=True, hidden=True, help="Print what the model needs, and end.")
 @with_settings()
-def serve(config: Path | None, check: bool, gateway_port: int | None, **flags: Any) -> None:
+def serve(
+    config: Path | None,
+    check: bool,
+    gateway_port: int | None,
+    of: str | None,
+    weigh: bool,
+    **flags: Any,
+) -> None:
     """Run a worker, with its own NATS server unless --nats names one. Ctrl-C stops it.
 
-    On SIGHUP the worker reads the settings again and applies max_disk and min_free_disk.
+    If turnkeep.toml has tables [models.NAME], each of these models gets a worker when it is asked for.
+    On SIGHUP a worker reads the settings again and applies max_disk and min_free_disk.
     """
+    settings = load_settings(config, flags | {"of": of})
+    models = load_models(config, flags) if of is None else {}
+    if not (models or of) and (flags["memory"] or flags["unload_after_s"]):
+        raise SettingsError(
+            "--memory and --unload-after-s are for [models] in turnkeep.toml, which has none; one model alone"
+            " has --device-memory, and stays loaded"
+        )
     if check:
-        settings = load_settings(config, flags)
         worker_options(settings)
         cache_access(settings)
-        _examine(settings, as_json=False)
+        _examine(settings, models, as_json=False)
+    if weigh:
+        from .size_cli import weigh as run_weigh
+
+        run_weigh(settings)
+        return
+    from .serve import Manner, supervise
     from .serve import serve as run
 
-    run(load_settings(config, flags), lambda: load_settings(config, flags), gateway_port)
+    own = flags if models else flags | {"prefix": settings.prefix}
+    manner = Manner(
+        options=options_of(config, flags),
+        gateway_port=gateway_port,
+        gateway_options=options_of(config, own, CLIENT_SETTINGS),
+        of=of,
+    )
+    if models:
+        supervise(models, manner)
+    else:
+        run(settings, lambda: load_settings(config, flags | {"of": of}), manner)
 
 
 @main.command()
@@ -155,13 +189,13 @@ def demo(data_dir: Path, model: str | None) -> None:
 @with_settings()
 def doctor(config: Path | None, as_json: bool, **flags: Any) -> None:
     """Check this machine: what was found, what is missing, and how to fix it."""
-    _examine(load_settings(config, flags), as_json=as_json)
+    _examine(load_settings(config, flags), load_models(config, flags), as_json=as_json)
 
 
-def _examine(settings: Settings, *, as_json: bool) -> NoReturn:
+def _examine(settings: Settings, models: Mapping[str, Settings], *, as_json: bool) -> NoReturn:
     from .doctor import checks, exit_code, show
 
-    found = checks(settings)
+    found = checks(settings, models)
     if as_json:
         click.echo(json.dumps([asdict(check) for check in found]))
     else:

@@ -11,8 +11,9 @@ import platform
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Literal
 
 from rich.text import Text
@@ -29,7 +30,7 @@ from worker.wire.credentials import nats_options, over_tls
 from .printing import table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from worker.process.settings import Settings
 
@@ -60,11 +61,16 @@ class Check:
     mend: str = ""
 
 
-def checks(settings: Settings) -> list[Check]:
-    """Check everything that a worker with these settings needs. Takes some seconds."""
+def checks(settings: Settings, models: Mapping[str, Settings] = MappingProxyType({})) -> list[Check]:
+    """Check everything that a worker with these settings needs, or one of several `models`.
+
+    Takes some seconds.
+    """
     found = [_python(), _mlx(), _blas(), *_disk(settings)]
     found += [asyncio.run(_remote_nats(settings))] if settings.nats else _own_nats(settings)
-    return [*found, _model(settings)]
+    if not models:
+        return [*found, _model(settings)]
+    return [*found, *(replace(_model(one), name=f"model {name}") for name, one in models.items())]
 
 
 def exit_code(found: Iterable[Check]) -> int:

@@ -15,7 +15,7 @@ from turnkeep_client.errors import TurnkeepError
 from worker.process import settings as settings_module
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable
 
     from worker.process.settings import Settings
 
@@ -116,7 +116,10 @@ def with_result_timeout(help_text: str) -> Callable[[Callable[..., Any]], Callab
 
 
 def with_settings(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add the command-line options of the named settings (no names: of all), and `--config`."""
+    """Add the command-line options of the named settings (no names: of all), and `--config`.
+
+    Commands that talk to a worker, which have a prefix, get `--model` too, passed as the flag `of`.
+    """
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         for setting in reversed(settings_module.describe()):
@@ -125,6 +128,9 @@ def with_settings(*names: str) -> Callable[[Callable[..., Any]], Callable[..., A
                 help_text += f"[{setting.variable}; default: {setting.default}]"
                 metavar = f"[{setting.shape}]" if "|" in setting.shape else setting.shape
                 command = click.option(setting.flag, setting.name, metavar=metavar, help=help_text)(command)
+        if "prefix" in names:
+            help_text = "A model of turnkeep.toml's [models], instead of --prefix. [default: the first]"
+            command = click.option("--model", "of", metavar="NAME", help=help_text)(command)
         return click.option(
             "--config", type=click.Path(path_type=Path), help="Settings file. [default: ./turnkeep.toml]"
         )(command)
@@ -198,8 +204,34 @@ def with_sampling(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def load_settings(config: Path | None, flags: dict[str, Any]) -> Settings:
-    """Load the settings for a command, given its options. Raises `SettingsError`."""
-    return settings_module.load(flags, os.environ, config)
+    """Load the settings for a command, given its options; the flag `of` names one of several models.
+
+    Raises `SettingsError`.
+    """
+    own = {name: value for name, value in flags.items() if name != "of"}
+    return settings_module.load(own, os.environ, config, of=flags.get("of"))
+
+
+def load_models(config: Path | None, flags: dict[str, Any]) -> dict[str, Settings]:
+    """Load the settings of each of several models, or of the one that the flag `of` names.
+
+    Empty if the settings name one model only. Raises `SettingsError`.
+    """
+    if (of := flags.get("of")) is not None:
+        return {of: load_settings(config, flags)}
+    own = {name: value for name, value in flags.items() if name != "of"}
+    return settings_module.load_models(own, os.environ, config)
+
+
+def options_of(config: Path | None, flags: dict[str, Any], names: Collection[str] | None = None) -> list[str]:
+    """Write a command's options for the settings again, for another command: those of `names`, or all."""
+    given = {"config": config} | {name: flags[name] for name in flags if names is None or name in names}
+    return [
+        word
+        for name, value in given.items()
+        if value is not None
+        for word in (f"--{name.replace('_', '-')}", str(value))
+    ]
 
 
 class SpanType(click.ParamType[tuple[int, int]]):

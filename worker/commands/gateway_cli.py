@@ -16,7 +16,7 @@ from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.subjects import DEFAULT_TENANT
 from worker.process.settings import default_worker
 
-from .flags import load_settings, with_settings
+from .flags import load_models, load_settings, with_settings
 from .talking import CLIENT_SETTINGS, connected, talk
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ def gateway(
     """Serve OpenAI's and Anthropic's APIs over HTTP, on durable sessions, until Ctrl-C.
 
     Conversations are found again by their content, also after a restart, and only what is new is prefilled.
+    If turnkeep.toml has several models, a request chooses by its model.
     Needs the extra gateway; if it is missing, a message says how to install it.
     """
     try:
@@ -82,21 +83,30 @@ def gateway(
             raise
         raise TurnkeepError(f"{library} is missing; pip install 'turnkeep[gateway]' brings it") from None
 
-    settings = load_settings(config, flags)
+    settings, models = load_settings(config, flags), load_models(config, flags)
     if explain:
         logging.basicConfig(format="%(message)s")
         logging.getLogger("gateway").setLevel(logging.INFO)
     known = Keys.read(keys) if keys else Keys()
 
     async def run(client: Client) -> None:
-        async def connect(tenant: str) -> Client:
-            return client if tenant == DEFAULT_TENANT else await connected(settings, tenant)
+        async def connect(tenant: str, model: str) -> Client:
+            own = models.get(model, settings)
+            is_first = own.prefix == settings.prefix and tenant == DEFAULT_TENANT
+            return client if is_first else await connected(own, tenant)
 
         listener = listening(host, port)
         address, at = listener.getsockname()[:2]
         click.echo(greeting(address, at, has_keys=keys is not None), err=True)
-        name = f"{default_worker()[:50]}-{at}"
-        gateway = Gateway(connect, known, idle_s=3600 * idle_hours, cors=cors, explain=explain, name=name)
+        gateway = Gateway(
+            connect,
+            known,
+            models=[*models],
+            idle_s=3600 * idle_hours,
+            cors=cors,
+            explain=explain,
+            name=f"{default_worker()[:50]}-{at}",
+        )
         running = server(gateway)
         if until_eof:
             asyncio.get_running_loop().add_reader(sys.stdin, lambda: _end_at_eof(running))

@@ -46,6 +46,9 @@ _PORT: Final = 8080
     default=_NO_KEY,
     help="A key of the gateway, if it wants one. [TURNKEEP_GATEWAY_KEY]",
 )
+@click.option(
+    "--model", metavar="NAME", help="Which of the gateway's models to use. [default: its first one]"
+)
 @click.option("--print", "only_print", is_flag=True, help="Print the command instead, for a shell.")
 @with_settings("data_dir")
 @click.argument("agent")
@@ -54,6 +57,7 @@ def launch(
     config: Path | None,
     url: str,
     key: str,
+    model: str | None,
     only_print: bool,
     agent: str,
     arguments: tuple[str, ...],
@@ -65,7 +69,7 @@ def launch(
     changed. All arguments after its name are the agent's.
     """
     settings = load_settings(config, flags)
-    door = _door(url.rstrip("/").removesuffix("/v1"), key)
+    door = _door(url.rstrip("/").removesuffix("/v1"), key, model)
     start = start_of(Path(agent).name, door)
     found = agent if only_print else shutil.which(agent)
     if found is None:
@@ -82,14 +86,17 @@ def launch(
     os.execve(found, command, {**os.environ, **start.environment})  # noqa: S606  # the user's own program
 
 
-def _door(url: str, key: str) -> Door:
-    """Ask a gateway for its model. Raises `TurnkeepError`."""
+def _door(url: str, key: str, wanted: str | None) -> Door:
+    """Ask a gateway for its models, and choose one. Raises `TurnkeepError`."""
     if not url.startswith(("http://", "https://")):
         raise TurnkeepError(f"{url!r} is no URL of a gateway; it is like http://127.0.0.1:{_PORT}")
     request = urllib.request.Request(f"{url}/v1/models", headers={"authorization": f"Bearer {key}"})  # noqa: S310  # see above
     try:
         with urllib.request.urlopen(request, timeout=_PATIENCE_S) as answer:  # noqa: S310
-            model = json.load(answer)["data"][0]
+            models = {one["id"]: one for one in json.load(answer)["data"]}
+        if wanted is not None and wanted not in models:
+            raise TurnkeepError(f"the gateway at {url} has no model {wanted!r}; it has {', '.join(models)}")
+        model = models[wanted] if wanted else [*models.values()][0]  # noqa: RUF015  # an IndexError if empty
         return Door(url, key, model["id"], int(model["context_window"]))
     except urllib.error.HTTPError as error:
         raise TurnkeepError(f"the gateway at {url} refuses: {_reason(error)}") from None

@@ -1,14 +1,13 @@
-"""`turnkeep serve`: a worker in the foreground, from settings to exit."""
+"""`turnkeep serve`: a worker, or a supervisor of several, in the foreground, from settings to exit."""
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import importlib.metadata
 import os
 import signal
-import subprocess
 import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import anyio
@@ -17,18 +16,20 @@ import structlog
 
 from worker.models.blas import computes_on_linux_cpu, preload
 from worker.observe.logs import configure
+from worker.process.children import child
 from worker.process.concurrency import task_group
 from worker.process.heap import Spare
-from worker.process.settings import SettingsError, describe
+from worker.process.settings import SettingsError
 
 from .progress import terminal_progress
-from .talking import CLIENT_SETTINGS, command_line
+from .talking import command_line
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     from worker.app import App
     from worker.process.settings import Settings
+    from worker.supervisor import Supervisor
 
 log = structlog.get_logger()
 
@@ -39,46 +40,80 @@ _SWITCH_INTERVAL_S = 0.001
 _GATEWAY_S = 3.0
 
 
-def serve(settings: Settings, read_again: Callable[[], Settings], gateway_port: int | None = None) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Manner:
+    """How a worker is run beside its settings.
+
+    `options` of the command line say where the settings are from; a gateway gets its own `gateway_options` of
+    them. A worker `of` one of several models says on its output when it serves, and ends when its standard
+    input does.
+    """
+
+    options: Sequence[str] = ()
+    gateway_port: int | None = None
+    gateway_options: Sequence[str] = ()
+    of: str | None = None
+
+
+def serve(settings: Settings, read_again: Callable[[], Settings], manner: Manner) -> None:
     """Run a worker until SIGINT or SIGTERM; a second signal ends the process at once.
 
-    With a `gateway_port` a gateway runs as a process of its own, which ends with this one.
+    With a gateway's port a gateway runs as a process of its own, which ends with this one.
     Without a terminal, SIGHUP applies the disk limits that `read_again` returns. On a terminal SIGHUP means
     that the terminal was closed, and stops the worker like SIGTERM.
     """
     configure(settings.log_format, settings.log_level)
-    if _for_people(settings):
+    if manner.of is not None:
+        structlog.contextvars.bind_contextvars(model=manner.of)
+    elif _for_people(settings):
         log.info("starting", version=importlib.metadata.version("turnkeep"), data_dir=str(settings.data_dir))
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     spare = Spare(settings.spare_memory if computes_on_linux_cpu() else 0)
     preload()  # before anything imports MLX
-    anyio.run(_serve, settings, read_again, spare, gateway_port)
+
+    def loaded() -> None:
+        spare.release()
+        gc.collect()
+        gc.freeze()  # else each full collection looks at all that was imported: 30 ms of nobody's turn
+
+    async def run() -> None:
+        from worker.app import App
+
+        with terminal_progress(log.info) as progress:
+            app = App(settings, progress=progress, loaded=loaded)
+            await _run(app, settings, lambda: _reload(app, read_again), manner)
+
+    anyio.run(run)
 
 
-async def _serve(
-    settings: Settings, read_again: Callable[[], Settings], spare: Spare, gateway_port: int | None
-) -> None:
-    from worker.app import App
+def supervise(models: dict[str, Settings], manner: Manner) -> None:
+    """Run a supervisor of several models until SIGINT or SIGTERM."""
+    from worker.supervisor import Supervisor
 
-    with terminal_progress(log.info) as progress:
+    settings = next(iter(models.values()))
+    configure(settings.log_format, settings.log_level)
 
-        def loaded() -> None:
-            spare.release()
-            gc.collect()
-            gc.freeze()  # else each full collection looks at all that was imported: 30 ms of nobody's turn
+    async def run() -> None:
+        supervisor = Supervisor(models, manner.options)
+        await _run(supervisor, settings, supervisor.reload, manner)
 
-        app = App(settings, progress=progress, loaded=loaded)
-        starting = anyio.CancelScope()
-        with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as received:
-            async with task_group() as tasks:
-                tasks.start_soon(_obey, received, app, starting, read_again)
-                if _for_people(settings):
-                    tasks.start_soon(_say_what_next, settings, app)
-                if gateway_port is not None:
-                    tasks.start_soon(_run_gateway, settings, app, gateway_port)
-                with starting:
-                    await app.run()
-                tasks.cancel_scope.cancel()
+    anyio.run(run)
+
+
+async def _run(app: App | Supervisor, settings: Settings, reload: Callable[[], None], manner: Manner) -> None:
+    starting = anyio.CancelScope()
+    with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as received:
+        async with task_group() as tasks:
+            tasks.start_soon(_obey, received, app, starting, reload)
+            if manner.of is not None:
+                tasks.start_soon(_serve_a_parent, app, starting)
+            elif _for_people(settings):
+                tasks.start_soon(_say_what_next, settings, app)
+            if manner.gateway_port is not None:
+                tasks.start_soon(_run_gateway, app, manner)
+            with starting:
+                await app.run()
+            tasks.cancel_scope.cancel()
 
 
 def _for_people(settings: Settings) -> bool:
@@ -86,7 +121,7 @@ def _for_people(settings: Settings) -> bool:
     return settings.log_format != "json" and sys.stderr.isatty()
 
 
-async def _say_what_next(settings: Settings, app: App) -> None:
+async def _say_what_next(settings: Settings, app: App | Supervisor) -> None:
     """Once the worker serves, print how to talk with it."""
     await app.ready.wait()
     chat, ask = (command_line(settings, command) for command in ("chat", "ask"))
@@ -97,50 +132,52 @@ async def _say_what_next(settings: Settings, app: App) -> None:
     )
 
 
-async def _run_gateway(settings: Settings, app: App, port: int) -> None:
-    """Run a gateway once the worker serves. It gets the settings by its environment, as some are secrets."""
+async def _run_gateway(app: App | Supervisor, manner: Manner) -> None:
+    """Run a gateway once the worker serves."""
     await app.ready.wait()
-    standard, environment = type(settings)(), {**os.environ}
-    for setting in describe():
-        value = getattr(settings, setting.name)
-        if setting.name in CLIENT_SETTINGS and value != getattr(standard, setting.name):
-            environment[setting.variable] = str(value)
-    # Its own session: Ctrl-C is for the worker. If this process is killed, its end of the pipe is closed.
-    command = [sys.executable, "-P", "-m", "worker", "gateway", "--port", str(port), "--until-eof"]
-    pipe = subprocess.PIPE
-    async with await anyio.open_process(
-        command, stdin=pipe, stdout=None, stderr=None, env=environment, start_new_session=True
-    ) as process:
-        try:
-            code = await process.wait()
-            log.error("the gateway has ended, the worker goes on", code=code)
-        finally:
-            with contextlib.suppress(ProcessLookupError), anyio.CancelScope(shield=True):
-                process.terminate()
-                with anyio.move_on_after(_GATEWAY_S):
-                    await process.wait()
-                process.kill()
+    options = ["--port", str(manner.gateway_port), "--until-eof"]
+    async with child(["gateway", *manner.gateway_options, *options], patience_s=_GATEWAY_S) as process:
+        code = await process.wait()
+        log.error("the gateway has ended, the worker goes on", code=code)
+
+
+async def _serve_a_parent(app: App | Supervisor, starting: anyio.CancelScope) -> None:
+    """Tell the process at the other end of standard input when the worker serves; stop when it has ended."""
+    async with task_group() as tasks:
+        tasks.start_soon(_say_when_ready, app)
+        await anyio.wait_readable(sys.stdin)
+        _end(app, starting)
+        tasks.cancel_scope.cancel()
+
+
+async def _say_when_ready(app: App | Supervisor) -> None:
+    await app.ready.wait()
+    click.echo("ready")
 
 
 async def _obey(
     received: AsyncIterator[signal.Signals],
-    app: App,
+    app: App | Supervisor,
     starting: anyio.CancelScope,
-    read_again: Callable[[], Settings],
+    reload: Callable[[], None],
 ) -> None:
     """Handle signals: cancel a worker that is still starting, stop one that serves."""
     told = False
     async for number in received:
         if number == signal.SIGHUP and not os.isatty(0):
-            _reload(app, read_again)
+            reload()
         elif told:  # threads cannot be interrupted: a download, say
             os._exit(128 + number)
         else:
             told = True
-            if app.ready.is_set():
-                app.stop()
-            else:
-                starting.cancel()
+            _end(app, starting)
+
+
+def _end(app: App | Supervisor, starting: anyio.CancelScope) -> None:
+    if app.ready.is_set():
+        app.stop()
+    else:
+        starting.cancel()
 
 
 def _reload(app: App, read_again: Callable[[], Settings]) -> None:

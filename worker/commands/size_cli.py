@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
 import click
+import msgspec
 
 from worker.process.formatting import size as in_units
 from worker.process.settings import SettingsError, parse_size, policy_text
@@ -27,6 +28,8 @@ _SETTINGS: Final = (
     *("data_dir", "model", "dtype", "kv_bits", "cache_policy", "device_memory", "max_memory"),
     *("snapshots", "max_disk", "block_tokens", "max_batch", "max_context"),
 )
+#: A supervisor gives a model memory for a session of this length.
+_USUAL_TOKENS: Final = 32_768
 _UNKNOWN: Final = "not known before it is measured; turnkeep bench load measures it on this machine"
 
 
@@ -123,6 +126,33 @@ def size(
     policy = policy_text(settings.cache_policy)
     named = f"{loaded.name}, {dtype}, KV {settings.kv_bits or 'full'}, policy {policy}"
     table(("model", named), _rows(settings, sized, load, found, drive_writes))
+
+
+def weigh(settings: Settings) -> None:
+    """Print what a model needs, for a supervisor."""
+    from worker.sizing import device_bytes, measure
+    from worker.supervisor import Needs
+
+    loaded, _ = _loaded(settings)
+    max_context = min(settings.max_context or loaded.context_tokens, loaded.context_tokens)
+    block, sizes = settings.block_tokens, {"max_batch": settings.max_batch, "max_context": max_context}
+    try:
+        sized = measure(loaded, settings.cache_policy, block=block, max_context=max_context, limit_bytes=None)
+    except ValueError as error:
+        raise SettingsError(f"cache_policy: {error}") from None
+    least = sized.estimator.kv.held(block, ahead=block)
+    usual = max(least, sized.kv.held(min(max_context, _USUAL_TOKENS), ahead=block))
+    usual = min(usual, settings.max_memory or usual)
+    needs = Needs(
+        folder=str(loaded.folder.absolute()),
+        model=loaded.name,
+        context_tokens=max_context,
+        sampling=loaded.sampling,
+        least_bytes=device_bytes(sized, least, block=block, **sizes),
+        usual_bytes=device_bytes(sized, usual, block=block, **sizes),
+        memory_bytes=sized.estimator.limit_bytes,
+    )
+    click.echo(msgspec.json.encode(needs))
 
 
 def _loaded(settings: Settings) -> tuple[LoadedModel, str]:

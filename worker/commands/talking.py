@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
+import os
 import shlex
 import signal
 import sys
@@ -14,6 +16,7 @@ from turnkeep_client.errors import NoServerError, NotPermittedError, NoWorkerErr
 from turnkeep_client.redact import shown
 from worker.process.datadir import TOKEN_NAME
 from worker.process.installed import program
+from worker.process.settings import SettingsError, load_models
 from worker.wire.credentials import CREDENTIAL_SETTINGS, client_options, over_tls
 
 if TYPE_CHECKING:
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
 #: The settings of a command that talks to NATS.
 CLIENT_SETTINGS: Final = ("data_dir", "nats", "nats_port", "prefix", *CREDENTIAL_SETTINGS)
 _SECRETS: Final = frozenset({"nats_password", "nats_token"})
+#: How long a worker may take to answer, which may have to load its model first.
+_CONTROL_S: Final = 60.0
 _TERMINATED: Final = 143
 
 _T = TypeVar("_T")
@@ -41,7 +46,12 @@ async def connected(settings: Settings, tenant: str, prefix: str | None = None) 
     options = client_options(settings)
     try:
         return await connect(
-            url, tenant=tenant, prefix=prefix or settings.prefix, timeout_s=math.inf, **options
+            url,
+            tenant=tenant,
+            prefix=prefix or settings.prefix,
+            control_timeout_s=_CONTROL_S,
+            timeout_s=math.inf,
+            **options,
         )
     except NotPermittedError as error:
         if settings.nats is not None or "refuses the credentials" not in str(error):
@@ -77,10 +87,21 @@ def talk(settings: Settings, tenant: str, say: Callable[[Client], Coroutine[Any,
         sys.exit(_TERMINATED)
 
 
+def _own_prefixes() -> list[str]:
+    """List the prefixes of the models that a `turnkeep.toml` in this folder has, if it has several."""
+    with contextlib.suppress(SettingsError):
+        return [one.prefix for one in load_models({}, os.environ).values()]
+    return []
+
+
 def command_line(settings: Settings, command: str) -> str:
     """Return the shell command that runs `command` with these settings, without secrets in it."""
     standard, words = type(settings)(), [program(), command]
+    # A supervisor knows the prefixes of its models itself, and takes any other for that of a single one.
+    is_named = command == "serve" and settings.prefix in _own_prefixes()
     for name in CLIENT_SETTINGS:
+        if name == "prefix" and is_named:
+            continue
         value = getattr(settings, name)
         if name not in _SECRETS and value != getattr(standard, name):
             words += [f"--{name.replace('_', '-')}", shown(value) if name == "nats" else str(value)]

@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from turnkeep_client.messages import Metrics, SnapshotCounters
+from turnkeep_client.messages import UNLOADED, Metrics, SnapshotCounters
+
+from .telemetry import Telemetry
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from cache.store import Store
     from worker.device.device import Device
     from worker.device.engine import Engine
-    from worker.observe.telemetry import Telemetry
     from worker.sessions.sessions import Sessions
     from worker.wire.intake import Intake
     from worker.wire.retention import Retention
@@ -85,4 +88,33 @@ def collect(
         measured_scratch_bytes=engine.measured_bytes,
         process_bytes=psutil.Process().memory_info().rss,
         snapshots=SnapshotCounters(**dataclasses.asdict(store.stats())) if store else SnapshotCounters(),
+    )
+
+
+def unloaded(**known: Any) -> Metrics:
+    """Build the message about a model that has no worker now; `known` are fields of it."""
+    empty = Telemetry(0)
+    return Metrics(
+        **known,
+        device=UNLOADED,
+        uptime_s=0.0,
+        requests={},
+        waiting=0,
+        waiting_for_memory=0,
+        running=0,
+        sessions=0,
+        resident_sessions=0,
+        prefilled_tokens=0,
+        cached_tokens=0,
+        generated_tokens=0,
+        time_to_first_token=empty.time_to_first_token.histogram(),
+        time_per_output_token=empty.time_per_output_token.histogram(),
+        batch_size=empty.batch_size.histogram(),
+        event_loop_lag=empty.event_loop_lag.histogram(),
+        resident_kv_bytes=0,
+        max_memory_bytes=0,
+        mlx_active_bytes=0,
+        mlx_peak_bytes=0,
+        process_bytes=0,
+        snapshots=SnapshotCounters(),
     )

@@ -1,8 +1,9 @@
 """Defines every setting of a worker: its default, its range, and the sources of its value.
 
 The command line overrides the `TURNKEEP_*` environment, which overrides `turnkeep.toml`, which overrides the
-defaults. A setting has one name in all of them (`--data-dir`, `TURNKEEP_DATA_DIR`, `data_dir`). Knows nothing
-of what a setting is used for.
+defaults. A setting has one name in all of them (`--data-dir`, `TURNKEEP_DATA_DIR`, `data_dir`). A table
+`[models.NAME]` of the file has settings of one model, which override the file's others. Knows nothing of what
+a setting is used for.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import socket
 import sys
 import tomllib
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from urllib.parse import urlsplit
@@ -24,12 +26,13 @@ import platformdirs
 from cache.names.policy import FULL, Policy
 from turnkeep_client.errors import InvalidMessageError, TurnkeepError
 from turnkeep_client.messages import DEFAULT_RESIDENT, DEFAULT_SINK, DEFAULT_WINDOW
-from turnkeep_client.subjects import DEFAULT_PREFIX, ID_RULE, check_id, check_prefix
+from turnkeep_client.subjects import DEFAULT_PREFIX, ID_RULE, Subjects, check_id, check_prefix
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
 CONFIG_NAME: Final = "turnkeep.toml"
+_MODELS: Final = "models"
 _ENV: Final = "TURNKEEP_"
 #: Variables that begin so are no settings: of the tests, and of `turnkeep launch`.
 _OTHER_ENV: Final = ("TURNKEEP_TEST_", "TURNKEEP_GATEWAY_")
@@ -234,9 +237,14 @@ def size_text(size_bytes: int) -> str:
     return f"{size_bytes}B"
 
 
+def word(name: str) -> str:
+    """Replace the characters of a name that prefixes and ids cannot have."""
+    return re.sub(r"[^A-Za-z0-9_-]", "-", name)
+
+
 def default_worker() -> str:
     """Build a worker name from the host's name; characters that break the id rule become `-`."""
-    name = re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname().split(".")[0])
+    name = word(socket.gethostname().split(".")[0])
     return re.sub(r"^[^A-Za-z0-9]+", "", name)[:64] or "worker"
 
 
@@ -368,6 +376,17 @@ class Settings:
         None,
         "memory for KV, part of device_memory; auto is what weights and temporaries leave",
     )
+    memory: int | None = _setting(
+        _or("auto", None, _size(_MIB)),
+        None,
+        "memory for all loaded models of turnkeep.toml's [models] together; auto depends on the machine",
+    )
+    unload_after_s: float | None = _setting(
+        _or("off", None, _duration(1, 30 * 86400)),
+        600.0,
+        "time without a request until a model of turnkeep.toml's [models] is unloaded; off: until another"
+        " one needs its memory",
+    )
     wired_memory: int | None = _setting(
         _or("off", None, _size(_MIB)),
         None,
@@ -497,6 +516,13 @@ class Settings:
     )
 
 
+#: Settings that several models have in common.
+_SHARED: Final = frozenset(
+    {"data_dir", "worker", "memory", "health", "sync_interval", "log_format", "log_level"}
+    | {field.name for field in dataclasses.fields(Settings) if field.name.startswith("nats")}
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Description:
     """One setting, described for the command line and the documentation."""
@@ -540,27 +566,119 @@ def load(
     environ: Mapping[str, str],
     config_path: Path | None = None,
     cwd: Path | None = None,
+    of: str | None = None,
 ) -> Settings:
     """Collect the settings from all four sources; raises `SettingsError`.
 
     `flags` maps setting names to values of the command line, None for options that were not given.
     `config_path` must exist if given; without it `turnkeep.toml` in `cwd` is read if it exists. An empty
     environment variable counts as unset. A relative `data_dir` starts at `cwd`, or at the file's folder.
+
+    If the file has models, the settings are those of the model `of`, or else of the first one.
     """
-    cwd = cwd or Path.cwd()
-    path = (cwd / config_path) if config_path else cwd / CONFIG_NAME
-    values = _read(
-        _file(path, required=config_path is not None), lambda name: f"{name} in {path}", path.parent
-    )
-    variables = {
-        key.removeprefix(_ENV).lower(): value
-        for key, value in environ.items()
-        if key.startswith(_ENV) and not key.startswith(_OTHER_ENV) and value.strip()
-    }
-    values |= _read(variables, lambda name: _ENV + name.upper(), cwd)
-    given = {name: value for name, value in flags.items() if value is not None}
-    values |= _read(given, lambda name: "--" + name.replace("_", "-"), cwd)
-    return Settings(**values)
+    given = _Given.read(flags, environ, config_path, cwd)
+    if of is not None and of not in given.tables:
+        names = f"; it has {', '.join(given.tables)}" if given.tables else ""
+        raise SettingsError(f"there is no table [models.{_key(of)}] in {given.path}{names}")
+    name = of if of is not None or given.is_one else next(iter(given.tables), None)
+    return Settings(**given.common if name is None else given.of(name))
+
+
+def load_models(
+    flags: Mapping[str, object],
+    environ: Mapping[str, str],
+    config_path: Path | None = None,
+    cwd: Path | None = None,
+) -> dict[str, Settings]:
+    """Return the settings of each model that the file has a table of; raises `SettingsError`.
+
+    There are none if a model or a prefix is given on the command line or in the environment.
+    """
+    given = _Given.read(flags, environ, config_path, cwd)
+    if given.is_one:
+        return {}
+    if given.tables and "model" in given.common:
+        raise SettingsError(
+            f"model in {given.path} is one model, and its [models] are others; make it one of them"
+        )
+    models = {name: Settings(**given.of(name)) for name in given.tables}
+    owners: dict[str, str] = {}
+    for name, settings in models.items():
+        other = owners.setdefault(Subjects(settings.prefix).log_stream, name)
+        if other != name:
+            raise SettingsError(
+                f"the models {other} and {name} in {given.path} have the same prefix {settings.prefix};"
+                " give one of them another"
+            )
+    return models
+
+
+class _Given(NamedTuple):
+    """The values that were given: by all sources together, by tables of models, and on top of these."""
+
+    path: Path
+    common: dict[str, Any]
+    tables: dict[str, dict[str, Any]]
+    above: dict[str, Any]
+
+    @classmethod
+    def read(
+        cls,
+        flags: Mapping[str, object],
+        environ: Mapping[str, str],
+        config_path: Path | None,
+        cwd: Path | None,
+    ) -> _Given:
+        cwd = cwd or Path.cwd()
+        path = (cwd / config_path) if config_path else cwd / CONFIG_NAME
+        written = _file(path, required=config_path is not None)
+        tables = _tables(written.pop(_MODELS, {}), path)
+        values = _read(written, lambda name: f"{name} in {path}", path.parent)
+        variables = {
+            key.removeprefix(_ENV).lower(): value
+            for key, value in environ.items()
+            if key.startswith(_ENV) and not key.startswith(_OTHER_ENV) and value.strip()
+        }
+        above = _read(variables, lambda name: _ENV + name.upper(), cwd)
+        given = {name: value for name, value in flags.items() if value is not None}
+        above |= _read(given, lambda name: "--" + name.replace("_", "-"), cwd)
+        return cls(path, values | above, tables, above)
+
+    @property
+    def is_one(self) -> bool:
+        """Whether one model was chosen over those of the file."""
+        return not self.above.keys().isdisjoint({"model", "prefix"})
+
+    def of(self, name: str) -> dict[str, Any]:
+        """Return the values for one model of the file."""
+        prefix = f"{self.common.get('prefix', DEFAULT_PREFIX)}-{word(name)}"
+        return {**self.common, "prefix": prefix, **self.tables[name], **self.above}
+
+
+def _tables(written: object, path: Path) -> dict[str, dict[str, Any]]:
+    """Read the tables of models. Raises `SettingsError`."""
+    if not isinstance(written, dict) or not all(isinstance(one, dict) for one in written.values()):
+        raise SettingsError(f"models in {path} must be tables: [models.NAME], with model = ... in each")
+    tables = {}
+    for name, table in written.items():
+        place = f"[models.{_key(name)}] of {path}"
+        nested = next((key for key, value in table.items() if isinstance(value, dict)), None)
+        if nested is not None:
+            whole = _key(f"{name}.{nested}")
+            raise SettingsError(
+                f"{place} holds a table {nested}; a name with dots is in quotes: [models.{whole}]"
+            )
+        if "model" not in table:
+            raise SettingsError(f"{place} names no model; give it model = ..., as turnkeep serve takes it")
+        if shared := sorted(_SHARED & table.keys()):
+            raise SettingsError(f"{shared[0]} in {place} is for all models; write it above the tables")
+        tables[name] = _read(table, partial("{1} in {0}".format, place), path.parent)
+    return tables
+
+
+def _key(name: str) -> str:
+    """Write a name as TOML does."""
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else f'"{name}"'
 
 
 def _read(raw: Mapping[str, object], source: Callable[[str], str], base: Path) -> dict[str, Any]:

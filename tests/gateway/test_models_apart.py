@@ -1,0 +1,50 @@
+"""A gateway with several models, of which each has a prefix of its own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import httpx2
+
+
+@pytest.fixture
+async def served(local_worker: Any, door: Any, tmp_path: Path) -> Any:
+    """A gateway with the models `one` and `two`, which are workers here, and `gone`, which has none."""
+    one = await local_worker()
+    prefixes = {"one": one.settings.prefix, "two": f"{one.settings.prefix}-two", "gone": "no-worker-here"}
+    await local_worker(prefix=prefixes["two"], data_dir=tmp_path / "two")
+    return await door(one.settings.nats, prefixes=prefixes)
+
+
+async def ask(served: Any, model: str, said: str, **more: Any) -> Any:
+    made = served.openai.responses.with_raw_response.create
+    return await made(model=model, input=said, max_output_tokens=2, **more)
+
+
+async def test_a_model_without_a_worker_is_listed_without_a_context(
+    served: Any, http: httpx2.AsyncClient
+) -> None:
+    listed = (await http.get("/v1/models")).json()["data"]
+    contexts = [(one["id"], one.get("context_window")) for one in listed]
+    assert contexts == [("one", 2048), ("two", 2048), ("gone", None)]
+    refused = await http.post("/v1/responses", json={"model": "gone", "input": "Hello."})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_worker")
+    assert (await http.get("/v1/models/two")).json() == listed[1]
+
+
+async def test_models_share_no_conversation_but_find_each_other_s_answers(served: Any) -> None:
+    first = await ask(served, "one", "Hello.")
+    answer = first.parse()
+    assert answer.model == "one"
+    same = await ask(served, "two", "Hello.")
+    assert same.headers["x-turnkeep-session"].endswith(" begun")
+    more = await ask(served, "two", "More.", previous_response_id=answer.id)
+    both = same.parse().usage.input_tokens + answer.usage.output_tokens
+    assert more.parse().usage.input_tokens > both, "the conversation goes on with another model"
+    assert await served.openai.responses.retrieve(answer.id) == answer
+    assert await served.openai.responses.cancel(more.parse().id) == more.parse()

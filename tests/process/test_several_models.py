@@ -1,0 +1,179 @@
+"""`turnkeep serve` with several models: each is loaded when it is asked for, within one budget of memory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from typing import TYPE_CHECKING, Any
+
+import httpx2
+import psutil
+import pytest
+from parts import WorkerProcess, free_port, make_tiny_model
+
+from worker import supervisor
+from worker.process.settings import Settings
+from worker.supervisor import InMemory, Supervisor, leaving
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+    from pathlib import Path
+
+LONG = "hello " * 30
+
+
+class House:
+    """A supervisor of the models `tiny` and `wide:1b`, of which one fits, with a gateway."""
+
+    def __init__(self, process: WorkerProcess, port: int) -> None:
+        self.process = process
+        self.http = httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=120)
+
+    def workers(self) -> dict[str, psutil.Process]:
+        """Find the models that are loaded."""
+        found = {}
+        for one in psutil.Process(self.process.pid).children():
+            with contextlib.suppress(psutil.Error):  # it has ended
+                words = one.cmdline()
+                if "--of" in words:
+                    found[words[words.index("--of") + 1]] = one
+        return found
+
+    async def chat(self, model: str, *said: str) -> Any:
+        roles = ("user", "assistant")
+        messages = [{"role": roles[at % 2], "content": text} for at, text in enumerate(said)]
+        body = {"model": model, "messages": messages, "max_tokens": 4, "seed": 1}
+        return await self.http.post("/v1/chat/completions", json=body)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(120):
+        while not holds():  # noqa: ASYNC110  # processes tell nobody
+            await asyncio.sleep(0.05)
+
+
+@pytest.fixture
+async def house(tmp_path: Path, tiny_model: Path) -> AsyncIterator[Callable[..., Awaitable[House]]]:
+    made: list[House] = []
+    wide = make_tiny_model(tmp_path / "wide", hidden_size=96)
+
+    async def start(**common: str) -> House:
+        lines = [f"{name} = {value}" for name, value in ({"memory": "'40MiB'"} | common).items()]
+        lines += ["[models.tiny]", f"model = '{tiny_model}'", "device_memory = '20MiB'"]
+        lines += ["[models.'wide:1b']", f"model = '{wide}'", "device_memory = '30MiB'"]
+        (tmp_path / "house.toml").write_text("\n".join(lines))
+        port, config = free_port(), str(tmp_path / "house.toml")
+        options = ("--config", config, "--block-tokens", "32", "--gateway", str(port))
+        process = WorkerProcess(tmp_path / "data", None, free_port(), *options)
+        process.start()
+        made.append(House(process, port))
+        await until(lambda: not process.running or "the gateway is at" in process.log)
+        return made[-1]
+
+    yield start
+    for one in made:
+        await one.http.aclose()
+        if one.process.running:
+            one.process.stop()
+        with contextlib.suppress(OSError):  # a killed one leaves its server behind
+            psutil.Process(json.loads((tmp_path / "data" / "nats-server.json").read_bytes())["pid"]).kill()
+
+
+@pytest.mark.process
+async def test_a_model_is_loaded_by_a_request_and_leaves_for_another_one(house: Any) -> None:
+    at = await house()
+    listed = (await at.http.get("/v1/models")).json()["data"]
+    assert [(one["id"], one["context_window"]) for one in listed] == [("tiny", 2048), ("wide:1b", 2048)]
+    assert (await at.http.get("/health")).json() == {"status": "ok", "models": ["tiny", "wide:1b"]}
+    assert at.workers() == {}, "looks load nothing"
+    for name, status, why in (("nobody", 404, "'tiny', 'wide:1b'"), ("", 400, "model must be one of")):
+        refused = await at.chat(name, "Hi.")
+        assert (refused.status_code, why in refused.text) == (status, True)
+
+    assert (await at.chat("tiny", LONG)).json()["model"] == "tiny"
+    assert [*at.workers()] == ["tiny"]
+    counted = {"model": "wide:1b", "messages": [{"role": "user", "content": LONG}], "max_tokens": 1}
+    answer = await at.http.post("/v1/messages/count_tokens", json=counted)
+    assert answer.json()["input_tokens"] > len(LONG), "held until the model is loaded"
+    assert [*at.workers()] == ["wide:1b"], "there is memory for one"
+
+    at.workers()["wide:1b"].kill()
+    await until(lambda: "a model's worker has ended" in at.process.log)  # until then it may be asked
+    async with await at.process.client(prefix="turnkeep-wide-1b") as client:
+        answered = await client.ask("s", text=LONG, max_tokens=2, timeout_s=120)
+    assert answered.usage.prompt_tokens == len(LONG), "a crashed worker comes back"
+    left = psutil.Process(at.process.pid).children()
+    at.process.kill()
+    await until(lambda: sum(one.is_running() for one in left) == 1)  # the NATS server outlives all
+
+
+@pytest.mark.process
+async def test_a_model_that_nobody_uses_is_unloaded_and_nothing_is_lost(house: Any) -> None:
+    at = await house(unload_after_s="1")
+    first = await at.chat("tiny", LONG)
+    await until(lambda: not at.workers())
+    async with await at.process.client(prefix="turnkeep-tiny") as client:
+        metrics = await client.worker_metrics()
+    assert (metrics.device, metrics.model, metrics.running) == ("unloaded", "tiny", 0)
+    told = first.json()
+    second = await at.chat("tiny", LONG, told["choices"][0]["message"]["content"], "More.")
+    session = first.headers["x-turnkeep-session"].removesuffix("begun")
+    assert second.headers["x-turnkeep-session"] == f"{session}continued"
+    used = second.json()["usage"]["prompt_tokens_details"]
+    assert used["cached_tokens"] == told["usage"]["total_tokens"] - 1, "restored"
+    left = psutil.Process(at.process.pid).children()
+    assert at.process.stop() == 0
+    await until(lambda: not any(one.is_running() for one in left))
+
+
+@pytest.mark.process
+async def test_a_model_that_can_never_be_loaded_is_refused_at_the_start(house: Any) -> None:
+    at = await house(memory="'25MiB'")
+    assert not at.process.running
+    assert at.process.log.splitlines()[-1] == (
+        "turnkeep: the model wide:1b can never be loaded: it needs device_memory of 30 MiB, and memory is"
+        " 25 MiB; raise memory, or take a smaller model"
+    )
+
+
+def test_the_longest_unused_models_leave_and_none_in_vain() -> None:
+    old, new = InMemory(1.0, 10, "old"), InMemory(2.0, 20, "new")
+    assert leaving(0, [new, old]) == []
+    assert leaving(5, [new, old]) == ["old"]
+    assert leaving(11, [new, old]) == ["old", "new"]
+    assert leaving(31, [new, old]) == []
+
+
+class Busy:
+    """A model that always has something to answer."""
+
+    used_s = 0.0
+
+    async def has_work(self) -> bool:
+        return True
+
+
+async def test_a_model_in_use_leaves_only_when_another_one_has_waited_its_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(supervisor, "_LOOK_S", 0.01)
+    both = Supervisor({"a": Settings(), "b": Settings()}, ())
+    both._memory_bytes = 10
+    first, second = both._models
+    for model in (first, second):
+        model.size_bytes, model.standin, model.loaded_s = 10, Busy(), 0.0  # type: ignore[assignment]  # a stub
+
+    async def wait() -> None:
+        async with both._room(second):
+            pass
+
+    async with asyncio.timeout(30):
+        async with both._room(first):
+            waiting = asyncio.create_task(wait())
+            await asyncio.sleep(0.1)
+            assert not first.leave.is_set()
+            monkeypatch.setattr(supervisor, "_TURN_S", 0.05)
+            await first.leave.wait()
+            assert not waiting.done(), "until the memory is free"
+        await waiting

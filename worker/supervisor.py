@@ -1,0 +1,392 @@
+"""Serves several models, each by a worker process of its own, within one budget of memory.
+
+A worker is started by the first request for its model, and ended when nobody has asked for a while, or when
+another model needs its memory: then all of it comes back, and its sessions stay in the log and on SSD. Runs
+the NATS server for all of them, and never imports MLX.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import math
+import os
+import signal
+import subprocess
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import anyio
+import msgspec
+import structlog
+from anyio import EndOfStream, Event, current_time, move_on_after, sleep
+
+from turnkeep_client.errors import TurnkeepError
+from turnkeep_client.subjects import Subjects
+from worker.wire.broker import EmbeddedServer
+from worker.wire.connection import connect
+from worker.wire.credentials import over_tls, worker_options
+from worker.wire.standin import StandIn
+
+from .observe.health import HealthServer
+from .observe.metrics import unloaded
+from .process.children import PROGRAM, child
+from .process.concurrency import shielded, task_group
+from .process.datadir import DataDir
+from .process.formatting import size
+from .process.settings import word
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+
+    from anyio.abc import Process
+
+    from turnkeep_client.messages import Metrics
+
+    from .process.settings import Settings
+
+log = structlog.get_logger()
+
+VERSION: Final = importlib.metadata.version("turnkeep")
+#: Models that are measured at the same time.
+_AT_ONCE: Final = 2
+#: Between two looks at whether a model is still in use.
+_LOOK_S: Final = 0.5
+#: How long a model keeps its memory from one that waits: after its last request, and while it is in use. In
+#: the second case its answers go on later.
+_GRACE_S: Final = 1.0
+_TURN_S: Final = 60.0
+#: How long a worker may take to end.
+_STOP_S: Final = 30.0
+#: Pauses before a worker that has crashed is started again: the first, the longest; after a run of this long
+#: the first again.
+_PAUSES_S: Final = (0.5, 30.0)
+_STABLE_S: Final = 30.0
+
+
+class SupervisorError(TurnkeepError):
+    """The models cannot be served; the message is one line."""
+
+
+class Needs(msgspec.Struct, frozen=True):
+    """What a model needs, as `turnkeep serve --weigh` prints it before the model is ever loaded.
+
+    With `least_bytes` of device memory it can be loaded, with `usual_bytes` it has room for a long session.
+    `memory_bytes` is what this machine has for models.
+    """
+
+    folder: str
+    model: str
+    context_tokens: int
+    sampling: dict[str, int | float]
+    least_bytes: int
+    usual_bytes: int
+    memory_bytes: int
+
+
+class InMemory(NamedTuple):
+    """A model in memory that may leave: when it was used last, and what it takes."""
+
+    used_s: float
+    size_bytes: int
+    name: str
+
+
+def leaving(lacking_bytes: int, idle: Iterable[InMemory]) -> list[str]:
+    """Choose models that make room, the longest unused first; none if all together do not."""
+    chosen: list[str] = []
+    for one in sorted(idle):
+        if lacking_bytes <= 0:
+            break
+        chosen.append(one.name)
+        lacking_bytes -= one.size_bytes
+    return chosen if lacking_bytes <= 0 else []
+
+
+class _Model:
+    """One model: its worker, if there is one, and who stands in for it."""
+
+    standin: StandIn
+    needs: Needs
+    size_bytes = 0
+
+    def __init__(self, name: str, settings: Settings) -> None:
+        self.name = name
+        self.settings = settings
+        self.worker = f"{settings.worker}-{word(name)}"[:64]
+        self.process: Process | None = None
+        self.began_s = 0.0
+        self.loaded_s = math.inf
+        #: There are requests for it; it has to leave.
+        self.wanted = Event()
+        self.leave = Event()
+
+    def wake(self) -> None:
+        self.wanted.set()
+
+    @property
+    def unused_s(self) -> float:
+        """How long the model has been loaded without a new request."""
+        return current_time() - max(self.standin.used_s, self.loaded_s)
+
+    def metrics(self) -> Metrics:
+        """Say what is known of the model while it has no worker."""
+        return unloaded(
+            worker=self.worker,
+            version=VERSION,
+            model=self.needs.model,
+            sampling=self.needs.sampling,
+            context_tokens=self.needs.context_tokens,
+            interval_s=self.settings.metrics_interval_s,
+            max_message_bytes=self.settings.max_message_bytes,
+        )
+
+
+class Supervisor:
+    """Serves several models. `run` serves until `stop` is called."""
+
+    def __init__(self, models: Mapping[str, Settings], options: Sequence[str]) -> None:
+        """`options` of `turnkeep serve` say where these settings come from."""
+        self._models = [_Model(name, settings) for name, settings in models.items()]
+        #: What is common to all.
+        self._settings = self._models[0].settings
+        self._options = options
+        self._environment = dict(os.environ)
+        self._places: Sequence[str] = ()
+        self._memory_bytes = 0
+        self._running: list[_Model] = []
+        self._turn = anyio.Lock()
+        self._freed = Event()
+        self._stop = Event()
+        self._fatal = ""
+        self.ready = Event()
+
+    def stop(self) -> None:
+        """Ask to stop. Event loop only."""
+        self._stop.set()
+
+    def reload(self) -> None:
+        """Let the workers read their settings again."""
+        for model in self._models:
+            if model.process is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    model.process.send_signal(signal.SIGHUP)
+
+    async def run(self) -> None:
+        """Serve until `stop`. Raises `TurnkeepError`, with one line, for errors that a user can fix."""
+        settings = self._settings
+        async with AsyncExitStack() as stack:
+            if settings.health is not None:  # first, as models may take long to be measured, or to be fetched
+                health = HealthServer(settings.health, {"/livez": list, "/readyz": self._unready})
+                await health.open()
+                await stack.enter_async_context(_background(health.serve))
+            directory = stack.enter_context(DataDir.open(settings.data_dir, settings.worker))
+            options = worker_options(settings)
+            server = None if settings.nats else EmbeddedServer(directory, settings)
+            if server is not None:
+                server.check()
+            await self._weigh()
+            if server is None:
+                url = over_tls(settings, settings.nats or "")
+            else:
+                stack.push_async_callback(shielded, server.stop)
+                await server.start()
+                await stack.enter_async_context(_background(server.supervise))
+                url, options = server.url, {"token": server.token}
+                self._places = ("--nats", url)
+                self._environment["TURNKEEP_NATS_TOKEN"] = server.token
+            nc = await connect(
+                url,
+                name=f"turnkeep {settings.worker}",
+                min_payload_bytes=settings.max_message_bytes,
+                on_reconnected=self._look_again,
+                on_closed=self._closed,
+                **options,
+            )
+            stack.push_async_callback(shielded, nc.close)
+            for model in self._models:
+                model.standin = StandIn(nc, Subjects(model.settings.prefix), model.metrics, model.wake)
+                await model.standin.open(model.settings)
+            await self._serve()
+        if self._fatal:
+            raise SupervisorError(self._fatal)
+
+    async def _serve(self) -> None:
+        async with task_group() as tasks:
+            for model in self._models:
+                tasks.start_soon(self._keep, model)
+                tasks.start_soon(self._publish_metrics, model)
+            log.info("ready", memory=size(self._memory_bytes))
+            self.ready.set()
+            await self._look_again()
+            await self._stop.wait()
+            log.info("stopping")
+            tasks.cancel_scope.cancel()
+
+    async def _weigh(self) -> None:
+        """Measure all models, and divide the memory. Raises `SupervisorError`."""
+        log.info("measuring the models", models=[model.name for model in self._models])
+        limit = anyio.CapacityLimiter(_AT_ONCE)
+
+        async def weigh(model: _Model) -> None:
+            arguments = ["serve", *self._options, "--of", model.name, "--weigh"]
+            async with limit:  # its errors and progress are for the user
+                done = await anyio.run_process(
+                    [*PROGRAM, *arguments], stderr=None, check=False, start_new_session=True
+                )
+            if done.returncode:
+                raise SupervisorError(f"the model {model.name} cannot be served, for the reason above")
+            model.needs = msgspec.json.decode(done.stdout, type=Needs)
+
+        async with task_group() as tasks:
+            for model in self._models:
+                tasks.start_soon(weigh, model)
+        memory = self._settings.memory or min(model.needs.memory_bytes for model in self._models)
+        for model in self._models:
+            model.size_bytes = _share(model.name, model.settings.device_memory, model.needs, memory)
+        self._memory_bytes = memory
+
+    async def _keep(self, model: _Model) -> None:
+        """Run a worker while there are requests for its model."""
+        pause_s = _PAUSES_S[0]
+        while True:
+            await model.wanted.wait()
+            async with self._room(model):
+                code = await self._run_worker(model)
+            model.wanted = Event()
+            if await model.standin.has_work():
+                model.wake()
+            if code is None:
+                continue
+            if current_time() - model.began_s > _STABLE_S:
+                pause_s = _PAUSES_S[0]
+            log.error("a model's worker has ended", model=model.name, code=code, pause_s=pause_s)
+            await sleep(pause_s)
+            pause_s = min(2 * pause_s, _PAUSES_S[1])
+
+    @asynccontextmanager
+    async def _room(self, model: _Model) -> AsyncIterator[None]:
+        """Wait until there is memory for a model, and hold it. First come, first served."""
+        async with self._turn:
+            since_s = current_time()
+            while (lacking := model.size_bytes - self._free_bytes) > 0:
+                await self._make_room(lacking, since_s)
+                with move_on_after(_LOOK_S):
+                    await self._freed.wait()
+            self._running.append(model)
+        try:
+            yield
+        finally:
+            self._running.remove(model)
+            self._freed.set()
+            self._freed = Event()
+
+    @property
+    def _free_bytes(self) -> int:
+        return self._memory_bytes - sum(one.size_bytes for one in self._running)
+
+    async def _make_room(self, lacking_bytes: int, since_s: float) -> None:
+        """Tell models to leave that are not in use, or that were while another one waited for its turn."""
+        idle: list[InMemory] = []
+        for one in [*self._running]:
+            had_turn = current_time() - max(since_s, one.loaded_s) > _TURN_S
+            if one.leave.is_set():
+                lacking_bytes -= one.size_bytes
+            elif had_turn or (one.unused_s > _GRACE_S and not await one.standin.has_work()):
+                idle.append(InMemory(one.standin.used_s, one.size_bytes, one.name))
+        chosen = leaving(lacking_bytes, idle)
+        for one in self._running:
+            if one.name in chosen:
+                one.leave.set()
+
+    async def _run_worker(self, model: _Model) -> int | None:
+        """Run a model's worker until it ends; return its exit code, None if it was told to end."""
+        model.began_s, model.loaded_s, model.leave = current_time(), math.inf, Event()
+        own = (
+            *("--of", model.name, "--model", model.needs.folder, "--worker", model.worker),
+            *("--data-dir", str(self._settings.data_dir / "workers" / model.settings.prefix)),
+            *("--device-memory", str(model.size_bytes), "--health", "off"),
+        )
+        arguments = ["serve", *self._options, *self._places, *own]
+        log.info("loading", model=model.name, memory=size(model.size_bytes))
+        running = child(arguments, self._environment, patience_s=_STOP_S, stdout=subprocess.PIPE)
+        async with running as model.process, task_group() as tasks:
+            tasks.start_soon(self._watch, model, model.process)
+            code = await model.process.wait()
+            tasks.cancel_scope.cancel()
+        model.process = None
+        await model.standin.begin()
+        log.info("unloaded", model=model.name)
+        return None if model.leave.is_set() else code
+
+    async def _watch(self, model: _Model, worker: Process) -> None:
+        """Hand the questions over to a worker that is ready, and end it when nobody needs it any more."""
+        try:
+            await worker.stdout.receive()  # type: ignore[union-attr]  # a pipe
+        except EndOfStream:
+            return
+        await model.standin.end()
+        model.loaded_s = current_time()
+        log.info("loaded", model=model.name, seconds=round(model.loaded_s - model.began_s, 1))
+        while not (model.leave.is_set() or await self._is_idle(model)):
+            with move_on_after(_LOOK_S):
+                await model.leave.wait()
+        model.leave.set()
+        await model.standin.begin()
+        await worker.stdin.aclose()  # type: ignore[union-attr]  # as after this process's death
+        await sleep(_STOP_S)
+        worker.kill()
+
+    async def _is_idle(self, model: _Model) -> bool:
+        after_s = model.settings.unload_after_s
+        if after_s is None or model.unused_s < after_s:
+            return False
+        if await model.standin.has_work():
+            model.standin.used_s = current_time()
+            return False
+        return True
+
+    async def _publish_metrics(self, model: _Model) -> None:
+        while True:
+            if model.process is None:
+                await model.standin.publish_metrics()
+            await sleep(model.settings.metrics_interval_s)
+
+    async def _look_again(self) -> None:
+        """Look for requests in the log that nobody has noticed."""
+        for model in self._models:
+            if self.ready.is_set() and await model.standin.has_work():
+                model.wake()
+
+    async def _closed(self) -> None:
+        if not self._stop.is_set():
+            self._fatal = "the NATS server has closed the connection; its log says why"
+            self._stop.set()
+
+    def _unready(self) -> list[str]:
+        return [] if self.ready.is_set() else ["starting"]
+
+
+@asynccontextmanager
+async def _background(part: Callable[[], Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
+    """Run a part until the block ends."""
+    async with task_group() as tasks:
+        tasks.start_soon(part)
+        yield
+        tasks.cancel_scope.cancel()
+
+
+def _share(name: str, wanted_bytes: int | None, needs: Needs, memory_bytes: int) -> int:
+    """Return the memory of a model. Raises `SupervisorError` if it can never be loaded."""
+    least = size(needs.least_bytes)
+    if wanted_bytes is not None and wanted_bytes < needs.least_bytes:
+        raise SupervisorError(
+            f"device_memory of the model {name} is {size(wanted_bytes)}, and it needs {least}: raise it"
+        )
+    if (wanted_bytes or needs.least_bytes) > memory_bytes:
+        needed = least if wanted_bytes is None else f"device_memory of {size(wanted_bytes)}"
+        raise SupervisorError(
+            f"the model {name} can never be loaded: it needs {needed}, and memory is {size(memory_bytes)};"
+            " raise memory, or take a smaller model"
+        )
+    return wanted_bytes or min(needs.usual_bytes, memory_bytes)

@@ -1,0 +1,119 @@
+"""Stands in for the worker of a prefix while none runs: notices requests, and holds those that want a reply.
+
+What is published on `in` is in the log, where the worker will find it. What is asked on `ctl` and `ask` is
+kept, and published again once the worker listens, so that it replies to the client itself. Questions about
+the worker alone (`metrics`) are answered here: a look at a model does not load it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Final
+
+import nats.errors
+import structlog
+from anyio import current_time
+from nats.js.errors import APIError
+
+from turnkeep_client.errors import InvalidMessageError
+from turnkeep_client.messages import MetricsRequest, decode_control, failure
+from turnkeep_client.subjects import CONSUMER
+
+from .connection import confirm_subscriptions
+from .desk import QUEUE
+from .outbox import Outbox
+from .streams import ensure
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nats.aio.client import Client
+    from nats.aio.msg import Msg
+    from nats.aio.subscription import Subscription
+
+    from turnkeep_client.messages import Metrics
+    from turnkeep_client.subjects import Subjects
+    from worker.process.settings import Settings
+
+#: Questions that wait for a worker; more get `overloaded`.
+_MOST_HELD: Final = 256
+_TOO_MANY: Final = "too many questions wait until the model is loaded; ask again later"
+
+log = structlog.get_logger()
+
+
+class StandIn:
+    """Stands in for one worker; `wake` is called with every request that only the worker can answer."""
+
+    def __init__(
+        self, nc: Client, subjects: Subjects, metrics: Callable[[], Metrics], wake: Callable[[], None]
+    ) -> None:
+        self._nc = nc
+        self._js = nc.jetstream()
+        self._subjects = subjects
+        self._metrics = metrics
+        self._wake = wake
+        self._outbox = Outbox(nc, subjects)
+        self._subscriptions: list[Subscription] = []
+        self._held: list[Msg] = []
+        #: When the last request came, by the event loop's clock.
+        self.used_s = current_time()
+
+    async def open(self, settings: Settings) -> None:
+        """Make the prefix's streams, notice requests from now on, and stand in. Raises `BrokerError`."""
+        await ensure(self._js, self._subjects, settings)
+        await self._nc.subscribe(self._subjects.every("in"), cb=self._notice)
+        await self.begin()
+
+    async def begin(self) -> None:
+        """Take the worker's questions. While it still listens too, each question reaches one of the two."""
+        if self._subscriptions:
+            return
+        for subject in (self._subjects.every("ctl"), self._subjects.every("ask")):
+            self._subscriptions.append(await self._nc.subscribe(subject, QUEUE, cb=self._hold))
+        with contextlib.suppress(nats.errors.Error):  # between two connections: it follows with the next
+            await confirm_subscriptions(self._nc)
+
+    async def end(self) -> None:
+        """Leave all questions to the worker, which listens by now."""
+        while self._subscriptions:
+            with contextlib.suppress(nats.errors.Error):
+                await self._subscriptions.pop().drain()  # type: ignore[no-untyped-call]
+        held, self._held = self._held, []
+        for one in held:
+            await self._nc.publish(one.subject, one.data, reply=one.reply, headers=one.headers)
+
+    async def publish_metrics(self) -> None:
+        """Say that the prefix is served, as a worker does every few seconds."""
+        await self._outbox.metrics(self._metrics())
+
+    async def has_work(self) -> bool:
+        """Say whether requests wait for a worker, or have one that works on them; if that is unknown, yes."""
+        if self._held:
+            return True
+        try:
+            found = await self._js.consumer_info(self._subjects.log_stream, CONSUMER)
+        except (APIError, nats.errors.Error, OSError) as error:
+            log.debug("the log cannot be looked at", error=str(error))
+            return True
+        return bool(found.num_pending or found.num_ack_pending)
+
+    async def _notice(self, _: Msg) -> None:
+        self.used_s = current_time()
+        self._wake()
+
+    async def _hold(self, message: Msg) -> None:
+        is_look = _is_look(message.data)
+        if not is_look and len(self._held) < _MOST_HELD:
+            self._held.append(message)
+            await self._notice(message)
+        elif message.reply:
+            answer = self._metrics() if is_look else failure(None, "overloaded", _TOO_MANY)
+            await self._outbox.reply(message.reply, answer)
+
+
+def _is_look(body: bytes) -> bool:
+    try:
+        return isinstance(decode_control(body), MetricsRequest)
+    except InvalidMessageError:
+        return False
