@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.parts import free_port
-from turnkeep_client.messages import Generated
+from turnkeep_client.messages import Generated, decode_result
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -23,16 +23,15 @@ if TYPE_CHECKING:
 
 PROJECT = Path(__file__).parents[2] / "protocol" / "typescript"
 EXAMPLE = PROJECT.parents[1] / "examples" / "typescript" / "agent.ts"
+INSTALL = ("install", "--no-audit", "--no-fund", "--ignore-scripts")
 MAX_TOKENS = 1500
 
 pytestmark = [pytest.mark.packaging, pytest.mark.registry, pytest.mark.process, pytest.mark.timeout(300)]
 
 
-def npm(*arguments: object, folder: Path) -> str:
-    command = ["npm", *map(str, arguments), "--no-audit", "--no-fund", "--ignore-scripts"]
-    done = subprocess.run(command, cwd=folder, check=False, capture_output=True, text=True)
+def npm(*arguments: object, folder: Path) -> None:
+    done = subprocess.run(["npm", *map(str, arguments)], cwd=folder, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -43,18 +42,17 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("typescript")
     source, user = folder / "source", folder / "user"
     shutil.copytree(PROJECT, source, ignore=shutil.ignore_patterns("node_modules", "dist"))
-    npm("install", folder=source)
-    tsc = source / "node_modules" / ".bin" / "tsc"
-    subprocess.run([tsc], cwd=source, check=True)
-    packed = json.loads(npm("pack", "--json", folder=source))[0]["filename"]
+    npm(*INSTALL, folder=source)
+    npm("pack", folder=source)
+    (packed,) = source.glob("*.tgz")
     shutil.copytree(source / "tests", user / "tests")
     shutil.copy(EXAMPLE, user / "tests")
     shutil.copy(source / "tsconfig.json", user)
     (user / "package.json").write_text('{"type": "module"}')
     wanted = json.loads((source / "package.json").read_text())["devDependencies"]
     others = [f"{name}@{wanted[name]}" for name in ("ws", "@types/node")]
-    npm("install", source / packed, *others, folder=user)
-    subprocess.run([tsc, "-p", "tests"], cwd=user, check=True)
+    npm(*INSTALL, packed, *others, folder=user)
+    npm("exec", "--prefix", source, "--", "tsc", "-p", user / "tests", folder=source)
     return user / "tests"
 
 
@@ -89,6 +87,27 @@ async def run(*command: object, **environment: str) -> str:
 async def test_its_tests_pass(programs: Path, worker: Any, tiny_model: Path) -> None:
     process = await worker(tiny_model)
     await run("node", "--test", programs / "client.test.js", NATS_URL=process.url)
+
+
+async def test_the_example_goes_on_where_it_was_killed(programs: Path, worker: Any, tiny_model: Path) -> None:
+    process = await worker(tiny_model)
+    command = ("node", programs / "agent.js", "trip")
+    environment = {**os.environ, "NATS_URL": process.url}
+    killed = await asyncio.create_subprocess_exec(
+        *map(str, command), stdout=asyncio.subprocess.PIPE, env=environment
+    )
+    assert killed.stdout is not None
+    assert (await killed.stdout.readline()).startswith(b"looking up ")
+    killed.kill()
+    await killed.wait()
+    kill_worker(process)
+    whole = await run(*command, NATS_URL=process.url)
+    assert whole.endswith("length\n") or whole.endswith("stop\n")
+    assert await run(*command, NATS_URL=process.url) == whole
+    async with await process.client() as client:
+        results = [decode_result(one.body) for one in await client.log("trip") if one.kind == "out"]
+    answers = [one.id for one in results if isinstance(one, Generated) and one.repeat_of is None]
+    assert answers == ["weather-0", "weather-1", "summary"]
 
 
 def kill_server(process: WorkerProcess) -> None:

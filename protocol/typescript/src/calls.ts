@@ -4,10 +4,12 @@
  * Nothing runs in the background: whoever waits does the work, so an abandoned call leaves nothing behind.
  */
 
+import { delay } from "@nats-io/nats-core";
+
 import { InvalidMessageError, NoWorkerError, RequestFailedError, ResultRemovedError } from "./errors.js";
 import type { ControlReply, Request, Result } from "./messages.js";
 import type { SessionKey } from "./subjects.js";
-import { Bell, pause } from "./waiting.js";
+import { Bell } from "./waiting.js";
 import type { Wire } from "./wire.js";
 
 /** After so long without an event, a waiting call reads the log; doubles up to the second value. */
@@ -61,7 +63,7 @@ class ResultFeed {
    */
   async isRemoved(seq: number): Promise<boolean> {
     if (!this.#denied.has(seq)) return false;
-    await pause(DOUBT_MS);
+    await delay(DOUBT_MS);
     if (!(await this.#lacks(seq))) this.#denied.delete(seq);
     return this.#denied.has(seq);
   }

@@ -6,26 +6,8 @@ import { Call, decode, encode, expect } from "./calls.js";
 import type { CallOptions, ResultFeeds } from "./calls.js";
 import { Generation } from "./generation.js";
 import type {
-  Append,
-  Appended,
-  Cancelled,
-  Close,
-  Closed,
-  ControlReply,
-  ControlRequest,
-  Counted,
-  CountRequest,
-  Generate,
-  InfoRequest,
-  Open,
-  Opened,
-  Pinned,
-  Request,
-  Result,
-  Rewind,
-  Rewound,
-  SessionInfo,
-  Unpinned,
+  Append, Appended, Cancelled, Close, Closed, ControlReply, ControlRequest, Counted, CountRequest,
+  Generate, InfoRequest, Open, Opened, Pinned, Request, Result, Rewind, Rewound, SessionInfo, Unpinned,
 } from "./messages.js";
 import { checkId } from "./subjects.js";
 import type { SessionKey } from "./subjects.js";

@@ -8,7 +8,7 @@ import type { Called, Generate, Generated, Message } from "./messages.js";
 import type { Fields, Session } from "./session.js";
 
 /** A function that a model may call, with the arguments in one object. It may return anything that is JSON. */
-export type ToolFunction = (args: any) => unknown;
+export type Tool = (args: any) => unknown;
 
 export interface RunToolsFields extends Omit<Fields<Generate>, "text" | "tokens"> {
   /** Answers at most; 8 if it is left out. */
@@ -25,7 +25,7 @@ export interface RunToolsFields extends Omit<Fields<Generate>, "text" | "tokens"
  */
 export async function runTools(
   session: Session,
-  functions: Readonly<Record<string, ToolFunction>>,
+  functions: Readonly<Record<string, Tool>>,
   { most = 8, id = nuid.next(), messages, ...first }: RunToolsFields,
   options: CallOptions = {},
 ): Promise<Generated> {
@@ -51,7 +51,7 @@ export async function runTools(
 }
 
 /** Run a call; return its result as text. */
-async function resultOf(functions: Readonly<Record<string, ToolFunction>>, call: Called): Promise<string> {
+async function resultOf(functions: Readonly<Record<string, Tool>>, call: Called): Promise<string> {
   const { name } = call.function;
   const run = Object.hasOwn(functions, name) ? functions[name] : undefined;
   if (run === undefined) return `there is no function ${name}`;

@@ -43,7 +43,3 @@ export async function unlessAborted<T>(promise: Promise<T>, signal: AbortSignal 
     signal.removeEventListener("abort", abort);
   }
 }
-
-export function pause(ms: number): Promise<void> {
-  return new Promise((resolve) => setTimeout(resolve, ms));
-}

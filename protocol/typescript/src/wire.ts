@@ -6,12 +6,12 @@
 
 import { jetstream, jetstreamManager } from "@nats-io/jetstream";
 import type { JetStreamApiError, JetStreamClient, JetStreamManager } from "@nats-io/jetstream";
-import { headers as natsHeaders } from "@nats-io/nats-core";
+import { delay, headers as natsHeaders } from "@nats-io/nats-core";
 import type { NatsConnection } from "@nats-io/nats-core";
 
 import { InvalidMessageError, NotPermittedError, NoWorkerError, RequestFailedError } from "./errors.js";
 import type { Subjects } from "./subjects.js";
-import { Bell, pause, unlessAborted } from "./waiting.js";
+import { Bell, unlessAborted } from "./waiting.js";
 
 /** Timeout for the log's acknowledgement before publishing again; doubles up to the second value. */
 const FIRST_ACK_MS = 2000;
@@ -99,7 +99,7 @@ export class Wire {
             `no stream stores ${subject}: no worker was ever started on this NATS server with the prefix ${this.subjects.prefix}`,
           );
         }
-        await pause(TRY_PAUSE_MS); // also between two connections
+        await delay(TRY_PAUSE_MS); // also between two connections
       }
     }
   }

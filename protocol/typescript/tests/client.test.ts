@@ -43,6 +43,19 @@ test("the pieces of an answer are its result, and a repeated id gets the record"
   await assert.rejects(session.generate({ ...asked, max_tokens: 41 }).result, failsWith("id_conflict", false));
 });
 
+test("whoever joins an answer that runs, or comes back to it, gets all of it", async () => {
+  const session = client.session("joined");
+  const asked = { text: "x", max_tokens: 1000, ignore_eos: true, id: "g" };
+  const first = session.generate(asked);
+  for await (const piece of first) if (piece.i > 100) break;
+  const second = session.generate(asked);
+  const pieces = await all(second);
+  const result = await first.result;
+  assert.ok(pieces.length > 2, "most of it was still to come");
+  assert.deepEqual(pieces.flatMap((piece) => piece.tokens), result.tokens);
+  assert.deepEqual((await all(first)).map((piece) => piece.text), [result.text]);
+});
+
 test("a session forks, rewinds, is counted and described, and is forgotten", async () => {
   const session = client.session("parent");
   const { position } = await session.append({ text: "one two" });
