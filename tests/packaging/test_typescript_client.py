@@ -8,7 +8,12 @@ import os
 import shutil
 import signal
 import subprocess
+from contextlib import asynccontextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from itertools import product
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,7 +22,7 @@ from tests.parts import free_port
 from turnkeep_client.messages import Generated, decode_result
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
     from tests.parts import WorkerProcess
 
@@ -30,7 +35,9 @@ pytestmark = [pytest.mark.packaging, pytest.mark.registry, pytest.mark.process, 
 
 
 def npm(*arguments: object, folder: Path) -> None:
-    done = subprocess.run(["npm", *map(str, arguments)], cwd=folder, check=False, capture_output=True, text=True)
+    done = subprocess.run(
+        ["npm", *map(str, arguments)], cwd=folder, check=False, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -50,7 +57,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(source / "tsconfig.json", user)
     (user / "package.json").write_text('{"type": "module"}')
     wanted = json.loads((source / "package.json").read_text())["devDependencies"]
-    others = [f"{name}@{wanted[name]}" for name in ("ws", "@types/node")]
+    others = [f"{name}@{wanted[name]}" for name in ("esbuild", "@types/node")]
     npm(*INSTALL, packed, *others, folder=user)
     npm("exec", "--prefix", source, "--", "tsc", "-p", user / "tests", folder=source)
     return user / "tests"
@@ -102,7 +109,7 @@ async def test_the_example_goes_on_where_it_was_killed(programs: Path, worker: A
     await killed.wait()
     kill_worker(process)
     whole = await run(*command, NATS_URL=process.url)
-    assert whole.endswith("length\n") or whole.endswith("stop\n")
+    assert whole.endswith(("\nlength\n", "\nstop\n"))
     assert await run(*command, NATS_URL=process.url) == whole
     async with await process.client() as client:
         results = [decode_result(one.body) for one in await client.log("trip") if one.kind == "out"]
@@ -124,42 +131,98 @@ def kill_worker(process: WorkerProcess) -> None:
     process.start()
 
 
+class Page:
+    """Runs a program in a browser's page, which reports by requests to where it comes from."""
+
+    def __init__(self, browser: str, folder: Path, arguments: str) -> None:
+        lines: asyncio.Queue[bytes] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        class Handler(SimpleHTTPRequestHandler):
+            def do_POST(self) -> None:
+                line = self.rfile.read(int(self.headers["Content-Length"]))
+                self.send_response(204)
+                self.end_headers()
+                loop.call_soon_threadsafe(lines.put_nowait, line)
+
+            def log_message(self, *_: object) -> None: ...
+
+        self.lines = lines
+        self._site = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(folder)))
+        Thread(target=self._site.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{self._site.server_port}/#{arguments}"
+        flags = ("--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}")
+        output = subprocess.DEVNULL
+        self._process = subprocess.Popen([browser, *flags, url], stdout=output, stderr=output)
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait(30)
+        self._site.shutdown()
+        self._site.server_close()
+
+
+@asynccontextmanager
+async def running(runtime: str, programs: Path, *arguments: object) -> AsyncIterator[Callable[[], Any]]:
+    """Run `follow`; what is yielded awaits its next line."""
+    program = next(filter(None, map(shutil.which, RUNTIMES[runtime])), None)
+    if program is None:
+        pytest.skip(f"there is no {runtime} here")
+    if runtime == "browser":
+        site = programs.parent / "site"
+        bundle = ("follow.js", "--bundle", "--format=esm", f"--outfile={site / 'follow.js'}")
+        npm("exec", "--", "esbuild", *bundle, folder=programs)
+        (site / "index.html").write_text("<script type=module src=follow.js></script>")
+        page = Page(program, site, "|".join(map(str, arguments)))
+        try:
+            yield page.lines.get
+        finally:
+            page.close()
+        return
+    words = ["run", "--allow-all", "--node-modules-dir=manual"] if runtime == "deno" else []
+    command = [program, *words, programs / "follow.js", *arguments]
+    process = await asyncio.create_subprocess_exec(*map(str, command), stdout=asyncio.subprocess.PIPE)
+    assert process.stdout is not None
+    try:
+        yield process.stdout.readline
+    finally:
+        assert await process.wait() == 0
+
+
 RUNTIMES = {
     "node": ("node",),
-    "deno": ("deno", "run", "--allow-all", "--node-modules-dir=manual"),
+    "browser": ("chromium", "chromium-browser", "google-chrome"),
+    "deno": ("deno",),
     "bun": ("bun",),
 }
 
 
-@pytest.mark.parametrize("transport", ["tcp", "websocket"])
-@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize(
+    ("runtime", "transport"),
+    [
+        ("node", "tcp"),
+        ("browser", "websocket"),
+        *(product(("deno", "bun"), ("tcp", "websocket"))),
+    ],
+)
 async def test_an_answer_goes_on_over_kills_and_is_what_the_log_has(
     programs: Path, worker: Any, endless_model: Path, runtime: str, transport: str
 ) -> None:
-    if shutil.which(runtime) is None:
-        pytest.skip(f"there is no {runtime} here")
     port = free_port()
     process = await worker(endless_model, "--nats-websocket", str(port))
     url = process.url
     if transport == "websocket":
         url = f"ws://{url.removeprefix('nats://').partition('@')[0]}@127.0.0.1:{port}"
-    command = (*RUNTIMES[runtime], programs / "follow.js", url, "s", "g", MAX_TOKENS)
-    program = await asyncio.create_subprocess_exec(*map(str, command), stdout=asyncio.subprocess.PIPE)
-    assert program.stdout is not None
     kills = {100: kill_worker, 500: kill_server, 900: kill_both}
     tokens: list[int] = []
     text = ""
-    async with asyncio.timeout(120):
-        async for line in program.stdout:
-            piece = json.loads(line)
-            if "result" in piece:
-                break
+    async with asyncio.timeout(120), running(runtime, programs, url, "s", "g", MAX_TOKENS) as next_line:
+        while "result" not in (piece := json.loads(await next_line())):
             assert piece["i"] == len(tokens)
             tokens += piece["tokens"]
             text += piece["text"]
             for at in [at for at in kills if at < len(tokens)]:
                 kills.pop(at)(process)
-        assert await program.wait() == 0
     assert (piece["result"]["text"], piece["result"]["tokens"]) == (text, tokens)
     assert len(tokens) == MAX_TOKENS
     assert not kills

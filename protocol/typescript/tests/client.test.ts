@@ -4,11 +4,13 @@ import assert from "node:assert/strict";
 import process from "node:process";
 import { after, test } from "node:test";
 
+import { jetstreamManager } from "@nats-io/jetstream";
 import * as turnkeep from "turnkeep-client";
 import { connect, runTools } from "turnkeep-client";
 
 const servers = process.env["NATS_URL"] ?? "";
-const client = await connect({ servers });
+const run = `test${Date.now()}`; // so that it can run again on the same server
+const client = await connect({ servers, tenant: run });
 after(() => client.close());
 
 async function all(answer: turnkeep.Generation): Promise<turnkeep.Piece[]> {
@@ -43,17 +45,47 @@ test("the pieces of an answer are its result, and a repeated id gets the record"
   await assert.rejects(session.generate({ ...asked, max_tokens: 41 }).result, failsWith("id_conflict", false));
 });
 
-test("whoever joins an answer that runs, or comes back to it, gets all of it", async () => {
-  const session = client.session("joined");
-  const asked = { text: "x", max_tokens: 1000, ignore_eos: true, id: "g" };
-  const first = session.generate(asked);
-  for await (const piece of first) if (piece.i > 100) break;
-  const second = session.generate(asked);
-  const pieces = await all(second);
-  const result = await first.result;
-  assert.ok(pieces.length > 2, "most of it was still to come");
+test("whoever leaves an answer and comes back gets all of it", async () => {
+  const session = client.session("left");
+  const answer = session.generate({ text: "x", max_tokens: 300, ignore_eos: true });
+  for await (const piece of answer) if (piece.i > 10) break;
+  const pieces = await all(answer);
+  const result = await answer.result;
   assert.deepEqual(pieces.flatMap((piece) => piece.tokens), result.tokens);
-  assert.deepEqual((await all(first)).map((piece) => piece.text), [result.text]);
+  assert.deepEqual((await all(answer)).map((piece) => piece.text), [result.text]);
+});
+
+test("missed chunks are read from their stream, and what contradicts itself is no answer", async () => {
+  await using own = await connect({ servers, prefix: run });
+  const manager = await jetstreamManager(own.connection);
+  const kept = { storage: "memory", allow_direct: true } as const;
+  await manager.streams.add({ ...kept, name: `${run}_log`, subjects: [`${run}.*.*.in`, `${run}.*.*.out`] });
+  await manager.streams.add({ ...kept, name: `${run}_tok`, subjects: [`${run}.*.*.tok.*`] });
+  const store = (subject: string, body: object) =>
+    manager.jetstream().publish(`${run}.default.s.${subject}`, JSON.stringify(body));
+  const requests = own.connection.subscribe(`${run}.default.s.in`)[Symbol.asyncIterator]();
+  const result = { type: "generated", id: "g", seq: 1, position: 4, finish_reason: "stop", text: "0123", tokens: [0, 1, 2, 3] };
+  const chunk = (i: number) => store("tok.g", { i, tokens: [i], text: String(i) });
+
+  await chunk(0);
+  await chunk(1);
+  const pieces = own.session("s").generate({ id: "g" })[Symbol.asyncIterator]();
+  const first = pieces.next();
+  await requests.next();
+  await chunk(2);
+  const texts = [await first, await pieces.next(), await pieces.next()].map(({ value }) => value?.text);
+  assert.deepEqual(texts, ["0", "1", "2"]);
+  await store("out", result);
+  assert.deepEqual([(await pieces.next()).value?.text, (await pieces.next()).done], ["3", true]);
+
+  const wrong = assert.rejects(all(own.session("s").generate({ id: "g" })), turnkeep.StreamBrokenError);
+  const removed = assert.rejects(own.session("s").append({ text: "x" }), turnkeep.ResultRemovedError);
+  await requests.next();
+  await requests.next();
+  await chunk(0);
+  await store("out", { ...result, seq: 3, tokens: [7, 8] });
+  await manager.streams.purge(`${run}_log`, { filter: `${run}.default.s.in` });
+  await Promise.all([wrong, removed]);
 });
 
 test("a session forks, rewinds, is counted and described, and is forgotten", async () => {
