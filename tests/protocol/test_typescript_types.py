@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import turnkeep_client
 from turnkeep_client import typescript
 
 if TYPE_CHECKING:
@@ -15,6 +17,13 @@ WRITTEN = Path(__file__).parents[2] / "protocol" / "typescript" / "src" / "messa
 
 def test_the_written_types_are_current() -> None:
     assert typescript.main(["--check", str(WRITTEN)]) == 0
+
+
+def test_the_package_has_the_version_of_the_client_beside_it() -> None:
+    package = json.loads((WRITTEN.parents[1] / "package.json").read_text())
+    assert package["version"] == turnkeep_client.__version__
+    versions = {**package["dependencies"], **package["devDependencies"]}.values()
+    assert all(version[0].isdigit() for version in versions), "there is no lock file"
 
 
 def test_old_types_are_told_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
