@@ -80,8 +80,8 @@ def _program() -> Path:
     return program
 
 
-def check_port(port: int, setting: str = "--nats-port") -> None:
-    """Raise `BrokerError` if no server can listen on `port`, of a setting, of the loopback address."""
+def check_port(port: int, mend: str | None = None) -> None:
+    """Raise `BrokerError`, ending with `mend`, if no server can listen on `port` of the loopback address."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as Go does: TIME_WAIT is no obstacle
         try:
@@ -92,10 +92,11 @@ def check_port(port: int, setting: str = "--nats-port") -> None:
                 if error.errno == errno.EADDRINUSE
                 else f"is refused: {error.strerror}"
             )
-            raise BrokerError(
-                f"port {port} of {HOST} {reason}; choose another with {setting}, or,"
+            mend = mend or (
+                "choose another with --nats-port, or,"
                 f" if a NATS server listens there, use it with --nats nats://{HOST}:{port}"
-            ) from None
+            )
+            raise BrokerError(f"port {port} of {HOST} {reason}; {mend}") from None
 
 
 def server_name(root: Path) -> str:
@@ -201,7 +202,7 @@ class EmbeddedServer:
     def _check_ports(self) -> None:
         check_port(self.port)
         if self._websocket_port is not None:
-            check_port(self._websocket_port, "--nats-websocket")
+            check_port(self._websocket_port, "choose another with --nats-websocket")
 
     def _find(self) -> psutil.Process | None:
         """Find a server that runs with this data directory's configuration.
