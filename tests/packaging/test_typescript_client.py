@@ -93,7 +93,7 @@ async def run(*command: object, **environment: str) -> str:
 
 async def test_its_tests_pass(programs: Path, worker: Any, tiny_model: Path) -> None:
     process = await worker(tiny_model)
-    await run("node", "--test", programs / "client.test.js", NATS_URL=process.url)
+    await run("node", "--test", "--test-timeout=60000", programs / "client.test.js", NATS_URL=process.url)
 
 
 async def test_the_example_goes_on_where_it_was_killed(programs: Path, worker: Any, tiny_model: Path) -> None:

@@ -5,8 +5,8 @@ import type { NatsConnection, WsConnectionOptions } from "@nats-io/nats-core";
 import { ResultFeeds } from "./calls.js";
 import { NoServerError, NotPermittedError } from "./errors.js";
 import { Session } from "./session.js";
-import { checkId, DEFAULT_PREFIX, DEFAULT_TENANT, Subjects } from "./subjects.js";
-import { has, Wire } from "./wire.js";
+import { checkId, DEFAULT_TENANT, Subjects } from "./subjects.js";
+import { has, messageOf, Wire } from "./wire.js";
 
 export interface ClientOptions {
   /** The tenant that owns the sessions; `default` if it is left out. */
@@ -31,7 +31,7 @@ export class Client implements AsyncDisposable {
   constructor(connection: NatsConnection, options: ClientOptions = {}) {
     this.tenant = checkId("tenant", options.tenant ?? DEFAULT_TENANT);
     this.connection = connection;
-    this.#feeds = new ResultFeeds(new Wire(connection, new Subjects(options.prefix ?? DEFAULT_PREFIX)));
+    this.#feeds = new ResultFeeds(new Wire(connection, new Subjects(options.prefix)));
     this.#controlTimeoutMs = options.controlTimeoutMs ?? 5000;
   }
 
@@ -56,7 +56,8 @@ export async function connectBy(
   open: (options: ConnectOptions) => Promise<NatsConnection>,
   { tenant, prefix, controlTimeoutMs, servers, ...options }: ConnectOptions,
 ): Promise<Client> {
-  checkId("tenant", tenant ?? DEFAULT_TENANT);
+  checkId("tenant", tenant ?? DEFAULT_TENANT); // before there is a connection that would have to be closed
+  new Subjects(prefix);
   const addresses = [servers ?? "127.0.0.1:4222"].flat().flatMap((server) => server.split(","));
   const bare = addresses.map(withoutCredentials);
   try {
@@ -73,8 +74,9 @@ export async function connectBy(
     if (has(error, "AuthorizationError")) {
       throw new NotPermittedError(`the NATS server at ${bare} refuses the credentials`, { cause: error });
     }
-    if (has(error, "ConnectionError") || has(error, "TimeoutError")) {
-      throw new NoServerError(`no NATS server at ${bare}: ${String(error)}`, { cause: error });
+    const isOfSystem = error instanceof Error && "code" in error; // such as ENOTFOUND, and faults of TLS
+    if (isOfSystem || has(error, "ConnectionError") || has(error, "TimeoutError")) {
+      throw new NoServerError(`no NATS server at ${bare}: ${messageOf(error)}`, { cause: error });
     }
     throw error;
   }

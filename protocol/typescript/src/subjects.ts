@@ -2,7 +2,6 @@
 
 import { InvalidMessageError } from "./errors.js";
 
-export const DEFAULT_PREFIX = "turnkeep";
 export const DEFAULT_TENANT = "default";
 
 const ID = /^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$/;
@@ -30,7 +29,7 @@ export class Subjects {
   /** The JetStream stream that keeps token chunks for some minutes. */
   readonly tokenStream: string;
 
-  constructor(readonly prefix: string = DEFAULT_PREFIX) {
+  constructor(readonly prefix = "turnkeep") {
     if (!PREFIX.test(prefix)) {
       throw new InvalidMessageError(
         `prefix ${JSON.stringify(prefix)} is not valid: it must be words of A-Z a-z 0-9 _ - with dots between them`,

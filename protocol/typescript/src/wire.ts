@@ -115,7 +115,7 @@ export class Wire {
       if (has(error, "TimeoutError")) {
         throw new NoWorkerError(`no worker answered on ${subject} within ${timeoutMs / 1000} s`);
       }
-      throw new NoWorkerError(`${subject} could not be asked: ${String(error)}`, { cause: error });
+      throw new NoWorkerError(`${subject} could not be asked: ${messageOf(error)}`, { cause: error });
     }
   }
 
@@ -216,12 +216,16 @@ export function has(error: unknown, name: string): boolean {
   return error instanceof Error && (error.name === name || has(error.cause, name));
 }
 
+export function messageOf(error: unknown): string {
+  return error instanceof Error ? error.message : String(error);
+}
+
 function throwIfRefused(error: unknown, subject: string): void {
   if (has(error, "PermissionViolationError")) {
-    throw new NotPermittedError(`this user may not use ${subject}: ${String(error)}`, { cause: error });
+    throw new NotPermittedError(`this user may not use ${subject}: ${messageOf(error)}`, { cause: error });
   }
   if (has(error, "InvalidArgumentError")) {
-    throw new InvalidMessageError(`the request cannot be sent: ${String(error)}`, { cause: error });
+    throw new InvalidMessageError(`the request cannot be sent: ${messageOf(error)}`, { cause: error });
   }
   if (has(error, "JetStreamApiError")) {
     const { code, message } = error as JetStreamApiError;

@@ -157,6 +157,7 @@ test("what cannot be done is told by the class of its error", async () => {
   await assert.rejects(client.session("s").append({ text: large }), turnkeep.InvalidMessageError);
   await assert.rejects(connect({ servers: "nats://wrong@" + servers.split("@")[1] }), turnkeep.NotPermittedError);
   await assert.rejects(connect({ servers: "127.0.0.1:9" }), turnkeep.NoServerError);
+  await assert.rejects(connect({ servers, prefix: "a b" }), turnkeep.InvalidMessageError);
   await using other = await connect({ servers, prefix: "nobody" });
   await assert.rejects(other.session("s").info(), turnkeep.NoWorkerError);
   await assert.rejects(other.session("s").append({ text: "x" }), /no worker was ever started/);
