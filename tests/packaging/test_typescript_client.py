@@ -48,7 +48,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("the TypeScript client is built by npm, and there is no npm")
     folder = tmp_path_factory.mktemp("typescript")
     source, user = folder / "source", folder / "user"
-    shutil.copytree(PROJECT, source, ignore=shutil.ignore_patterns("node_modules", "dist"))
+    shutil.copytree(PROJECT, source, ignore=shutil.ignore_patterns("node_modules", "dist", "*.tgz"))
     npm(*INSTALL, folder=source)
     npm("pack", folder=source)
     (packed,) = source.glob("*.tgz")
@@ -185,8 +185,11 @@ async def running(runtime: str, programs: Path, *arguments: object) -> AsyncIter
     assert process.stdout is not None
     try:
         yield process.stdout.readline
-    finally:
         assert await process.wait() == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
 
 
 RUNTIMES = {
