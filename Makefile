@@ -66,7 +66,7 @@ lock: $(STAMP) ## Resolve requirements/*.in again (UPGRADE=--upgrade takes newer
 	$(COMPILE) requirements/docs.in -o requirements/docs.lock
 
 clean: ## Remove caches and build output; `rm -rf .venv` starts over
-	rm -rf dist docs/reference .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf dist protocol/typescript/dist docs/reference .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 # pip is the last thing that venv puts there: an interrupted run is made good by the next one.

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -16,6 +17,7 @@ import pytest
 
 from worker.process.datadir import DataDir
 from worker.wire import broker
+from worker.wire.broker import check_port
 from worker.wire.connection import BrokerError, connect
 from worker.wire.credentials import own_token
 
@@ -250,6 +252,26 @@ async def test_a_port_that_another_server_holds_is_named_with_what_to_do(foreign
     assert "--nats-port" in message
     assert f"--nats nats://127.0.0.1:{server.port}" in message
     assert server.pid is None
+
+
+async def test_the_server_speaks_websocket_only_where_it_is_told_to(embed, directory, settings, unused_port):
+    server = embed(directory, dataclasses.replace(settings, nats_websocket=unused_port))
+    with socket.create_server(("127.0.0.1", unused_port)), pytest.raises(BrokerError) as caught:
+        await server.start()
+    taken = f"port {unused_port} of 127.0.0.1 is taken by another program"
+    assert str(caught.value) == f"{taken}; choose another with --nats-websocket"
+    await server.start()
+    reader, writer = await asyncio.open_connection("127.0.0.1", unused_port)
+    asking = {"Host": "x", "Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
+    asking["Sec-WebSocket-Key"] = "AAAAAAAAAAAAAAAAAAAAAA=="
+    lines = ["GET / HTTP/1.1", *(f"{name}: {value}" for name, value in asking.items()), "", ""]
+    writer.write("\r\n".join(lines).encode())
+    assert (await reader.readline()).startswith(b"HTTP/1.1 101")
+    assert b'"auth_required":true' in await reader.readuntil(b"}")
+    writer.close()
+    await server.stop()
+    await embed(directory, settings).start()
+    check_port(unused_port)
 
 
 async def test_a_data_directory_with_odd_characters_works(embed, tmp_path, settings):

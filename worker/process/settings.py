@@ -335,6 +335,11 @@ class Settings:
         _OPTIONAL_PATH, None, "a PEM file with the key of nats_cert, if that file does not hold it"
     )
     nats_port: int = _setting(_PORT, 4222, "the port on 127.0.0.1 of the worker's own NATS server")
+    nats_websocket: int | None = _setting(
+        _or("off", None, _PORT),
+        None,
+        "a port on 127.0.0.1 where the worker's own NATS server speaks WebSocket",
+    )
     prefix: str = _setting(
         _name("words of A-Z a-z 0-9 _ - joined by dots", check_prefix),
         DEFAULT_PREFIX,

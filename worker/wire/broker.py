@@ -80,8 +80,8 @@ def _program() -> Path:
     return program
 
 
-def check_port(port: int) -> None:
-    """Raise `BrokerError` if no server can listen on `port` of the loopback address."""
+def check_port(port: int, mend: str | None = None) -> None:
+    """Raise `BrokerError`, ending with `mend`, if no server can listen on `port` of the loopback address."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as Go does: TIME_WAIT is no obstacle
         try:
@@ -92,10 +92,11 @@ def check_port(port: int) -> None:
                 if error.errno == errno.EADDRINUSE
                 else f"is refused: {error.strerror}"
             )
-            raise BrokerError(
-                f"port {port} of {HOST} {reason}; choose another with --nats-port, or,"
+            mend = mend or (
+                "choose another with --nats-port, or,"
                 f" if a NATS server listens there, use it with --nats nats://{HOST}:{port}"
-            ) from None
+            )
+            raise BrokerError(f"port {port} of {HOST} {reason}; {mend}") from None
 
 
 def server_name(root: Path) -> str:
@@ -126,6 +127,7 @@ class EmbeddedServer:
 
     def __init__(self, directory: DataDir, settings: Settings) -> None:
         self.port = settings.nats_port
+        self._websocket_port = settings.nats_websocket
         self.adopted = False
         self._root = directory.path
         self._config_file = self._root / "nats-server.conf"
@@ -158,7 +160,7 @@ class EmbeddedServer:
         """
         if not self._find():
             _program()
-            check_port(self.port)
+            self._check_ports()
 
     async def start(self) -> None:
         """Adopt the server that already runs on this data directory, or start one; return when it is ready.
@@ -177,7 +179,7 @@ class EmbeddedServer:
 
     def _render(self, directory: DataDir, settings: Settings) -> str:
         # The server's configuration language includes JSON, which quotes reliably.
-        config = {
+        config: dict[str, Any] = {
             "server_name": self._name,
             "listen": f"{HOST}:{settings.nats_port}",
             "http": f"{HOST}:-1",  # health checks, on any free port, which the server writes to a file
@@ -193,7 +195,14 @@ class EmbeddedServer:
             "logfile_size_limit": 16 * 2**20,
             "logfile_max_num": 3,
         }
+        if settings.nats_websocket is not None:
+            config["websocket"] = {"listen": f"{HOST}:{settings.nats_websocket}", "no_tls": True}
         return json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+
+    def _check_ports(self) -> None:
+        check_port(self.port)
+        if self._websocket_port is not None:
+            check_port(self._websocket_port, "choose another with --nats-websocket")
 
     def _find(self) -> psutil.Process | None:
         """Find a server that runs with this data directory's configuration.
@@ -232,7 +241,7 @@ class EmbeddedServer:
 
     async def _launch(self) -> None:
         program = _program()
-        check_port(self.port)
+        self._check_ports()
         try:
             for stale in self._root.glob("nats-server_*.ports"):
                 stale.unlink()

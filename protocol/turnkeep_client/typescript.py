@@ -1,0 +1,114 @@
+"""The message types of the TypeScript client, written from the schemas of the AsyncAPI document.
+
+`python -m turnkeep_client.typescript` prints them; `--check FILE` compares a file with them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any, Final
+
+from .asyncapi import document
+
+#: The unions of messages, by the channel of the document that has them.
+_UNIONS: Final = {"Request": "in", "Result": "out", "ControlRequest": "ctl", "ControlReply": "ctlReply"}
+_PRIMITIVES: Final = {"string": "string", "integer": "number", "number": "number", "boolean": "boolean"}
+_HEAD: Final = """\
+// The messages of the protocol, written by `python -m turnkeep_client.typescript`: change the messages there.
+// A field of a result that is left out has its default.
+"""
+_WIDTH: Final = 108
+
+
+def render() -> str:
+    """Write the types."""
+    described = document()
+    schemas: dict[str, Any] = described["components"]["schemas"]
+    parts = [_HEAD]
+    parts += [_interface(name, schema) for name, schema in schemas.items()]
+    for union, channel in _UNIONS.items():
+        members = " | ".join(described["channels"][channel]["messages"])
+        parts.append(f"export type {union} = {members};\n")
+    return "\n".join(parts)
+
+
+def _interface(name: str, schema: dict[str, Any]) -> str:
+    lines = [*_comment(schema.get("description")), f"export interface {_name(name)} {{"]
+    required = schema.get("required", ())
+    for field, kind in schema["properties"].items():
+        mark = "" if field in required else "?"
+        lines += _comment(_described(kind), indent="  ")
+        lines.append(f"  {field}{mark}: {_type(kind)};")
+    return "\n".join([*lines, "}", ""])
+
+
+def _type(schema: dict[str, Any]) -> str:
+    """Write a JSON schema as a type. Raises `ValueError` for a kind that no message has had yet."""
+    if "$ref" in schema:
+        return _name(schema["$ref"].rpartition("/")[2])
+    if "anyOf" in schema:
+        return " | ".join(dict.fromkeys(_type(one) for one in schema["anyOf"]))
+    if "enum" in schema:
+        return " | ".join(json.dumps(value) for value in schema["enum"])
+    match schema.get("type"):
+        case None:
+            return "unknown"
+        case "null":
+            return "null"
+        case "array" if "prefixItems" in schema:
+            return f"readonly [{', '.join(_type(item) for item in schema['prefixItems'])}]"
+        case "array":
+            item = _type(schema["items"])
+            return f"readonly ({item})[]" if " " in item else f"readonly {item}[]"
+        case "object":
+            values = schema.get("additionalProperties")
+            return f"Record<string, {_type(values) if isinstance(values, dict) else 'unknown'}>"
+        case "string" if "examples" in schema:  # later versions have further ones
+            return " | ".join([*map(json.dumps, schema["examples"]), "(string & {})"])
+        case kind if kind in _PRIMITIVES:
+            return _PRIMITIVES[kind]
+    raise ValueError(f"no type is known for {schema}")
+
+
+def _described(schema: dict[str, Any]) -> str | None:
+    found = [schema.get("description"), *(one.get("description") for one in schema.get("anyOf", ()))]
+    return next(filter(None, found), None)
+
+
+def _comment(text: str | None, indent: str = "") -> list[str]:
+    if not text:
+        return []
+    lines: list[str] = []
+    for paragraph in re.split(r"\n\n", text):
+        lines += ["", *textwrap.wrap(paragraph, _WIDTH - len(indent))]
+    if len(lines) == 2:
+        return [f"{indent}/** {lines[1]} */"]
+    return [f"{indent}/**", *(f"{indent} * {line}".rstrip() for line in lines[1:]), f"{indent} */"]
+
+
+def _name(schema: str) -> str:
+    return schema.removeprefix("_")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the types; with `--check FILE` only return 1 if FILE differs from them."""
+    parser = argparse.ArgumentParser(prog="python -m turnkeep_client.typescript", description=main.__doc__)
+    parser.add_argument("--check", metavar="FILE", type=Path, help="exit with 1 if FILE has other types")
+    checked: Path | None = parser.parse_args(arguments).check
+    if checked is None:
+        sys.stdout.write(render())
+    elif not checked.is_file() or checked.read_text(encoding="utf-8") != render():
+        sys.stderr.write(
+            f"{checked} is not current: write it with python -m turnkeep_client.typescript > {checked}\n"
+        )
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,284 @@
+/**
+ * Publishes a request and waits for its result: by subscription, and from the log where that may have missed it.
+ *
+ * Nothing runs in the background: whoever waits does the work, so an abandoned call leaves nothing behind.
+ */
+
+import { delay } from "@nats-io/nats-core";
+
+import { InvalidMessageError, NoWorkerError, RequestFailedError, ResultRemovedError } from "./errors.js";
+import type { ControlReply, Request, Result } from "./messages.js";
+import type { SessionKey } from "./subjects.js";
+import { Bell } from "./waiting.js";
+import type { Wire } from "./wire.js";
+
+/** After so long without an event, a waiting call reads the log; doubles up to the second value. */
+const FIRST_POLL_MS = 2000;
+export const LAST_POLL_MS = 30_000;
+/** Between two questions whether a request was removed from the log. */
+const DOUBT_MS = 1000;
+
+/** Options of a single call. */
+export interface CallOptions {
+  /** Ends the wait, with the signal's reason. The request stays in the log and will be answered. */
+  signal?: AbortSignal;
+  /** Headers of the request's NATS message; a `traceparent` adds the worker's spans to the caller's trace. */
+  headers?: Readonly<Record<string, string>>;
+}
+
+/** One session's results, by subscription and from the log, shared by all calls that wait for them. */
+class ResultFeed {
+  users = 0;
+  publishing = 0;
+  readonly waiting = new Map<number, Set<Call>>();
+  /** Results that came before the acknowledgement of their request, by the request's sequence. */
+  readonly early = new Map<number, Result>();
+  readonly stop: () => void;
+  readonly #wire: Wire;
+  readonly #key: SessionKey;
+  readonly #denied = new Set<number>(); // sequences of requests that the log said it no longer has
+  #reading = Promise.resolve();
+  #next: Promise<void> | undefined;
+
+  constructor(wire: Wire, key: SessionKey) {
+    this.#wire = wire;
+    this.#key = key;
+    this.stop = wire.listen(wire.subjects.of(key, "out"), (body) => this.#arrived(body));
+  }
+
+  /** Search the log for the results of all waiting calls. Those who ask during a reading share the next one. */
+  readLog(): Promise<void> {
+    this.#next ??= this.#reading.then(() => {
+      this.#next = undefined;
+      this.#reading = this.#read();
+      return this.#reading;
+    });
+    return this.#next;
+  }
+
+  /**
+   * Whether the request at `seq` was removed from the log. Called after the log was read.
+   *
+   * Asks the server twice: under load, a server once said that it lacked a request that it had.
+   */
+  async isRemoved(seq: number): Promise<boolean> {
+    if (!this.#denied.has(seq)) return false;
+    await delay(DOUBT_MS);
+    if (!(await this.#lacks(seq))) this.#denied.delete(seq);
+    return this.#denied.has(seq);
+  }
+
+  #arrived(body: Uint8Array): void {
+    const result = decode<Result>(body);
+    const seq = result?.seq;
+    if (result === undefined || typeof seq !== "number") return;
+    for (const call of this.waiting.get(seq) ?? []) call.resolve(result);
+    if (this.publishing > 0) this.early.set(seq, result);
+  }
+
+  async #read(): Promise<void> {
+    if (this.waiting.size === 0) return;
+    const { subjects } = this.#wire;
+    const first = Math.min(...this.waiting.keys());
+    for (const { body } of await this.#wire.read(subjects.logStream, subjects.of(this.#key, "out"), first + 1)) {
+      this.#arrived(body);
+    }
+    for (const seq of this.#unanswered()) {
+      if (!this.#denied.has(seq) && !(await this.#lacks(seq))) break; // requests leave the log in their order
+      this.#denied.add(seq);
+    }
+  }
+
+  #unanswered(): number[] {
+    const answered = (calls: Set<Call>) => [...calls].some((call) => call.result !== undefined);
+    const found = [...this.waiting].filter(([, calls]) => !answered(calls));
+    return found.map(([seq]) => seq).sort((a, b) => a - b);
+  }
+
+  #lacks(seq: number): Promise<boolean> {
+    const { subjects } = this.#wire;
+    return this.#wire.lacks(subjects.logStream, subjects.of(this.#key, "in"), seq);
+  }
+}
+
+/** Subscriptions to sessions' results: one for each session that some caller waits for. */
+export class ResultFeeds {
+  readonly #feeds = new Map<string, ResultFeed>();
+
+  constructor(readonly wire: Wire) {}
+
+  /** Return the session's feed. Each `acquire` needs a `release`. */
+  acquire(key: SessionKey): ResultFeed {
+    let feed = this.#feeds.get(key.session);
+    if (feed === undefined) {
+      feed = new ResultFeed(this.wire, key);
+      this.#feeds.set(key.session, feed);
+    }
+    feed.users += 1;
+    return feed;
+  }
+
+  release(key: SessionKey, feed: ResultFeed): void {
+    feed.users -= 1;
+    if (feed.users > 0) return;
+    this.#feeds.delete(key.session);
+    feed.stop();
+  }
+}
+
+/** One request and its result. */
+export class Call {
+  /** Sequence of the request in the log, once the log has acknowledged it. */
+  seq: number | undefined;
+  result: Result | undefined;
+  readonly bell = new Bell();
+  readonly #feeds: ResultFeeds;
+  readonly #options: CallOptions;
+  #users = 0;
+  #started: Promise<void> | undefined;
+  #feed: ResultFeed | undefined;
+  #epoch: number;
+  #pollMs = FIRST_POLL_MS;
+
+  constructor(
+    feeds: ResultFeeds,
+    readonly key: SessionKey,
+    readonly request: Request,
+    options: CallOptions,
+  ) {
+    this.#feeds = feeds;
+    this.#options = options;
+    this.#epoch = feeds.wire.epoch;
+  }
+
+  /** Return the request's result, which may be a `failed`. */
+  async wait(): Promise<Result> {
+    if (this.result === undefined) {
+      try {
+        await this.enter();
+        while (this.result === undefined) await this.change();
+      } finally {
+        this.leave();
+      }
+    }
+    return this.result;
+  }
+
+  /** Begin to wait for the result. The first time also publishes the request. Each `enter` needs a `leave`. */
+  async enter(): Promise<void> {
+    if (this.#users++ === 0) {
+      this.#feeds.wire.watchers.add(this.bell);
+      this.#options.signal?.addEventListener("abort", this.bell.ring);
+    }
+    this.#started ??= this.#start();
+    await this.#started;
+  }
+
+  leave(): void {
+    if (--this.#users > 0) return;
+    this.#feeds.wire.watchers.delete(this.bell);
+    this.#options.signal?.removeEventListener("abort", this.bell.ring);
+    const feed = this.#feed;
+    this.#feed = this.#started = undefined;
+    if (feed === undefined) return;
+    const { seq } = this;
+    if (seq !== undefined) {
+      feed.waiting.get(seq)?.delete(this);
+      if (feed.waiting.get(seq)?.size === 0) feed.waiting.delete(seq);
+    }
+    this.#feeds.release(this.key, feed);
+  }
+
+  /** Wait for the next event, such as the result; after a reconnect or a long wait, read the log. */
+  async change(atMostMs = LAST_POLL_MS): Promise<void> {
+    const { wire } = this.#feeds;
+    this.#options.signal?.throwIfAborted();
+    if (this.#epoch === wire.epoch && !wire.closed) {
+      const patience = Math.min(this.#pollMs, atMostMs);
+      const rang = await this.bell.wait(patience);
+      this.#options.signal?.throwIfAborted();
+      if (rang || patience < this.#pollMs) return;
+      this.#pollMs = Math.min(2 * this.#pollMs, LAST_POLL_MS);
+    }
+    await this.#readLog();
+  }
+
+  resolve(result: Result): void {
+    this.result ??= result;
+    this.bell.ring();
+  }
+
+  async #start(): Promise<void> {
+    this.#epoch = this.#feeds.wire.epoch;
+    const feed = this.#feeds.acquire(this.key);
+    this.#feed = feed;
+    if (this.seq === undefined) {
+      await this.#publish(feed);
+    } else {
+      this.#waitAt(this.seq, feed);
+      await this.#readLog();
+    }
+  }
+
+  async #publish(feed: ResultFeed): Promise<void> {
+    const { wire } = this.#feeds;
+    const { headers, signal } = this.#options;
+    feed.publishing += 1;
+    try {
+      const seq = await wire.publish(wire.subjects.of(this.key, "in"), encode(this.request), headers, signal);
+      this.seq = seq;
+      this.#waitAt(seq, feed);
+      const early = feed.early.get(seq);
+      if (early !== undefined) this.resolve(early);
+    } finally {
+      feed.publishing -= 1;
+      if (feed.publishing === 0) feed.early.clear();
+    }
+  }
+
+  #waitAt(seq: number, feed: ResultFeed): void {
+    const calls = feed.waiting.get(seq) ?? new Set();
+    feed.waiting.set(seq, calls.add(this));
+  }
+
+  /** Search the log for the result, from the request on. */
+  async #readLog(): Promise<void> {
+    const { wire } = this.#feeds;
+    const { seq } = this;
+    const feed = this.#feed;
+    if (feed === undefined || seq === undefined || wire.closed) {
+      throw new NoWorkerError(`request ${this.request.id} is not answered yet: ${wire.whyClosed}`);
+    }
+    this.#epoch = wire.epoch;
+    await feed.readLog();
+    if (this.result === undefined && (await feed.isRemoved(seq)) && this.result === undefined) {
+      throw new ResultRemovedError(
+        `request ${this.request.id} was removed from the log before its result was received: its session was closed` +
+          " with forget, or closed long ago; whether the request was answered is unknown",
+      );
+    }
+  }
+}
+
+type Answer = Result | ControlReply;
+
+/** Return `answer` if it has this type; throw `RequestFailedError` if it is a `failed`. */
+export function expect<T extends Answer["type"]>(type: T, answer: Answer | undefined): Extract<Answer, { type: T }> {
+  if (answer?.type === type) return answer as Extract<Answer, { type: T }>;
+  if (answer?.type === "failed") throw new RequestFailedError(answer.code, answer.message, answer.retryable);
+  throw new InvalidMessageError(`the answer is ${JSON.stringify(answer?.type)}, not ${type}: update the client`);
+}
+
+export function encode(body: unknown): Uint8Array {
+  return new TextEncoder().encode(JSON.stringify(body));
+}
+
+/** Parse a JSON object; undefined for anything else. */
+export function decode<T extends object>(body: Uint8Array): T | undefined {
+  try {
+    const value: unknown = JSON.parse(new TextDecoder().decode(body));
+    return typeof value === "object" && value !== null ? (value as T) : undefined;
+  } catch {
+    return undefined;
+  }
+}

@@ -1,0 +1,98 @@
+/** A connection of one tenant, and how it is made from the address of a server. */
+
+import type { NatsConnection, WsConnectionOptions } from "@nats-io/nats-core";
+
+import { ResultFeeds } from "./calls.js";
+import { NoServerError, NotPermittedError } from "./errors.js";
+import { Session } from "./session.js";
+import { checkId, DEFAULT_TENANT, Subjects } from "./subjects.js";
+import { has, messageOf, Wire } from "./wire.js";
+
+export interface ClientOptions {
+  /** The tenant that owns the sessions; `default` if it is left out. */
+  tenant?: string;
+  /** What the subjects begin with; `turnkeep` if it is left out. */
+  prefix?: string;
+  /** How long `info`, `cancel`, `count`, `pin` and `unpin` wait for the worker; 5000. */
+  controlTimeoutMs?: number;
+}
+
+/** Options of the client, and those of `connect` of NATS: credentials, TLS, `wsFactory` and more. */
+export interface ConnectOptions extends ClientOptions, WsConnectionOptions {}
+
+/** A connection of one tenant. Create it with `connect`, or from a connection of your own. */
+export class Client implements AsyncDisposable {
+  readonly tenant: string;
+  readonly connection: NatsConnection;
+  readonly #feeds: ResultFeeds;
+  readonly #controlTimeoutMs: number;
+
+  /** `connection` should reconnect without limit (`maxReconnectAttempts: -1`), so that waiting calls continue. */
+  constructor(connection: NatsConnection, options: ClientOptions = {}) {
+    this.tenant = checkId("tenant", options.tenant ?? DEFAULT_TENANT);
+    this.connection = connection;
+    this.#feeds = new ResultFeeds(new Wire(connection, new Subjects(options.prefix)));
+    this.#controlTimeoutMs = options.controlTimeoutMs ?? 5000;
+  }
+
+  /** Return a session by name; sends nothing. */
+  session(name: string): Session {
+    const key = { tenant: this.tenant, session: checkId("session", name) };
+    return new Session(this.#feeds, key, this.#controlTimeoutMs);
+  }
+
+  /** Close the connection; calls that still wait throw `NoWorkerError`, but their requests continue. */
+  close(): Promise<void> {
+    return this.connection.close();
+  }
+
+  [Symbol.asyncDispose](): Promise<void> {
+    return this.close();
+  }
+}
+
+/** Connect by one of NATS's functions for it, without limit to reconnections. */
+export async function connectBy(
+  open: (options: ConnectOptions) => Promise<NatsConnection>,
+  { tenant, prefix, controlTimeoutMs, servers, ...options }: ConnectOptions,
+): Promise<Client> {
+  checkId("tenant", tenant ?? DEFAULT_TENANT); // before there is a connection that would have to be closed
+  new Subjects(prefix);
+  const addresses = [servers ?? "127.0.0.1:4222"].flat().flatMap((server) => server.split(","));
+  const bare = addresses.map(withoutCredentials);
+  try {
+    const connection = await open({
+      name: "turnkeep-client",
+      maxReconnectAttempts: -1,
+      reconnectTimeWait: 250,
+      ...credentials(addresses),
+      ...options,
+      servers: bare,
+    });
+    return new Client(connection, { tenant, prefix, controlTimeoutMs });
+  } catch (error) {
+    if (has(error, "AuthorizationError")) {
+      throw new NotPermittedError(`the NATS server at ${bare} refuses the credentials`, { cause: error });
+    }
+    const isOfSystem = error instanceof Error && "code" in error; // such as ENOTFOUND, and faults of TLS
+    if (isOfSystem || has(error, "ConnectionError") || has(error, "TimeoutError")) {
+      throw new NoServerError(`no NATS server at ${bare}: ${messageOf(error)}`, { cause: error });
+    }
+    throw error;
+  }
+}
+
+const USER_INFO = /^(\w+:\/\/)?([^@/]*)@/;
+
+/** NATS's JavaScript client takes no credentials in a URL. */
+function withoutCredentials(server: string): string {
+  return server.trim().replace(USER_INFO, "$1");
+}
+
+function credentials(servers: string[]): Pick<WsConnectionOptions, "token" | "user" | "pass"> {
+  for (const server of servers) {
+    const [user, ...pass] = (USER_INFO.exec(server.trim())?.[2] ?? "").split(":").map(decodeURIComponent);
+    if (user) return pass.length > 0 ? { user, pass: pass.join(":") } : { token: user };
+  }
+  return {};
+}

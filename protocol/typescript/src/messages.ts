@@ -1,0 +1,827 @@
+// The messages of the protocol, written by `python -m turnkeep_client.typescript`: change the messages there.
+// A field of a result that is left out has its default.
+
+/**
+ * Add exactly one of `messages`, `text`, `tokens` to the session and prefill it at once.
+ *
+ * `tools` are those of the session from then on, as in a generate.
+ */
+export interface Append {
+  type: "append";
+  messages?: readonly Message[] | null;
+  /** raw text, tokenised without the chat template */
+  text?: string | null;
+  tokens?: readonly number[] | null;
+  /** whether to parse special tokens that are spelled out; by default in text, and not in messages */
+  special_tokens?: boolean | null;
+  /** seconds after the log stored the request */
+  deadline_s?: number | null;
+  /** among waiting requests, higher first */
+  priority?: number;
+  tools?: readonly Tool[] | null;
+  /** 1 to 64 of the characters A-Z a-z 0-9 _ -, the first one a letter or a digit */
+  id: string;
+  /** tokens from the session's start */
+  expect_position?: number | null;
+}
+
+/**
+ * Answer to `append`; `tokens = cached_tokens + prefilled_tokens`: all session tokens but the last.
+ *
+ * The following generate runs the last token, whose logits give the answer's first token. After an empty
+ * append the counts are zero. `kv_live_bytes` is the size of the KV that the next token sees; under `paged` it
+ * includes the sketches (2-bit copies of the keys) of all tokens. `rewritten_from` is set if the chat template
+ * changed earlier text: the tokens from that position on were replaced and prefilled again.
+ */
+export interface Appended {
+  type: "appended";
+  tokens: number;
+  cached_tokens: number;
+  prefilled_tokens: number;
+  kv_live_bytes: number;
+  seconds: number;
+  rewritten_from?: number | null;
+  id: string;
+  seq: number;
+  position: number;
+  repeat_of?: number | null;
+  cache?: SessionCache | null;
+  visible_from?: number | null;
+}
+
+/**
+ * Which tokens keep their KV, and at what precision. A missing `policy` is the worker's default.
+ *
+ * `full` keeps all tokens. `sink_window` keeps the first `sink` tokens (4 by default) and the last `window`
+ * (1024); a token sees only these, the session may continue without end, and its KV has a fixed size. `paged`
+ * keeps all tokens on SSD and `resident` of them (4096) on the device: the first and the last ones, the spans
+ * `pin` (start, end), and the chunks that matter most to the current turn. An answer sees the tokens on the
+ * device; a prompt sees all tokens, read from SSD. With `kv_bits`, a worker whose KV has another precision
+ * refuses the session.
+ */
+export interface CachePolicy {
+  policy?: "full" | "paged" | "sink_window" | null;
+  sink?: number | null;
+  window?: number | null;
+  resident?: number | null;
+  pin?: readonly (readonly [number, number])[] | null;
+  kv_bits?: 4 | 8 | null;
+}
+
+/** A part of the tool call number `index`, from 0: `id` and `name` once, then text of its arguments. */
+export interface CallPart {
+  index: number;
+  id?: string | null;
+  name?: string | null;
+  arguments?: string;
+}
+
+/** One tool call of an answer, in OpenAI's shape. */
+export interface Called {
+  id: string;
+  function: CalledFunction;
+  type?: string;
+}
+
+/** The function of a tool call; `arguments` is JSON as text. */
+export interface CalledFunction {
+  name: string;
+  arguments: string;
+}
+
+/** Stop a waiting or running request of the session (on `ctl`). */
+export interface CancelRequest {
+  type: "cancel";
+  /** 1 to 64 of the characters A-Z a-z 0-9 _ -, the first one a letter or a digit */
+  id: string;
+}
+
+/** Answer to `cancel`: the state of the request when it was cancelled. */
+export interface Cancelled {
+  type: "cancelled";
+  id: string;
+  /** later versions have other values too */
+  was: "waiting" | "running" | (string & {});
+}
+
+/** The answer is one of some texts. */
+export interface ChoiceFormat {
+  type: "choice";
+  choices: readonly string[];
+}
+
+/**
+ * A part of an answer: some of its tokens, and what is said of them; `i` is the index of the first.
+ *
+ * `text` has only whole characters. `logprobs` has an item for each token, if the request asks for them.
+ * `reasoning` and `tool_calls` are not in the text; parts of a call that turns out to be malformed have no
+ * counterpart in the result.
+ *
+ * `seq` is the generate's stream sequence: ignore chunks with another `seq`.
+ */
+export interface Chunk {
+  i: number;
+  tokens: readonly number[];
+  text: string;
+  seq?: number | null;
+  logprobs?: readonly TokenLogprob[];
+  reasoning?: string;
+  tool_calls?: readonly CallPart[];
+}
+
+/**
+ * End the session. Only an `open` can use its name again; after some days it is removed from the log.
+ *
+ * `forget` removes the session's content at once: from the worker's disk, except prefixes that other sessions
+ * or a pin share, and from the log, except the close and its result. Snapshots of tokens that the session no
+ * longer had, after a rewind or a cancelled request, stay on the disk until they are evicted.
+ */
+export interface Close {
+  type: "close";
+  forget?: boolean;
+  /** 1 to 64 of the characters A-Z a-z 0-9 _ -, the first one a letter or a digit */
+  id: string;
+  /** tokens from the session's start */
+  expect_position?: number | null;
+}
+
+/**
+ * Answer to `close`; `position` is the session's last one.
+ *
+ * After `forget`, `forgotten` counts the removed snapshots and `removed_entries` the entries removed from the
+ * log. `settled` is false if some of the session's tokens may be left on the disk: the disk did not answer in
+ * time, a file could not be removed, another session's turn uses a snapshot, or there are snapshots that this
+ * worker cannot read.
+ */
+export interface Closed {
+  type: "closed";
+  forgotten?: number | null;
+  removed_entries?: number | null;
+  settled?: boolean;
+  id: string;
+  seq: number;
+  position: number;
+  repeat_of?: number | null;
+}
+
+/**
+ * Count the tokens that a generate with this input would add; nothing runs (on `ctl`).
+ *
+ * Of a session that does not exist: the tokens that it would begin with. Other `tools` than the session's are
+ * counted as a generate would add them.
+ */
+export interface CountRequest {
+  type: "count";
+  messages?: readonly Message[] | null;
+  /** raw text, tokenised without the chat template */
+  text?: string | null;
+  tokens?: readonly number[] | null;
+  /** whether to parse special tokens that are spelled out; by default in text, and not in messages */
+  special_tokens?: boolean | null;
+  raw?: boolean;
+  tools?: readonly Tool[] | null;
+}
+
+/**
+ * Answer to `count`: the session would have `position` tokens, the last `tokens` of them new.
+ *
+ * `rewritten_from` is set if the chat template would change earlier text: then `tokens` are those from there
+ * on.
+ */
+export interface Counted {
+  type: "counted";
+  tokens: number;
+  position: number;
+  rewritten_from?: number | null;
+}
+
+/** Why workers gave up the request at sequence `seq`. Stored on the session's subject `dead`. */
+export interface DeadLetter {
+  type: "dead";
+  seq: number;
+  id: string | null;
+  request: string;
+  position: number;
+  attempts: number;
+  reason: string;
+  worker: string;
+  model: string;
+}
+
+/** Answer to a request that changed nothing. `id` is null if the body has no valid one. */
+export interface Failed {
+  type: "failed";
+  id: string | null;
+  /** later versions have other values too */
+  code: "invalid_request" | "id_conflict" | "position_conflict" | "unknown_session" | "context_exceeded" | "memory_exceeded" | "overloaded" | "expired" | "history_diverged" | "internal" | (string & {});
+  message: string;
+  retryable: boolean;
+  seq?: number | null;
+  position?: number | null;
+  repeat_of?: number | null;
+}
+
+/**
+ * Where a new session begins: with the first `position` tokens of another session of the tenant.
+ *
+ * Without `position`: with all tokens that the session has after its last result. With `expect_position`, only
+ * if it has that many then.
+ */
+export interface ForkPoint {
+  /** 1 to 64 of the characters A-Z a-z 0-9 _ -, the first one a letter or a digit */
+  session: string;
+  /** tokens from the session's start */
+  position?: number | null;
+  /** tokens from the session's start */
+  expect_position?: number | null;
+}
+
+/** The function that a tool call names, in OpenAI's shape. */
+export interface Function {
+  name: string;
+  arguments: string;
+}
+
+/**
+ * What an HTTP gateway has done since its start, published every `interval_s` seconds.
+ *
+ * `requests` counts HTTP requests by status, `answers` by how their conversation was found (`begun`,
+ * `continued`, `forked`, `repeated`), `tokens` by kind (`reused`, `prefilled`, `generated`). `resumed` answers
+ * outlived a worker. Of the moment are `running`, the requests that are being answered, and `conversations`,
+ * the ones that are known.
+ */
+export interface GatewayMetrics {
+  type: "gateway";
+  gateway: string;
+  version: string;
+  uptime_s: number;
+  interval_s?: number;
+  running: number;
+  conversations: number;
+  requests: Record<string, number>;
+  answers: Record<string, number>;
+  tokens: Record<string, number>;
+  resumed: number;
+}
+
+/**
+ * Sample tokens, after appending at most one of `messages`, `text`, `tokens`.
+ *
+ * `logit_bias` (added to the logits of token ids), penalties, temperature, `top_k`, `top_p` and `min_p` apply
+ * in this order. A temperature of 0 takes the most likely token; `top_k` 0 and `top_p` 1 are off. The
+ * `repetition_penalty` is for the answer's tokens and the session's tokens; under `sink_window` only for the
+ * session's tokens that the model sees when the answer begins. `presence_penalty` and `frequency_penalty` are
+ * for the answer's tokens, as in OpenAI's API. A missing seed is derived from the request, so an interrupted
+ * answer continues with the same tokens.
+ *
+ * The model's end tokens are not drawn before the answer has `min_tokens` tokens; with `ignore_eos` they do
+ * not end it. With `logprobs`, each token of the answer has the logarithm of its probability by the model
+ * itself, before everything above, and the `top_logprobs` likeliest tokens. `echo` says the same of each token
+ * that the request adds before its answer; only with `echo` may `max_tokens` be 0. `raw` leaves out the
+ * assistant header that the chat template would add after messages. The answer, from its first token or the
+ * end of its reasoning on, follows the `response_format`; then it ends, even before `min_tokens`.
+ *
+ * `prefix` is the beginning of the answer, given by the client: it belongs to the prompt, and to the answer in
+ * later turns. With `own_sampling`, options that the request leaves out are those that the model's authors
+ * recommend (`generation_config.json`).
+ *
+ * `tools` stay those of the session until a request gives others, or none (`[]`). `tool_choice` says whether
+ * the answer may call them (`auto`), must not (`none`), must (`required`), or must call the one that it names.
+ * Without `parallel_tool_calls` the answer ends with its first call.
+ */
+export interface Generate {
+  type: "generate";
+  messages?: readonly Message[] | null;
+  /** raw text, tokenised without the chat template */
+  text?: string | null;
+  tokens?: readonly number[] | null;
+  /** whether to parse special tokens that are spelled out; by default in text, and not in messages */
+  special_tokens?: boolean | null;
+  /** seconds after the log stored the request */
+  deadline_s?: number | null;
+  /** among waiting requests, higher first */
+  priority?: number;
+  max_tokens?: number;
+  /** the answer's first text, given */
+  prefix?: string;
+  own_sampling?: boolean;
+  tools?: readonly Tool[] | null;
+  tool_choice?: "auto" | "none" | "required" | NamedTool;
+  parallel_tool_calls?: boolean;
+  reasoning?: Reasoning;
+  temperature?: number;
+  top_p?: number;
+  top_k?: number;
+  min_p?: number;
+  repetition_penalty?: number;
+  presence_penalty?: number;
+  frequency_penalty?: number;
+  logit_bias?: Record<string, number>;
+  min_tokens?: number;
+  ignore_eos?: boolean;
+  logprobs?: boolean;
+  top_logprobs?: number;
+  echo?: boolean;
+  seed?: number | null;
+  stop?: readonly string[] | string;
+  raw?: boolean;
+  response_format?: JsonSchemaFormat | JsonObjectFormat | RegexFormat | LarkFormat | ChoiceFormat | TextFormat | null;
+  /** 1 to 64 of the characters A-Z a-z 0-9 _ -, the first one a letter or a digit */
+  id: string;
+  /** tokens from the session's start */
+  expect_position?: number | null;
+}
+
+/**
+ * Answer to `generate`. `tokens` are all ids that were added. `text` leaves out the stop string (`stop`).
+ *
+ * With `logprobs`, the field of that name has an item for each token; with `echo`, `prompt_logprobs` for each
+ * token that the request added before them. `reasoning` and `tool_calls` are not in the text. A call that
+ * cannot be parsed is in the text, and the `finish_reason` is then `tool_calls_malformed`. `warnings` say what
+ * of the request had no effect. `prefix_tokens` is how many of the prompt's tokens, its last ones, are the
+ * request's `prefix`; `resumed_tokens` is how many of the answer's an earlier worker had published.
+ */
+export interface Generated {
+  type: "generated";
+  text: string;
+  tokens: readonly number[];
+  /** later versions have other values too */
+  finish_reason: "stop" | "length" | "cancelled" | "expired" | "tool_calls" | "tool_calls_malformed" | (string & {});
+  usage: Usage;
+  seconds: Seconds;
+  kv_live_bytes: number;
+  stop?: string | null;
+  rewritten_from?: number | null;
+  logprobs?: readonly TokenLogprob[];
+  prompt_logprobs?: readonly PromptToken[];
+  reasoning?: string;
+  tool_calls?: readonly Called[];
+  warnings?: readonly string[];
+  prefix_tokens?: number;
+  resumed_tokens?: number;
+  id: string;
+  seq: number;
+  position: number;
+  repeat_of?: number | null;
+  cache?: SessionCache | null;
+  visible_from?: number | null;
+}
+
+/** Counts by upper bound; `counts` has one more entry than `bounds`, for values above the last. */
+export interface Histogram {
+  bounds: readonly number[];
+  counts: readonly number[];
+  sum: number;
+  count: number;
+}
+
+/**
+ * Ask for a session's state (on `ctl`). The answer names `limit` waiting requests after the first `skip`.
+ *
+ * With `snapshot` the answer also names the last stored snapshot of the session's KV.
+ */
+export interface InfoRequest {
+  type: "info";
+  skip?: number;
+  limit?: number;
+  snapshot?: boolean;
+}
+
+/** The answer is a JSON object, on one line. */
+export interface JsonObjectFormat {
+  type: "json_object";
+}
+
+/**
+ * A JSON schema, in OpenAI's shape. `name` and `description` have no effect.
+ *
+ * A keyword that cannot be enforced is refused; with `strict` false it is ignored.
+ */
+export interface JsonSchema {
+  schema: Record<string, unknown>;
+  name?: string | null;
+  description?: string | null;
+  strict?: boolean | null;
+}
+
+/** The answer is JSON that the schema describes, on one line. */
+export interface JsonSchemaFormat {
+  type: "json_schema";
+  json_schema: JsonSchema;
+}
+
+/** The answer follows a grammar in llguidance's variant of Lark. */
+export interface LarkFormat {
+  type: "lark";
+  grammar: string;
+}
+
+/**
+ * A token and the logarithm of its probability.
+ *
+ * `token` is its text. `bytes` are its bytes if these are not whole characters.
+ */
+export interface LikelyToken {
+  id: number;
+  token: string;
+  logprob: number;
+  bytes?: readonly number[] | null;
+}
+
+/**
+ * One chat message in OpenAI's shape; rendered by the model's chat template.
+ *
+ * The text parts of a content are joined on construction, so `content` is a string, or null if an assistant
+ * only calls tools.
+ */
+export interface Message {
+  role: "assistant" | "developer" | "system" | "tool" | "user";
+  content?: string | readonly TextPart[] | null;
+  name?: string | null;
+  tool_calls?: readonly ToolCall[] | null;
+  tool_call_id?: string | null;
+}
+
+/**
+ * A worker's state, published every few seconds. Times are in seconds, sizes in bytes.
+ *
+ * `waiting` counts the sessions that wait in the worker; `waiting_for_memory` of them wait only for device
+ * memory. `returned` counts requests handed back to the log's consumer because their tenant has its maximum of
+ * sessions at work. `ignored` counts, by kind, entries and chunks that no worker can have published.
+ * `kv_layers` names the layers of each kind of KV. `sampling` has the options of a generate that the model's
+ * authors recommend; the worker applies none by itself. `context_tokens` is the most that a session with all
+ * of its KV may hold. A `device` of `unloaded` says that the first request loads the model.
+ *
+ * `interval_s` is the time until the next message; `max_message_bytes` is the size of the largest request that
+ * the log takes. `queue_time` and `request_duration` count the appends and generates from the moment when the
+ * log stored them, by the server's clock: `queue_time` until they began to run, `request_duration` until the
+ * results of successful ones were stored. Workers of earlier versions send none of these. `decoding_s` adds up
+ * the steps that decoded answers, so that tokens a second can leave out idle time. `by_tenant` is sent only on
+ * the metrics subject, never in an answer to a control request.
+ */
+export interface Metrics {
+  type: "metrics";
+  worker: string;
+  version: string;
+  model: string;
+  device: string;
+  uptime_s: number;
+  requests: Record<string, Record<string, number>>;
+  waiting: number;
+  waiting_for_memory: number;
+  returned?: number;
+  log_bytes?: number;
+  log_max_bytes?: number;
+  max_message_bytes?: number;
+  ignored?: Record<string, number>;
+  running: number;
+  sessions: number;
+  sessions_by_policy?: Record<string, number>;
+  resident_sessions: number;
+  prefilled_tokens: number;
+  cached_tokens: number;
+  generated_tokens: number;
+  draft_tokens?: number;
+  accepted_draft_tokens?: number;
+  recalled_tokens?: number;
+  evicted_tokens?: number;
+  decoding_s?: number;
+  time_to_first_token: Histogram;
+  time_per_output_token: Histogram;
+  batch_size: Histogram;
+  event_loop_lag: Histogram;
+  interval_s?: number;
+  queue_time?: Histogram;
+  request_duration?: Histogram;
+  resident_kv_bytes: number;
+  context_tokens?: number;
+  kv_layers?: Record<string, string>;
+  sampling?: Record<string, number>;
+  max_memory_bytes: number;
+  device_memory_bytes?: number;
+  mlx_active_bytes: number;
+  mlx_peak_bytes: number;
+  estimated_scratch_bytes?: number;
+  measured_scratch_bytes?: number;
+  process_bytes: number;
+  snapshots: SnapshotCounters;
+  by_tenant?: TenantFigures;
+}
+
+/** Ask for the worker's metrics (on the `ctl` of any session, which need not exist). */
+export interface MetricsRequest {
+  type: "metrics";
+}
+
+/** The tool that an answer must call, in OpenAI's shape. */
+export interface NamedTool {
+  function: ChosenFunction;
+  type?: "function";
+}
+
+/**
+ * Start a session explicitly. Optional: the first append or generate starts it too.
+ *
+ * With `from` it is a fork: it begins with tokens of another session and keeps that session's cache policy.
+ * `tags` are names under which operators find it.
+ */
+export interface Open {
+  type: "open";
+  cache?: CachePolicy;
+  from?: ForkPoint | null;
+  tags?: readonly string[];
+  /** 1 to 64 of the characters A-Z a-z 0-9 _ -, the first one a letter or a digit */
+  id: string;
+  /** tokens from the session's start */
+  expect_position?: number | null;
+}
+
+/**
+ * Answer to `open`. `cache` is the session's policy; it is left out if the policy is `full`.
+ *
+ * A fork has a `parent`, and `position` counts the tokens that it took from it.
+ */
+export interface Opened {
+  type: "opened";
+  parent?: Parent | null;
+  tags?: readonly string[];
+  id: string;
+  seq: number;
+  position: number;
+  repeat_of?: number | null;
+  cache?: SessionCache | null;
+  visible_from?: number | null;
+}
+
+/** The session that a fork was made from, and the number of tokens that the fork took from it. */
+export interface Parent {
+  session: string;
+  position: number;
+}
+
+/**
+ * Keep the KV of the session's first `position` tokens on disk until `unpin` (on `ctl`).
+ *
+ * Without a position: all tokens so far. The pin belongs to the tenant and the prefix, not to the session: it
+ * outlives session and worker, and serves every session with the same prefix.
+ */
+export interface PinRequest {
+  type: "pin";
+  /** tokens from the session's start */
+  position?: number | null;
+}
+
+/**
+ * Answer to `pin`. `stored_tokens` of the `tokens` are on disk or being written; they take `size_bytes`.
+ *
+ * `pinned_bytes` is the size of all pins in the worker's cache. `noted`: whether the pin itself is on disk.
+ */
+export interface Pinned {
+  type: "pinned";
+  tokens: number;
+  stored_tokens: number;
+  size_bytes: number;
+  pinned_bytes: number;
+  noted: boolean;
+}
+
+/** Progress of the running request: `cached_tokens` of its `context_tokens` have KV by now. */
+export interface Progress {
+  cached_tokens: number;
+  context_tokens: number;
+  generated_tokens: number;
+}
+
+/**
+ * One token of a prompt, as `TokenLogprob` has it of an answer's.
+ *
+ * `logprob` is null for the first token of a session.
+ */
+export interface PromptToken {
+  id: number;
+  token: string;
+  logprob: number | null;
+  bytes?: readonly number[] | null;
+  top?: readonly LikelyToken[];
+}
+
+/**
+ * What becomes of an answer's reasoning. After `budget` tokens it is ended.
+ *
+ * Without `keep` it leaves the session when the next user message comes; the answer's text is then prefilled
+ * again. Some chat templates drop it by themselves.
+ */
+export interface Reasoning {
+  keep?: boolean;
+  budget?: number | null;
+}
+
+/** The whole answer matches a regular expression, in the syntax of Rust's regex crate. */
+export interface RegexFormat {
+  type: "regex";
+  regex: string;
+}
+
+/** Forget every token from `position` on. */
+export interface Rewind {
+  type: "rewind";
+  /** tokens from the session's start */
+  position: number;
+  /** 1 to 64 of the characters A-Z a-z 0-9 _ -, the first one a letter or a digit */
+  id: string;
+  /** tokens from the session's start */
+  expect_position?: number | null;
+}
+
+/** Answer to `rewind`. */
+export interface Rewound {
+  type: "rewound";
+  id: string;
+  seq: number;
+  position: number;
+  repeat_of?: number | null;
+  cache?: SessionCache | null;
+  visible_from?: number | null;
+}
+
+/** Times of one generate: in the queue, in prefill, to the first token, total. */
+export interface Seconds {
+  queued: number;
+  prefill: number;
+  first_token: number;
+  total: number;
+}
+
+/**
+ * The cache policy of a session.
+ *
+ * Under `sink_window` it keeps the first `sink` tokens and the last `window`. Under `paged`, `resident` tokens
+ * are on the device, always including the spans `pin`.
+ */
+export interface SessionCache {
+  policy: string;
+  sink?: number | null;
+  window?: number | null;
+  resident?: number | null;
+  pin?: readonly (readonly [number, number])[];
+}
+
+/**
+ * Answer to `info`. `waiting` names the requested part of the `num_waiting` waiting requests.
+ *
+ * If `policy` is not `full`, `cache` has the policy's numbers. `visible_tokens` tokens keep their KV, at most
+ * `capacity_tokens`, and the model sees all tokens from the position `visible_from` on. `snapshot` is the name
+ * of the last stored snapshot, as in `turnkeep cache ls`, if the request asked for it. A fork has a `parent`.
+ */
+export interface SessionInfo {
+  type: "session";
+  tenant: string;
+  session: string;
+  position: number;
+  /** later versions have other values too */
+  state: "idle" | "waiting" | "running" | (string & {});
+  active: string | null;
+  waiting: readonly string[];
+  num_waiting?: number;
+  requests: number;
+  progress: Progress | null;
+  resident: boolean;
+  kv_live_bytes: number;
+  policy: string;
+  cache?: SessionCache;
+  capacity_tokens?: number;
+  visible_tokens?: number;
+  visible_from?: number;
+  snapshot?: string;
+  parent?: Parent;
+  tags?: readonly string[];
+  model: string;
+  worker: Metrics;
+}
+
+/**
+ * Counters of the snapshots; two sums hold at all times.
+ *
+ * `accepted = durable + sum(dropped) + failed + cancelled + in_flight` counts snapshots. `free + pinned +
+ * evictable = capacity` counts bytes. `pinned` bytes must not be evicted now: pinned prefixes (`kept`) and
+ * blocks that are being written or loaded. `rejected` counts files that failed a check, `timed_out` loads that
+ * the disk did not answer in time.
+ */
+export interface SnapshotCounters {
+  accepted?: number;
+  durable?: number;
+  dropped?: Record<string, number>;
+  failed?: number;
+  cancelled?: number;
+  in_flight?: number;
+  in_flight_bytes?: number;
+  written_bytes?: number;
+  restored_bytes?: number;
+  stored?: number;
+  stored_bytes?: number;
+  evicted?: number;
+  rejected?: number;
+  timed_out?: number;
+  capacity_bytes?: number;
+  free_bytes?: number;
+  pinned_bytes?: number;
+  evictable_bytes?: number;
+  kept_bytes?: number;
+}
+
+/**
+ * A worker's figures by tenant, empty unless its setting `metrics_tenants` asks for them.
+ *
+ * The first tenants that a worker sees have their own figures; all others share the name `_other`. `requests`
+ * counts results by outcome, which is `ok` or an error's code; `sessions` counts sessions with waiting or
+ * running requests. `cached_tokens` counts tokens whose KV was reused, `restored_tokens` the cached tokens
+ * whose KV was read from disk.
+ */
+export interface TenantFigures {
+  requests?: Record<string, Record<string, number>>;
+  sessions?: Record<string, number>;
+  prefilled_tokens?: Record<string, number>;
+  cached_tokens?: Record<string, number>;
+  restored_tokens?: Record<string, number>;
+  generated_tokens?: Record<string, number>;
+}
+
+/** The answer is any text, as without a format. */
+export interface TextFormat {
+  type: "text";
+}
+
+/** A part of a message's content, in OpenAI's shape. Images and sound are refused. */
+export interface TextPart {
+  type: "text";
+  text: string;
+}
+
+/** One token of an answer. `top` are the `top_logprobs` likeliest tokens in its place, likeliest first. */
+export interface TokenLogprob {
+  id: number;
+  token: string;
+  logprob: number;
+  bytes?: readonly number[] | null;
+  top?: readonly LikelyToken[];
+}
+
+/** A tool, in OpenAI's shape. */
+export interface Tool {
+  function: ToolFunction;
+  type?: "function";
+}
+
+/** One tool call of an assistant message, in OpenAI's shape. */
+export interface ToolCall {
+  id: string;
+  function: Function;
+  type?: "function";
+}
+
+/** A function that a model may call; `parameters` is a JSON schema of an object. */
+export interface ToolFunction {
+  name: string;
+  description?: string | null;
+  parameters?: Record<string, unknown> | null;
+  strict?: boolean | null;
+}
+
+/** Unpin all pinned prefixes of the session, or the one with `position` tokens (on `ctl`). */
+export interface UnpinRequest {
+  type: "unpin";
+  /** tokens from the session's start */
+  position?: number | null;
+}
+
+/** Answer to `unpin`: the lengths in tokens of the unpinned prefixes. */
+export interface Unpinned {
+  type: "unpinned";
+  prefixes: readonly number[];
+  pinned_bytes: number;
+}
+
+/**
+ * Tokens of one generate: `prompt_tokens = cached_tokens + prefilled_tokens`.
+ *
+ * `reasoning_tokens` of the `completion_tokens` are reasoning.
+ */
+export interface Usage {
+  prompt_tokens: number;
+  cached_tokens: number;
+  prefilled_tokens: number;
+  completion_tokens: number;
+  reasoning_tokens?: number;
+}
+
+export interface ChosenFunction {
+  name: string;
+}
+
+export type Request = Open | Append | Generate | Rewind | Close;
+
+export type Result = Opened | Appended | Generated | Rewound | Closed | Failed;
+
+export type ControlRequest = InfoRequest | MetricsRequest | CancelRequest | PinRequest | UnpinRequest | CountRequest;
+
+export type ControlReply = SessionInfo | Metrics | Cancelled | Pinned | Unpinned | Counted | Failed;

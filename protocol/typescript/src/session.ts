@@ -1,0 +1,132 @@
+/** One session of a client: each method is one request, or one control request to its worker. */
+
+import { nuid } from "@nats-io/nats-core";
+
+import { Call, decode, encode, expect } from "./calls.js";
+import type { CallOptions, ResultFeeds } from "./calls.js";
+import { Generation } from "./generation.js";
+import type {
+  Append, Appended, Cancelled, Close, Closed, ControlReply, ControlRequest, Counted, CountRequest,
+  Generate, InfoRequest, Open, Opened, Pinned, Request, Result, Rewind, Rewound, SessionInfo, Unpinned,
+} from "./messages.js";
+import { checkId } from "./subjects.js";
+import type { SessionKey } from "./subjects.js";
+
+/** The fields of a request. An `id` that is left out is generated. */
+export type Fields<R extends Request> = Omit<R, "type" | "id"> & { id?: string };
+
+/**
+ * A session by its name. Several objects may represent the same session.
+ *
+ * Repeating a request under its `id` is safe: the worker answers with the recorded result. Calls wait without
+ * limit, across restarts of worker and server, or until `signal` aborts. They throw `RequestFailedError` (the
+ * worker refused; its `code` says why), `InvalidMessageError`, `NoWorkerError` and `NotPermittedError`.
+ */
+export class Session {
+  readonly #feeds: ResultFeeds;
+  readonly #controlTimeoutMs: number;
+
+  constructor(
+    feeds: ResultFeeds,
+    readonly key: SessionKey,
+    controlTimeoutMs: number,
+  ) {
+    this.#feeds = feeds;
+    this.#controlTimeoutMs = controlTimeoutMs;
+  }
+
+  get name(): string {
+    return this.key.session;
+  }
+
+  /** Start the session explicitly. This must be its first request, or the first one after `close`. */
+  open(fields: Fields<Open> = {}, options: CallOptions = {}): Promise<Opened> {
+    return this.#send("opened", { ...identified(fields), type: "open" }, options);
+  }
+
+  /** Add exactly one of `messages`, `text`, `tokens` and wait until it is prefilled. */
+  append(fields: Fields<Append>, options: CallOptions = {}): Promise<Appended> {
+    return this.#send("appended", { ...identified(fields), type: "append" }, options);
+  }
+
+  /** Prepare a generate, which first appends at most one of `messages`, `text`, `tokens`. */
+  generate(fields: Fields<Generate> = {}, options: CallOptions = {}): Generation {
+    const call = this.#call({ ...identified(fields), type: "generate" }, options);
+    return new Generation(call, this.#feeds.wire, (id) => this.cancel(id));
+  }
+
+  /** Forget every token from `position` on. */
+  rewind(position: number, fields: Omit<Fields<Rewind>, "position"> = {}, options: CallOptions = {}): Promise<Rewound> {
+    return this.#send("rewound", { ...identified(fields), type: "rewind", position }, options);
+  }
+
+  /**
+   * Open the session `name`, of the same tenant, with the first `position` tokens of this one; without
+   * `position` with all tokens that this session has after its last result. Both may continue.
+   */
+  async fork(
+    name: string,
+    fields: { position?: number; expect_position?: number; tags?: Open["tags"]; id?: string } = {},
+    options: CallOptions = {},
+  ): Promise<Session> {
+    const { tags, id, ...point } = fields;
+    const key = { tenant: this.key.tenant, session: checkId("session", name) };
+    const fork = new Session(this.#feeds, key, this.#controlTimeoutMs);
+    await fork.open({ id, tags, from: { ...point, session: this.name } }, options);
+    return fork;
+  }
+
+  /** End the session. Only `open` can use its name again. With `forget` its content is removed at once. */
+  close(fields: Fields<Close> = {}, options: CallOptions = {}): Promise<Closed> {
+    return this.#send("closed", { ...identified(fields), type: "close" }, options);
+  }
+
+  /** End the session and remove its content at once: from the log, and from the worker's disk. */
+  forget(options: CallOptions = {}): Promise<Closed> {
+    return this.close({ forget: true }, options);
+  }
+
+  /** Return the session's state, from the worker that holds it. */
+  info(fields: Omit<InfoRequest, "type"> = {}): Promise<SessionInfo> {
+    return this.#control("session", { ...fields, type: "info" });
+  }
+
+  /** Stop a waiting or running request of the session. */
+  async cancel(id: string): Promise<Cancelled> {
+    return this.#control("cancelled", { type: "cancel", id: checkId("request id", id) });
+  }
+
+  /** Count the tokens that a generate with this input would add, without running it. */
+  count(fields: Omit<CountRequest, "type">): Promise<Counted> {
+    return this.#control("counted", { ...fields, type: "count" });
+  }
+
+  /** Keep the KV of the session's first `position` tokens (without it: of all) on the worker's disk until `unpin`. */
+  pin(position?: number): Promise<Pinned> {
+    return this.#control("pinned", { type: "pin", position });
+  }
+
+  /** Unpin all pinned prefixes of the session, or the one with `position` tokens. */
+  unpin(position?: number): Promise<Unpinned> {
+    return this.#control("unpinned", { type: "unpin", position });
+  }
+
+  #call(request: Request, options: CallOptions): Call {
+    checkId("request id", request.id);
+    return new Call(this.#feeds, this.key, request, options);
+  }
+
+  async #send<T extends Result["type"]>(type: T, request: Request, options: CallOptions) {
+    return expect(type, await this.#call(request, options).wait());
+  }
+
+  async #control<T extends ControlReply["type"]>(type: T, request: ControlRequest) {
+    const { wire } = this.#feeds;
+    const reply = await wire.ask(wire.subjects.of(this.key, "ctl"), encode(request), this.#controlTimeoutMs);
+    return expect(type, decode<ControlReply>(reply));
+  }
+}
+
+function identified<F extends { id?: string }>(fields: F): F & { id: string } {
+  return { ...fields, id: fields.id ?? nuid.next() };
+}

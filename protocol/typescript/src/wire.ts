@@ -1,0 +1,237 @@
+/**
+ * The NATS operations that calls need, over a connection of the official packages.
+ *
+ * NATS's errors are told by their names: the connection may be of another copy of these packages.
+ */
+
+import { jetstream, jetstreamManager } from "@nats-io/jetstream";
+import type { JetStreamApiError, JetStreamClient, JetStreamManager } from "@nats-io/jetstream";
+import { delay, headers as natsHeaders } from "@nats-io/nats-core";
+import type { NatsConnection } from "@nats-io/nats-core";
+
+import { InvalidMessageError, NotPermittedError, NoWorkerError, RequestFailedError } from "./errors.js";
+import type { Subjects } from "./subjects.js";
+import { Bell, unlessAborted } from "./waiting.js";
+
+/** Timeout for the log's acknowledgement before publishing again; doubles up to the second value. */
+const FIRST_ACK_MS = 2000;
+const LAST_ACK_MS = 30_000;
+/** Attempts before a missing log means that no worker has ever run: a cluster may be electing a leader. */
+const NUM_TRIES = 4;
+const TRY_PAUSE_MS = 200;
+/** Limits of one batch when reading a stream, and the timeout for its next message. */
+const READ_BATCH = 256;
+const READ_BATCH_BYTES = 4 * 2 ** 20;
+const READ_MS = 2000;
+/** How often a publish looks whether it is connected again, should it miss the event. */
+const RECONNECT_MS = 5000;
+/** JetStream's code: larger than the stream's max_msg_size. */
+const MESSAGE_TOO_LARGE = 10054;
+
+/** One message of a stream. */
+export interface Stored {
+  readonly seq: number;
+  readonly body: Uint8Array;
+}
+
+export class Wire {
+  /** Number of reconnections. Subscriptions missed what was published while disconnected. */
+  epoch = 0;
+  closed = false;
+  /** Rung on every reconnection and on close. */
+  readonly watchers = new Set<Bell>();
+  readonly #jetstream: JetStreamClient;
+  #manager: Promise<JetStreamManager> | undefined;
+  #connected = true;
+  readonly #changed = new Bell();
+  #whyClosed = "the client is closed";
+
+  constructor(
+    readonly connection: NatsConnection,
+    readonly subjects: Subjects,
+  ) {
+    this.#jetstream = jetstream(connection);
+    this.watchers.add(this.#changed);
+    void this.#follow();
+    void connection.closed().then((error) => {
+      if (error) this.#whyClosed = `the connection to the NATS server has ended (${error.message})`;
+      this.closed = true;
+      this.#ring();
+    });
+  }
+
+  get whyClosed(): string {
+    return this.#whyClosed;
+  }
+
+  /** Store `body` in the log at least once; return its stream sequence. */
+  async publish(
+    subject: string,
+    body: Uint8Array,
+    given: Readonly<Record<string, string>> = {},
+    signal?: AbortSignal,
+  ): Promise<number> {
+    const headers = natsHeaders();
+    for (const [name, value] of Object.entries(given)) headers.set(name, value);
+    let timeout = FIRST_ACK_MS;
+    let numRefusals = 0;
+    for (;;) {
+      while (!this.#connected && !this.closed) await unlessAborted(this.#changed.wait(RECONNECT_MS), signal);
+      this.#check(body);
+      try {
+        const sent = this.#jetstream.publish(subject, body, { timeout, headers });
+        const ack = await unlessAborted(sent, signal);
+        if (ack.stream === this.subjects.logStream) return ack.seq;
+        throw new NoWorkerError(
+          `${subject} is stored by the stream ${ack.stream}, which is not a worker's: it should be ${this.subjects.logStream}`,
+        );
+      } catch (error) {
+        signal?.throwIfAborted();
+        if (error instanceof NoWorkerError) throw error;
+        throwIfRefused(error, subject);
+        if (has(error, "TimeoutError")) {
+          // The log may have stored the request. A second entry under the same id does no harm.
+          timeout = Math.min(2 * timeout, LAST_ACK_MS);
+          continue;
+        }
+        if (has(error, "NoResponders") && ++numRefusals === NUM_TRIES) {
+          throw new NoWorkerError(
+            `no stream stores ${subject}: no worker was ever started on this NATS server with the prefix ${this.subjects.prefix}`,
+          );
+        }
+        await delay(TRY_PAUSE_MS); // also between two connections
+      }
+    }
+  }
+
+  /** Return the reply to one core NATS request. */
+  async ask(subject: string, body: Uint8Array, timeoutMs: number): Promise<Uint8Array> {
+    this.#check(body);
+    try {
+      return (await this.connection.request(subject, body, { timeout: timeoutMs })).data;
+    } catch (error) {
+      throwIfRefused(error, subject);
+      if (has(error, "NoResponders")) throw new NoWorkerError(`no worker serves ${subject}`);
+      if (has(error, "TimeoutError")) {
+        throw new NoWorkerError(`no worker answered on ${subject} within ${timeoutMs / 1000} s`);
+      }
+      throw new NoWorkerError(`${subject} could not be asked: ${messageOf(error)}`, { cause: error });
+    }
+  }
+
+  /** Return the messages of `subject` in `stream` from `seq` on, in order; what was read before a fault. */
+  async read(stream: string, subject: string, seq: number): Promise<Stored[]> {
+    const found: Stored[] = [];
+    try {
+      for (let next = seq; ; ) {
+        const batch = await this.#batch(stream, subject, next, READ_BATCH);
+        const last = batch.at(-1);
+        if (last === undefined) break;
+        for (const one of batch) found.push(one);
+        next = last.seq + 1;
+      }
+    } catch {
+      // The caller reads again later.
+    }
+    return found;
+  }
+
+  /** Say whether the message of `subject` at `seq` was removed from `stream`; false if unknown. */
+  async lacks(stream: string, subject: string, seq: number): Promise<boolean> {
+    try {
+      const batch = await this.#batch(stream, subject, seq, 1);
+      if (batch[0]?.seq === seq) return false;
+      // A replica that lags has neither this message nor a later one.
+      const body = JSON.stringify({ last_by_subj: `${this.subjects.prefix}.>` });
+      const last = await this.connection.request(`$JS.API.DIRECT.GET.${stream}`, body, { timeout: READ_MS });
+      return Number(last.headers?.get("Nats-Sequence")) > seq;
+    } catch {
+      return false;
+    }
+  }
+
+  /** Subscribe: call `onBody`, which must not throw, for every message. The returned function unsubscribes. */
+  listen(subject: string, onBody: (body: Uint8Array) => void): () => void {
+    this.#check();
+    const subscription = this.connection.subscribe(subject, {
+      callback: (error, message) => {
+        if (error === null) onBody(message.data); // else it may not subscribe: calls read the log
+      },
+    });
+    return () => subscription.unsubscribe();
+  }
+
+  async #batch(stream: string, subject: string, seq: number, batch: number): Promise<Stored[]> {
+    this.#manager ??= jetstreamManager(this.connection, { checkAPI: false });
+    const { direct } = await this.#manager;
+    const found: Stored[] = [];
+    const progress = new Bell();
+    let end: { error?: Error | undefined } | undefined;
+    const batches = await direct.getBatch(stream, {
+      seq,
+      next_by_subj: subject,
+      batch,
+      max_bytes: READ_BATCH_BYTES,
+      callback: (done, message) => {
+        if (done === null) found.push({ seq: message.seq, body: message.data });
+        else end = { error: done.err };
+        progress.ring();
+      },
+    });
+    while (end === undefined) {
+      if (!(await progress.wait(READ_MS))) batches.stop(new Error(`no answer within ${READ_MS / 1000} s`));
+    }
+    if (end.error && !("code" in end.error && end.error.code === 404)) throw end.error;
+    return found;
+  }
+
+  #check(body?: Uint8Array): void {
+    if (this.closed) throw new NoWorkerError(this.whyClosed);
+    const limit = this.connection.info?.max_payload ?? Infinity;
+    if (body !== undefined && body.length > limit) {
+      throw new InvalidMessageError(
+        `the request has ${body.length} bytes, the NATS server accepts ${limit} at most: send it as several appends`,
+      );
+    }
+  }
+
+  #ring(): void {
+    for (const bell of this.watchers) bell.ring();
+  }
+
+  async #follow(): Promise<void> {
+    for await (const status of this.connection.status()) {
+      if (status.type === "disconnect") this.#connected = false;
+      if (status.type === "reconnect") {
+        this.epoch += 1;
+        this.#connected = true;
+        this.#ring();
+      }
+    }
+  }
+}
+
+/** Whether an error, or a cause of it, has this name. */
+export function has(error: unknown, name: string): boolean {
+  return error instanceof Error && (error.name === name || has(error.cause, name));
+}
+
+export function messageOf(error: unknown): string {
+  return error instanceof Error ? error.message : String(error);
+}
+
+function throwIfRefused(error: unknown, subject: string): void {
+  if (has(error, "PermissionViolationError")) {
+    throw new NotPermittedError(`this user may not use ${subject}: ${messageOf(error)}`, { cause: error });
+  }
+  if (has(error, "InvalidArgumentError")) {
+    throw new InvalidMessageError(`the request cannot be sent: ${messageOf(error)}`, { cause: error });
+  }
+  if (has(error, "JetStreamApiError")) {
+    const { code, message } = error as JetStreamApiError;
+    if (code === MESSAGE_TOO_LARGE) {
+      throw new InvalidMessageError("the request is larger than the log accepts: send it as several appends");
+    }
+    throw new RequestFailedError("overloaded", `the log refused the request: ${message}`, true);
+  }
+}

@@ -1,0 +1,167 @@
+// The client against a running worker of NATS_URL.
+
+import assert from "node:assert/strict";
+import process from "node:process";
+import { after, test } from "node:test";
+
+import { jetstreamManager } from "@nats-io/jetstream";
+import * as turnkeep from "turnkeep-client";
+import { connect, runTools } from "turnkeep-client";
+
+const servers = process.env["NATS_URL"] ?? "";
+const run = `test${Date.now()}`; // so that it can run again on the same server
+const client = await connect({ servers, tenant: run });
+after(() => client.close());
+
+async function all(answer: turnkeep.Generation): Promise<turnkeep.Piece[]> {
+  const pieces = [];
+  for await (const piece of answer) pieces.push(piece);
+  return pieces;
+}
+
+function failsWith(code: string, retryable: boolean) {
+  return (error: unknown) =>
+    error instanceof turnkeep.RequestFailedError && error.code === code && error.retryable === retryable;
+}
+
+test("the pieces of an answer are its result, and a repeated id gets the record", async () => {
+  const session = client.session("pieces");
+  const appended = await session.append({ messages: [{ role: "system", content: "Be brief." }], id: "a" });
+  const messages = [{ role: "user", content: "Go on." }] as const;
+  const asked = { messages, id: "g", ignore_eos: true, max_tokens: 40, logprobs: true } as const;
+  const answer = session.generate(asked);
+  const pieces = await all(answer);
+  const result = await answer.result;
+  assert.ok(pieces.length > 1);
+  assert.equal(pieces.map((piece) => piece.text).join(""), result.text);
+  assert.deepEqual(pieces.flatMap((piece) => piece.tokens), result.tokens);
+  assert.deepEqual(pieces.flatMap((piece) => piece.logprobs), result.logprobs);
+  assert.ok(result.position > appended.position);
+
+  const again = session.generate(asked);
+  const [whole, ...more] = await all(again);
+  assert.deepEqual([whole?.text, more], [result.text, []]);
+  assert.equal((await again.result).repeat_of, answer.seq);
+  await assert.rejects(session.generate({ ...asked, max_tokens: 41 }).result, failsWith("id_conflict", false));
+});
+
+test("whoever leaves an answer and comes back gets all of it", async () => {
+  const session = client.session("left");
+  const answer = session.generate({ text: "x", max_tokens: 300, ignore_eos: true });
+  for await (const piece of answer) if (piece.i > 10) break;
+  const pieces = await all(answer);
+  const result = await answer.result;
+  assert.deepEqual(pieces.flatMap((piece) => piece.tokens), result.tokens);
+  assert.deepEqual((await all(answer)).map((piece) => piece.text), [result.text]);
+});
+
+test("missed chunks are read from their stream, and what contradicts itself is no answer", async () => {
+  await using own = await connect({ servers, prefix: run });
+  const manager = await jetstreamManager(own.connection);
+  const kept = { storage: "memory", allow_direct: true } as const;
+  await manager.streams.add({ ...kept, name: `${run}_log`, subjects: [`${run}.*.*.in`, `${run}.*.*.out`] });
+  await manager.streams.add({ ...kept, name: `${run}_tok`, subjects: [`${run}.*.*.tok.*`] });
+  const store = (subject: string, body: object) =>
+    manager.jetstream().publish(`${run}.default.s.${subject}`, JSON.stringify(body));
+  const requests = own.connection.subscribe(`${run}.default.s.in`)[Symbol.asyncIterator]();
+  const result = { type: "generated", id: "g", seq: 1, position: 4, finish_reason: "stop", text: "0123", tokens: [0, 1, 2, 3] };
+  const chunk = (i: number) => store("tok.g", { i, tokens: [i], text: String(i) });
+
+  await chunk(0);
+  await chunk(1);
+  const pieces = own.session("s").generate({ id: "g" })[Symbol.asyncIterator]();
+  const first = pieces.next();
+  await requests.next();
+  await chunk(2);
+  const texts = [await first, await pieces.next(), await pieces.next()].map(({ value }) => value?.text);
+  assert.deepEqual(texts, ["0", "1", "2"]);
+  await store("out", result);
+  assert.deepEqual([(await pieces.next()).value?.text, (await pieces.next()).done], ["3", true]);
+
+  const wrong = assert.rejects(all(own.session("s").generate({ id: "g" })), turnkeep.StreamBrokenError);
+  const removed = assert.rejects(own.session("s").append({ text: "x" }), turnkeep.ResultRemovedError);
+  await requests.next();
+  await requests.next();
+  await chunk(0);
+  await store("out", { ...result, seq: 3, tokens: [7, 8] });
+  await manager.streams.purge(`${run}_log`, { filter: `${run}.default.s.in` });
+  await Promise.all([wrong, removed]);
+});
+
+test("a session forks, rewinds, is counted and described, and is forgotten", async () => {
+  const session = client.session("parent");
+  const { position } = await session.append({ text: "one two" });
+  const fork = await session.fork("child", { position: 3, tags: ["red"] });
+  const { parent, tags } = await fork.info();
+  assert.deepEqual([parent, tags], [{ session: "parent", position: 3 }, ["red"]]);
+  assert.equal((await fork.append({ text: "!" })).position, 4);
+  assert.equal((await session.rewind(3)).position, 3);
+  await assert.rejects(session.rewind(99), failsWith("invalid_request", false));
+  await assert.rejects(session.append({ text: "x", expect_position: position }), failsWith("position_conflict", false));
+  assert.deepEqual(await session.count({ text: "four" }), { type: "counted", tokens: 4, position: 7 });
+  assert.equal((await fork.close()).position, 4);
+  assert.ok((await session.forget()).removed_entries);
+  await assert.rejects(session.append({ text: "x" }), failsWith("unknown_session", false));
+});
+
+test("a signal ends the wait and not the answer, which a cancel ends", async () => {
+  const session = client.session("stopped");
+  const stop = new AbortController();
+  const answer = session.generate({ text: "x", max_tokens: 1900, ignore_eos: true }, { signal: stop.signal });
+  await assert.rejects(async () => {
+    for await (const piece of answer) if (piece.i > 5) stop.abort(new Error("enough"));
+  }, /^Error: enough$/);
+  await assert.rejects(answer.result, /^Error: enough$/);
+  const second = session.generate({ text: "y", max_tokens: 3 });
+  const result = second.result;
+  assert.equal((await answer.cancel()).was, "running");
+  assert.ok((await result).tokens.length);
+  assert.ok(!(await session.info()).waiting.length);
+});
+
+test("calls that wait for one session share a subscription, and all get their own results", async () => {
+  const session = client.session("many");
+  const positions = await Promise.all(Array.from({ length: 20 }, () => session.append({ text: "ab" })));
+  assert.deepEqual(positions.map((one) => one.position).sort((a, b) => a - b), Array.from({ length: 20 }, (_, n) => 2 * n + 2));
+});
+
+test("functions are called until the model answers, and again from the record", async () => {
+  const parameters = {
+    type: "object",
+    properties: { city: { enum: ["Rome"] } },
+    required: ["city"],
+    additionalProperties: false,
+  };
+  const tools = [{ type: "function" as const, function: { name: "weather", parameters } }];
+  const asked: string[] = [];
+  const weather = ({ city }: { city: string }) => {
+    asked.push(city);
+    if (asked.length === 1) throw new RangeError(city);
+    return { sky: "blue" };
+  };
+  const fields = { tools, tool_choice: "required", parallel_tool_calls: false, max_tokens: 120, id: "step" } as const;
+  const messages = [{ role: "user", content: "Weather in Rome?" }] as const;
+  const session = client.session("tools");
+  const first = await runTools(session, { weather }, { ...fields, messages });
+  assert.equal(first.id, "step-1");
+  assert.deepEqual(asked, ["Rome"]);
+  const again = await runTools(session, { weather }, { ...fields, messages });
+  assert.deepEqual([again.tokens, asked], [first.tokens, ["Rome", "Rome"]]);
+  await assert.rejects(runTools(session, {}, { tools }), /there is no function for weather/);
+});
+
+test("what cannot be done is told by the class of its error", async () => {
+  assert.throws(() => client.session("a b"), turnkeep.InvalidMessageError);
+  assert.throws(() => client.session("s").generate({ id: "a.b" }), turnkeep.InvalidMessageError);
+  const large = "x".repeat(2 ** 21);
+  await assert.rejects(client.session("s").append({ text: large }), turnkeep.InvalidMessageError);
+  await assert.rejects(connect({ servers: "nats://wrong@" + servers.split("@")[1] }), turnkeep.NotPermittedError);
+  await assert.rejects(connect({ servers: "127.0.0.1:9" }), turnkeep.NoServerError);
+  await assert.rejects(connect({ servers, prefix: "a b" }), turnkeep.InvalidMessageError);
+  await using other = await connect({ servers, prefix: "nobody" });
+  await assert.rejects(other.session("s").info(), turnkeep.NoWorkerError);
+  await assert.rejects(other.session("s").append({ text: "x" }), /no worker was ever started/);
+  const waiting = other.session("s").append({ text: "x" });
+  await other.close();
+  await assert.rejects(waiting, turnkeep.NoWorkerError);
+});
