@@ -51,24 +51,82 @@ if TYPE_CHECKING:
 _INTERRUPTED = 130
 
 
-#: Commands of other modules, which are imported when the command is run, or all are listed.
+#: Commands of other modules, which are imported when the command is run: module, attribute, first sentence.
 _ELSEWHERE: Final = {
-    "bench": ("worker.commands.bench_cli", "bench"),
-    "cache": ("worker.commands.cache_cli", "cache"),
-    "close": ("worker.commands.close_cli", "close"),
-    "dead": ("worker.commands.log_cli", "dead"),
-    "export": ("worker.commands.copy_cli", "export"),
-    "fork": ("worker.commands.fork_cli", "fork"),
-    "gateway": ("worker.commands.gateway_cli", "gateway"),
-    "import": ("worker.commands.copy_cli", "import_"),
-    "launch": ("worker.commands.launch_cli", "launch"),
-    "replay": ("worker.commands.replay", "replay"),
-    "rewind": ("worker.commands.close_cli", "rewind"),
-    "rm": ("worker.commands.close_cli", "rm"),
-    "sessions": ("worker.commands.log_cli", "sessions"),
-    "size": ("worker.commands.size_cli", "size"),
-    "show": ("worker.commands.log_cli", "show"),
-    "tree": ("worker.commands.fork_cli", "tree"),
+    "bench": ("worker.commands.bench_cli", "bench", "Measure a worker from outside."),
+    "cache": (
+        "worker.commands.cache_cli",
+        "cache",
+        "Snapshots on disk: list, verify, remove, export and import.",
+    ),
+    "close": ("worker.commands.close_cli", "close", "End sessions."),
+    "dead": (
+        "worker.commands.log_cli",
+        "dead",
+        "Requests that workers gave up: each crashed the worker or failed on every attempt.",
+    ),
+    "export": (
+        "worker.commands.copy_cli",
+        "export",
+        "Write SESSION's log to FILE, which another log can import and `turnkeep replay` can play.",
+    ),
+    "fork": (
+        "worker.commands.fork_cli",
+        "fork",
+        "Open the session NEW with the tokens of SESSION: all, or those up to a position.",
+    ),
+    "gateway": (
+        "worker.commands.gateway_cli",
+        "gateway",
+        "Serve OpenAI's and Anthropic's APIs over HTTP, on durable sessions, until Ctrl-C.",
+    ),
+    "import": (
+        "worker.commands.copy_cli",
+        "import_",
+        "Put the session in FILE into the log, beside a worker or without one.",
+    ),
+    "launch": (
+        "worker.commands.launch_cli",
+        "launch",
+        (
+            "Start an agent that talks to the gateway: aider, claude, cn, codex, opencode, pi, or another"
+            " program."
+        ),
+    ),
+    "replay": (
+        "worker.commands.replay",
+        "replay",
+        "Play recorded sessions again, and compare every token with the record.",
+    ),
+    "rewind": (
+        "worker.commands.close_cli",
+        "rewind",
+        (
+            "Remove the end of SESSION: its last question with the answer, more of them, or all from a"
+            " position on."
+        ),
+    ),
+    "rm": ("worker.commands.close_cli", "rm", "Remove sessions, open or closed: the same as close --forget."),
+    "sessions": (
+        "worker.commands.log_cli",
+        "sessions",
+        "List the sessions in the log, most recently active first.",
+    ),
+    "size": (
+        "worker.commands.size_cli",
+        "size",
+        "Estimate memory, disk and SSD writes for a number of sessions.",
+    ),
+    "show": (
+        "worker.commands.log_cli",
+        "show",
+        "Print a session's conversation from the log, with the cost of each request.",
+    ),
+    "tree": (
+        "worker.commands.fork_cli",
+        "tree",
+        "Show which sessions were forked from which; with SESSION, only the tree that it is in.",
+    ),
 }
 
 
@@ -80,10 +138,18 @@ class _Group(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name in _ELSEWHERE and cmd_name not in self.commands:
-            module, attribute = _ELSEWHERE[cmd_name]
+            module, attribute, _ = _ELSEWHERE[cmd_name]
             self.add_command(getattr(import_module(module), attribute))
             _show_whole_sentences(self)
         return super().get_command(ctx, cmd_name)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List all commands without importing their modules."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, self._summary(name)) for name in self.list_commands(ctx)])
+
+    def _summary(self, name: str) -> str:
+        return _ELSEWHERE[name][-1] if name in _ELSEWHERE else str(self.commands[name].short_help)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

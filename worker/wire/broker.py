@@ -151,14 +151,16 @@ class EmbeddedServer:
         """The server's process id; None while it does not run."""
         return self._process.pid if self._process else None
 
-    def check(self) -> None:
-        """Raise `BrokerError` if `start` could neither adopt a running server nor start one.
+    def check(self) -> bool:
+        """Return whether a server runs already. Raises `BrokerError` if `start` could not start one either.
 
         Changes nothing.
         """
-        if not self._find():
-            _program()
-            check_port(self.port)
+        if self._find():
+            return True
+        _program()
+        check_port(self.port)
+        return False
 
     async def start(self) -> None:
         """Adopt the server that already runs on this data directory, or start one; return when it is ready.
