@@ -44,6 +44,8 @@ from .talking import CLIENT_SETTINGS, talk
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from click.shell_completion import CompletionItem
+
     from turnkeep_client.client import Client
     from turnkeep_client.session import Sampling
     from worker.process.settings import Settings
@@ -58,6 +60,11 @@ _ELSEWHERE: Final = {
         "worker.commands.cache_cli",
         "cache",
         "Snapshots on disk: list, verify, remove, export and import.",
+    ),
+    "completion": (
+        "worker.commands.service_cli",
+        "completion",
+        "Print the script that completes commands and options in a shell.",
     ),
     "close": ("worker.commands.close_cli", "close", "End sessions."),
     "dead": (
@@ -107,6 +114,11 @@ _ELSEWHERE: Final = {
         ),
     ),
     "rm": ("worker.commands.close_cli", "rm", "Remove sessions, open or closed: the same as close --forget."),
+    "service": (
+        "worker.commands.service_cli",
+        "service",
+        "A worker that this machine starts by itself: install, status, logs, uninstall.",
+    ),
     "sessions": (
         "worker.commands.log_cli",
         "sessions",
@@ -150,6 +162,14 @@ class _Group(click.Group):
 
     def _summary(self, name: str) -> str:
         return _ELSEWHERE[name][-1] if name in _ELSEWHERE else str(self.commands[name].short_help)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Complete the name of a command, as quickly as `format_commands`, or an option."""
+        from click.shell_completion import CompletionItem
+
+        names = [name for name in self.list_commands(ctx) if name.startswith(incomplete)]
+        found = [CompletionItem(name, help=self._summary(name)) for name in names]
+        return found + super(click.Group, self).shell_complete(ctx, incomplete)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
