@@ -287,7 +287,7 @@ class EmbeddedServer:
                 client = await connect(self.url, name="turnkeep readiness", token=self.token)
                 await client.close()
                 return
-            await sleep(0.05)
+            await sleep(0.02)
         raise BrokerError(f"nats-server was not ready within {_READY_S:g} s; see {self._log_file}")
 
     def _last_words(self) -> str:
