@@ -1,8 +1,8 @@
 """The composition root: builds all parts of the worker, runs them, stops them in the right order.
 
-Start: data directory, model, NATS, streams, snapshots, then requests. Stop, in reverse order: no new
-requests; running turns end, and their last KV is saved; the snapshot writer finishes; NATS is last.
-Unanswered requests stay in the log for the next worker.
+Start: data directory, model, NATS (before the model if its server runs), streams, snapshots, then requests.
+Stop, in reverse order: no new requests; running turns end, and their last KV is saved; the snapshot writer
+finishes; NATS is last. Unanswered requests stay in the log for the next worker.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from worker.device.engine import Engine
 from worker.models import model
 from worker.models.blas import preload
 from worker.models.code import code_digest
+from worker.models.partial_import import import_mlx_lm
 from worker.sessions.attempts import Attempts, SharedLock
 from worker.sessions.control import Control
 from worker.sessions.execution import Execution
@@ -172,25 +173,40 @@ class App:
             directory = stack.enter_context(DataDir.open(settings.data_dir, settings.worker))
             # A user's mistakes show first: no server is started and no stream made for a model that cannot be
             # loaded, and no model is fetched for a server that does not answer.
-            options = worker_options(settings)
-            if settings.nats is None:
-                server = broker.EmbeddedServer(directory, settings)
-                server.check()
-                loaded = await self._load_model(directory, stack)
-                stack.push_async_callback(shielded, server.stop)
-                await server.start()
-                await stack.enter_async_context(self._background("nats-server", server.supervise))
-                nc = await self._connect(server.url, directory, stack, token=server.token)
-            else:
-                url = over_tls(settings, settings.nats)
-                nc = await self._connect(url, directory, stack, **options)
-                loaded = await self._load_model(directory, stack)
+            join, is_running = self._join(directory, stack)
+            loaded = None if is_running else await self._load_model(directory, stack)
+            nc = await join()
             js = nc.jetstream()
+            taken_back = self._starting.start_soon(streams.take_back, js, self._subjects)
+            loaded = loaded or await self._load_model(directory, stack)
+            await taken_back
             names = await streams.ensure(js, self._subjects, settings)
             await self._open_store(directory, loaded, access, stack)
             if self._store is None:
                 self._has_unopened = await in_thread(may_hold, directory.snapshots)
             await self._serve(nc, js, names, loaded)
+
+    def _join(
+        self, directory: DataDir, stack: contextlib.AsyncExitStack
+    ) -> tuple[Callable[[], Awaitable[Client]], bool]:
+        """Return a function that connects to NATS, and whether the server runs already."""
+        settings, options = self._settings, worker_options(self._settings)
+        if settings.nats is not None:
+            url = over_tls(settings, settings.nats)
+            return partial(self._connect, url, directory, stack, **options), True
+        server = broker.EmbeddedServer(directory, settings)
+
+        async def start() -> Client:
+            stack.push_async_callback(shielded, stop)
+            await server.start()
+            await stack.enter_async_context(self._background("nats-server", server.supervise))
+            return await self._connect(server.url, directory, stack, token=server.token)
+
+        async def stop() -> None:
+            if self._is_loaded:  # else a running server stays what it was, for a start that can succeed
+                await server.stop()
+
+        return start, server.check()
 
     async def _start_traces(self, stack: contextlib.AsyncExitStack) -> None:
         named = {"service.version": VERSION, "service.instance.id": self._settings.worker}
@@ -245,10 +261,18 @@ class App:
         )
         self._loop = asyncio.get_running_loop()
         # Not before: it imports mlx-lm, for which a user's mistakes need not wait.
+        import_mlx_lm()
         from worker.device.device import Device
 
         self._device = Device(
-            lambda: model.load(folder, dtype=dtype, kv_bits=settings.kv_bits, progress=self._progress),
+            partial(
+                model.load,
+                folder,
+                dtype=dtype,
+                kv_bits=settings.kv_bits,
+                progress=self._progress,
+                store=directory.models,
+            ),
             self._device_died,
             block_tokens=settings.block_tokens,
             max_batch=settings.max_batch,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import click
@@ -78,6 +80,18 @@ def test_the_options_of_the_connection_have_a_section_of_their_own(command: tupl
 @pytest.mark.parametrize("columns", [40, 80])
 def test_a_list_of_commands_has_whole_sentences(group: tuple[str, ...], columns: int) -> None:
     assert "..." not in help_of(*group, columns=columns).partition("Commands:")[2]
+
+
+def test_the_list_of_commands_imports_none_and_says_what_each_says() -> None:
+    program = "import sys, worker.commands.cli as cli; cli.main(['--help'], standalone_mode=False);"
+    program += "print({'structlog', 'nats', 'cache.store', 'bench'} & set(sys.modules), file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stderr == "set()\n"
+    listed = " ".join(done.stdout.partition("Commands:")[2].split())
+    for (name,) in [path for path in [*commands(), *groups()] if len(path) == 1]:
+        command = main.get_command(click.Context(main), name)
+        assert command
+        assert f"{name} {command.short_help}" in listed
 
 
 def test_the_readme_names_every_command() -> None:

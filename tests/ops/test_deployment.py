@@ -22,6 +22,7 @@ import yaml
 from click.testing import CliRunner
 from packaging.requirements import Requirement
 
+from ops import units
 from ops.nats.tenants import main as tenants
 from tests.commands.command_runs import environment
 from tests.parts import free_port, nats_server_program
@@ -38,12 +39,13 @@ MANIFEST = (DEPLOY / "kubernetes.yaml").read_text()
 TOOLS = ROOT / ".venv" / "tools" / "bin"
 
 
-def check(program: str, *arguments: object, cwd: Path = DEPLOY) -> None:
+def check(program: str, *arguments: object, cwd: Path = DEPLOY, **env: str) -> None:
     """Run a validator; skips where it is not installed (`make tools`, or the distribution has it)."""
     path = shutil.which(program, path=os.pathsep.join([str(TOOLS), os.environ["PATH"]]))
     if path is None:
         pytest.skip(f"{program} is not installed")
-    done = subprocess.run([path, *map(str, arguments)], cwd=cwd, check=False, capture_output=True, text=True)
+    command = [path, *map(str, arguments)]
+    done = subprocess.run(command, cwd=cwd, env=os.environ | env, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -75,6 +77,19 @@ def test_systemd_takes_the_unit(unit: str, tmp_path: Path) -> None:
     check("systemd-analyze", "verify", "--man=no", f"./{unit}", cwd=tmp_path)
 
 
+def test_systemd_takes_the_unit_of_a_user(tmp_path: Path) -> None:
+    (tmp_path / "turnkeep.service").write_text(
+        units.unit([sys.executable, "serve", "--config", "/a b/c%d.toml"])
+    )
+    verify = ("--user", "verify", "--man=no", "./turnkeep.service")
+    check("systemd-analyze", *verify, cwd=tmp_path, XDG_RUNTIME_DIR=str(tmp_path))
+
+
+def test_the_files_of_systemd_and_launchd_are_those_that_the_template_makes() -> None:
+    """`python -m ops.units` writes them."""
+    assert {path: path.read_bytes() for path in units.models()} == units.models()
+
+
 def test_launchd_s_file_is_a_property_list_of_keys_that_launchd_knows() -> None:
     agent = plistlib.loads((DEPLOY / "turnkeep.plist").read_bytes())
     times = {"ThrottleInterval", "ExitTimeOut"}
@@ -83,7 +98,7 @@ def test_launchd_s_file_is_a_property_list_of_keys_that_launchd_knows() -> None:
     assert set(agent) == times | flags | texts | {"ProgramArguments", "EnvironmentVariables"}
     assert {type(agent[name]) for name in times} == {int}
     assert {type(agent[name]) for name in flags} == {bool}
-    assert agent["ProgramArguments"][1:] == ["serve"]
+    assert agent["ProgramArguments"][1:] == ["serve", "--config", "/opt/turnkeep/turnkeep.toml"]
 
 
 def test_the_image_has_the_packages_that_the_lock_names_for_it() -> None:
@@ -96,7 +111,10 @@ def test_the_image_has_the_packages_that_the_lock_names_for_it() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     wanted = {
         "hatchling",
-        *(Requirement(row).name for row in (*extras["ops"], *extras["traces"], *extras["encryption"])),
+        *(
+            Requirement(row).name
+            for row in (*extras["ops"], *extras["traces"], *extras["encryption"], *extras["gateway"])
+        ),
     }
     for name in set(wanted):
         needed = [Requirement(row) for row in requires(name) or ()]
@@ -120,11 +138,11 @@ def test_prometheus_takes_its_configuration(tmp_path: Path) -> None:
 def test_no_container_of_ours_is_root_or_writes_to_its_own_files() -> None:
     assert re.findall(r"^USER (.*)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE) == ["10001:10001"]
     ours = [one for one in services().values() if one["image"] == "turnkeep"]
-    assert len(ours) == 6
+    assert len(ours) == 8
     assert all(one["read_only"] and one["cap_drop"] == ["ALL"] for one in ours)
     specs = [one.get("spec", {}) for one in documents("kubernetes.yaml")]
     pods = [spec["template"]["spec"] for spec in specs if "template" in spec]
-    assert len(pods) == 3
+    assert len(pods) == 4
     for pod in pods:
         assert pod["securityContext"]["runAsNonRoot"]
         (container,) = pod["containers"]
@@ -135,7 +153,7 @@ class Here:
     """Commands of containers as processes: their folders below `tmp_path`, their ports on this machine."""
 
     def __init__(self, tmp_path: Path, model: Path) -> None:
-        self._ports = {port: free_port() for port in (4222, 8222, 9422, 9424)}
+        self._ports = {port: free_port() for port in (4222, 8080, 8222, 9422, 9424)}
         self._folders = {path: tmp_path / path.strip("/").replace("/", "-") for path in FOLDERS}
         for folder in self._folders.values():
             folder.mkdir()
@@ -200,7 +218,7 @@ def here(tmp_path: Path, tiny_model: Path) -> Iterator[Here]:
 def test_only_workers_are_given_the_workers_seed() -> None:
     ours = {name: one for name, one in services().items() if one["image"] == "turnkeep"}
     seen = {name for name, one in ours.items() if any("accounts:" in volume for volume in one["volumes"])}
-    assert seen == {"accounts", "nats", "mirrors", "seed", "worker"}
+    assert seen == {"accounts", "nats", "mirrors", "seed", "gateway-seed", "worker"}
     pods = {
         one["metadata"]["name"]: one["spec"]["template"]
         for one in documents("kubernetes.yaml")
@@ -242,6 +260,9 @@ async def test_the_services_of_the_compose_file_serve_a_tenant_and_are_healthy(h
         (words,) = re.findall(r"HEALTHCHECK .*\\\n +CMD (\[.*\])", image)
         assert "TURNKEEP_HEALTH=127.0.0.1:9424 " in image
         here.wait_for(of["worker"], yaml.safe_load(words))
+        assert here.run(of["gateway-seed"], of["gateway-seed"]["command"]).returncode == 0
+        here.start(of["gateway"])
+        here.wait_for(of["gateway"], checked(of["gateway"]))
         assert here.run(of["seed"], of["seed"]["command"]).returncode == 0
         here.start(of["exporter"])
         here.wait_for(of["exporter"], checked(of["exporter"]))
@@ -251,13 +272,21 @@ async def test_the_services_of_the_compose_file_serve_a_tenant_and_are_healthy(h
     async with connect(here.text("nats://nats:4222"), nkeys_seed=seed) as client:
         appended = await client.session("s1").append(text="hello")
     assert appended.position == 5
+    question = {"model": "any", "max_tokens": 3, "messages": [{"role": "user", "content": "hello"}]}
+    asked = urllib.request.Request(
+        here.text("http://127.0.0.1:8080/v1/chat/completions"),
+        json.dumps(question).encode(),
+        {"Content-Type": "application/json"},
+    )
+    answered = await asyncio.to_thread(lambda: json.load(urllib.request.urlopen(asked, timeout=60)))
+    assert answered["usage"]["completion_tokens"] > 0
     page = here.text("http://127.0.0.1:9422/metrics")
     async with asyncio.timeout(30):
         shown = ""
         while not re.search(r"^turnkeep_up\{.* 1\.0$", shown, re.MULTILINE):
             shown = await asyncio.to_thread(lambda: urllib.request.urlopen(page, timeout=5).read().decode())
     assert "\nturnkeep_consumer_pending 0.0\n" in shown
-    assert await asyncio.to_thread(here.stop) == [143, 0, 0]
+    assert await asyncio.to_thread(here.stop) == [143, 143, 0, 0]
 
 
 def test_the_manifest_s_nodes_run_what_its_first_command_makes(tmp_path: Path) -> None:

@@ -175,8 +175,11 @@ def seed_of(name: str, request: Generate, seq: int) -> int:
 
 
 async def test_answers_killed_in_the_middle_go_on_as_if_nothing_had_been(started: Any, alone: Client) -> None:
-    """Their clients, the token stream, the record, and an uninterrupted worker all tell the same."""
-    process, client = await started(*QUICK)
+    """Their clients, the token stream, the record, and an uninterrupted worker all tell the same.
+
+    None of them waits for `ack_wait`, which is longer here than this test waits for anything.
+    """
+    process, client = await started("--ack-wait-s", "600")
     options: dict[str, Any] = {
         "greedy": {"temperature": 0.0},
         "hot": {"temperature": 0.8},

@@ -249,6 +249,8 @@ class Worker(App):
         async with task_group() as self._starting, contextlib.AsyncExitStack() as stack:
             nc = await self._connect("nats://world:4222", self._directory, stack)
             js = nc.jetstream()
+            if self._leases:
+                await streams.take_back(js, self._subjects)
             names = await streams.ensure(js, self._subjects, self._settings)
             await self._serve(nc, js, names, loaded)
 

@@ -26,6 +26,8 @@ Headers = dict[str, str]
 #: What a request for a message that is not there gets.
 _NO_MESSAGE: Final = {"code": 404, "err_code": 10037, "description": "no message found"}
 _NO_STREAM: Final = {"code": 404, "err_code": 10059, "description": "stream not found"}
+#: When a server looks for late deliveries, after `ack_wait` was changed.
+_LOOK_S: Final = 0.1
 _NO_CONSUMER: Final = {"code": 404, "err_code": 10014, "description": "consumer not found"}
 _IN_USE: Final = {
     "code": 400,
@@ -273,6 +275,15 @@ class Consumer:
     def ack_wait_s(self) -> float:
         return float(self.config["ack_wait"]) / 1e9
 
+    def update(self, config: dict[str, Any]) -> None:
+        """Change the settings. A new `ack_wait` counts for earlier deliveries too, 0.1 s later."""
+        longer_s = (config["ack_wait"] - self.config["ack_wait"]) / 1e9
+        self.config = config
+        if longer_s:
+            for one in self.pending.values():
+                one.deadline_s += longer_s
+            self.server.later(_LOOK_S, self._redeliver)
+
     def pull(self, inbox: str, request: dict[str, Any]) -> None:
         expires_s = self.server.loop.time() + request.get("expires", 0) / 1e9
         self._pulls.append(_Pull(inbox, request["batch"], request.get("max_bytes") or 2**60, expires_s))
@@ -513,7 +524,7 @@ class JetStream:
     def _add_consumer(self, stream: str, name: str, request: dict[str, Any]) -> dict[str, Any]:
         found = self._stream(stream)
         if name in found.consumers:
-            found.consumers[name].config = request["config"]
+            found.consumers[name].update(request["config"])
         else:
             found.consumers[name] = Consumer(found, request["config"], self._server)
         return found.consumers[name].info()

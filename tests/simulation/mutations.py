@@ -133,6 +133,9 @@ FAVOURED: Final[dict[str, tuple[str, ...]]] = {
     "a client that never reads the log": ("cut", "crash server"),
 }
 
+#: Where histories begin that show a lack soon which few others show.
+SEEDS: Final = {"a replica's word that a request is there": 20_500}
+
 
 async def _unchecked(link: Any, read: Any) -> Any:
     """Follow checkpoints by their sequences alone."""

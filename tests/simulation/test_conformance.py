@@ -143,6 +143,21 @@ async def what_is_not_acknowledged_comes_again(place: Place) -> None:
     assert (info.num_ack_pending, info.num_pending) == (1, 0)
 
 
+async def what_a_dead_worker_held_comes_again_at_once(place: Place) -> None:
+    for name in ("acked", "held"):
+        await place.put("in", session=name)
+    (acked, _), _ = await place.pull(64, 0.1)
+    await acked.ack()
+    await streams.take_back(place.js, place.subjects)
+    again, _ = await place.pull(64, 0.1)
+    assert [(message.subject, message.metadata.num_delivered) for message in again] == [
+        (place.of("in", "held"), 2)
+    ]
+    more, _ = await place.pull(64, ACK_WAIT_S * 0.5)
+    assert not more, "it is held again, for the usual time"
+    assert (await place.js.consumer_info(place.names.log, place.names.consumer)).config.ack_wait == ACK_WAIT_S
+
+
 async def what_is_returned_comes_again_when_it_was_asked_to(place: Place) -> None:
     for name in ("now", "later"):
         await place.put("in", session=name)
@@ -349,6 +364,7 @@ SCENES = (
     a_removed_result_opens_the_fence_behind_the_one_before,
     an_id_within_the_window_is_stored_once,
     what_is_not_acknowledged_comes_again,
+    what_a_dead_worker_held_comes_again_at_once,
     what_is_returned_comes_again_when_it_was_asked_to,
     what_has_left_the_log_does_not_come_again,
     a_pull_ends_at_its_limits,

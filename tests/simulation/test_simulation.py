@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.simulation.mutations import MUTATIONS
+from tests.simulation.mutations import MUTATIONS, SEEDS
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,5 +44,6 @@ def test_a_seed_is_the_same_history_in_each_process() -> None:
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_history_goes_wrong_without(name: str) -> None:
     """With the guard, histories of these seeds go well, as those of all others."""
-    status, said = simulate("20000", "--histories", "400", "--without", name, "--first")
+    seed = SEEDS.get(name, 20_000)
+    status, said = simulate(str(seed), "--histories", "400", "--without", name, "--first")
     assert status == 1, said

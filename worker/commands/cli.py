@@ -44,6 +44,8 @@ from .talking import CLIENT_SETTINGS, talk
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from click.shell_completion import CompletionItem
+
     from turnkeep_client.client import Client
     from turnkeep_client.session import Sampling
     from worker.process.settings import Settings
@@ -51,25 +53,93 @@ if TYPE_CHECKING:
 _INTERRUPTED = 130
 
 
-#: Commands of other modules, which are imported when the command is run, or all are listed.
+#: Commands of other modules, which are imported when the command is run: module, attribute, first sentence.
 _ELSEWHERE: Final = {
-    "bench": ("worker.commands.bench_cli", "bench"),
-    "cache": ("worker.commands.cache_cli", "cache"),
-    "close": ("worker.commands.close_cli", "close"),
-    "dead": ("worker.commands.log_cli", "dead"),
-    "export": ("worker.commands.copy_cli", "export"),
-    "fork": ("worker.commands.fork_cli", "fork"),
-    "gateway": ("worker.commands.gateway_cli", "gateway"),
-    "import": ("worker.commands.copy_cli", "import_"),
-    "launch": ("worker.commands.launch_cli", "launch"),
-    "model": ("worker.commands.model_cli", "model"),
-    "replay": ("worker.commands.replay", "replay"),
-    "rewind": ("worker.commands.close_cli", "rewind"),
-    "rm": ("worker.commands.close_cli", "rm"),
-    "sessions": ("worker.commands.log_cli", "sessions"),
-    "size": ("worker.commands.size_cli", "size"),
-    "show": ("worker.commands.log_cli", "show"),
-    "tree": ("worker.commands.fork_cli", "tree"),
+    "bench": ("worker.commands.bench_cli", "bench", "Measure a worker from outside."),
+    "cache": (
+        "worker.commands.cache_cli",
+        "cache",
+        "Snapshots on disk: list, verify, remove, export and import.",
+    ),
+    "completion": (
+        "worker.commands.service_cli",
+        "completion",
+        "Print the script that completes commands and options in a shell.",
+    ),
+    "close": ("worker.commands.close_cli", "close", "End sessions."),
+    "dead": (
+        "worker.commands.log_cli",
+        "dead",
+        "Requests that workers gave up: each crashed the worker or failed on every attempt.",
+    ),
+    "export": (
+        "worker.commands.copy_cli",
+        "export",
+        "Write SESSION's log to FILE, which another log can import and `turnkeep replay` can play.",
+    ),
+    "fork": (
+        "worker.commands.fork_cli",
+        "fork",
+        "Open the session NEW with the tokens of SESSION: all, or those up to a position.",
+    ),
+    "gateway": (
+        "worker.commands.gateway_cli",
+        "gateway",
+        "Serve OpenAI's and Anthropic's APIs over HTTP, on durable sessions, until Ctrl-C.",
+    ),
+    "import": (
+        "worker.commands.copy_cli",
+        "import_",
+        "Put the session in FILE into the log, beside a worker or without one.",
+    ),
+    "launch": (
+        "worker.commands.launch_cli",
+        "launch",
+        (
+            "Start an agent that talks to the gateway: aider, claude, cn, codex, opencode, pi, or another"
+            " program."
+        ),
+    ),
+    "model": ("worker.commands.model_cli", "model", "Models: list, describe, download and remove them."),
+    "replay": (
+        "worker.commands.replay",
+        "replay",
+        "Play recorded sessions again, and compare every token with the record.",
+    ),
+    "rewind": (
+        "worker.commands.close_cli",
+        "rewind",
+        (
+            "Remove the end of SESSION: its last question with the answer, more of them, or all from a"
+            " position on."
+        ),
+    ),
+    "rm": ("worker.commands.close_cli", "rm", "Remove sessions, open or closed: the same as close --forget."),
+    "service": (
+        "worker.commands.service_cli",
+        "service",
+        "A worker that this machine starts by itself: install, status, logs, uninstall.",
+    ),
+    "sessions": (
+        "worker.commands.log_cli",
+        "sessions",
+        "List the sessions in the log, most recently active first.",
+    ),
+    "size": (
+        "worker.commands.size_cli",
+        "size",
+        "Estimate memory, disk and SSD writes for a number of sessions.",
+    ),
+    "show": (
+        "worker.commands.log_cli",
+        "show",
+        "Print a session's conversation from the log, with the cost of each request.",
+    ),
+    "tree": (
+        "worker.commands.fork_cli",
+        "tree",
+        "Show which sessions were forked from which; with SESSION, only the tree that it is in.",
+    ),
 }
 
 
@@ -81,10 +151,26 @@ class _Group(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name in _ELSEWHERE and cmd_name not in self.commands:
-            module, attribute = _ELSEWHERE[cmd_name]
+            module, attribute, _ = _ELSEWHERE[cmd_name]
             self.add_command(getattr(import_module(module), attribute))
             _show_whole_sentences(self)
         return super().get_command(ctx, cmd_name)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List all commands without importing their modules."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, self._summary(name)) for name in self.list_commands(ctx)])
+
+    def _summary(self, name: str) -> str:
+        return _ELSEWHERE[name][-1] if name in _ELSEWHERE else str(self.commands[name].short_help)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Complete the name of a command, as quickly as `format_commands`, or an option."""
+        from click.shell_completion import CompletionItem
+
+        names = [name for name in self.list_commands(ctx) if name.startswith(incomplete)]
+        found = [CompletionItem(name, help=self._summary(name)) for name in names]
+        return found + super(click.Group, self).shell_complete(ctx, incomplete)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

@@ -68,11 +68,13 @@ def serve(settings: Settings, read_again: Callable[[], Settings], manner: Manner
     elif _for_people(settings):
         log.info("starting", version=importlib.metadata.version("turnkeep"), data_dir=str(settings.data_dir))
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    gc.disable()  # until the start has made its many objects: there is no garbage among them
     spare = Spare(settings.spare_memory if computes_on_linux_cpu() else 0)
     preload()  # before anything imports MLX
 
     def loaded() -> None:
         spare.release()
+        gc.enable()
         gc.collect()
         gc.freeze()  # else each full collection looks at all that was imported: 30 ms of nobody's turn
 

@@ -168,7 +168,7 @@ class Runner:
     def _choose_batch(self, loaded: LoadedModel, max_draft: int | None, trials: Path | None) -> Batch:
         """Choose the batch for the model's rows by trials. The file `trials` remembers their results."""
         own = make_prompt_cache(loaded.model)
-        mx.eval(loaded.model(mx.array([[0]]), cache=own))
+        loaded.model(mx.array([[0]]), cache=own)  # fills the caches; not evaluated
         remembered = Trials(trials, _trial_key(loaded, layers.describe(own))) if trials else None
         device = machine.profile()
         return batch_for(

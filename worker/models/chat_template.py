@@ -2,20 +2,28 @@
 
 Every loop iteration and every macro call is a step. The limit counts steps, so the same messages pass or fail
 on every machine, and every worker reads the same tokens from a session's log. Only as a last
-resort there is a time limit. Templates run in transformers' sandboxed Jinja environment.
+resort there is a time limit. Templates run in a sandboxed Jinja environment with the functions that
+transformers gives to templates, and its settings; importing transformers itself would take a second.
 """
 
 from __future__ import annotations
 
+import json
 import re
+from datetime import datetime
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from jinja2 import nodes
+from jinja2.exceptions import SecurityError, TemplateError
+from jinja2.ext import Extension
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from datetime import datetime
+
+    from jinja2.parser import Parser
 
 #: One or two seconds of Python. A conversation of 10,000 messages takes about 50,000.
 _MAX_STEPS: Final = 5_000_000
@@ -102,11 +110,81 @@ class _Steps:
         return True
 
 
+class _Generation(Extension):
+    """The block `generation`, which marks an assistant's text for training; here it is only its content."""
+
+    tags = {"generation"}  # noqa: RUF012  # as the base class has it
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+class _Dict:
+    """The function `dict`. The type itself would give templates its other attributes."""
+
+    def __call__(self, *given: Any, **named: Any) -> dict[Any, Any]:
+        return dict(*given, **named)
+
+    def fromkeys(self, *given: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*given)
+
+
+class _Namespace(Namespace):
+    """The function `namespace`, without attributes that the sandbox guards."""
+
+    def __init__(*given: Any, **named: Any) -> None:  # `self` is a name that a template may use
+        self, *given_ = given
+        Namespace.__init__(self, {_allowed(name): value for name, value in dict(*given_, **named).items()})
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(_allowed(name), value)
+
+
+def _allowed(name: str) -> str:
+    if name.startswith("_"):
+        raise SecurityError(f"a namespace has no attribute {name!r}; names must not begin with an underscore")
+    return name
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,  # templates may give it by position
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Return JSON; Jinja's own filter escapes HTML."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _refuse(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _strftime_now(date_format: str) -> str:
+    return datetime.now().strftime(date_format)  # noqa: DTZ005  # the local date
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {
+        "raise_exception": _refuse,
+        "strftime_now": _strftime_now,
+        "dict": _Dict(),
+        "namespace": _Namespace,
+    }
+    return environment
+
+
 def _compile(source: str) -> Any:
     """Compile a template and insert a step into every loop and macro."""
-    from transformers.utils.chat_template_utils import _compile_jinja_template
-
-    environment = _compile_jinja_template(source).environment
+    environment: Any = _environment()
     tree = environment.parse(source)
     for loop in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
         step = nodes.Name(_STEP, "load")

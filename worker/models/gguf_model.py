@@ -22,6 +22,7 @@ from gguf.constants import GGMLQuantizationType
 from worker.process.formatting import size
 
 from . import gguf_file, gguf_tokenizer
+from .converted import CONVERTER
 from .gguf_family import FAMILIES, Family, unsupported
 from .model_files import ModelError, one_line
 
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
 
 WeightDtype = Literal["float32", "float16", "bfloat16"]
 
-#: Part of a folder's name. Count up when the converter's output changes: old folders are then not used.
-_CONVERTER: Final = 1
 _UNFINISHED: Final = ".unfinished-"
 _SAFETENSORS_DTYPES: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
@@ -54,6 +53,8 @@ def convert(source: Path, models_dir: Path, *, dtype: str, progress: Progress | 
     `ModelError`.
     """
     try:
+        progress, size_bytes, what = progress or _silent, source.stat().st_size, f"reading {source.name}"
+        progress(0, size_bytes, what)
         digest = _digest(source)
         file = gguf_file.read(source)
         if not file.tensors:
@@ -61,12 +62,14 @@ def convert(source: Path, models_dir: Path, *, dtype: str, progress: Progress | 
         weight_dtype = _weight_dtype(dtype, file)
         folder = models_dir / f"{source.stem}-{weight_dtype}-{digest}"
         if folder.is_dir():
+            progress(size_bytes, size_bytes, what)
             return folder
         conversion = _prepare(file, weight_dtype)
+        progress(size_bytes, size_bytes, what)
         models_dir.mkdir(parents=True, exist_ok=True)
         with _locked(models_dir):
             if not folder.is_dir():  # else another process has just written it
-                _write(conversion, folder, progress or _silent)
+                _write(conversion, folder, progress)
     except OSError as error:
         raise ModelError(f"{source} cannot be converted into {models_dir}: {one_line(error)}") from None
     return folder
@@ -314,7 +317,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 def _digest(path: Path) -> str:
     """Hash the converter's version and the file's content, so that a replaced file is converted again."""
-    hasher = xxhash.xxh3_64(bytes([_CONVERTER]))
+    hasher = xxhash.xxh3_64(bytes([CONVERTER]))
     with path.open("rb") as file:
         while piece := file.read(1 << 22):
             hasher.update(piece)

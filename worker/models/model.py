@@ -6,11 +6,13 @@ thread.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from . import blas, catalog, gguf_model, hub
+from . import blas, catalog, converted, hub
 from .catalog import ModelEntry, list_models, packaged_gguf
 from .misfits import explain
 from .model_files import (
@@ -101,7 +103,7 @@ def resolve(spec: str | None, data_dir: Path, *, dtype: str, progress: Progress 
     if path.is_file():
         if path.suffix != ".gguf":
             raise ModelError(f"{path} is neither a model folder nor a .gguf file")
-        return gguf_model.convert(path, data_dir / "models", dtype=dtype, progress=progress)
+        return _converted(path, data_dir / "models", dtype, progress)
     raise catalog.missing(spec, data_dir)
 
 
@@ -109,7 +111,7 @@ def _default(data_dir: Path, dtype: str, progress: Progress | None) -> Path:
     """Use the default model of the package if that is installed, else fetch it from the hub."""
     path = packaged_gguf()
     if path is not None:
-        return gguf_model.convert(path, data_dir / "models", dtype=dtype, progress=progress)
+        return _converted(path, data_dir / "models", dtype, progress)
     try:
         return hub.downloaded(DEFAULT_ID) or hub.fetch(DEFAULT_ID, progress, dtype)
     except ModelError as error:
@@ -120,6 +122,17 @@ def _default(data_dir: Path, dtype: str, progress: Progress | None) -> Path:
         ) from None
 
 
+def _converted(source: Path, models_dir: Path, dtype: str, progress: Progress | None) -> Path:
+    """Return the model folder made from a GGUF file."""
+    folder = converted.known(source, models_dir, dtype)
+    if folder is None:
+        from . import gguf_model
+
+        folder = gguf_model.convert(source, models_dir, dtype=dtype, progress=progress)
+        converted.remember(source, models_dir, dtype, folder)
+    return folder
+
+
 def load(
     folder: Path,
     *,
@@ -127,24 +140,28 @@ def load(
     kv_bits: int | None = None,
     progress: Progress | None = None,
     lazy: bool = False,
+    store: Path | None = None,
 ) -> LoadedModel:
     """Load a model folder on the calling thread, which must be the thread that will run the model.
 
     With `dtype` keep, weights keep their type, quantised or not; otherwise they are dequantised and cast.
     With `kv_bits` the model's caches are quantised. `progress` counts evaluated bytes. With `lazy`, MLX reads
-    the weights only when a pass is evaluated; the sizes in the result are known without that. Raises
-    `ModelError`.
+    the weights only when a pass is evaluated; the sizes in the result are known without that. `store` is a
+    folder for loaded tokenizers. Raises `ModelError`.
     """
     if dtype not in DTYPES:
         raise ModelError(f"the weights' dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
     written = check_folder(folder)
     check_tokenizer(folder)
     blas.preload()
-    try:
-        model, config, weights = _load_weights(folder, dtype, progress, lazy=lazy)
-    except Exception as error:  # noqa: BLE001  # architectures raise anything for a config that does not fit
-        raise ModelError(f"{folder} cannot be loaded: {explain(text_config(written), error)}") from None
-    tokenizer = Tokenizer.from_folder(folder)
+    import_module("mlx_lm.utils")  # may import transformers, as the thread does: not both at once
+    with ThreadPoolExecutor(1) as beside:
+        reading = beside.submit(Tokenizer.from_folder, folder, store, progress)
+        try:
+            model, config, weights = _load_weights(folder, dtype, progress, lazy=lazy)
+        except Exception as error:  # noqa: BLE001  # architectures raise anything for a config that does not fit
+            raise ModelError(f"{folder} cannot be loaded: {explain(text_config(written), error)}") from None
+        tokenizer = reading.result()
     if kv_bits is not None:
         from .quantised import quantise_kv
 

@@ -7,23 +7,25 @@ tokenizer's own decoder would drop a leading space. All methods are thread-safe.
 
 from __future__ import annotations
 
-import os
 import re
 from datetime import UTC, datetime
 from functools import cached_property
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from .chat_template import ChatTemplate
 from .content import ControlTokens, index_after, is_marked, unmarked
 from .dialect import dialect_of, with_calls, with_objects, with_tools
-from .model_files import ModelError, one_line, read_json
+from .model_files import one_line, read_json
+from .tokenizer_files import load
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from .dialect import Dialect
+    from .model_files import Progress
+    from .tokenizer_files import LoadedTokenizer
 
 _REPLACEMENT: Final = "\ufffd"
 #: A byte that is part of no longer token.
@@ -35,22 +37,13 @@ class TemplateError(Exception):
     """The chat template refuses these messages; the error's text is that of the template."""
 
 
-class _HfTokenizer(Protocol):
-    chat_template: Any
-    eos_token_id: Any
-    backend_tokenizer: Any
-    special_tokens_map: Any
-
-    def get_chat_template(self) -> str: ...
-
-
 class Tokenizer:
     """Encode, decode and render with one model's tokenizer.
 
     `eos_ids` end an answer. The added tokens, `added_ids`, are found in a text before the rest is tokenised.
     """
 
-    def __init__(self, hf: _HfTokenizer, eos_ids: Iterable[int] = ()) -> None:
+    def __init__(self, hf: LoadedTokenizer, eos_ids: Iterable[int] = ()) -> None:
         self._hf = hf
         self._rust = hf.backend_tokenizer
         self._rust.no_truncation()
@@ -74,13 +67,15 @@ class Tokenizer:
         self._adds_space = self._join(self._ids("a")) == b" a"
 
     @classmethod
-    def from_folder(cls, folder: Path) -> Tokenizer:
-        """Load the tokenizer of a model folder; raises `ModelError`."""
+    def from_folder(
+        cls, folder: Path, store: Path | None = None, progress: Progress | None = None
+    ) -> Tokenizer:
+        """Load the tokenizer of a model folder; raises `ModelError`. For the others see `tokenizer_files`."""
         config = read_json(folder / "config.json")
         generation_path = folder / "generation_config.json"
         generation = read_json(generation_path) if generation_path.exists() else {}
         ends = [_end_ids(part) for part in (config, config.get("text_config") or {}, generation)]
-        return cls(_load(folder), frozenset().union(*ends))
+        return cls(load(folder, store, progress), frozenset().union(*ends))
 
     def control_id(self, text: str) -> int | None:
         """Return the id of the control token with this text; None if there is none."""
@@ -214,7 +209,7 @@ class Tokenizer:
             raise TemplateError("the model has no chat template; send text or tokens instead of messages")
         try:
             if self._chat is None:
-                self._chat = ChatTemplate(self._hf.get_chat_template(), self._hf.special_tokens_map)
+                self._chat = ChatTemplate(self._source(), self._hf.special_tokens_map)
             if tools and not self.dialect.renders_tools:
                 messages, tools = with_tools(messages, tools), ()
             return self._chat.render(
@@ -222,6 +217,17 @@ class Tokenizer:
             )
         except Exception as error:  # noqa: BLE001  # a template is foreign code that can raise anything
             raise TemplateError(f"the chat template refuses these messages: {one_line(error)}") from None
+
+    def _source(self) -> str:
+        """Return the chat template's source; of several templates, the default one."""
+        found = self._hf.chat_template
+        if not isinstance(found, dict):
+            return str(found)
+        if "default" not in found:
+            raise ValueError(
+                f"the model has the templates {', '.join(sorted(found))}, and none is its default"
+            )
+        return str(found["default"])
 
     @property
     def fingerprint(self) -> bytes:
@@ -318,29 +324,3 @@ _BYTE_OF: Final = _byte_alphabet()
 def _end_ids(config: Mapping[str, Any]) -> frozenset[int]:
     ends = config.get("eos_token_id")
     return frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
-
-
-def _load(folder: Path) -> _HfTokenizer:
-    hf_class = _import_transformers().AutoTokenizer
-    try:
-        hf: _HfTokenizer = hf_class.from_pretrained(str(folder), trust_remote_code=False)
-    except Exception as error:  # noqa: BLE001  # the library passes on any error of its parsers
-        raise ModelError(f"{folder} has no tokenizer that can be read: {one_line(error)}") from None
-    if not hasattr(hf, "backend_tokenizer"):
-        raise ModelError(f"{folder} has a tokenizer without tokenizer.json; convert it to a fast tokenizer")
-    return hf
-
-
-def _import_transformers() -> Any:
-    """Import transformers without its advice to install PyTorch, which is not needed here."""
-    name = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        import transformers
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
-    return transformers

@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
-from urllib.request import url2pathname
 
 _PIP: Final = re.compile(r"(?<![\w/])pip install ('turnkeep(?P<extra>\[\w+\])')?")
 
@@ -47,6 +46,8 @@ def _checkout() -> str | None:
     origin = json.loads(importlib.metadata.distribution("turnkeep").read_text("direct_url.json") or "{}")
     if not origin.get("dir_info", {}).get("editable"):
         return None
+    from urllib.request import url2pathname  # imports an HTTP client
+
     return _from_here(Path(url2pathname(urlsplit(origin["url"]).path)))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cache.names.errors import KeyFileError
-from cache.store import access_by
 
 from .settings import SettingsError
 
@@ -17,6 +16,8 @@ if TYPE_CHECKING:
 
 def cache_access(settings: Settings) -> Access:
     """Read the key, if one is set. Raises `SettingsError`."""
+    from cache.store import access_by  # most commands need no cache
+
     try:
         return access_by(settings.cache_key_file)
     except KeyFileError as error:

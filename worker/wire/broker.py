@@ -153,14 +153,16 @@ class EmbeddedServer:
         """The server's process id; None while it does not run."""
         return self._process.pid if self._process else None
 
-    def check(self) -> None:
-        """Raise `BrokerError` if `start` could neither adopt a running server nor start one.
+    def check(self) -> bool:
+        """Return whether a server runs already. Raises `BrokerError` if `start` could not start one either.
 
         Changes nothing.
         """
-        if not self._find():
-            _program()
-            self._check_ports()
+        if self._find():
+            return True
+        _program()
+        self._check_ports()
+        return False
 
     async def start(self) -> None:
         """Adopt the server that already runs on this data directory, or start one; return when it is ready.
@@ -294,7 +296,7 @@ class EmbeddedServer:
                 client = await connect(self.url, name="turnkeep readiness", token=self.token)
                 await client.close()
                 return
-            await sleep(0.05)
+            await sleep(0.02)
         raise BrokerError(f"nats-server was not ready within {_READY_S:g} s; see {self._log_file}")
 
     def _last_words(self) -> str:

@@ -5,6 +5,7 @@ Knows nothing of the messages' content.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from dataclasses import dataclass
 from functools import partial
@@ -49,6 +50,10 @@ _OWNED: Final = frozenset(
     | {"subject_transform", "republish", "num_replicas"}
     | {"filter_subject", "deliver_policy", "ack_policy", "ack_wait", "max_deliver", "max_ack_pending"}
 )
+
+#: An `ack_wait` with which the server takes all deliveries back, and how long it takes for that: 0.1 s.
+_AT_ONCE_S: Final = 0.001
+_TAKE_BACK_S: Final = 0.2
 
 #: The longest wait for copies of a stream, and the time between two looks.
 _COPY_S: Final = 60.0
@@ -228,6 +233,20 @@ async def _ensure_consumer(js: JetStreamContext, stream: str, wanted: api.Consum
             f"the consumer {CONSUMER} of stream {stream} cannot be set up ({reason(error)}); if something"
             " else made it, remove it"
         ) from None
+
+
+async def take_back(js: JetStreamContext, subjects: Subjects) -> None:
+    """Let the server deliver again at once what a worker that has died did not acknowledge.
+
+    Only for the holder of the lease, before `ensure` and the first pull: nobody else holds deliveries then.
+    If this fails, they come after their `ack_wait`. If it is interrupted, `ensure` sets `ack_wait` again.
+    """
+    with contextlib.suppress(APIError, nats.errors.Error):
+        found = await js.consumer_info(subjects.log_stream, CONSUMER)
+        if found.num_ack_pending:
+            await js.add_consumer(subjects.log_stream, found.config.evolve(ack_wait=_AT_ONCE_S))
+            await sleep(_TAKE_BACK_S)
+            await js.add_consumer(subjects.log_stream, found.config)
 
 
 def _differences(wanted: Any, found: Any) -> dict[str, Any]:

@@ -1,0 +1,148 @@
+"""Makes the files by which systemd and launchd run a worker. Pure, but for `python -m ops.units`.
+
+`turnkeep service` installs them for a user; the models in ops/deploy are written by `python -m ops.units`.
+"""
+
+from __future__ import annotations
+
+import plistlib
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+NAME: Final = "turnkeep"
+FOLDER: Final = Path(__file__).with_name("deploy")
+
+_UNIT: Final = """\
+{about}
+[Unit]
+Description=Turnkeep, an LLM session worker for NATS
+{after}StartLimitIntervalSec=0
+
+[Service]
+Type=exec
+{place}ExecStart={command}
+ExecReload=/bin/kill -HUP $MAINPID
+Restart=always
+RestartSec=5
+# 2: settings, which no restart mends.
+RestartPreventExitStatus=2
+# The worker's own NATS server is its to stop, after the last turn.
+KillMode=mixed
+TimeoutStopSec=60
+# The worker sizes its KV by what this leaves.
+MemoryMax=90%
+
+UMask=0077
+NoNewPrivileges=yes
+SystemCallFilter=@system-service
+SystemCallErrorNumber=EPERM
+SystemCallArchitectures=native
+RestrictAddressFamilies=AF_INET AF_INET6 AF_UNIX
+RestrictNamespaces=yes
+RestrictRealtime=yes
+RestrictSUIDSGID=yes
+LockPersonality=yes
+{walls}
+[Install]
+WantedBy={target}
+"""
+
+_SYSTEM: Final = {
+    "about": """\
+# A worker under systemd, installed in /opt/turnkeep; settings in /etc/turnkeep/turnkeep.toml.
+#   systemctl enable --now turnkeep
+# For OpenAI's and Anthropic's APIs on http://127.0.0.1:8080 append --gateway to ExecStart.
+""",
+    "after": "Wants=network-online.target\nAfter=network-online.target\n",
+    "place": """\
+DynamicUser=yes
+StateDirectory=turnkeep
+StateDirectoryMode=0700
+Environment=TURNKEEP_DATA_DIR=%S/turnkeep HOME=%S/turnkeep TURNKEEP_LOG_FORMAT=json
+# For a NATS server with users:
+#LoadCredential=worker.nk:/etc/turnkeep/worker.nk
+#Environment=TURNKEEP_NATS_NKEY=%d/worker.nk
+""",
+    "walls": """\
+CapabilityBoundingSet=
+ProtectSystem=strict
+ProtectHome=yes
+PrivateTmp=yes
+ProtectKernelTunables=yes
+ProtectKernelModules=yes
+ProtectKernelLogs=yes
+ProtectControlGroups=yes
+ProtectClock=yes
+ProtectHostname=yes
+""",
+    "target": "multi-user.target",
+}
+#: A user's systemd can hide no part of the machine from a service without a user namespace.
+_USER: Final = {
+    "about": "# Written by `turnkeep service install`; `turnkeep service uninstall` removes it.\n",
+    "after": "",
+    "place": "Environment=TURNKEEP_LOG_FORMAT=json\n",
+    "walls": "",
+    "target": "default.target",
+}
+_PLAIN: Final = re.compile(r"[\w./:=@+,-]+")
+
+
+def unit(command: Sequence[str], *, of_user: bool = True) -> str:
+    """Return a unit of systemd that runs a worker by this command, for a user or for the machine."""
+    return _UNIT.format(command=" ".join(map(_quoted, command)), **(_USER if of_user else _SYSTEM))
+
+
+def command_in(text: str) -> list[str]:
+    """Return the words of the command in a unit that `unit` has made; none if there is no command."""
+    found = re.search(r"^ExecStart=(.*)$", text, re.MULTILINE)
+    words = re.findall(r'"((?:[^"\\]|\\.)*)"|(\S+)', found[1]) if found else []
+    return [re.sub(r"\\(.)|%(%)|\$(\$)", r"\1\2\3", quoted) or plain for quoted, plain in words]
+
+
+def _quoted(word: str) -> str:
+    """Quote a word of a command for systemd, which replaces % and $."""
+    if _PLAIN.fullmatch(word):
+        return word
+    return '"' + re.sub(r'(["\\])', r"\\\1", word).replace("%", "%%").replace("$", "$$") + '"'
+
+
+def agent(command: Sequence[str], folder: Path, log: Path) -> bytes:
+    """Return a property list by which launchd runs a worker in a folder, and appends its lines to `log`."""
+    return plistlib.dumps(
+        {
+            "Label": NAME,
+            "ProgramArguments": [*command],
+            "WorkingDirectory": str(folder),
+            "EnvironmentVariables": {"TURNKEEP_LOG_FORMAT": "json"},
+            "RunAtLoad": True,
+            "KeepAlive": True,
+            "ThrottleInterval": 10,
+            "ExitTimeOut": 60,
+            "ProcessType": "Interactive",
+            "StandardErrorPath": str(log),
+        },
+        sort_keys=False,
+    )
+
+
+def models() -> dict[Path, bytes]:
+    """Return the files in ops/deploy for a program in /opt/turnkeep."""
+    place = Path("/opt/turnkeep")
+    serve = [f"{place}/bin/turnkeep", "serve", "--config"]
+    system = unit([*serve, "/etc/turnkeep/turnkeep.toml"], of_user=False).encode()
+    return {
+        FOLDER / "turnkeep.service": system,
+        FOLDER / "turnkeep.plist": agent([*serve, f"{place}/turnkeep.toml"], place, place / "worker.log"),
+    }
+
+
+if __name__ == "__main__":
+    for path, content in models().items():
+        path.write_bytes(content)
+    sys.exit()

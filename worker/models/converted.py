@@ -1,0 +1,47 @@
+"""Remembers which folder a GGUF file was converted into, so that a start need not read the file.
+
+A file counts as unchanged if its path, size, mtime and ctime are the same. Knows nothing of GGUF.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+#: Part of a folder's name. Count up when the converter's output changes: old folders are then not used.
+CONVERTER: Final = 1
+
+
+def known(source: Path, models_dir: Path, dtype: str) -> Path | None:
+    """Return the folder in `models_dir` that was made from a file; None if that is not known."""
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        note = json.loads(_note(source, models_dir, dtype).read_bytes())
+        folder = models_dir / str(note["folder"])
+        if note["state"] == _state(source) and folder.is_dir():
+            return folder
+    return None
+
+
+def remember(source: Path, models_dir: Path, dtype: str, folder: Path) -> None:
+    """Note the folder that was made from a file. If the note cannot be written, only time is lost."""
+    note = _note(source, models_dir, dtype)
+    unfinished = note.with_name(f"{note.name}.{os.getpid()}")
+    with suppress(OSError):
+        unfinished.write_text(json.dumps({"state": _state(source), "folder": folder.name}))
+        unfinished.replace(note)
+
+
+def _note(source: Path, models_dir: Path, dtype: str) -> Path:
+    named = hashlib.sha256(f"{source.resolve()}\0{dtype}".encode(errors="surrogateescape"))
+    return models_dir / f"converted-{named.hexdigest()[:16]}.json"
+
+
+def _state(source: Path) -> list[int]:
+    stat = source.stat()
+    return [CONVERTER, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]

@@ -1,0 +1,48 @@
+"""Imports mlx-lm's architectures without the rest of it.
+
+mlx-lm's package imports its commands, transformers and the hub's client when anything of it is imported,
+which takes a second. A worker needs none of these.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from importlib.util import find_spec, module_from_spec
+from types import ModuleType
+from typing import Final
+
+_PACKAGE: Final = "mlx_lm"
+#: What the module that loads models imports for other functions of it.
+_UNUSED: Final = {
+    "huggingface_hub": ("snapshot_download",),
+    "mlx_lm.tokenizer_utils": ("TokenizerWrapper", "load"),
+}
+
+
+def import_mlx_lm() -> None:
+    """Import the module of mlx-lm that loads models; modules of mlx-lm can be imported one by one then.
+
+    Call it before anything else imports mlx-lm, else it changes nothing. Code of this process cannot use what
+    mlx-lm's package itself defines, nor its functions that load tokenizers or download.
+    """
+    spec = find_spec(_PACKAGE)
+    if spec is None or _PACKAGE in sys.modules:
+        return
+    stand_ins = {name: _stand_in(name, *names) for name, names in _UNUSED.items() if name not in sys.modules}
+    sys.modules |= {_PACKAGE: module_from_spec(spec), **stand_ins}
+    try:
+        import_module(f"{_PACKAGE}.utils")
+    except ImportError:  # a version that needs more of them
+        for name in [name for name in sys.modules if name.partition(".")[0] == _PACKAGE]:
+            del sys.modules[name]
+    finally:
+        for name, module in stand_ins.items():
+            if sys.modules.get(name) is module:
+                del sys.modules[name]
+
+
+def _stand_in(name: str, *names: str) -> ModuleType:
+    module = ModuleType(name)
+    vars(module).update(dict.fromkeys(names))
+    return module

@@ -1,0 +1,134 @@
+"""Loads the tokenizer of a model folder with transformers, and stores what it loaded for later starts.
+
+Importing transformers takes longer than everything else that a start does with a known model. A stored
+tokenizer needs only the `tokenizers` library, and gives the same tokens. Must not import MLX.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import msgspec
+from tokenizers import Tokenizer
+
+from .model_files import ModelError, one_line
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from .model_files import Progress
+
+#: Count up when the stored form changes.
+_FORM: Final = 1
+#: Every file from which transformers may read something about a tokenizer.
+_PATTERNS: Final = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.jsonl", "*/*.jinja")
+
+
+class LoadedTokenizer(Protocol):
+    """What `Tokenizer` needs of a Hugging Face tokenizer. `backend_tokenizer` is a `tokenizers.Tokenizer`."""
+
+    chat_template: Any  # one, or several by their names, or None
+    eos_token_id: Any
+    backend_tokenizer: Any
+    special_tokens_map: Any
+
+
+@dataclass(slots=True)
+class _Stored:
+    backend_tokenizer: Tokenizer
+    chat_template: Any
+    eos_token_id: Any
+    special_tokens_map: dict[str, Any]
+
+
+class _Form(msgspec.Struct, frozen=True):
+    key: str
+    tokenizer: str
+    chat_template: Any
+    eos_token_id: Any
+    special_tokens_map: dict[str, Any]
+
+
+def load(folder: Path, store: Path | None = None, progress: Progress | None = None) -> LoadedTokenizer:
+    """Load the tokenizer of a model folder. Raises `ModelError`.
+
+    `store` is a folder for loaded tokenizers. A stored one is used while the model folder's files and the
+    libraries are the same. If the store cannot be read or written, only time is lost. `progress` hears of a
+    tokenizer that is not stored yet.
+    """
+    if store is None:
+        return _load(folder)
+    name = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]
+    path, key = store / f"tokenizer-{name}.json", _key(folder)
+    with suppress(Exception):  # whatever is wrong with the file, it is written anew
+        found = msgspec.json.decode(path.read_bytes(), type=_Form)
+        if found.key == key:
+            rust = Tokenizer.from_str(found.tokenizer)
+            return _Stored(rust, found.chat_template, found.eos_token_id, found.special_tokens_map)
+    if progress is not None:
+        progress(0, 1, "reading the tokenizer")
+    loaded = _load(folder)
+    _keep(loaded, path, key)
+    if progress is not None:
+        progress(1, 1, "reading the tokenizer")
+    return loaded
+
+
+def _keep(loaded: LoadedTokenizer, path: Path, key: str) -> None:
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        rust = loaded.backend_tokenizer
+        rust.no_truncation()
+        rust.no_padding()
+        form = _Form(
+            key, rust.to_str(), loaded.chat_template, loaded.eos_token_id, dict(loaded.special_tokens_map)
+        )
+        unfinished.write_bytes(msgspec.json.encode(form))
+        unfinished.replace(path)
+    except Exception:  # noqa: BLE001  # a tokenizer with Python code in it cannot be stored; or the disk is full
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+
+
+def _key(folder: Path) -> str:
+    """Name the state of the folder's small files, and of the libraries that read them."""
+    files = sorted({path for pattern in _PATTERNS for path in folder.glob(pattern)})
+    stamps = [(str(path.relative_to(folder)), *_stamp(path)) for path in files]
+    whole = repr((_FORM, version("transformers"), version("tokenizers"), stamps))
+    return hashlib.sha256(whole.encode()).hexdigest()
+
+
+def _stamp(path: Path) -> tuple[int, int, int]:
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+
+
+def _load(folder: Path) -> LoadedTokenizer:
+    hf_class = _import_transformers().AutoTokenizer
+    try:
+        hf: LoadedTokenizer = hf_class.from_pretrained(str(folder), trust_remote_code=False)
+    except Exception as error:  # noqa: BLE001  # the library passes on any error of its parsers
+        raise ModelError(f"{folder} has no tokenizer that can be read: {one_line(error)}") from None
+    if not hasattr(hf, "backend_tokenizer"):
+        raise ModelError(f"{folder} has a tokenizer without tokenizer.json; convert it to a fast tokenizer")
+    return hf
+
+
+def _import_transformers() -> Any:
+    """Import transformers without its advice to install PyTorch, which is not needed here."""
+    name = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        import transformers
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+    return transformers
