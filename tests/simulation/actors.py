@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import nats.errors
-
 from cache.names.policy import FULL, Policy
 from turnkeep_client.calls import Call
 from turnkeep_client.client import connect
@@ -308,7 +306,7 @@ class Supervisor:
     async def _life(self, worker: Worker) -> None:
         try:
             await worker.run()
-        except (TurnkeepError, nats.errors.Error) as error:
+        except TurnkeepError as error:
             self._history.note(f"worker {self._number}", f"gives up: {error}")
         except Exception as error:
             self._history.faults.append(f"a worker ended by {error!r}")

@@ -491,6 +491,8 @@ class JetStream:
         stream = self._stream(name)
         if "last_by_subj" in request:
             found = stream.last(request["last_by_subj"])
+        elif "next_by_subj" in request:
+            found = next(iter(stream.matching(request["next_by_subj"], request["seq"])), None)
         else:
             found = stream.get(request["seq"])
         if found is None:
