@@ -29,7 +29,7 @@ def main() -> int:
     parser.add_argument("--without", choices=MUTATIONS, help="take a guard of the program away")
     parser.add_argument("--first", action="store_true", help="end at the first failure, without its story")
     asked = parser.parse_args()
-    asked.favoured = FAVOURED.get(asked.without, ())
+    asked.favoured = FAVOURED.get(asked.without)
     with mutated(asked.without) if asked.without else contextlib.nullcontext():
         return simulate_all(asked)
 

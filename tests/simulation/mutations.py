@@ -121,16 +121,16 @@ MUTATIONS: Final[dict[str, tuple[Change, ...]]] = {
     "a client that never reads the log": ((calls._ResultFeed, "read_log", lambda _: _nothing),),
 }
 
-#: The faults that show the lack of a guard soonest.
-FAVOURED: Final[dict[str, tuple[str, ...]]] = {
-    "a checkpoint believed without its digest": ("rot", "crash", "stop"),
-    "a deadline from the delivery's time": ("crash", "stop"),
-    "an anchor given up too early": ("crash at", "crash"),
-    "an undecodable result taken for none": ("newer worker",),
-    "chunks not read back": ("crash at", "crash"),
-    "chunks without a fence": ("stall", "cut", "crash at"),
-    "a replica's word that a request is there": ("crash at", "crash"),
-    "a client that never reads the log": ("cut", "crash server"),
+#: The plans that show the lack of a guard soonest.
+FAVOURED: Final[dict[str, dict[str, Any]]] = {
+    "a checkpoint believed without its digest": {"kinds": ("rot", "crash", "stop"), "num_faults": 5},
+    "a deadline from the delivery's time": {"kinds": ("crash", "stop"), "num_faults": 5},
+    "an anchor given up too early": {"kinds": ("crash at", "crash"), "num_faults": 5},
+    "an undecodable result taken for none": {"kinds": ("newer worker",), "num_faults": 5},
+    "chunks not read back": {"kinds": ("crash at", "crash"), "num_faults": 5},
+    "chunks without a fence": {"kinds": ("stall", "cut", "crash at"), "num_faults": 5},
+    "a replica's word that a request is there": {"kinds": ("crash at", "crash"), "num_faults": 5},
+    "a client that never reads the log": {"kinds": ("cut", "crash server"), "num_faults": 5},
 }
 
 
