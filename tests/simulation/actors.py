@@ -35,6 +35,7 @@ from .loop import Loop, Process
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
+
     from turnkeep_client.client import Client
     from turnkeep_client.messages import Chunk, Request, Result
 
@@ -65,6 +66,8 @@ class Told:
 class Read(NamedTuple):
     """A session as a fresh worker has read it, and which request had each answered id first."""
 
+    begun_s: float
+    ended_s: float
     history: Any
     diverged: str | None
     answered: dict[str, int]
@@ -88,6 +91,7 @@ class Plan:
     lag_s: float
     skews: tuple[float, ...]
     roundings: int
+    meddling: float
 
     @classmethod
     def of(cls, random: Random) -> Plan:
@@ -120,6 +124,7 @@ class Plan:
             lag_s=random.choice((0.0, 0.0, 0.05, 0.5)),
             skews=tuple(random.choice((0.0, 0.0, -3.0, 3.0)) for _ in range(2)),
             roundings=random.choice((1, 2)),
+            meddling=random.choice((0.0, 0.2, 0.5)),
         )
 
 
@@ -185,8 +190,10 @@ class Asker:
         self._asked.append((key, request))
         timeout_s = random.choice((None, None, None, 0.3, 5.0))
         asking = tasks.create_task(self._ask(key, request, timeout_s))
-        if (meddling := self._history.begin(f"{act} meddle")) is not None and meddling.random() < 0.15:
-            tasks.create_task(self._meddle(key, request, meddling))
+        if random.random() < self._history.plan.meddling:
+            meddling = self._history.begin(f"{act} meddling")
+            if meddling is not None:
+                tasks.create_task(self._meddle(key, request, meddling))
         if random.random() < 0.6:
             await asking
         else:
@@ -315,7 +322,7 @@ class Supervisor:
             self._history.note(process.name, "killed" if process.is_dead else "ended")
             await asyncio.sleep(loop.random.expovariate(2))
 
-    def prepare(self) -> Worker:
+    def prepare(self, *, leases: bool = True) -> Worker:
         """Make the next process, and its worker."""
         plan, loop, number = self._history.plan, self._history.loop, self._number
         skew_s = plan.skews[number] if number < plan.num_workers else 0.0
@@ -329,7 +336,7 @@ class Supervisor:
         )
         rounding = self.num_lives % plan.roundings
         self.worker = Worker(
-            settings, loop, process, directory=f"d{number}", leases=plan.leases, rounding=rounding
+            settings, loop, process, directory=f"d{number}", leases=leases and plan.leases, rounding=rounding
         )
         return self.worker
 

@@ -6,10 +6,11 @@ the device's hash alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
-from cache.names.tokens import as_tokens
+from cache.names.policy import FULL
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.log import BUILD_HEADER, HISTORY_HEADER, derived_seed, words
 from turnkeep_client.messages import (
@@ -23,12 +24,15 @@ from turnkeep_client.messages import (
     Generated,
     Open,
     Opened,
+    Parent,
     Rewound,
     UnknownResult,
     decode_chunk,
     decode_request,
     decode_result,
 )
+from worker.sessions.history import Fold
+from worker.sessions.history import History as State
 
 from .actors import SUBJECTS
 from .device import next_token, tokenizer
@@ -39,7 +43,7 @@ if TYPE_CHECKING:
     from turnkeep_client.messages import Request, Result
     from turnkeep_client.subjects import SessionKey
 
-    from .actors import History
+    from .actors import History, Read
     from .jetstream import Message, Stream
 
 _MAY_FAIL: Final = {
@@ -50,6 +54,8 @@ _MAY_FAIL: Final = {
     "expired",
     "context_exceeded",
 }
+FOLD: Final = Fold(tokenizer())
+_BEGAN: Final = datetime.fromtimestamp(0, UTC)
 
 
 @dataclass
@@ -60,10 +66,11 @@ class Logged:
     requests: dict[int, Request] = field(default_factory=dict)
     asked: dict[int, Message] = field(default_factory=dict)
     results: dict[int, list[tuple[Message, Result]]] = field(default_factory=dict)
-    #: After which message of `out` the session had which tokens.
-    states: list[tuple[int, list[int]]] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    exists: bool = False
+    state: State = field(default_factory=lambda: FOLD.begin(_BEGAN))
+    #: After which message of `out` the session had which state.
+    states: list[tuple[int, State]] = field(default_factory=list)
+    #: The digest of the last result that changed it.
+    vouched: str = ""
     closed: Message | None = None  # the result of its last close
     #: A newer version has continued it in a way that this one does not know.
     is_beyond: bool = False
@@ -102,6 +109,8 @@ def check(history: History) -> list[str]:
     found = logs(streams[SUBJECTS.log_stream])
     wrong = [*history.faults, *history.loop.faults]
     wrong += _check_sessions(found, history)
+    for key, read in history.read.items():
+        wrong += [f"{key}: {one}" for one in _check_read(found[key], read)]
     for log in found.values():
         wrong += [f"{log.key}: {one}" for one in _check_deadlines(log, history)]
     wrong += unforgotten(history)
@@ -127,8 +136,8 @@ def _check_sessions(found: dict[SessionKey, Logged], history: History) -> Iterat
             if len(answers) != 1 and seq <= history.settled_seq:
                 yield f"{log.key}: the request at {seq} has {len(answers)} results"
     for message, result, log in sorted(stored, key=lambda one: one[0].seq):
-        yield from (f"{log.key}: {one}" for one in _check_result(log, message, result, found, history.lives))
-        log.states.append((message.seq, log.tokens))
+        yield from (f"{log.key}: {one}" for one in _check_result(log, message, result, found, history))
+        log.states.append((message.seq, log.state))
 
 
 def _check_result(
@@ -136,7 +145,7 @@ def _check_result(
     message: Message,
     result: Result,
     found: dict[SessionKey, Logged],
-    lives: list[tuple[str, float]],
+    history: History,
 ) -> Iterator[str]:
     seq = result.seq or 0
     request = log.requests[seq]
@@ -162,9 +171,16 @@ def _check_result(
     log.firsts.setdefault(request.id, (seq, request, result))
     log.records.setdefault(request.id, (log.asked[seq], message))
     if isinstance(result, Failed):
-        yield from _check_failure(log, message, request, result, lives)
-    elif result.repeat_of is None:
+        yield from _check_failure(log, message, request, result, history)
+        return
+    if result.repeat_of is None:
         yield from _apply(log, seq, request, message, result, found)
+    digest = message.headers.get(HISTORY_HEADER)
+    is_about_it = _changes(result) or log.closed is None
+    if not log.is_beyond and is_about_it and digest not in (log.state.digest(), log.vouched):
+        yield f"{request.id} at {seq} has a digest of other tokens"
+    if _changes(result):
+        log.vouched = digest or ""
 
 
 def _is_gone(record: Message, at: Message) -> bool:
@@ -176,6 +192,11 @@ def _changes(result: Result) -> bool:
     if isinstance(result, Generated):
         return bool(result.tokens) and result.repeat_of is None
     return not isinstance(result, Failed) and result.repeat_of is None
+
+
+def _is_known(result: Result) -> bool:
+    """Whether the result says that the request's id was known."""
+    return result.repeat_of is not None or (isinstance(result, Failed) and result.code == "id_conflict")
 
 
 def _check_repeat(
@@ -201,17 +222,19 @@ def _check_repeat(
 
 
 def _check_failure(
-    log: Logged, message: Message, request: Request, result: Failed, lives: list[tuple[str, float]]
+    log: Logged, message: Message, request: Request, result: Failed, history: History
 ) -> Iterator[str]:
     seq = result.seq or 0
     is_innocent = not request.id.startswith("poison")
     asked_s = log.asked[seq].stored_s
     if "has ended every worker" in result.message or "reading its log has ended" in result.message:
         # By chance so many workers ended beside it: nobody can tell that from its doing.
-        num_ended = sum(asked_s < begun_s < message.stored_s for _, begun_s in lives)
-        is_innocent = is_innocent and num_ended < 2
+        num_ended = sum(asked_s < begun_s < message.stored_s for _, begun_s in history.lives)
+        num_ended -= sum(asked_s < one < message.stored_s for one in history.poisoned_s)
+        is_poisoned = any(one.id.startswith("poisonlog") for one in log.requests.values())
+        is_innocent = is_innocent and num_ended < 2 and not is_poisoned
     asks_again = "is not stored yet: ask again" in result.message
-    asks_again = asks_again or "cannot be forked: a newer version" in result.message
+    asks_again = asks_again or "cannot be forked: " in result.message
     if is_innocent and result.code not in _MAY_FAIL and not asks_again:
         yield f"the innocent {request.id} at {seq} got {result.code}: {result.message}"
     if is_innocent and "gone from the log" in result.message and "fork" not in result.message:
@@ -223,39 +246,81 @@ def _apply(
 ) -> Iterator[str]:
     """Apply one request and its result to the session."""
     if log.closed is not None and _is_gone(log.closed, message):
-        log.tokens, log.exists, log.closed = [], False, None  # nothing says any more that it was closed
+        log.state, log.closed = FOLD.begin(_BEGAN), None  # nothing says any more that it was closed
     match request, result:
         case _, Generated(tokens=()):
             return
         case Open(from_=None), Opened():
-            log.tokens, log.exists, log.closed = [], True, None
+            log.state, log.closed = FOLD.opened(log.state, FULL, result.tags), None
         case Open(), Opened():
             yield from _check_fork(log, request, message, result, found)
-            log.exists, log.closed = True, None
+            log.closed = None
         case Append(), Appended():
-            log.tokens, log.exists = log.tokens + _input(log, request), True
+            log.state = _extended(log.state, request)
         case Generate(), Generated():
-            prompt = log.tokens + _input(log, request)
+            state = _extended(log.state, request)
+            prompt = state.tokens.ids()
             seed = request.seed if request.seed is not None else derived_seed(log.key, seq)
             seed = seed if request.temperature else 0
             for i, token in enumerate(result.tokens):
                 if token not in [next_token(prompt, result.tokens[:i], seed, way) for way in (0, 1)]:
                     yield f"token {i} of {request.id} at {seq} does not follow from its session"
                     break
-            log.tokens, log.exists = prompt + list(result.tokens), True
+            log.state = FOLD.answered(state, request, result.tokens)
         case _, Rewound():
-            log.tokens = log.tokens[: result.position]
+            log.state = FOLD.rewound(log.state, result.position)
         case Close(), Closed():
-            log.closed = message
+            log.state, log.closed = FOLD.closed(log.state), message
         case _:
             yield f"{request} at {seq} got {result}"
+    if not log.is_beyond and result.position != log.state.position:
+        yield f"{request.id} at {seq} is at {result.position}, its log makes it {log.state.position}"
+
+
+def _extended(state: State, request: Append | Generate) -> State:
+    """Add a request's input; what is no message is computed here a second time."""
+    extended = FOLD.extend(state, request).history
+    if not request.messages and not state.conversation.has_messages:
+        given = request.tokens
+        if given is None:
+            given = tokenizer().encode(request.text or "", at_start=not state.position)
+        assert [*extended.tokens.ids()] == [*state.tokens.ids(), *given]
+    return extended
+
+
+def _check_read(log: Logged, read: Read) -> Iterator[str]:
+    """What a fresh worker has read is the session, and the ids are those that were answered first."""
+    entries = [*log.asked.values(), *(message for answers in log.results.values() for message, _ in answers)]
+    removed_s = [one.removed_s for one in entries if one.removed_s is not None]
+    if any(read.begun_s <= one <= read.ended_s for one in removed_s):
+        return  # it was removed meanwhile
+
+    def is_there(message: Message) -> bool:
+        return message.removed_s is None or message.removed_s > read.ended_s
+
     if log.is_beyond:
+        if read.diverged is None and log.closed is None:
+            yield "a fresh worker takes what it cannot know for read"
         return
-    if result.position != len(log.tokens):
-        yield f"{request.id} at {seq} is at {result.position}, its log makes it {len(log.tokens)}"
-    digest = message.headers.get(HISTORY_HEADER)
-    if digest != as_tokens(log.tokens).digest():
-        yield f"{request.id} at {seq} has a digest of other tokens"
+    is_open = log.state.exists and log.closed is None
+    if is_open != (read.history.exists and not read.history.closed):
+        yield f"a fresh worker reads an open session as closed, or a closed one as open: {is_open}"
+    if log.closed is not None and is_there(log.closed) and not read.history.closed:
+        yield "a fresh worker does not know that the session was closed"
+    if read.diverged is not None:
+        yield f"a fresh worker cannot go on: {read.diverged}"
+    if is_open and read.history.digest() != log.state.digest():
+        yield f"a fresh worker reads {read.history.position} other tokens than the {log.state.position}"
+    if is_open and (read.history.parent, read.history.tags) != (log.state.parent, log.state.tags):
+        yield f"a fresh worker reads that it comes from {read.history.parent}"
+    there: dict[str, int] = {}
+    for seq, request in sorted(log.requests.items()):
+        answers = [result for message, result in log.results.get(seq, ()) if is_there(message)]
+        if is_there(log.asked[seq]) and answers and not _is_known(answers[0]):
+            there.setdefault(request.id, seq)
+    for name in there.keys() | read.answered.keys():
+        if there.get(name) != read.answered.get(name):
+            yield f"a fresh worker has {name} as that of {read.answered.get(name)}, not {there.get(name)}"
 
 
 def _check_deadlines(log: Logged, history: History) -> Iterator[str]:
@@ -278,22 +343,16 @@ def _check_fork(
     assert request.from_ is not None
     parent = found.get(type(log.key)(log.key.tenant, request.from_.session))
     digest = message.headers.get(HISTORY_HEADER)
-    states = parent.states if parent else []
-    for seq, tokens in [(0, []), *states]:
-        begun = tokens[: result.position]
-        if seq < message.seq and as_tokens(begun).digest() == digest:
-            log.tokens = begun
-            return
+    of = Parent(session=request.from_.session, position=result.position)
+    for seq, state in [(0, FOLD.begin(_BEGAN)), *(parent.states if parent else [])]:
+        if seq < message.seq and state.position >= result.position:
+            log.state = replace(FOLD.forked(state, of, result.tags), exists=True, closed=False)
+            if log.state.digest() == digest:
+                return
     if parent is not None and parent.is_beyond:
         log.is_beyond = True
         return
     yield f"the fork at {result.seq} has tokens that its parent never had"
-
-
-def _input(log: Logged, request: Append | Generate) -> list[int]:
-    if request.tokens is not None:
-        return list(request.tokens)
-    return tokenizer().encode(request.text or "", at_start=not log.tokens)
 
 
 def _check_forgotten(log: Logged, streams: dict[str, Stream]) -> Iterator[str]:

@@ -196,19 +196,21 @@ async def _live(history: History) -> None:
 async def _read_anew(history: History) -> None:
     """Let a fresh worker read all sessions."""
     reader = Supervisor(history, len(history.supervisors))
-    worker = reader.prepare()
+    worker = reader.prepare(leases=False)
     history.reader = reader.process
     assert reader.process is not None
     running = reader.process.start(worker.run())
     await worker.ready.wait()
 
     async def read(key: SessionKey) -> None:
+        begun_s = history.loop.time()
         with worker._sessions.in_use(key) as session:
             await session.refresh()
             names = {request.id for request in found[key].requests.values()}
             known = {name: await session._find_answered(name) for name in names}
             answered = {name: one.at.in_seq for name, one in known.items() if one is not None}
-            history.read[key] = Read(session.history, session.diverged, answered)
+            times_s = begun_s, history.loop.time()
+            history.read[key] = Read(*times_s, session.history, session.diverged, answered)
 
     found = logs(history.server.jetstream.streams[SUBJECTS.log_stream])
     for key in found:

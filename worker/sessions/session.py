@@ -323,18 +323,25 @@ class Session:
         if record.diverged is None and (found := await self._trail.find(whole=record.whole)):
             record.resume(found.checkpoint)
             record.add_results(found.results)
-        while record.has_more and not record.pending:
-            requests, record.has_more = await journal.page(self.key, "in", record.in_seq, until=until)
-            while more_results and not all(record.has_result(entry.seq) for entry in requests):
+        while True:
+            while record.has_more and not record.pending:
+                requests, record.has_more = await journal.page(self.key, "in", record.in_seq, until=until)
+                while more_results and not all(record.has_result(entry.seq) for entry in requests):
+                    results, more_results = await journal.page(self.key, "out", record.out_seq)
+                    record.add_results(results)
+                # Tokenises all messages of the page: too long for the event loop.
+                await in_thread(record.add_requests, requests, await self._bases(record, requests))
+                if record.proven_seq and (delta := record.next_delta(record.proven_seq)):
+                    deltas.append(delta)
+            while more_results:
                 results, more_results = await journal.page(self.key, "out", record.out_seq)
                 record.add_results(results)
-            # Tokenises all messages of the page: too long for the event loop.
-            await in_thread(record.add_requests, requests, await self._bases(record, requests))
-            if record.proven_seq and (delta := record.next_delta(record.proven_seq)):
-                deltas.append(delta)
-        while more_results:
-            results, more_results = await journal.page(self.key, "out", record.out_seq)
-            record.add_results(results)
+            if record.pending or record.unread_seq <= record.in_seq:
+                break
+            last_seq = await journal.last_seq(self.key, "in")
+            if last_seq <= until:
+                break
+            until, record.has_more = last_seq, True  # a replica that lags hid a request
         # A delivered request was there a moment ago.
         if record.pending and record.pending[0].seq != self._rung_seq:
             await self._check_is_there(record.pending[0])
@@ -754,7 +761,7 @@ class Session:
                 message = f"the result is larger than the log takes ({error}); ask for fewer tokens at a time"
                 result = failed(pending, record.position, "invalid_request", message)
                 out_seq = await self._store(pending, result, history)
-            record.committed(pending, out_seq, history)
+            record.committed(pending, result, out_seq, history)
             if in_turn and not isinstance(result, Failed) and (delta := record.next_delta(pending.seq)):
                 self._trail.add(delta)
         self._count(pending, result)
