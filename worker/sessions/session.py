@@ -604,7 +604,8 @@ class Session:
         note, limit = self._note, attempts.max_attempts
         is_new = self._in_doubt and self._tried_seq != pending.seq  # the attempt is not stored yet
         if is_new:
-            note = note.then(pending.seq, await self._num_published(pending))
+            is_first = 0 < self._first_seq <= pending.seq
+            note = note.then(pending.seq, await self._num_published(pending), is_first=is_first)
         if note.attempts > limit:
             return await self._give_up(pending, note.attempts - 1, "it has ended every worker that began it")
         try:
