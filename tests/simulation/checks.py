@@ -234,7 +234,8 @@ def _check_failure(
         num_ended = sum(asked_s < begun_s < message.stored_s for _, begun_s in history.lives)
         num_ended -= sum(asked_s < one < message.stored_s for one in history.poisoned_s)
         is_poisoned = any(one.id.startswith("poisonlog") for one in log.requests.values())
-        is_innocent = is_innocent and num_ended < 2 and not is_poisoned
+        most = history.plan.settings["max_attempts"]
+        is_innocent = is_innocent and num_ended < most and not is_poisoned
     asks_again = "is not stored yet: ask again" in result.message
     asks_again = asks_again or "cannot be forked: " in result.message
     if is_innocent and result.code not in _MAY_FAIL and not asks_again:

@@ -61,7 +61,7 @@ def simulate(
     (`PLAIN`) that `without` names are left out.
     """
     outcome = Outcome(seed, [])
-    with simulated(seed) as loop, _world(loop, outcome, tell=tell) as (server, note):
+    with simulated(seed) as loop, world(loop, outcome, tell=tell) as (server, note):
         plain = {name: value for name, value in PLAIN.items() if name in without}
         plan = replace(Plan.of(Random(f"{seed} plan")), **dict(favoured or {}), **plain)
         history = History(loop, server, plan, note, seed=seed, without=without)
@@ -93,7 +93,7 @@ def _counts(history: History) -> dict[str, int]:
 
 
 @contextmanager
-def _world(loop: Loop, outcome: Outcome, *, tell: bool) -> Iterator[Any]:
+def world(loop: Loop, outcome: Outcome, *, tell: bool) -> Iterator[Any]:
     def note(who: str, what: str) -> None:
         if tell and not loop.is_over:
             outcome.story.append(f"{loop.time():9.4f} {who}: {what}")

@@ -98,10 +98,6 @@ def _uncounted(self: Any, seq: int, num_tokens: int, **_: Any) -> Any:
     return attempts.AttemptNote(seq, 1, num_tokens)
 
 
-def _never_first(then: Any) -> Any:
-    return lambda self, seq, num_tokens, **_: then(self, seq, num_tokens)
-
-
 @asynccontextmanager
 async def _counted_early(self: Any, key: Any) -> AsyncIterator[Any]:
     note = await self.note(key)
@@ -150,7 +146,6 @@ MUTATIONS: Final[dict[str, tuple[Change, ...]]] = {
     "a replica's word that a request is there": ((session.Session, "_check_is_there", lambda _: _nothing),),
     "chunks without a fence": ((journal.Journal, "_publish", lambda _: _publish_anyhow),),
     "a lagging replica believed": ((journal.Journal, "page", _ignoring_lag),),
-    "an attempt counted that was not made": ((attempts.AttemptNote, "then", _never_first),),
     "waiting counted as reading": ((attempts.Attempts, "reading", lambda _: _counted_early),),
     "a diverged record that vouches": (
         (record.Record, "digest", lambda _: lambda _, history: history.digest()),
@@ -163,12 +158,6 @@ MUTATIONS: Final[dict[str, tuple[Change, ...]]] = {
 
 #: The plans that show the lack of a guard soonest.
 FAVOURED: Final[dict[str, dict[str, Any]]] = {
-    "an attempt counted that was not made": {
-        "kinds": ("crash", "crash at"),
-        "num_faults": 5,
-        "num_workers": 1,
-        "num_requests": 9,
-    },
     "waiting counted as reading": {"kinds": ("poison",), "num_faults": 5},
     "a diverged record that vouches": {"kinds": ("poison", "newer worker"), "num_faults": 5},
     "a forget that misses what a rewind cut off": {"kinds": ("crash",), "num_faults": 1},

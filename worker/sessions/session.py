@@ -319,6 +319,7 @@ class Session:
         """Do the work of `_fold`; `until` is the last request that is known to be in the log."""
         journal = self._services.journal
         deltas: list[Delta] = []
+        first_seq = 0  # the first request that was read
         record.has_more = more_results = True
         if record.diverged is None and (found := await self._trail.find(whole=record.whole)):
             record.resume(found.checkpoint)
@@ -326,6 +327,7 @@ class Session:
         while True:
             while record.has_more and not record.pending:
                 requests, record.has_more = await journal.page(self.key, "in", record.in_seq, until=until)
+                first_seq = first_seq or (requests[0].seq if requests else 0)
                 while more_results and not all(record.has_result(entry.seq) for entry in requests):
                     results, more_results = await journal.page(self.key, "out", record.out_seq)
                     record.add_results(results)
@@ -344,8 +346,10 @@ class Session:
             until, record.has_more = last_seq, True  # a replica that lags hid a request
         # A delivered request was there a moment ago.
         if record.pending and record.pending[0].seq != self._rung_seq:
-            await self._check_is_there(record.pending[0])
+            await self._check_is_there(record.pending[0].seq)
         record.end_fold()
+        if record.diverged is not None and first_seq:  # perhaps it was being removed
+            await self._check_is_there(first_seq)
         if deltas and record.diverged is None:
             for delta in deltas:
                 self._trail.add(delta)
@@ -359,15 +363,15 @@ class Session:
         named = record.bases(requests).items()
         return {seq: await self._trail.base(Link.parse(link)) for seq, link in named}
 
-    async def _check_is_there(self, pending: Pending) -> None:
-        """Raise `FencedError` if the first request without a result has left the log.
+    async def _check_is_there(self, seq: int) -> None:
+        """Raise `FencedError` if a request that was read has left the log.
 
         A replica that lags may still show a request of a forgotten session, while another one no longer has
-        its result. Later requests leave the log after it.
+        its result, or later requests.
         """
-        if await self._services.journal.get(pending.seq) is None:
+        if await self._services.journal.get(seq) is None:
             await sleep(_LAG_S)
-            raise FencedError(f"the request at sequence {pending.seq} has left the log")
+            raise FencedError(f"the request at sequence {seq} has left the log")
 
     async def whole_tokens(self) -> Tokens:
         """Return all tokens of the session.
