@@ -113,7 +113,7 @@ class Plan:
                 "idle_timeout_s": random.choice((0.0, 0.3, 300.0)),
                 "closed_ttl_s": random.choice((None, None, 0.0, 2.0)),
                 "cache_policy": random.choice((FULL, FULL, Policy(2, 16))),
-                "token_ttl_s": random.choice((600.0, 600.0, 0.5)),
+                "token_ttl_s": random.choice((600.0, 600.0, 10.0)),
                 "block_tokens": 8,
             },
             checkpoint_every=random.choice((1, 2, 3, 64)),

@@ -114,8 +114,9 @@ def check(history: History) -> list[str]:
     for log in found.values():
         wrong += [f"{log.key}: {one}" for one in _check_deadlines(log, history)]
     wrong += unforgotten(history)
-    wrong += _check_clients(history, found)
-    wrong += _check_chunks(streams[SUBJECTS.token_stream], found)
+    expired = _expired(streams[SUBJECTS.token_stream], found, history.plan.settings["token_ttl_s"])
+    wrong += _check_clients(history, found, expired)
+    wrong += _check_chunks(streams[SUBJECTS.token_stream], found, expired)
     return wrong
 
 
@@ -387,11 +388,27 @@ def _check_forgotten(log: Logged, streams: dict[str, Stream]) -> Iterator[str]:
             yield f"chunks of {name} are still there after the forget at {last}"
 
 
-def _check_clients(history: History, found: dict[SessionKey, Logged]) -> Iterator[str]:
+def _expired(stream: Stream, found: dict[SessionKey, Logged], ttl_s: float) -> set[tuple[SessionKey, str]]:
+    """Return the answers of which chunks expired before the result: a worker that died is resumed without."""
+    expired: set[tuple[SessionKey, str]] = set()
+    for message in stream.all:
+        key, _, name = SUBJECTS.parse(message.subject)
+        if message.data and message.removed_s is not None and message.removed_s - message.stored_s >= ttl_s:
+            results = found[key].results.get(decode_chunk(message.data).seq or 0, [])
+            if not results or results[0][0].stored_s > message.removed_s:
+                expired.add((key, name or ""))
+    return expired
+
+
+def _check_clients(
+    history: History, found: dict[SessionKey, Logged], expired: set[tuple[SessionKey, str]]
+) -> Iterator[str]:
     """What clients were told is the record, or its beginning."""
     for told in history.told:
         name = f"{told.key} {told.request.id}"
         log = found.get(told.key)
+        if (told.key, told.request.id) in expired:
+            continue
         if told.broken and not (log is not None and _began_anew(told.request, log)):
             yield f"{name}: the client was told {told.broken}"
         answers = log.results.get(told.seq or 0, []) if log else []
@@ -430,12 +447,16 @@ def _is_given_up(result: Result) -> bool:
     return isinstance(result, Failed) and "has ended every worker" in result.message
 
 
-def _check_chunks(stream: Stream, found: dict[SessionKey, Logged]) -> Iterator[str]:
+def _check_chunks(
+    stream: Stream, found: dict[SessionKey, Logged], expired: set[tuple[SessionKey, str]]
+) -> Iterator[str]:
     """All chunks that were ever stored are parts of the records."""
     for message in stream.all:
         if not message.data:
             continue
         key, _, request_id = SUBJECTS.parse(message.subject)
+        if (key, request_id) in expired:
+            continue
         chunk = decode_chunk(message.data)
         answers = found[key].results.get(chunk.seq or 0, [])
         for _, result in answers:

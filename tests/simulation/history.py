@@ -63,7 +63,7 @@ def simulate(
     outcome = Outcome(seed, [])
     with simulated(seed) as loop, world(loop, outcome, tell=tell) as (server, note):
         plain = {name: value for name, value in PLAIN.items() if name in without}
-        plan = replace(Plan.of(Random(f"{seed} plan")), **dict(favoured or {}), **plain)
+        plan = replace(Plan.of(Random(f"{seed} plan")), **{**(favoured or {}), **plain})
         history = History(loop, server, plan, note, seed=seed, without=without)
         with _patched(history):
             try:
