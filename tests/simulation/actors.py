@@ -32,6 +32,7 @@ from worker.process.settings import Settings
 
 from .device import POISON, Worker
 from .loop import Loop, Process
+from .operators import operate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 EXPECT_HEADER: Final = "Nats-Expected-Last-Subject-Sequence"
 SUBJECTS: Final = Subjects()
 TENANT: Final = "t"
-_SESSIONS: Final = ("a", "b", "c")
+_SESSIONS: Final = ("a", "b", "chat")
 _WORDS: Final = ("hello", "x", "what now?", "é", "the quick brown fox", "ja")
 
 
@@ -231,12 +232,12 @@ class Asker:
                 at = random.randint(0, position) if random.random() < 0.5 else None
                 named |= {"type": "open", "from": {"session": other, "position": at}}
             case _ if kind is Append:
-                named |= {"type": "append", "text": random.choice(_WORDS)}
+                named |= {"type": "append", **_input(random, key)}
             case _ if kind is Generate:
                 named |= {"type": "generate", "max_tokens": random.choice((1, 3, 8, 30))}
                 named["temperature"] = random.choice((0.0, 1.0))
                 if random.random() < 0.7:
-                    named["text"] = random.choice(_WORDS)
+                    named |= _input(random, key)
                 if random.random() < 0.1:
                     named["stop"] = ["a", "bc"]
             case _ if kind is Rewind:
@@ -248,7 +249,12 @@ class Asker:
         if (poison := self._history.poison) and kind is Append:
             self._history.poison = ""
             named |= {"id": f"{poison}{self._number}-{len(self._asked)}", "expect_position": None}
-            named |= {"deadline_s": None, "text": None, "tokens": [POISON if poison == "poison" else 5]}
+            named |= {
+                "deadline_s": None,
+                "text": None,
+                "messages": None,
+                "tokens": [POISON if poison == "poison" else 5],
+            }
         given = {name: value for name, value in named.items() if value is not None}
         return key, decode_request(encode(given))
 
@@ -294,6 +300,13 @@ class Asker:
                 await session.count(text=random.choice(_WORDS))
             else:
                 await self._client.ask(key.session, text=random.choice(_WORDS), max_tokens=3, timeout_s=1.0)
+
+
+def _input(random: Random, key: SessionKey) -> dict[str, Any]:
+    text = random.choice(_WORDS)
+    if key.session != "chat" or random.random() < 0.1:
+        return {"text": text}
+    return {"messages": [{"role": random.choice(("user", "user", "system", "assistant")), "content": text}]}
 
 
 class Supervisor:
@@ -389,6 +402,7 @@ class History:
         #: The fresh worker that reads the sessions at the end, and what it has read.
         self.reader: Process | None = None
         self.read: dict[SessionKey, Read] = {}
+        self.deeds: list[asyncio.Task[Any]] = []
         self.supervisors = [Supervisor(self, number) for number in range(plan.num_workers)]
         self.clients = [Asker(self, number) for number in range(plan.num_clients)]
 
@@ -524,6 +538,7 @@ def _for_a_while(name: str, *most_s: float) -> Fault:
 
 
 FAULTS: Final[dict[str, Fault]] = {
+    "operator": operate,
     "poison": _poison,
     "crash": _crash,
     "crash at": _crash_at,

@@ -35,7 +35,7 @@ from worker.sessions.history import Fold
 from worker.sessions.history import History as State
 
 from .actors import SUBJECTS
-from .device import next_token, tokenizer
+from .device import POISON, next_token, tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -229,6 +229,7 @@ def _check_failure(
         return
     seq = result.seq or 0
     is_innocent = not request.id.startswith("poison")
+    is_innocent = is_innocent and POISON not in (getattr(request, "tokens", None) or ())
     asked_s = log.asked[seq].stored_s
     if "has ended every worker" in result.message or "reading its log has ended" in result.message:
         # By chance so many workers ended beside it: nobody can tell that from its doing.

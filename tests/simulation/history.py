@@ -181,6 +181,9 @@ async def _live(history: History) -> None:
         if not await _at_most(client.is_done.wait(), PATIENCE_S):
             history.faults.append(f"{client.process.name} waits for ever")
             return
+    for deed in history.deeds:
+        if not await _at_most(deed, PATIENCE_S):
+            history.faults.append("an operator waits for ever")
     await _settle(history)
     for one in history.supervisors:
         one.is_ending = True

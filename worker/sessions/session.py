@@ -7,7 +7,7 @@ session knows, so it fails if another worker has stored a result since.
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -753,7 +753,9 @@ class Session:
         closes = isinstance(result, Closed) and result.repeat_of is None
         if closes:
             await self._trail.finish()  # no checkpoint may be stored after the session was removed
-        async with self._log_lock:
+        # If the ack of a close is late, its result must be there when it is looked for.
+        removal = services.retention.lock(self.key) if closes else nullcontext()
+        async with self._log_lock, removal:
             if record is not self._record or not record.lacks_result(pending):
                 return False
             if record.overtaken:

@@ -69,7 +69,7 @@ class Retention:
         self._locks: WeakValueDictionary[SessionKey, Lock] = WeakValueDictionary()
 
     def lock(self, key: SessionKey) -> Lock:
-        """Return the lock that prevents removal while a session's log is read page by page."""
+        """Return the lock that prevents removal while a session's log is read page by page, or closed."""
         return self._locks.setdefault(key, Lock(fast_acquire=True))
 
     async def note_close(self, key: SessionKey, *, forget: bool) -> int | None:
