@@ -7,6 +7,7 @@ import contextlib
 import json
 import random
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -497,9 +498,16 @@ async def _crash_server(history: History, random: Random) -> None:
     history.server.start()
 
 
-async def _poison(history: History, random: Random) -> None:
-    """Let the next append end every worker that runs it, or later every worker that reads it in the log."""
-    history.poison = random.choice(("poison", "poisonlog"))
+async def _poison(history: History, _: Random) -> None:
+    """Let the next append end every worker that runs it."""
+    history.poison = "poison"
+
+
+async def _poison_log(history: History, random: Random) -> None:
+    """Let the next append end every worker that reads it in the log; stop a worker, as else none does."""
+    history.poison = "poisonlog"
+    await asyncio.sleep(0.3)
+    await _stop(history, random)
 
 
 async def _newer(history: History, random: Random) -> None:
@@ -519,15 +527,12 @@ async def _newer(history: History, random: Random) -> None:
 
 
 async def _rot(history: History, _: Random) -> None:
-    """A checkpoint is not what it was: an older one is in its place."""
+    """A checkpoint is not what it was: an older one, or one of another session, is in its place."""
     stream = history.server.jetstream.streams[SUBJECTS.log_stream]
-    for subject in stream.counts(SUBJECTS.every("checkpoint")):
-        bases = {
-            one.headers[BASE_HEADER].partition(" ")[0] for one in stream.all if BASE_HEADER in one.headers
-        }
-        found = [one for one in stream.matching(subject) if str(one.seq) not in bases]
-        if len(found) > 1:
-            found[-1].data = found[-2].data
+    bases = {one.headers[BASE_HEADER].partition(" ")[0] for one in stream.all if BASE_HEADER in one.headers}
+    found = [one for one in stream.matching(SUBJECTS.every("checkpoint")) if str(one.seq) not in bases]
+    for one, other in pairwise(reversed(found)):
+        one.data = other.data
 
 
 def _for_a_while(name: str, *most_s: float) -> Fault:
@@ -540,6 +545,7 @@ def _for_a_while(name: str, *most_s: float) -> Fault:
 FAULTS: Final[dict[str, Fault]] = {
     "operator": operate,
     "poison": _poison,
+    "poison log": _poison_log,
     "crash": _crash,
     "crash at": _crash_at,
     "stall": _stall,

@@ -40,8 +40,8 @@ def _give_up_anchor(answer: Any) -> Any:
     return mutated
 
 
-async def _no_chunks(*_: Any) -> list[Any]:
-    return []
+async def _no_chunks(*_: Any) -> journal.Published:
+    return journal.Published([])
 
 
 async def _unknown(*_: Any) -> None:
@@ -156,10 +156,20 @@ MUTATIONS: Final[dict[str, tuple[Change, ...]]] = {
     "a client that never reads the log": ((calls._ResultFeed, "read_log", lambda _: _nothing),),
 }
 
+_POISONED: Final[dict[str, Any]] = {
+    "kinds": ("poison log",),
+    "num_faults": 2,
+    "num_clients": 3,
+    "num_requests": 9,
+    "num_workers": 1,
+    "checkpoint_every": 64,
+    "settings": {"max_attempts": 2, "ack_wait_s": 0.5, "token_ttl_s": 600.0, "block_tokens": 8},
+    "meddling": 0.5,
+}
 #: The plans that show the lack of a guard soonest.
 FAVOURED: Final[dict[str, dict[str, Any]]] = {
-    "waiting counted as reading": {"kinds": ("poison",), "num_faults": 5},
-    "a diverged record that vouches": {"kinds": ("poison", "newer worker"), "num_faults": 5},
+    "waiting counted as reading": _POISONED,
+    "a diverged record that vouches": _POISONED,
     "a forget that misses what a rewind cut off": {"kinds": ("crash",), "num_faults": 1},
     "a cancel of what a replica hides": {
         "kinds": (),
@@ -170,13 +180,22 @@ FAVOURED: Final[dict[str, dict[str, Any]]] = {
         "num_requests": 9,
         "meddling": 1.0,
     },
-    "a checkpoint believed without its digest": {"kinds": ("rot", "crash", "stop"), "num_faults": 5},
+    "a checkpoint believed without its digest": {
+        "kinds": ("rot", "rot", "stop"),
+        "num_faults": 5,
+        "checkpoint_every": 1,
+    },
     "a deadline from the delivery's time": {"kinds": ("crash", "stop"), "num_faults": 5},
     "an anchor given up too early": {"kinds": ("crash at", "crash"), "num_faults": 5},
     "an undecodable result taken for none": {"kinds": ("newer worker",), "num_faults": 5},
     "chunks not read back": {"kinds": ("crash at", "crash"), "num_faults": 5},
     "chunks without a fence": {"kinds": ("stall", "cut", "crash at"), "num_faults": 5},
-    "a replica's word that a request is there": {"kinds": ("crash at", "crash"), "num_faults": 5},
+    "a replica's word that a request is there": {
+        "kinds": ("crash at", "stop"),
+        "num_faults": 5,
+        "lag_s": 0.5,
+        "num_requests": 9,
+    },
     "a client that never reads the log": {"kinds": ("cut", "crash server"), "num_faults": 5},
 }
 

@@ -85,6 +85,15 @@ def test_a_seed_is_the_same_history_in_each_process() -> None:
     assert len(set(re.findall(r"trace \w+", said))) == 20
 
 
+def test_a_failure_is_told_with_the_few_acts_that_it_needs() -> None:
+    status, said = simulate("20000", "--histories", "1", "--without", "no idempotency")
+    assert status == 1
+    (acts,) = re.findall(r"seed 20000 goes wrong with these alone: (.*)", said)
+    assert 0 < len(acts.split(", ")) < 8, acts
+    assert "asks" in said
+    assert "wrong: " in said
+
+
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_history_goes_wrong_without(name: str) -> None:
     """With the guard, histories of these seeds go well, as those of all others."""
