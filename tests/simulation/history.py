@@ -18,6 +18,7 @@ from turnkeep_client.subjects import CONSUMER
 from worker.sessions import history as sessions_history
 from worker.sessions import record
 from worker.sessions.history import Fold
+from worker.sessions.session import Session
 from worker.wire import intake, journal, retention
 
 from .actors import PLAIN, SUBJECTS, History, Plan, Read, Supervisor
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
     from turnkeep_client.subjects import SessionKey
 
+_find_answered: Final = Session._find_answered  # whatever a mutation makes of it
 #: How long after the last fault everything may take.
 PATIENCE_S: Final = 150.0
 
@@ -210,7 +212,7 @@ async def _read_anew(history: History) -> None:
         with worker._sessions.in_use(key) as session:
             await session.refresh()
             names = {request.id for request in found[key].requests.values()}
-            known = {name: await session._find_answered(name) for name in names}
+            known = {name: await _find_answered(session, name) for name in names}
             answered = {name: one.at.in_seq for name, one in known.items() if one is not None}
             times_s = begun_s, history.loop.time()
             history.read[key] = Read(*times_s, session.history, session.diverged, answered)
