@@ -348,7 +348,7 @@ class Session:
         if record.pending and record.pending[0].seq != self._rung_seq:
             await self._check_is_there(record.pending[0].seq)
         record.end_fold()
-        if record.diverged is not None and first_seq:  # perhaps it was being removed
+        if first_seq and first_seq != self._rung_seq:  # removals begin with the first
             await self._check_is_there(first_seq)
         if deltas and record.diverged is None:
             for delta in deltas:
