@@ -331,6 +331,31 @@ async def test_the_base_of_a_fork_is_not_taken_for_gone_where_the_log_does_not_a
     assert found.position == history.position
 
 
+async def test_what_a_replica_still_shows_of_a_forgotten_session_is_not_carried_out_again(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two reads one replica may show the request, and another one not its result."""
+    await world.ask(Append(id="a", text="one"))
+    page, get, asked = world.log.page, world.log.get, list[int]()
+
+    async def leader(seq: int) -> bytes | None:
+        asked.append(seq)
+        return await get(seq) if seq > 2 else None
+
+    async def replica(*args: Any, **more: Any) -> Any:
+        entries, has_more = await page(*args, **more)
+        gone = {1, 2} if asked else {2}
+        return [entry for entry in entries if entry.seq not in gone], has_more
+
+    monkeypatch.setattr(world.log, "get", leader)
+    monkeypatch.setattr(world.log, "page", replica)
+    world.crash()
+    seq = world.publish(Append(id="b", text="two"))
+    world.log.commit = lambda _, body, __, headers: asyncio.sleep(0, world.log.add("out", body, headers))  # type: ignore[assignment, method-assign]
+    await world.session.run()
+    assert [result.seq for result in world.results] == [1, seq]
+
+
 async def test_a_returned_request_that_leaves_the_log_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """A close removes requests that wait to be delivered again. Counted for ever, they delay all others."""
     monkeypatch.setattr("worker.wire.intake._RETURN_S", 0.01)

@@ -143,7 +143,6 @@ MUTATIONS: Final[dict[str, tuple[Change, ...]]] = {
         (trail, "backwards", lambda _: _unchecked),
     ),
     "an anchor given up too early": ((session.Session, "_answer", _give_up_anchor),),
-    "a replica's word that a request is there": ((session.Session, "_check_is_there", lambda _: _nothing),),
     "chunks without a fence": ((journal.Journal, "_publish", lambda _: _publish_anyhow),),
     "a lagging replica believed": ((journal.Journal, "page", _ignoring_lag),),
     "waiting counted as reading": ((attempts.Attempts, "reading", lambda _: _counted_early),),
@@ -190,12 +189,6 @@ FAVOURED: Final[dict[str, dict[str, Any]]] = {
     "an undecodable result taken for none": {"kinds": ("newer worker",), "num_faults": 5},
     "chunks not read back": {"kinds": ("crash at", "crash"), "num_faults": 5},
     "chunks without a fence": {"kinds": ("stall", "cut", "crash at"), "num_faults": 5},
-    "a replica's word that a request is there": {
-        "kinds": ("crash at", "stop"),
-        "num_faults": 5,
-        "lag_s": 0.5,
-        "num_requests": 9,
-    },
     "a client that never reads the log": {"kinds": ("cut", "crash server"), "num_faults": 5},
 }
 
