@@ -88,6 +88,29 @@ async def test_a_closed_session_leaves_the_log_after_its_time_and_an_open_one_st
     assert (await w.send("closed", append("b")))["position"] == 5
 
 
+async def test_a_session_is_not_removed_while_the_result_of_its_close_is_stored(
+    quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a late ack lets the worker store the result once more."""
+    commit, seen, stored = Journal.commit, list[str](), asyncio.Event()
+
+    async def slow(self: Journal, key: SessionKey, body: bytes, after: int, headers: Any) -> int:
+        seq = await commit(self, key, body, after, headers)
+        if b'"closed"' in body:
+            await asyncio.sleep(0.5)
+            seen.extend(sorted(await bodies(w, "s")))
+            stored.set()
+        return seq
+
+    monkeypatch.setattr(Journal, "commit", slow)
+    w = await quiet_wire(closed_ttl_s=0.0)
+    await w.send("s", append("a", "secret"))
+    await w.send("s", CLOSE)
+    await asyncio.wait_for(stored.wait(), 20)
+    assert seen == ["closed", "in", "out"]
+    assert not await until_gone(w, "s", text=b"secret")
+
+
 async def test_a_session_that_was_opened_again_keeps_what_came_behind_its_close(quiet_wire: Start) -> None:
     w = await quiet_wire(closed_ttl_s=1.0)
     await w.send("s", append("a", "first life"))

@@ -15,6 +15,7 @@ if os.environ.get("PYTHONHASHSEED") != "0":  # else the same seed would be anoth
 
 from .history import simulate
 from .mutations import FAVOURED, MUTATIONS, mutated
+from .shrink import shrink
 
 sys.unraisablehook = lambda _: None  # killed processes' coroutines end in whatever way they do
 
@@ -27,11 +28,22 @@ def main() -> int:
     parser.add_argument("--tell", action="store_true", help="tell the stories of all, not of failures alone")
     parser.add_argument("--traces", action="store_true", help="print a checksum of each history")
     parser.add_argument("--without", choices=MUTATIONS, help="take a guard of the program away")
+    parser.add_argument("--whole", action="store_true", help="tell failures as they are, not shrunk")
     parser.add_argument("--first", action="store_true", help="end at the first failure, without its story")
     asked = parser.parse_args()
-    asked.favoured = FAVOURED.get(asked.without, ())
+    asked.favoured = FAVOURED.get(asked.without)
     with mutated(asked.without) if asked.without else contextlib.nullcontext():
         return simulate_all(asked)
+
+
+def tell_failure(seed: int, asked: argparse.Namespace) -> None:
+    """Print the story of a history that goes wrong."""
+    if asked.whole:
+        told = simulate(seed, tell=True, favoured=asked.favoured)
+    else:
+        told = shrink(seed, asked.favoured)
+        print(f"seed {seed} goes wrong with these alone: {', '.join(told.acts)}")
+    print(*told.story, *(f"wrong: {one}" for one in told.wrong), sep="\n")
 
 
 def simulate_all(asked: argparse.Namespace) -> int:
@@ -48,10 +60,9 @@ def simulate_all(asked: argparse.Namespace) -> int:
         if outcome.wrong:
             num_wrong += 1
             if num_wrong <= 5 and not asked.first:
-                told = simulate(seed, tell=True, favoured=asked.favoured)
-                if told.trace != outcome.trace or told.wrong != outcome.wrong:
+                if simulate(seed, favoured=asked.favoured).trace != outcome.trace:
                     print(f"seed {seed} is not replayed exactly")
-                print(*told.story, sep="\n")
+                tell_failure(seed, asked)
             print(f"seed {seed}:", *outcome.wrong, sep="\n  ")
             if asked.first:
                 break

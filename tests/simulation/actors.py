@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import json
 import math
+import random
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
-
-import nats.errors
+from random import Random
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from cache.names.policy import FULL, Policy
 from turnkeep_client.calls import Call
@@ -33,20 +34,22 @@ from worker.process.settings import Settings
 
 from .device import POISON, Worker
 from .loop import Loop, Process
+from .operators import operate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
-    from random import Random
 
     from turnkeep_client.client import Client
     from turnkeep_client.messages import Chunk, Request, Result
 
     from .world import Connection, Server
 
+    Fault = Callable[["History", Random], Coroutine[Any, Any, None]]
+
 EXPECT_HEADER: Final = "Nats-Expected-Last-Subject-Sequence"
 SUBJECTS: Final = Subjects()
 TENANT: Final = "t"
-_SESSIONS: Final = ("a", "b", "c")
+_SESSIONS: Final = ("a", "b", "chat")
 _WORDS: Final = ("hello", "x", "what now?", "é", "the quick brown fox", "ja")
 
 
@@ -61,6 +64,16 @@ class Told:
     result: Result | None = None
     error: str = ""
     broken: str = ""
+
+
+class Read(NamedTuple):
+    """A session as a fresh worker has read it, and which request had each answered id first."""
+
+    begun_s: float
+    ended_s: float
+    history: Any
+    diverged: str | None
+    answered: dict[str, int]
 
 
 @dataclass
@@ -80,11 +93,12 @@ class Plan:
     busy: float
     lag_s: float
     skews: tuple[float, ...]
-    poisons: bool
     roundings: int
+    meddling: float
 
     @classmethod
     def of(cls, random: Random) -> Plan:
+        """Draw a plan."""
         kinds = tuple(one for one in FAULTS if random.random() < 0.35)
         num_workers = random.choice((1, 1, 1, 2))
         some = random.random
@@ -102,6 +116,7 @@ class Plan:
                 "idle_timeout_s": random.choice((0.0, 0.3, 300.0)),
                 "closed_ttl_s": random.choice((None, None, 0.0, 2.0)),
                 "cache_policy": random.choice((FULL, FULL, Policy(2, 16))),
+                "token_ttl_s": random.choice((600.0, 600.0, 10.0)),
                 "block_tokens": 8,
             },
             checkpoint_every=random.choice((1, 2, 3, 64)),
@@ -111,10 +126,22 @@ class Plan:
             late_ack=random.choice((0.0, 0.0, 0.02, 0.1)),
             busy=random.choice((0.0, 0.0, 0.2)),
             lag_s=random.choice((0.0, 0.0, 0.05, 0.5)),
-            skews=tuple(random.choice((0.0, 0.0, -3.0, 3.0)) for _ in range(num_workers)),
-            poisons=some() < 0.1,
+            skews=tuple(random.choice((0.0, 0.0, -3.0, 3.0)) for _ in range(2)),
             roundings=random.choice((1, 2)),
+            meddling=random.choice((0.0, 0.2, 0.5)),
         )
+
+
+#: A plan's disturbances, and what they are without.
+PLAIN: Final[dict[str, Any]] = {
+    "num_workers": 1,
+    "leases": True,
+    "late_ack": 0.0,
+    "busy": 0.0,
+    "lag_s": 0.0,
+    "skews": (0.0, 0.0),
+    "roundings": 1,
+}
 
 
 class Asker:
@@ -122,10 +149,9 @@ class Asker:
 
     def __init__(self, history: History, number: int) -> None:
         self._history = history
-        self._random = history.loop.random
         self._number = number
         self._asked: list[tuple[SessionKey, Request]] = []
-        self._left = history.plan.num_requests
+        self._num_begun = 0
         self._positions: dict[SessionKey, int] = {}
         self._client: Client | None = None
         self.process = Process(history.loop, f"client {number}")
@@ -156,18 +182,26 @@ class Asker:
         async with client, asyncio.TaskGroup() as tasks:
             for key, request in self._asked[-2:]:
                 tasks.create_task(self._ask(key, request))
-            while self._left > 0:
-                self._left -= 1
-                key, request = self._next()
-                self._asked.append((key, request))
-                asking = tasks.create_task(self._ask(key, request))
-                if self._random.random() < 0.15:
-                    tasks.create_task(self._meddle(key, request))
-                if self._random.random() < 0.6:
-                    await asking
-                else:
-                    await asyncio.sleep(self._random.expovariate(20))
+            while self._num_begun < self._history.plan.num_requests:
+                self._num_begun += 1
+                act = f"client {self._number} request {self._num_begun}"
+                if (random := self._history.begin(act)) is not None:
+                    await self._begin(random, act, tasks)
         self._history.check_client(client)
+
+    async def _begin(self, random: Random, act: str, tasks: asyncio.TaskGroup) -> None:
+        key, request = self._next(random)
+        self._asked.append((key, request))
+        timeout_s = random.choice((None, None, None, 0.3, 5.0))
+        asking = tasks.create_task(self._ask(key, request, timeout_s))
+        if random.random() < self._history.plan.meddling:
+            meddling = self._history.begin(f"{act} meddling")
+            if meddling is not None:
+                tasks.create_task(self._meddle(key, request, meddling))
+        if random.random() < 0.6:
+            await asking
+        else:
+            await asyncio.sleep(random.expovariate(20))
 
     async def _connect(self) -> Client:
         while True:
@@ -177,8 +211,8 @@ class Asker:
                 )
             await asyncio.sleep(0.2)
 
-    def _next(self) -> tuple[SessionKey, Request]:
-        chance, random = self._random.random(), self._random
+    def _next(self, random: Random) -> tuple[SessionKey, Request]:
+        chance = random.random()
         if self._asked and chance < 0.1:
             return random.choice(self._asked)
         key = SessionKey(TENANT, random.choice(_SESSIONS[: random.randint(1, 3)]))
@@ -202,12 +236,12 @@ class Asker:
                 at = random.randint(0, position) if random.random() < 0.5 else None
                 named |= {"type": "open", "from": {"session": other, "position": at}}
             case _ if kind is Append:
-                named |= {"type": "append", "text": self._text()}
+                named |= {"type": "append", **_input(random, key)}
             case _ if kind is Generate:
                 named |= {"type": "generate", "max_tokens": random.choice((1, 3, 8, 30))}
                 named["temperature"] = random.choice((0.0, 1.0))
                 if random.random() < 0.7:
-                    named["text"] = self._text()
+                    named |= _input(random, key)
                 if random.random() < 0.1:
                     named["stop"] = ["a", "bc"]
             case _ if kind is Rewind:
@@ -216,20 +250,23 @@ class Asker:
                 named |= {"type": "close", "forget": random.choice((None, True))}
             case _:
                 named |= {"type": "open"}
-        if self._history.take_poison():
-            named = {"type": "append", "id": f"poison{self._number}", "tokens": [POISON]}
+        if (poison := self._history.poison) and kind is Append:
+            self._history.poison = ""
+            named |= {"id": f"{poison}{self._number}-{len(self._asked)}", "expect_position": None}
+            named |= {
+                "deadline_s": None,
+                "text": None,
+                "messages": None,
+                "tokens": [POISON if poison == "poison" else 5],
+            }
         given = {name: value for name, value in named.items() if value is not None}
         return key, decode_request(encode(given))
 
-    def _text(self) -> str:
-        return self._random.choice(_WORDS)
-
-    async def _ask(self, key: SessionKey, request: Request) -> None:
+    async def _ask(self, key: SessionKey, request: Request, timeout_s: float | None = None) -> None:
         history, client = self._history, self._client
         assert client is not None
         told = Told(key, request)
         history.told.append(told)
-        timeout_s = self._random.choice((None, None, None, 0.3, 5.0))
         history.note(self.process.name, f"asks {key.session} {encode(request).decode()}")
         call = Call(client._wire, client._feeds, key, request, timeout_s=timeout_s)
         try:
@@ -252,11 +289,11 @@ class Asker:
             else:
                 history.note(self.process.name, f"{request.id} {told.error} {told.broken}")
 
-    async def _meddle(self, key: SessionKey, request: Request) -> None:
+    async def _meddle(self, key: SessionKey, request: Request, random: Random) -> None:
         """Cancel a request, ask what its session does or would do, or ask without the log."""
-        await asyncio.sleep(self._random.expovariate(50))
+        await asyncio.sleep(random.expovariate(50))
         assert self._client is not None
-        session, chance = self._client.session(key.session), self._random.random()
+        session, chance = self._client.session(key.session), random.random()
         with contextlib.suppress(TurnkeepError):
             if chance < 0.5:
                 self._history.note(self.process.name, f"cancels {request.id}")
@@ -264,9 +301,16 @@ class Asker:
             elif chance < 0.7:
                 await session.info()
             elif chance < 0.8:
-                await session.count(text=self._text())
+                await session.count(text=random.choice(_WORDS))
             else:
-                await self._client.ask(key.session, text=self._text(), max_tokens=3, timeout_s=1.0)
+                await self._client.ask(key.session, text=random.choice(_WORDS), max_tokens=3, timeout_s=1.0)
+
+
+def _input(random: Random, key: SessionKey) -> dict[str, Any]:
+    text = random.choice(_WORDS)
+    if key.session != "chat" or random.random() < 0.1:
+        return {"text": text}
+    return {"messages": [{"role": random.choice(("user", "user", "system", "assistant")), "content": text}]}
 
 
 class Supervisor:
@@ -282,24 +326,12 @@ class Supervisor:
         self._ended = asyncio.Event()
 
     async def run(self) -> None:
-        plan, loop = self._history.plan, self._history.loop
+        loop = self._history.loop
         while not self.is_ending:
-            process = self.process = Process(
-                loop, f"worker {self._number}.{self.num_lives}", skew_s=plan.skews[self._number]
-            )
-            self.num_lives += 1
-            settings = Settings(
-                data_dir=Path("none"),
-                worker=process.name.replace(" ", "-").replace(".", "-"),
-                metrics_interval_s=3600.0,
-                **plan.settings,
-            )
-            directory = f"d{self._number}"
-            rounding = self.num_lives % plan.roundings
-            self.worker = worker = Worker(
-                settings, loop, process, directory=directory, leases=plan.leases, rounding=rounding
-            )
-            self._history.lives.append((settings.worker, loop.time()))
+            worker = self.prepare()
+            process = self.process
+            assert process is not None
+            self._history.lives.append((worker._settings.worker, loop.time()))
             self._ended.clear()
             process.on_death.append(self._ended.set)
             running = process.start(self._life(worker))
@@ -308,10 +340,28 @@ class Supervisor:
             self._history.note(process.name, "killed" if process.is_dead else "ended")
             await asyncio.sleep(loop.random.expovariate(2))
 
+    def prepare(self, *, leases: bool = True) -> Worker:
+        """Make the next process, and its worker."""
+        plan, loop, number = self._history.plan, self._history.loop, self._number
+        skew_s = plan.skews[number] if number < plan.num_workers else 0.0
+        process = self.process = Process(loop, f"worker {number}.{self.num_lives}", skew_s=skew_s)
+        self.num_lives += 1
+        settings = Settings(
+            data_dir=Path("none"),
+            worker=process.name.replace(" ", "-").replace(".", "-"),
+            metrics_interval_s=3600.0,
+            **plan.settings,
+        )
+        rounding = self.num_lives % plan.roundings
+        self.worker = Worker(
+            settings, loop, process, directory=f"d{number}", leases=leases and plan.leases, rounding=rounding
+        )
+        return self.worker
+
     async def _life(self, worker: Worker) -> None:
         try:
             await worker.run()
-        except (TurnkeepError, nats.errors.Error) as error:
+        except TurnkeepError as error:
             self._history.note(f"worker {self._number}", f"gives up: {error}")
         except Exception as error:
             self._history.faults.append(f"a worker ended by {error!r}")
@@ -324,8 +374,22 @@ class Supervisor:
 class History:
     """All that one seed does."""
 
-    def __init__(self, loop: Loop, server: Server, plan: Plan, note: Callable[[str, str], None]) -> None:
+    def __init__(
+        self,
+        loop: Loop,
+        server: Server,
+        plan: Plan,
+        note: Callable[[str, str], None],
+        *,
+        seed: int = 0,
+        without: frozenset[str] = frozenset(),
+    ) -> None:
+        """`without` names the acts that are left out."""
         self.loop = loop
+        self.seed = seed
+        self.without = without
+        #: The acts that have begun, in order.
+        self.acts: list[str] = []
         self.server = server
         self.plan = plan
         self.note = note
@@ -336,16 +400,27 @@ class History:
         self.settled_seq = 2**63
         #: Which worker began when.
         self.lives: list[tuple[str, float]] = []
-        self._poisons = int(plan.poisons)
+        #: What the next append does that is poison: its id begins so. And when poisoned logs ended a worker.
+        self.poison = ""
+        self.poisoned_s: list[float] = []
+        #: The fresh worker that reads the sessions at the end, and what it has read.
+        self.reader: Process | None = None
+        self.read: dict[SessionKey, Read] = {}
+        self.deeds: list[asyncio.Task[Any]] = []
         self.supervisors = [Supervisor(self, number) for number in range(plan.num_workers)]
         self.clients = [Asker(self, number) for number in range(plan.num_clients)]
 
-    def take_poison(self) -> bool:
-        """Whether the next request is the one that ends every worker."""
-        if self._poisons and self.loop.random.random() < 0.2:
-            self._poisons = 0
-            return True
-        return False
+    def begin(self, act: str) -> Random | None:
+        """Return what decides an act by chance, independently of all others; None if it is left out."""
+        if act in self.without:
+            return None
+        self.acts.append(act)
+        return random.Random(f"{self.seed} {act}")
+
+    def kill_reader(self, process: Process) -> None:
+        """A worker reads a log that ends whoever reads it."""
+        self.poisoned_s.append(self.loop.time())
+        process.kill()
 
     def check_client(self, client: Client) -> None:
         held = len(client._feeds._feeds) + len(client._wire.watchers)
@@ -362,24 +437,25 @@ class History:
 
     async def break_things(self) -> None:
         """Let faults happen, one after the other."""
-        for _ in range(self.plan.num_faults):
-            await asyncio.sleep(self.loop.random.expovariate(4))
-            kind = self.loop.random.choice(self.plan.kinds)
-            self.note("chance", kind)
-            self.num_faults += 1
-            await FAULTS[kind](self)
+        for number in range(1, self.plan.num_faults + 1):
+            act = f"fault {number}"
+            chance = random.Random(f"{self.seed} {act}")
+            await asyncio.sleep(chance.expovariate(4))
+            kind = chance.choice(self.plan.kinds)
+            if self.begin(act) is not None:
+                self.note("chance", f"{act}: {kind}")
+                self.num_faults += 1
+                await FAULTS[kind](self, chance)
 
 
-async def _crash(history: History) -> None:
+async def _crash(history: History, random: Random) -> None:
     """Kill a worker at one of the next handles."""
-    loop = history.loop
-    victim = loop.random.choice(history.supervisors)
-    loop.at_handle[loop.num_handles + loop.random.randint(1, 400)] = victim.kill
+    loop, victim = history.loop, random.choice(history.supervisors)
+    loop.at_handle[loop.num_handles + random.randint(1, 400)] = victim.kill
 
 
-async def _crash_at(history: History) -> None:
+async def _crash_at(history: History, random: Random) -> None:
     """Kill a worker at the moment at which something of a kind is stored."""
-    random = history.loop.random
     victim = random.choice(history.supervisors)
     kind = random.choice(("in", "commit", "commit", "closed", "attempt", "checkpoint", "chunk"))
     left = random.randint(1, 3)
@@ -394,39 +470,50 @@ async def _crash_at(history: History) -> None:
     history.server.on_stored = stored
 
 
-async def _stall(history: History) -> None:
-    victim = history.loop.random.choice(history.supervisors)
+async def _stall(history: History, random: Random) -> None:
+    victim = random.choice(history.supervisors)
     if victim.process is not None:
-        victim.process.stall(history.loop.random.choice((0.2, 1.5, 4.0)))
+        victim.process.stall(random.choice((0.2, 1.5, 4.0)))
 
 
-async def _stop(history: History) -> None:
-    victim = history.loop.random.choice(history.supervisors)
+async def _stop(history: History, random: Random) -> None:
+    victim = random.choice(history.supervisors)
     if victim.worker is not None:
         victim.worker.stop()
 
 
-async def _cut(history: History) -> None:
+async def _cut(history: History, random: Random) -> None:
     """Cut somebody's connection, and perhaps keep it from coming back for a while."""
-    links = history.server.links
+    links, away_s = history.server.links, random.choice((0.0, 0.5, 3.0))
     if links:
-        link = history.loop.random.choice(links)
-        away_s = history.loop.random.choice((0.0, 0.5, 3.0))
+        link = random.choice(links)
         link.connection.unreachable_until_s = history.loop.time() + away_s
         history.server.cut(link)
 
 
-async def _kill_client(history: History) -> None:
-    history.loop.random.choice(history.clients).kill()
+async def _kill_client(history: History, random: Random) -> None:
+    random.choice(history.clients).kill()
 
 
-async def _crash_server(history: History) -> None:
+async def _crash_server(history: History, random: Random) -> None:
     history.server.crash()
-    await asyncio.sleep(history.loop.random.choice((0.01, 0.5, 3.0)))
+    await asyncio.sleep(random.choice((0.01, 0.5, 3.0)))
     history.server.start()
 
 
-async def _newer(history: History) -> None:
+async def _poison(history: History, _: Random) -> None:
+    """Let the next append end every worker that runs it."""
+    history.poison = "poison"
+
+
+async def _poison_log(history: History, random: Random) -> None:
+    """Let the next append end every worker that reads it in the log; stop a worker, as else none does."""
+    history.poison = "poisonlog"
+    await asyncio.sleep(0.3)
+    await _stop(history, random)
+
+
+async def _newer(history: History, random: Random) -> None:
     """A worker of a newer version answers a request, with a result that this version does not know."""
     stream = history.server.jetstream.streams[SUBJECTS.log_stream]
     for subject in stream.counts(SUBJECTS.every("in")):
@@ -434,7 +521,7 @@ async def _newer(history: History) -> None:
         answered = {decode_result(one.data).seq for one in results}
         waiting = [one for one in requests if one.seq not in answered]
         request = decode_request(waiting[0].data) if waiting else None
-        if isinstance(request, Append | Rewind) and history.loop.random.random() < 0.7:
+        if isinstance(request, Append | Rewind) and random.random() < 0.7:
             body = {"type": "pondered", "id": request.id, "seq": waiting[0].seq}
             after = results[-1].seq if results else 0
             headers = {HISTORY_HEADER: "00", EXPECT_HEADER: str(after)}
@@ -442,27 +529,26 @@ async def _newer(history: History) -> None:
             history.server.handle(f"{subject[:-3]}.commit", "", told, headers)
 
 
-async def _rot(history: History) -> None:
-    """A checkpoint is not what it was: an older one is in its place."""
+async def _rot(history: History, _: Random) -> None:
+    """A checkpoint is not what it was: an older one, or one of another session, is in its place."""
     stream = history.server.jetstream.streams[SUBJECTS.log_stream]
-    for subject in stream.counts(SUBJECTS.every("checkpoint")):
-        bases = {
-            one.headers[BASE_HEADER].partition(" ")[0] for one in stream.all if BASE_HEADER in one.headers
-        }
-        found = [one for one in stream.matching(subject) if str(one.seq) not in bases]
-        if len(found) > 1:
-            found[-1].data = found[-2].data
+    bases = {one.headers[BASE_HEADER].partition(" ")[0] for one in stream.all if BASE_HEADER in one.headers}
+    found = [one for one in stream.matching(SUBJECTS.every("checkpoint")) if str(one.seq) not in bases]
+    for one, other in pairwise(reversed(found)):
+        one.data = other.data
 
 
-def _for_a_while(name: str, *most_s: float) -> Callable[[History], Coroutine[Any, Any, None]]:
-    async def begin(history: History) -> None:
-        until_s = history.loop.time() + history.loop.random.choice(most_s)
-        setattr(history.server.faults, name, until_s)
+def _for_a_while(name: str, *most_s: float) -> Fault:
+    async def begin(history: History, random: Random) -> None:
+        setattr(history.server.faults, name, history.loop.time() + random.choice(most_s))
 
     return begin
 
 
-FAULTS: Final[dict[str, Callable[[History], Coroutine[Any, Any, None]]]] = {
+FAULTS: Final[dict[str, Fault]] = {
+    "operator": operate,
+    "poison": _poison,
+    "poison log": _poison_log,
     "crash": _crash,
     "crash at": _crash_at,
     "stall": _stall,

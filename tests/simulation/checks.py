@@ -6,10 +6,11 @@ the device's hash alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
-from cache.names.tokens import as_tokens
+from cache.names.policy import FULL
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.log import BUILD_HEADER, HISTORY_HEADER, derived_seed, words
 from turnkeep_client.messages import (
@@ -23,15 +24,18 @@ from turnkeep_client.messages import (
     Generated,
     Open,
     Opened,
+    Parent,
     Rewound,
     UnknownResult,
     decode_chunk,
     decode_request,
     decode_result,
 )
+from worker.sessions.history import Fold
+from worker.sessions.history import History as State
 
 from .actors import SUBJECTS
-from .device import next_token, tokenizer
+from .device import POISON, next_token, tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,7 +43,7 @@ if TYPE_CHECKING:
     from turnkeep_client.messages import Request, Result
     from turnkeep_client.subjects import SessionKey
 
-    from .actors import History
+    from .actors import History, Read
     from .jetstream import Message, Stream
 
 _MAY_FAIL: Final = {
@@ -50,6 +54,8 @@ _MAY_FAIL: Final = {
     "expired",
     "context_exceeded",
 }
+FOLD: Final = Fold(tokenizer())
+_BEGAN: Final = datetime.fromtimestamp(0, UTC)
 
 
 @dataclass
@@ -60,10 +66,11 @@ class Logged:
     requests: dict[int, Request] = field(default_factory=dict)
     asked: dict[int, Message] = field(default_factory=dict)
     results: dict[int, list[tuple[Message, Result]]] = field(default_factory=dict)
-    #: After which message of `out` the session had which tokens.
-    states: list[tuple[int, list[int]]] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    exists: bool = False
+    state: State = field(default_factory=lambda: FOLD.begin(_BEGAN))
+    #: After which message of `out` the session had which state.
+    states: list[tuple[int, State]] = field(default_factory=list)
+    #: The digest of the last result that changed it.
+    vouched: str = ""
     closed: Message | None = None  # the result of its last close
     #: A newer version has continued it in a way that this one does not know.
     is_beyond: bool = False
@@ -102,11 +109,14 @@ def check(history: History) -> list[str]:
     found = logs(streams[SUBJECTS.log_stream])
     wrong = [*history.faults, *history.loop.faults]
     wrong += _check_sessions(found, history)
+    for key, read in history.read.items():
+        wrong += [f"{key}: {one}" for one in _check_read(found[key], read)]
     for log in found.values():
         wrong += [f"{log.key}: {one}" for one in _check_deadlines(log, history)]
     wrong += unforgotten(history)
-    wrong += _check_clients(history, found)
-    wrong += _check_chunks(streams[SUBJECTS.token_stream], found)
+    expired = _expired(streams[SUBJECTS.token_stream], found, history.plan.settings["token_ttl_s"])
+    wrong += _check_clients(history, found, expired)
+    wrong += _check_chunks(streams[SUBJECTS.token_stream], found, expired)
     return wrong
 
 
@@ -114,9 +124,7 @@ def unforgotten(history: History) -> list[str]:
     """Return what is left of forgotten sessions."""
     streams = history.server.jetstream.streams
     found = logs(streams[SUBJECTS.log_stream]).values()
-    left = [f"{log.key}: {one}" for log in found for one in _check_forgotten(log, streams)]
-    # A worker that has lost its lease unawares may begin to publish an answer behind another one's `forget`.
-    return [one for one in left if history.plan.num_workers == 1 or "chunks of " not in one]
+    return [f"{log.key}: {one}" for log in found for one in _check_forgotten(log, streams)]
 
 
 def _check_sessions(found: dict[SessionKey, Logged], history: History) -> Iterator[str]:
@@ -129,8 +137,8 @@ def _check_sessions(found: dict[SessionKey, Logged], history: History) -> Iterat
             if len(answers) != 1 and seq <= history.settled_seq:
                 yield f"{log.key}: the request at {seq} has {len(answers)} results"
     for message, result, log in sorted(stored, key=lambda one: one[0].seq):
-        yield from (f"{log.key}: {one}" for one in _check_result(log, message, result, found, history.lives))
-        log.states.append((message.seq, log.tokens))
+        yield from (f"{log.key}: {one}" for one in _check_result(log, message, result, found, history))
+        log.states.append((message.seq, log.state))
 
 
 def _check_result(
@@ -138,7 +146,7 @@ def _check_result(
     message: Message,
     result: Result,
     found: dict[SessionKey, Logged],
-    lives: list[tuple[str, float]],
+    history: History,
 ) -> Iterator[str]:
     seq = result.seq or 0
     request = log.requests[seq]
@@ -161,12 +169,20 @@ def _check_result(
     was_asked = any(one.id == request.id for at, one in log.requests.items() if at < seq)
     if not was_asked or request.id in log.firsts:  # else its record was removed, perhaps meanwhile
         yield from _check_repeat(seq, request, result, log.firsts)
-    log.firsts.setdefault(request.id, (seq, request, result))
-    log.records.setdefault(request.id, (log.asked[seq], message))
+    if not _is_known(result):
+        log.firsts.setdefault(request.id, (seq, request, result))
+        log.records.setdefault(request.id, (log.asked[seq], message))
     if isinstance(result, Failed):
-        yield from _check_failure(log, message, request, result, lives)
-    elif result.repeat_of is None:
+        yield from _check_failure(log, message, request, result, history)
+        return
+    if result.repeat_of is None:
         yield from _apply(log, seq, request, message, result, found)
+    digest = message.headers.get(HISTORY_HEADER)
+    is_about_it = _changes(result) or log.closed is None
+    if not log.is_beyond and is_about_it and digest not in (log.state.digest(), log.vouched):
+        yield f"{request.id} at {seq} has a digest of other tokens"
+    if _changes(result):
+        log.vouched = digest or ""
 
 
 def _is_gone(record: Message, at: Message) -> bool:
@@ -178,6 +194,11 @@ def _changes(result: Result) -> bool:
     if isinstance(result, Generated):
         return bool(result.tokens) and result.repeat_of is None
     return not isinstance(result, Failed) and result.repeat_of is None
+
+
+def _is_known(result: Result) -> bool:
+    """Whether the result says that the request's id was known."""
+    return result.repeat_of is not None or (isinstance(result, Failed) and result.code == "id_conflict")
 
 
 def _check_repeat(
@@ -203,17 +224,27 @@ def _check_repeat(
 
 
 def _check_failure(
-    log: Logged, message: Message, request: Request, result: Failed, lives: list[tuple[str, float]]
+    log: Logged, message: Message, request: Request, result: Failed, history: History
 ) -> Iterator[str]:
+    if result.repeat_of is not None:
+        return
     seq = result.seq or 0
     is_innocent = not request.id.startswith("poison")
+    is_innocent = is_innocent and POISON not in (getattr(request, "tokens", None) or ())
     asked_s = log.asked[seq].stored_s
     if "has ended every worker" in result.message or "reading its log has ended" in result.message:
         # By chance so many workers ended beside it: nobody can tell that from its doing.
-        num_ended = sum(asked_s < begun_s < message.stored_s for _, begun_s in lives)
-        is_innocent = is_innocent and num_ended < 2
+        num_ended = sum(asked_s < begun_s < message.stored_s for _, begun_s in history.lives)
+        if "reading its log" in result.message:  # a log in doubt is read alone
+            num_ended -= sum(asked_s < one < message.stored_s for one in history.poisoned_s)
+        is_poisoned = any(one.id.startswith("poisonlog") for one in log.requests.values())
+        most = 2 if "operator" in history.plan.kinds else history.plan.settings["max_attempts"]
+        is_innocent = is_innocent and num_ended < most and not is_poisoned
+        is_innocent = (
+            is_innocent and history.plan.leases
+        )  # a worker that has lost its messages counts as dead
     asks_again = "is not stored yet: ask again" in result.message
-    asks_again = asks_again or "cannot be forked: a newer version" in result.message
+    asks_again = asks_again or "cannot be forked: " in result.message
     if is_innocent and result.code not in _MAY_FAIL and not asks_again:
         yield f"the innocent {request.id} at {seq} got {result.code}: {result.message}"
     if is_innocent and "gone from the log" in result.message and "fork" not in result.message:
@@ -225,39 +256,82 @@ def _apply(
 ) -> Iterator[str]:
     """Apply one request and its result to the session."""
     if log.closed is not None and _is_gone(log.closed, message):
-        log.tokens, log.exists, log.closed = [], False, None  # nothing says any more that it was closed
+        log.state, log.closed = FOLD.begin(_BEGAN), None  # nothing says any more that it was closed
     match request, result:
         case _, Generated(tokens=()):
             return
         case Open(from_=None), Opened():
-            log.tokens, log.exists, log.closed = [], True, None
+            log.state, log.closed = FOLD.opened(log.state, FULL, result.tags), None
         case Open(), Opened():
             yield from _check_fork(log, request, message, result, found)
-            log.exists, log.closed = True, None
+            log.closed = None
         case Append(), Appended():
-            log.tokens, log.exists = log.tokens + _input(log, request), True
+            log.state = _extended(log.state, request)
         case Generate(), Generated():
-            prompt = log.tokens + _input(log, request)
+            state = _extended(log.state, request)
+            prompt = state.tokens.ids()
             seed = request.seed if request.seed is not None else derived_seed(log.key, seq)
             seed = seed if request.temperature else 0
             for i, token in enumerate(result.tokens):
                 if token not in [next_token(prompt, result.tokens[:i], seed, way) for way in (0, 1)]:
                     yield f"token {i} of {request.id} at {seq} does not follow from its session"
                     break
-            log.tokens, log.exists = prompt + list(result.tokens), True
+            log.state = FOLD.answered(state, request, result.tokens)
         case _, Rewound():
-            log.tokens = log.tokens[: result.position]
+            log.state = FOLD.rewound(log.state, result.position)
         case Close(), Closed():
-            log.closed = message
+            log.state, log.closed = FOLD.closed(log.state), message
         case _:
             yield f"{request} at {seq} got {result}"
+    if not log.is_beyond and result.position != log.state.position:
+        yield f"{request.id} at {seq} is at {result.position}, its log makes it {log.state.position}"
+
+
+def _extended(state: State, request: Append | Generate) -> State:
+    """Add a request's input; what is no message is computed here a second time."""
+    extended = FOLD.extend(state, request).history
+    if not request.messages and not state.conversation.has_messages:
+        given = request.tokens
+        if given is None:
+            given = tokenizer().encode(request.text or "", at_start=not state.position)
+        assert [*extended.tokens.ids()] == [*state.tokens.ids(), *given]
+    return extended
+
+
+def _check_read(log: Logged, read: Read) -> Iterator[str]:
+    """What a fresh worker has read is the session, and the ids are those that were answered first."""
+    entries = [*log.asked.values(), *(message for answers in log.results.values() for message, _ in answers)]
+    removed_s = [one.removed_s for one in entries if one.removed_s is not None]
+    if any(read.begun_s <= one <= read.ended_s for one in removed_s):
+        return  # it was removed meanwhile
+
+    def is_there(message: Message) -> bool:
+        return message.removed_s is None or message.removed_s > read.ended_s
+
     if log.is_beyond:
+        if read.diverged is None and log.closed is None:
+            yield "a fresh worker takes what it cannot know for read"
         return
-    if result.position != len(log.tokens):
-        yield f"{request.id} at {seq} is at {result.position}, its log makes it {len(log.tokens)}"
-    digest = message.headers.get(HISTORY_HEADER)
-    if digest != as_tokens(log.tokens).digest():
-        yield f"{request.id} at {seq} has a digest of other tokens"
+    is_open = log.state.exists and log.closed is None
+    if is_open != (read.history.exists and not read.history.closed):
+        yield f"a fresh worker reads an open session as closed, or a closed one as open: {is_open}"
+    closing = [log.closed, log.asked[decode_result(log.closed.data).seq or 0]] if log.closed else []
+    if closing and all(map(is_there, closing)) and not read.history.closed:
+        yield "a fresh worker does not know that the session was closed"
+    if read.diverged is not None:
+        yield f"a fresh worker cannot go on: {read.diverged}"
+    if is_open and read.history.digest() != log.state.digest():
+        yield f"a fresh worker reads {read.history.position} other tokens than the {log.state.position}"
+    if is_open and (read.history.parent, read.history.tags) != (log.state.parent, log.state.tags):
+        yield f"a fresh worker reads that it comes from {read.history.parent}"
+    there: dict[str, int] = {}
+    for seq, request in sorted(log.requests.items()):
+        answers = [result for message, result in log.results.get(seq, ()) if is_there(message)]
+        if is_there(log.asked[seq]) and answers and not _is_known(answers[0]):
+            there.setdefault(request.id, seq)
+    for name in there.keys() | read.answered.keys():
+        if there.get(name) != read.answered.get(name):
+            yield f"a fresh worker has {name} as that of {read.answered.get(name)}, not {there.get(name)}"
 
 
 def _check_deadlines(log: Logged, history: History) -> Iterator[str]:
@@ -280,22 +354,16 @@ def _check_fork(
     assert request.from_ is not None
     parent = found.get(type(log.key)(log.key.tenant, request.from_.session))
     digest = message.headers.get(HISTORY_HEADER)
-    states = parent.states if parent else []
-    for seq, tokens in [(0, []), *states]:
-        begun = tokens[: result.position]
-        if seq < message.seq and as_tokens(begun).digest() == digest:
-            log.tokens = begun
-            return
+    of = Parent(session=request.from_.session, position=result.position)
+    for seq, state in [(0, FOLD.begin(_BEGAN)), *(parent.states if parent else [])]:
+        if seq < message.seq and state.position >= result.position:
+            log.state = replace(FOLD.forked(state, of, result.tags), exists=True, closed=False)
+            if log.state.digest() == digest:
+                return
     if parent is not None and parent.is_beyond:
         log.is_beyond = True
         return
     yield f"the fork at {result.seq} has tokens that its parent never had"
-
-
-def _input(log: Logged, request: Append | Generate) -> list[int]:
-    if request.tokens is not None:
-        return list(request.tokens)
-    return tokenizer().encode(request.text or "", at_start=not log.tokens)
 
 
 def _check_forgotten(log: Logged, streams: dict[str, Stream]) -> Iterator[str]:
@@ -327,11 +395,27 @@ def _check_forgotten(log: Logged, streams: dict[str, Stream]) -> Iterator[str]:
             yield f"chunks of {name} are still there after the forget at {last}"
 
 
-def _check_clients(history: History, found: dict[SessionKey, Logged]) -> Iterator[str]:
+def _expired(stream: Stream, found: dict[SessionKey, Logged], ttl_s: float) -> set[tuple[SessionKey, str]]:
+    """Return the answers of which chunks expired before the result: a worker that died is resumed without."""
+    expired: set[tuple[SessionKey, str]] = set()
+    for message in stream.all:
+        key, _, name = SUBJECTS.parse(message.subject)
+        if message.data and message.removed_s is not None and message.removed_s - message.stored_s >= ttl_s:
+            results = found[key].results.get(decode_chunk(message.data).seq or 0, [])
+            if not results or results[0][0].stored_s > message.removed_s:
+                expired.add((key, name or ""))
+    return expired
+
+
+def _check_clients(
+    history: History, found: dict[SessionKey, Logged], expired: set[tuple[SessionKey, str]]
+) -> Iterator[str]:
     """What clients were told is the record, or its beginning."""
     for told in history.told:
         name = f"{told.key} {told.request.id}"
         log = found.get(told.key)
+        if (told.key, told.request.id) in expired:
+            continue
         if told.broken and not (log is not None and _began_anew(told.request, log)):
             yield f"{name}: the client was told {told.broken}"
         answers = log.results.get(told.seq or 0, []) if log else []
@@ -352,26 +436,40 @@ def _began_anew(request: Request, log: Logged) -> bool:
 def _check_told(chunks: list[Chunk], request: Request, log: Logged) -> Iterator[str]:
     tokens = [token for chunk in chunks for token in chunk.tokens]
     text = "".join(chunk.text for chunk in chunks)
-    records = [
+    results = [
         result
         for seq, one in log.requests.items()
         if one.id == request.id
         for _, result in log.results.get(seq, [])
-        if isinstance(result, Generated)
     ]
+    records = [result for result in results if isinstance(result, Generated)]
+    if any(map(_is_given_up, results)):
+        return
     if not any(list(one.tokens[: len(tokens)]) == tokens and one.text.startswith(text) for one in records):
         yield f"the client saw {tokens} {text!r}, which begins no record of {records}"
 
 
-def _check_chunks(stream: Stream, found: dict[SessionKey, Logged]) -> Iterator[str]:
+def _is_given_up(result: Result) -> bool:
+    """Whether workers ended over it too often: what they published of it before stays."""
+    what = ("has ended every worker", "reading its log has ended")
+    return isinstance(result, Failed) and any(one in result.message for one in what)
+
+
+def _check_chunks(
+    stream: Stream, found: dict[SessionKey, Logged], expired: set[tuple[SessionKey, str]]
+) -> Iterator[str]:
     """All chunks that were ever stored are parts of the records."""
     for message in stream.all:
         if not message.data:
             continue
         key, _, request_id = SUBJECTS.parse(message.subject)
+        if (key, request_id) in expired:
+            continue
         chunk = decode_chunk(message.data)
         answers = found[key].results.get(chunk.seq or 0, [])
         for _, result in answers:
             tokens = result.tokens if isinstance(result, Generated) else ()
-            if tuple(tokens[chunk.i : chunk.i + len(chunk.tokens)]) != tuple(chunk.tokens):
+            if not _is_given_up(result) and tuple(tokens[chunk.i : chunk.i + len(chunk.tokens)]) != tuple(
+                chunk.tokens
+            ):
                 yield f"{key} {request_id}: the chunk {chunk} is no part of the record {result}"

@@ -43,6 +43,10 @@ if TYPE_CHECKING:
     from .loop import Loop, Process
 
 _SPECIAL: Final = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_TEMPLATE: Final = (
+    "{% for one in messages %}<|im_start|>{{ one.role }}\n{{ one.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 #: A request with this token ends every process that runs it.
 POISON: Final = 0
 _END: Final = 2
@@ -65,8 +69,9 @@ def tokenizer() -> Tokenizer:
     rust.decoder = decoders.ByteLevel()
     rust.add_special_tokens(list(_SPECIAL))
     fast: Any = SimpleNamespace(
-        backend_tokenizer=rust, chat_template=None, eos_token_id=_END, special_tokens_map={}
+        backend_tokenizer=rust, chat_template=_TEMPLATE, eos_token_id=_END, special_tokens_map={}
     )
+    fast.get_chat_template = lambda: _TEMPLATE
     return Tokenizer(fast)
 
 

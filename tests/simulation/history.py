@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
@@ -16,16 +17,21 @@ from cache.names import tokens
 from turnkeep_client.subjects import CONSUMER
 from worker.sessions import history as sessions_history
 from worker.sessions import record
+from worker.sessions.history import Fold
+from worker.sessions.session import Session
 from worker.wire import intake, journal, retention
 
-from .actors import SUBJECTS, History, Plan
+from .actors import PLAIN, SUBJECTS, History, Plan, Read, Supervisor
 from .checks import check, logs, unanswered, unforgotten
 from .loop import DeadlockError, Loop, _process, run, simulated
 from .world import Server
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
+    from turnkeep_client.subjects import SessionKey
+
+_find_answered: Final = Session._find_answered  # whatever a mutation makes of it
 #: How long after the last fault everything may take.
 PATIENCE_S: Final = 150.0
 
@@ -38,19 +44,30 @@ class Outcome:
     wrong: list[str]
     story: list[str] = field(default_factory=list)
     logged: list[str] = field(default_factory=list)
+    #: What can be left out of it.
+    acts: list[str] = field(default_factory=list)
     trace: int = 0
     counts: dict[str, int] = field(default_factory=dict)
 
 
-def simulate(seed: int, *, tell: bool = False, favoured: tuple[str, ...] = ()) -> Outcome:
-    """Run the history of a seed; `tell` writes down its story. If faults are `favoured`, only they happen."""
+def simulate(
+    seed: int,
+    *,
+    tell: bool = False,
+    favoured: Mapping[str, Any] | None = None,
+    without: frozenset[str] = frozenset(),
+) -> Outcome:
+    """Run the history of a seed; `tell` writes down its story.
+
+    `favoured` are fields of the plan, in place of what the seed makes of them. The acts and the disturbances
+    (`PLAIN`) that `without` names are left out.
+    """
     outcome = Outcome(seed, [])
-    with simulated(seed) as loop, _world(loop, outcome, tell=tell) as (server, note):
-        plan = Plan.of(loop.random)
-        if favoured:
-            plan.kinds, plan.num_faults = favoured, 5
-        history = History(loop, server, plan, note)
-        with _patched(history.plan):
+    with simulated(seed) as loop, world(loop, outcome, tell=tell) as (server, note):
+        plain = {name: value for name, value in PLAIN.items() if name in without}
+        plan = replace(Plan.of(Random(f"{seed} plan")), **{**(favoured or {}), **plain})
+        history = History(loop, server, plan, note, seed=seed, without=without)
+        with _patched(history):
             try:
                 run(loop, _live(history))
                 outcome.wrong = check(history) + outcome.logged
@@ -58,6 +75,8 @@ def simulate(seed: int, *, tell: bool = False, favoured: tuple[str, ...] = ()) -
                 outcome.wrong = [repr(error)]
             outcome.trace = server.trace
             outcome.counts = _counts(history)
+            disturbed = [name for name, value in PLAIN.items() if getattr(plan, name) != value]
+            outcome.acts = [*disturbed, *history.acts]
         loop.abandon()
     return outcome
 
@@ -76,7 +95,7 @@ def _counts(history: History) -> dict[str, int]:
 
 
 @contextmanager
-def _world(loop: Loop, outcome: Outcome, *, tell: bool) -> Iterator[Any]:
+def world(loop: Loop, outcome: Outcome, *, tell: bool) -> Iterator[Any]:
     def note(who: str, what: str) -> None:
         if tell and not loop.is_over:
             outcome.story.append(f"{loop.time():9.4f} {who}: {what}")
@@ -118,9 +137,18 @@ def _set(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _patched(plan: Plan) -> Iterator[None]:
-    """Set what is a constant for long sessions to what short ones reach."""
+def _patched(history: History) -> Iterator[None]:
+    """Set what is a constant for long sessions to what short ones reach; let poisoned logs end workers."""
+    replay, plan = Fold.replay, history.plan
+
+    def poisonous(self: Fold, before: Any, request: Any, *args: Any) -> Any:
+        process = _process.get()
+        if request.id.startswith("poisonlog") and process is not None and process is not history.reader:
+            history.kill_reader(process)
+        return replay(self, before, request, *args)
+
     with ExitStack() as stack:
+        stack.enter_context(_set(Fold, "replay", poisonous))
         for owner, name, value in (
             (record, "_CHECKPOINT_EVERY", plan.checkpoint_every),
             (journal, "_BATCH", plan.batch),
@@ -155,6 +183,9 @@ async def _live(history: History) -> None:
         if not await _at_most(client.is_done.wait(), PATIENCE_S):
             history.faults.append(f"{client.process.name} waits for ever")
             return
+    for deed in history.deeds:
+        if not await _at_most(deed, PATIENCE_S):
+            history.faults.append("an operator waits for ever")
     await _settle(history)
     for one in history.supervisors:
         one.is_ending = True
@@ -163,6 +194,34 @@ async def _live(history: History) -> None:
     for task in supervisors:
         if not await _at_most(asyncio.shield(task), PATIENCE_S):
             history.faults.append("a worker does not stop")
+    if not await _at_most(_read_anew(history), PATIENCE_S):
+        history.faults.append("a fresh worker does not read the logs")
+
+
+async def _read_anew(history: History) -> None:
+    """Let a fresh worker read all sessions."""
+    reader = Supervisor(history, len(history.supervisors))
+    worker = reader.prepare(leases=False)
+    history.reader = reader.process
+    assert reader.process is not None
+    running = reader.process.start(worker.run())
+    await worker.ready.wait()
+
+    async def read(key: SessionKey) -> None:
+        begun_s = history.loop.time()
+        with worker._sessions.in_use(key) as session:
+            await session.refresh()
+            names = {request.id for request in found[key].requests.values()}
+            known = {name: await _find_answered(session, name) for name in names}
+            answered = {name: one.at.in_seq for name, one in known.items() if one is not None}
+            times_s = begun_s, history.loop.time()
+            history.read[key] = Read(*times_s, session.history, session.diverged, answered)
+
+    found = logs(history.server.jetstream.streams[SUBJECTS.log_stream])
+    for key in found:
+        await reader.process.start(read(key))
+    worker.stop()
+    await running
 
 
 async def _at_most(waiting: Any, seconds: float) -> bool:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import base64
+import contextvars
 import json
 from bisect import bisect_left
 from collections import deque
@@ -149,8 +150,9 @@ class Stream:
             for seq in earlier[-most:]:
                 self.remove(self.all[seq - 1])
         earlier.append(message.seq)
-        if ttl := headers.get("Nats-TTL"):
-            self._server.later(float(ttl), self.remove, message)
+        lives_s = [float(headers.get("Nats-TTL", "inf")), (self.config.get("max_age") or float("inf")) / 1e9]
+        if min(lives_s) < 1e6:
+            self._loop.call_later(min(lives_s), self.remove, message, context=contextvars.Context())
         republish = self.config.get("republish")
         if republish and matches(republish["src"], subject):
             self._server.tell(_mapped(republish["src"], republish["dest"], subject), data, headers)
@@ -502,6 +504,8 @@ class JetStream:
         stream = self._stream(name)
         if "last_by_subj" in request:
             found = stream.last(request["last_by_subj"])
+        elif "next_by_subj" in request:
+            found = next(iter(stream.matching(request["next_by_subj"], request["seq"])), None)
         else:
             found = stream.get(request["seq"])
         if found is None:

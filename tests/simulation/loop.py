@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 #: The wall clock at the virtual time 0.
 BEGIN_S = 1_800_000_000.0
 #: A history that takes more handles than this does not end.
-MOST_HANDLES = 200_000
+MOST_HANDLES = 100_000
 
 _process: contextvars.ContextVar[Process | None] = contextvars.ContextVar("process", default=None)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -12,7 +12,7 @@ from worker.sessions import attempts, record, session, trail
 from worker.wire import intake, journal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator
 
 #: What to replace by what: the owner, the name, and a function that takes what was there.
 Change = tuple[Any, str, "Callable[[Any], Any]"]
@@ -40,8 +40,8 @@ def _give_up_anchor(answer: Any) -> Any:
     return mutated
 
 
-async def _no_chunks(*_: Any) -> list[Any]:
-    return []
+async def _no_chunks(*_: Any) -> journal.Published:
+    return journal.Published([])
 
 
 async def _unknown(*_: Any) -> None:
@@ -94,8 +94,37 @@ async def _publish_anyhow(self: Any, key: Any, request_id: str, body: bytes, *_:
             await journal.sleep(0.1)
 
 
-def _uncounted(self: Any, seq: int, num_tokens: int) -> Any:
+def _uncounted(self: Any, seq: int, num_tokens: int, **_: Any) -> Any:
     return attempts.AttemptNote(seq, 1, num_tokens)
+
+
+@asynccontextmanager
+async def _counted_early(self: Any, key: Any) -> AsyncIterator[Any]:
+    note = await self.note(key)
+    await self.store(key, msgspec.structs.replace(note, reads=note.reads + 1))
+    async with self._readings.enter(lambda: False, alone=note.reads > 0):
+        yield note
+        await self.store(key, msgspec.structs.replace(note, reads=0))
+
+
+def _behind_the_rewind(remove: Any) -> Any:
+    async def mutated(self: Any, key: Any, request_id: str = "*") -> None:
+        entries, _ = await self.page(key, "in", 0)
+        requests = [messages.decode_request(entry.body) for entry in entries]
+        rewinds = [i for i, one in enumerate(requests) if isinstance(one, messages.Rewind)]
+        for one in requests[max(rewinds, default=0) :]:
+            if request_id in ("*", one.id):
+                await remove(self, key, one.id)
+
+    return mutated
+
+
+def _begun_if_queued(_: Any) -> Any:
+    async def mutated(self: Any, pending: Any) -> bool:
+        is_next = bool(self._record.pending) and pending is self._record.pending[0]
+        return pending is self.active or (is_next and await self._is_streamed(pending))
+
+    return mutated
 
 
 MUTATIONS: Final[dict[str, tuple[Change, ...]]] = {
@@ -114,27 +143,54 @@ MUTATIONS: Final[dict[str, tuple[Change, ...]]] = {
         (trail, "backwards", lambda _: _unchecked),
     ),
     "an anchor given up too early": ((session.Session, "_answer", _give_up_anchor),),
-    "a replica's word that a request is there": ((session.Session, "_check_is_there", lambda _: _nothing),),
     "chunks without a fence": ((journal.Journal, "_publish", lambda _: _publish_anyhow),),
     "a lagging replica believed": ((journal.Journal, "page", _ignoring_lag),),
+    "waiting counted as reading": ((attempts.Attempts, "reading", lambda _: _counted_early),),
+    "a diverged record that vouches": (
+        (record.Record, "digest", lambda _: lambda _, history: history.digest()),
+    ),
+    "a forget that misses what a rewind cut off": ((journal.Journal, "remove_tokens", _behind_the_rewind),),
+    "a cancel of what a replica hides": ((session.Session, "_begun", _begun_if_queued),),
     "attempts not counted": ((attempts.AttemptNote, "then", lambda _: _uncounted),),
     "a client that never reads the log": ((calls._ResultFeed, "read_log", lambda _: _nothing),),
 }
 
-#: The faults that show the lack of a guard soonest.
-FAVOURED: Final[dict[str, tuple[str, ...]]] = {
-    "a checkpoint believed without its digest": ("rot", "crash", "stop"),
-    "a deadline from the delivery's time": ("crash", "stop"),
-    "an anchor given up too early": ("crash at", "crash"),
-    "an undecodable result taken for none": ("newer worker",),
-    "chunks not read back": ("crash at", "crash"),
-    "chunks without a fence": ("stall", "cut", "crash at"),
-    "a replica's word that a request is there": ("crash at", "crash"),
-    "a client that never reads the log": ("cut", "crash server"),
+_POISONED: Final[dict[str, Any]] = {
+    "kinds": ("poison log",),
+    "num_faults": 2,
+    "num_clients": 3,
+    "num_requests": 9,
+    "num_workers": 1,
+    "checkpoint_every": 64,
+    "settings": {"max_attempts": 2, "ack_wait_s": 0.5, "token_ttl_s": 600.0, "block_tokens": 8},
+    "meddling": 0.5,
 }
-
-#: Where histories begin that show a lack soon which few others show.
-SEEDS: Final = {"a replica's word that a request is there": 20_500}
+#: The plans that show the lack of a guard soonest.
+FAVOURED: Final[dict[str, dict[str, Any]]] = {
+    "waiting counted as reading": _POISONED,
+    "a diverged record that vouches": _POISONED,
+    "a forget that misses what a rewind cut off": {"kinds": ("crash",), "num_faults": 1},
+    "a cancel of what a replica hides": {
+        "kinds": (),
+        "num_faults": 0,
+        "num_workers": 2,
+        "leases": False,
+        "lag_s": 0.5,
+        "num_requests": 9,
+        "meddling": 1.0,
+    },
+    "a checkpoint believed without its digest": {
+        "kinds": ("rot", "rot", "stop"),
+        "num_faults": 5,
+        "checkpoint_every": 1,
+    },
+    "a deadline from the delivery's time": {"kinds": ("crash", "stop"), "num_faults": 5},
+    "an anchor given up too early": {"kinds": ("crash at", "crash"), "num_faults": 5},
+    "an undecodable result taken for none": {"kinds": ("newer worker",), "num_faults": 5},
+    "chunks not read back": {"kinds": ("crash at", "crash"), "num_faults": 5},
+    "chunks without a fence": {"kinds": ("stall", "cut", "crash at"), "num_faults": 5},
+    "a client that never reads the log": {"kinds": ("cut", "crash server"), "num_faults": 5},
+}
 
 
 async def _unchecked(link: Any, read: Any) -> Any:

@@ -22,6 +22,7 @@ from turnkeep_client.messages import Chunk
 from turnkeep_client.subjects import SessionKey, Subjects
 from worker.process.settings import Settings
 from worker.wire import streams
+from worker.wire.connection import BrokerError, confirm_subscriptions
 from worker.wire.journal import FencedError, Journal, Published
 from worker.wire.outbox import Outbox
 
@@ -338,6 +339,8 @@ async def a_worker_that_was_overtaken_publishes_no_chunk(place: Place) -> None:
     assert third == published.last_seq + 1, "its own seal does not stop it"
     await Outbox(place.nc, place.subjects).end(key, "g", seq, None)
     await place.nc.flush()
+    await Outbox(place.nc, place.subjects).end(key, "g", seq + 1, None)  # of a request that repeats it
+    await place.nc.flush()
     ended = await one.published(key, "g", seq, stored)
     assert (ended.has_ended, ended.is_sealed) == (True, False)
     with pytest.raises(FencedError):
@@ -357,9 +360,22 @@ async def chunks_that_have_expired_stop_no_answer_and_forgotten_ones_do(place: P
         await journal.publish_chunk(key, "g", Chunk(2, (7,), "x", seq=seq), second)
 
 
+async def an_answer_that_begins_behind_a_forget_takes_its_chunk_back(place: Place) -> None:
+    key, seq = SessionKey("t", "s"), await place.put("in")
+    journal = Journal(place.nc, place.js, place.subjects)
+    first = await journal.publish_chunk(key, "kept", Chunk(0, (7,), "x", seq=seq), 0)
+    with pytest.raises(FencedError):
+        await journal.publish_chunk(key, "gone", Chunk(0, (7,), "x", seq=seq + 9), 0)
+    info = await place.js.stream_info(place.names.tokens, subjects_filter=place.subjects.tokens(key, "*"))
+    assert (info.state.subjects, info.state.last_seq) == ({place.subjects.tokens(key, "kept"): 1}, first + 1)
+    alone = Journal(place.nc, place.js, place.subjects, is_alone=lambda: True)
+    assert await alone.publish_chunk(key, "gone", Chunk(0, (7,), "x", seq=seq + 9), 0) == first + 2
+
+
 SCENES = (
     a_worker_that_was_overtaken_publishes_no_chunk,
     chunks_that_have_expired_stop_no_answer_and_forgotten_ones_do,
+    an_answer_that_begins_behind_a_forget_takes_its_chunk_back,
     a_lost_fence_stores_nothing,
     a_removed_result_opens_the_fence_behind_the_one_before,
     an_id_within_the_window_is_stored_once,
@@ -394,6 +410,25 @@ def test_in_memory(scene: Callable[[Place], Awaitable[None]], tmp_path: Path) ->
         nc = server.connection()
         await nc.connect(["world"], error_cb=_ignore)
         await play(scene, nc, tmp_path)
+
+    with simulated(7) as loop:
+        run(loop, main(Server(loop)))
+
+
+def test_a_start_waits_for_a_server_that_is_lost_over_it() -> None:
+    async def main(server: Server) -> None:
+        nc = server.connection()
+        await nc.connect(["world"], error_cb=_ignore)
+        confirming = asyncio.ensure_future(confirm_subscriptions(nc))
+        await asyncio.sleep(0)
+        server.crash()
+        await asyncio.sleep(15)
+        assert not confirming.done()
+        server.start()
+        await asyncio.wait_for(confirming, 15)
+        await nc.close()
+        with pytest.raises(BrokerError, match="has closed the connection"):
+            await confirm_subscriptions(nc)
 
     with simulated(7) as loop:
         run(loop, main(Server(loop)))

@@ -311,7 +311,7 @@ class Connection:
         await asyncio.sleep(self._loop.random.expovariate(1000))
         if self.is_closed or self._loop.time() < self.unreachable_until_s:
             return False
-        self.link = self._server.connect(self)
+        self.link, self._pongs = self._server.connect(self), []
         return self.link is not None
 
     def lost(self, link: Link) -> None:

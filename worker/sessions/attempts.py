@@ -39,10 +39,13 @@ class AttemptNote(Struct, frozen=True, omit_defaults=True):
     tokens: int = 0
     reads: int = 0
 
-    def then(self, seq: int, num_tokens: int) -> AttemptNote:
-        """Return the note of the next attempt at the request at `seq`, with `num_tokens` published by now."""
+    def then(self, seq: int, num_tokens: int, *, is_first: bool = False) -> AttemptNote:
+        """Return the note of the next attempt at the request at `seq`, with `num_tokens` published by now.
+
+        `is_first` says that no worker before this one had the request.
+        """
         # Without a note, the worker before this one may have started the request.
-        last = self if self.seq == seq else AttemptNote(seq, 1)
+        last = self if self.seq == seq else AttemptNote(seq, 0 if is_first else 1)
         return AttemptNote(seq, last.attempts + (num_tokens <= last.tokens), num_tokens)
 
 

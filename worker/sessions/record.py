@@ -224,6 +224,11 @@ class Record:
         self._last_checkpointed, self._num_since_checkpoint = self.history.conversation, 0
         return delta
 
+    @property
+    def unread_seq(self) -> int:
+        """The last request that has a known result and was not read yet; 0 if there is none."""
+        return max(self._early, default=0)
+
     def has_result(self, seq: int) -> bool:
         """Whether the result of the unread request at `seq` is known."""
         return seq in self._early or seq in self._answered_unread
@@ -291,7 +296,7 @@ class Record:
         """Stop reading the log; from now on requests fail with `history_diverged`."""
         self.diverged = f"{why}: go on in a new session"
 
-    def committed(self, pending: Pending, out_seq: int, history: History) -> None:
+    def committed(self, pending: Pending, result: Result, out_seq: int, history: History) -> None:
         """Update the record: the request's result is in the log, and `history` is the session after it."""
         if pending in self.pending:
             self.pending.remove(pending)
@@ -300,7 +305,7 @@ class Record:
         self.out_seq = out_seq
         self.history = history
         self._num_since_checkpoint += 1
-        if pending.request is not None:
+        if pending.request is not None and _is_first(result):
             self.answered_ids.add(pending.request.id, AnsweredAt(pending.seq, out_seq))
 
     def _add_request(self, entry: Entry, recorded: _EarlyResult | None, base: History | None) -> None:
@@ -324,7 +329,7 @@ class Record:
         self._num_since_checkpoint += 1
         if self.last is None or self.last[0] < out.seq:
             self.last = (out.seq, pending, result)
-        if request is not None:
+        if request is not None and _is_first(result):
             self.answered_ids.add(request.id, AnsweredAt(entry.seq, out.seq))
         if proves and (self._proof is None or self._proof.seq < out.seq):
             self._proof = out
@@ -395,6 +400,11 @@ def _changes_nothing(result: Result) -> bool:
     if isinstance(result, Generated):
         return not result.tokens and result.finish_reason == "cancelled"
     return _is_failure(result)
+
+
+def _is_first(result: Result) -> bool:
+    """Whether no earlier request had the id. If that one leaves the log, its id is free again."""
+    return result.repeat_of is None and not (isinstance(result, Failed) and result.code == "id_conflict")
 
 
 def _is_failure(result: Result) -> bool:

@@ -7,7 +7,7 @@ session knows, so it fails if another worker has stored a result since.
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -319,26 +319,37 @@ class Session:
         """Do the work of `_fold`; `until` is the last request that is known to be in the log."""
         journal = self._services.journal
         deltas: list[Delta] = []
+        first_seq = 0  # the first request that was read
         record.has_more = more_results = True
         if record.diverged is None and (found := await self._trail.find(whole=record.whole)):
             record.resume(found.checkpoint)
             record.add_results(found.results)
-        while record.has_more and not record.pending:
-            requests, record.has_more = await journal.page(self.key, "in", record.in_seq, until=until)
-            while more_results and not all(record.has_result(entry.seq) for entry in requests):
+        while True:
+            while record.has_more and not record.pending:
+                requests, record.has_more = await journal.page(self.key, "in", record.in_seq, until=until)
+                first_seq = first_seq or (requests[0].seq if requests else 0)
+                while more_results and not all(record.has_result(entry.seq) for entry in requests):
+                    results, more_results = await journal.page(self.key, "out", record.out_seq)
+                    record.add_results(results)
+                # Tokenises all messages of the page: too long for the event loop.
+                await in_thread(record.add_requests, requests, await self._bases(record, requests))
+                if record.proven_seq and (delta := record.next_delta(record.proven_seq)):
+                    deltas.append(delta)
+            while more_results:
                 results, more_results = await journal.page(self.key, "out", record.out_seq)
                 record.add_results(results)
-            # Tokenises all messages of the page: too long for the event loop.
-            await in_thread(record.add_requests, requests, await self._bases(record, requests))
-            if record.proven_seq and (delta := record.next_delta(record.proven_seq)):
-                deltas.append(delta)
-        while more_results:
-            results, more_results = await journal.page(self.key, "out", record.out_seq)
-            record.add_results(results)
+            if record.pending or record.unread_seq <= record.in_seq:
+                break
+            last_seq = await journal.last_seq(self.key, "in")
+            if last_seq <= until:
+                break
+            until, record.has_more = last_seq, True  # a replica that lags hid a request
         # A delivered request was there a moment ago.
         if record.pending and record.pending[0].seq != self._rung_seq:
-            await self._check_is_there(record.pending[0])
+            await self._check_is_there(record.pending[0].seq)
         record.end_fold()
+        if first_seq and first_seq != self._rung_seq:  # removals begin with the first
+            await self._check_is_there(first_seq)
         if deltas and record.diverged is None:
             for delta in deltas:
                 self._trail.add(delta)
@@ -352,15 +363,15 @@ class Session:
         named = record.bases(requests).items()
         return {seq: await self._trail.base(Link.parse(link)) for seq, link in named}
 
-    async def _check_is_there(self, pending: Pending) -> None:
-        """Raise `FencedError` if the first request without a result has left the log.
+    async def _check_is_there(self, seq: int) -> None:
+        """Raise `FencedError` if a request that was read has left the log.
 
         A replica that lags may still show a request of a forgotten session, while another one no longer has
-        its result. Later requests leave the log after it.
+        its result, or later requests.
         """
-        if await self._services.journal.get(pending.seq) is None:
+        if await self._services.journal.get(seq) is None:
             await sleep(_LAG_S)
-            raise FencedError(f"the request at sequence {pending.seq} has left the log")
+            raise FencedError(f"the request at sequence {seq} has left the log")
 
     async def whole_tokens(self) -> Tokens:
         """Return all tokens of the session.
@@ -521,7 +532,8 @@ class Session:
         """
         if pending is self.active:
             return True
-        is_next = bool(self._record.pending) and pending is self._record.pending[0]
+        # A replica that lags may have hidden the next request itself from the record.
+        is_next = all(pending.seq <= one.seq for one in self._record.pending)
         return is_next and (await self._is_streamed(pending) or pending is self.active)
 
     async def _is_streamed(self, pending: Pending) -> bool:
@@ -596,7 +608,8 @@ class Session:
         note, limit = self._note, attempts.max_attempts
         is_new = self._in_doubt and self._tried_seq != pending.seq  # the attempt is not stored yet
         if is_new:
-            note = note.then(pending.seq, await self._num_published(pending))
+            is_first = 0 < self._first_seq <= pending.seq
+            note = note.then(pending.seq, await self._num_published(pending), is_first=is_first)
         if note.attempts > limit:
             return await self._give_up(pending, note.attempts - 1, "it has ended every worker that began it")
         try:
@@ -740,7 +753,9 @@ class Session:
         closes = isinstance(result, Closed) and result.repeat_of is None
         if closes:
             await self._trail.finish()  # no checkpoint may be stored after the session was removed
-        async with self._log_lock:
+        # If the ack of a close is late, its result must be there when it is looked for.
+        removal = services.retention.lock(self.key) if closes else nullcontext()
+        async with self._log_lock, removal:
             if record is not self._record or not record.lacks_result(pending):
                 return False
             if record.overtaken:
@@ -753,7 +768,7 @@ class Session:
                 message = f"the result is larger than the log takes ({error}); ask for fewer tokens at a time"
                 result = failed(pending, record.position, "invalid_request", message)
                 out_seq = await self._store(pending, result, history)
-            record.committed(pending, out_seq, history)
+            record.committed(pending, result, out_seq, history)
             if in_turn and not isinstance(result, Failed) and (delta := record.next_delta(pending.seq)):
                 self._trail.add(delta)
         self._count(pending, result)

@@ -141,9 +141,17 @@ async def confirm_subscriptions(client: Client) -> None:
     """Wait until the server has all subscriptions so far; until then it may answer "no responders".
 
     nats-py's `flush` sends its ping at once, ahead of buffered commands: only a second ping comes after them.
+    If the connection is lost meanwhile, waits for the next one. Raises `BrokerError` if it is gone for good.
     """
-    await client.flush()
-    await client.flush()
+    num_confirmed = 0
+    while num_confirmed < 2:
+        try:
+            await client.flush()
+            num_confirmed += 1
+        except nats.errors.FlushTimeoutError:
+            log.warning("the NATS server does not confirm the subscriptions yet; trying again")
+        except nats.errors.ConnectionClosedError:
+            raise BrokerError("the NATS server has closed the connection; its log says why") from None
 
 
 async def _check_server(client: Client, shown: str, min_payload_bytes: int, timeout_s: float) -> None:

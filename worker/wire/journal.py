@@ -24,7 +24,7 @@ from turnkeep_client.messages import Chunk, decode_chunk, decode_result, encode,
 from turnkeep_client.subjects import REFUSED, SessionKey, check_id
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncIterator, Callable, Mapping
 
     from nats.aio.client import Client
     from nats.aio.msg import Msg
@@ -102,8 +102,17 @@ class Journal:
     succeeded, as a worker can do nothing without its log.
     """
 
-    def __init__(self, nc: Client, js: JetStreamContext, subjects: Subjects) -> None:
+    def __init__(
+        self,
+        nc: Client,
+        js: JetStreamContext,
+        subjects: Subjects,
+        *,
+        is_alone: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`is_alone` says whether no other worker can serve the prefix now."""
         self._js = js
+        self._is_alone = is_alone
         self._subjects = subjects
         self._gets = DirectGets(nc, timeout_s=_TIMEOUT_S)
         self._name = uuid4().hex  # in seals, as a worker's own seals do not stop it
@@ -202,36 +211,59 @@ class Journal:
                 await self._pause_after("publishing tokens", error, pause_s)
                 pause_s = min(pause_s * 2, _MAX_BACKOFF_S)
             else:
+                if not after:
+                    await self._check_not_forgotten(key, request_id, ack.seq, seq)
                 return ack.seq
+
+    async def _check_not_forgotten(self, key: SessionKey, request_id: str, chunk_seq: int, seq: int) -> None:
+        """Take back an answer's first message, and raise `FencedError`, if its session was forgotten.
+
+        Another worker may forget a session while this one begins to answer it. It removes requests before
+        chunks: so it removes each chunk whose request is still there.
+        """
+        if self._is_alone() or await self.get(seq) is not None:
+            return
+        subject = self._subjects.tokens(key, request_id)
+        with contextlib.suppress(nats.errors.Error, APIError, OSError):  # it expires
+            await self._js.purge_stream(self._subjects.token_stream, seq=chunk_seq + 1, subject=subject)
+        raise FencedError("the session was forgotten")
 
     async def _last_chunk(
         self, key: SessionKey, request_id: str, body: bytes, after: int, seq: int
     ) -> tuple[int, bool]:
-        """Return the sequence of an answer's last message (0: all have expired), and whether it is `body`.
+        """Return the sequence of an answer's last message (0: all have expired), and whether `body` is there.
 
-        Raises `FencedError` if it is a later chunk, the end or the seal of the request at `seq`, or if that
+        Looks at each message behind `after`: behind a chunk there may be ends of requests that repeat it.
+        Raises `FencedError` if one is another chunk, the end or the seal of the request at `seq`, or if that
         request was forgotten.
         """
-        subject = self._subjects.tokens(key, request_id)
+        subject, is_own = self._subjects.tokens(key, request_id), 0
+        last = await self._token(subject)
+        if last is None:
+            if await self.get(seq) is None:
+                raise FencedError("the session was forgotten")
+            return 0, False
+        if (last.seq or 0) <= after:
+            await sleep(_RACE_S)  # the other write is still in process, or what came last has expired
+            return last.seq or 0, False
+        while (found := await self._token(subject, after)) is not None:
+            after, data = found.seq or 0, found.data or b""
+            if data == body and data and not is_own:
+                is_own = after
+            elif self._stops(data, found.headers or {}, seq):
+                raise FencedError(subject)  # else of a client, or of another request under this id
+        return is_own or after, is_own > 0
+
+    async def _token(self, subject: str, after: int | None = None) -> RawStreamMsg | None:
+        """Read the first message of an answer behind `after`, or its last; None if there is none."""
+        stream, seq = self._subjects.token_stream, None if after is None else after + 1
         while True:
             try:
-                last = await self._js.get_last_msg(self._subjects.token_stream, subject)
-                break
+                return await self._js.get_msg(stream, seq, subject, next=seq is not None)
             except NotFoundError:
-                if await self.get(seq) is None:
-                    raise FencedError("the session was forgotten") from None
-                return 0, False
+                return None
             except (nats.errors.Error, APIError, OSError) as error:
                 await self._pause_after("reading tokens", error, 1.0)
-        found, data = last.seq or 0, last.data or b""
-        if found <= after:
-            await sleep(_RACE_S)  # the other write is still in process, or what came last has expired
-            return found, False
-        if data == body and data:
-            return found, True
-        if self._stops(data, last.headers or {}, seq):
-            raise FencedError(subject)
-        return found, False  # of a client, or of another request under this id
 
     def _stops(self, data: bytes, headers: Mapping[str, str], seq: int) -> bool:
         """Say whether a message is a chunk, the end or another worker's seal of the request at `seq`."""

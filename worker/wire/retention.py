@@ -69,7 +69,7 @@ class Retention:
         self._locks: WeakValueDictionary[SessionKey, Lock] = WeakValueDictionary()
 
     def lock(self, key: SessionKey) -> Lock:
-        """Return the lock that prevents removal while a session's log is read page by page."""
+        """Return the lock that prevents removal while a session's log is read page by page, or closed."""
         return self._locks.setdefault(key, Lock(fast_acquire=True))
 
     async def note_close(self, key: SessionKey, *, forget: bool) -> int | None:
@@ -86,6 +86,7 @@ class Retention:
         try:
             await self._journal.remove_tokens(key)
             await self._remove_before(key, close_seq, closed_seq)
+            await self._journal.remove_tokens(key)  # of a worker that saw its request until now
         except (nats.errors.Error, APIError, OSError) as error:
             log.warning("a session's log could not be removed yet", session=str(key), error=str(error))
 
@@ -143,17 +144,19 @@ class Retention:
                 if stale := _age_s(note) > _STALE_S:
                     await self._journal.delete(note.seq)
                 return stale
-            if closed.forgets:
-                await self._remove_chunks(key, closed.result.seq or 0)
+            names = await self._names(key, closed.result.seq or 0) if closed.forgets else []
+            await self._remove_chunks(key, names)
             if due:
                 await self._remove(key, note, closed)
             elif closed.forgets:
                 await self._remove_before(key, closed.result.seq or 0, closed.entry.seq)
+            await self._remove_chunks(key, names)  # of a worker that saw its request until now
         self._forgotten.add(note.seq)
         return True
 
-    async def _remove_chunks(self, key: SessionKey, close_seq: int) -> None:
-        """Remove what was published of answers to requests before a close; those of a new session stay."""
+    async def _names(self, key: SessionKey, close_seq: int) -> list[str]:
+        """Return the ids of the requests before a close."""
+        names: list[str] = []
         after, more = 0, True
         while more and after < close_seq:
             requests, more = await self._journal.page(key, "in", after, until=close_seq)
@@ -161,7 +164,13 @@ class Retention:
                 after = entry.seq
                 if after < close_seq:
                     with contextlib.suppress(InvalidMessageError):
-                        await self._journal.remove_tokens(key, decode_request(entry.body).id)
+                        names.append(decode_request(entry.body).id)
+        return names
+
+    async def _remove_chunks(self, key: SessionKey, names: list[str]) -> None:
+        """Remove what was published of the answers to these requests; that of a new session stays."""
+        for name in names:
+            await self._journal.remove_tokens(key, name)
 
     async def _remove(self, key: SessionKey, note: Entry, closed: _Closing) -> None:
         """Remove a session up to the result of its close.

@@ -1,0 +1,90 @@
+"""An operator, who uses the commands of the project and changes limits of the workers."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any, Final
+
+from ops.log.dead import find, letters, retry
+from ops.log.sessions import list_sessions
+from turnkeep_client.client import connect
+from turnkeep_client.errors import TurnkeepError
+from worker.commands.close_cli import removed
+
+from .loop import Process
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from random import Random
+
+    from turnkeep_client.client import Client
+
+    from .actors import History
+
+    Deed = Callable[[History, Client, Random], Awaitable[Any]]
+
+_LIMITS: Final[dict[str, tuple[Any, ...]]] = {
+    "ack_wait_s": (0.5, 3.0),
+    "max_attempts": (2, 3),
+    "max_waiting": (1, 100),
+    "max_batch": (1, 16),
+    "closed_ttl_s": (None, 0.0),
+}
+
+
+async def operate(history: History, random: Random) -> None:
+    """Do one of an operator's deeds."""
+    name = random.choice((*_DEEDS,))
+    process = Process(history.loop, "operator")
+    history.note("operator", name)
+
+    async def act() -> None:
+        with contextlib.suppress(TurnkeepError):  # which the command line prints
+            async with await connect("nats://world:4222", tenant="t", control_timeout_s=1.0) as client:
+                await _DEEDS[name](history, client, random)
+
+    history.deeds.append(process.start(act()))
+
+
+async def _retry(history: History, client: Client, random: Random) -> None:
+    for dead in await letters(client, "t"):
+        of = client.session(dead.session)
+        await retry(
+            client, await find(client, of.key.session, str(dead.letter.seq)), anyway=True, timeout_s=5.0
+        )
+
+
+async def _cancel(history: History, client: Client, random: Random) -> None:
+    for row in await list_sessions(client, "t"):
+        waiting = (await client.session(row.session).info()).waiting
+        if waiting:
+            await client.session(row.session).cancel(random.choice(waiting))
+
+
+async def _forget(history: History, client: Client, random: Random) -> None:
+    rows = await list_sessions(client, "t")
+    if rows:
+        await removed(client.session(min(row.session for row in rows)), 5.0)
+
+
+async def _close(history: History, client: Client, random: Random) -> None:
+    for row in await list_sessions(client, "t"):
+        await client.session(row.session).close(timeout_s=2.0)
+
+
+async def _limit(history: History, client: Client, random: Random) -> None:
+    """Change a limit, and restart the workers with it."""
+    name = random.choice((*_LIMITS,))
+    history.plan.settings = history.plan.settings | {name: random.choice(_LIMITS[name])}
+    for one in history.supervisors:
+        if one.worker is not None:
+            one.worker.stop()
+
+
+_DEEDS: Final[dict[str, Deed]] = {
+    "retries dead letters": _retry,
+    "cancels what waits": _cancel,
+    "removes a session": _forget,
+    "closes sessions": _close,
+    "changes a limit": _limit,
+}
