@@ -10,10 +10,10 @@ import contextlib
 import shutil
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, TypeVar
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 from starlette.applications import Starlette
 from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
@@ -72,7 +72,7 @@ class About(NamedTuple):
 
 class _Question(Struct, frozen=True, forbid_unknown_fields=True):
     id: str
-    text: str
+    text: Annotated[str, Meta(min_length=1)]
     system: str = ""
     max_tokens: int | None = None
     temperature: float | None = None
