@@ -62,7 +62,9 @@ class Browser:
     def _found(self, css: str, words: str = "") -> str:
         script = """[...document.querySelectorAll(arguments[0])].find((one) =>
             one.checkVisibility() && (!arguments[1] || one.innerText.trim() === arguments[1]))"""
-        return str(self.wait_for(script, css, words)[_ELEMENT])
+        found = self.wait_for(script, css, words)
+        self.run("arguments[0].scrollIntoView({ block: 'center' })", found)  # not below the page's header
+        return str(found[_ELEMENT])
 
     def cdp(self, command: str, **given: Any) -> Any:
         return self.do("goog/cdp/execute", cmd=command, params=given)
