@@ -337,7 +337,7 @@ def main(
 def _say_what_is_next(folder: Path, *, is_cluster: bool, is_done: bool) -> None:
     """Print who takes which seed, and how the server is started unless that is done."""
     click.echo(f"workers: --nats-nkey {folder / 'worker.nk'}")
-    click.echo(f"exporter, top: --nats-nkey {folder / 'metrics.nk'}")
+    click.echo(f"exporter, top, console (workers only): --nats-nkey {folder / 'metrics.nk'}")
     if not is_done:
         start = f"-c {CLUSTER} --name NAME on each node" if is_cluster else f"-c {_CONF}"
         click.echo(f"start nats-server {start} in {folder}, and run this again with --nats", err=True)

@@ -118,13 +118,13 @@ def act(browser: Browser) -> None:
     browser.wait_for("document.querySelector('.tree li')?.innerText.startsWith('garden')")
     browser.click("garden", ".tree a")
     browser.wait_for("document.querySelector('h1')?.textContent === 'garden'")
-    browser.click("Forget")
+    browser.click("Forget", "main button")
     browser.type("dialog", "\ue00c")  # Escape
-    browser.click("Forget")
+    browser.click("Forget", "main button")
     browser.click("Cancel", "dialog button")
     browser.wait_for("document.querySelectorAll('.turn').length === 2")
-    browser.click("Forget")
-    browser.click("Forget garden?", "#dialog-yes")
+    browser.click("Forget", "main button")
+    browser.click("Forget", "#dialog-yes")
     browser.wait_for("location.hash === '#/sessions'")
     browser.wait_for("document.querySelectorAll('.sessions tbody tr').length === 1")
     assert browser.text(".sessions tbody a") == "garden-2"
@@ -134,7 +134,7 @@ async def test_scripts_in_names_and_messages_are_text(
     browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]]
 ) -> None:
     worker = await local_worker()
-    tool = {"id": "c", "type": "function", "function": {"name": "<img/src=x>", "arguments": EVIL}}
+    tool = {"id": "c", "type": "function", "function": {"name": "<img>", "arguments": EVIL}}
     told = [
         {"role": "user", "content": EVIL},
         {"role": "assistant", "content": EVIL, "tool_calls": [tool]},
@@ -143,7 +143,7 @@ async def test_scripts_in_names_and_messages_are_text(
     raw = await nats.connect(worker.settings.nats)
     await raw.jetstream().publish(f"{worker.settings.prefix}.default.<script>alert(1)</script>.in", b"{}")
     await raw.close()
-    name = "<img/src=x>"
+    name = "<img>"
 
     def look(url: str) -> None:
         browser.open(url)

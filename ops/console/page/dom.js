@@ -40,6 +40,9 @@ export const post = async (path, body) => answered(await fetch(path, {
   method: "POST", body: JSON.stringify(body), headers: { "Content-Type": "application/json" } }));
 export const path = (session, rest = "") => `/api/sessions/${encodeURIComponent(session)}${rest}`;
 
+/* Change a text that screen readers announce, unless it is the same. */
+export const tell = (element, text) => { if (element.textContent !== text) element.textContent = text; };
+
 const byId = (id) => document.getElementById(id);
 let fading;
 export function toast(text, isBad = false) {

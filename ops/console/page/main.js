@@ -1,6 +1,6 @@
 /* Shows the page that the address names, and keeps it fresh while somebody looks. */
 
-import { clock, get, made } from "./dom.js";
+import { clock, get, made, tell } from "./dom.js";
 import { session } from "./session.js";
 import { sessions } from "./sessions.js";
 import { workers } from "./workers.js";
@@ -20,7 +20,6 @@ function named() {
 }
 
 function open() {
-  if (location.hash === "#main") return;
   const [kind, name] = named();
   page?.leave?.();
   main.replaceChildren();
@@ -39,8 +38,8 @@ function open() {
 function told(found) {
   const all = Object.values(found.workers), up = all.filter((one) => one.up).length;
   state.className = found.connected && up ? "good" : "bad";
-  state.textContent = !found.connected ? "no connection to NATS" : up ? `${up} worker${up > 1 ? "s" : ""} up`
-    : all.length ? "the worker is silent" : "no worker";
+  tell(state, !found.connected ? "no connection to NATS" : up ? `${up} worker${up > 1 ? "s" : ""} up`
+    : all.length ? "the worker is silent" : "no worker");
   state.title = `as of ${clock(new Date())}`;
 }
 
@@ -53,10 +52,11 @@ async function look() {
   } catch (error) {
     if (mine !== turn) return;
     state.className = "bad";
-    state.textContent = error instanceof TypeError ? "the console does not answer" : error.message;
+    tell(state, error instanceof TypeError ? "the console does not answer" : error.message);
   }
 }
 
+document.querySelector(".skip").onclick = (event) => { event.preventDefault(); main.focus(); };
 addEventListener("hashchange", open);
 addEventListener("resize", () => page?.resized?.());
 document.addEventListener("visibilitychange", () => { if (!document.hidden) look(); });

@@ -1,7 +1,7 @@
 /* One session: its figures, tree, conversation, actions, and the chat. */
 
 import { composer, isNearEnd, toEnd } from "./chat.js";
-import { age, asked, count, exact, get, made, path, post, seconds, shown, toast } from "./dom.js";
+import { age, asked, count, exact, get, made, path, post, seconds, shown, tell, toast } from "./dom.js";
 import { address, state } from "./sessions.js";
 import { element, growing } from "./turns.js";
 
@@ -22,7 +22,7 @@ export function session(main, name, about) {
 
   const act = async (action, details = {}) => {
     try {
-      toast(`${name}: ${(await post(path(name, `/${action}`), details)).said}`);
+      toast((await post(path(name, `/${action}`), details)).said);
       await refresh();
       return true;
     } catch (error) {
@@ -35,8 +35,8 @@ export function session(main, name, about) {
     const chosen = await asked({ title: "Fork", text: `${text} Both go on apart.`, yes: "Fork", name: `${name.slice(0, 50)}-fork` });
     if (chosen && await act("fork", { name: chosen, ...(position ? { position } : {}) })) location.hash = address(chosen);
   }
-  async function sure(action, title, text) {
-    if (!await asked({ title, text, yes: title, danger: true })) return;
+  async function sure(action, yes, text) {
+    if (!await asked({ title: `${yes} ${name}?`, text, yes, danger: true })) return;
     if (await act(action) && action === "forget") location.hash = "#/sessions";
   }
 
@@ -45,11 +45,11 @@ export function session(main, name, about) {
     const button = (label, click, kind) => made("button", { click, class: kind }, label);
     const shown_ = about.read_only || !row ? [] : isOpen ? [
       button("Pin", () => act("pin")), button("Unpin", () => act("unpin")), button("Fork", () => fork()),
-      button("Close", () => sure("close", `Close ${name}?`, "It ends, and some days later it is removed from the log. Its name can be opened again.")),
+      button("Close", () => sure("close", "Close", "It ends, and some days later it is removed from the log. Its name can be opened again.")),
     ] : [button("Open again", () => act("open"))];
     if (row) shown_.push(made("a", { class: "button", href: path(name, "/export"), download: true }, "Export"));
     if (row && !about.read_only && row.state !== "forgotten") {
-      shown_.push(button("Forget", () => sure("forget", `Forget ${name}?`, "Its conversation is removed from the log and the worker's disk. This cannot be undone."), "danger"));
+      shown_.push(button("Forget", () => sure("forget", "Forget", "Its conversation is removed from the log and the worker's disk. This cannot be undone."), "danger"));
     }
     if (actions.dataset.state !== `${row?.state}`) actions.replaceChildren(...shown_);
     actions.dataset.state = `${row?.state}`;
@@ -111,12 +111,12 @@ export function session(main, name, about) {
 
   async function refresh() {
     const mine = ++turn;
-    const found = await get(path(name)).catch((error) => { note.textContent = error.message; });
+    const found = await get(path(name)).catch((error) => { tell(note, error.message); });
     if (mine !== turn || !found) return;
     const isChanged = isFirst || row?.entries !== found.row?.entries;
     row = found.row;
     if (isFirst) more = found.more;
-    note.textContent = found.turns.length ? "" : about.read_only ? "There is no such session." : "A new session: it begins with your first message.";
+    tell(note, found.turns.length ? "" : about.read_only ? "There is no such session." : "A new session: it begins with your first message.");
     chat.begins(!found.turns.length);
     buttons();
     figures(found.cost);

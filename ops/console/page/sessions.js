@@ -1,6 +1,6 @@
 /* The list of sessions: search, state, order, pages. */
 
-import { age, asked, count, exact, get, made, seconds, shown, GONE } from "./dom.js";
+import { age, asked, count, exact, get, made, seconds, shown, tell, GONE } from "./dom.js";
 
 const STATES = ["idle", "waiting", "failed", "closed", "forgotten"];
 const HEADS = ["session", "state", "tokens", "found", "prefilled", "generated", "time", "last"];
@@ -43,7 +43,7 @@ export function sessions(main, about) {
 
   async function begin() {
     const name = await asked({ title: "New session", text: "It begins with your first message.", yes: "Begin",
-      name: `chat-${new Date().toISOString().slice(0, 19).replace(/[T:]/g, "-")}` });
+      name: `chat-${new Date().toISOString().slice(5, 19).replace(/[T:]/g, "-")}` });
     if (name) location.hash = address(name);
   }
   function anew() { skip = 0; refresh(); }
@@ -52,7 +52,7 @@ export function sessions(main, about) {
   async function refresh() {
     const mine = ++turn;
     const query = new URLSearchParams({ words: search.value, state: states.value, sort: by.value, skip });
-    const found = await get(`/api/sessions?${query}`).catch((error) => { note.textContent = error.message; });
+    const found = await get(`/api/sessions?${query}`).catch((error) => { tell(note, error.message); });
     if (mine !== turn || !found) return;
     each = found.each;
     const focused = rows.contains(document.activeElement) ? document.activeElement.textContent : null;
@@ -62,9 +62,9 @@ export function sessions(main, about) {
     pager.hidden = found.total <= each;
     [back.disabled, on.disabled] = [!skip, skip + each >= found.total];
     const isAll = !search.value && !states.value;
-    note.textContent = found.total > each ? `${skip + 1} to ${skip + found.rows.length} of ${found.total} sessions`
+    tell(note, found.total > each ? `${skip + 1} to ${skip + found.rows.length} of ${found.total} sessions`
       : found.total ? `${found.total} session${found.total > 1 ? "s" : ""}`
-      : isAll ? "There are no sessions yet: they begin with a first request, for example a chat here." : "No session is like this.";
+      : isAll ? "There are no sessions yet: they begin with a first request, for example a chat here." : "No session is like this.");
   }
   return { refresh, leave: () => { turn += 1; clearTimeout(typing); } };
 }
