@@ -177,11 +177,8 @@ class Console:
         key = session_key(self._client.tenant, request.path_params["name"])
         question = await _body(request, _Question)
         messages = [("system", question.system), ("user", question.text)]
-        given: Sampling = {}
-        if question.max_tokens is not None:
-            given["max_tokens"] = question.max_tokens
-        if question.temperature is not None:
-            given["temperature"] = question.temperature
+        given: Any = {"max_tokens": question.max_tokens, "temperature": question.temperature}
+        given = {name: value for name, value in given.items() if value is not None}
         generate = build(
             Generate,
             question.id,

@@ -66,8 +66,7 @@ class Door:
             if path == "/":
                 return HTMLResponse(self._locked.replace("<!-- wrong -->", is_wrong), 401)
             return JSONResponse({"error": "the console's token is missing, or of an earlier start"}, 401)
-        # Pages on other ports of this machine are the same site to a browser, which sends them the cookie.
-        if request.method == "POST" and request.headers.get("origin") != f"{request.url.scheme}://{host}":
+        if request.method == "POST" and not _is_of_the_page(request, host):
             return JSONResponse({"error": "only the console's own page may act"}, 403)
         return None
 
@@ -79,6 +78,17 @@ class Door:
 
     def _is_token(self, given: str) -> bool:
         return secrets.compare_digest(given.encode(), self._token.encode())
+
+
+def _is_of_the_page(request: Request, host: str) -> bool:
+    """Whether a browser says that the console's own page asks.
+
+    Pages on other ports of this machine are the same site, so the browser sends the cookie for them, too.
+    Behind a proxy the origin has another name; `Sec-Fetch-Site` compares it with what the browser has asked.
+    """
+    if (site := request.headers.get("sec-fetch-site")) is not None:
+        return site == "same-origin"
+    return request.headers.get("origin") == f"{request.url.scheme}://{host}"
 
 
 def _cookie(request: Request) -> str:

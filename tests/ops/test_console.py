@@ -147,6 +147,10 @@ async def test_only_names_of_this_machine_and_the_page_itself_may_ask(local_work
                 "/api/sessions/a/ask", json={"id": "x", "text": "x"}, headers={"Origin": origin}
             )
             assert answer.status_code == 403
+        for site, status in (("same-site", 403), ("cross-site", 403), ("none", 403), ("same-origin", 400)):
+            headers = {"Sec-Fetch-Site": site}
+            answer = await page.http.post("/api/sessions/a/ask", json={}, headers=headers)
+            assert answer.status_code == status, site
         assert await worker.client.log() == []
 
 

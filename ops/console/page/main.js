@@ -8,7 +8,7 @@ import { workers } from "./workers.js";
 const FRESH_MS = 5000;
 const main = document.getElementById("main"), state = document.getElementById("state");
 const about = { prefix: "", tenant: "", read_only: true };
-let page = null, turn = 0;
+let page = null, turn = 0, next;
 
 function named() {
   const [kind, ...rest] = location.hash.replace(/^#\/?/, "").split("/");
@@ -44,7 +44,7 @@ function told(found) {
 }
 
 async function look() {
-  const mine = ++turn, shown = page;
+  const mine = ++turn, shown = page, began = Date.now();
   try {
     const found = await get(`/api/workers${shown.worker ? `?worker=${encodeURIComponent(shown.worker)}` : ""}`);
     told(found);
@@ -54,13 +54,14 @@ async function look() {
     state.className = "bad";
     tell(state, error instanceof TypeError ? "the console does not answer" : error.message);
   }
+  clearTimeout(next);  // a log that takes long to read is read less often
+  next = setTimeout(() => { if (!document.hidden) look(); }, Math.max(FRESH_MS, 5 * (Date.now() - began)));
 }
 
 document.querySelector(".skip").onclick = (event) => { event.preventDefault(); main.focus(); };
 addEventListener("hashchange", open);
 addEventListener("resize", () => page?.resized?.());
 document.addEventListener("visibilitychange", () => { if (!document.hidden) look(); });
-setInterval(() => { if (!document.hidden) look(); }, FRESH_MS);
 try {
   const found = await get("/api/workers");
   Object.assign(about, { prefix: found.prefix, tenant: found.tenant, read_only: found.read_only });
