@@ -224,13 +224,13 @@ class Console:
                 if done:
                     chunk, quiet_s = following.result(), 0
                     if chunk is None:
-                        break
+                        yield _event("end", {})
+                        return
                     following = asyncio.create_task(_next(chunks))
                     parts = {"text": chunk.text, "reasoning": chunk.reasoning, "calls": chunk.tool_calls}
                     yield _event("chunk", parts)
                 elif (quiet_s := quiet_s + 1) % _QUIET_S == 0:
                     yield _event("quiet", {"seconds": quiet_s})
-            yield _event("end", {})
         except TurnkeepError as error:
             yield _event("end", {"error": str(error)})
         finally:

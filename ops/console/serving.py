@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import secrets
@@ -49,9 +50,18 @@ async def run(
         shown = f"[{address}]" if ":" in address else address
         click.echo(f"the console is at http://{shown}:{at}/?token={token}", err=True)
         running = server(console)
-        await until_one_ends(live.listen(), live.keep(), running.serve(sockets=[listener]))
-    if not running.should_exit:
+        serving = asyncio.create_task(running.serve(sockets=[listener]))
+        try:
+            await until_one_ends(live.listen(), live.keep(), _end_of(serving))
+        finally:  # also if a signal has cancelled this: streams end first
+            running.should_exit = True
+            await serving
+    if not client.connected:
         raise ConsoleError("the NATS server has closed the connection; its log says why")
+
+
+async def _end_of(task: asyncio.Task[None]) -> None:
+    await asyncio.wait({task})
 
 
 def listening(host: str, port: int) -> socket.socket:

@@ -473,3 +473,30 @@ async def test_the_command_shows_workers_of_the_metrics_subject(nats_url: str) -
         assert await asyncio.to_thread(process.wait, 30) == 130
         assert process.stderr.read() == "\n"
         process.stderr.close()
+
+
+async def test_the_command_ends_quietly_while_an_answer_is_streamed(local_worker: Start) -> None:
+    worker = await local_worker()
+    await worker.stop()
+    where = ("--nats", worker.settings.nats, "--prefix", worker.settings.prefix)
+    process = subprocess.Popen(  # noqa: ASYNC220
+        [sys.executable, "-m", "worker", "console", "--listen", "127.0.0.1:0", *where],
+        env=environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    url = (await asyncio.to_thread(process.stderr.readline)).split()[-1]
+    page = Page(url.split("/?")[0])
+    async with page.http, asyncio.timeout(60):
+        await page.http.get(url)
+        asked = await page.post("s/ask", {"id": "q", "text": "x"})
+        async with page.http.stream("GET", f"/api/sessions/s/answers/{asked['seq']}") as answer:
+            parts = answer.aiter_text()
+            assert "event: begin" in await anext(parts)
+            process.send_signal(signal.SIGTERM)
+            rest = "".join([part async for part in parts])
+        assert "event: end" not in rest, "the browser connects again"
+        assert await asyncio.to_thread(process.wait, 30) == 143
+    assert process.stderr.read() == ""
+    process.stderr.close()

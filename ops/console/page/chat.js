@@ -7,8 +7,8 @@ export const toEnd = () => scrollTo(0, document.documentElement.scrollHeight);
 const newId = () => Array.from(crypto.getRandomValues(new Uint32Array(4)), (one) => one.toString(16).padStart(8, "0")).join("");
 
 export function composer(name, refresh) {
-  let id = newId();  // of the next question; kept while that may have arrived, so that it is not asked twice
-  const text = made("textarea", { id: "message", rows: 1, placeholder: "Message", required: true, keydown: (event) => {
+  let id = newId();  // kept until the question has arrived, so that the same one is not asked twice
+  const text = made("textarea", { id: "message", rows: 1, placeholder: "Message", required: true, input: () => { id = newId(); }, keydown: (event) => {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
     event.preventDefault();
     form.requestSubmit();
@@ -31,7 +31,6 @@ export function composer(name, refresh) {
     try {
       await post(path(name, "/ask"), { id, text: text.value, system: system.hidden ? "" : rules.value,
         max_tokens: given(most), temperature: given(temperature) });
-      id = newId();
       [text.value, rules.value] = ["", ""];
       await refresh();
       toEnd();

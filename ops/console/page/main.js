@@ -55,7 +55,7 @@ async function look() {
     tell(state, error instanceof TypeError ? "the console does not answer" : error.message);
   }
   clearTimeout(next);  // a log that takes long to read is read less often
-  next = setTimeout(() => { if (!document.hidden) look(); }, Math.max(FRESH_MS, 5 * (Date.now() - began)));
+  next = setTimeout(() => { if (!document.hidden) look(); }, Math.min(Math.max(FRESH_MS, 5 * (Date.now() - began)), 4 * FRESH_MS));
 }
 
 document.querySelector(".skip").onclick = (event) => { event.preventDefault(); main.focus(); };
