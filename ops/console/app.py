@@ -10,7 +10,7 @@ import contextlib
 import shutil
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -62,14 +62,6 @@ _QUIET_S: Final = 3
 _MAX_BODY_BYTES: Final = 2**20
 
 
-class About(NamedTuple):
-    """What the page shows of the console itself."""
-
-    prefix: str
-    tenant: str
-    read_only: bool
-
-
 class _Question(Struct, frozen=True, forbid_unknown_fields=True):
     id: str
     text: Annotated[str, Meta(min_length=1)]
@@ -97,7 +89,7 @@ class Console:
         self._client = client
         self._live = live
         self._sampling = sampling
-        self._about = About(prefix, client.tenant, read_only)
+        self._about = {"prefix": prefix, "tenant": client.tenant, "read_only": read_only}
         self._costs = Costs(client)
         self._num_streams = 0
         one = "/api/sessions/{name}"
@@ -122,7 +114,7 @@ class Console:
 
     async def _workers(self, request: Request) -> Response:
         figures = self._live.shown(request.query_params.get("worker"))
-        return _json(self._about._asdict() | figures)
+        return _json(self._about | figures)
 
     async def _sessions(self, request: Request) -> Response:
         asked = request.query_params

@@ -62,7 +62,7 @@ class Door:
         if path == "/" and given is not None and self._is_token(given):
             return self._let_in(request)
         if not self._is_token(request.cookies.get(_cookie(request), "")):
-            is_wrong = " it is not the one of this console." if given else ""
+            is_wrong = " The token that was given is not the one of this console." if given else ""
             if path == "/":
                 return HTMLResponse(self._locked.replace("<!-- wrong -->", is_wrong), 401)
             return JSONResponse({"error": "the console's token is missing, or of an earlier start"}, 401)
