@@ -70,9 +70,10 @@ export function session(main, name, about) {
     made("span", { class: "faint" }, ` ${one.row?.parent ? `at ${exact(one.row.parent.position)}` : one.row ? "" : "gone"}`),
     one.forks.length > 0 && made("ul", {}, ...one.forks.map(branch)));
   async function drawTree() {
-    const found = await get(path(name, "/tree")).catch(() => null);
+    const found = await get(path(name, "/tree")).catch(() => null), wasNearEnd = isNearEnd();
     tree.hidden = !found;
     if (found) tree.replaceChildren(made("h2", {}, "Forks"), made("ul", {}, branch(found)));
+    if (wasNearEnd) toEnd();
   }
 
   /* Put turns where they belong, and leave those alone that have not changed. */
