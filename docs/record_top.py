@@ -1,8 +1,8 @@
-"""Record `turnkeep top` and `turnkeep dashboard`: a real worker, conversations, what the commands show.
+"""Record `turnkeep top` and `turnkeep console`: a real worker, conversations, what the commands show.
 
 .venv/bin/python docs/record_top.py
 
-Writes `docs/top.svg`, and with Chromium `docs/dashboard.png`.
+Writes `docs/top.svg`, and with Chromium `docs/workers.png` and `docs/console.png`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from turnkeep_client.errors import NoWorkerError, TurnkeepError
 
 if TYPE_CHECKING:
     from turnkeep_client.client import Client
+    from turnkeep_client.session import Session
 
 SIZE = (80, 24)
 #: Small ones, so that a minute of talk comes near them.
@@ -34,6 +35,12 @@ LIMITS = ("--max-memory", "96MiB", "--max-disk", "64MiB")
 WATCHED_S = 200.0
 #: Of the browser's window.
 PIXELS = (1200, 885)
+#: A session with forks, which the picture of the console shows.
+GARDEN = (
+    "What grows well in the shade?",
+    "How often should I water ferns?",
+    "Name two flowers that bees like.",
+)
 QUESTIONS = ("Why is the sky blue?", "Name a flower.", "How do bees find it?", "Say that in one sentence.")
 
 
@@ -53,9 +60,12 @@ async def _watch(port: int, data_dir: Path) -> None:
     fleet = Fleet(300, window_s=WINDOW_S)
     async with await _client(port, data_dir) as client:
         await _ready(client)
-        page = f"127.0.0.1:{_free_port()}"
-        shows = ["dashboard", "--nats-port", str(port), "--data-dir", str(data_dir), "--listen", page]
-        dashboard = await asyncio.create_subprocess_exec(sys.executable, "-m", "worker", *shows)
+        shows = ["console", "--nats-port", str(port), "--data-dir", str(data_dir), "--listen", "127.0.0.1:0"]
+        console = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "worker", *shows), stderr=asyncio.subprocess.PIPE
+        )
+        url = (await console.stderr.readline()).split()[-1].decode() if console.stderr else ""
+        await _garden(client)
         talks = [asyncio.create_task(_talk(client, f"s{number}")) for number in range(6)]
 
         async def listen() -> None:
@@ -66,20 +76,39 @@ async def _watch(port: int, data_dir: Path) -> None:
         await asyncio.sleep(WATCHED_S)
         picture = draw(State(), fleet.sightings(), "", size=SIZE, title="turnkeep top  prefix turnkeep")
         save(picture, Path(__file__).with_name("top.svg"), SIZE[0])
-        await _photograph(f"http://{page}/")
-        dashboard.terminate()
-        await dashboard.wait()
+        await _photograph(f"{url}#/", "workers.png")
+        await _photograph(f"{url}#/session/garden", "console.png")
+        console.terminate()
+        await console.wait()
         for task in (listener, *talks):
             task.cancel()
         await asyncio.gather(listener, *talks, return_exceptions=True)
 
 
-async def _photograph(url: str) -> None:
+async def _garden(client: Client) -> None:
+    garden = client.session("garden")
+    await garden.append(
+        messages=[{"role": "system", "content": "You are a gardener. Answer in one sentence."}]
+    )
+    for question in GARDEN:
+        await _ask(garden, question)
+    roses = await garden.fork("garden-roses")
+    await _ask(roses, "And roses?")
+    await roses.fork("garden-roses-red")
+    await garden.fork("garden-moss", 60)
+
+
+async def _ask(session: Session, question: str) -> None:
+    asked = [{"role": "user", "content": question}]
+    await session.generate(messages=asked, max_tokens=120, repetition_penalty=1.1, stop=["."])
+
+
+async def _photograph(url: str, file: str) -> None:
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
-        sys.stderr.write("no Chromium is installed: the dashboard's picture stays as it was\n")
+        sys.stderr.write("no Chromium is installed: the console's pictures stay as they were\n")
         return
-    target = Path(__file__).with_name("dashboard.png")
+    target = Path(__file__).with_name(file)
     flags = ("--headless", "--no-sandbox", "--hide-scrollbars", "--virtual-time-budget=3000")
     size = f"--window-size={PIXELS[0]},{PIXELS[1]}"
     process = await asyncio.create_subprocess_exec(browser, *flags, size, f"--screenshot={target}", url)

@@ -1,6 +1,6 @@
 """Keeps the recent metrics messages of each worker, and their age. No I/O.
 
-`exporter`, `top` and `dashboard` compute all their figures from these messages. Everybody with the right to
+`exporter`, `top` and `console` compute all their figures from these messages. Everybody with the right to
 publish on the metrics subject can forge messages. So messages that no worker can have sent are ignored, and
 the memory for messages is limited.
 """

@@ -1,4 +1,4 @@
-"""The history of workers for the dashboard: current figures, and points over time.
+"""The history of workers for the console: current figures, and points over time.
 
 One thread adds points, others read.
 """

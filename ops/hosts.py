@@ -1,4 +1,4 @@
-"""Decides which Host headers the exporter and the dashboard accept in HTTP requests. Pure."""
+"""Decides which Host headers the exporter and the console accept in HTTP requests. Pure."""
 
 from __future__ import annotations
 

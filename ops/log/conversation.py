@@ -1,19 +1,21 @@
-"""A session's log as a conversation: its requests in order, each with its result. Pure."""
+"""A session's log as a conversation: its requests in order, each with its result."""
 
 from __future__ import annotations
 
 from datetime import datetime  # noqa: TC003  # msgspec reads the annotations
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import Struct
 
 from turnkeep_client.messages import Request, Result, decode_request
+from turnkeep_client.subjects import session_key
 
 from .record import decoded, pair_up
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from turnkeep_client.client import Client
     from turnkeep_client.log import Entry
 
 
@@ -43,3 +45,42 @@ def conversation(entries: Sequence[Entry]) -> Iterator[Turn]:
             model=exchange.answered.model if exchange else None,
             build=dict(exchange.answered.build) if exchange else {},
         )
+
+
+class Mark(NamedTuple):
+    """Where a part of a conversation ends: before the request `before`; its results are before `end`."""
+
+    before: int
+    end: int
+
+
+async def part(
+    client: Client, session: str, num: int, mark: Mark | None = None
+) -> tuple[list[Turn], Mark | None]:
+    """Return the last `num` turns before a mark (None: the last of all), and the mark of those before them.
+
+    Reads the log backwards, so the last turns of a long session cost no more than those of a short one.
+    Raises `TurnkeepError`.
+    """
+    if mark is None:
+        last = 1 + await _last_seq(client, session)
+        mark = Mark(last, last)
+    entries: list[Entry] = []
+    async for piece in client.log_backwards(session, mark.end):
+        entries = piece + entries
+        if sum(entry.kind == "in" and entry.seq < mark.before for entry in entries) > num:
+            break
+    turns = [turn for turn in conversation(entries) if turn.seq < mark.before]
+    shown = turns[-num:]
+    if len(turns) == len(shown):
+        return shown, None
+    begin = shown[0].seq
+    ends = [one.answered.seq for one in pair_up(entries) if begin <= one.asked.seq < mark.before]
+    return shown, Mark(begin, 1 + max([begin, *ends]))
+
+
+async def _last_seq(client: Client, session: str) -> int:
+    """Return the sequence of a session's last request or result, 0 if there is none."""
+    key = session_key(client.tenant, session)
+    asked = [one.seq async for _, one in client.stored.last([key], "in")]
+    return max(asked + [one.seq async for _, one in client.stored.last([key], "out")], default=0)

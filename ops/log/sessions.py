@@ -77,7 +77,18 @@ _OUTCOME: Final = msgspec.json.Decoder(_Outcome)
 async def list_sessions(client: Client, tenant: str = "*", match: str = "*") -> list[SessionRow]:
     """List the sessions whose names match, of one tenant or of all, unordered. Raises `TurnkeepError`."""
     every = await client.stored.subjects(tenant)
-    counts = {key: kinds for key, kinds in every.items() if fnmatchcase(key.session, match)}
+    return await _rows(
+        client, {key: kinds for key, kinds in every.items() if fnmatchcase(key.session, match)}
+    )
+
+
+async def find_session(client: Client, key: SessionKey) -> SessionRow | None:
+    """Return one session, with its first words; None if the log has none. Raises `TurnkeepError`."""
+    rows = await _rows(client, await client.stored.subjects(key.tenant, key.session))
+    return (await begun(client, rows))[0] if rows else None
+
+
+async def _rows(client: Client, counts: Mapping[SessionKey, Mapping[str, int]]) -> list[SessionRow]:
     results = {key: one async for key, one in client.stored.last(counts, "out")}
     waiting = [key for key, kinds in counts.items() if kinds.get("in", 0) > kinds.get("out", 0)]
     requests = {key: one async for key, one in client.stored.last(waiting, "in")}

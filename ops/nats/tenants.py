@@ -3,7 +3,7 @@
 The workers' account holds the streams and exports a tenant's subjects only to the account of the same name:
 the server compares the two (`account_token_position`). Each tenant's account holds a mirror of its own part
 of the streams, and its clients read missed messages from this mirror. They may not read the workers' streams,
-because these contain the messages of all tenants (ADR 0038). Monitoring (exporter, top, dashboard) has an
+because these contain the messages of all tenants (ADR 0038). Monitoring (exporter, top, console) has an
 account too, for the workers' metrics and the state of the log's consumer. An account whose name begins with
 an underscore is not a tenant.
 """
@@ -337,7 +337,7 @@ def main(
 def _say_what_is_next(folder: Path, *, is_cluster: bool, is_done: bool) -> None:
     """Print who takes which seed, and how the server is started unless that is done."""
     click.echo(f"workers: --nats-nkey {folder / 'worker.nk'}")
-    click.echo(f"exporter, top, dashboard: --nats-nkey {folder / 'metrics.nk'}")
+    click.echo(f"exporter, top, console (workers only): --nats-nkey {folder / 'metrics.nk'}")
     if not is_done:
         start = f"-c {CLUSTER} --name NAME on each node" if is_cluster else f"-c {_CONF}"
         click.echo(f"start nats-server {start} in {folder}, and run this again with --nats", err=True)

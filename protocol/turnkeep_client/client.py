@@ -240,13 +240,15 @@ class Client:
         found = (entry(subjects, one.seq, one.body, one.headers) for one in stored)
         return [one for one in found if one is not None]
 
-    async def log_backwards(self, session: str) -> AsyncIterator[list[Entry]]:
+    async def log_backwards(self, session: str, end: int | None = None) -> AsyncIterator[list[Entry]]:
         """Yield a session's log in pieces, the newest piece first; each piece is in log order.
 
-        The first piece ends with the last result. Raises `NoWorkerError` if the log cannot be read.
+        The first piece ends before the sequence `end` (None: with the last result). Raises `NoWorkerError` if
+        the log cannot be read.
         """
         key, subjects = session_key(self.tenant, session), self._wire.subjects
-        end = 1 + await self._wire.last_seq(subjects.log_stream, subjects.of(key, "out"))
+        if end is None:
+            end = 1 + await self._wire.last_seq(subjects.log_stream, subjects.of(key, "out"))
         num_entries = READ_BATCH
         while end > 1:
             start = max(1, end - num_entries)

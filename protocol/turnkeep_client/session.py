@@ -212,6 +212,12 @@ class Session:
         call = self._call(request, timeout_s, self._begin, headers)
         return Generation(call, self._wire, self.cancel)
 
+    def follow(self, request: Generate, seq: int) -> Generation:
+        """Return the answer to a generate that is in the log already, at `seq`; nothing is sent."""
+        call = self._call(request, None)
+        call.seq = seq
+        return Generation(call, self._wire, self.cancel)
+
     async def rewind(
         self,
         position: int,

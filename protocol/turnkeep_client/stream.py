@@ -128,13 +128,15 @@ class LogStream:
             return {key: one async for key, one in self.last(await self.subjects(tenant), kind)}
         return found
 
-    async def every(self, key: SessionKey, kind: str = "*") -> AsyncIterator[tuple[SessionKey, Stored]]:
-        """Yield a session's entries in order; the key's tenant and session may be `*` (all).
+    async def every(
+        self, key: SessionKey, kind: str = "*", start: int = 1
+    ) -> AsyncIterator[tuple[SessionKey, Stored]]:
+        """Yield a session's entries from the sequence `start` on; key's tenant and session may be `*` (all).
 
         Needs `$JS.API.DIRECT.GET.<log>`.
         """
         subject = f"{self._subjects.log(_pattern(key.tenant, key.session))[:-1]}{kind}"
-        request = {"seq": 1, "next_by_subj": subject, "batch": _MANY, "max_bytes": _MANY_BYTES}
+        request = {"seq": start, "next_by_subj": subject, "batch": _MANY, "max_bytes": _MANY_BYTES}
         async for batch in self._api.batches(self.name, request):
             for one in batch:
                 yield self._subjects.parse(one.headers["Nats-Subject"])[0], one

@@ -1,4 +1,4 @@
-"""What `exporter`, `top` and `dashboard` keep of messages that anybody may have published on the subject."""
+"""What `exporter`, `top` and `console` keep of messages that anybody may have published on the subject."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ FORGERIES = {
 
 @pytest.mark.parametrize("changes", FORGERIES.values(), ids=FORGERIES)
 @pytest.mark.parametrize(
-    "show", [page, lambda fleet: screen(State(), fleet), charted], ids=["exporter", "top", "dashboard"]
+    "show", [page, lambda fleet: screen(State(), fleet), charted], ids=["exporter", "top", "console"]
 )
 def test_a_message_that_no_worker_can_have_sent_changes_nothing_that_is_shown(
     changes: dict[str, Any], show: Callable[[Fleet], object]

@@ -40,7 +40,7 @@ def home(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.parametrize(
     "installed", [True, pytest.param(False, marks=pytest.mark.registry)], ids=["from here", "from nothing"]
 )
-def test_its_commands_end_with_figures_a_dashboard_and_a_session_that_survived(
+def test_its_commands_end_with_figures_a_console_and_a_session_that_survived(
     installed: bool, home: Path, request: pytest.FixtureRequest
 ) -> None:
     blocks = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
@@ -50,7 +50,7 @@ def test_its_commands_end_with_figures_a_dashboard_and_a_session_that_survived(
     ports = {"9422": str(free_port()), "9423": str(free_port())}
     lines = "".join(blocks)
     lines = lines.replace("turnkeep exporter", f"turnkeep exporter --listen 127.0.0.1:{ports['9422']}")
-    lines = lines.replace("turnkeep dashboard", f"turnkeep dashboard --listen 127.0.0.1:{ports['9423']}")
+    lines = lines.replace("turnkeep console", f"turnkeep console --listen 127.0.0.1:{ports['9423']}")
     lines = re.sub(r"127\.0\.0\.1:(9422|9423)", lambda found: f"127.0.0.1:{ports[found[1]]}", lines)
     here = {}
     if installed:

@@ -11,10 +11,10 @@ from uuid import uuid4
 import click
 import msgspec
 
+from ops.log.ending import removed
 from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.messages import encode
 
-from .close_cli import removed
 from .sampling import asked, cut
 from .screen import printable, wrapped
 from .stream import stream

@@ -142,6 +142,9 @@ _ELSEWHERE: Final = {
     ),
 }
 
+#: Names that commands had in earlier versions.
+_FORMER: Final = {"dashboard": "console"}
+
 
 class _Group(click.Group):
     """Reports each error that a user can fix as one line with an exit code."""
@@ -150,6 +153,7 @@ class _Group(click.Group):
         return sorted([*super().list_commands(ctx), *_ELSEWHERE])
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        cmd_name = _FORMER.get(cmd_name, cmd_name)
         if cmd_name in _ELSEWHERE and cmd_name not in self.commands:
             module, attribute, _ = _ELSEWHERE[cmd_name]
             self.add_command(getattr(import_module(module), attribute))
@@ -546,8 +550,14 @@ def _endpoint(_: click.Context, __: click.Parameter, value: str) -> tuple[str, i
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
+_OF_METRICS: Final = "Address to serve on; whoever reaches it can read the metrics."
+_OF_PAGE: Final = (
+    "Address to serve on. The page is not encrypted: beyond this machine, put a proxy before it."
+)
+
+
 def _page_options(
-    port: int, least_s: float, keep_s: float, kept: str
+    port: int, least_s: float, keep_s: float, kept: str, reached: str
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Add the options of a command that serves a page."""
     listen = click.option(
@@ -556,7 +566,7 @@ def _page_options(
         default=f"127.0.0.1:{port}",
         show_default=True,
         callback=_endpoint,
-        help="Address to serve on; whoever reaches it can read the metrics.",
+        help=reached,
     )
     keep = click.option(
         "--keep-s",
@@ -570,7 +580,7 @@ def _page_options(
 
 
 @main.command()
-@_page_options(9422, 1, 300.0, "Time until a silent worker is forgotten.")
+@_page_options(9422, 1, 300.0, "Time until a silent worker is forgotten.", _OF_METRICS)
 @with_settings(*CLIENT_SETTINGS)
 def exporter(config: Path | None, listen: tuple[str, int], keep_s: float, **flags: Any) -> None:
     """Serve the metrics of all workers of a prefix to Prometheus, until Ctrl-C.
@@ -595,14 +605,37 @@ def top(config: Path | None, tenant: str, **flags: Any) -> None:
 
 
 @main.command()
-@_page_options(9423, 60, 3600.0, "Length of the history, and time until a silent worker is forgotten.")
+@_page_options(
+    9423, 60, 3600.0, "Length of the history, and time until a silent worker is forgotten.", _OF_PAGE
+)
+@click.option("--read-only", is_flag=True, help="Show everything, and let nothing be done.")
+@tenant_option
 @with_settings(*CLIENT_SETTINGS)
-def dashboard(config: Path | None, listen: tuple[str, int], keep_s: float, **flags: Any) -> None:
-    """Serve one web page with all workers of a prefix and their history, until Ctrl-C."""
-    from ops.dashboard import run
+def console(
+    config: Path | None,
+    listen: tuple[str, int],
+    keep_s: float,
+    read_only: bool,
+    tenant: str,
+    **flags: Any,
+) -> None:
+    """Serve a web page with all workers of a prefix, a tenant's sessions and a chat, until Ctrl-C.
+
+    The printed address has a token, without which nobody gets in. Needs the extra ops; if it is missing, a
+    message says how to install it.
+    """
+    try:
+        from ops.console.serving import run
+    except ModuleNotFoundError as missing:
+        library = (missing.name or "").partition(".")[0]
+        if library not in {"starlette", "uvicorn", "h11"}:
+            raise
+        raise TurnkeepError(f"{library} is missing; pip install 'turnkeep[ops]' brings it") from None
+    from .sampling import asked
 
     settings = load_settings(config, flags)
-    talk(settings, "default", lambda client: run(client, *listen, keep_s=keep_s, prefix=settings.prefix))
+    options: dict[str, Any] = {"keep_s": keep_s, "prefix": settings.prefix, "read_only": read_only}
+    talk(settings, tenant, lambda client: run(client, *listen, sampling=asked, **options))
 
 
 def _show_whole_sentences(group: click.Group) -> None:

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from turnkeep_client.errors import InvalidMessageError, RequestFailedError, TurnkeepError
+from ops.log.ending import check_open, end
+from turnkeep_client.errors import InvalidMessageError
 
 from .exchanges import last_exchanges
 from .flags import load_settings, tenant_option, with_result_timeout, with_settings
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from turnkeep_client.client import Client
-    from turnkeep_client.messages import Closed
-    from turnkeep_client.session import Session
 
     from .exchanges import Exchange
 
@@ -58,51 +57,15 @@ def _close(
 ) -> None:
     async def run(client: Client) -> None:
         for name in names:
-            session = client.session(name)
-            if not (forget and await _is_in_log(client, name)):
-                await _check_open(session)
+            closed = await end(client, name, timeout_s, forget=forget)
             if not forget:
-                closed = await session.close(timeout_s=timeout_s)
                 click.echo(f"closed {name} at position {closed.position}")
                 continue
-            closed = await removed(session, timeout_s)
             click.echo(f"removed {name} from the log and the worker's disk")
             if not closed.settled:
                 click.echo(f"turnkeep: some of {name} may stay on the disk until it is evicted", err=True)
 
     talk(load_settings(config, flags), tenant, run)
-
-
-async def removed(session: Session, timeout_s: float) -> Closed:
-    """Close a session with `forget`.
-
-    A session that is closed, or whose requests all failed, is opened first.
-    """
-    try:
-        return await session.close(forget=True, timeout_s=timeout_s)
-    except RequestFailedError as error:
-        if error.code != "unknown_session":
-            raise
-    await session.open(timeout_s=timeout_s)
-    return await session.close(forget=True, timeout_s=timeout_s)
-
-
-async def _check_open(session: Session) -> None:
-    """Raise `TurnkeepError` unless the session is open.
-
-    Without this check the refused request would stay in the log, under the name of a session that does not
-    exist.
-    """
-    try:
-        await session.info(limit=0)
-    except RequestFailedError as error:
-        raise TurnkeepError(f"{session.key.session}: {error}") from None
-
-
-async def _is_in_log(client: Client, name: str) -> bool:
-    async for piece in client.log_backwards(name):
-        return bool(piece)
-    return False
 
 
 @click.command()
@@ -129,7 +92,7 @@ def rewind(
         raise click.UsageError("give --last or --position, not both")
 
     async def run(client: Client) -> None:
-        await _check_open(client.session(session))
+        await check_open(client.session(session))
         first, note = position, ""
         if first is None:
             first, exchange = await start_of_last(client, session, last or 1)

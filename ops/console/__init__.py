@@ -1,0 +1,1 @@
+"""`turnkeep console`: workers and sessions on a web page."""

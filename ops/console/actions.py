@@ -1,0 +1,80 @@
+"""What can be done with a session on the page. Each action says what it did, and raises `TurnkeepError`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from msgspec import Struct
+
+from ops.log.ending import end
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from turnkeep_client.client import Client
+    from turnkeep_client.session import Session
+
+#: How long an action, or the log, may take.
+PATIENCE_S: Final = 20.0
+
+
+class Details(Struct, frozen=True, forbid_unknown_fields=True):
+    """What an action needs to know: a request's id, a fork's name and position."""
+
+    id: str = ""
+    name: str = ""
+    position: int | None = None
+
+
+class Act(NamedTuple):
+    """A session, and what is to be done with it."""
+
+    client: Client
+    session: Session
+    details: Details
+
+
+async def _open(act: Act) -> str:
+    await act.session.open(timeout_s=PATIENCE_S)
+    return "opened again"
+
+
+async def _cancel(act: Act) -> str:
+    return f"cancelled an answer that was {(await act.session.cancel(act.details.id)).was}"
+
+
+async def _close(act: Act) -> str:
+    closed = await end(act.client, act.session.key.session, PATIENCE_S, forget=False)
+    return f"closed at position {closed.position}"
+
+
+async def _forget(act: Act) -> str:
+    closed = await end(act.client, act.session.key.session, PATIENCE_S, forget=True)
+    rest = "" if closed.settled else "; some of it may stay on the disk until it is evicted"
+    return f"removed from the log and the worker's disk{rest}"
+
+
+async def _pin(act: Act) -> str:
+    pinned = await act.session.pin(act.details.position)
+    return f"pinned {pinned.tokens} tokens, {pinned.stored_tokens} of them stored"
+
+
+async def _unpin(act: Act) -> str:
+    unpinned = await act.session.unpin(act.details.position)
+    return f"unpinned {', '.join(map(str, unpinned.prefixes)) or 'nothing'}"
+
+
+async def _fork(act: Act) -> str:
+    await act.session.fork(act.details.name, act.details.position, timeout_s=PATIENCE_S)
+    return f"forked as {act.details.name}"
+
+
+ACTIONS: Final[dict[str, Callable[[Act], Awaitable[str]]]] = {
+    "open": _open,
+    "cancel": _cancel,
+    "close": _close,
+    "forget": _forget,
+    "pin": _pin,
+    "unpin": _unpin,
+    "fork": _fork,
+}

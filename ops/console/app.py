@@ -1,0 +1,301 @@
+"""The console's HTTP API: workers, sessions and conversations as JSON, answers as events, and actions.
+
+Knows sessions only by the client and `ops.log`. `door` has let a request in before it comes here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+from starlette.applications import Starlette
+from starlette.background import BackgroundTask
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.responses import FileResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from ops.log import conversation, copies
+from ops.log.costs import Costs
+from ops.log.sessions import begun, find_session, list_sessions, order
+from ops.log.tree import trees
+from turnkeep_client.errors import InvalidMessageError, NoWorkerError, ResultTimeoutError, TurnkeepError
+from turnkeep_client.messages import Generate, decode_request
+from turnkeep_client.session import build
+from turnkeep_client.subjects import session_key
+
+from .actions import ACTIONS, PATIENCE_S, Act, Details
+from .door import PAGE, Door
+from .turns import shown
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+
+    from starlette.requests import Request
+    from starlette.types import Receive, Scope, Send
+
+    from turnkeep_client.client import Client
+    from turnkeep_client.messages import Chunk
+    from turnkeep_client.session import Sampling, Session
+
+    from .live import Live
+
+T = TypeVar("T")
+
+#: Sessions, and turns of a conversation, that are shown at once.
+_SESSIONS: Final = 50
+_TURNS: Final = 30
+#: Sessions, the last active first, of which first words and parents are read.
+_READ: Final = 1000
+#: Answers that are streamed at once, and how long a reader may take for an event.
+MAX_STREAMS: Final = 16
+_SLOW_S: Final = 20.0
+#: How often a stream without a token says so.
+_QUIET_S: Final = 3
+_MAX_BODY_BYTES: Final = 2**20
+
+
+class _Question(Struct, frozen=True, forbid_unknown_fields=True):
+    id: str
+    text: Annotated[str, Meta(min_length=1)]
+    system: str = ""
+    max_tokens: int | None = None
+    temperature: float | None = None
+
+
+class Console:
+    """Serves one tenant's sessions and all workers of a prefix. Event loop only."""
+
+    def __init__(
+        self,
+        client: Client,
+        live: Live,
+        token: str,
+        sampling: Callable[[Client, Sampling], Awaitable[dict[str, Any]]],
+        *,
+        prefix: str,
+        read_only: bool,
+    ) -> None:
+        """`sampling` completes the options of a question."""
+        #: Whether the server ends; streams end then.
+        self.is_stopping: Callable[[], bool] = lambda: False
+        self._client = client
+        self._live = live
+        self._sampling = sampling
+        self._about = {"prefix": prefix, "tenant": client.tenant, "read_only": read_only}
+        self._costs = Costs(client)
+        self._num_streams = 0
+        one = "/api/sessions/{name}"
+        acting = [
+            Route(f"{one}/ask", self._ask, methods=["POST"]),
+            Route(f"{one}/{{action}}", self._act, methods=["POST"]),
+        ]
+        self.app = Starlette(
+            routes=[
+                Route("/api/workers", self._workers),
+                Route("/api/sessions", self._sessions),
+                Route(one, self._session),
+                Route(f"{one}/tree", self._tree),
+                Route(f"{one}/export", self._export),
+                Route(f"{one}/answers/{{seq:int}}", self._answer),
+                *([] if read_only else acting),
+                Mount("/", StaticFiles(directory=PAGE, html=True)),
+            ],
+            middleware=[Middleware(Door, token=token)],
+            exception_handlers={TurnkeepError: _on_error, HTTPException: _on_http},
+        )
+
+    async def _workers(self, request: Request) -> Response:
+        figures = self._live.shown(request.query_params.get("worker"))
+        return _json(self._about | figures)
+
+    async def _sessions(self, request: Request) -> Response:
+        asked = request.query_params
+        words, state = asked.get("words", "").strip().casefold(), asked.get("state", "")
+        found = await list_sessions(self._client, self._client.tenant)
+        rows = [row for row in found if (row.state == state if state else row.state != "forgotten")]
+        rows = order(rows, "name" if asked.get("sort") == "name" else "last")
+        if words:
+            rows = [*await begun(self._client, rows[:_READ]), *rows[_READ:]]
+            rows = [row for row in rows if words in f"{row.session} {row.begins or ''}".casefold()]
+        skip = _number(asked.get("skip")) or 0
+        page = await begun(self._client, rows[skip : skip + _SESSIONS])
+        costs = await self._costs.of(page)
+        return _json({"total": len(rows), "rows": page, "costs": costs, "each": _SESSIONS})
+
+    async def _session(self, request: Request) -> Response:
+        name, asked = request.path_params["name"], request.query_params
+        row = await find_session(self._client, session_key(self._client.tenant, name))
+        before, ends = _number(asked.get("before")), _number(asked.get("end"))
+        mark = None if before is None or ends is None else conversation.Mark(before, ends)
+        turns, more = await conversation.part(self._client, name, _TURNS, mark)
+        cost = (await self._costs.of([row]))[0] if row else None
+        return _json({"row": row, "cost": cost, "turns": list(map(shown, turns)), "more": more})
+
+    async def _tree(self, request: Request) -> Response:
+        """Return the tree that a session is in, among the sessions that were active last."""
+        name = request.path_params["name"]
+        rows = order(await list_sessions(self._client, self._client.tenant), "last")[:_READ]
+        try:
+            found = trees(await begun(self._client, rows))
+        except RecursionError:
+            raise TurnkeepError("forks of forks are too many levels deep to be shown") from None
+        return _json(next((tree for tree in found if any(one.session == name for one in tree)), None))
+
+    async def _export(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        key = session_key(self._client.tenant, name)
+        entries = await self._client.log(name)
+        bases = await copies.read_bases(self._client, key, entries)
+        folder = Path(tempfile.mkdtemp(prefix="turnkeep-"))
+        remove = BackgroundTask(shutil.rmtree, folder)
+        try:
+            await asyncio.to_thread(copies.export, folder / "session", key, entries, bases)
+        except BaseException:
+            await remove()
+            raise
+        media_type = "application/octet-stream"
+        return FileResponse(folder / "session", 200, None, media_type, remove, f"{name}.turnkeep")
+
+    async def _ask(self, request: Request) -> Response:
+        """Store a question in the log, where it waits for a worker."""
+        key = session_key(self._client.tenant, request.path_params["name"])
+        question = await _body(request, _Question)
+        messages = [("system", question.system), ("user", question.text)]
+        given: Any = {"max_tokens": question.max_tokens, "temperature": question.temperature}
+        given = {name: value for name, value in given.items() if value is not None}
+        generate = build(
+            Generate,
+            question.id,
+            messages=[{"role": role, "content": text} for role, text in messages if text],
+            **await self._sampling(self._client, given),
+        )
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                call = await self._client.submit(key, generate)
+        except TimeoutError:
+            raise NoWorkerError(f"the log did not confirm the question within {PATIENCE_S:.0f} s") from None
+        return _json({"id": call.id, "seq": call.seq})
+
+    async def _act(self, request: Request) -> Response:
+        name, action = request.path_params["name"], request.path_params["action"]
+        if action not in ACTIONS:
+            raise HTTPException(404, f"there is no action {action!r}; there are {', '.join(ACTIONS)}")
+        act = Act(self._client, self._client.session(name), await _body(request, Details))
+        return _json({"said": await ACTIONS[action](act)})
+
+    async def _answer(self, request: Request) -> Response:
+        """Stream an answer from its first token on, whoever has asked for it."""
+        name, seq = request.path_params["name"], request.path_params["seq"]
+        stored = await self._client.stored.get(session_key(self._client.tenant, name), "in", seq)
+        asked = decode_request(stored.body) if stored else None
+        if not isinstance(asked, Generate):
+            raise HTTPException(404, f"the log has no question at {seq} in {name}")
+        if self._num_streams >= MAX_STREAMS:
+            raise HTTPException(503, f"{MAX_STREAMS} answers are being streamed already")
+        self._num_streams += 1
+        return _Events(self._events(self._client.session(name), asked, seq), self._close_stream)
+
+    def _close_stream(self) -> None:
+        self._num_streams -= 1
+
+    async def _events(self, session: Session, asked: Generate, seq: int) -> AsyncGenerator[bytes]:
+        chunks = aiter(session.follow(asked, seq))
+        yield _event("begin", {})
+        following, quiet_s = asyncio.create_task(_next(chunks)), 0
+        try:
+            while not self.is_stopping():
+                done, _ = await asyncio.wait({following}, timeout=1)
+                if done:
+                    chunk, quiet_s = following.result(), 0
+                    if chunk is None:
+                        yield _event("end", {})
+                        return
+                    following = asyncio.create_task(_next(chunks))
+                    parts = {"text": chunk.text, "reasoning": chunk.reasoning, "calls": chunk.tool_calls}
+                    yield _event("chunk", parts)
+                elif (quiet_s := quiet_s + 1) % _QUIET_S == 0:
+                    yield _event("quiet", {"seconds": quiet_s})
+        except TurnkeepError as error:
+            yield _event("end", {"error": str(error)})
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+
+
+class _Events(StreamingResponse):
+    """Server-sent events. A reader that does not read is left."""
+
+    def __init__(self, events: AsyncIterator[bytes], on_end: Callable[[], None]) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events while the client is there."""
+
+        async def in_time(message: Any) -> None:
+            async with asyncio.timeout(_SLOW_S):
+                await send(message)
+
+        try:
+            with contextlib.suppress(TimeoutError):
+                await super().__call__(scope, receive, in_time)
+        finally:
+            self._on_end()
+
+
+async def _next(chunks: AsyncIterator[Chunk]) -> Chunk | None:
+    return await anext(chunks, None)
+
+
+def _event(kind: str, content: Any) -> bytes:
+    return b"event: %s\ndata: %s\n\n" % (kind.encode(), msgspec.json.encode(content))
+
+
+async def _body(request: Request, kind: type[T]) -> T:
+    """Read a request's body. Raises `HTTPException`."""
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > _MAX_BODY_BYTES:
+            raise HTTPException(413, f"the body is larger than {_MAX_BODY_BYTES} bytes")
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise HTTPException(400, f"the body is not valid: {error}") from None
+
+
+def _number(text: str | None) -> int | None:
+    """Parse a number of a query. Raises `HTTPException`."""
+    if text is None:
+        return None
+    if not text.isascii() or not text.isdecimal() or len(text) > 15:
+        raise HTTPException(400, f"{text!r} is no number")
+    return int(text)
+
+
+def _json(content: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(content), status, media_type="application/json")
+
+
+async def _on_error(_: Request, error: Exception) -> Response:
+    match error:
+        case InvalidMessageError():
+            status = 400
+        case NoWorkerError() | ResultTimeoutError():
+            status = 503
+        case _:
+            status = 409
+    return _json({"error": str(error)}, status)
+
+
+async def _on_http(_: Request, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    return _json({"error": getattr(error, "detail", str(error))}, status)

@@ -1,0 +1,46 @@
+"""The workers of a prefix, with history, from their metrics messages. Event loop only."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+from ops.fleet import Fleet
+from ops.history import History
+
+if TYPE_CHECKING:
+    from turnkeep_client.client import Client
+
+#: Rates and percentiles are of so long.
+_WINDOW_S: Final = 60.0
+
+
+class Live:
+    """The figures of the page."""
+
+    def __init__(self, client: Client, keep_s: float) -> None:
+        self._client = client
+        self._fleet = Fleet(keep_s, window_s=_WINDOW_S)
+        self._history = History(keep_s)
+        self._is_new = asyncio.Event()
+
+    async def listen(self) -> None:
+        """Receive the workers' metrics messages until the client is closed."""
+        async for metrics in self._client.metrics():
+            if self._fleet.hear(metrics):
+                self._is_new.set()  # so that a page shows it at once
+
+    async def keep(self) -> NoReturn:
+        """Add points to the history for ever."""
+        while True:
+            self._is_new.clear()
+            self._history.take(self._fleet.sightings(), time.time())
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._history.step_s):
+                    await self._is_new.wait()
+
+    def shown(self, worker: str | None) -> dict[str, Any]:
+        """Return all workers now, and the history of `worker` (None: of one that is up)."""
+        return {"connected": self._client.connected, **self._history.shown(worker)}

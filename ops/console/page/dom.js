@@ -1,0 +1,74 @@
+/* Elements, figures and requests. All text is set as text: nothing here or elsewhere parses HTML. */
+
+export const GONE = "–";
+
+export function made(name, attributes = {}, ...children) {
+  const element = document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) {
+    if (typeof value === "function") element.addEventListener(key, value);
+    else if (value === true) element.setAttribute(key, "");
+    else if (value !== false && value !== null && value !== undefined) element.setAttribute(key, value);
+  }
+  element.append(...children.filter((one) => one !== null && one !== undefined && one !== false));
+  return element;
+}
+
+const scaled = (value, base, units) => {
+  let at = 0;
+  while (value >= base && at < units.length - 1) { value /= base; at += 1; }
+  return `${value >= 100 || Number.isInteger(value) ? Math.round(value) : value.toPrecision(value < 10 ? 2 : 3)}${units[at]}`;
+};
+export const count = (value) => value < 10 && !Number.isInteger(value) ? value.toFixed(1) : scaled(value, 1000, ["", "k", "M", "G"]);
+export const exact = (value) => value.toLocaleString("en");
+export const bytes = (value) => scaled(value, 1024, [" B", " KiB", " MiB", " GiB", " TiB"]);
+export const seconds = (value) => value > 0 && value < 1 ? `${Math.round(value * 1000)} ms`
+  : value < 120 ? `${value.toFixed(value < 10 && !Number.isInteger(value) ? 1 : 0)} s` : span(value);
+export const span = (value) => value < 60 ? `${Math.round(value)} s` : value < 7200 ? `${Math.round(value / 60)} min`
+  : value < 172800 ? `${Math.round(value / 3600)} h` : `${Math.round(value / 86400)} d`;
+export const shown = (value, format) => value === null || value === undefined ? GONE : format(value);
+export const clock = (date) => date.toTimeString().slice(0, 8);
+export const age = (iso) => `${span(Math.max(0, (Date.now() - Date.parse(iso)) / 1000))} ago`;
+
+async function answered(answer) {
+  if (answer.ok) return answer.json();
+  const told = await answer.json().catch(() => ({}));
+  const why = answer.status === 401 ? "the console was started again: open the address that it printed" : told.error;
+  throw new Error(why ?? `HTTP ${answer.status}`);
+}
+export const get = async (path) => answered(await fetch(path));
+export const post = async (path, body) => answered(await fetch(path, {
+  method: "POST", body: JSON.stringify(body), headers: { "Content-Type": "application/json" } }));
+export const path = (session, rest = "") => `/api/sessions/${encodeURIComponent(session)}${rest}`;
+
+/* Change a text that screen readers announce, unless it is the same. */
+export const tell = (element, text) => { if (element.textContent !== text) element.textContent = text; };
+
+const byId = (id) => document.getElementById(id);
+let fading;
+export function toast(text, isBad = false) {
+  const box = byId("toast");
+  clearTimeout(fading);
+  box.textContent = text;
+  box.className = isBad ? "bad" : "";
+  box.hidden = false;
+  fading = setTimeout(() => { box.hidden = true; }, isBad ? 10000 : 5000);
+}
+
+/* Ask in a dialog; with `name` for a name too. Returns the name, or true; null if the user thought better of it. */
+export function asked({ title, text, yes, name, danger = false }) {
+  const dialog = byId("dialog");
+  byId("dialog-title").textContent = title;
+  byId("dialog-text").textContent = text;
+  byId("dialog-yes").textContent = yes;
+  byId("dialog-yes").className = danger ? "main danger" : "main";
+  byId("dialog-field").hidden = name === undefined;
+  byId("dialog-name").required = name !== undefined;
+  byId("dialog-name").value = name ?? "";
+  dialog.returnValue = "";
+  dialog.showModal();
+  return new Promise((resolve) => {
+    dialog.addEventListener("close", () => {
+      resolve(dialog.returnValue !== "yes" ? null : name === undefined || byId("dialog-name").value);
+    }, { once: true });
+  });
+}

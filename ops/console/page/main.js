@@ -1,0 +1,73 @@
+/* Shows the page that the address names, and keeps it fresh while somebody looks. */
+
+import { clock, get, made, tell } from "./dom.js";
+import { session } from "./session.js";
+import { sessions } from "./sessions.js";
+import { workers } from "./workers.js";
+
+const FRESH_MS = 5000;
+const main = document.getElementById("main"), state = document.getElementById("state");
+const about = { prefix: "", tenant: "", read_only: true };
+let page = null, turn = 0, next;
+
+function named() {
+  const [kind, ...rest] = location.hash.replace(/^#\/?/, "").split("/");
+  try {
+    return [kind, decodeURIComponent(rest.join("/"))];
+  } catch {
+    return ["sessions", ""];
+  }
+}
+
+function open() {
+  const [kind, name] = named();
+  page?.leave?.();
+  main.replaceChildren();
+  if (kind === "session" && name) page = session(main, name, about);
+  else page = kind === "sessions" ? sessions(main, about) : workers(main, kind === "worker" ? name : null);
+  for (const link of document.querySelectorAll("nav a[data-page]")) {
+    const isHere = link.dataset.page === (kind.startsWith("session") ? "sessions" : "workers");
+    if (isHere) link.setAttribute("aria-current", "page"); else link.removeAttribute("aria-current");
+  }
+  document.title = `${main.querySelector("h1")?.textContent ?? "Workers"} · Turnkeep`;
+  main.focus({ preventScroll: true });
+  scrollTo(0, 0);
+  look();
+}
+
+function told(found) {
+  const all = Object.values(found.workers), up = all.filter((one) => one.up).length;
+  state.className = found.connected && up ? "good" : "bad";
+  tell(state, !found.connected ? "no connection to NATS" : up ? `${up} worker${up > 1 ? "s" : ""} up`
+    : all.length ? "the worker is silent" : "no worker");
+  state.title = `as of ${clock(new Date())}`;
+}
+
+async function look() {
+  const mine = ++turn, shown = page, began = Date.now();
+  try {
+    const found = await get(`/api/workers${shown.worker ? `?worker=${encodeURIComponent(shown.worker)}` : ""}`);
+    told(found);
+    if (mine === turn) await shown.refresh(found);
+  } catch (error) {
+    if (mine !== turn) return;
+    state.className = "bad";
+    tell(state, error instanceof TypeError ? "the console does not answer" : error.message);
+  }
+  clearTimeout(next);  // a log that takes long to read is read less often
+  next = setTimeout(() => { if (!document.hidden) look(); }, Math.min(Math.max(FRESH_MS, 5 * (Date.now() - began)), 4 * FRESH_MS));
+}
+
+document.querySelector(".skip").onclick = (event) => { event.preventDefault(); main.focus(); };
+addEventListener("hashchange", open);
+addEventListener("resize", () => page?.resized?.());
+document.addEventListener("visibilitychange", () => { if (!document.hidden) look(); });
+try {
+  const found = await get("/api/workers");
+  Object.assign(about, { prefix: found.prefix, tenant: found.tenant, read_only: found.read_only });
+  const words = [found.prefix, ...(found.tenant === "default" ? [] : [found.tenant]), ...(found.read_only ? ["read-only"] : [])];
+  document.getElementById("about").textContent = words.join(" · ");
+} catch (error) {
+  main.append(made("p", { class: "bad" }, error.message));
+}
+open();

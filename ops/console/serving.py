@@ -1,0 +1,96 @@
+"""`turnkeep console`: runs the HTTP server until a signal ends it, or NATS closes the connection."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import socket
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+import uvicorn
+
+from ops.concurrency import until_one_ends
+from turnkeep_client.errors import TurnkeepError
+
+from .app import Console
+from .live import Live
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from turnkeep_client.client import Client
+    from turnkeep_client.session import Sampling
+
+#: How long streams may take to end when the server does; pages take them up again.
+_DRAIN_S: Final = 3
+
+
+class ConsoleError(TurnkeepError):
+    """The console cannot run; the message gives the remedy."""
+
+
+async def run(
+    client: Client,
+    host: str,
+    port: int,
+    *,
+    keep_s: float,
+    prefix: str,
+    read_only: bool,
+    sampling: Callable[[Client, Sampling], Awaitable[dict[str, Any]]],
+) -> None:
+    """Serve until a signal comes. Raises `ConsoleError`, also if NATS closes the connection."""
+    token, live = secrets.token_urlsafe(32), Live(client, keep_s)
+    console = Console(client, live, token, sampling, prefix=prefix, read_only=read_only)
+    with contextlib.closing(listening(host, port)) as listener:
+        address, at = listener.getsockname()[:2]
+        shown = f"[{address}]" if ":" in address else address
+        click.echo(f"the console is at http://{shown}:{at}/?token={token}", err=True)
+        running = server(console)
+        serving = asyncio.create_task(running.serve(sockets=[listener]))
+        try:
+            await until_one_ends(live.listen(), live.keep(), _end_of(serving))
+        finally:  # also if a signal has cancelled this: streams end first
+            running.should_exit = True
+            await serving
+    if not client.connected:
+        raise ConsoleError("the NATS server has closed the connection; its log says why")
+
+
+async def _end_of(task: asyncio.Task[None]) -> None:
+    await asyncio.wait({task})
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """Return a socket that listens there, which sends each event at once. Raises `ConsoleError`."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.create_server(address[:2], family=family)
+    except OSError as error:
+        why = error.strerror or error
+        raise ConsoleError(f"cannot listen on {host}:{port} ({why}); choose another --listen") from None
+    # asyncio sets it only for sockets that name their protocol.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
+
+
+def server(console: Console) -> uvicorn.Server:
+    """Return a server of the console's application."""
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # else clients that send nonsense fill the log
+    made = uvicorn.Server(
+        uvicorn.Config(
+            console.app,
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=_DRAIN_S,
+        )
+    )
+    console.is_stopping = lambda: made.should_exit
+    return made

@@ -1,0 +1,158 @@
+"""What the page shows of a session's turns, without token ids. Pure."""
+
+from __future__ import annotations
+
+from datetime import datetime  # noqa: TC003  # msgspec reads the annotations
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from msgspec import Struct
+
+from turnkeep_client.messages import (
+    Append,
+    Appended,
+    Failed,
+    Generate,
+    Generated,
+    Open,
+    Opened,
+    Rewind,
+    UnknownResult,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from ops.log.conversation import Turn
+    from turnkeep_client.messages import Called, Message, ToolCall
+
+
+class Call(NamedTuple):
+    """A call of a tool."""
+
+    name: str
+    arguments: str
+
+
+class Said(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one side has said."""
+
+    role: str
+    text: str = ""
+    reasoning: str = ""
+    calls: tuple[Call, ...] = ()
+
+
+class Spent(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a turn has cost: tokens, seconds, and generated tokens a second after the first one."""
+
+    found: int
+    prefilled: int
+    generated: int | None = None
+    first_token_s: float | None = None
+    tokens_per_s: float | None = None
+    total_s: float
+
+
+class Shown(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One turn. `note` says what a turn did that said nothing, why it failed, or how its answer ended."""
+
+    seq: int
+    id: str | None
+    kind: str
+    stored: datetime
+    state: Literal["waiting", "done", "failed"]
+    said: tuple[Said, ...] = ()
+    note: str = ""
+    parent: str | None = None
+    position: int | None = None
+    spent: Spent | None = None
+
+
+def shown(turn: Turn) -> Shown:
+    """Return what is shown of a turn."""
+    request, result = turn.request, turn.result
+    has_failed = isinstance(result, Failed) or request is None
+    return Shown(
+        seq=turn.seq,
+        id=request.id if request else None,
+        kind=str(request.__struct_config__.tag) if request else "invalid",
+        stored=turn.stored,
+        state="failed" if has_failed else "done" if result else "waiting",
+        said=tuple(_said(turn)),
+        note=_note(turn),
+        parent=result.parent.session if isinstance(result, Opened) and result.parent else None,
+        position=result.position if result else None,
+        spent=_spent(result),
+    )
+
+
+def _said(turn: Turn) -> Iterator[Said]:
+    request, result = turn.request, turn.result
+    if isinstance(request, Append | Generate):
+        for message in request.messages or ():
+            yield Said(role=message.role, text=_text(message), calls=_calls(message.tool_calls or ()))
+        if request.text:
+            yield Said(role="text", text=request.text)
+        if request.tokens:
+            yield Said(role="tokens", text=f"{len(request.tokens)} tokens by their ids")
+    if isinstance(result, Generated) and result.repeat_of is None:
+        yield Said(
+            role="assistant",
+            text=result.text,
+            reasoning=result.reasoning,
+            calls=_calls(result.tool_calls),
+        )
+
+
+def _text(message: Message) -> str:
+    content = message.content or ""
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+def _calls(calls: Iterable[ToolCall | Called]) -> tuple[Call, ...]:
+    return tuple(Call(one.function.name, one.function.arguments) for one in calls)
+
+
+def _note(turn: Turn) -> str:
+    match turn.request, turn.result:
+        case None, _:
+            return "not a valid request"
+        case _, Failed(code=code, message=message):
+            return f"{code}: {message}"
+        case _, UnknownResult(type=kind):
+            return f"{kind}, of a newer version"
+        case _, Generated(repeat_of=None, finish_reason=reason):
+            return "" if reason == "stop" else f"ended: {reason}"
+        case _, None:
+            return ""
+        case _, result if result.repeat_of is not None:
+            return "sent again; answered from the record"
+        case Rewind(position=position), _:
+            return f"went back to position {position}"
+        case Open(from_=None), _:
+            return "opened"
+        case Open(), Opened(position=position):
+            return f"begins with {position} tokens of another session"
+        case _, Appended():
+            return ""
+        case _, result:
+            return str(result.__struct_config__.tag)
+
+
+def _spent(result: Any) -> Spent | None:
+    match result:
+        case Generated(repeat_of=None, usage=used, seconds=took):
+            decoding_s, num = took.total - took.first_token, used.completion_tokens - 1
+            return Spent(
+                found=used.cached_tokens,
+                prefilled=used.prefilled_tokens,
+                generated=used.completion_tokens,
+                first_token_s=took.first_token,
+                tokens_per_s=num / decoding_s if num > 0 and decoding_s > 0 else None,
+                total_s=took.total,
+            )
+        case Appended(repeat_of=None):
+            return Spent(
+                found=result.cached_tokens, prefilled=result.prefilled_tokens, total_s=result.seconds
+            )
+    return None

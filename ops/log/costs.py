@@ -1,0 +1,102 @@
+"""Sums up what sessions have cost: tokens found in KV, prefilled and generated, and seconds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+from msgspec import Struct
+
+from turnkeep_client.subjects import SessionKey
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from turnkeep_client.client import Client
+
+    from .sessions import SessionRow
+
+#: Sessions whose sums are kept, so that only their new results are read next time.
+_KEPT: Final = 5000
+
+
+class Cost(Struct, frozen=True, kw_only=True):
+    """Tokens by what was done with them, and seconds from the requests to their results."""
+
+    found: int = 0
+    prefilled: int = 0
+    generated: int = 0
+    seconds: float = 0.0
+
+    def __add__(self, other: Cost) -> Cost:
+        """Add two costs."""
+        return Cost(
+            found=self.found + other.found,
+            prefilled=self.prefilled + other.prefilled,
+            generated=self.generated + other.generated,
+            seconds=self.seconds + other.seconds,
+        )
+
+
+class _Seconds(Struct):
+    total: float = 0.0
+
+
+class _Usage(Struct):
+    cached_tokens: int = 0
+    prefilled_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class _Spent(_Usage):
+    """What a result says of its cost: a generate's in `usage`, an append's beside it."""
+
+    repeat_of: int | None = None
+    usage: _Usage | None = None
+    seconds: float | _Seconds = 0.0
+
+
+_SPENT: Final = msgspec.json.Decoder(_Spent)
+
+
+def cost(result: bytes) -> Cost:
+    """Return the cost that a result's body states; a repeated result has none. Pure."""
+    try:
+        spent = _SPENT.decode(result)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # not a worker's
+        return Cost()
+    if spent.repeat_of is not None:
+        return Cost()
+    used, seconds = spent.usage or spent, spent.seconds
+    return Cost(
+        found=used.cached_tokens,
+        prefilled=used.prefilled_tokens,
+        generated=used.completion_tokens,
+        seconds=seconds.total if isinstance(seconds, _Seconds) else seconds,
+    )
+
+
+class Costs:
+    """The sums of sessions, of which new results are added."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        #: The last result that was added, the sum, and the number of entries then.
+        self._sums: dict[SessionKey, tuple[int, Cost, int]] = {}
+
+    async def of(self, rows: Iterable[SessionRow]) -> list[Cost]:
+        """Return the costs of sessions. Raises `TurnkeepError`."""
+        return [await self._of(row) for row in rows]
+
+    async def _of(self, row: SessionRow) -> Cost:
+        key = SessionKey(row.tenant, row.session)
+        seq, total, entries = self._sums.pop(key, (0, Cost(), 0))
+        if row.entries < entries:  # the session was removed, and began again
+            seq, total, entries = 0, Cost(), 0
+        if row.entries > entries:
+            async for _, one in self._client.stored.every(key, "out", seq + 1):
+                seq, total = one.seq, total + cost(one.body)
+        self._sums[key] = (seq, total, row.entries)
+        if len(self._sums) > _KEPT:
+            del self._sums[next(iter(self._sums))]
+        return total

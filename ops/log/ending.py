@@ -1,0 +1,55 @@
+"""Ends sessions: closes them, or removes them from the log and the worker's disk."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from turnkeep_client.errors import RequestFailedError, TurnkeepError
+
+if TYPE_CHECKING:
+    from turnkeep_client.client import Client
+    from turnkeep_client.messages import Closed
+    from turnkeep_client.session import Session
+
+
+async def end(client: Client, name: str, timeout_s: float, *, forget: bool) -> Closed:
+    """Close a session that is open or, with `forget`, remove one that is in the log.
+
+    Raises `TurnkeepError`, also for a session that does not exist.
+    """
+    session = client.session(name)
+    if not (forget and await _is_in_log(client, name)):
+        await check_open(session)
+    return await (removed(session, timeout_s) if forget else session.close(timeout_s=timeout_s))
+
+
+async def removed(session: Session, timeout_s: float) -> Closed:
+    """Close a session with `forget`.
+
+    A session that is closed, or whose requests all failed, is opened first.
+    """
+    try:
+        return await session.close(forget=True, timeout_s=timeout_s)
+    except RequestFailedError as error:
+        if error.code != "unknown_session":
+            raise
+    await session.open(timeout_s=timeout_s)
+    return await session.close(forget=True, timeout_s=timeout_s)
+
+
+async def check_open(session: Session) -> None:
+    """Raise `TurnkeepError` unless the session is open.
+
+    Without this check the refused request would stay in the log, under the name of a session that does not
+    exist.
+    """
+    try:
+        await session.info(limit=0)
+    except RequestFailedError as error:
+        raise TurnkeepError(f"{session.key.session}: {error}") from None
+
+
+async def _is_in_log(client: Client, name: str) -> bool:
+    async for piece in client.log_backwards(name):
+        return bool(piece)
+    return False

@@ -1,0 +1,502 @@
+"""`turnkeep console`: who gets in, what it says of sessions, what it does with them, and its streams."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import httpx2
+import nats
+import pytest
+
+import ops.console
+from ops.console import app as console_app
+from ops.console.app import Console
+from ops.console.door import PAGE
+from ops.console.live import Live
+from ops.console.serving import ConsoleError, listening, server
+from ops.console.turns import shown
+from ops.log import copies
+from ops.log.conversation import Turn, part
+from tests.commands.command_runs import command, environment
+from tests.ops.test_operating_page import block
+from tests.parts import free_port
+from tests.protocol.scripted_worker import metrics
+from turnkeep_client.errors import RequestFailedError
+from turnkeep_client.messages import (
+    Called,
+    CalledFunction,
+    Generate,
+    Generated,
+    Seconds,
+    Usage,
+    decode_request,
+    encode,
+)
+from turnkeep_client.subjects import SessionKey, Subjects
+from worker.commands.cli import main
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+    from pathlib import Path
+
+    from tests.conftest import LocalWorker
+    from turnkeep_client.client import Client
+
+    Start = Callable[..., Awaitable[LocalWorker]]
+
+TOKEN = "of-these-tests"
+EVIL = "<script>document.title='pwned'</script><img src=x onerror=alert(1)>"
+
+
+async def plainly(_: Client, given: Any) -> dict[str, Any]:
+    return {"max_tokens": 4, **given}
+
+
+@asynccontextmanager
+async def serving(client: Client, live: Any = None, *, read_only: bool = False) -> AsyncIterator[str]:
+    """A console of a client in this process; yields its address."""
+    live = live or Live(client, 60)
+    console = Console(client, live, TOKEN, plainly, prefix="turnkeep", read_only=read_only)
+    with listening("127.0.0.1", 0) as listener:
+        running = server(console)
+        task = asyncio.create_task(running.serve(sockets=[listener]))
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            running.should_exit = True
+            await task
+
+
+class Page:
+    """What the page does, with its token."""
+
+    def __init__(self, url: str) -> None:
+        self.http = httpx2.AsyncClient(base_url=url, timeout=60, headers={"Origin": url})
+
+    async def get(self, path: str, **query: Any) -> Any:
+        answer = await self.http.get(f"/api/{path}", params=query)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    async def post(self, path: str, body: Any = None, status: int = 200) -> Any:
+        answer = await self.http.post(f"/api/sessions/{path}", json=body or {})
+        assert answer.status_code == status, answer.text
+        return answer.json()
+
+    async def events(self, path: str) -> list[tuple[str, Any]]:
+        async with self.http.stream("GET", f"/api/sessions/{path}") as answer:
+            assert answer.status_code == 200, await answer.aread()
+            text = (await answer.aread()).decode()
+        found = re.findall(r"event: (\w+)\ndata: (.*)\n\n", text)
+        return [(kind, json.loads(data)) for kind, data in found]
+
+
+@asynccontextmanager
+async def opened(client: Client, **options: Any) -> AsyncIterator[Page]:
+    async with serving(client, **options) as url:
+        page = Page(url)
+        async with page.http:
+            answer = await page.http.get("/", params={"token": TOKEN})
+            assert answer.status_code == 303
+            yield page
+
+
+async def test_nobody_gets_in_without_the_token(local_worker: Start) -> None:
+    worker = await local_worker()
+    async with serving(worker.client) as url, httpx2.AsyncClient(base_url=url) as http:
+        for path in ("/main.js", "/api/workers", "/api/sessions", "/api/sessions/a", "/nothing"):
+            assert (await http.get(path)).status_code == 401, path
+        assert (await http.post("/api/sessions/a/close", json={})).status_code == 401
+        locked = await http.get("/")
+        assert (locked.status_code, "needs its token" in locked.text) == (401, True)
+        assert (await http.get("/style.css")).status_code == 200
+        wrong = await http.get("/", params={"token": TOKEN + "x"})
+        assert (wrong.status_code, "not the one of this console" in wrong.text) == (401, True)
+        assert "set-cookie" not in wrong.headers
+        right = await http.get("/", params={"token": TOKEN})
+        assert (right.status_code, right.headers["location"]) == (303, "/")
+        assert {"HttpOnly", "SameSite=strict"} <= set(right.headers["set-cookie"].split("; "))
+        page = await http.get("/")
+        assert (page.status_code, page.text) == (200, (PAGE / "index.html").read_text())
+        assert (await http.get("/../app.py")).status_code == 404
+        for answer in (locked, page):
+            policy = answer.headers["content-security-policy"]
+            assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self';")
+            assert "access-control-allow-origin" not in answer.headers
+
+
+async def test_only_names_of_this_machine_and_the_page_itself_may_ask(local_worker: Start) -> None:
+    worker = await local_worker()
+    async with opened(worker.client) as page:
+        for host in ("rebound.example", "[", "[::1", ""):
+            answer = await page.http.get("/api/workers", headers={"Host": host})
+            assert (answer.status_code, "ask for localhost" in answer.text) == (421, True)
+        assert (await page.http.get("/api/workers", headers={"Host": "localhost:1"})).status_code == 200
+        for origin in ("http://127.0.0.1:1", "https://evil.example", "null", ""):
+            answer = await page.http.post(
+                "/api/sessions/a/ask", json={"id": "x", "text": "x"}, headers={"Origin": origin}
+            )
+            assert answer.status_code == 403
+        for site, status in (("same-site", 403), ("cross-site", 403), ("none", 403), ("same-origin", 400)):
+            headers = {"Sec-Fetch-Site": site}
+            answer = await page.http.post("/api/sessions/a/ask", json={}, headers=headers)
+            assert answer.status_code == status, site
+        assert await worker.client.log() == []
+
+
+async def test_read_only_has_nothing_that_acts(local_worker: Start) -> None:
+    worker = await local_worker()
+    await worker.client.session("a").append(tokens=[5] * 10)
+    before = await worker.client.log()
+    async with opened(worker.client, read_only=True) as page:
+        assert (await page.get("workers"))["read_only"] is True
+        assert (await page.get("sessions/a"))["row"]["position"] == 10
+        for action in ("ask", "close", "forget", "pin", "fork", "open", "cancel", "tree", "export"):
+            answer = await page.http.post(
+                f"/api/sessions/a/{action}", json={"id": "x", "text": "x", "name": "b"}
+            )
+            assert answer.status_code in {404, 405}, action
+        assert (await page.http.get("/api/sessions/a/export")).status_code == 200
+    assert await worker.client.log() == before
+
+
+async def test_sessions_come_in_pages_with_words_states_and_costs(local_worker: Start) -> None:
+    worker = await local_worker()
+    for number in range(52):
+        await worker.client.session(f"s{number}").append(tokens=[5, 6])
+    talk = worker.client.session("talk")
+    results = [
+        await talk.generate(messages=[{"role": "user", "content": EVIL}], max_tokens=3) for _ in range(2)
+    ]
+    await worker.client.session("s7").close()
+    async with opened(worker.client) as page:
+        first, second = [await page.get("sessions", skip=skip) for skip in (0, 50)]
+        assert (first["total"], len(first["rows"]), len(second["rows"])) == (53, 50, 3)
+        assert [row["session"] for row in first["rows"][:2]] == ["s7", "talk"]
+        row, cost = first["rows"][1], first["costs"][1]
+        assert (row["state"], row["position"]) == ("idle", results[-1].position)
+        assert row["begins"].startswith(EVIL[:30])
+        spent = [one.usage for one in results]
+        assert cost["generated"] == sum(one.completion_tokens for one in spent)
+        assert cost["prefilled"] == sum(one.prefilled_tokens for one in spent)
+        assert cost["found"] == sum(one.cached_tokens for one in spent)
+        assert cost["seconds"] == pytest.approx(sum(one.seconds.total for one in results))
+        again = await talk.generate(text="more", max_tokens=2)  # new results are added to the sums
+        searched = await page.get("sessions", words="SCRIPT")
+        (row,), (cost,) = searched["rows"], searched["costs"]
+        assert (row["session"], cost["generated"]) == (
+            "talk",
+            sum(one.completion_tokens for one in spent) + again.usage.completion_tokens,
+        )
+        closed = await page.get("sessions", state="closed")
+        assert [row["session"] for row in closed["rows"]] == ["s7"]
+        assert [row["session"] for row in (await page.get("sessions", sort="name", words="s1"))["rows"]][
+            :2
+        ] == ["s1", "s10"]
+        assert (await page.http.get("/api/sessions", params={"skip": "-1"})).status_code == 400
+
+
+async def test_a_conversation_comes_in_parts_from_its_end(local_worker: Start) -> None:
+    worker = await local_worker()
+    session = worker.client.session("long")
+    for number in range(65):
+        await session.append(text=f"{number},")
+    async with opened(worker.client) as page:
+        found, query = list[dict[str, Any]](), dict[str, Any]()
+        sizes = []
+        while True:
+            answer = await page.get("sessions/long", **query)
+            found = answer["turns"] + found
+            sizes.append(len(answer["turns"]))
+            if not answer["more"]:
+                break
+            query = dict(zip(("before", "end"), answer["more"], strict=True))
+        assert sizes == [30, 30, 5]
+        assert [turn["said"][0]["text"] for turn in found] == [f"{number}," for number in range(65)]
+        assert {turn["state"] for turn in found} == {"done"}
+        assert found[-1]["spent"]["prefilled"] == 3
+        assert await page.get("sessions/none") == {"row": None, "cost": None, "turns": [], "more": None}
+    assert (await part(worker.client, "none", 3)) == ([], None)
+
+
+def test_reasoning_calls_and_costs_are_shown_apart() -> None:
+    call = Called(id="c", function=CalledFunction(name="f", arguments='{"a": 1}'))
+    result = Generated(
+        id="r",
+        seq=3,
+        position=50,
+        text="So.",
+        reasoning="Let me see.",
+        tool_calls=(call,),
+        tokens=(1, 2, 3, 4, 5),
+        finish_reason="tool_calls",
+        usage=Usage(prompt_tokens=45, cached_tokens=40, prefilled_tokens=5, completion_tokens=5),
+        seconds=Seconds(queued=0.0, prefill=0.5, first_token=1.0, total=3.0),
+        kv_live_bytes=1,
+    )
+    told = [{"role": "tool", "content": "21", "tool_call_id": "b"}]
+    request = decode_request(encode({"type": "generate", "id": "r", "messages": told}))
+    turn = Turn(
+        number=1, seq=3, stored=datetime.now(UTC), request=request, result=result, model=None, build={}
+    )
+    found = json.loads(encode(shown(turn)))
+    assert found["said"] == [
+        {"role": "tool", "text": "21"},
+        {"role": "assistant", "text": "So.", "reasoning": "Let me see.", "calls": [["f", '{"a": 1}']]},
+    ]
+    assert found["spent"] == {
+        "found": 40,
+        "prefilled": 5,
+        "generated": 5,
+        "first_token_s": 1.0,
+        "tokens_per_s": 2.0,
+        "total_s": 3.0,
+    }
+
+
+async def test_actions_do_what_their_commands_do(local_worker: Start, tmp_path: Path) -> None:
+    worker = await local_worker()
+    client = worker.client
+    await client.session("a").append(tokens=[5] * 40)
+    async with opened(client) as page:
+        assert (await page.post("a/fork", {"name": "b", "position": 32}))["said"] == "forked as b"
+        assert (await client.session("b").info()).position == 32
+        tree = await page.get("sessions/b/tree")
+        assert (tree["session"], [one["session"] for one in tree["forks"]]) == ("a", ["b"])
+        turn = (await page.get("sessions/b"))["turns"][0]
+        assert (turn["note"], turn["parent"]) == ("begins with 32 tokens of another session", "a")
+        assert (await page.post("a/pin"))["said"].startswith("pinned 40 tokens")
+        assert (await page.post("a/unpin"))["said"] == "unpinned 40"
+        file = tmp_path / "a.turnkeep"
+        answer = await page.http.get("/api/sessions/a/export")
+        assert 'filename="a.turnkeep"' in answer.headers["content-disposition"]
+        file.write_bytes(answer.content)
+        manifest, lines = copies.read(file)
+        assert (manifest.session, len(lines)) == ("a", 1)
+        assert (await page.post("a/close"))["said"] == "closed at position 40"
+        assert (await page.get("sessions/a"))["row"]["state"] == "closed"
+        await page.post("a/open")
+        assert (await client.session("a").info()).position == 0
+        await page.post("a/forget")
+        assert (await page.get("sessions", words="a", state="forgotten"))["rows"][0]["session"] == "a"
+        with pytest.raises(RequestFailedError, match="unknown_session"):
+            await client.session("a").info()
+        assert [row["session"] for row in (await page.get("sessions"))["rows"]] == ["b"]
+
+
+async def test_bad_requests_are_refused_in_one_sentence_and_change_nothing(local_worker: Start) -> None:
+    worker = await local_worker()
+    await worker.client.session("a").append(tokens=[5])
+    raw = await nats.connect(worker.settings.nats)
+    await raw.jetstream().publish(f"{worker.settings.prefix}.default.<script>alert(1)</script>.in", b"{}")
+    await raw.close()
+    before = await worker.client.log()
+    async with opened(worker.client) as page:
+        assert [row["session"] for row in (await page.get("sessions"))["rows"]] == ["a"]
+        for path, body, status, says in (
+            ("a/ask", {"id": "x", "text": "x" * 2**21}, 413, "larger than"),
+            ("a/ask", {"id": "x", "text": "x", "more": 1}, 400, "`more`"),
+            ("a/ask", {"id": "<b>", "text": "x"}, 400, "id"),
+            ("a/ask", {"id": "x", "text": ""}, 400, "length >= 1"),
+            ("a/ask", {"id": "x", "text": "x", "max_tokens": -1}, 400, "max_tokens"),
+            ("%3Cscript%3E/ask", {"id": "x", "text": "x"}, 400, "is not valid"),
+            ("a/explode", {}, 404, "there is no action 'explode'"),
+            ("a/fork", {"name": "a b"}, 400, "is not valid"),
+            ("none/close", {}, 409, "unknown_session"),
+            ("none/forget", {}, 409, "unknown_session"),
+            ("a/cancel", {"id": "none"}, 409, "none"),
+        ):
+            assert says in (await page.post(path, body, status))["error"], (path, body)
+        answer = await page.http.post("/api/sessions/a/ask", content=b"[" * 100_000)
+        assert answer.status_code == 400
+        answer = await page.http.get("/api/sessions/none/export")
+        assert (answer.status_code, "no session" in answer.text) == (409, True)
+        assert (await page.http.get("/api/sessions/a/answers/1")).status_code == 404
+        assert (await page.http.get("/api/sessions/*")).status_code == 400
+    assert await worker.client.log() == before
+
+
+async def test_a_question_is_answered_as_events_that_join_to_the_record(local_worker: Start) -> None:
+    worker = await local_worker()
+    async with opened(worker.client) as page:
+        asked = await page.post("new/ask", {"id": "q1", "text": EVIL, "system": "S", "max_tokens": 20})
+        events = await page.events(f"new/answers/{asked['seq']}")
+        turn = (await page.get("sessions/new"))["turns"][0]
+        assert [kind for kind, _ in (events[0], events[-1])] == ["begin", "end"]
+        joined = "".join(told["text"] for kind, told in events if kind == "chunk")
+        assert [one["role"] for one in turn["said"]] == ["system", "user", "assistant"]
+        assert turn["said"][1]["text"] == EVIL
+        assert (turn["id"], turn["said"][2].get("text", "")) == ("q1", joined)
+        assert await page.events(f"new/answers/{asked['seq']}") == [
+            events[0],
+            *([("chunk", {"text": joined, "reasoning": "", "calls": []})] if joined else []),
+            ("end", {}),
+        ]
+        # Asked again under the same id, it is not asked twice.
+        await page.post("new/ask", {"id": "q1", "text": EVIL, "system": "S", "max_tokens": 20})
+        assert (await worker.client.session("new").info()).position == turn["position"]
+
+
+async def test_streams_are_limited_and_a_reader_that_goes_makes_room(
+    local_worker: Start, endless_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = await local_worker(model=str(endless_model))
+    monkeypatch.setattr(console_app, "MAX_STREAMS", 1)
+    async with opened(worker.client) as page:
+        asked = await page.post("s/ask", {"id": "q", "text": "x", "max_tokens": 50_000})
+        path = f"/api/sessions/s/answers/{asked['seq']}"
+        async with page.http.stream("GET", path) as first:
+            parts = first.aiter_text()
+            assert "event: begin" in await anext(parts)
+            second = await page.http.get(path)
+            assert (second.status_code, "1 answers are being streamed" in second.text) == (503, True)
+            waiting = (await page.get("sessions/s"))["turns"][0]
+            assert (waiting["state"], waiting["id"]) == ("waiting", "q")
+            await parts.aclose()
+        async with asyncio.timeout(30):
+            while True:  # the server notices the end of the first one
+                async with page.http.stream("GET", path) as third:
+                    if third.status_code == 200:
+                        break
+                await asyncio.sleep(0.05)
+        assert (await page.post("s/cancel", {"id": "q"}))["said"] == "cancelled an answer that was running"
+        assert (await page.events(f"s/answers/{asked['seq']}"))[-1] == ("end", {})
+        assert "ended: cancelled" in (await page.get("sessions/s"))["turns"][0]["note"]
+
+
+async def test_a_reader_that_does_not_read_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console_app, "_SLOW_S", 0.05)
+    left = asyncio.Event()
+
+    async def endless() -> AsyncIterator[bytes]:
+        while True:
+            yield b"event: chunk\n\n"
+
+    async def never(*_: Any) -> Any:
+        await asyncio.Event().wait()
+
+    async with asyncio.timeout(10):
+        await console_app._Events(endless(), left.set)({"type": "http"}, never, never)
+    assert left.is_set()
+
+
+async def test_an_answer_can_be_followed_by_who_did_not_ask(local_worker: Start) -> None:
+    worker = await local_worker()
+    session = worker.client.session("s")
+    made = session.generate(text="abc", max_tokens=30)
+    result = await made
+    stored = await worker.client.stored.get(SessionKey("default", "s"), "in", made.seq or 0)
+    assert stored
+    asked = decode_request(stored.body)
+    assert isinstance(asked, Generate)
+    chunks = [chunk async for chunk in session.follow(asked, stored.seq)]
+    assert "".join(chunk.text for chunk in chunks) == result.text
+    assert await session.follow(asked, stored.seq) == result
+    assert sum(entry.kind == "in" for entry in await worker.client.log("s")) == 1, "nothing was sent"
+
+
+def test_the_page_asks_no_other_address_and_parses_no_html() -> None:
+    text = "".join(file.read_text() for file in PAGE.iterdir())
+    assert set(re.findall(r"https?://[^\"'\s]+", text)) == {"http://www.w3.org/2000/svg"}
+    assert not re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(| style=", text)
+
+
+def test_a_port_in_use_is_one_line() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConsoleError, match=rf"cannot listen on 127\.0\.0\.1:{port} \("):
+            listening("127.0.0.1", port)
+
+
+async def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("app", "door", "serving"):
+        monkeypatch.delitem(sys.modules, f"ops.console.{name}")
+        monkeypatch.delattr(ops.console, name)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "uvicorn"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)  # type: ignore[arg-type]
+    said = (await command("console")).stderr
+    assert "turnkeep: uvicorn is missing; " in said
+    assert "[ops]' brings it" in said
+
+
+@pytest.mark.parametrize("name", ["console", "exporter"])
+async def test_an_address_without_a_port_is_one_line(name: str) -> None:
+    done = await command(name, "--listen", "localhost")
+    assert done.returncode == 2
+    assert "'localhost' is no address; it must be like 127.0.0.1:9423 or [::1]:9423" in done.stderr
+
+
+def test_it_has_its_former_name_too() -> None:
+    found = main.get_command(main.make_context("turnkeep", ["dashboard"]), "dashboard")
+    assert found is main.commands["console"]
+
+
+async def test_the_command_shows_workers_of_the_metrics_subject(nats_url: str) -> None:
+    port = free_port()
+    written = block("sh", "turnkeep console").replace("nats://127.0.0.1:4222", nats_url)
+    _, *arguments = shlex.split(written.replace("9423", str(port)))
+    process = subprocess.Popen(  # noqa: ASYNC220
+        [sys.executable, "-m", "worker", *arguments], env=environment(), stderr=subprocess.PIPE, text=True
+    )
+    worker = await nats.connect(nats_url)
+    try:
+        assert process.stderr is not None
+        said = await asyncio.to_thread(process.stderr.readline)
+        assert re.fullmatch(rf"the console is at http://127\.0\.0\.1:{port}/\?token=[\w-]{{43}}\n", said)
+        found: dict[str, Any] = {"workers": {}}
+        async with asyncio.timeout(60), httpx2.AsyncClient() as http:
+            await http.get(said.split()[-1])
+            while len(found["workers"]) < 2:
+                for name in ("w1", "w2"):
+                    await worker.publish(Subjects().metrics(name), encode(metrics(name)))
+                await worker.flush()
+                await asyncio.sleep(0.05)
+                found = (await http.get(f"http://127.0.0.1:{port}/api/workers")).json()
+        assert (found["prefix"], found["connected"], found["worker"]) == ("turnkeep", True, "w1")
+        assert found["course"]["kv_bytes"][-1] == 1024
+    finally:
+        await worker.close()
+        process.send_signal(signal.SIGINT)
+        assert await asyncio.to_thread(process.wait, 30) == 130
+        assert process.stderr.read() == "\n"
+        process.stderr.close()
+
+
+async def test_the_command_ends_quietly_while_an_answer_is_streamed(local_worker: Start) -> None:
+    worker = await local_worker()
+    await worker.stop()
+    where = ("--nats", worker.settings.nats, "--prefix", worker.settings.prefix)
+    process = subprocess.Popen(  # noqa: ASYNC220
+        [sys.executable, "-m", "worker", "console", "--listen", "127.0.0.1:0", *where],
+        env=environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    url = (await asyncio.to_thread(process.stderr.readline)).split()[-1]
+    page = Page(url.split("/?")[0])
+    async with page.http, asyncio.timeout(60):
+        await page.http.get(url)
+        asked = await page.post("s/ask", {"id": "q", "text": "x"})
+        async with page.http.stream("GET", f"/api/sessions/s/answers/{asked['seq']}") as answer:
+            parts = answer.aiter_text()
+            assert "event: begin" in await anext(parts)
+            process.send_signal(signal.SIGTERM)
+            rest = "".join([part async for part in parts])
+        assert "event: end" not in rest, "the browser connects again"
+        assert await asyncio.to_thread(process.wait, 30) == 143
+    assert process.stderr.read() == ""
+    process.stderr.close()

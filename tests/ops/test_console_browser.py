@@ -1,0 +1,219 @@
+"""The console's page in a browser: real clicks, a worker that is killed, hostile names and messages."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+import nats
+import pytest
+
+from tests.commands.command_runs import environment
+from tests.ops.browser import browsing
+from tests.ops.test_console import EVIL, TOKEN, serving
+from tests.ops.test_history import Watched
+from turnkeep_client.messages import Generated, decode_result
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator
+    from pathlib import Path
+
+    from tests.conftest import LocalWorker
+    from tests.ops.browser import Browser
+    from tests.parts import WorkerProcess
+    from turnkeep_client.client import Client
+
+pytestmark = [pytest.mark.packaging, pytest.mark.timeout(400)]
+
+ANSWER = "document.querySelector('.turn:last-child .assistant .text')?.textContent ?? ''"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with browsing() as found:
+        found.look(1200, 900)
+        yield found
+
+
+@contextmanager
+def console(worker: WorkerProcess) -> Iterator[str]:
+    """`turnkeep console` as a process; yields the address that it prints."""
+    command = [sys.executable, "-m", "worker", "console", "--nats", worker.url, "--listen", "127.0.0.1:0"]
+    with subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            yield process.stderr.readline().split()[-1]
+        finally:
+            process.send_signal(signal.SIGTERM)
+
+
+async def recorded(client: Client, session: str) -> list[Generated]:
+    results = [decode_result(entry.body) for entry in await client.log(session) if entry.kind == "out"]
+    return [one for one in results if isinstance(one, Generated)]
+
+
+async def test_a_chat_outlives_its_worker_and_its_session_can_be_forked_and_forgotten(
+    browser: Browser, worker_process: Callable[..., WorkerProcess], endless_model: Path
+) -> None:
+    worker = worker_process("--metrics-interval-s", "0.5", model=endless_model)
+    worker.start()
+    async with await worker.client() as client:
+        await client.session("garden").generate(
+            messages=[{"role": "user", "content": "What grows?"}], max_tokens=3
+        )
+
+        def chat(url: str) -> str:
+            browser.open(url)
+            browser.click("Sessions")
+            browser.wait_for("document.querySelector('.words')?.textContent === 'What grows?'")
+            browser.click("garden")
+            browser.wait_for("document.querySelectorAll('.turn').length === 1")
+            browser.click("Options")
+            browser.type("input[type=number]", "3000")
+            browser.type("#message", "Go on, and on.\ue007")  # Enter
+            browser.wait_for(f"({ANSWER}).length > 20")
+            worker.kill()
+            browser.wait_for(
+                "document.body.innerText.includes('the answer goes on as soon as a worker does')"
+            )
+            before = browser.run(f"return {ANSWER}")
+            assert (
+                browser.run("return document.querySelector('.growing').getAttribute('aria-busy')") == "true"
+            )
+            worker.start()
+            browser.wait_for(f"({ANSWER}).length > arguments[0]", len(before))
+            assert browser.run("return document.querySelectorAll('.growing').length"), (
+                "it goes on in its place"
+            )
+            assert str(browser.run(f"return {ANSWER}")).startswith(before)
+            browser.wait_for("!document.querySelector('.growing')")
+            return str(browser.run(f"return {ANSWER}"))
+
+        with console(worker) as url:
+            whole = await asyncio.to_thread(chat, url)
+            last = (await recorded(client, "garden"))[-1]
+            assert last.text == whole
+            assert (last.usage.completion_tokens, last.resumed_tokens > 0) == (3000, True)
+            await asyncio.to_thread(act, browser)
+        assert await client.log("garden-2")
+        assert not [entry for entry in await client.log("garden") if entry.kind == "in"][1:]
+
+
+def act(browser: Browser) -> None:
+    """Fork the session at its first turn, and forget it, after second thoughts."""
+    assert re.search(
+        r"\d+ found\s+\d+ prefilled\s+3k generated\s+[\d.]+ m?s first token\s+[\d.]+k? tokens/s",
+        browser.text(".turn:last-child .meta"),
+    )
+    browser.click("Fork here")
+    browser.type("#dialog-name", "\ue009a\ue000garden-2")  # Ctrl-A, and what replaces it
+    browser.click("Fork", "#dialog-yes")
+    browser.wait_for("document.querySelector('h1')?.textContent === 'garden-2'")
+    browser.wait_for("document.querySelector('.tree li')?.innerText.startsWith('garden')")
+    browser.click("garden", ".tree a")
+    browser.wait_for("document.querySelector('h1')?.textContent === 'garden'")
+    browser.click("Forget", "main button")
+    browser.type("dialog", "\ue00c")  # Escape
+    browser.click("Forget", "main button")
+    browser.click("Cancel", "dialog button")
+    browser.wait_for("document.querySelectorAll('.turn').length === 2")
+    browser.click("Forget", "main button")
+    browser.click("Forget", "#dialog-yes")
+    browser.wait_for("location.hash === '#/sessions'")
+    browser.wait_for("document.querySelectorAll('.sessions tbody tr').length === 1")
+    assert browser.text(".sessions tbody a") == "garden-2"
+
+
+async def test_scripts_in_names_and_messages_are_text(
+    browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]]
+) -> None:
+    worker = await local_worker()
+    tool = {"id": "c", "type": "function", "function": {"name": "<img>", "arguments": EVIL}}
+    told = [
+        {"role": "user", "content": EVIL},
+        {"role": "assistant", "content": EVIL, "tool_calls": [tool]},
+    ]
+    await worker.client.session("evil").append(messages=told)
+    raw = await nats.connect(worker.settings.nats)
+    await raw.jetstream().publish(f"{worker.settings.prefix}.default.<script>alert(1)</script>.in", b"{}")
+    await raw.close()
+    name = "<img>"
+
+    def look(url: str) -> None:
+        browser.open(url)
+        browser.type("input[name=token]", TOKEN + "x\n")
+        browser.wait_for("document.body.innerText.includes('not the one of this console')")
+        browser.type("input[name=token]", TOKEN + "\n")
+        browser.click("Sessions")
+        browser.wait_for("document.querySelectorAll('.sessions tbody tr').length === 1")
+        browser.click("evil")
+        browser.wait_for("document.querySelectorAll('.said').length === 2")
+        assert browser.text(".user .text") == browser.text(".assistant .text") == EVIL
+        browser.click(f"Calls {name}")
+        assert EVIL in browser.text(".call pre")
+        browser.run("location.hash = arguments[0]", f"#/session/{quote(name, safe='')}")
+        browser.wait_for("document.body.innerText.includes('is not valid')")
+        assert browser.text("h1") == name
+        browser.run("location.hash = '#/session/%'")
+        browser.wait_for("document.querySelector('h1')?.textContent === 'Sessions'")
+        assert browser.run("return document.title") == "Sessions · Turnkeep"
+        assert browser.run("return document.querySelectorAll('main script, main img').length") == 0
+
+    async with serving(worker.client) as url:
+        await asyncio.to_thread(look, url)
+
+
+async def test_the_workers_are_drawn_with_the_course_of_the_one_that_was_chosen(
+    browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]]
+) -> None:
+    worker = await local_worker()
+    watched = Watched(600, "w1", "<b>w2</b>")
+
+    def look(url: str) -> None:
+        browser.open(f"{url}/?token={TOKEN}")
+        browser.click("<b>w2</b>")
+        browser.wait_for("document.querySelector('h2')?.textContent === '<b>w2</b>'")
+        browser.wait_for("document.body.dataset.points === '120'")
+        assert browser.text("tr.chosen a") == "<b>w2</b>"
+        paths = browser.run(
+            "return [...document.querySelectorAll('figure path')].map((one) => one.getAttribute('d'))"
+        )
+        assert (len(paths), max(path.count("L") for path in paths)) == (13, 119)
+        assert "found in KV 36" in browser.text(".plots")
+        assert "90%" in browser.text("tr.chosen")
+        clocks = re.findall(
+            r"\d\d:\d\d:\d\d", browser.run("return document.querySelector('.plots').textContent")
+        )
+        assert len(clocks) == 8 * 3
+        assert browser.text("#state") == "2 workers up"
+        for width in (400, 900, 1600):
+            browser.look(width, 900)
+            assert browser.run("return document.documentElement.scrollWidth") == width, "nothing sticks out"
+
+    async with serving(worker.client, watched) as url:
+        await asyncio.to_thread(look, url)
+
+
+async def test_a_read_only_page_has_no_buttons_that_act(
+    browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]]
+) -> None:
+    worker = await local_worker()
+    await worker.client.session("a").append(text="abc")
+
+    def look(url: str) -> None:
+        browser.open(f"{url}/?token={TOKEN}")
+        browser.click("Sessions")
+        browser.click("a")
+        browser.wait_for("document.querySelectorAll('.turn').length === 1")
+        buttons = "return [...document.querySelectorAll('main :is(button, .button, textarea)')]"
+        seen = browser.run(f"{buttons}.filter((one) => one.checkVisibility()).map((one) => one.innerText)")
+        assert seen == ["Export"]
+
+    async with serving(worker.client, read_only=True) as url:
+        await asyncio.to_thread(look, url)

@@ -1,0 +1,79 @@
+"""The history that the console shows of each worker, from its messages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from ops.fleet import Fleet
+from ops.history import SERIES, History
+from tests.protocol.scripted_worker import metrics
+from turnkeep_client.messages import Histogram, Metrics
+
+BOUNDS = (0.1, 0.5, 1.0, 5.0)
+
+
+def message(worker: str, second: int) -> Metrics:
+    """A worker that answers a request a second, half of the time: 10 tokens, 4 prefilled, 36 found in KV."""
+    few, slow = Histogram(BOUNDS, (second, 0, 0, 0, 0), 0.0, second), second // 2
+    return structs.replace(
+        metrics(worker),
+        uptime_s=float(second),
+        decoding_s=second / 2,
+        time_per_output_token=Histogram(BOUNDS, (10 * second, 0, 0, 0, 0), second / 2, 10 * second),
+        prefilled_tokens=4 * second,
+        cached_tokens=36 * second,
+        time_to_first_token=few,
+        request_duration=Histogram(BOUNDS, (0, second - slow, slow, 0, 0), 0.0, second),
+        sessions=second // 10,
+    )
+
+
+class Watched:
+    """A history whose workers were heard of for `seconds`, by a clock of its own."""
+
+    def __init__(self, seconds: int, *workers: str, keep_s: float = 3600) -> None:
+        self.now_s = 0.0
+        self.fleet = Fleet(keep_s, lambda: self.now_s, window_s=60)
+        self.history = History(keep_s)
+        self.hear(seconds, *workers)
+
+    def hear(self, seconds: int, *workers: str) -> None:
+        """Go on for so long, a message of each worker every five seconds."""
+        for _ in range(seconds // 5):
+            self.now_s += 5
+            for worker in workers:
+                self.fleet.hear(message(worker, int(self.now_s)))
+            self.history.take(self.fleet.sightings(), self.now_s)
+
+    def shown(self, worker: str | None) -> dict[str, Any]:
+        """As `Live` does."""
+        return {"connected": True, **self.history.shown(worker)}
+
+
+def test_a_course_has_the_figures_of_each_moment() -> None:
+    course = Watched(100, "w1").history.course("w1")
+    assert course["at_s"] == [5 * step for step in range(1, 21)]
+    last = {name: values[-1] for name, values in course.items()}
+    assert (last["generated_per_s"], last["prefilled_per_s"], last["cached_per_s"]) == (20, 4, 36)
+    assert (last["first_token_p50_s"], last["duration_p50_s"]) == (0.05, 0.5)
+    assert last["duration_p95_s"] == pytest.approx(0.95)
+    assert (last["kv_bytes"], last["kv_limit_bytes"], last["sessions"]) == (1024, 2048, 10)
+    assert course["generated_per_s"][0] is None, "there is no rate before a second message"
+
+
+def test_a_silent_worker_has_a_gap_and_is_forgotten_with_its_history() -> None:
+    watched = Watched(60, "w1", "w2", keep_s=120)
+    watched.hear(30, "w2")
+    course = watched.history.course("w1")
+    assert course["sessions"][-3:] == (None, None, None)
+    assert course["sessions"][11] == 6
+    shown = watched.history.shown()
+    assert (shown["workers"]["w1"]["up"], shown["worker"]) == (False, "w2"), "one that is up is shown first"
+    assert watched.history.shown("w1")["worker"] == "w1"
+    watched.hear(130, "w2")
+    assert [*watched.history.shown("w1")["workers"]] == ["w2"]
+    assert watched.history.course("w1") == {"at_s": [], **dict.fromkeys(SERIES, ())}
+    assert watched.history.course("w2")["at_s"][0] == watched.now_s - 120
