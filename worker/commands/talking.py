@@ -12,9 +12,11 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+import click
+
 from turnkeep_client.errors import NoServerError, NotPermittedError, NoWorkerError
 from turnkeep_client.redact import shown
-from worker.process.datadir import TOKEN_NAME
+from worker.process.datadir import TOKEN_NAME, starting_pid
 from worker.process.installed import program
 from worker.process.settings import SettingsError, load_models
 from worker.wire.credentials import CREDENTIAL_SETTINGS, client_options, over_tls
@@ -30,6 +32,8 @@ CLIENT_SETTINGS: Final = ("data_dir", "nats", "nats_port", "prefix", *CREDENTIAL
 _SECRETS: Final = frozenset({"nats_password", "nats_token"})
 #: How long a worker may take to answer, which may have to load its model first.
 _CONTROL_S: Final = 60.0
+#: Between two looks for the server of a worker that starts.
+_STARTING_S: Final = 0.2
 _TERMINATED: Final = 143
 
 _T = TypeVar("_T")
@@ -38,21 +42,32 @@ _T = TypeVar("_T")
 async def connected(settings: Settings, tenant: str, prefix: str | None = None) -> Client:
     """Connect a client with these settings; `prefix`, if given, replaces the prefix of the settings.
 
-    Its requests wait without limit: who is tired of it presses Ctrl-C, or ends the HTTP request.
+    Waits for the server of a worker that has just been started. Requests wait without limit: who is tired of
+    it presses Ctrl-C, or ends the HTTP request.
     """
     from turnkeep_client.client import connect
 
     url = over_tls(settings, settings.nats or f"nats://127.0.0.1:{settings.nats_port}")
-    options = client_options(settings)
+    is_told = False
     try:
-        return await connect(
-            url,
-            tenant=tenant,
-            prefix=prefix or settings.prefix,
-            control_timeout_s=_CONTROL_S,
-            timeout_s=math.inf,
-            **options,
-        )
+        while True:
+            try:
+                return await connect(
+                    url,
+                    tenant=tenant,
+                    prefix=prefix or settings.prefix,
+                    control_timeout_s=_CONTROL_S,
+                    timeout_s=math.inf,
+                    **client_options(settings),
+                )
+            except NoServerError:
+                starting = None if settings.nats else starting_pid(settings.data_dir)
+                if starting is None:
+                    raise
+                if not is_told:
+                    click.echo(f"waiting for the worker that is starting (pid {starting}) ...", err=True)
+                is_told = True
+                await asyncio.sleep(_STARTING_S)
     except NotPermittedError as error:
         if settings.nats is not None or "refuses the credentials" not in str(error):
             raise

@@ -5,12 +5,16 @@ Knows nothing of the contents of its folders.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
 import os
+import time
 from typing import TYPE_CHECKING, Any, Final, Self
 from uuid import uuid4
+
+import psutil
 
 from turnkeep_client.errors import TurnkeepError
 
@@ -21,6 +25,9 @@ if TYPE_CHECKING:
 LOCK_NAME: Final = "worker.lock"
 #: The file with the token of the worker's own NATS server.
 TOKEN_NAME: Final = "nats-token"  # noqa: S105  # a name
+
+#: A worker that has not started its server for so long does something else, such as a download.
+_STARTING_S: Final = 120.0
 
 _ADVICE: Final = {
     errno.EACCES: "it is not writable for this user; change its owner, or choose another with --data-dir",
@@ -122,6 +129,24 @@ class DataDir:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def starting_pid(path: Path) -> int | None:
+    """Return the worker's process that has locked a data directory a short time ago; None if there is none.
+
+    Does not try the lock, since that would refuse it to a worker that starts at this moment.
+    """
+    with contextlib.suppress(OSError, psutil.Error):
+        fd = os.open(path / LOCK_NAME, os.O_RDONLY)
+        try:
+            pid = _read_note(fd).get("pid")
+            locked_s = os.fstat(fd).st_mtime
+            is_new = time.time() - locked_s < _STARTING_S
+            if is_new and isinstance(pid, int) and psutil.Process(pid).create_time() <= locked_s + 1:
+                return pid
+        finally:
+            os.close(fd)
+    return None
 
 
 def _owner(lock_fd: int) -> str:
