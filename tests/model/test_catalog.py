@@ -28,7 +28,8 @@ def test_folders_files_and_links_in_the_data_directory_are_served_by_name(
 ) -> None:
     models = tmp_path / "models"
     shutil.copytree(tiny_model, models / "folder")
-    (models / "linked").symlink_to(tiny_model)
+    shutil.copytree(tiny_model, tmp_path / "elsewhere")  # others may use the fixture's folder
+    (models / "linked").symlink_to(tmp_path / "elsewhere")
     file = TinyLlama().write(models / "file.gguf")
     assert model.resolve("folder", tmp_path, dtype="keep") == models / "folder"
     assert model.resolve("linked", tmp_path, dtype="keep") == models / "linked"
@@ -40,7 +41,7 @@ def test_folders_files_and_links_in_the_data_directory_are_served_by_name(
     assert found["file"].conversions == (made,)
     freed = [catalog.remove(found[name]) for name in ("file", "linked", "folder")]
     assert freed[0] > 5_000_000 > freed[2] > 300_000 > 200 > freed[1]
-    assert tiny_model.exists()
+    assert (tmp_path / "elsewhere" / "config.json").exists()
     assert not file.exists()
     assert [*models.glob("[!.]*")] == [other]
 

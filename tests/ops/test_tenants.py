@@ -20,7 +20,7 @@ from parts import free_port, nats_server_program
 from ops.nats.tenants import main
 from tests.commands.command_runs import command
 from turnkeep_client.client import Backlog, connect
-from turnkeep_client.errors import NotPermittedError, NoWorkerError
+from turnkeep_client.errors import ClientClosedError, NotPermittedError, NoWorkerError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -294,7 +294,7 @@ async def test_a_connection_with_too_many_subscriptions_ends_with_the_reason_and
         async with asyncio.timeout(60):
             said = await asyncio.gather(*(s.append(text="abc") for s in sessions), return_exceptions=True)
     errors = [one for one in said if isinstance(one, BaseException)]
-    assert {type(one) for one in errors} == {NoWorkerError}
+    assert {type(one) for one in errors} == {ClientClosedError}
     assert all("maximum subscriptions exceeded" in str(one) for one in errors), errors
     for tenant, seed in seeds.items():
         async with connect(server.url, tenant=tenant, nkeys_seed=seed) as client:

@@ -45,9 +45,9 @@ class Supervised(EmbeddedServer):
         self._task = asyncio.create_task(self.supervise())
 
     async def stop(self):
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+        while self._task is not None and not self._task.done():
+            self._task.cancel()  # nats-py may lose one; a worker's group cancels again too
+            await asyncio.wait([self._task], timeout=1)
         await super().stop()
 
 

@@ -6,10 +6,10 @@ import contextlib
 from typing import TYPE_CHECKING, Any, Final
 
 from ops.log.dead import find, letters, retry
+from ops.log.ending import removed
 from ops.log.sessions import list_sessions
 from turnkeep_client.client import connect
 from turnkeep_client.errors import TurnkeepError
-from worker.commands.close_cli import removed
 
 from .loop import Process
 

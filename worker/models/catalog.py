@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from . import architectures, gguf_file, hub
+from . import architectures, converted, hub
 from .dialect import reasons, renders_tools
 from .gguf_family import FAMILIES, mlx_name, quantisation_of
 from .model_files import (
@@ -209,6 +209,8 @@ def describe(place: Place, data_dir: Path) -> ModelEntry:
 def count_parameters(entry: ModelEntry) -> int:
     """Count a model's weights by the heads of its files."""
     if entry.path.suffix == ".gguf":
+        from . import gguf_file
+
         return sum(tensor.num_values for tensor in gguf_file.read(entry.path).tensors.values())
     return num_parameters(entry.path)
 
@@ -237,6 +239,8 @@ def remove(entry: ModelEntry) -> int:
         else:
             freed += _remove(repository)
             shutil.rmtree(repository.parent / ".locks" / repository.name, ignore_errors=True)
+    for made in (*entry.conversions, entry.path):
+        converted.tidy(made.parent)
     return freed
 
 
@@ -272,6 +276,8 @@ def _template(folder: Path) -> str:
 
 def _of_gguf(path: Path) -> tuple[dict[str, Any], str, Container[str]]:
     """Return a GGUF file's configuration as far as it is described, its template, and its words."""
+    from . import gguf_file
+
     file = gguf_file.read(path)
     family = FAMILIES.get(file.architecture)
     config = {

@@ -37,6 +37,14 @@ def remember(source: Path, models_dir: Path, dtype: str, folder: Path) -> None:
         unfinished.replace(note)
 
 
+def tidy(models_dir: Path) -> None:
+    """Remove the notes of folders that are gone."""
+    for note in models_dir.glob("converted-*.json"):
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            if not (models_dir / str(json.loads(note.read_bytes())["folder"])).is_dir():
+                note.unlink()
+
+
 def _note(source: Path, models_dir: Path, dtype: str) -> Path:
     named = hashlib.sha256(f"{source.resolve()}\0{dtype}".encode(errors="surrogateescape"))
     return models_dir / f"converted-{named.hexdigest()[:16]}.json"
