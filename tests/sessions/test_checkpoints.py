@@ -288,6 +288,31 @@ async def test_what_was_closed_and_opened_again_has_nothing_of_before(world: Wor
     assert_same(session.history, (await whole(world)).history)
 
 
+@pytest.mark.parametrize("num_there", [0, 1])
+async def test_a_checkpoint_of_a_removed_session_that_a_replica_still_shows_is_not_believed(
+    world: World, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, num_there: int
+) -> None:
+    """The leader no longer has its requests, or loses them while the log is read."""
+    await converse(world, range(2 * EVERY))
+    begun_seq, page, get, asked = len(world.log.entries) + 1, world.log.page, world.log.get, list[int]()
+
+    async def leader(seq: int) -> bytes | None:
+        asked.append(seq)
+        return await get(seq) if seq >= begun_seq or len(asked) <= num_there else None
+
+    async def replica(key: Any, kind: str, after: int, *, until: int = 0) -> Any:
+        return await page(key, kind, max(after, begun_seq - 1) if until else after)
+
+    monkeypatch.setattr(world.log, "get", leader)
+    monkeypatch.setattr(world.log, "page", replica)
+    world.crash(world.fold.policy)
+    other = World(tokenizer)
+    other.crash(world.fold.policy)
+    request = Append(id="new", text="two")
+    assert (await world.ask(request)).position == (await other.ask(request)).position
+    assert (await world.ask(request)).repeat_of == begun_seq
+
+
 @pytest.mark.parametrize("forget", [False, True])
 async def test_nothing_is_stored_of_a_session_once_it_is_closed(world: World, forget: bool) -> None:
     """Its text is to leave the log, and what is on its way must not come behind that."""

@@ -396,8 +396,6 @@ class History:
         self.told: list[Told] = []
         self.faults: list[str] = []
         self.num_faults = 0
-        #: The log's last entry when nothing was left to do; an ask may be stored later.
-        self.settled_seq = 2**63
         #: Which worker began when.
         self.lives: list[tuple[str, float]] = []
         #: What the next append does that is poison: its id begins so. And when poisoned logs ended a worker.

@@ -199,13 +199,19 @@ async def _live(history: History) -> None:
 
 
 async def _read_anew(history: History) -> None:
-    """Let a fresh worker read all sessions."""
+    """Let a fresh worker read all sessions.
+
+    First it answers what is left: a worker that stalled may store what it was asked, and stop.
+    """
     reader = Supervisor(history, len(history.supervisors))
     worker = reader.prepare(leases=False)
     history.reader = reader.process
     assert reader.process is not None
     running = reader.process.start(worker.run())
     await worker.ready.wait()
+    stream = history.server.jetstream.streams[SUBJECTS.log_stream]
+    while unanswered(stream):  # noqa: ASYNC110
+        await asyncio.sleep(0.1)
 
     async def read(key: SessionKey) -> None:
         begun_s = history.loop.time()
@@ -217,7 +223,7 @@ async def _read_anew(history: History) -> None:
             times_s = begun_s, history.loop.time()
             history.read[key] = Read(*times_s, session.history, session.diverged, answered)
 
-    found = logs(history.server.jetstream.streams[SUBJECTS.log_stream])
+    found = logs(stream)
     for key in found:
         await reader.process.start(read(key))
     worker.stop()
@@ -249,7 +255,6 @@ async def _settle(history: History) -> None:
                 left |= one.worker.leftovers
         left = {name: number for name, number in left.items() if number}
         if not left and history.ready:
-            history.settled_seq = stream.last_seq
             return
         await asyncio.sleep(0.1)
     history.faults.append(f"left over: {left}" if left else "no worker serves")

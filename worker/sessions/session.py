@@ -319,11 +319,12 @@ class Session:
         """Do the work of `_fold`; `until` is the last request that is known to be in the log."""
         journal = self._services.journal
         deltas: list[Delta] = []
-        first_seq = 0  # the first request that was read
+        first_seq = 0  # the first request that was read, or the checkpoint's
         record.has_more = more_results = True
         if record.diverged is None and (found := await self._trail.find(whole=record.whole)):
             record.resume(found.checkpoint)
             record.add_results(found.results)
+            first_seq = found.checkpoint.in_seq
         while True:
             while record.has_more and not record.pending:
                 requests, record.has_more = await journal.page(self.key, "in", record.in_seq, until=until)

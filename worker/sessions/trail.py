@@ -196,9 +196,12 @@ class Trail:
         """Check that the log confirms the checkpoint's tokens and the result that names the checkpoint.
 
         Each result involved must be the first one of its request, since reading the whole log would use only
-        first results.
+        first results. The checkpoint's own request must be in the log: a replica that lags may still show the
+        checkpoint of a removed session.
         """
         journal = self._trails.journal
+        if await journal.get(checkpoint.in_seq) is None:
+            return None
         naming = answers(named)
         requests, _ = await journal.page(self.key, "in", naming - 1) if naming else ([], False)
         if naming <= checkpoint.in_seq or not requests or requests[0].seq != naming:
