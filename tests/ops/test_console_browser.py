@@ -17,7 +17,7 @@ import pytest
 from tests.commands.command_runs import environment
 from tests.ops.browser import browsing
 from tests.ops.test_console import EVIL, TOKEN, serving
-from tests.ops.test_history import Watched
+from tests.ops.test_workers_history import Watched
 from turnkeep_client.messages import Generated, decode_result
 
 if TYPE_CHECKING:

@@ -250,6 +250,7 @@ async def _settle(history: History) -> None:
         left = {"requests": unanswered(stream), "deliveries": len(consumer.pending)}
         left["forgotten"] = len(unforgotten(history))
         left["undelivered"] = consumer.info()["num_pending"]
+        left["to be stored"] = history.server.num_queued
         for one in history.supervisors:
             if one.worker is not None and one.worker.ready.is_set() and not one.process.is_dead:
                 left |= one.worker.leftovers

@@ -18,7 +18,7 @@ from nats.js.errors import APIError, NoStreamResponseError, NotFoundError
 from tests.simulation.loop import run, simulated
 from tests.simulation.world import Server
 from turnkeep_client.direct import DirectGets
-from turnkeep_client.messages import Chunk
+from turnkeep_client.messages import Chunk, Closed, encode
 from turnkeep_client.subjects import SessionKey, Subjects
 from worker.process.settings import Settings
 from worker.wire import streams
@@ -313,6 +313,16 @@ async def one_of_a_queue_group_and_all_others_get_a_message(place: Place) -> Non
     assert min(heard.values()) > 0
 
 
+async def what_another_worker_has_removed_gets_no_result(place: Place) -> None:
+    key, journal = SessionKey("t", "s"), Journal(place.nc, place.js, place.subjects)
+    seqs = [await place.put("in") for _ in range(2)]
+    removed, there = (encode(Closed(id="c", seq=seq, position=9, forgotten=3, settled=False)) for seq in seqs)
+    await place.js.delete_msg(place.names.log, seqs[0])
+    with pytest.raises(FencedError):
+        await journal.commit(key, removed, 0, {})
+    assert await journal.commit(key, there, 0, {}) > seqs[1]
+
+
 async def a_worker_that_was_overtaken_publishes_no_chunk(place: Place) -> None:
     key = SessionKey("t", "s")
     one, other = (Journal(place.nc, place.nc.jetstream(), place.subjects) for _ in range(2))
@@ -373,6 +383,7 @@ async def an_answer_that_begins_behind_a_forget_takes_its_chunk_back(place: Plac
 
 
 SCENES = (
+    what_another_worker_has_removed_gets_no_result,
     a_worker_that_was_overtaken_publishes_no_chunk,
     chunks_that_have_expired_stop_no_answer_and_forgotten_ones_do,
     an_answer_that_begins_behind_a_forget_takes_its_chunk_back,

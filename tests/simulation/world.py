@@ -190,6 +190,11 @@ class Server:
             return
         self._stored(name, subject, reply, data, headers)
 
+    @property
+    def num_queued(self) -> int:
+        """The number of messages that a slow log has still to store."""
+        return len(self._queue)
+
     def _unstall(self) -> None:
         queue, self._queue = self._queue, []
         for one in queue:

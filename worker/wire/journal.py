@@ -337,12 +337,15 @@ class Journal:
     async def commit(self, key: SessionKey, body: bytes, after: int, headers: Mapping[str, str]) -> int:
         """Store a result's body directly after the session's result at sequence `after` (0: as the first).
 
-        Returns its sequence. Raises `FencedError` if another result came first, `TooLargeError` if the stream
-        does not permit its size.
+        Returns its sequence. Raises `FencedError` if another result came first, or if another worker has
+        removed the session, `TooLargeError` if the stream does not permit its size.
         """
         subject = self._subjects.of(key, "commit")
         pause_s = 0.1
         while True:
+            # What was removed is no fence.
+            if not after and not self._is_alone() and await self.get(decode_result(body).seq or 0) is None:
+                raise FencedError(subject)
             try:
                 ack = await self._js.publish(
                     subject, body, timeout=_TIMEOUT_S, headers={**headers, _EXPECT_HEADER: str(after)}
