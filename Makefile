@@ -97,6 +97,7 @@ $(STAMP): requirements/dev.lock requirements/corpora.lock pyproject.toml protoco
 		fi; \
 		$(BIN)/python -c 'import sys; from worker.models.blas import preload; sys.exit(preload().advice or 0)'; } || true
 	@touch $@
+	@echo "Done. $(BIN)/turnkeep serve starts a worker, $(BIN)/turnkeep --help lists the commands"
 
 $(VENV)/tools/.set-up $(VENV)/docs/.set-up: $(VENV)/%/.set-up: requirements/%.lock $(STAMP)
 	$(BIN)/uv venv -q --allow-existing --python $(BIN)/python $(VENV)/$*

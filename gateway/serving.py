@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 from typing import TYPE_CHECKING, Any, Final
 
@@ -29,7 +30,8 @@ def listening(host: str, port: int) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.create_server(address[:2], family=family, backlog=512)
     except OSError as error:
-        raise TurnkeepError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+        why = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or error
+        raise TurnkeepError(f"cannot listen on {host}:{port}: {why}; choose another port") from None
     # asyncio sets it only for sockets that name their protocol. Else a token waits up to 40 ms for an ACK.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener

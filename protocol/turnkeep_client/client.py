@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -338,7 +339,8 @@ class _NatsWire:
         self._jetstream = self._nats.jetstream()
         self._connected = asyncio.Event()
         self._last_error = ""
-        self._denial = ""
+        #: The last refusals of subjects, each as the server says it.
+        self._denials = deque[str](maxlen=16)
 
     async def connect(self, url: str, timeout_s: float, **options: Any) -> None:
         urls = url.split(",")
@@ -578,8 +580,9 @@ class _NatsWire:
 
     def _check_permission(self, subject: str, deed: str = "publish on") -> None:
         # The server reports a violation to the connection, not to the caller.
-        if f'"{subject.lower()}"' in self._denial:
-            raise NotPermittedError(f"this user may not {deed} {subject}: {self._denial}")
+        for denial in self._denials:
+            if f'"{subject.lower()}"' in denial:
+                raise NotPermittedError(f"this user may not {deed} {subject}: {denial}")
 
     def _wake(self) -> None:
         for watcher in self.watchers:
@@ -596,7 +599,7 @@ class _NatsWire:
             if self._num_to_try == 0:
                 raise _UnreachedError(why)
         if "permissions violation" in self._last_error.lower():
-            self._denial = self._last_error.lower()
+            self._denials.append(self._last_error.lower())
 
     async def _on_disconnected(self) -> None:
         self._connected.clear()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 import httpx2
+import psutil
 import pytest
 from parts import free_port
 
@@ -51,18 +53,32 @@ async def test_it_serves_as_soon_as_the_worker_does_and_ends_with_it(
     assert process.log.count(f"the gateway is at http://127.0.0.1:{port}/v1") == 2
 
 
-async def test_a_gateway_that_cannot_run_leaves_the_worker_alone(worker_process: Any, nats_url: str) -> None:
-    taken = nats_url.rpartition(":")[2]
-    process = worker_process("--gateway", taken)
+async def test_a_gateway_that_dies_leaves_the_worker_alone(worker_process: Any) -> None:
+    process = worker_process("--gateway", str(free_port()))
     process.start()
     client = await process.client()
     async with asyncio.timeout(60):
-        while "the gateway has ended" not in process.log:  # noqa: ASYNC110
+        while "the gateway is at" not in process.log:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
-    assert f"cannot listen on 127.0.0.1:{taken}" in process.log
+        for child in psutil.Process(process.pid).children():
+            if "gateway" in child.cmdline():
+                child.kill()
+        while "the gateway has ended, the worker goes on" not in process.log:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
     result = await client.session("s").generate(text="a", max_tokens=2)
     assert result.usage.completion_tokens == 2
     await client.close()
+
+
+def test_a_taken_port_is_told_before_the_start(worker_process: Any, nats_url: str) -> None:
+    taken = nats_url.rpartition(":")[2]
+    process = worker_process("--gateway", taken)
+    process.start()
+    while process.running:
+        time.sleep(0.05)
+    told = f"port {taken} of 127.0.0.1 is taken by another program; choose another with --gateway PORT"
+    assert told in process.log
+    assert "loading weights" not in process.log
 
 
 async def test_options_of_the_command_reach_the_gateway(local_worker: Any, tmp_path: Path) -> None:

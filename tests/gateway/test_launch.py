@@ -78,6 +78,11 @@ async def test_an_agent_is_started_with_gateway_key_and_model(name: str, url: st
     assert json.loads((await again.communicate())[0])["arguments"] == started["arguments"]
 
 
+async def test_two_dashes_before_the_agent_s_arguments_are_not_its_own(url: str, tmp_path: Path) -> None:
+    _, printed, _ = await launched(tmp_path, "--gateway", url, "--print", "other", "--", "-p", "--", "x")
+    assert shlex.split(printed)[-4:] == ["other", "-p", "--", "x"]
+
+
 async def test_what_cannot_be_launched(url: str, tmp_path: Path) -> None:
     for arguments, says in [
         (("nothing-there",), "known agents are aider, claude, cn, codex, opencode, pi"),

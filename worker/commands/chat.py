@@ -104,7 +104,7 @@ class _Chat:
         past = await self._enter()
         async for line in _lines([one.question for one in past]):
             word, _, rest = line.partition(" ")
-            if word == "/bye":
+            if word in {"/bye", "/exit", "/quit"}:
                 return
             try:
                 if word in self._commands:

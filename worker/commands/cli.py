@@ -242,8 +242,13 @@ def serve(
 
         run_weigh(settings)
         return
+    from worker.wire.broker import check_port
+
     from .serve import Manner, supervise
     from .serve import serve as run
+
+    if gateway_port:
+        check_port(gateway_port, "choose another with --gateway PORT")
 
     own = flags if models else flags | {"prefix": settings.prefix}
     manner = Manner(

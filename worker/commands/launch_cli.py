@@ -66,7 +66,7 @@ def launch(
     """Start an agent that talks to the gateway: aider, claude, cn, codex, opencode, pi, or another program.
 
     Its environment and arguments name the gateway and its model; what the user has configured is not
-    changed. All arguments after its name are the agent's.
+    changed. All arguments after its name are the agent's, as in `turnkeep launch pi -p "Say hello"`.
     """
     settings = load_settings(config, flags)
     door = _door(url.rstrip("/").removesuffix("/v1"), key, model)
@@ -79,7 +79,7 @@ def launch(
     for name, text in start.files.items():
         _write(folder / name, text)
     placed = [argument.replace("{folder}", str(folder)) for argument in start.arguments]
-    command = [found, *placed, *arguments]
+    command = [found, *placed, *arguments[arguments[:1] == ("--",) :]]
     if only_print:
         click.echo(_as_shell(start.environment, command))
         return

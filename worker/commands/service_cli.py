@@ -60,7 +60,7 @@ class _Systemd:
             why = f": {done.stderr.strip().splitlines()[0]}" if done.stderr.strip() else ""
             raise ServiceError(
                 f"this user has no systemd here{why}; run `turnkeep serve` under what starts services on this"
-                " machine, or use a model of ops/deploy; `turnkeep service install --print` shows the unit"
+                " machine, or use a file of ops/deploy; `turnkeep service install --print` shows the unit"
             )
 
     def start(self) -> None:
