@@ -33,6 +33,7 @@ from turnkeep_client.messages import (
     Failed,
     ForkPoint,
     Generated,
+    Open,
 )
 from turnkeep_client.session import build
 from turnkeep_client.subjects import session_key
@@ -440,9 +441,11 @@ class Conversations:
         self.index.drop(held)
         if held.position is None:
             return
-        request = build(Close, forget=forget or None, expect_position=held.position)
+        key = session_key(self.client.tenant, held.name)
         with contextlib.suppress(TurnkeepError):
-            await self.client.submit(session_key(self.client.tenant, held.name), request)
+            if not held.position:  # its first request was refused: only what is open can be forgotten
+                await self.client.submit(key, build(Open))
+            await self.client.submit(key, build(Close, forget=forget or None, expect_position=held.position))
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -13,6 +13,7 @@ import pytest
 
 from gateway.keys import Keys
 from gateway.turn import fault_of
+from ops.log.sessions import list_sessions
 from tests.parts import TINY_CONTEXT
 from turnkeep_client.errors import NoServerError, RequestFailedError, ResultRemovedError, TurnkeepError
 
@@ -278,3 +279,15 @@ def test_a_bad_file_of_keys_is_refused(tmp_path: Path, text: str, says: str) -> 
         Keys.read(tmp_path / "keys")
     with pytest.raises(TurnkeepError, match="cannot be read"):
         Keys.read(tmp_path / "none")
+
+
+async def test_a_refused_conversation_leaves_nothing_in_the_log(local_worker: Start, door: Start) -> None:
+    worker = await local_worker()
+    served = await door(worker.settings.nats, worker.settings.prefix)
+    with pytest.raises(openai.BadRequestError, match="maximum context length"):
+        await served.openai.chat.completions.create(
+            model="m", messages=[{"role": "user", "content": "x" * TINY_CONTEXT}]
+        )
+    async with asyncio.timeout(20):
+        while [row.state for row in await list_sessions(worker.client, "default")] != ["forgotten"]:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
