@@ -56,6 +56,7 @@ async def test_an_agent_is_started_with_gateway_key_and_model(name: str, url: st
         tmp_path, "--gateway", f"{url}/v1/", name, *given, TURNKEEP_GATEWAY_KEY="secret-1"
     )
     assert code == 7, complained  # the agent's own
+    assert ("own prompt takes about" in complained) == (name in {"claude", "codex"})
     started = json.loads(said)
     assert tuple(started["arguments"][-3:]) == given
     files = [*(tmp_path / "data" / "agents").glob("*")]

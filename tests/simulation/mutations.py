@@ -99,11 +99,11 @@ def _uncounted(self: Any, seq: int, num_tokens: int, **_: Any) -> Any:
 
 
 @asynccontextmanager
-async def _counted_early(self: Any, key: Any) -> AsyncIterator[Any]:
+async def _counted_early(self: Any, key: Any, **_: Any) -> AsyncIterator[Any]:
     note = await self.note(key)
     await self.store(key, msgspec.structs.replace(note, reads=note.reads + 1))
     async with self._readings.enter(lambda: False, alone=note.reads > 0):
-        yield note
+        yield note, note.reads
         await self.store(key, msgspec.structs.replace(note, reads=0))
 
 

@@ -78,6 +78,12 @@ def test_a_request_behind_a_redelivered_one_counts_no_attempt_that_was_not_made(
         run(loop, main(History(loop, server, plan, note)))
 
 
+@pytest.mark.parametrize("seed", ["8100450", "8100518", "9001005"])
+def test_what_went_wrong_once_goes_well(seed: str) -> None:
+    status, said = simulate(seed, "--histories", "1")
+    assert status == 0, said
+
+
 def test_a_seed_is_the_same_history_in_each_process() -> None:
     (first, said), (second, again) = (simulate("5", "--histories", "20", "--traces") for _ in range(2))
     assert (first, second) == (0, 0)

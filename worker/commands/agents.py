@@ -171,6 +171,10 @@ AGENTS: Final[Mapping[str, Callable[[Door], Start]]] = {
 }
 
 
+#: Tokens of what these agents say before the user does.
+OWN_PROMPTS: Final = {"claude": 20_000, "codex": 10_000}
+
+
 def start_of(program: str, door: Door) -> Start:
     """Return what a program is started with."""
     return AGENTS.get(program, _other)(door)

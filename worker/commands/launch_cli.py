@@ -18,7 +18,7 @@ import click
 from turnkeep_client.errors import TurnkeepError
 from worker.process.installed import program
 
-from .agents import AGENTS, Door, start_of
+from .agents import AGENTS, OWN_PROMPTS, Door, start_of
 from .flags import load_settings, with_settings
 
 if TYPE_CHECKING:
@@ -75,6 +75,12 @@ def launch(
     if found is None:
         known = "" if Path(agent).name in AGENTS else f"; known agents are {', '.join(AGENTS)}"
         raise TurnkeepError(f"there is no program {agent!r} on the PATH{known}")
+    if door.context_tokens < (needed := OWN_PROMPTS.get(Path(agent).name, 0)):
+        click.echo(
+            f"turnkeep: {agent}'s own prompt takes about {needed:,} tokens, and {door.model} sees only"
+            f" {door.context_tokens:,}; serve another model, or shorten it as docs/agents.md says",
+            err=True,
+        )
     folder = settings.data_dir / "agents"
     for name, text in start.files.items():
         _write(folder / name, text)

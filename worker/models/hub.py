@@ -212,8 +212,8 @@ def _told(hub_id: str) -> Iterator[None]:
     except Exception as error:
         if _is_of_the_connection(error):
             raise _UnreachableError(
-                f"the hub cannot be reached at {ENDPOINT} ({one_line(error)}); try again later: a download"
-                " goes on where it stopped"
+                f"the hub cannot be reached at {ENDPOINT} ({one_line(error)}); try again later, as a"
+                " download goes on where it stopped, or name a mirror with HF_ENDPOINT"
             ) from None
         raise
 

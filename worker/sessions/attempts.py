@@ -31,13 +31,15 @@ class AttemptNote(Struct, frozen=True, omit_defaults=True):
     """Counts attempts at the request at `seq` that may have crashed a worker.
 
     `tokens` is the number of the answer's tokens that were published before the last attempt. `reads` counts
-    how often a worker began to read the session's log but ended before it was done.
+    how often a worker began to read the session's log but ended before it was done, `whole_reads` how often
+    it did so with all of the log, also the part before a checkpoint.
     """
 
     seq: int = 0
     attempts: int = 0
     tokens: int = 0
     reads: int = 0
+    whole_reads: int = 0
 
     def then(self, seq: int, num_tokens: int, *, is_first: bool = False) -> AttemptNote:
         """Return the note of the next attempt at the request at `seq`, with `num_tokens` published by now.
@@ -58,22 +60,24 @@ class Attempts:
         self.max_attempts = max_attempts
 
     @asynccontextmanager
-    async def reading(self, key: SessionKey) -> AsyncIterator[AttemptNote]:
+    async def reading(self, key: SessionKey, *, whole: bool) -> AsyncIterator[tuple[AttemptNote, int]]:
         """Record in the log that this worker reads a session's log, until the block ends.
 
-        So if the reading crashes the worker, the next worker knows. Yields the note of earlier readings. A
-        log whose earlier reading did not end is in doubt. Logs in doubt are read one at a time, so that if
-        `max_attempts` more readings do not end, only this log can be the cause.
+        So if the reading crashes the worker, the next worker knows. Yields the note of earlier readings, and
+        how many of this kind (all of the log, or less) have ended a worker. A log whose earlier reading did
+        not end is in doubt. Logs in doubt are read one at a time, so that if `max_attempts` more readings do
+        not end, only this log can be the cause.
         """
         note = await self.note(key)
-        async with self._readings.enter(lambda: False, alone=note.reads > 0):
-            if note.reads <= self.max_attempts:
-                await self.store(key, msgspec.structs.replace(note, reads=note.reads + 1))
+        kind, num = ("whole_reads", note.whole_reads) if whole else ("reads", note.reads)
+        async with self._readings.enter(lambda: False, alone=num > 0):
+            if num <= self.max_attempts:
+                await self.store(key, msgspec.structs.replace(note, **{kind: num + 1}))
             try:
-                yield note
+                yield note, num
             finally:  # the worker has survived it, also if it failed or is being stopped
                 with move_on_after(_STORE_S, shield=True):
-                    await self.store(key, msgspec.structs.replace(note, reads=0))
+                    await self.store(key, msgspec.structs.replace(note, **{kind: 0}))
 
     async def note(self, key: SessionKey) -> AttemptNote:
         """Read the note of a session; an empty one if no worker has written any."""

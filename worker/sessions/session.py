@@ -309,8 +309,7 @@ class Session:
             return
         # A dead worker may have acknowledged requests behind the delivered one.
         until = max(self._rung_seq, await self._services.journal.last_seq(self.key, "in"))
-        async with attempts.reading(self.key) as self._note:
-            num_ended = self._note.reads
+        async with attempts.reading(self.key, whole=record.whole) as (self._note, num_ended):
             if num_ended > attempts.max_attempts:
                 record.mark_diverged(f"reading its log has ended {num_ended} workers")
             await self._read_log(record, until)
