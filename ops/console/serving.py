@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
 import socket
 from typing import TYPE_CHECKING, Any, Final
@@ -70,7 +71,7 @@ def listening(host: str, port: int) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.create_server(address[:2], family=family)
     except OSError as error:
-        why = error.strerror or error
+        why = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or error
         raise ConsoleError(f"cannot listen on {host}:{port} ({why}); choose another --listen") from None
     # asyncio sets it only for sockets that name their protocol.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -416,7 +416,8 @@ def test_a_port_in_use_is_one_line() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(ConsoleError, match=rf"cannot listen on 127\.0\.0\.1:{port} \("):
+        told = rf"cannot listen on 127\.0\.0\.1:{port} \(Address already in use\)"
+        with pytest.raises(ConsoleError, match=told):
             listening("127.0.0.1", port)
 
 
