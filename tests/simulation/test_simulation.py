@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import re
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -27,21 +27,27 @@ def simulate(*args: str) -> tuple[int, str]:
     command = [sys.executable, "-P", "-m", "tests.simulation", *args]
     paths = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "protocol")])}
     done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | paths, capture_output=True, text=True, timeout=200, check=False
+        command, cwd=ROOT, env=os.environ | paths, capture_output=True, text=True, timeout=600, check=False
     )
     return done.returncode, done.stdout + done.stderr
 
 
 def test_nothing_goes_wrong_in_new_histories() -> None:
-    """So many as fit into the time; a failure is replayed by `make simulate SEED=...`."""
-    seed = int(time.time()) * 1000
-    status, said = simulate(str(seed), "--histories", "100000", "--seconds", "30")
+    """Each change of the code brings new histories, and the same code has the same ones.
+
+    So it does not pass one day and fail the next. A failure is replayed by `make simulate SEED=...`.
+    """
+    code = hashlib.sha256()
+    for room in ("worker", "protocol/turnkeep_client", "tests/simulation"):
+        for path in sorted((ROOT / room).rglob("*.py")):
+            code.update(path.read_bytes())
+    seed = int.from_bytes(code.digest()[:4]) * 100_000
+    status, said = simulate(str(seed), "--histories", "1000")
     print(said[-4000:])
     needed = [set(acts.split(", ")) for acts in re.findall(r"goes wrong with these alone: (.*)", said)]
     if needed and all({"num_workers", "lag_s"} <= acts for acts in needed):
         pytest.xfail("two workers beside a replica that lags: seed 10001516 is not mended yet")
     assert status == 0
-    assert int(re.findall(r"(\d+) histories", said)[-1]) > 100
 
 
 def test_a_request_behind_a_redelivered_one_counts_no_attempt_that_was_not_made() -> None:
