@@ -136,6 +136,12 @@ export class Wire {
     return found;
   }
 
+  /** Return the body of the message of `subject` at `seq`; undefined if there is none, or after a fault. */
+  async get(stream: string, subject: string, seq: number): Promise<Uint8Array | undefined> {
+    const [found] = await this.#batch(stream, subject, seq, 1).catch(() => []);
+    return found?.seq === seq ? found.body : undefined;
+  }
+
   /** Say whether the message of `subject` at `seq` was removed from `stream`; false if unknown. */
   async lacks(stream: string, subject: string, seq: number): Promise<boolean> {
     try {

@@ -55,37 +55,74 @@ test("whoever leaves an answer and comes back gets all of it", async () => {
   assert.deepEqual((await all(answer)).map((piece) => piece.text), [result.text]);
 });
 
-test("missed chunks are read from their stream, and what contradicts itself is no answer", async () => {
-  await using own = await connect({ servers, prefix: run });
+/** Streams without a worker: the log of one prefix, and what is published by hand. */
+async function byHand(own: turnkeep.Client, prefix: string) {
   const manager = await jetstreamManager(own.connection);
   const kept = { storage: "memory", allow_direct: true } as const;
-  await manager.streams.add({ ...kept, name: `${run}_log`, subjects: [`${run}.*.*.in`, `${run}.*.*.out`] });
-  await manager.streams.add({ ...kept, name: `${run}_tok`, subjects: [`${run}.*.*.tok.*`] });
+  await manager.streams.add({ ...kept, name: `${prefix}_log`, subjects: [`${prefix}.*.*.in`, `${prefix}.*.*.out`] });
+  await manager.streams.add({ ...kept, name: `${prefix}_tok`, subjects: [`${prefix}.*.*.tok.*`] });
   const store = (subject: string, body: object) =>
-    manager.jetstream().publish(`${run}.default.s.${subject}`, JSON.stringify(body));
-  const requests = own.connection.subscribe(`${run}.default.s.in`)[Symbol.asyncIterator]();
-  const result = { type: "generated", id: "g", seq: 1, position: 4, finish_reason: "stop", text: "0123", tokens: [0, 1, 2, 3] };
-  const chunk = (i: number) => store("tok.g", { i, tokens: [i], text: String(i) });
+    manager.jetstream().publish(`${prefix}.default.s.${subject}`, JSON.stringify(body));
+  const requests = own.connection.subscribe(`${prefix}.default.s.in`)[Symbol.asyncIterator]();
+  const chunk = (seq: number, i: number, text = String(i)) => store("tok.g", { i, tokens: [i], text, seq });
+  const purge = () => manager.streams.purge(`${prefix}_log`, { filter: `${prefix}.default.s.in` });
+  return { store, requests, chunk, purge };
+}
 
-  await chunk(0);
-  await chunk(1);
+const answer = { type: "generated", id: "g", position: 4, finish_reason: "stop", text: "0123", tokens: [0, 1, 2, 3] };
+
+test("missed chunks are read from their stream, and what contradicts itself is no answer", async () => {
+  await using own = await connect({ servers, prefix: run });
+  const { store, requests, chunk, purge } = await byHand(own, run);
+  await chunk(1, 0);
+  await chunk(1, 1);
   const pieces = own.session("s").generate({ id: "g" })[Symbol.asyncIterator]();
   const first = pieces.next();
   await requests.next();
-  await chunk(2);
+  await chunk(1, 2);
   const texts = [await first, await pieces.next(), await pieces.next()].map(({ value }) => value?.text);
   assert.deepEqual(texts, ["0", "1", "2"]);
-  await store("out", result);
+  await store("out", { ...answer, seq: 1 });
   assert.deepEqual([(await pieces.next()).value?.text, (await pieces.next()).done], ["3", true]);
 
   const wrong = assert.rejects(all(own.session("s").generate({ id: "g" })), turnkeep.StreamBrokenError);
   const removed = assert.rejects(own.session("s").append({ text: "x" }), turnkeep.ResultRemovedError);
   await requests.next();
   await requests.next();
-  await chunk(0);
-  await store("out", { ...result, seq: 3, tokens: [7, 8] });
-  await manager.streams.purge(`${run}_log`, { filter: `${run}.default.s.in` });
+  await chunk(3, 0);
+  await store("out", { ...answer, seq: 3, tokens: [7, 8] });
+  await purge();
   await Promise.all([wrong, removed]);
+});
+
+test("a repeat sees the chunks of the first request, and no others of its id", async () => {
+  const prefix = `${run}ids`;
+  await using own = await connect({ servers, prefix });
+  const { store, requests, chunk, purge } = await byHand(own, prefix);
+  await store("in", { messages: [{ content: "x", role: "user" }], id: "g", type: "generate" });
+  await chunk(1, 0);
+  const asked = { id: "g", messages: [{ role: "user", content: "x" }] } as const;
+  const repeat = own.session("s").generate(asked)[Symbol.asyncIterator]();
+  const next = repeat.next();
+  await requests.next();
+  await requests.next();
+  await chunk(1, 1);
+  assert.deepEqual([(await next).value?.text, (await repeat.next()).value?.text], ["0", "1"]);
+  await store("out", { ...answer, seq: 2, repeat_of: 1 });
+  assert.equal((await repeat.next()).value?.text, "23");
+
+  await purge(); // so the id is free again
+  const later = own.session("s").generate(asked);
+  const pieces = later[Symbol.asyncIterator]();
+  const begin = pieces.next();
+  await requests.next();
+  await chunk(4, 1, "new");
+  await chunk(4, 0, "all ");
+  await chunk(9, 0, "of a later one");
+  await store("out", { ...answer, seq: 4, text: "all new", tokens: [0, 1] });
+  const texts = [(await begin).value?.text];
+  for await (const { text } of { [Symbol.asyncIterator]: () => pieces }) texts.push(text);
+  assert.equal(texts.join(""), "all new");
 });
 
 test("a session forks, rewinds, is counted and described, and is forgotten", async () => {
