@@ -1,8 +1,11 @@
 /** The client's side of one generate: chunks while the answer runs, then the recorded result. */
 
+import { delay } from "@nats-io/nats-core";
+
 import { Call, decode, expect, LAST_POLL_MS } from "./calls.js";
 import { Assembly } from "./chunks.js";
 import type { Piece } from "./chunks.js";
+import { RequestFailedError } from "./errors.js";
 import type { Cancelled, Chunk, Generated, Request } from "./messages.js";
 import type { Wire } from "./wire.js";
 
@@ -11,14 +14,17 @@ const FIRST_CHUNK_POLL_MS = 50;
 const LAST_CHUNK_POLL_MS = 2000;
 /** Chunks kept for a slow caller. If there are more, all are read back from the token stream. */
 const MAX_WAITING_CHUNKS = 65_536;
+/** The longest time for which a block that was left tries to cancel its answer. */
+const STOP_MS = 1000;
 
 /**
  * One generate request. Iterate over it for its pieces, await its `result`, or do both.
  *
  * The first iteration, or the first look at `result`, publishes the request. Leaving the iteration early does
- * not stop the answer; `cancel` does. The joined texts and tokens of all pieces are exactly those of the result.
+ * not stop the answer; `cancel` does, or to leave the block of an `await using` before the answer is complete. The
+ * joined texts and tokens of all pieces are exactly those of the result.
  */
-export class Generation implements AsyncIterable<Piece> {
+export class Generation implements AsyncIterable<Piece>, AsyncDisposable {
   readonly #call: Call;
   readonly #wire: Wire;
   readonly #cancel: (id: string) => Promise<Cancelled>;
@@ -49,6 +55,32 @@ export class Generation implements AsyncIterable<Piece> {
   /** Ask the worker to stop the answer, which then ends with the finish_reason `cancelled`. */
   cancel(): Promise<Cancelled> {
     return this.#cancel(this.id);
+  }
+
+  /** Cancel the answer if it is not complete. Takes about a second at most, and throws nothing. */
+  async [Symbol.asyncDispose](): Promise<void> {
+    await Promise.race([this.#stop().catch(() => {}), delay(STOP_MS)]);
+  }
+
+  async #stop(): Promise<void> {
+    const call = this.#call;
+    const isFollowed = call.seq !== undefined; // else its result would not be recognised
+    const until = Date.now() + STOP_MS;
+    if (!call.isPublished) return;
+    try {
+      if (isFollowed) await call.enter();
+      while (call.result === undefined && Date.now() < until) {
+        try {
+          await this.cancel();
+          return;
+        } catch (error) {
+          if (!(error instanceof RequestFailedError)) throw error;
+        }
+        await call.bell.wait(FIRST_CHUNK_POLL_MS); // the worker has not read the request, or has answered it
+      }
+    } finally {
+      if (isFollowed) call.leave();
+    }
   }
 
   async *[Symbol.asyncIterator](): AsyncGenerator<Piece, void, undefined> {
