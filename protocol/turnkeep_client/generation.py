@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from .calls import LAST_POLL_S, Call, Wire, expect
 from .chunks import Assembly
-from .errors import RequestFailedError, TurnkeepError
-from .messages import Cancelled, Chunk, Generated, decode_chunk
+from .errors import InvalidMessageError, NoWorkerError, RequestFailedError, TurnkeepError
+from .messages import Cancelled, Chunk, Generated, decode_chunk, decode_request
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Generator
@@ -96,11 +96,11 @@ class Generation:
         """
         call, assembly = self._call, Assembly()
         if not call.is_resolved():
-            chunks = _Chunks(self._wire, self._wire.subjects.tokens(call.key, self.id), call.wake)
+            chunks = _Chunks(self._wire, call)
             async with chunks.listening(), call.listening():
                 while not call.is_resolved() or chunks.waiting:
-                    for body in await chunks.next_bodies(has_gap=assembly.has_gap):
-                        if new := assembly.add(decode_chunk(body)):
+                    for chunk in await chunks.next_chunks(has_gap=assembly.has_gap):
+                        if new := assembly.add(chunk):
                             call.heard()
                             yield new
                     if not call.is_resolved() and not chunks.waiting:
@@ -110,13 +110,17 @@ class Generation:
 
 
 class _Chunks:
-    """The chunk bodies of one generate: as they arrive, and from the token stream if some were missed."""
+    """The chunks of one generate: as they arrive, and from the token stream if some were missed.
 
-    def __init__(self, wire: Wire, subject: str, wake: asyncio.Event) -> None:
+    The subject may also have chunks of other requests under the same id, from before or after this one.
+    """
+
+    def __init__(self, wire: Wire, call: Call) -> None:
         self.waiting: deque[bytes] = deque(maxlen=MAX_WAITING_CHUNKS)
         self._wire = wire
-        self._subject = subject
-        self._wake = wake
+        self._call = call
+        self._subject = wire.subjects.tokens(call.key, call.id)
+        self._repeated: dict[int, bool] = {}  # by the sequence of an earlier request
         self._epoch = wire.epoch
         self._next_seq = 1
         self._pause_s = FIRST_CHUNK_POLL_S
@@ -135,8 +139,8 @@ class _Chunks:
         """Seconds until the token stream may be read again."""
         return max(0.0, self._poll_at - asyncio.get_running_loop().time())
 
-    async def next_bodies(self, *, has_gap: bool) -> list[bytes]:
-        """Return the chunk bodies since the last call. Bodies read back from the token stream come first."""
+    async def next_chunks(self, *, has_gap: bool) -> list[Chunk]:
+        """Return the chunks since the last call. Chunks read back from the token stream come first."""
         found: list[bytes] = []
         if self._epoch != self._wire.epoch or (has_gap and not self.patience_s):
             # The stream may store a chunk a little later than subscribers get it, or may have lost it: read
@@ -150,8 +154,30 @@ class _Chunks:
                 found.append(stored.body)
         found += self.waiting
         self.waiting.clear()
-        return [body for body in found if body]  # an empty body ends the stream; the result says why
+        # An empty body ends the stream; the result says why.
+        chunks = [decode_chunk(body) for body in found if body]
+        return [chunk for chunk in chunks if await self._is_of_answer(chunk.seq)]
+
+    async def _is_of_answer(self, seq: int | None) -> bool:
+        """Say whether chunks of the request at `seq` are those of this answer."""
+        own = self._call.seq
+        if seq is None or own is None or seq >= own:
+            return seq == own
+        if seq not in self._repeated:
+            self._repeated[seq] = await self._repeats(seq)
+        return self._repeated[seq]
+
+    async def _repeats(self, seq: int) -> bool:
+        """Say whether the request repeats an earlier one, which is in the log then: else the id was free.
+
+        False if the log cannot be read; the answer comes with the result.
+        """
+        subjects, key = self._wire.subjects, self._call.key
+        with suppress(NoWorkerError, InvalidMessageError):
+            stored = await self._wire.read_all(subjects.log_stream, subjects.of(key, "in"), seq, seq + 1)
+            return any(decode_request(one.body) == self._call.request for one in stored)
+        return False
 
     def _arrived(self, body: bytes) -> None:
         self.waiting.append(body)
-        self._wake.set()
+        self._call.wake.set()

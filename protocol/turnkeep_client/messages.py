@@ -698,7 +698,7 @@ class Chunk(Struct, frozen=True, omit_defaults=True):
     `reasoning` and `tool_calls` are not in the text; parts of a call that turns out to be malformed have no
     counterpart in the result.
 
-    `seq` is the generate's stream sequence: ignore chunks with another `seq`.
+    `seq` is the generate's stream sequence, or that of the one it repeats: ignore chunks with another `seq`.
     """
 
     i: int

@@ -150,8 +150,11 @@ class FakeWorker:
     async def result(self, result: Result) -> None:
         await self._publish(SUBJECTS.of(KEY, "out"), encode(result))
 
-    async def chunk(self, request: Request, i: int, tokens: list[int], text: str) -> None:
-        body = encode(Chunk(i=i, tokens=tuple(tokens), text=text))
+    async def chunk(
+        self, request: Request, i: int, tokens: list[int], text: str, seq: int | None = None
+    ) -> None:
+        seq = seq or next(seq for seq, one in self.requests if one is request)
+        body = encode(Chunk(i=i, tokens=tuple(tokens), text=text, seq=seq))
         await self._publish(SUBJECTS.tokens(KEY, request.id), body)
 
     async def end(self, request: Request) -> None:
@@ -213,7 +216,7 @@ async def answer(worker: FakeWorker, seq: int, request: Request) -> None:
     """Stream every token and record the result, as a worker in good health does."""
     if isinstance(request, Generate):
         for i, (token, text) in enumerate(zip(TOKENS, TEXTS, strict=True)):
-            await worker.chunk(request, i, [token], text)
+            await worker.chunk(request, i, [token], text, seq)
     await worker.result(plain_result(seq, request))
     if isinstance(request, Generate):
         await worker.end(request)

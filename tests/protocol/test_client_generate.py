@@ -350,25 +350,100 @@ async def test_a_repeated_generate_is_read_from_its_record(client: Client, worke
     assert generation.result.repeat_of == 1
 
 
-async def test_chunks_from_before_the_client_came_are_read_back(client: Client, worker: FakeWorker) -> None:
-    """A client that comes back to a running request sees its beginning before its end is there."""
-    beginning_seen = asyncio.Event()
+async def test_who_comes_back_to_a_running_answer_sees_its_chunks(client: Client, worker: FakeWorker) -> None:
+    """They are those of the first request; the beginning is read back before the end is there."""
+    has_begun, beginning_seen = asyncio.Event(), asyncio.Event()
 
     async def script(worker: FakeWorker, seq: int, request: Request) -> None:
-        await worker.chunk(request, 3, [14], TEXTS[3])
+        first_seq, first = worker.requests[0]
+        if seq == first_seq:
+            await worker.chunk(first, 0, [11, 12], "Hello")
+            await worker.chunk(first, 2, [13], ", ")
+            has_begun.set()
+            return
+        await worker.chunk(first, 3, [14], TEXTS[3])
         await asyncio.wait_for(beginning_seen.wait(), 5)
-        await worker.result(generated(seq, request))
+        await worker.result(generated(first_seq, first))
+        await worker.result(generated(seq, request, repeat_of=first_seq))
 
     worker.script = script
-    before = Generate(id="g1", text="hi")
-    await worker.chunk(before, 0, [11, 12], "Hello")
-    await worker.chunk(before, 2, [13], ", ")
+    session = client.session("s1")
+    await client.submit(KEY, Generate(id="g1", text="hi"))
+    await asyncio.wait_for(has_begun.wait(), 5)
     chunks = []
-    async for chunk in client.session("s1").generate(text="hi", request_id="g1"):
+    async for chunk in session.generate(text="hi", request_id="g1"):
         chunks.append(chunk)
         if chunk.i == 3:
             beginning_seen.set()
     assert [chunk.text for chunk in chunks] == ["Hello", ", ", "wör", "ld!"]
+
+
+async def test_an_id_that_is_free_again_has_none_of_the_earlier_chunks(
+    client: Client, worker: FakeWorker
+) -> None:
+    """Its first session has left the log; the token stream, which is read, has its chunks still."""
+    is_read = asyncio.Event()
+
+    async def script(worker: FakeWorker, seq: int, request: Request) -> None:
+        first = worker.requests[0][1]
+        if not isinstance(request, Generate):
+            await answer(worker, seq, request)
+        elif request is first:
+            for i in range(3):
+                await worker.chunk(request, i, [90 + i], "old")
+            await worker.result(generated(seq, request, tokens=(90, 91, 92), text="oldoldold"))
+        else:
+            await worker.chunk(first, 3, [], "late")
+            await worker.chunk(request, 1, [12], "llo")
+            await asyncio.sleep(0.2)
+            await worker.chunk(request, 0, [11, 12], "Hello")
+            await asyncio.wait_for(is_read.wait(), 5)
+            await worker.result(generated(seq, request))
+
+    worker.script = script
+    session = client.session("s1")
+    await read_all(session.generate(text="hi", request_id="g1"))
+    await session.close()
+    await worker.js.purge_stream(SUBJECTS.log_stream)
+    await session.open()
+    texts = []
+    async for chunk in session.generate(text="hi", request_id="g1"):
+        texts.append(chunk.text)
+        is_read.set()
+    assert texts == ["Hello", TEXT[5:]]
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+async def test_another_request_under_the_same_id_has_no_part_in_an_answer(
+    client: Client, worker: FakeWorker, *, is_first: bool
+) -> None:
+    """Whether it came before or after; the worker refuses the later one of them."""
+    both_there = asyncio.Event()
+
+    async def script(worker: FakeWorker, seq: int, request: Request) -> None:
+        is_asked = request.text == "hi"  # type: ignore[union-attr]
+        if len(worker.requests) == 2:
+            both_there.set()
+        await asyncio.wait_for(both_there.wait(), 5)
+        if not is_asked:
+            await worker.chunk(request, 0, [90], "other")
+            return
+        await asyncio.sleep(0.2)
+        await worker.chunk(request, 0, [11], "He")
+        await asyncio.sleep(0.1)
+        await worker.result(generated(seq, request))
+
+    worker.script = script
+    other = Generate(id="g1", text="another")
+    if is_first:
+        await client.submit(KEY, other)
+    reading = asyncio.create_task(read_all(client.session("s1").generate(text="hi", request_id="g1")))
+    async with asyncio.timeout(5):
+        while "hi" not in [getattr(one, "text", "") for _, one in worker.requests]:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    if not is_first:
+        await client.submit(KEY, other)
+    assert [chunk.text for chunk in await asyncio.wait_for(reading, 10)] == ["He", TEXT[2:]]
 
 
 async def test_a_chunk_that_the_stream_stores_late_is_found_before_the_end(
@@ -741,7 +816,7 @@ async def test_a_result_may_overtake_the_acknowledgement(
 
     async def script(seq: int, request: Request, acknowledge: Acknowledge) -> None:
         for i, text in enumerate(TEXTS):
-            await worker.chunk(request, i, [TOKENS[i]], text)
+            await worker.chunk(request, i, [TOKENS[i]], text, seq)
         await worker.nats.publish(SUBJECTS.of(KEY, "out"), encode(generated(77, request, text="another")))
         await worker.nats.publish(SUBJECTS.of(KEY, "out"), encode(generated(seq, request)))
         await worker.nats.flush()
@@ -764,7 +839,7 @@ async def test_a_lost_acknowledgement_leads_to_a_repeat_under_the_same_id(
         ids.append(request.id)
         if len(ids) == 1:
             for i, text in enumerate(TEXTS):
-                await worker.chunk(request, i, [TOKENS[i]], text)
+                await worker.chunk(request, i, [TOKENS[i]], text, seq)
             await worker.nats.publish(SUBJECTS.of(KEY, "out"), encode(generated(seq, request)))
         else:
             await acknowledge()

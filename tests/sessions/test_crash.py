@@ -262,6 +262,25 @@ async def test_a_killed_nats_server_loses_nothing_that_was_acknowledged(started:
     assert whole.tokens == result.tokens
 
 
+async def test_an_id_that_is_free_again_has_the_new_answer_alone(started: Any) -> None:
+    """The first session has left the log, its chunks are still there, and are read after a reconnection."""
+    process, client = await started(*QUICK, "--closed-ttl-s", "0")
+    session = client.session("s")
+    old = await session.generate(text="Begin: ", max_tokens=100, request_id="g")
+    await session.close()
+    async with asyncio.timeout(60):
+        while await client.log("s"):  # noqa: ASYNC110
+            await asyncio.sleep(0.2)
+    await session.open()
+    answer = Followed(session.generate(text="Another: ", max_tokens=400, request_id="g"))
+    task = asyncio.create_task(answer.follow())
+    await until(lambda: len(answer.tokens) >= 20 or task.done())
+    os.kill(json.loads((process.data_dir / "nats-server.json").read_text())["pid"], signal.SIGKILL)
+    result = await asyncio.wait_for(task, 90)
+    assert len(result.tokens) == 400
+    assert result.tokens[:100] != old.tokens
+
+
 async def test_requests_behind_a_forgotten_session_are_answered_by_the_next_worker(started: Any) -> None:
     """All of them were delivered before; the first delivery's entry has left the log with the session."""
     process, client = await started(*QUICK)

@@ -6,7 +6,7 @@
 
 import { delay } from "@nats-io/nats-core";
 
-import { InvalidMessageError, NoWorkerError, RequestFailedError, ResultRemovedError } from "./errors.js";
+import { ClientClosedError, InvalidMessageError, RequestFailedError, ResultRemovedError } from "./errors.js";
 import type { ControlReply, Request, Result } from "./messages.js";
 import type { SessionKey } from "./subjects.js";
 import { Bell } from "./waiting.js";
@@ -130,6 +130,8 @@ export class ResultFeeds {
 export class Call {
   /** Sequence of the request in the log, once the log has acknowledged it. */
   seq: number | undefined;
+  /** Whether the log may have the request. */
+  isPublished = false;
   result: Result | undefined;
   readonly bell = new Bell();
   readonly #feeds: ResultFeeds;
@@ -224,6 +226,7 @@ export class Call {
     const { wire } = this.#feeds;
     const { headers, signal } = this.#options;
     feed.publishing += 1;
+    this.isPublished = true;
     try {
       const seq = await wire.publish(wire.subjects.of(this.key, "in"), encode(this.request), headers, signal);
       this.seq = seq;
@@ -247,7 +250,7 @@ export class Call {
     const { seq } = this;
     const feed = this.#feed;
     if (feed === undefined || seq === undefined || wire.closed) {
-      throw new NoWorkerError(`request ${this.request.id} is not answered yet: ${wire.whyClosed}`);
+      throw new ClientClosedError(`request ${this.request.id} is not answered yet: ${wire.whyClosed}`);
     }
     this.#epoch = wire.epoch;
     await feed.readLog();

@@ -4,6 +4,8 @@ import type { NatsConnection, WsConnectionOptions } from "@nats-io/nats-core";
 
 import { ResultFeeds } from "./calls.js";
 import { NoServerError, NotPermittedError } from "./errors.js";
+import { listed } from "./listing.js";
+import type { Listed } from "./listing.js";
 import { Session } from "./session.js";
 import { checkId, DEFAULT_TENANT, Subjects } from "./subjects.js";
 import { has, messageOf, Wire } from "./wire.js";
@@ -41,7 +43,20 @@ export class Client implements AsyncDisposable {
     return new Session(this.#feeds, key, this.#controlTimeoutMs);
   }
 
-  /** Close the connection; calls that still wait throw `NoWorkerError`, but their requests continue. */
+  /**
+   * List the tenant's sessions in the log, the last used one first. Needs no worker.
+   *
+   * Of more than 1,024 sessions it needs the right on `$JS.API.STREAM.INFO` of the log.
+   */
+  async sessions(): Promise<Listed[]> {
+    const { wire } = this.#feeds;
+    const every = { tenant: this.tenant, session: "*" };
+    const last = (kind: "in" | "out") => wire.last(wire.subjects.logStream, wire.subjects.of(every, kind));
+    const requests = await last("in"); // before the results: so none of them lacks its request
+    return listed(requests, await last("out"));
+  }
+
+  /** Close the connection; calls that still wait throw `ClientClosedError`, but their requests continue. */
   close(): Promise<void> {
     return this.connection.close();
   }

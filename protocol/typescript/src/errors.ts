@@ -23,11 +23,17 @@ export class RequestFailedError extends TurnkeepError {
   }
 }
 
-/** No answer: no worker is connected, or the connection to the NATS server is closed. */
+/** No worker could be reached; each of the three reasons is a class of its own. */
 export class NoWorkerError extends TurnkeepError {}
 
-/** There is no NATS server at the address. */
+/** The client was closed, by its program or by the NATS server. */
+export class ClientClosedError extends NoWorkerError {}
+
+/** There is no NATS server at the address, or the connection to it is lost at the moment. */
 export class NoServerError extends NoWorkerError {}
+
+/** The NATS server is there, but no worker serves the subject, or none answered in time. */
+export class NoAnswerError extends NoWorkerError {}
 
 /** The NATS server refuses this user, or does not allow it to publish or subscribe. */
 export class NotPermittedError extends TurnkeepError {}

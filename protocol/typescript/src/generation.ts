@@ -1,10 +1,12 @@
 /** The client's side of one generate: chunks while the answer runs, then the recorded result. */
 
+import { delay } from "@nats-io/nats-core";
+
 import { Call, decode, expect, LAST_POLL_MS } from "./calls.js";
 import { Assembly } from "./chunks.js";
 import type { Piece } from "./chunks.js";
-import type { Cancelled, Chunk, Generated } from "./messages.js";
-import type { Bell } from "./waiting.js";
+import { RequestFailedError } from "./errors.js";
+import type { Cancelled, Chunk, Generated, Request } from "./messages.js";
 import type { Wire } from "./wire.js";
 
 /** Pause between two reads for chunks that are known to be missing; doubles up to the second value. */
@@ -12,14 +14,17 @@ const FIRST_CHUNK_POLL_MS = 50;
 const LAST_CHUNK_POLL_MS = 2000;
 /** Chunks kept for a slow caller. If there are more, all are read back from the token stream. */
 const MAX_WAITING_CHUNKS = 65_536;
+/** The longest time for which a block that was left tries to cancel its answer. */
+const STOP_MS = 1000;
 
 /**
  * One generate request. Iterate over it for its pieces, await its `result`, or do both.
  *
  * The first iteration, or the first look at `result`, publishes the request. Leaving the iteration early does
- * not stop the answer; `cancel` does. The joined texts and tokens of all pieces are exactly those of the result.
+ * not stop the answer; `cancel` does, or to leave the block of an `await using` before the answer is complete. The
+ * joined texts and tokens of all pieces are exactly those of the result.
  */
-export class Generation implements AsyncIterable<Piece> {
+export class Generation implements AsyncIterable<Piece>, AsyncDisposable {
   readonly #call: Call;
   readonly #wire: Wire;
   readonly #cancel: (id: string) => Promise<Cancelled>;
@@ -52,17 +57,42 @@ export class Generation implements AsyncIterable<Piece> {
     return this.#cancel(this.id);
   }
 
+  /** Cancel the answer if it is not complete. Takes about a second at most, and throws nothing. */
+  async [Symbol.asyncDispose](): Promise<void> {
+    await Promise.race([this.#stop().catch(() => {}), delay(STOP_MS)]);
+  }
+
+  async #stop(): Promise<void> {
+    const call = this.#call;
+    const isFollowed = call.seq !== undefined; // else its result would not be recognised
+    const until = Date.now() + STOP_MS;
+    if (!call.isPublished) return;
+    try {
+      if (isFollowed) await call.enter();
+      while (call.result === undefined && Date.now() < until) {
+        try {
+          await this.cancel();
+          return;
+        } catch (error) {
+          if (!(error instanceof RequestFailedError)) throw error;
+        }
+        await call.bell.wait(FIRST_CHUNK_POLL_MS); // the worker has not read the request, or has answered it
+      }
+    } finally {
+      if (isFollowed) call.leave();
+    }
+  }
+
   async *[Symbol.asyncIterator](): AsyncGenerator<Piece, void, undefined> {
     const call = this.#call;
     const assembly = new Assembly();
     if (call.result === undefined) {
-      const chunks = new Chunks(this.#wire, this.#wire.subjects.tokens(call.key, this.id), call.bell);
+      const chunks = new Chunks(this.#wire, call);
       try {
         await call.enter();
         while (call.result === undefined || chunks.isWaiting) {
-          for (const body of await chunks.next(assembly.hasGap)) {
-            const chunk = decode<Chunk>(body);
-            const piece = chunk && assembly.add(chunk);
+          for (const chunk of await chunks.next(assembly.hasGap)) {
+            const piece = assembly.add(chunk);
             if (piece !== undefined) yield piece;
           }
           if (call.result === undefined && !chunks.isWaiting) {
@@ -79,25 +109,32 @@ export class Generation implements AsyncIterable<Piece> {
   }
 }
 
-/** The chunk bodies of one generate: as they arrive, and from the token stream if some were missed. */
+/**
+ * The chunks of one generate: as they arrive, and from the token stream if some were missed.
+ *
+ * The subject may also have chunks of other requests under the same id, from before or after this one.
+ */
 class Chunks {
   readonly stop: () => void;
   readonly #wire: Wire;
+  readonly #call: Call;
   readonly #subject: string;
+  readonly #repeated = new Map<number, boolean>(); // by the sequence of an earlier request
   #waiting: Uint8Array[] = [];
   #epoch: number;
   #nextSeq = 1;
   #pauseMs = FIRST_CHUNK_POLL_MS;
   #pollAt = 0;
 
-  constructor(wire: Wire, subject: string, bell: Bell) {
+  constructor(wire: Wire, call: Call) {
     this.#wire = wire;
-    this.#subject = subject;
+    this.#call = call;
+    this.#subject = wire.subjects.tokens(call.key, call.request.id);
     this.#epoch = wire.epoch;
-    this.stop = wire.listen(subject, (body) => {
+    this.stop = wire.listen(this.#subject, (body) => {
       if (this.#waiting.length === MAX_WAITING_CHUNKS) this.#waiting = [];
       this.#waiting.push(body);
-      bell.ring();
+      call.bell.ring();
     });
   }
 
@@ -110,8 +147,8 @@ class Chunks {
     return Math.max(0, this.#pollAt - Date.now());
   }
 
-  /** Return the bodies since the last call. Those read back from the token stream come first. */
-  async next(hasGap: boolean): Promise<Uint8Array[]> {
+  /** Return the chunks since the last call. Those read back from the token stream come first. */
+  async next(hasGap: boolean): Promise<Chunk[]> {
     const found: Uint8Array[] = [];
     const wire = this.#wire;
     if (this.#epoch !== wire.epoch || (hasGap && this.patienceMs === 0)) {
@@ -127,6 +164,42 @@ class Chunks {
     }
     found.push(...this.#waiting);
     this.#waiting = [];
-    return found.filter((body) => body.length > 0); // an empty body ends the stream; the result says why
+    const chunks: Chunk[] = [];
+    for (const body of found) {
+      const chunk = decode<Chunk>(body); // none of an empty body, which ends the stream; the result says why
+      if (chunk !== undefined && (await this.#isOfAnswer(chunk.seq))) chunks.push(chunk);
+    }
+    return chunks;
   }
+
+  /** Say whether chunks of the request at `seq` are those of this answer. */
+  async #isOfAnswer(seq: number | null | undefined): Promise<boolean> {
+    const own = this.#call.seq;
+    if (seq == null || own === undefined || seq >= own) return seq === own;
+    const known = this.#repeated.get(seq) ?? (await this.#repeats(seq));
+    this.#repeated.set(seq, known);
+    return known;
+  }
+
+  /**
+   * Say whether the request repeats an earlier one, which is in the log then: else the id was free.
+   *
+   * False if the log cannot be read; the answer comes with the result.
+   */
+  async #repeats(seq: number): Promise<boolean> {
+    const { key, request } = this.#call;
+    const { subjects } = this.#wire;
+    const stored = await this.#wire.get(subjects.logStream, subjects.of(key, "in"), seq);
+    return stored !== undefined && isSame(decode<Request>(stored), request);
+  }
+}
+
+/** Whether two bodies are the same JSON, in whatever order their fields are. */
+function isSame(one: unknown, other: unknown): boolean {
+  return JSON.stringify(one, sorted) === JSON.stringify(other, sorted);
+}
+
+function sorted(_: string, value: unknown): unknown {
+  const isObject = typeof value === "object" && value !== null && !Array.isArray(value);
+  return isObject ? Object.fromEntries(Object.entries(value).sort(([a], [b]) => (a < b ? -1 : 1))) : value;
 }

@@ -117,7 +117,7 @@ export interface ChoiceFormat {
  * `reasoning` and `tool_calls` are not in the text; parts of a call that turns out to be malformed have no
  * counterpart in the result.
  *
- * `seq` is the generate's stream sequence: ignore chunks with another `seq`.
+ * `seq` is the generate's stream sequence, or that of the one it repeats: ignore chunks with another `seq`.
  */
 export interface Chunk {
   i: number;

@@ -5,6 +5,8 @@ import { nuid } from "@nats-io/nats-core";
 import { Call, decode, encode, expect } from "./calls.js";
 import type { CallOptions, ResultFeeds } from "./calls.js";
 import { Generation } from "./generation.js";
+import { readHistory } from "./history.js";
+import type { History } from "./history.js";
 import type {
   Append, Appended, Cancelled, Close, Closed, ControlReply, ControlRequest, Counted, CountRequest,
   Generate, InfoRequest, Open, Opened, Pinned, Request, Result, Rewind, Rewound, SessionInfo, Unpinned,
@@ -84,6 +86,14 @@ export class Session {
   /** End the session and remove its content at once: from the log, and from the worker's disk. */
   forget(options: CallOptions = {}): Promise<Closed> {
     return this.close({ forget: true }, options);
+  }
+
+  /**
+   * Read the conversation as it stands in the log: without what has failed or was rewound. Needs no worker. A
+   * fork's begins with its parent's, as long as the parent is in the log.
+   */
+  history(): Promise<History> {
+    return readHistory(this.#feeds.wire, this.key);
   }
 
   /** Return the session's state, from the worker that holds it. */

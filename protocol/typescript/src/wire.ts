@@ -5,11 +5,16 @@
  */
 
 import { jetstream, jetstreamManager } from "@nats-io/jetstream";
-import type { JetStreamApiError, JetStreamClient, JetStreamManager } from "@nats-io/jetstream";
+import type {
+  CompletionResult, JetStreamApiError, JetStreamClient, JetStreamManager, StoredMsg,
+} from "@nats-io/jetstream";
 import { delay, headers as natsHeaders } from "@nats-io/nats-core";
-import type { NatsConnection } from "@nats-io/nats-core";
+import type { MsgHdrs, NatsConnection } from "@nats-io/nats-core";
 
-import { InvalidMessageError, NotPermittedError, NoWorkerError, RequestFailedError } from "./errors.js";
+import {
+  ClientClosedError, InvalidMessageError, NoAnswerError, NoServerError, NotPermittedError, NoWorkerError,
+  RequestFailedError,
+} from "./errors.js";
 import type { Subjects } from "./subjects.js";
 import { Bell, unlessAborted } from "./waiting.js";
 
@@ -23,6 +28,9 @@ const TRY_PAUSE_MS = 200;
 const READ_BATCH = 256;
 const READ_BATCH_BYTES = 4 * 2 ** 20;
 const READ_MS = 2000;
+/** For so many subjects the server looks up the last message at a time; and its status for more. */
+const SUBJECTS_AT_ONCE = 1024;
+const TOO_MANY = 413;
 /** How often a publish looks whether it is connected again, should it miss the event. */
 const RECONNECT_MS = 5000;
 /** JetStream's code: larger than the stream's max_msg_size. */
@@ -30,9 +38,14 @@ const MESSAGE_TOO_LARGE = 10054;
 
 /** One message of a stream. */
 export interface Stored {
+  readonly subject: string;
   readonly seq: number;
   readonly body: Uint8Array;
+  readonly time: Date;
+  readonly headers: MsgHdrs;
 }
+
+type Wanted = { seq: number; next_by_subj: string } | { multi_last: string[] };
 
 export class Wire {
   /** Number of reconnections. Subscriptions missed what was published while disconnected. */
@@ -82,7 +95,7 @@ export class Wire {
         const sent = this.#jetstream.publish(subject, body, { timeout, headers });
         const ack = await unlessAborted(sent, signal);
         if (ack.stream === this.subjects.logStream) return ack.seq;
-        throw new NoWorkerError(
+        throw new NoAnswerError(
           `${subject} is stored by the stream ${ack.stream}, which is not a worker's: it should be ${this.subjects.logStream}`,
         );
       } catch (error) {
@@ -95,7 +108,7 @@ export class Wire {
           continue;
         }
         if (has(error, "NoResponders") && ++numRefusals === NUM_TRIES) {
-          throw new NoWorkerError(
+          throw new NoAnswerError(
             `no stream stores ${subject}: no worker was ever started on this NATS server with the prefix ${this.subjects.prefix}`,
           );
         }
@@ -111,35 +124,58 @@ export class Wire {
       return (await this.connection.request(subject, body, { timeout: timeoutMs })).data;
     } catch (error) {
       throwIfRefused(error, subject);
-      if (has(error, "NoResponders")) throw new NoWorkerError(`no worker serves ${subject}`);
-      if (has(error, "TimeoutError")) {
-        throw new NoWorkerError(`no worker answered on ${subject} within ${timeoutMs / 1000} s`);
+      if (has(error, "NoResponders")) throw new NoAnswerError(`no worker serves ${subject}`);
+      if (this.#connected && has(error, "TimeoutError")) {
+        throw new NoAnswerError(`no worker answered on ${subject} within ${timeoutMs / 1000} s`);
       }
-      throw new NoWorkerError(`${subject} could not be asked: ${messageOf(error)}`, { cause: error });
+      throw this.#unreached(`${subject} could not be asked`, error);
     }
   }
 
   /** Return the messages of `subject` in `stream` from `seq` on, in order; what was read before a fault. */
   async read(stream: string, subject: string, seq: number): Promise<Stored[]> {
     const found: Stored[] = [];
-    try {
-      for (let next = seq; ; ) {
-        const batch = await this.#batch(stream, subject, next, READ_BATCH);
-        const last = batch.at(-1);
-        if (last === undefined) break;
-        for (const one of batch) found.push(one);
-        next = last.seq + 1;
-      }
-    } catch {
-      // The caller reads again later.
-    }
+    await this.#readOn(stream, subject, seq, found).catch(() => {}); // the caller reads again later
     return found;
+  }
+
+  /** Return all messages of `subject` in `stream` before the sequence `end`, in order. */
+  async readAll(stream: string, subject: string, end = Infinity): Promise<Stored[]> {
+    const found: Stored[] = [];
+    this.#check();
+    try {
+      await this.#readOn(stream, subject, 1, found, end);
+    } catch (error) {
+      throw this.#unreached(`${stream} could not be read`, error);
+    }
+    return found.filter((one) => one.seq < end);
+  }
+
+  /** Return the last message of each subject in `stream` that matches `pattern`. */
+  async last(stream: string, pattern: string): Promise<Stored[]> {
+    this.#check();
+    try {
+      return await this.#lastOf(stream, [pattern]).catch(async (error: unknown) => {
+        if (!hasCode(error, TOO_MANY)) throw error;
+        const { state } = await (await this.#jsm()).streams.info(stream, { subjects_filter: pattern });
+        return this.#lastOf(stream, Object.keys(state.subjects ?? {}));
+      });
+    } catch (error) {
+      throwIfRefused(error, `$JS.API.STREAM.INFO.${stream}`);
+      throw this.#unreached(`${stream} could not be read`, error);
+    }
+  }
+
+  /** Return the body of the message of `subject` at `seq`; undefined if there is none, or after a fault. */
+  async get(stream: string, subject: string, seq: number): Promise<Uint8Array | undefined> {
+    const [found] = await this.#batch(stream, { seq, next_by_subj: subject }, 1).catch(() => []);
+    return found?.seq === seq ? found.body : undefined;
   }
 
   /** Say whether the message of `subject` at `seq` was removed from `stream`; false if unknown. */
   async lacks(stream: string, subject: string, seq: number): Promise<boolean> {
     try {
-      const batch = await this.#batch(stream, subject, seq, 1);
+      const batch = await this.#batch(stream, { seq, next_by_subj: subject }, 1);
       if (batch[0]?.seq === seq) return false;
       // A replica that lags has neither this message nor a later one.
       const body = JSON.stringify({ last_by_subj: `${this.subjects.prefix}.>` });
@@ -161,32 +197,62 @@ export class Wire {
     return () => subscription.unsubscribe();
   }
 
-  async #batch(stream: string, subject: string, seq: number, batch: number): Promise<Stored[]> {
-    this.#manager ??= jetstreamManager(this.connection, { checkAPI: false });
-    const { direct } = await this.#manager;
-    const found: Stored[] = [];
-    const progress = new Bell();
-    let end: { error?: Error | undefined } | undefined;
-    const batches = await direct.getBatch(stream, {
-      seq,
-      next_by_subj: subject,
-      batch,
-      max_bytes: READ_BATCH_BYTES,
-      callback: (done, message) => {
-        if (done === null) found.push({ seq: message.seq, body: message.data });
-        else end = { error: done.err };
-        progress.ring();
-      },
-    });
-    while (end === undefined) {
-      if (!(await progress.wait(READ_MS))) batches.stop(new Error(`no answer within ${READ_MS / 1000} s`));
+  async #readOn(stream: string, subject: string, seq: number, found: Stored[], end = Infinity): Promise<void> {
+    for (let next = seq; next < end; ) {
+      const batch = await this.#batch(stream, { seq: next, next_by_subj: subject }, READ_BATCH);
+      const last = batch.at(-1);
+      if (last === undefined) return;
+      for (const one of batch) found.push(one);
+      next = last.seq + 1;
     }
-    if (end.error && !("code" in end.error && end.error.code === 404)) throw end.error;
+  }
+
+  async #lastOf(stream: string, subjects: string[]): Promise<Stored[]> {
+    const found: Stored[] = [];
+    for (let start = 0; start < subjects.length; start += SUBJECTS_AT_ONCE) {
+      const some = subjects.slice(start, start + SUBJECTS_AT_ONCE);
+      found.push(...(await this.#batch(stream, { multi_last: some }, SUBJECTS_AT_ONCE)));
+    }
     return found;
   }
 
+  #jsm(): Promise<JetStreamManager> {
+    return (this.#manager ??= jetstreamManager(this.connection, { checkAPI: false }));
+  }
+
+  async #batch(stream: string, wanted: Wanted, batch: number): Promise<Stored[]> {
+    const { direct } = await this.#jsm();
+    const found: Stored[] = [];
+    const progress = new Bell();
+    let end: { error?: Error | undefined } | undefined;
+    const limits = "multi_last" in wanted ? { batch } : { batch, max_bytes: READ_BATCH_BYTES };
+    const options = {
+      ...limits,
+      callback: (done: CompletionResult | null, { subject, seq, data, time, header }: StoredMsg) => {
+        if (done === null) found.push({ subject, seq, body: data, time, headers: header });
+        else end = { error: done.err };
+        progress.ring();
+      },
+    };
+    const batches = await ("multi_last" in wanted
+      ? direct.getLastMessagesFor(stream, { ...wanted, ...options })
+      : direct.getBatch(stream, { ...wanted, ...options }));
+    while (end === undefined) {
+      if (!(await progress.wait(READ_MS))) batches.stop(new Error(`no answer within ${READ_MS / 1000} s`));
+    }
+    if (end.error && !hasCode(end.error, 404)) throw end.error;
+    return found;
+  }
+
+  /** Say that something failed because of an error of NATS's packages. */
+  #unreached(what: string, error: unknown): NoWorkerError {
+    if (this.closed) return new ClientClosedError(this.whyClosed);
+    const kind = this.#connected ? NoAnswerError : NoServerError;
+    return new kind(`${what}: ${messageOf(error)}`, { cause: error });
+  }
+
   #check(body?: Uint8Array): void {
-    if (this.closed) throw new NoWorkerError(this.whyClosed);
+    if (this.closed) throw new ClientClosedError(this.whyClosed);
     const limit = this.connection.info?.max_payload ?? Infinity;
     if (body !== undefined && body.length > limit) {
       throw new InvalidMessageError(
@@ -214,6 +280,10 @@ export class Wire {
 /** Whether an error, or a cause of it, has this name. */
 export function has(error: unknown, name: string): boolean {
   return error instanceof Error && (error.name === name || has(error.cause, name));
+}
+
+function hasCode(error: unknown, code: number): boolean {
+  return error instanceof Error && "code" in error && error.code === code;
 }
 
 export function messageOf(error: unknown): string {

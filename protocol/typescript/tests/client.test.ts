@@ -6,7 +6,7 @@ import { after, test } from "node:test";
 
 import { jetstreamManager } from "@nats-io/jetstream";
 import * as turnkeep from "turnkeep-client";
-import { connect, runTools } from "turnkeep-client";
+import { connect, retry, runTools } from "turnkeep-client";
 
 const servers = process.env["NATS_URL"] ?? "";
 const run = `test${Date.now()}`; // so that it can run again on the same server
@@ -55,37 +55,74 @@ test("whoever leaves an answer and comes back gets all of it", async () => {
   assert.deepEqual((await all(answer)).map((piece) => piece.text), [result.text]);
 });
 
-test("missed chunks are read from their stream, and what contradicts itself is no answer", async () => {
-  await using own = await connect({ servers, prefix: run });
+/** Streams without a worker: the log of one prefix, and what is published by hand. */
+async function byHand(own: turnkeep.Client, prefix: string) {
   const manager = await jetstreamManager(own.connection);
   const kept = { storage: "memory", allow_direct: true } as const;
-  await manager.streams.add({ ...kept, name: `${run}_log`, subjects: [`${run}.*.*.in`, `${run}.*.*.out`] });
-  await manager.streams.add({ ...kept, name: `${run}_tok`, subjects: [`${run}.*.*.tok.*`] });
+  await manager.streams.add({ ...kept, name: `${prefix}_log`, subjects: [`${prefix}.*.*.in`, `${prefix}.*.*.out`] });
+  await manager.streams.add({ ...kept, name: `${prefix}_tok`, subjects: [`${prefix}.*.*.tok.*`] });
   const store = (subject: string, body: object) =>
-    manager.jetstream().publish(`${run}.default.s.${subject}`, JSON.stringify(body));
-  const requests = own.connection.subscribe(`${run}.default.s.in`)[Symbol.asyncIterator]();
-  const result = { type: "generated", id: "g", seq: 1, position: 4, finish_reason: "stop", text: "0123", tokens: [0, 1, 2, 3] };
-  const chunk = (i: number) => store("tok.g", { i, tokens: [i], text: String(i) });
+    manager.jetstream().publish(`${prefix}.default.s.${subject}`, JSON.stringify(body));
+  const requests = own.connection.subscribe(`${prefix}.default.s.in`)[Symbol.asyncIterator]();
+  const chunk = (seq: number, i: number, text = String(i)) => store("tok.g", { i, tokens: [i], text, seq });
+  const purge = () => manager.streams.purge(`${prefix}_log`, { filter: `${prefix}.default.s.in` });
+  return { store, requests, chunk, purge };
+}
 
-  await chunk(0);
-  await chunk(1);
+const answer = { type: "generated", id: "g", position: 4, finish_reason: "stop", text: "0123", tokens: [0, 1, 2, 3] };
+
+test("missed chunks are read from their stream, and what contradicts itself is no answer", async () => {
+  await using own = await connect({ servers, prefix: run });
+  const { store, requests, chunk, purge } = await byHand(own, run);
+  await chunk(1, 0);
+  await chunk(1, 1);
   const pieces = own.session("s").generate({ id: "g" })[Symbol.asyncIterator]();
   const first = pieces.next();
   await requests.next();
-  await chunk(2);
+  await chunk(1, 2);
   const texts = [await first, await pieces.next(), await pieces.next()].map(({ value }) => value?.text);
   assert.deepEqual(texts, ["0", "1", "2"]);
-  await store("out", result);
+  await store("out", { ...answer, seq: 1 });
   assert.deepEqual([(await pieces.next()).value?.text, (await pieces.next()).done], ["3", true]);
 
   const wrong = assert.rejects(all(own.session("s").generate({ id: "g" })), turnkeep.StreamBrokenError);
   const removed = assert.rejects(own.session("s").append({ text: "x" }), turnkeep.ResultRemovedError);
   await requests.next();
   await requests.next();
-  await chunk(0);
-  await store("out", { ...result, seq: 3, tokens: [7, 8] });
-  await manager.streams.purge(`${run}_log`, { filter: `${run}.default.s.in` });
+  await chunk(3, 0);
+  await store("out", { ...answer, seq: 3, tokens: [7, 8] });
+  await purge();
   await Promise.all([wrong, removed]);
+});
+
+test("a repeat sees the chunks of the first request, and no others of its id", async () => {
+  const prefix = `${run}ids`;
+  await using own = await connect({ servers, prefix });
+  const { store, requests, chunk, purge } = await byHand(own, prefix);
+  await store("in", { messages: [{ content: "x", role: "user" }], id: "g", type: "generate" });
+  await chunk(1, 0);
+  const asked = { id: "g", messages: [{ role: "user", content: "x" }] } as const;
+  const repeat = own.session("s").generate(asked)[Symbol.asyncIterator]();
+  const next = repeat.next();
+  await requests.next();
+  await requests.next();
+  await chunk(1, 1);
+  assert.deepEqual([(await next).value?.text, (await repeat.next()).value?.text], ["0", "1"]);
+  await store("out", { ...answer, seq: 2, repeat_of: 1 });
+  assert.equal((await repeat.next()).value?.text, "23");
+
+  await purge(); // so the id is free again
+  const later = own.session("s").generate(asked);
+  const pieces = later[Symbol.asyncIterator]();
+  const begin = pieces.next();
+  await requests.next();
+  await chunk(4, 1, "new");
+  await chunk(4, 0, "all ");
+  await chunk(9, 0, "of a later one");
+  await store("out", { ...answer, seq: 4, text: "all new", tokens: [0, 1] });
+  const texts = [(await begin).value?.text];
+  for await (const { text } of { [Symbol.asyncIterator]: () => pieces }) texts.push(text);
+  assert.equal(texts.join(""), "all new");
 });
 
 test("a session forks, rewinds, is counted and described, and is forgotten", async () => {
@@ -102,6 +139,86 @@ test("a session forks, rewinds, is counted and described, and is forgotten", asy
   assert.equal((await fork.close()).position, 4);
   assert.ok((await session.forget()).removed_entries);
   await assert.rejects(session.append({ text: "x" }), failsWith("unknown_session", false));
+});
+
+test("a conversation is read from the log as it stands, also a fork's", async () => {
+  const session = client.session("read");
+  const system = { role: "system", content: "Be brief." } as const;
+  await session.append({ messages: [system] });
+  const question = { role: "user", content: "Why?" } as const;
+  const first = await session.generate({ messages: [question], prefix: "As ", max_tokens: 5, ignore_eos: true }).result;
+  await session.generate({ text: "More?", max_tokens: 5, ignore_eos: true }).result;
+  await assert.rejects(session.rewind(9999));
+  await session.rewind(first.position);
+  const said = { role: "assistant", content: `As ${first.text}` };
+  const { messages, turns, position, isWhole } = await session.history();
+  assert.deepEqual([messages, position, isWhole], [[system, question, said], first.position, true]);
+  assert.equal(turns[1]?.answer?.id, first.id);
+
+  const fork = await session.fork("readfork", { position: first.position - 2 });
+  await fork.append({ text: "And?" });
+  const forked = await fork.history();
+  assert.deepEqual(forked.messages.slice(0, 2), [system, question]);
+  assert.deepEqual(forked.messages.at(-1), { role: "user", content: "And?" });
+  assert.deepEqual(forked.turns.map((turn) => turn.isCut), [false, true, false]);
+  await session.forget();
+  assert.equal((await fork.history()).isWhole, false);
+});
+
+test("the sessions of a tenant are listed, the last used one first", async () => {
+  await using own = await connect({ servers, tenant: `${run}list` });
+  assert.deepEqual(await own.sessions(), []);
+  const { position } = await own.session("one").append({ text: "ab" });
+  await own.session("two").append({ text: "ab" });
+  await own.session("two").close();
+  const [two, one] = await own.sessions();
+  assert.deepEqual([two?.name, two?.isClosed, one?.name, one?.isClosed], ["two", true, "one", false]);
+  assert.deepEqual([one?.position, one?.isWaiting], [position, false]);
+  assert.ok(two && one && two.last >= one.last && Date.now() - two.last.getTime() < 60_000);
+});
+
+test("more sessions are listed than the server looks up at a time", async () => {
+  const prefix = `${run}most`;
+  await using own = await connect({ servers, prefix });
+  await byHand(own, prefix);
+  const js = (await jetstreamManager(own.connection)).jetstream();
+  const names = Array.from({ length: 1100 }, (_, n) => `s${n}`);
+  await Promise.all(names.map((name) => js.publish(`${prefix}.default.${name}.in`, JSON.stringify({ id: "g" }))));
+  const found = await own.sessions();
+  assert.deepEqual(found.map(({ name }) => name).sort(), names.sort());
+  assert.ok(found.every(({ isWaiting, position }) => isWaiting && position === undefined));
+});
+
+test("what failed for a reason that may pass is sent again, and nothing else", async () => {
+  const session = client.session("retried");
+  let number = 0;
+  const send = (limit: number) => () => session.append({ text: "x", deadline_s: ++number < limit ? 1e-6 : 60 });
+  assert.equal((await retry(send(2))).position, 1);
+  assert.equal(number, 2);
+  await assert.rejects(retry(send(9), { attempts: 2 }), failsWith("expired", true));
+  assert.equal(number, 4);
+  await assert.rejects(retry(() => (number++, session.rewind(99))), failsWith("invalid_request", false));
+  assert.equal(number, 5);
+});
+
+test("leaving the block of an answer cancels it", async () => {
+  const session = client.session("block");
+  const asked = { text: "x", max_tokens: 1900, ignore_eos: true, id: "long" } as const;
+  {
+    await using answer = session.generate(asked);
+    for await (const piece of answer) if (piece.i > 3) break;
+  }
+  assert.equal((await session.generate(asked).result).finish_reason, "cancelled");
+  const stop = new AbortController();
+  await assert.rejects(async () => {
+    await using answer = session.generate({ ...asked, id: "stopped" }, { signal: stop.signal });
+    for await (const piece of answer) if (piece.i > 3) stop.abort(new Error("enough"));
+  }, /enough/);
+  assert.equal((await session.generate({ ...asked, id: "stopped" }).result).finish_reason, "cancelled");
+  await using whole = session.generate({ text: "y", max_tokens: 2 });
+  assert.notEqual((await whole.result).finish_reason, "cancelled");
+  await using unsent = session.generate({ text: "never" });
+  assert.equal(unsent.seq, undefined);
 });
 
 test("a signal ends the wait and not the answer, which a cancel ends", async () => {
@@ -159,9 +276,11 @@ test("what cannot be done is told by the class of its error", async () => {
   await assert.rejects(connect({ servers: "127.0.0.1:9" }), turnkeep.NoServerError);
   await assert.rejects(connect({ servers, prefix: "a b" }), turnkeep.InvalidMessageError);
   await using other = await connect({ servers, prefix: "nobody" });
-  await assert.rejects(other.session("s").info(), turnkeep.NoWorkerError);
+  await assert.rejects(other.session("s").info(), turnkeep.NoAnswerError);
+  await assert.rejects(other.sessions(), turnkeep.NoAnswerError);
   await assert.rejects(other.session("s").append({ text: "x" }), /no worker was ever started/);
   const waiting = other.session("s").append({ text: "x" });
   await other.close();
-  await assert.rejects(waiting, turnkeep.NoWorkerError);
+  await assert.rejects(waiting, turnkeep.ClientClosedError);
+  await assert.rejects(other.session("s").history(), turnkeep.ClientClosedError);
 });

@@ -1,0 +1,116 @@
+/** The conversation of a session, read from its log: what is left of it after rewinds, forks and failures. */
+
+import { decode } from "./calls.js";
+import type { Append, Appended, Generate, Generated, Message, Opened, Request, Result, Rewound } from "./messages.js";
+import type { SessionKey } from "./subjects.js";
+import type { Wire } from "./wire.js";
+
+/** Header of a result that a worker made: digest of the session's tokens after it. */
+const HISTORY_HEADER = "Turnkeep-History";
+
+/**
+ * An append, or a generate with its answer.
+ *
+ * Positions are those at the time of the result: a chat template may have changed earlier text since
+ * (`rewritten_from`).
+ */
+export interface Turn {
+  readonly request: Append | Generate;
+  /** Undefined for an append, and if a rewind has left no token of it. */
+  readonly answer: Generated | undefined;
+  /** The session's number of tokens before the turn, before its answer, and after it. */
+  readonly start: number;
+  readonly answerStart: number;
+  readonly position: number;
+  /** Whether a rewind has removed a part; `request` and `answer` are then as they were. */
+  readonly isCut: boolean;
+}
+
+export interface History {
+  /** Oldest first. */
+  readonly turns: readonly Turn[];
+  /** False if the session's beginning is no longer in the log. */
+  readonly isWhole: boolean;
+  /** The conversation in OpenAI's shape. Raw text counts as a user's; of raw tokens there is no message. */
+  readonly messages: readonly Message[];
+  /** The number of the session's tokens. */
+  readonly position: number;
+}
+
+type Folded = Omit<History, "messages" | "position">;
+type Changing = Opened | Appended | Generated | Rewound;
+
+export async function readHistory(wire: Wire, key: SessionKey): Promise<History> {
+  const { turns, isWhole } = await fold(wire, key, Infinity);
+  return { turns, isWhole, messages: turns.flatMap(messagesOf), position: turns.at(-1)?.position ?? 0 };
+}
+
+/** Fold a session's log before the sequence `end`. */
+async function fold(wire: Wire, key: SessionKey, end: number): Promise<Folded> {
+  let turns: Turn[] = [];
+  let isWhole = true;
+  let position = 0;
+  for (const { request, result, seq } of await exchanges(wire, key, end)) {
+    if (result.type === "rewound") {
+      turns = until(turns, result.position);
+    } else if (result.type === "opened" && result.parent) {
+      const { session, position: at } = result.parent;
+      const before = await fold(wire, { ...key, session }, seq);
+      turns = until(before.turns, at);
+      isWhole = before.isWhole && (before.turns.at(-1)?.position ?? 0) >= at;
+    } else if (result.type === "opened") {
+      [turns, isWhole] = [[], true];
+    } else if (request.type === "append" || request.type === "generate") {
+      turns.push(turnOf(request, result, position));
+    }
+    position = result.position;
+  }
+  return { turns, isWhole };
+}
+
+/** Return the requests that have changed the session, with their results and the results' sequences. */
+async function exchanges(wire: Wire, key: SessionKey, end: number) {
+  const { subjects } = wire;
+  const read = (kind: "in" | "out") => wire.readAll(subjects.logStream, subjects.of(key, kind), end);
+  const requests = new Map((await read("in")).map(({ seq, body }) => [seq, body]));
+  const found: { request: Request; result: Changing; seq: number }[] = [];
+  for (const { seq, body, headers } of await read("out")) {
+    const result = decode<Result>(body);
+    if (!isChanging(result) || result.repeat_of != null || !headers.has(HISTORY_HEADER)) continue;
+    const asked = result.seq == null ? undefined : requests.get(result.seq);
+    const request = asked && decode<Request>(asked);
+    if (request !== undefined && requests.delete(result.seq ?? 0)) found.push({ request, result, seq });
+  }
+  return found;
+}
+
+function isChanging(result: Result | undefined): result is Changing {
+  return result !== undefined && ["opened", "appended", "generated", "rewound"].includes(result.type);
+}
+
+function turnOf(request: Append | Generate, result: Appended | Generated, start: number): Turn {
+  const answer = result.type === "generated" ? result : undefined;
+  const answerStart = result.position - (answer ? answer.tokens.length + (answer.prefix_tokens ?? 0) : 0);
+  return { request, answer, start, answerStart, position: result.position, isCut: false };
+}
+
+/** Return what the first tokens of a session have of its turns. */
+function until(turns: readonly Turn[], position: number): Turn[] {
+  const left = turns.filter((turn) => turn.start < position);
+  return left.map((turn) => (turn.position <= position ? turn : cut(turn, position)));
+}
+
+function cut(turn: Turn, position: number): Turn {
+  const answerStart = Math.min(turn.answerStart, position);
+  const answer = position > answerStart ? turn.answer : undefined;
+  return { ...turn, answer, answerStart, position, isCut: position !== turn.answerStart };
+}
+
+function messagesOf({ request, answer }: Turn): Message[] {
+  const said: Message[] = request.text ? [{ role: "user", content: request.text }] : [...(request.messages ?? [])];
+  if (answer === undefined || answer.tokens.length === 0) return said;
+  const prefix = request.type === "generate" ? (request.prefix ?? "") : "";
+  const calls = (answer.tool_calls ?? []).map(({ id, function: called }) => ({ id, function: called }));
+  const message: Message = { role: "assistant", content: prefix + answer.text };
+  return [...said, calls.length > 0 ? { ...message, tool_calls: calls } : message];
+}
