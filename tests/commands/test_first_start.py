@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -35,6 +37,14 @@ def test_a_start_says_what_it_does_and_ends_with_what_to_do_next(tmp_path: Path,
         assert "testing how" not in terminal.transcript, "only a first start tests the model"
         assert "hashing" not in terminal.transcript
         assert "In another terminal" not in terminal.transcript, "programs read JSON"
+
+
+def test_a_worker_without_a_terminal_imports_no_rich() -> None:
+    program = "from worker.observe.bare_structlog import import_structlog; import_structlog();"
+    program += "import sys, worker.app, worker.commands.serve; print({'rich', 'attr'} & set(sys.modules));"
+    program += "import rich"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
 
 
 def test_a_demo_without_a_model_advises_nothing_that_fails_too(tmp_path: Path) -> None:
