@@ -347,6 +347,11 @@ class App:
 
     async def _identity(self, directory: DataDir, loaded: LoadedModel) -> Identity:
         """Name the model for its snapshots."""
+
+        def tell(done: int, total: int) -> None:
+            if self._progress is not None:
+                self._progress(done, total, "hashing weights")
+
         return await self._in_thread(
             folder_identity,
             loaded.folder,
@@ -355,6 +360,7 @@ class App:
             code=await self._in_thread(code_digest, loaded.model),
             caches=self._device.caches,
             memo=directory.models / "digests.json",
+            progress=tell,
         )
 
     async def _serve(self, nc: Client, js: JetStreamContext, names: Streams, loaded: LoadedModel) -> None:

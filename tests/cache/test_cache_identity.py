@@ -126,6 +126,17 @@ def test_a_memo_that_cannot_be_written_costs_time_only(folder, tmp_path) -> None
     assert files_digest(weights, memo=tmp_path / "file" / "digests.json") == files_digest(weights)
 
 
+def test_progress_counts_the_files_that_are_read_only(folder, tmp_path) -> None:
+    memo, told = tmp_path / "digests.json", []
+    paths = sorted(folder.glob("*.safetensors"))
+    first, whole = paths[0].stat().st_size, sum(path.stat().st_size for path in paths)
+    files_digest(paths[:1], memo=memo)
+    for _ in range(2):
+        files_digest(paths, memo=memo, progress=lambda *numbers: told.append(numbers))
+    assert len(paths) == 2
+    assert told == [(first, whole), (whole, whole)]
+
+
 def test_a_folder_without_weights_is_refused(tmp_path) -> None:
     with pytest.raises(FileNotFoundError, match=r"no \*.safetensors"):
         take(tmp_path)

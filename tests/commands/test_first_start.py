@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -20,6 +22,7 @@ def test_a_start_says_what_it_does_and_ends_with_what_to_do_next(tmp_path: Path,
     with Terminal("serve", *place, "--model", tiny_model, columns=200) as terminal:
         terminal.wait_for("starting")
         terminal.wait_for("testing how this model runs best")
+        terminal.wait_for("hashing weights")
         terminal.wait_for("ready ")
         terminal.wait_for(f"In another terminal:\r?\n +turnkeep chat {' '.join(place)}\r?\n")
         terminal.wait_for("Ctrl-C stops")
@@ -32,7 +35,16 @@ def test_a_start_says_what_it_does_and_ends_with_what_to_do_next(tmp_path: Path,
         terminal.type("\x03")
         assert terminal.end() == 0
         assert "testing how" not in terminal.transcript, "only a first start tests the model"
+        assert "hashing" not in terminal.transcript
         assert "In another terminal" not in terminal.transcript, "programs read JSON"
+
+
+def test_a_worker_without_a_terminal_imports_no_rich() -> None:
+    program = "from worker.observe.bare_structlog import import_structlog; import_structlog();"
+    program += "import sys, worker.app, worker.commands.serve; print({'rich', 'attr'} & set(sys.modules));"
+    program += "import rich"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
 
 
 def test_a_demo_without_a_model_advises_nothing_that_fails_too(tmp_path: Path) -> None:

@@ -5,9 +5,15 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+import mlx.core as mx
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 
-from worker.batch.trials import Trials
+from cache.kv import layers
+from worker.batch.choosing import batch_for
+from worker.batch.trials import SHIPPED, Trials
+from worker.device.runner import trial_key
+from worker.models import model
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -57,3 +63,22 @@ def test_of_many_models_the_last_ones_are_remembered(path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_costs_a_trial_only(tmp_path: Path) -> None:
     assert Trials(tmp_path / "missing" / "trials.json", "model").way("merge", lambda: 1, 2) == 1
+
+
+def test_what_is_shipped_is_not_tried(path: Path) -> None:
+    trials = Trials(path, "model", {"share": 0})
+    assert trials.way("share", never, 1) == 0
+    assert trials.way("merge", lambda: 1, 2) == 1
+    assert json.loads(path.read_text()) == {"model": {"merge": 1}}
+
+
+@pytest.mark.model
+@pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="shipped for a CPU only")
+def test_what_is_shipped_is_what_the_packaged_model_passes(packaged_folder: Path, path: Path) -> None:
+    """After an update of MLX or mlx-lm, or for another packaged model, change `SHIPPED`."""
+    loaded = model.load(packaged_folder, dtype="float32")
+    own = make_prompt_cache(loaded.model)
+    loaded.model(mx.array([[0]]), cache=own)
+    key = trial_key(loaded, layers.describe(own))
+    batch_for(loaded.model, trials=Trials(path, "tried"))
+    assert {key: json.loads(path.read_text())["tried"]} == SHIPPED

@@ -97,6 +97,31 @@ def test_a_gguf_file_that_was_converted_is_not_read_again(
     assert resolve() == folder
 
 
+GGUF = TinyLlama().but(tokenizer__chat_template="{{ bos_token }}{{ messages }}")
+FILES = {
+    "no beginning": GGUF,
+    "no end": GGUF.but(tokenizer__ggml__eos_token_id=None),
+    "beginning added": GGUF.but(tokenizer__ggml__pre="llama-bpe", tokenizer__ggml__padding_token_id=318),
+    "words of a user": GGUF.but(tokenizer__ggml__token_type=[1] * 310 + [4] * 7 + [3] * 3),
+    "a usual token at the end": GGUF.but(tokenizer__ggml__eos_token_id=5),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_tokenizer_of_a_converted_file_is_stored_as_transformers_would_load_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = FILES[name].write(tmp_path / "tiny.gguf")
+    folder = model.resolve(str(path), tmp_path, dtype="float32")
+    read = Tokenizer.from_folder(folder)
+    if name != "a usual token at the end":  # transformers makes it a special one
+        monkeypatch.setattr(tokenizer_files, "_load", None)
+    stored = Tokenizer.from_folder(folder, tmp_path / "models")
+    assert stored.fingerprint == read.fingerprint
+    assert stored.eos_ids == read.eos_ids
+    assert vars(stored)["_hf"].special_tokens_map == vars(read)["_hf"].special_tokens_map
+
+
 TEMPLATES = (
     "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m | tojson }}\n{% endfor %}",
     (

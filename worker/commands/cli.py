@@ -6,7 +6,6 @@ that talk to a worker are ordinary clients; only `serve`, `model`, `cache` and `
 
 from __future__ import annotations
 
-import asyncio
 import importlib.metadata
 import json
 import sys
@@ -242,6 +241,9 @@ def serve(
 
         run_weigh(settings)
         return
+    from worker.observe.bare_structlog import import_structlog
+
+    import_structlog()
     from worker.wire.broker import check_port
 
     from .serve import Manner, supervise
@@ -274,6 +276,8 @@ def serve(
 @click.option("--model", metavar="[PATH|ID]", help="Its model. [default: the packaged one]")
 def demo(data_dir: Path, model: str | None) -> None:
     """Hold a conversation, and kill the worker in the middle of an answer."""
+    import asyncio
+
     from .demo import Demo
 
     asyncio.run(Demo(data_dir, model).run())

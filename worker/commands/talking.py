@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import math
 import os
@@ -45,6 +44,8 @@ async def connected(settings: Settings, tenant: str, prefix: str | None = None) 
     Waits for the server of a worker that has just been started. Requests wait without limit: who is tired of
     it presses Ctrl-C, or ends the HTTP request.
     """
+    import asyncio
+
     from turnkeep_client.client import connect
 
     url = over_tls(settings, settings.nats or f"nats://127.0.0.1:{settings.nats_port}")
@@ -80,6 +81,7 @@ async def connected(settings: Settings, tenant: str, prefix: str | None = None) 
 
 def talk(settings: Settings, tenant: str, say: Callable[[Client], Coroutine[Any, Any, _T]]) -> _T:
     """Connect a client and run `say` with it, until it ends or SIGTERM arrives."""
+    import asyncio  # here, as `--help` needs none
 
     async def run() -> _T:
         # SIGTERM cancels the task, so that changed terminal settings are restored.

@@ -32,7 +32,7 @@ from worker.batch.chooser import Chooser
 from worker.batch.choosing import batch_for
 from worker.batch.lookup import MOST_SEEN
 from worker.batch.rows import PrefillPiece, Row
-from worker.batch.trials import Trials
+from worker.batch.trials import SHIPPED, Trials
 from worker.models.code import code_digest, package_digest
 from worker.models.quantised import unpacked_bytes
 
@@ -73,8 +73,11 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 
-def _trial_key(loaded: LoadedModel, caches: str) -> str:
-    """Return a digest of everything that a trial's result depends on, except the weights' values."""
+def trial_key(loaded: LoadedModel, caches: str) -> str:
+    """Return a digest of what a trial's result depends on, except our own code and the weights' values.
+
+    `caches` describes the model's own caches (`layers.describe`).
+    """
     model: Any = loaded.model  # mlx has no annotations here
     parameters: Any = tree_flatten(model.parameters())
     parts = (
@@ -82,7 +85,6 @@ def _trial_key(loaded: LoadedModel, caches: str) -> str:
         sorted({str(array.dtype) for _, array in parameters}),
         caches,
         code_digest(model),
-        package_digest("worker.batch"),
         importlib.metadata.version("mlx"),
         str(mx.default_device()),
     )
@@ -169,7 +171,8 @@ class Runner:
         """Choose the batch for the model's rows by trials. The file `trials` remembers their results."""
         own = make_prompt_cache(loaded.model)
         loaded.model(mx.array([[0]]), cache=own)  # fills the caches; not evaluated
-        remembered = Trials(trials, _trial_key(loaded, layers.describe(own))) if trials else None
+        key = trial_key(loaded, layers.describe(own))
+        known = Trials(trials, f"{key} {package_digest('worker.batch')}", SHIPPED.get(key))
         device = machine.profile()
         return batch_for(
             loaded.model,
@@ -178,7 +181,7 @@ class Runner:
             pooled_rows=device.pooled_rows,
             merged_rows=device.merged_rows,
             runs_ahead=not machine.on_cpu(),
-            trials=remembered,
+            trials=known,
         )
 
     def _try_caches(self, loaded: LoadedModel, limit_bytes: int | None) -> Callable[[Policy], list[Any]]:

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -21,7 +22,7 @@ from gguf.constants import GGMLQuantizationType
 
 from worker.process.formatting import size
 
-from . import gguf_file, gguf_tokenizer
+from . import gguf_file, gguf_tokenizer, tokenizer_files
 from .converted import CONVERTER
 from .gguf_family import FAMILIES, Family, unsupported
 from .model_files import ModelError, one_line
@@ -36,6 +37,10 @@ if TYPE_CHECKING:
     from .model_files import Progress
 
 WeightDtype = Literal["float32", "float16", "bfloat16"]
+
+#: Each thread has the rows of one tensor in memory.
+_THREADS: Final = 2
+_SYNC_BYTES: Final = 64 << 20
 
 _UNFINISHED: Final = ".unfinished-"
 _SAFETENSORS_DTYPES: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -70,6 +75,9 @@ def convert(source: Path, models_dir: Path, *, dtype: str, progress: Progress | 
         with _locked(models_dir):
             if not folder.is_dir():  # else another process has just written it
                 _write(conversion, folder, progress)
+                tokenizer_files.keep(
+                    conversion.tokenizer.tokenizer, conversion.tokenizer.config, folder, models_dir
+                )
     except OSError as error:
         raise ModelError(f"{source} cannot be converted into {models_dir}: {one_line(error)}") from None
     return folder
@@ -284,18 +292,35 @@ def _write_weights(path: Path, conversion: _Conversion, progress: Progress) -> N
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    done = 0
+    done = synced = 0
     progress(done, conversion.num_bytes, "converting weights")
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for tensor in conversion.names.values():
-            is_norm = conversion.family.norms_have_one and tensor.name.endswith("norm.weight")
-            for stored in conversion.file.rows(tensor):
-                rows = stored - 1 if is_norm else stored
-                done += file.write(_cast(rows, conversion.dtype, tensor.name).data.cast("B"))
-                progress(done, conversion.num_bytes, "converting weights")
-        file.flush()
+    with path.open("wb", buffering=0) as file, ThreadPoolExecutor(_THREADS) as pool:
+        start = file.write(len(text).to_bytes(8, "little") + text)
+
+        def write(name: str, tensor: Tensor) -> int:
+            return _write_tensor(file.fileno(), start + header[name]["data_offsets"][0], tensor, conversion)
+
+        for num_bytes in pool.map(write, conversion.names, conversion.names.values()):
+            done += num_bytes
+            progress(done, conversion.num_bytes, "converting weights")
+            if done - synced >= _SYNC_BYTES:  # while the threads go on: the last sync has little left to do
+                os.fsync(file.fileno())
+                synced = done
         os.fsync(file.fileno())
+
+
+def _write_tensor(fd: int, offset: int, tensor: Tensor, conversion: _Conversion) -> int:
+    """Write one tensor at an offset of a file; return its number of bytes."""
+    is_norm = conversion.family.norms_have_one and tensor.name.endswith("norm.weight")
+    num_bytes = 0
+    for stored in conversion.file.rows(tensor):
+        rows = stored - 1 if is_norm else stored
+        left = _cast(rows, conversion.dtype, tensor.name).data.cast("B")
+        while left:  # a call writes 2 GiB at most
+            written = os.pwrite(fd, left, offset + num_bytes)
+            num_bytes += written
+            left = left[written:]
+    return num_bytes
 
 
 def _cast(values: npt.NDArray[np.float32], dtype: WeightDtype, name: str) -> npt.NDArray[Any]:

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from .model_files import ModelError, one_line
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from .model_files import Progress
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 _FORM: Final = 1
 #: Every file from which transformers may read something about a tokenizer.
 _PATTERNS: Final = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.jsonl", "*/*.jinja")
+_NAMED: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 class LoadedTokenizer(Protocol):
@@ -63,8 +66,7 @@ def load(folder: Path, store: Path | None = None, progress: Progress | None = No
     """
     if store is None:
         return _load(folder)
-    name = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]
-    path, key = store / f"tokenizer-{name}.json", _key(folder)
+    path, key = _place(folder, store), _key(folder)
     with suppress(Exception):  # whatever is wrong with the file, it is written anew
         found = msgspec.json.decode(path.read_bytes(), type=_Form)
         if found.key == key:
@@ -77,6 +79,26 @@ def load(folder: Path, store: Path | None = None, progress: Progress | None = No
     if progress is not None:
         progress(1, 1, "reading the tokenizer")
     return loaded
+
+
+def keep(rust: Tokenizer, config: Mapping[str, Any], folder: Path, store: Path) -> None:
+    """Store a tokenizer of the class `PreTrainedTokenizerFast` as transformers would load it from its folder.
+
+    `rust` is what the folder's tokenizer.json has, and is changed; `config` is the tokenizer_config.json. If
+    transformers would add tokens, nothing is stored.
+    """
+    named = {name: config[name] for name in _NAMED if name in config}
+    special = {token.content for token in rust.get_added_tokens_decoder().values() if token.special}
+    if not special.issuperset(named.values()):
+        return
+    if rust.post_processor is None:
+        rust.post_processor = TemplateProcessing(single="$A", pair="$A $B:1", special_tokens=[])
+    eos_id = rust.token_to_id(named["eos_token"]) if "eos_token" in named else None
+    _keep(_Stored(rust, config.get("chat_template"), eos_id, named), _place(folder, store), _key(folder))
+
+
+def _place(folder: Path, store: Path) -> Path:
+    return store / f"tokenizer-{hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]}.json"
 
 
 def _keep(loaded: LoadedTokenizer, path: Path, key: str) -> None:

@@ -14,8 +14,6 @@ import time
 from typing import TYPE_CHECKING, Any, Final, Self
 from uuid import uuid4
 
-import psutil
-
 from turnkeep_client.errors import TurnkeepError
 
 if TYPE_CHECKING:
@@ -136,6 +134,8 @@ def starting_pid(path: Path) -> int | None:
 
     Does not try the lock, since that would refuse it to a worker that starts at this moment.
     """
+    import psutil  # here, as most commands need none
+
     with contextlib.suppress(OSError, psutil.Error):
         fd = os.open(path / LOCK_NAME, os.O_RDONLY)
         try:

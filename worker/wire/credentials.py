@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import ssl
 from typing import TYPE_CHECKING, Any, Final
 
 from worker.process.datadir import TOKEN_NAME
@@ -139,6 +138,8 @@ def _secret(settings: Settings, name: str) -> str:
 
 
 def _tls(settings: Settings) -> dict[str, Any]:
+    import ssl  # here, as most commands need none
+
     ca, cert, key = settings.nats_ca, settings.nats_cert, settings.nats_key
     if key is not None and cert is None:
         raise SettingsError("nats_key has no certificate; set nats_cert")
