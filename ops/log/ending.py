@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
-from turnkeep_client.errors import RequestFailedError, TurnkeepError
+from turnkeep_client.errors import InvalidMessageError, RequestFailedError
+from turnkeep_client.messages import Closed, decode_result
 
 if TYPE_CHECKING:
     from turnkeep_client.client import Client
-    from turnkeep_client.messages import Closed
     from turnkeep_client.session import Session
 
 
 async def end(client: Client, name: str, timeout_s: float, *, forget: bool) -> Closed:
     """Close a session that is open or, with `forget`, remove one that is in the log.
 
-    Raises `TurnkeepError`, also for a session that does not exist.
+    Raises `TurnkeepError`, also for a session that does not exist or was removed before.
     """
     session = client.session(name)
     if not (forget and await _is_in_log(client, name)):
@@ -38,18 +39,20 @@ async def removed(session: Session, timeout_s: float) -> Closed:
 
 
 async def check_open(session: Session) -> None:
-    """Raise `TurnkeepError` unless the session is open.
+    """Raise `RequestFailedError` unless the session is open.
 
     Without this check the refused request would stay in the log, under the name of a session that does not
     exist.
     """
-    try:
-        await session.info(limit=0)
-    except RequestFailedError as error:
-        raise TurnkeepError(f"{session.key.session}: {error}") from None
+    await session.info(limit=0)
 
 
 async def _is_in_log(client: Client, name: str) -> bool:
+    """Say whether the log has more of a session than the close that removed it."""
     async for piece in client.log_backwards(name):
+        if piece and piece[-1].kind == "out":
+            with contextlib.suppress(InvalidMessageError):  # not a worker's
+                last = decode_result(piece[-1].body)
+                return not (isinstance(last, Closed) and last.forgotten is not None)
         return bool(piece)
     return False

@@ -220,8 +220,9 @@ async def test_on_a_terminal_words_wrap(
     assert seen[: len(shown)] == shown
 
 
-async def test_ctrl_c_ends_the_answer_and_is_an_exit_code(
-    local_worker: Callable[..., Any], endless_model: Path
+@pytest.mark.parametrize("ended", ["Ctrl-C", "SIGTERM"])
+async def test_ctrl_c_and_sigterm_end_the_answer_and_are_exit_codes(
+    local_worker: Callable[..., Any], endless_model: Path, ended: str
 ) -> None:
     worker = await local_worker(model=str(endless_model))
     options = ("--session", "s", "--max-tokens", 50_000, *where(worker))
@@ -230,10 +231,14 @@ async def test_ctrl_c_ends_the_answer_and_is_an_exit_code(
         with Terminal("ask", "hello", *options) as terminal:
             terminal.wait_for(".")
             assert not terminal.echoes
-            terminal.type("\x03")
+            if ended == "Ctrl-C":
+                terminal.type("\x03")
+            else:
+                terminal.process.terminate()
             return terminal.end()
 
-    assert await asyncio.to_thread(run) == 130
+    assert await asyncio.to_thread(run) == (130 if ended == "Ctrl-C" else 143)
+    await worker.client.session("s").append(text="behind it", timeout_s=60)
     assert (await answered(worker.client)).finish_reason == "cancelled"
 
 

@@ -47,18 +47,27 @@ async def test_sessions_are_closed_and_removed(local_worker: Start) -> None:
     assert (await contents(worker)).count(b"a secret") == 1, "that of a"
     listed = await command("sessions", *where(worker))
     assert listed.stdout.endswith("1 of 1 sessions; not listed: 2 that were forgotten\n")
-
-
-@pytest.mark.parametrize("deed", [("close",), ("rm",), ("rewind",)])
-async def test_a_name_that_is_no_session_is_one_line_and_makes_none(
-    local_worker: Start, deed: tuple[str, ...]
-) -> None:
-    worker = await local_worker()
-    await worker.client.session("s").append(text="x")
-    done = await command(*deed, "typo", *where(worker))
+    done = await command("rm", "b", *where(worker))
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("turnkeep: typo: unknown_session: there is no such session")
-    assert list(await states(worker)) == ["s"]
+    assert done.stderr == "turnkeep: session b was closed or removed; turnkeep open b starts it anew\n", (
+        "rm of what is gone"
+    )
+
+
+async def test_a_name_that_is_no_session_is_one_line_and_makes_none(local_worker: Start) -> None:
+    worker = await local_worker()
+    await worker.client.session("garden").append(text="x")
+    deeds = ["close", "rm", "rewind", "info", "pin", "unpin", "show"]
+    for deed in (*deeds, ("fork", "new"), ("cancel", "r"), ("export", "file")):
+        name, *more = [deed] if isinstance(deed, str) else deed
+        for typed, says in (
+            ("gardn", "there is no session gardn; did you mean garden?"),
+            ("typo", "there is no session typo; see turnkeep sessions"),
+        ):
+            done = await command(name, typed, *more, *where(worker))
+            assert (done.returncode, done.stdout) == (1, "")
+            assert done.stderr == f"turnkeep: {says}\n"
+    assert list(await states(worker)) == ["garden"]
 
 
 async def test_the_last_exchanges_are_rewound_or_all_from_a_position_on(local_worker: Start) -> None:

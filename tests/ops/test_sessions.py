@@ -169,7 +169,4 @@ async def test_a_session_that_is_not_there_is_one_line(local_worker: Start) -> N
     worker = await local_worker()
     done = await command("show", "nobody", *where(worker))
     assert (done.returncode, done.stdout) == (1, "")
-    assert (
-        done.stderr
-        == "turnkeep: the log has no session nobody of the tenant default; see turnkeep sessions\n"
-    )
+    assert done.stderr == "turnkeep: there is no session nobody; see turnkeep sessions\n"

@@ -61,7 +61,7 @@ async def test_a_fork_is_made_and_shown_by_the_commands(local_worker: Start) -> 
 async def test_a_command_that_cannot_fork_says_why(local_worker: Start) -> None:
     worker = await family(local_worker)
     for asked, says in [
-        (("nobody", "x"), "the session nobody does not exist"),
+        (("nobody", "x"), "there is no session nobody; see turnkeep sessions"),
         (("garden", "red"), "the session is open already"),
         (("garden", "x", "--position", "99999"), "cannot fork garden at 99999"),
         (("garden", "x", "--last", "9"), "the session has 2 exchanges, not 9"),

@@ -121,9 +121,6 @@ async def ask(
         return finished
     finally:
         if name is None:
-            if not finished:  # nobody will read the rest
-                with contextlib.suppress(TurnkeepError):
-                    await generation.cancel()
             with contextlib.suppress(TurnkeepError):  # the close is in the log, for the next worker
                 await removed(session, _CLOSE_S)
 

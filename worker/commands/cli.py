@@ -516,12 +516,9 @@ def url(config: Path | None, **flags: Any) -> None:
 @with_settings(*CLIENT_SETTINGS)
 def cancel(config: Path | None, session: str, request_id: str, tenant: str, **flags: Any) -> None:
     """Stop request ID of SESSION; the tokens of its answer so far stay in the session."""
+    from .control import cancel as run
 
-    async def run(client: Client) -> None:
-        cancelled = await client.session(session).cancel(request_id)
-        click.echo(f"cancelled {cancelled.id}, which was {cancelled.was}")
-
-    talk(load_settings(config, flags), tenant, run)
+    talk(load_settings(config, flags), tenant, lambda client: run(client, session, request_id))
 
 
 @main.command()

@@ -12,7 +12,7 @@ from turnkeep_client.errors import InvalidMessageError
 from .exchanges import last_exchanges
 from .flags import load_settings, tenant_option, with_result_timeout, with_settings
 from .screen import printable
-from .talking import CLIENT_SETTINGS, talk
+from .talking import CLIENT_SETTINGS, named, talk
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -57,7 +57,8 @@ def _close(
 ) -> None:
     async def run(client: Client) -> None:
         for name in names:
-            closed = await end(client, name, timeout_s, forget=forget)
+            async with named(client, name):
+                closed = await end(client, name, timeout_s, forget=forget)
             if not forget:
                 click.echo(f"closed {name} at position {closed.position}")
                 continue
@@ -92,7 +93,8 @@ def rewind(
         raise click.UsageError("give --last or --position, not both")
 
     async def run(client: Client) -> None:
-        await check_open(client.session(session))
+        async with named(client, session) as found:
+            await check_open(found)
         first, note = position, ""
         if first is None:
             first, exchange = await start_of_last(client, session, last or 1)

@@ -1,4 +1,4 @@
-"""The commands `open`, `info`, `count`, `pin` and `unpin`: requests to a worker that generate no tokens."""
+"""The commands `open`, `info`, `count`, `cancel`, `pin` and `unpin`: requests that generate no tokens."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 from msgspec import UNSET
 
-from turnkeep_client.errors import NotPermittedError, NoWorkerError
+from ops.log.ending import check_open
+from turnkeep_client.errors import NotPermittedError, NoWorkerError, RequestFailedError
 from turnkeep_client.messages import encode
 from worker.process.formatting import size, span
 
 from .printing import table
+from .talking import named
 
 if TYPE_CHECKING:
     from turnkeep_client.client import Client
@@ -38,7 +40,8 @@ async def info(client: Client, name: str | None, *, as_json: bool) -> None:
             return
         _print_metrics(metrics)
         return
-    session = await client.session(name).info()
+    async with named(client, name) as asked:
+        session = await asked.info()
     if as_json:
         click.echo(encode(session))
         return
@@ -90,9 +93,21 @@ async def count(
     click.echo(f"{counted.tokens} tokens" + (f", to position {counted.position}" if name else ""))
 
 
+async def cancel(client: Client, name: str, request_id: str) -> None:
+    """Stop a request, and print whether it was running."""
+    async with named(client, name) as session:
+        try:
+            cancelled = await session.cancel(request_id)
+        except RequestFailedError:
+            await check_open(session)  # the worker says the same of a session that it does not know
+            raise
+    click.echo(f"cancelled {cancelled.id}, which was {cancelled.was}")
+
+
 async def pin(client: Client, name: str, position: int | None) -> None:
     """Pin a session's tokens, and print the size of their KV."""
-    pinned = await client.session(name).pin(position)
+    async with named(client, name) as session:
+        pinned = await session.pin(position)
     stored = "all of them" if pinned.stored_tokens == pinned.tokens else f"{pinned.stored_tokens} of them"
     click.echo(
         f"pinned {pinned.tokens} tokens, {stored} stored in {size(pinned.size_bytes)};"
@@ -104,7 +119,8 @@ async def pin(client: Client, name: str, position: int | None) -> None:
 
 async def unpin(client: Client, name: str, position: int | None) -> None:
     """Remove the pins of a session's tokens."""
-    unpinned = await client.session(name).unpin(position)
+    async with named(client, name) as session:
+        unpinned = await session.unpin(position)
     lengths = ", ".join(map(str, unpinned.prefixes)) or "nothing"
     click.echo(f"unpinned {lengths}; {size(unpinned.pinned_bytes)} stay pinned")
 

@@ -28,7 +28,7 @@ from worker.wire.credentials import client_options, over_tls
 
 from .flags import check_target, force_option, load_settings, tenant_option, with_settings
 from .progress import terminal_progress
-from .talking import CLIENT_SETTINGS, talk
+from .talking import CLIENT_SETTINGS, no_session, talk
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -77,6 +77,8 @@ def export(
 
     async def run(client: Client) -> copies.Manifest:
         entries = await client.log(session)
+        if not entries:
+            raise await no_session(client, session)
         bases = await copies.read_bases(client, key, entries)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             snapshots = Path(folder) / "kv.tar"

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ops.log.ending import check_open
 from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.messages import encode
 
@@ -13,7 +14,7 @@ from .close_cli import start_of_last
 from .flags import as_json, load_settings, tag_option, tenant_option, with_result_timeout, with_settings
 from .log_cli import telling_tags
 from .printing import table
-from .talking import CLIENT_SETTINGS, talk
+from .talking import CLIENT_SETTINGS, named, talk
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -51,8 +52,10 @@ def fork(
         raise click.UsageError("give --last or --position, not both")
 
     async def run(client: Client) -> None:
+        async with named(client, session) as parent:
+            await check_open(parent)
         at = position if last is None else (await start_of_last(client, session, last))[0]
-        forked = await client.session(session).fork(name, at, tags=tags, timeout_s=timeout_s)
+        forked = await parent.fork(name, at, tags=tags, timeout_s=timeout_s)
         info = await forked.info(limit=0)
         click.echo(f"forked {session} at position {info.position} as {name}")
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ops.log.sessions import ORDERS
-from turnkeep_client.errors import RequestFailedError, TurnkeepError
+from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.messages import (
     Append,
     Appended,
@@ -33,7 +33,7 @@ from .flags import (
 )
 from .printing import table
 from .screen import printable
-from .talking import CLIENT_SETTINGS, talk
+from .talking import CLIENT_SETTINGS, no_session, talk
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -176,11 +176,12 @@ def show(
     from ops.log.conversation import conversation
 
     async def read(client: Client) -> list[Turn]:
-        return list(conversation(await client.log(session)))
+        turns = list(conversation(await client.log(session)))
+        if not turns:
+            raise await no_session(client, session)
+        return turns
 
     turns = talk(load_settings(config, flags), tenant, read)
-    if not turns:
-        raise TurnkeepError(f"the log has no session {session} of the tenant {tenant}; see turnkeep sessions")
     shown = turns[-last:] if last else turns
     if as_json:
         click.echo(encode({"tenant": tenant, "session": session, "turns": shown}))

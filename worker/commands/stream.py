@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import signal
 import sys
 from typing import TYPE_CHECKING, Final
@@ -36,7 +35,7 @@ async def stream(
     `reasoning` is `show` or `hide`; None shows it on a terminal only, dimmed. Tool calls come last, one a
     line.
 
-    Ctrl-C cancels the answer. If no worker runs, or at a second Ctrl-C, only the wait ends, and the request
+    Ctrl-C and SIGTERM cancel the answer. If no worker runs, or at a second Ctrl-C, only the wait ends, and the request
     stays in the log. `kept` is false if the caller then removes the session. Without `shown` the text is not
     printed. Raises what the generation raises.
     """
@@ -80,10 +79,6 @@ class _Stream:
             if self._has_begun:
                 self._end()
             raise
-        except OSError:  # the reader of the output is gone
-            with contextlib.suppress(TurnkeepError):
-                await self._generation.cancel()
-            raise
         finally:
             self._loop.remove_signal_handler(signal.SIGINT)
             asides = [task for task in (self._reading, showing, self._stopping) if task]
@@ -95,15 +90,16 @@ class _Stream:
 
     async def _read(self) -> None:
         in_reasoning = False
-        async for chunk in self._generation:
-            self._heard_at, self._has_begun = self._loop.time(), True
-            if self._shown and chunk.reasoning and self._shows_reasoning:
-                in_reasoning = True
-                self._screen.write(chunk.reasoning, dim=True)
-            if self._shown and chunk.text:
-                self._screen.write("\n\n" if in_reasoning else "")
-                in_reasoning = False
-                self._screen.write(chunk.text)
+        async with self._generation:  # cancels the answer if its reader, or this process, is told to end
+            async for chunk in self._generation:
+                self._heard_at, self._has_begun = self._loop.time(), True
+                if self._shown and chunk.reasoning and self._shows_reasoning:
+                    in_reasoning = True
+                    self._screen.write(chunk.reasoning, dim=True)
+                if self._shown and chunk.text:
+                    self._screen.write("\n\n" if in_reasoning else "")
+                    in_reasoning = False
+                    self._screen.write(chunk.text)
         if self._shown:
             result = self._generation.result
             for number, call in enumerate(result.tool_calls):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import math
 import os
 import shlex
@@ -13,17 +14,25 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
-from turnkeep_client.errors import NoServerError, NotPermittedError, NoWorkerError
+from turnkeep_client.errors import (
+    NoServerError,
+    NotPermittedError,
+    NoWorkerError,
+    RequestFailedError,
+    TurnkeepError,
+)
 from turnkeep_client.redact import shown
+from turnkeep_client.subjects import DEFAULT_TENANT
 from worker.process.datadir import TOKEN_NAME, starting_pid
 from worker.process.installed import program
 from worker.process.settings import SettingsError, load_models
 from worker.wire.credentials import CREDENTIAL_SETTINGS, client_options, over_tls
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import AsyncIterator, Callable, Coroutine
 
     from turnkeep_client.client import Client
+    from turnkeep_client.session import Session
     from worker.process.settings import Settings
 
 #: The settings of a command that talks to NATS.
@@ -102,6 +111,30 @@ def talk(settings: Settings, tenant: str, say: Callable[[Client], Coroutine[Any,
         raise NoWorkerError(f"{error}; start a worker with: {command_line(settings, 'serve')}") from None
     except asyncio.CancelledError:
         sys.exit(_TERMINATED)
+
+
+@contextlib.asynccontextmanager
+async def named(client: Client, name: str) -> AsyncIterator[Session]:
+    """Enter with the session of this name; if there is none, the error suggests the names nearest to it."""
+    try:
+        yield client.session(name)
+    except RequestFailedError as error:
+        if error.code != "unknown_session":
+            raise
+        raise await no_session(client, name) from None
+
+
+async def no_session(client: Client, name: str) -> TurnkeepError:
+    """Return the error for a name that no open session has."""
+    with contextlib.suppress(TurnkeepError):  # of a user who may not read the log
+        there = {one.name: one.is_closed for one in await client.sessions()}
+        if there.get(name):
+            return TurnkeepError(f"session {name} was closed or removed; turnkeep open {name} starts it anew")
+        is_open = [one for one, is_closed in there.items() if not is_closed and one != name]
+        if near := difflib.get_close_matches(name, is_open):
+            return TurnkeepError(f"there is no session {name}; did you mean {' or '.join(near)}?")
+    tenant = "" if client.tenant == DEFAULT_TENANT else f" of the tenant {client.tenant}"
+    return TurnkeepError(f"there is no session {name}{tenant}; see turnkeep sessions")
 
 
 def _own_prefixes() -> list[str]:
