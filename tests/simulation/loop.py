@@ -13,6 +13,7 @@ import contextlib
 import contextvars
 import gc
 import heapq
+import inspect
 import itertools
 import os
 import random
@@ -172,11 +173,20 @@ class Loop(asyncio.BaseEventLoop):
             task._log_destroy_pending = False  # type: ignore[attr-defined]
             if not task.done():
                 with contextlib.suppress(BaseException):
-                    task.get_coro().close()  # type: ignore[union-attr]
+                    _close(task.get_coro())
             elif not task.cancelled():
                 task.exception()
         self.tasks.clear()
         self.close()
+
+
+def _close(coroutine: Any) -> None:
+    """Close a task's coroutine; if it has not begun, also the one that anyio has wrapped in it."""
+    has_begun = inspect.getcoroutinestate(coroutine) != inspect.CORO_CREATED
+    handle = None if has_begun else coroutine.cr_frame.f_locals.get("self")
+    coroutine.close()
+    if isinstance(handle, anyio.TaskHandle):
+        handle._coro.close()
 
 
 class _Clock:
