@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from turnkeep_client.client import Client
     from turnkeep_client.messages import Chunk, Request, Result
 
+    from .jetstream import Message, Stream
     from .world import Connection, Server
 
     Fault = Callable[["History", Random], Coroutine[Any, Any, None]]
@@ -511,13 +512,17 @@ async def _poison_log(history: History, random: Random) -> None:
     await _stop(history, random)
 
 
+def _waiting(stream: Stream, subject: str) -> list[Message]:
+    """Return the requests on a subject `in` that have no result."""
+    answered = {decode_result(one.data).seq for one in stream.matching(f"{subject[:-3]}.out")}
+    return [one for one in stream.matching(subject) if one.seq not in answered]
+
+
 async def _newer(history: History, random: Random) -> None:
     """A worker of a newer version answers a request, with a result that this version does not know."""
     stream = history.server.jetstream.streams[SUBJECTS.log_stream]
     for subject in stream.counts(SUBJECTS.every("in")):
-        requests, results = stream.matching(subject), stream.matching(f"{subject[:-3]}.out")
-        answered = {decode_result(one.data).seq for one in results}
-        waiting = [one for one in requests if one.seq not in answered]
+        waiting, results = _waiting(stream, subject), stream.matching(f"{subject[:-3]}.out")
         request = decode_request(waiting[0].data) if waiting else None
         if isinstance(request, Append | Rewind) and random.random() < 0.7:
             body = {"type": "pondered", "id": request.id, "seq": waiting[0].seq}
@@ -528,10 +533,23 @@ async def _newer(history: History, random: Random) -> None:
 
 
 async def _rot(history: History, _: Random) -> None:
-    """A checkpoint is not what it was: an older one, or one of another session, is in its place."""
+    """A checkpoint is not what it was: an older one, or one of another session, is in its place.
+
+    Bases of forks stay: nothing else has their tokens. The result that names a base is stored after it, so a
+    session with an open that waits may have one that has no name yet.
+    """
     stream = history.server.jetstream.streams[SUBJECTS.log_stream]
     bases = {one.headers[BASE_HEADER].partition(" ")[0] for one in stream.all if BASE_HEADER in one.headers}
-    found = [one for one in stream.matching(SUBJECTS.every("checkpoint")) if str(one.seq) not in bases]
+    opening = {
+        f"{subject[:-3]}.checkpoint"
+        for subject in stream.counts(SUBJECTS.every("in"))
+        if any(isinstance(decode_request(one.data), Open) for one in _waiting(stream, subject))
+    }
+    found = [
+        one
+        for one in stream.matching(SUBJECTS.every("checkpoint"))
+        if str(one.seq) not in bases and one.subject not in opening
+    ]
     for one, other in pairwise(reversed(found)):
         one.data = other.data
 

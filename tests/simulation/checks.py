@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from cache.names.policy import FULL
@@ -55,7 +56,7 @@ _MAY_FAIL: Final = {
     "context_exceeded",
 }
 FOLD: Final = Fold(tokenizer())
-_BEGAN: Final = datetime.fromtimestamp(0, UTC)
+_EMPTY: Final = FOLD.begin(datetime.fromtimestamp(0, UTC))
 
 
 @dataclass
@@ -66,7 +67,7 @@ class Logged:
     requests: dict[int, Request] = field(default_factory=dict)
     asked: dict[int, Message] = field(default_factory=dict)
     results: dict[int, list[tuple[Message, Result]]] = field(default_factory=dict)
-    state: State = field(default_factory=lambda: FOLD.begin(_BEGAN))
+    state: State = _EMPTY
     #: After which message of `out` the session had which state.
     states: list[tuple[int, State]] = field(default_factory=list)
     #: The digest of the last result that changed it.
@@ -80,20 +81,26 @@ class Logged:
     records: dict[str, tuple[Message, Message]] = field(default_factory=dict)
 
 
+#: The world reads all logs over and over: nothing is decoded twice.
+_parse: Final = lru_cache(4096)(SUBJECTS.parse)
+_request: Final = lru_cache(4096)(decode_request)
+_result: Final = lru_cache(4096)(decode_result)
+
+
 def logs(stream: Stream) -> dict[SessionKey, Logged]:
     """Read all that was ever stored."""
     found: dict[SessionKey, Logged] = {}
     for message in stream.all:
         try:
-            key, kind, _ = SUBJECTS.parse(message.subject)
+            key, kind, _ = _parse(message.subject)
         except InvalidMessageError:
             continue
         log = found.setdefault(key, Logged(key))
         if kind == "in":
-            log.requests[message.seq] = decode_request(message.data)
+            log.requests[message.seq] = _request(message.data)
             log.asked[message.seq] = message
         elif kind == "out":
-            result = decode_result(message.data)
+            result = _result(message.data)
             log.results.setdefault(result.seq or 0, []).append((message, result))
     return found
 
@@ -256,7 +263,7 @@ def _apply(
 ) -> Iterator[str]:
     """Apply one request and its result to the session."""
     if log.closed is not None and _is_gone(log.closed, message):
-        log.state, log.closed = FOLD.begin(_BEGAN), None  # nothing says any more that it was closed
+        log.state, log.closed = _EMPTY, None  # nothing says any more that it was closed
     match request, result:
         case _, Generated(tokens=()):
             return
@@ -355,7 +362,7 @@ def _check_fork(
     parent = found.get(type(log.key)(log.key.tenant, request.from_.session))
     digest = message.headers.get(HISTORY_HEADER)
     of = Parent(session=request.from_.session, position=result.position)
-    for seq, state in [(0, FOLD.begin(_BEGAN)), *(parent.states if parent else [])]:
+    for seq, state in [(0, _EMPTY), *(parent.states if parent else [])]:
         if seq < message.seq and state.position >= result.position:
             log.state = replace(FOLD.forked(state, of, result.tags), exists=True, closed=False)
             if log.state.digest() == digest:

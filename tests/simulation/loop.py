@@ -13,6 +13,7 @@ import contextlib
 import contextvars
 import gc
 import heapq
+import inspect
 import itertools
 import os
 import random
@@ -110,6 +111,7 @@ class Loop(asyncio.BaseEventLoop):
         self.at_handle: dict[int, Callable[[], None]] = {}
         self.tasks: list[asyncio.Task[Any]] = []
         self._now_s = 0.0
+        self._timers: list[tuple[float, asyncio.TimerHandle]] = []  # a heap, as asyncio orders its timers
         self.set_task_factory(self._make_task)
         self.set_exception_handler(self._note_fault)
         self.faults: list[str] = []
@@ -123,6 +125,19 @@ class Loop(asyncio.BaseEventLoop):
     def time(self) -> float:
         return self._now_s
 
+    def call_at(
+        self,
+        when: float,
+        callback: Callable[..., Any],
+        *args: Any,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.TimerHandle:
+        """Do as asyncio, in less time: most timers are compared by their times alone."""
+        self._check_closed()  # type: ignore[attr-defined]
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        heapq.heappush(self._timers, (when, timer))
+        return timer
+
     def _make_task(self, loop: Any, coroutine: Any, **named: Any) -> asyncio.Task[Any]:
         task = _Task(coroutine, loop=loop, **named)
         self.tasks.append(task)
@@ -133,17 +148,15 @@ class Loop(asyncio.BaseEventLoop):
         self.faults.append(f"{context['message']}: {error!r}")
 
     def _run_once(self) -> None:
-        ready, scheduled = self._ready, self._scheduled  # type: ignore[attr-defined]
+        ready, timers = self._ready, self._timers  # type: ignore[attr-defined]
         if not ready:
-            while scheduled and scheduled[0]._cancelled:
-                heapq.heappop(scheduled)._scheduled = False
-            if not scheduled:
+            while timers and timers[0][1]._cancelled:
+                heapq.heappop(timers)
+            if not timers:
                 raise DeadlockError
-            self._now_s = max(self._now_s, scheduled[0]._when)
-        while scheduled and scheduled[0]._when <= self._now_s:
-            timer = heapq.heappop(scheduled)
-            timer._scheduled = False
-            ready.append(timer)
+            self._now_s = max(self._now_s, timers[0][0])
+        while timers and timers[0][0] <= self._now_s:
+            ready.append(heapq.heappop(timers)[1])
         for _ in range(len(ready)):
             handle = ready.popleft()
             if handle._cancelled:
@@ -167,16 +180,25 @@ class Loop(asyncio.BaseEventLoop):
         """Drop what is left of the history without a word."""
         self.is_over = True
         self.ready.clear()
-        self._scheduled.clear()  # type: ignore[attr-defined]
+        self._timers.clear()
         for task in self.tasks:
             task._log_destroy_pending = False  # type: ignore[attr-defined]
             if not task.done():
                 with contextlib.suppress(BaseException):
-                    task.get_coro().close()  # type: ignore[union-attr]
+                    _close(task.get_coro())
             elif not task.cancelled():
                 task.exception()
         self.tasks.clear()
         self.close()
+
+
+def _close(coroutine: Any) -> None:
+    """Close a task's coroutine; if it has not begun, also the one that anyio has wrapped in it."""
+    has_begun = inspect.getcoroutinestate(coroutine) != inspect.CORO_CREATED
+    handle = None if has_begun else coroutine.cr_frame.f_locals.get("self")
+    coroutine.close()
+    if isinstance(handle, anyio.TaskHandle):
+        handle._coro.close()
 
 
 class _Clock:
