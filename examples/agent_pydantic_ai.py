@@ -1,6 +1,6 @@
 """An agent of pydantic-ai through the gateway, which finds its conversation again at each step and turn.
 
-Needs `pip install 'pydantic-ai-slim[openai]'`, and a worker: `turnkeep serve --gateway`.
+Needs `pip install 'pydantic-ai-slim[openai]'`, a worker (`turnkeep serve`), and `turnkeep gateway`.
 python agent_pydantic_ai.py [URL]
 
 Kill the worker in the middle of an answer, and start it again: the answer goes on.

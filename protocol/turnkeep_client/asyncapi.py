@@ -219,7 +219,16 @@ def _schemas() -> dict[str, Any]:
     for schema in schemas.values():
         if "description" in schema:
             schema["description"] = cleandoc(schema["description"])
-    return dict(sorted(schemas.items()))
+    return {name: _without_discriminators(schema) for name, schema in sorted(schemas.items())}
+
+
+def _without_discriminators(schema: Any) -> Any:
+    """Leave out what OpenAPI has to choose by a tag: AsyncAPI's means names of schemas. The tags stay."""
+    if isinstance(schema, list):
+        return [_without_discriminators(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {name: _without_discriminators(one) for name, one in schema.items() if name != "discriminator"}
 
 
 def _name(kind: _Kind) -> str:

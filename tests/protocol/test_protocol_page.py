@@ -9,33 +9,75 @@ import re
 import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import pytest
 from scripted_worker import KEY, FakeWorker, NatsServer, generated, plain_result
 
 from tests.parts import free_port
+from turnkeep_client import log
 from turnkeep_client.errors import ERROR_CODES, RETRYABLE, InvalidMessageError
 from turnkeep_client.messages import (
     Append,
+    Appended,
+    Called,
+    CallPart,
+    Cancelled,
+    CancelRequest,
+    Chunk,
     Close,
+    Closed,
+    Counted,
+    CountRequest,
+    DeadLetter,
+    Failed,
+    FinishReason,
+    GatewayMetrics,
     Generate,
+    Generated,
+    Histogram,
+    InfoRequest,
     Message,
     Open,
+    Opened,
+    Parent,
+    Pinned,
+    PinRequest,
+    Progress,
+    PromptToken,
     Request,
     Rewind,
+    Rewound,
+    Seconds,
+    SessionCache,
+    SessionInfo,
+    TenantFigures,
+    TokenLogprob,
+    Unpinned,
+    UnpinRequest,
+    Usage,
     decode_request,
     encode,
     failure,
 )
+from turnkeep_client.subjects import ChunkKind, SessionKind
 
 if TYPE_CHECKING:
     from asyncio.subprocess import Process
     from collections.abc import Awaitable, Callable
 
+    from msgspec import Struct
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "protocol.md").read_text()
 README = (ROOT / "README.md").read_text()
+
+RESULTS = (Opened, Appended, Generated, Rewound, Closed, Failed)
+PARTS = (SessionCache, Parent, Usage, Seconds, TokenLogprob, PromptToken, Called, CallPart, Progress)
+CONTROL = (InfoRequest, CancelRequest, PinRequest, UnpinRequest, CountRequest)
+REPLIES = (SessionInfo, Cancelled, Pinned, Unpinned, Counted)
+COUNTS = (Histogram, GatewayMetrics, TenantFigures)
+TOLD = (*RESULTS, *PARTS, Chunk, DeadLetter, *CONTROL, *REPLIES, *COUNTS)
 
 
 def fenced(beginning: str, language: str, page: str = PAGE) -> str:
@@ -113,6 +155,24 @@ def test_every_field_of_every_request_stands_there() -> None:
     for kind in (Open, Append, Generate, Rewind, Close):
         for field in (kind.__struct_config__.tag, *kind.__struct_encode_fields__):
             assert f"`{field}`" in PAGE, (kind, field)
+
+
+@pytest.mark.parametrize("kind", TOLD, ids=lambda kind: kind.__name__)
+def test_every_field_of_what_workers_publish_stands_there(kind: type[Struct]) -> None:
+    """But those of the metrics, which the AsyncAPI document has."""
+    fields = [field for field in kind.__struct_encode_fields__ if not re.search(rf"[`\"]{field}[`\" ]", PAGE)]
+    assert fields == []
+    tag = kind.__struct_config__.tag
+    assert tag is None or kind is DeadLetter or f"`{tag}`" in PAGE
+
+
+def test_every_subject_header_and_finish_reason_stands_there() -> None:
+    for name in (*get_args(SessionKind), *get_args(ChunkKind)):
+        assert re.search(rf"\.{name}[.`]", PAGE), name
+    headers = [value for name, value in vars(log).items() if name.endswith("_HEADER")]
+    assert len(headers) > 7
+    for name in (*headers, *get_args(FinishReason)):
+        assert f"`{name}`" in PAGE, name
 
 
 def test_the_fields_of_openai_that_the_page_refuses_are_refused_and_the_others_taken() -> None:
