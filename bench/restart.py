@@ -1,4 +1,4 @@
-"""`turnkeep bench restart`: the time to the first token after a restart, a kill or an eviction.
+"""`turnkeep bench restart`: the time to the next token after a restart, a kill or an eviction.
 
 Sessions of one length get the same tokens. Each case has a tenant of its own, so that no case finds another
 one's KV. A round gives every case a turn, then the event of the case (a restart, for example), then measures
@@ -40,6 +40,8 @@ BELIEVED: Final = 0.5
 #: A shorter prefill cannot be told from the overhead of a turn.
 MIN_PREFILL_S: Final = 0.05
 MIN_MEMORY_BYTES: Final = 2**20
+#: Tokens of an answer that a kill interrupts: still far from its end when its first token arrives.
+INTERRUPTED_TOKENS: Final = 96
 
 WARM, SPILLED, RESTART, KILL, COLD = CASES = ("in memory", "spilled", "restart", "kill -9", "cold")
 LIVED, RESTARTED, RESTORED = (WARM, SPILLED), (RESTART, KILL), (SPILLED, RESTART, KILL)
@@ -52,7 +54,8 @@ Lengths = Annotated[tuple[int, ...], Option("Lengths of the sessions.", smoke=(2
 class Plan:
     """The time to the first token of a session's next turn, after a restart and after kill -9.
 
-    For comparison, the same turn in a session in memory, in a session that was evicted to SSD, and in a
+    Also the time until a worker is ready, and from a kill -9 in mid-answer to the answer's next token. For
+    comparison, the same turn in a session in memory, in a session that was evicted to SSD, and in a
     session without KV, which is prefilled from its beginning.
     """
 
@@ -69,6 +72,7 @@ FIRST = Measure("first token", "s", of=lambda turn: turn.first_s)
 PREFILLED = Measure("prefilled", "tokens", of=lambda turn: turn.prefilled_tokens, log=False)
 ENDING = Measure("ending", "s", of=lambda turn: turn.fact("ending_s"))
 STARTING = Measure("starting", "s", of=lambda turn: turn.fact("starting_s"))
+RESUMED = Measure("next token of a killed answer", "s", of=lambda turn: turn.fact("resumed_s"))
 
 PLOTS = (
     Plot("by x", "First token", (FIRST,), "From sending the turn to a worker that is ready.", log=True),
@@ -201,7 +205,28 @@ class _Lives:
         if case == WARM:
             self._contexts[length] = (*self._sent[length], *lead, *led.tokens, *own)
             self._sent[length] = (*self._contexts[length], *turn.tokens)
+        if case == KILL:
+            facts["resumed_s"] = await self._interrupt(lead)
         return replace(turn, facts=facts)
+
+    async def _interrupt(self, tokens: Tokens) -> float | None:
+        """Kill the worker in mid-answer; return the seconds from the answer's last token to its next one.
+
+        None if the answer ended before.
+        """
+        async with connect(self._worker.url, tenant=f"cut-{uuid4().hex[:12]}") as client:
+            session, begun = client.session("cut"), asyncio.Event()
+            asked = self._run.ask(session, begun=begun, tokens=tokens, max_tokens=INTERRUPTED_TOKENS)
+            answer = asyncio.ensure_future(asked)
+            answer.add_done_callback(lambda _: begun.set())
+            await begun.wait()
+            _, starting_s = await self.restart(kill=True)
+            turn = await answer
+            if turn.error is not None:
+                raise BenchError(f"an answer that a kill interrupted failed: {turn.message}")
+            await session.close(timeout_s=self._run.plan.turn_timeout)
+        longest_s = max(turn.gaps_s, default=0.0)
+        return longest_s if longest_s > starting_s / 2 else None
 
     @asynccontextmanager
     async def _session(self, case: str, length: int) -> AsyncGenerator[Session]:
@@ -251,7 +276,7 @@ BENCH = Bench(
     plan=Plan,
     levels="tokens",
     cases=CASES,
-    measures=(FIRST, ENDING, STARTING, PREFILLED),
+    measures=(FIRST, ENDING, STARTING, RESUMED, PREFILLED),
     against=(Against(FIRST, WARM), Against(FIRST, WARM, "difference"), Against(FIRST, COLD)),
     plots=PLOTS,
     checks=checks,

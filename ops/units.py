@@ -28,7 +28,7 @@ Type=exec
 {place}ExecStart={command}
 ExecReload=/bin/kill -HUP $MAINPID
 Restart=always
-RestartSec=5
+RestartSec=1
 # 2: settings, which no restart mends.
 RestartPreventExitStatus=2
 # The worker's own NATS server is its to stop, after the last turn.
