@@ -348,7 +348,8 @@ class Settings:
     model: str | None = _setting(
         _or("packaged", None, _MODEL),
         None,
-        "a name of `model list`, an MLX folder, a GGUF file or a hub id; by default SmolLM2-135M-Instruct",
+        "a name of `model list` or its part, an MLX folder, a GGUF file or a hub id;"
+        " by default SmolLM2-135M-Instruct",
     )
     worker: str = _found(
         _name(ID_RULE, lambda name: check_id("worker", name)),
