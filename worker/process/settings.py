@@ -692,7 +692,8 @@ def _read(raw: Mapping[str, object], source: Callable[[str], str], base: Path) -
     values = {}
     for name, value in raw.items():
         if name not in fields:
-            raise SettingsError(f"{source(name)} is not a setting{_suggest(name, fields, source)}")
+            known = ("models",) if isinstance(value, dict) else fields
+            raise SettingsError(f"{source(name)} is not a setting{_suggest(name, known, source)}")
         kind: Kind = fields[name].metadata["kind"]
         try:
             parsed = kind.parse(value)
@@ -719,7 +720,8 @@ def _file(path: Path, *, required: bool) -> dict[str, object]:
 
 def _suggest(name: str, known: Iterable[str], source: Callable[[str], str]) -> str:
     near = difflib.get_close_matches(name.replace("-", "_").lower(), list(known), n=1)
-    return f"; did you mean {source(near[0])}?" if near else "; see turnkeep serve --help for the list"
+    spelled = source(near[0]).partition(" in ")[0] if near else ""  # the file is named already
+    return f"; did you mean {spelled}?" if near else "; see turnkeep serve --help for the list"
 
 
 def _default_text(field: dataclasses.Field[Any]) -> str:
