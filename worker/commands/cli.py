@@ -223,6 +223,9 @@ def serve(
 ) -> None:
     """Run a worker, with its own NATS server unless --nats names one. Ctrl-C stops it.
 
+    Log lines go to standard error: as text on a terminal, as JSON in a pipe or a file. `turnkeep serve
+    --log-format console 2>&1 | tee log` shows text and keeps it.
+
     If turnkeep.toml has tables [models.NAME], each of these models gets a worker when it is asked for.
     On SIGHUP a worker reads the settings again and applies max_disk and min_free_disk.
     """

@@ -515,7 +515,9 @@ class Settings:
         _or("off", None, _ENDPOINT), None, "the address on which /livez and /readyz answer over HTTP"
     )
     log_format: str = _setting(
-        _choice("auto", "console", "json"), "auto", "auto is console on a terminal, else json"
+        _choice("auto", "console", "json"),
+        "auto",
+        "how log lines are written, to standard error; auto is console on a terminal, else json",
     )
     log_level: str = _setting(
         _choice("debug", "info", "warning", "error"), "info", "the lowest level that is logged"
