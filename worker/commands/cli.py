@@ -334,7 +334,13 @@ def chat(
     "--session", "name", metavar="NAME", help="Session to ask in. [default: a new one, removed afterwards]"
 )
 @tenant_option
-@as_json
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print nothing until the answer has ended, then its result as one line of JSON: text, token ids,"
+    " finish_reason, usage, seconds.",
+)
 @click.option("--logprobs", metavar="N", type=int, help="With --json: logprobs, and the N likeliest tokens.")
 @click.option("--echo", is_flag=True, help="With --json: logprobs of the question's tokens too.")
 @tool_option
