@@ -24,7 +24,7 @@ from starlette.staticfiles import StaticFiles
 
 from ops.log import conversation, copies
 from ops.log.costs import Costs
-from ops.log.sessions import begun, find_session, list_sessions, order
+from ops.log.sessions import begun, find_session, list_sessions, order, running
 from ops.log.tree import trees
 from turnkeep_client.errors import InvalidMessageError, NoWorkerError, ResultTimeoutError, TurnkeepError
 from turnkeep_client.messages import Generate, decode_request
@@ -119,7 +119,7 @@ class Console:
     async def _sessions(self, request: Request) -> Response:
         asked = request.query_params
         words, state = asked.get("words", "").strip().casefold(), asked.get("state", "")
-        found = await list_sessions(self._client, self._client.tenant)
+        found = await running(self._client, await list_sessions(self._client, self._client.tenant))
         rows = [row for row in found if (row.state == state if state else row.state != "forgotten")]
         rows = order(rows, "name" if asked.get("sort") == "name" else "last")
         if words:
@@ -132,7 +132,8 @@ class Console:
 
     async def _session(self, request: Request) -> Response:
         name, asked = request.path_params["name"], request.query_params
-        row = await find_session(self._client, session_key(self._client.tenant, name))
+        found = await find_session(self._client, session_key(self._client.tenant, name))
+        row = (await running(self._client, [found]))[0] if found else None
         before, ends = _number(asked.get("before")), _number(asked.get("end"))
         mark = None if before is None or ends is None else conversation.Mark(before, ends)
         turns, more = await conversation.part(self._client, name, _TURNS, mark)

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from turnkeep_client.errors import InvalidMessageError
+from turnkeep_client.errors import InvalidMessageError, TurnkeepError
 from turnkeep_client.log import BUILD_HEADER, MODEL_HEADER, words
 from turnkeep_client.messages import Append, Generate, Open, Opened, Parent, decode_request, decode_result
 from turnkeep_client.subjects import SessionKey
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from turnkeep_client.messages import Request
 
 T = TypeVar("T")
-State = Literal["idle", "waiting", "failed", "closed", "forgotten"]
+State = Literal["idle", "running", "waiting", "failed", "closed", "forgotten"]
 #: What `order` can sort by; with the largest first, except names.
 ORDERS: Final = ("last", "name", "position", "entries", "bytes")
 
@@ -37,10 +37,11 @@ ORDERS: Final = ("last", "name", "position", "entries", "bytes")
 class SessionRow(Struct, frozen=True, kw_only=True):
     """One session. `last` is the time of its last result, or of its last request if that still waits.
 
-    `state` is `waiting` while requests have no result; `failed` if workers refuse all its requests, since
-    they cannot restore the history that the log proves; `forgotten` if only the close is left in the log.
-    `position` is None if the last result has none. `dead` counts dead letters. `size_bytes`, and the last
-    three fields with the first words of what the user said, are only set if they were asked for.
+    `state` is `waiting` while requests have no result, of which `running` may find that one runs; `failed` if
+    workers refuse all its requests, since they cannot restore the history that the log proves; `forgotten` if
+    only the close is left in the log. `position` is None if the last result has none. `dead` counts dead
+    letters. `size_bytes`, and the last three fields with the first words of what the user said, are only set
+    if they were asked for.
     """
 
     tenant: str
@@ -71,6 +72,9 @@ _WORDS: Final = 55
 #: Entries in which they are looked for: before the first question there may be an open and a system message.
 _FIRST: Final = 3
 _AT_ONCE: Final = 32
+#: Waiting sessions whose worker is asked whether they run, and how long all its answers may take.
+_ASKED: Final = 256
+_ASK_S: Final = 1.0
 _OUTCOME: Final = msgspec.json.Decoder(_Outcome)
 
 
@@ -134,6 +138,30 @@ def _state(outcome: _Outcome, *, was_closed: bool) -> State:
         case _Outcome(type="failed", code="unknown_session") if was_closed:
             return "closed"
     return "idle"
+
+
+async def running(client: Client, rows: Sequence[SessionRow]) -> list[SessionRow]:
+    """Change the state of sessions to `running` if a worker says that their request runs.
+
+    A session of which no worker says so in a second, or whose worker this user may not ask, still waits.
+    """
+    places = asyncio.Semaphore(_AT_ONCE)
+    found = set[SessionKey]()
+
+    async def ask(row: SessionRow) -> None:
+        session = client.session(row.session, tenant=row.tenant)
+        async with places:
+            with contextlib.suppress(TurnkeepError):
+                if (await session.info(limit=0)).state == "running":
+                    found.add(session.key)
+
+    waiting = [row for row in order(rows, "last") if row.state == "waiting"]
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_ASK_S):
+            await asyncio.gather(*map(ask, waiting[:_ASKED]))
+    return [
+        replace(row, state="running") if SessionKey(row.tenant, row.session) in found else row for row in rows
+    ]
 
 
 async def begun(client: Client, rows: Sequence[SessionRow]) -> list[SessionRow]:

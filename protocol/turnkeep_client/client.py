@@ -182,14 +182,15 @@ class Client:
         """Close the connection. Calls that wait raise `ClientClosedError`, but their requests continue."""
         await self._wire.close()
 
-    def session(self, name: str, *, cache: Cache | None = None) -> Session:
+    def session(self, name: str, *, cache: Cache | None = None, tenant: str | None = None) -> Session:
         """Return a session by name; sends nothing. Raises `InvalidMessageError` for a bad name or `cache`.
 
+        It is of this client's tenant unless another `tenant` is named.
         With `cache` (a `CachePolicy`, or the same as a dict) the session is opened under this policy before
         its first append or generate, unless it is open under this policy already. If it is open under another
         policy, the call is refused.
         """
-        key = session_key(self.tenant, name)
+        key = session_key(tenant or self.tenant, name)
         return Session(self._wire, self._feeds, key, self._control_timeout_s, cache)
 
     async def submit(self, key: SessionKey, request: Request, *, timeout_s: float | None = None) -> Call:

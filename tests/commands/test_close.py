@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from command_runs import command, turnkeep, where
+from command_runs import command, environment, turnkeep, where
 
 from turnkeep_client.errors import RequestFailedError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
+    from pathlib import Path
 
     from tests.conftest import LocalWorker
 
@@ -68,6 +71,23 @@ async def test_a_name_that_is_no_session_is_one_line_and_makes_none(local_worker
             assert (done.returncode, done.stdout) == (1, "")
             assert done.stderr == f"turnkeep: {says}\n"
     assert list(await states(worker)) == ["garden"]
+
+
+async def test_a_removal_says_which_answer_it_waits_for(local_worker: Start, endless_model: Path) -> None:
+    worker = await local_worker(model=str(endless_model))
+    answer = worker.client.session("s").generate(text="x", max_tokens=50_000, request_id="turn")
+    async with answer:
+        async for _ in answer:
+            break
+        words = [sys.executable, "-m", "worker", "rm", "s", *where(worker)]
+        removing = await asyncio.create_subprocess_exec(
+            *words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()
+        )
+        assert removing.stderr
+        said = (await removing.stderr.readline()).decode()
+        assert said == "turnkeep: waiting until turn is answered; turnkeep cancel s turn stops it\n"
+    out, err = await removing.communicate()
+    assert (out, err) == (b"removed s from the log and the worker's disk\n", b"")
 
 
 async def test_the_last_exchanges_are_rewound_or_all_from_a_position_on(local_worker: Start) -> None:

@@ -6,7 +6,7 @@ import json
 import shutil
 from typing import TYPE_CHECKING, Any
 
-from command_runs import turnkeep
+from command_runs import command, turnkeep
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,5 +46,28 @@ async def test_a_model_is_served_by_name_and_not_removed_meanwhile(
 def test_a_name_that_is_no_hub_id_cannot_be_pulled(tmp_path: Path) -> None:
     done = turnkeep("model", "pull", "qwen3:0.6b", "--data-dir", tmp_path)
     assert done.returncode == 1
-    assert done.stderr.startswith("turnkeep: there is no model qwen3:0.6b; give a model folder")
-    assert done.stderr.count("\n") == 1
+    assert done.stderr == (
+        "turnkeep: qwen3:0.6b is no id of the hub; give org/name, or org/name:Q4_K_M for a GGUF file\n"
+    )
+
+
+async def test_a_part_of_a_name_is_enough_if_no_other_model_has_it(tmp_path: Path, tiny_model: Path) -> None:
+    for name in ("Tiny-4B-4bit", "Tiny-4B-8bit", "Tiny-4B", "Other"):
+        shutil.copytree(tiny_model, tmp_path / "models" / name)
+
+    async def run(*arguments: str) -> Any:
+        return await command(*arguments, "--data-dir", tmp_path)
+
+    for typed, name in (("oth", "Other"), ("8BIT", "Tiny-4B-8bit"), ("tiny-4b", "Tiny-4B")):
+        done = await run("model", "show", typed)
+        assert done.stdout.startswith(f"model           {name}\n"), done.stderr
+    for words in (("show",), ("rm",), ("path", "--model")):
+        done = await run("model", *words, "tiny")
+        several = "Tiny-4B, Tiny-4B-4bit, Tiny-4B-8bit"
+        assert done.stderr == (f"turnkeep: tiny is a part of several names; give more of one: {several}\n")
+        done = await run("model", *words, "toher")
+        assert done.stderr == "turnkeep: there is no model toher; did you mean Other?\n"
+        done = await run("model", *words, "zzz")
+        assert done.stderr.startswith("turnkeep: there is no model zzz; give a model folder")
+    assert (await run("model", "path", "--model", "oth")).stdout == f"{tmp_path / 'models' / 'Other'}\n"
+    assert (await run("model", "rm", "oth")).stdout.startswith("removed Other, which frees ")

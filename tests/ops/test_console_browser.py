@@ -200,6 +200,23 @@ async def test_the_workers_are_drawn_with_the_course_of_the_one_that_was_chosen(
         await asyncio.to_thread(look, url)
 
 
+async def test_the_first_point_of_a_chart_is_a_short_line(
+    browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]]
+) -> None:
+    worker = await local_worker()
+
+    def look(url: str) -> None:
+        browser.open(f"{url}/?token={TOKEN}")
+        browser.wait_for("document.body.dataset.points === '1'")
+        paths = browser.run(
+            "return [...document.querySelectorAll('figure path')].map((one) => one.getAttribute('d'))"
+        )
+        assert {path.partition("h")[2] for path in paths if path} == {"12"}
+
+    async with serving(worker.client, Watched(5, "w1")) as url:
+        await asyncio.to_thread(look, url)
+
+
 async def test_a_read_only_page_has_no_buttons_that_act(
     browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]]
 ) -> None:

@@ -14,9 +14,11 @@ from ops.log.sessions import list_sessions
 from tests.commands.command_runs import command, where
 from turnkeep_client.client import connect
 from turnkeep_client.errors import RequestFailedError
+from turnkeep_client.messages import Append
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
+    from pathlib import Path
 
     from tests.conftest import LocalWorker
 
@@ -88,6 +90,24 @@ async def test_sessions_are_filtered_and_sorted(local_worker: Start) -> None:
     largest, *others = await listed(worker, "--sort", "bytes")
     assert largest["tenant"] == "b"
     assert largest["size_bytes"] > others[0]["size_bytes"] > 200
+
+
+async def test_a_session_whose_answer_is_at_work_is_running_of_any_tenant(
+    local_worker: Start, endless_model: Path
+) -> None:
+    worker = await local_worker(model=str(endless_model))
+    async with connect(worker.settings.nats, prefix=worker.settings.prefix, tenant="b") as other:
+        session = other.session("s")
+        answer = session.generate(text="x", max_tokens=50_000)
+        async for _ in answer:
+            break
+        assert await listed(worker, "--state", "waiting") == []
+        assert [row["state"] for row in await listed(worker, "--state", "running")] == ["running"]
+        assert " running  " in (await command("sessions", *where(worker))).stdout
+        await other.submit(session.key, Append(id="next", text="x"))
+        assert "running, 1 waiting" in (await command("sessions", *where(worker))).stdout
+        await worker.stop()
+        assert "waiting (2)" in (await command("sessions", *where(worker))).stdout
 
 
 async def test_more_sessions_than_the_server_answers_for_at_a_time_are_all_listed(

@@ -2,13 +2,16 @@
 
 import asyncio
 import dataclasses
+import os
 import re
 
 import pytest
 
+from tests.commands.command_runs import turnkeep
 from worker.commands import doctor
 from worker.commands.doctor import Check, checks, exit_code, show
 from worker.process.datadir import DataDir
+from worker.wire import broker
 
 
 async def examine(settings):
@@ -47,11 +50,22 @@ async def test_a_port_held_by_a_stranger_fails_with_advice(foreign_server, small
     assert "--nats-port" in found["port"].mend
 
 
-async def test_a_port_held_by_another_worker_is_said_so(server, small, tmp_path):
+async def test_a_port_held_by_another_worker_is_said_so(server, small, tmp_path, monkeypatch):
     await server.start()
-    port = (await examine(dataclasses.replace(small, data_dir=tmp_path / "other")))["port"]
-    assert (port.state, port.found) == ("fail", "the NATS server of a worker with another data directory")
-    assert port.mend == "name that worker's --data-dir, or choose another port with --nats-port"
+    other = dataclasses.replace(small, data_dir=tmp_path / "other")
+    port = (await examine(other))["port"]
+    assert (port.state, port.found) == ("fail", "the NATS server of another Turnkeep worker")
+    assert port.missing == (
+        f"port {small.nats_port} of 127.0.0.1 is taken by the NATS server of Turnkeep's worker test"
+        f" (pid {os.getpid()})"
+    )
+    assert port.mend == f"choose another with --nats-port, or use that worker: --data-dir {small.data_dir}"
+    serve = ("serve", "--data-dir", other.data_dir, "--nats-port", small.nats_port)
+    done = await asyncio.to_thread(turnkeep, *serve)
+    assert done.stderr == f"turnkeep: {port.missing}; {port.mend}\n"
+    monkeypatch.setattr(broker, "_served_by", lambda _: None)  # as for a process of another user
+    port = (await examine(other))["port"]
+    assert port.missing == f"port {small.nats_port} of 127.0.0.1 is taken by it"
 
 
 async def test_a_remote_server_without_jetstream_fails_with_advice(foreign_server, small):

@@ -109,6 +109,16 @@ def test_a_log_without_a_terminal_has_a_line_while_a_model_is_converted(tmp_path
     assert "converting weights" in events
 
 
+def test_log_lines_for_people_have_no_colours_in_a_pipe(tmp_path: Path) -> None:
+    from tests.model.tiny_gguf import TinyLlama
+
+    path = TinyLlama().write(tmp_path / "tiny.gguf")
+    options = ("--model", str(path), "--device-memory", "1MiB", "--log-format", "console")
+    done = serve(tmp_path / "data", "--nats-port", str(free_port()), *options)
+    assert "[info     ] converting weights" in done.stderr
+    assert "\x1b" not in done.stderr
+
+
 def test_a_check_leaves_with_0_where_a_worker_would_start_and_changes_nothing(
     tmp_path: Path, tiny_model: Path
 ) -> None:

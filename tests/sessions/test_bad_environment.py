@@ -131,7 +131,7 @@ def test_a_wrong_command_line_ends_with_code_2(arguments: tuple[str, ...], says:
 def test_an_unknown_setting_in_the_file_is_told_with_the_nearest_one(tmp_path: Path) -> None:
     config = tmp_path / "turnkeep.toml"
     config.write_text("max_bach = 4\n")
-    check_one_line(turnkeep("serve", "--config", config), 2, "max_bach", "did you mean max_batch in")
+    check_one_line(turnkeep("serve", "--config", config), 2, "max_bach", "did you mean max_batch?")
     config.write_text("max_batch = \n")
     check_one_line(turnkeep("serve", "--config", config), 2, "is not valid TOML")
 

@@ -222,6 +222,9 @@ def serve(
 ) -> None:
     """Run a worker, with its own NATS server unless --nats names one. Ctrl-C stops it.
 
+    Log lines go to standard error: as text on a terminal, as JSON in a pipe or a file. `turnkeep serve
+    --log-format console 2>&1 | tee log` shows text and keeps it.
+
     If turnkeep.toml has tables [models.NAME], each of these models gets a worker when it is asked for.
     On SIGHUP a worker reads the settings again and applies max_disk and min_free_disk.
     """
@@ -335,7 +338,13 @@ def chat(
     "--session", "name", metavar="NAME", help="Session to ask in. [default: a new one, removed afterwards]"
 )
 @tenant_option
-@as_json
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print nothing until the answer has ended, then its result as one line of JSON: text, token ids,"
+    " finish_reason, usage, seconds.",
+)
 @click.option("--logprobs", metavar="N", type=int, help="With --json: logprobs, and the N likeliest tokens.")
 @click.option("--echo", is_flag=True, help="With --json: logprobs of the question's tokens too.")
 @tool_option

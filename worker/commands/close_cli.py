@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ops.log.ending import check_open, end
-from turnkeep_client.errors import InvalidMessageError
+from turnkeep_client.errors import InvalidMessageError, TurnkeepError
 
 from .exchanges import last_exchanges
 from .flags import load_settings, tenant_option, with_result_timeout, with_settings
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from turnkeep_client.client import Client
+    from turnkeep_client.session import Session
 
     from .exchanges import Exchange
 
@@ -57,7 +59,8 @@ def _close(
 ) -> None:
     async def run(client: Client) -> None:
         for name in names:
-            async with named(client, name):
+            async with named(client, name) as session:
+                await _say_what_runs(session)
                 closed = await end(client, name, timeout_s, forget=forget)
             if not forget:
                 click.echo(f"closed {name} at position {closed.position}")
@@ -67,6 +70,14 @@ def _close(
                 click.echo(f"turnkeep: some of {name} may stay on the disk until it is evicted", err=True)
 
     talk(load_settings(config, flags), tenant, run)
+
+
+async def _say_what_runs(session: Session) -> None:
+    """Print that a close has to wait for a running request, which may take minutes."""
+    with contextlib.suppress(TurnkeepError):  # the close says it better
+        if active := (await session.info(limit=0)).active:
+            stops = f"turnkeep cancel {session.key.session} {active}"
+            click.echo(f"turnkeep: waiting until {active} is answered; {stops} stops it", err=True)
 
 
 @click.command()

@@ -183,9 +183,9 @@ def _port(settings: Settings) -> Check:
         if name == server_name(settings.data_dir):
             return Check("port", "ok", f"{port} is held by this data directory's own server")
         if name.startswith(SERVER_PREFIX):
-            found = "the NATS server of a worker with another data directory"
-            mend = "name that worker's --data-dir, or choose another port with --nats-port"
-            return Check("port", "fail", found, _split(error)[0], mend)
+            missing, mend = _split(error)
+            missing = missing.replace("another program", "it")  # of another user, who keeps the rest private
+            return Check("port", "fail", "the NATS server of another Turnkeep worker", missing, mend)
         found = f"nats-server {greeting.get('version', '')}, named {name}" if greeting else ""
         return _failure("port", found, error)
     return Check("port", "ok", f"{port} is free")

@@ -55,10 +55,13 @@ _WITH_WORDS = 1000
     "--state",
     "states",
     multiple=True,
-    type=click.Choice(["idle", "waiting", "failed", "closed", "forgotten", "dead"]),
+    type=click.Choice(["idle", "running", "waiting", "failed", "closed", "forgotten", "dead"]),
     help="Only in this state; may be repeated. dead: with dead letters. [default: all but forgotten]",
 )
-@tag_option("Only with this tag; may be repeated. This reads the first entries of every session.")
+@tag_option(
+    "Only opened with this tag; may be repeated. Reads the first entries of every session. Of the gateway's"
+    " sessions only forks have its tag: --match 'gw-*' finds all."
+)
 @click.option("--since", metavar="TIME", callback=moment, help="Only those at work since: 2h, 2026-11-20.")
 @click.option("--until", metavar="TIME", callback=moment, help="Only those not at work since.")
 @click.option("--sort", "by", type=click.Choice(ORDERS), default="last", show_default=True)
@@ -84,9 +87,9 @@ def sessions(
 ) -> None:
     """List the sessions in the log, most recently active first.
 
-    The log does not say what a worker is doing now: `turnkeep info SESSION` does.
+    Whether the request of a waiting session runs already, its worker is asked.
     """
-    from ops.log.sessions import begun, list_sessions, measured, order
+    from ops.log.sessions import begun, list_sessions, measured, order, running
 
     def wanted(row: SessionRow) -> bool:
         return (
@@ -99,7 +102,7 @@ def sessions(
         )
 
     async def read(client: Client) -> tuple[str, list[SessionRow]]:
-        found = await list_sessions(client, tenant, match)
+        found = await running(client, await list_sessions(client, tenant, match))
         rows = [row for row in found if wanted(row)]
         if tags:
             rows = [row for row in await begun(client, rows) if set(tags) <= set(row.tags)]
@@ -160,6 +163,8 @@ def _begins(row: SessionRow) -> str:
 
 def _state(row: SessionRow) -> str:
     state = f"waiting ({row.waiting})" if row.state == "waiting" else row.state
+    if row.state == "running" and row.waiting > 1:
+        state += f", {row.waiting - 1} waiting"
     return f"{state}, {row.dead} dead" if row.dead else state
 
 

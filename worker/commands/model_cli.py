@@ -60,7 +60,7 @@ def list_(config: Path | None, as_json: bool, **flags: Any) -> None:
 @as_json
 @with_settings("data_dir")
 def show(config: Path | None, name: str, as_json: bool, **flags: Any) -> None:
-    """Describe one model, by its name or its path; its weights are not read."""
+    """Describe one model, by its name, a part of its name, or its path; its weights are not read."""
     from worker.models.catalog import count_parameters, named
 
     entry = named(name, load_settings(config, flags).data_dir)
@@ -99,12 +99,12 @@ def pull(config: Path | None, name: str, **flags: Any) -> None:
     hub's own variables hold: HF_ENDPOINT for a mirror, HF_HOME, HF_TOKEN, HF_HUB_OFFLINE.
     """
     from worker.models import hub
-    from worker.models.catalog import missing
     from worker.models.model import default_dtype
+    from worker.models.model_files import ModelError
 
     settings = load_settings(config, flags)
     if not hub.is_id(name):
-        raise missing(name, settings.data_dir)
+        raise ModelError(f"{name} is no id of the hub; give org/name, or org/name:Q4_K_M for a GGUF file")
     dtype = settings.dtype if settings.dtype != "auto" else default_dtype()
     with terminal_progress(lambda what: click.echo(what, err=True)) as progress:
         path = hub.fetch(name, progress, dtype)

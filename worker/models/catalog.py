@@ -8,6 +8,7 @@ path is `elsewhere`.
 
 from __future__ import annotations
 
+import difflib
 import re
 import shutil
 from dataclasses import dataclass
@@ -142,11 +143,16 @@ def _downloads() -> Iterator[Place]:
 
 
 def find(spec: str, data_dir: Path) -> Path | None:
-    """Return the folder or GGUF file of a model on this machine by its name, with or without `org/`."""
-    found = _place(spec, data_dir)
-    if found is not None:
+    """Return the folder or GGUF file of a model on this machine by its name, with or without `org/`.
+
+    A part of one name alone is enough, unless it could be a hub id. Raises `ModelError` if several have it.
+    """
+    if (found := _place(spec, data_dir)) is not None:
         return found.path
-    return hub.downloaded(spec) if hub.is_id(spec) else None
+    if hub.is_id(spec):
+        return hub.downloaded(spec)
+    found = _by_part(spec, data_dir)
+    return found.path if found else None
 
 
 def _place(spec: str, data_dir: Path) -> Place | None:
@@ -155,25 +161,57 @@ def _place(spec: str, data_dir: Path) -> Place | None:
     return next(whole, None) or next((p for p in all_ if p.name.rpartition("/")[2] == name), None)
 
 
+def _by_part(part: str, data_dir: Path) -> Place | None:
+    """Return the model whose name, in any case, is `part`, else begins with it, else has it."""
+    folded, all_ = part.casefold(), {place.name: place for place in reversed([*places(data_dir)])}
+    for fits in (str.__eq__, str.startswith, str.__contains__):
+        names = [name for name in all_ if any(fits(one, folded) for one in _spellings(name))]
+        if len(names) > 1:
+            several = ", ".join(sorted(names))
+            raise ModelError(f"{part} is a part of several names; give more of one: {several}")
+        if names:
+            return all_[names[0]]
+    return None
+
+
+def _spellings(name: str) -> tuple[str, str]:
+    """Return a name with and without its `org/`, in lower case."""
+    folded = name.casefold()
+    return folded, folded.rpartition("/")[2]
+
+
 def named(spec: str, data_dir: Path) -> ModelEntry:
-    """Describe one model by its name or its path; raises `ModelError` that says which there are."""
+    """Describe one model by its name, a part of it, or its path.
+
+    Raises `ModelError` that says which there are.
+    """
     place, path = _place(spec, data_dir), Path(spec).expanduser()
     if place is None and (path.is_dir() or (path.suffix == ".gguf" and path.is_file())):
         place = Place(path.stem if path.is_file() else path.name, "elsewhere", path)
     if place is None and hub.is_id(spec) and (there := hub.downloaded(spec)) is not None:
         place = next((p for p in _downloads() if p.path == there), None)
+    place = place or _by_part(spec, data_dir)
     if place is None:
         raise missing(spec, data_dir)
     return describe(place, data_dir)
 
 
 def missing(spec: str, data_dir: Path) -> ModelError:
-    """Return the error for a name that no model has."""
-    here = ", ".join(place.name for place in places(data_dir)) or "none"
+    """Return the error for a name that no model has, with the names that are spelled almost so."""
+    names = [place.name for place in places(data_dir)]
+    if near := [name for name in names if _is_near(spec.casefold(), name)]:
+        return ModelError(f"there is no model {spec}; did you mean {' or '.join(near)}?")
+    here = ", ".join(names) or "none"
     return ModelError(
         f"there is no model {'at ' if '/' in spec else ''}{spec}; give a model folder, a .gguf file or a hub"
         f" id (org/name, which `turnkeep model pull` downloads), or the name of one that is here: {here}"
     )
+
+
+def _is_near(typed: str, name: str) -> bool:
+    """Say whether a name, or the beginning of a name, is spelled almost as typed."""
+    whole = _spellings(name)
+    return bool(difflib.get_close_matches(typed, [*whole, *(one[: len(typed)] for one in whole)], 1, 0.7))
 
 
 def describe(place: Place, data_dir: Path) -> ModelEntry:

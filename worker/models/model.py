@@ -87,7 +87,7 @@ def default_dtype() -> str:
 
 
 def resolve(spec: str | None, data_dir: Path, *, dtype: str, progress: Progress | None = None) -> Path:
-    """Return the model folder for `spec`: a folder, a .gguf file, a name, a hub id, or None for the default.
+    """Return the model folder for `spec`: a folder, a .gguf file, a (part of a) name, a hub id, or None.
 
     GGUF files are converted into `data_dir`. A hub id that is not in the hub's cache is downloaded into it.
     Raises `ModelError`.

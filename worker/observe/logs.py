@@ -24,7 +24,13 @@ def configure(log_format: str, log_level: str) -> None:
     ]
     rendered: list[Processor] = (
         # No rich tracebacks: they show the values of variables.
-        [structlog.dev.ConsoleRenderer(pad_event_to=36, exception_formatter=structlog.dev.plain_traceback)]
+        [
+            structlog.dev.ConsoleRenderer(
+                pad_event_to=36,
+                colors=sys.stderr.isatty(),
+                exception_formatter=structlog.dev.plain_traceback,
+            )
+        ]
         if console
         else [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     )

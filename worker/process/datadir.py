@@ -129,6 +129,22 @@ class DataDir:
         self.close()
 
 
+def owner(path: Path) -> str | None:
+    """Return the name and process of the worker that has locked a data directory; None if it has ended.
+
+    Does not try the lock, since that would refuse it to a worker that starts at this moment.
+    """
+    with contextlib.suppress(OSError, psutil.Error):
+        fd = os.open(path / LOCK_NAME, os.O_RDONLY)
+        try:
+            pid = _read_note(fd).get("pid")
+            if isinstance(pid, int) and psutil.Process(pid).create_time() <= os.fstat(fd).st_mtime + 1:
+                return _owner(fd)
+        finally:
+            os.close(fd)
+    return None
+
+
 def starting_pid(path: Path) -> int | None:
     """Return the worker's process that has locked a data directory a short time ago; None if there is none.
 

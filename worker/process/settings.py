@@ -348,7 +348,8 @@ class Settings:
     model: str | None = _setting(
         _or("packaged", None, _MODEL),
         None,
-        "a name of `model list`, an MLX folder, a GGUF file or a hub id; by default SmolLM2-135M-Instruct",
+        "a name of `model list` or its part, an MLX folder, a GGUF file or a hub id;"
+        " by default SmolLM2-135M-Instruct",
     )
     worker: str = _found(
         _name(ID_RULE, lambda name: check_id("worker", name)),
@@ -514,7 +515,9 @@ class Settings:
         _or("off", None, _ENDPOINT), None, "the address on which /livez and /readyz answer over HTTP"
     )
     log_format: str = _setting(
-        _choice("auto", "console", "json"), "auto", "auto is console on a terminal, else json"
+        _choice("auto", "console", "json"),
+        "auto",
+        "how log lines are written, to standard error; auto is console on a terminal, else json",
     )
     log_level: str = _setting(
         _choice("debug", "info", "warning", "error"), "info", "the lowest level that is logged"
@@ -691,7 +694,8 @@ def _read(raw: Mapping[str, object], source: Callable[[str], str], base: Path) -
     values = {}
     for name, value in raw.items():
         if name not in fields:
-            raise SettingsError(f"{source(name)} is not a setting{_suggest(name, fields, source)}")
+            known = ("models",) if isinstance(value, dict) else fields
+            raise SettingsError(f"{source(name)} is not a setting{_suggest(name, known, source)}")
         kind: Kind = fields[name].metadata["kind"]
         try:
             parsed = kind.parse(value)
@@ -718,7 +722,8 @@ def _file(path: Path, *, required: bool) -> dict[str, object]:
 
 def _suggest(name: str, known: Iterable[str], source: Callable[[str], str]) -> str:
     near = difflib.get_close_matches(name.replace("-", "_").lower(), list(known), n=1)
-    return f"; did you mean {source(near[0])}?" if near else "; see turnkeep serve --help for the list"
+    spelled = source(near[0]).partition(" in ")[0] if near else ""  # the file is named already
+    return f"; did you mean {spelled}?" if near else "; see turnkeep serve --help for the list"
 
 
 def _default_text(field: dataclasses.Field[Any]) -> str:

@@ -36,7 +36,7 @@ from anyio import (
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from worker.process.concurrency import in_thread
-from worker.process.datadir import TOKEN_NAME
+from worker.process.datadir import TOKEN_NAME, owner
 
 from .connection import BrokerError, connect
 
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from worker.process.settings import Settings
 
 HOST: Final = "127.0.0.1"
+_CONFIG: Final = "nats-server.conf"
 
 #: No limit: the streams have their own. With its default, 75% of the disk that is free at its start,
 #: the server refuses the streams' reservations once the disk has filled up a little.
@@ -81,22 +82,40 @@ def _program() -> Path:
 
 
 def check_port(port: int, mend: str | None = None) -> None:
-    """Raise `BrokerError`, ending with `mend`, if no server can listen on `port` of the loopback address."""
+    """Raise `BrokerError`, ending with `mend`, if no server can listen on `port` of the loopback address.
+
+    Names the Turnkeep worker whose NATS server has the port, if that can be seen.
+    """
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as Go does: TIME_WAIT is no obstacle
         try:
             probe.bind((HOST, port))
         except OSError as error:
-            reason = (
-                "is taken by another program"
-                if error.errno == errno.EADDRINUSE
-                else f"is refused: {error.strerror}"
-            )
-            mend = mend or (
+            reason = f"is refused: {error.strerror}"
+            helps = (
                 "choose another with --nats-port, or,"
                 f" if a NATS server listens there, use it with --nats nats://{HOST}:{port}"
             )
-            raise BrokerError(f"port {port} of {HOST} {reason}; {mend}") from None
+            if error.errno == errno.EADDRINUSE:
+                reason = "is taken by another program"
+                if root := _served_by(port):
+                    whose = owner(root) or "worker, which has ended"
+                    reason = f"is taken by the NATS server of Turnkeep's {whose}"
+                    helps = f"choose another with --nats-port, or use that worker: --data-dir {root}"
+            raise BrokerError(f"port {port} of {HOST} {reason}; {mend or helps}") from None
+
+
+def _served_by(port: int) -> Path | None:
+    """Return the data directory whose NATS server has a port; None if this user sees none."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError, ValueError):
+            program, *arguments = process.cmdline() or [""]
+            if Path(program).name != "nats-server" or arguments[:1] != ["-c"]:
+                continue
+            config = Path(arguments[-1])
+            if config.name == _CONFIG and json.loads(config.read_bytes()).get("listen") == f"{HOST}:{port}":
+                return config.parent
+    return None
 
 
 def server_name(root: Path) -> str:
@@ -130,7 +149,7 @@ class EmbeddedServer:
         self._websocket_port = settings.nats_websocket
         self.adopted = False
         self._root = directory.path
-        self._config_file = self._root / "nats-server.conf"
+        self._config_file = self._root / _CONFIG
         self._state_file = self._root / "nats-server.json"
         self._log_file = directory.logs / "nats-server.log"
         self._name = server_name(self._root)

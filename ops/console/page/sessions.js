@@ -2,7 +2,7 @@
 
 import { age, asked, count, exact, get, made, seconds, shown, tell, GONE } from "./dom.js";
 
-const STATES = ["idle", "waiting", "failed", "closed", "forgotten"];
+const STATES = ["idle", "running", "waiting", "failed", "closed", "forgotten"];
 const HEADS = ["session", "state", "tokens", "found", "prefilled", "generated", "time", "last"];
 
 export const state = (row) => made("span", { class: `badge ${row.state}` },

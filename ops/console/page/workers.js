@@ -36,6 +36,8 @@ const drawn = (name, attributes, parent, text) => {
   parent.append(element);
   return element;
 };
+/* The length of a point's line that has no neighbour, as just after the first message. */
+const DASH = 12;
 const at = (at_s) => clock(new Date(at_s * 1000));
 
 /* A round number, not below the value, whose half is round too. */
@@ -77,11 +79,13 @@ function plot(figure, [title, format, lines, limit], course) {
   }
   if (!values.length) drawn("text", { x: (left + width) / 2, y: height / 2, "text-anchor": "middle" }, svg, "nothing yet");
   lines.forEach(([, key], i) => {
-    let path = "", gap = true;
-    course[key].forEach((value, index) => {
-      if (value === null) { gap = true; return; }
-      path += `${gap ? "M" : "L"}${x(times[index]).toFixed(1)} ${y(value).toFixed(1)}${gap ? "h0" : ""}`;
-      gap = false;
+    const course_ = course[key], isGap = (index) => (course_[index] ?? null) === null;
+    let path = "";
+    course_.forEach((value, index) => {
+      if (value === null) return;
+      const isAlone = isGap(index - 1) && isGap(index + 1);  // then a short line: nobody sees a dot
+      const from_x = isAlone ? Math.max(left, Math.min(x(times[index]) - DASH / 2, width - right - DASH)) : x(times[index]);
+      path += `${isGap(index - 1) ? "M" : "L"}${from_x.toFixed(1)} ${y(value).toFixed(1)}${isAlone ? `h${DASH}` : ""}`;
     });
     drawn("path", { d: path, class: `s${i}` }, svg);
   });
