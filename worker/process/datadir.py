@@ -130,23 +130,19 @@ class DataDir:
 
 
 def owner(path: Path) -> str | None:
-    """Return the name and process of the worker that has locked a data directory; None if it has ended.
-
-    Does not try the lock, since that would refuse it to a worker that starts at this moment.
-    """
-    with contextlib.suppress(OSError, psutil.Error):
-        fd = os.open(path / LOCK_NAME, os.O_RDONLY)
-        try:
-            pid = _read_note(fd).get("pid")
-            if isinstance(pid, int) and psutil.Process(pid).create_time() <= os.fstat(fd).st_mtime + 1:
-                return _owner(fd)
-        finally:
-            os.close(fd)
-    return None
+    """Return the name and process of the worker that has locked a data directory; None if it has ended."""
+    held = _holder(path)
+    return held[2] if held else None
 
 
 def starting_pid(path: Path) -> int | None:
-    """Return the worker's process that has locked a data directory a short time ago; None if there is none.
+    """Return the worker's process that has locked a data directory a short time ago; None if there is none."""
+    held = _holder(path)
+    return held[0] if held and time.time() - held[1] < _STARTING_S else None
+
+
+def _holder(path: Path) -> tuple[int, float, str] | None:
+    """Return the pid, time of locking and name of the worker that runs on a data directory.
 
     Does not try the lock, since that would refuse it to a worker that starts at this moment.
     """
@@ -155,11 +151,9 @@ def starting_pid(path: Path) -> int | None:
     with contextlib.suppress(OSError, psutil.Error):
         fd = os.open(path / LOCK_NAME, os.O_RDONLY)
         try:
-            pid = _read_note(fd).get("pid")
-            locked_s = os.fstat(fd).st_mtime
-            is_new = time.time() - locked_s < _STARTING_S
-            if is_new and isinstance(pid, int) and psutil.Process(pid).create_time() <= locked_s + 1:
-                return pid
+            pid, locked_s = _read_note(fd).get("pid"), os.fstat(fd).st_mtime
+            if isinstance(pid, int) and psutil.Process(pid).create_time() <= locked_s + 1:
+                return pid, locked_s, _owner(fd)
         finally:
             os.close(fd)
     return None
