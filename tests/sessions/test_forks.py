@@ -14,6 +14,7 @@ from turnkeep_client.errors import InvalidMessageError, RequestFailedError
 from turnkeep_client.messages import ForkPoint, Open, Opened, Parent, SessionCache
 from turnkeep_client.session import build
 from turnkeep_client.subjects import SessionKey
+from worker.wire.journal import Journal
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -128,6 +129,29 @@ async def test_a_fork_outlives_its_parent_and_its_worker(
     info = await again.info()
     assert info.parent == Parent(session="fork", position=position)
     assert info.tags == ("third",)
+
+
+@pytest.mark.parametrize("shown", [0, 1])
+async def test_a_fork_has_the_last_acknowledged_turn_though_a_replica_does_not_show_it(
+    local_worker: Start, endless_model: Path, monkeypatch: pytest.MonkeyPatch, shown: int
+) -> None:
+    worker = await local_worker(model=str(endless_model))
+    parent = await conversation(worker.client, turns=1)
+    position = (await parent.info()).position
+    await worker.stop()
+    page, left = Journal.page, {"in": 2, "out": 2}
+
+    async def lagging(self: Journal, key: SessionKey, kind: Any, after: int, **until: int) -> Any:
+        entries, more = await page(self, key, kind, after, **until)
+        if key.session == "parent" and left[kind] and not after:
+            left[kind] -= 1
+            return entries[:shown], False
+        return entries, more
+
+    monkeypatch.setattr(Journal, "page", lagging)
+    worker = await local_worker(model=str(endless_model))
+    fork = await worker.client.session("parent").fork("fork", position)
+    assert (await fork.info()).position == position
 
 
 async def test_a_repeated_fork_is_answered_from_the_record(local_worker: Start, endless_model: Path) -> None:

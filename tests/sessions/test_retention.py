@@ -13,7 +13,7 @@ from raw_wire import append, generate
 
 from turnkeep_client.messages import Append, Close, Closed, encode, failure
 from turnkeep_client.subjects import SessionKey
-from worker.sessions import sessions
+from worker.sessions import record, sessions
 from worker.sessions.session import Session
 from worker.wire import retention
 from worker.wire.journal import Entry, Journal
@@ -121,6 +121,28 @@ async def test_a_session_that_was_opened_again_keeps_what_came_behind_its_close(
     await w.worker.stop()
     w = await quiet_wire(closed_ttl_s=1.0)
     assert (await w.send("s", append("d")))["position"] == 11
+
+
+async def test_an_id_of_a_former_life_is_answered_once_in_the_next_one(
+    quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint that the next worker begins with has the id of a life that has left the log."""
+    monkeypatch.setattr(record, "_CHECKPOINT_EVERY", 3)
+    w = await quiet_wire()
+    await w.send("s", append("a", "first life"))
+    await w.send("s", CLOSE)
+    await w.send("s", {"type": "open", "id": "o"})
+    await w.worker.stop()
+    w = await quiet_wire()
+    await w.send("s", append("b"))
+    await w.worker.stop()
+    w = await quiet_wire(closed_ttl_s=0.0)
+    assert "checkpoint" in await until_gone(w, "s", text=b"first life")
+    first = await w.send("s", append("a", "second life"))
+    await w.worker.stop()
+    w = await quiet_wire()
+    repeated = await w.send("s", append("a", "second life"))
+    assert (repeated["position"], repeated.get("repeat_of")) == (first["position"], first["seq"])
 
 
 async def test_what_is_forgotten_leaves_the_log_at_once(quiet_wire: Start) -> None:

@@ -6,7 +6,7 @@ the device's hash alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
@@ -181,6 +181,8 @@ def _check_result(
         log.records.setdefault(request.id, (log.asked[seq], message))
     if isinstance(result, Failed):
         yield from _check_failure(log, message, request, result, history)
+        if isinstance(request, Open) and request.from_ is not None and result.repeat_of is None:
+            yield from _check_no_fork(log, request, result, found)
         return
     if result.repeat_of is None:
         yield from _apply(log, seq, request, message, result, found)
@@ -359,18 +361,47 @@ def _check_fork(
 ) -> Iterator[str]:
     """Find the state of the parent that a fork began with."""
     assert request.from_ is not None
-    parent = found.get(type(log.key)(log.key.tenant, request.from_.session))
+    parent, states = _parent(log, request.from_.session, result.seq or 0, found)
     digest = message.headers.get(HISTORY_HEADER)
     of = Parent(session=request.from_.session, position=result.position)
-    for seq, state in [(0, _EMPTY), *(parent.states if parent else [])]:
-        if seq < message.seq and state.position >= result.position:
-            log.state = replace(FOLD.forked(state, of, result.tags), exists=True, closed=False)
+    for state in states:
+        if _is_open(state) and state.position >= result.position:
+            log.state = FOLD.forked(state, of, result.tags)
             if log.state.digest() == digest:
                 return
     if parent is not None and parent.is_beyond:
         log.is_beyond = True
         return
-    yield f"the fork at {result.seq} has tokens that its parent never had"
+    yield f"the fork at {result.seq} has tokens that its parent did not have since it was asked for"
+
+
+def _parent(
+    log: Logged, session: str, since: int, found: dict[SessionKey, Logged]
+) -> tuple[Logged | None, list[State]]:
+    """Return the log of a fork's parent, and its states since the fork was asked for."""
+    parent = found.get(type(log.key)(log.key.tenant, session))
+    states = parent.states if parent else []
+    before = [state for seq, state in states if seq < since]
+    return parent, [before[-1] if before else _EMPTY, *(state for seq, state in states if seq > since)]
+
+
+def _is_open(state: State) -> bool:
+    return state.exists and not state.closed
+
+
+def _check_no_fork(
+    log: Logged, request: Open, result: Failed, found: dict[SessionKey, Logged]
+) -> Iterator[str]:
+    """A fork that is refused for its parent's state was asked for while the parent was so."""
+    assert request.from_ is not None
+    parent, states = _parent(log, request.from_.session, result.seq or 0, found)
+    if parent is not None and parent.is_beyond:
+        return
+    if "only an open session can be forked" in result.message and all(map(_is_open, states)):
+        yield f"the fork at {result.seq} is refused, though its parent was open: {result.message}"
+    position = request.from_.position or 0
+    if "cannot fork " in result.message and all(one.position >= position for one in states):
+        yield f"the fork at {result.seq} is refused, though its parent was there: {result.message}"
 
 
 def _check_forgotten(log: Logged, streams: dict[str, Stream]) -> Iterator[str]:

@@ -18,7 +18,7 @@ from nats.js.errors import APIError, NoStreamResponseError, NotFoundError
 from tests.simulation.loop import run, simulated
 from tests.simulation.world import Server
 from turnkeep_client.direct import DirectGets
-from turnkeep_client.messages import Chunk, Closed, encode
+from turnkeep_client.messages import Chunk, Closed, encode, failure
 from turnkeep_client.subjects import SessionKey, Subjects
 from worker.process.settings import Settings
 from worker.wire import streams
@@ -323,6 +323,18 @@ async def what_another_worker_has_removed_gets_no_result(place: Place) -> None:
     assert await journal.commit(key, there, 0, {}) > seqs[1]
 
 
+async def a_result_behind_another_one_is_nobody_s_first(place: Place) -> None:
+    """What a worker stores a second time, as a replica showed it neither result, is not its own of before."""
+    key, journal = SessionKey("t", "s"), Journal(place.nc, place.js, place.subjects)
+    seqs = [await place.put("in") for _ in range(2)]
+    cancelled, refused = (encode(failure("r", "expired", "so it is", seq=seq)) for seq in reversed(seqs))
+    first = await journal.commit(key, cancelled, 0, {})
+    second = await journal.commit(key, refused, first, {})
+    assert await journal.commit(key, refused, first, {}) == second, "its own, of which the ack was lost"
+    with pytest.raises(FencedError):
+        await journal.commit(key, refused, 0, {})
+
+
 async def a_worker_that_was_overtaken_publishes_no_chunk(place: Place) -> None:
     key = SessionKey("t", "s")
     one, other = (Journal(place.nc, place.nc.jetstream(), place.subjects) for _ in range(2))
@@ -383,6 +395,7 @@ async def an_answer_that_begins_behind_a_forget_takes_its_chunk_back(place: Plac
 
 
 SCENES = (
+    a_result_behind_another_one_is_nobody_s_first,
     what_another_worker_has_removed_gets_no_result,
     a_worker_that_was_overtaken_publishes_no_chunk,
     chunks_that_have_expired_stop_no_answer_and_forgotten_ones_do,

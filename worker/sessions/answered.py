@@ -41,11 +41,12 @@ class AnsweredIds:
         return self._sorted.nbytes + 256 * len(self._recent)
 
     def add(self, request_id: str, answered: AnsweredAt) -> None:
-        """Add an id with its result. An id that is there already keeps its first result."""
-        if self.find(request_id) is not None:
-            return
-        self._recent[_hash(request_id)] = answered
-        self._added.extend((_hash(request_id), *answered))
+        """Add an id with its result; if the id is there, this one counts once the first is dropped."""
+        key = _hash(request_id)
+        if key in self._recent:
+            self._sort()
+        self._recent[key] = answered
+        self._added.extend((key, *answered))
         if len(self._recent) > max(_FEW, len(self._sorted) // 4):
             self._sort()
 
@@ -79,19 +80,24 @@ class AnsweredIds:
     def find(self, request_id: str) -> AnsweredAt | None:
         """Return where an id was answered; None if it was not. Another id may have the same hash."""
         key = _hash(request_id)
-        if (found := self._recent.get(key)) is not None:
-            return found
-        row = int(np.searchsorted(self._sorted[:, 0], np.uint64(key)))
-        if row == len(self._sorted) or int(self._sorted[row, 0]) != key:
-            return None
+        row = self._row(key)
+        if row is None:
+            return self._recent.get(key)
         return AnsweredAt(int(self._sorted[row, 1]), int(self._sorted[row, 2]))
 
     def drop(self, request_id: str) -> None:
         """Remove the result that `find` returns: it has left the log. A later one of this id may follow."""
         key = _hash(request_id)
-        if self._recent.pop(key, None) is None:
-            row = int(np.searchsorted(self._sorted[:, 0], np.uint64(key)))
+        row = self._row(key)
+        if row is None:
+            del self._recent[key]
+        else:
             self._sorted = np.delete(self._sorted, row, axis=0)
+
+    def _row(self, key: int) -> int | None:
+        """Find the first result of an id among the sorted ones, which are older than the recent ones."""
+        row = int(np.searchsorted(self._sorted[:, 0], np.uint64(key)))
+        return row if row < len(self._sorted) and int(self._sorted[row, 0]) == key else None
 
 
 def _hash(request_id: str) -> int:

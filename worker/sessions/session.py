@@ -412,18 +412,23 @@ class Session:
         if not record.has_more:
             record.in_seq = max(record.in_seq, until)
 
-    async def refresh(self) -> None:
-        """Read the log to its end.
+    async def refresh(self, *, surely: bool = False) -> None:
+        """Read the log to its end; with `surely`, not to the end that a replica which lags shows.
 
         Raises `FencedError` if a request runs here and another worker has continued the session.
         """
-        try:
-            await self.catch_up(beyond_bell=True)
-        except FencedError:
-            if self.active is not None:
-                raise
-            self.forget()  # no request runs here that would notice
-            await self.catch_up(beyond_bell=True)
+        while True:
+            last_seq = await self._services.journal.last_seq(self.key, "out") if surely else 0
+            try:
+                await self.catch_up(beyond_bell=True)
+            except FencedError:
+                if self.active is not None:
+                    raise
+                self.forget()  # no request runs here that would notice
+                await self.catch_up(beyond_bell=True)
+            if self._record.out_seq >= last_seq:
+                return
+            await sleep(_LAG_S)
 
     async def cancel(self, request_id: str, asked: Pending | None = None) -> Cancelled | Failed:
         """Cancel a request that has no result yet; return once its result is in the log.
@@ -710,7 +715,7 @@ class Session:
         if of.session == self.key.session:
             raise RefusedError("invalid_request", "a session cannot be forked from itself")
         with self._others(SessionKey(self.key.tenant, of.session)) as parent:
-            await parent.refresh()
+            await parent.refresh(surely=True)  # who asks may have heard of its last result
             if parent.diverged is not None:
                 raise RefusedError("history_diverged", f"{of.session} cannot be forked: {parent.diverged}")
             history = parent.history

@@ -449,7 +449,11 @@ class Journal:
                 log.warning("a refusal could not be stored", seq=seq, error=str(error))
 
     async def _own_commit(self, subject: str, body: bytes, after: int) -> int:
-        """Return the sequence of this commit if only its ack was lost; otherwise raise `FencedError`."""
+        """Return the sequence of this commit if only its ack was lost; otherwise raise `FencedError`.
+
+        The stored message names the fence that it passed. An equal result that was stored behind another one
+        is not this commit: this worker does not know that other one.
+        """
         while True:
             try:
                 # No direct get: nats-py would take a publisher's `Status` header for the server's.
@@ -459,7 +463,8 @@ class Journal:
             except (nats.errors.Error, APIError, OSError) as error:
                 await self._pause_after("reading the log", error, 1.0)
                 continue
-            if last.data == body and last.seq is not None and last.seq > after:
+            fence = (last.headers or {}).get(_EXPECT_HEADER)
+            if last.data == body and fence == str(after) and last.seq is not None:
                 return last.seq
             break
         raise FencedError(subject)
