@@ -66,6 +66,8 @@ STORED = datetime(2026, 1, 2, tzinfo=UTC)
 class Log:
     """The journal, in memory."""
 
+    server = "one"
+
     def __init__(self) -> None:
         self.entries: list[Entry] = []
         self.chunks: list[Chunk] = []
@@ -80,7 +82,7 @@ class Log:
         found = [entry for entry in self.entries if entry.kind == kind and entry.seq > after]
         return found[:PAGE], len(found) > PAGE
 
-    async def commit(self, _: SessionKey, body: bytes, after: int, headers: dict[str, str]) -> int:
+    async def commit(self, _: SessionKey, body: bytes, after: int, headers: dict[str, str], **__: str) -> int:
         last = max((entry.seq for entry in self.entries if entry.kind == "out"), default=0)
         if last != after:
             raise FencedError(str(last))

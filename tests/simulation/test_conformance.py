@@ -319,8 +319,8 @@ async def what_another_worker_has_removed_gets_no_result(place: Place) -> None:
     removed, there = (encode(Closed(id="c", seq=seq, position=9, forgotten=3, settled=False)) for seq in seqs)
     await place.js.delete_msg(place.names.log, seqs[0])
     with pytest.raises(FencedError):
-        await journal.commit(key, removed, 0, {})
-    assert await journal.commit(key, there, 0, {}) > seqs[1]
+        await journal.commit(key, removed, 0, {}, server=journal.server)
+    assert await journal.commit(key, there, 0, {}, server=journal.server) > seqs[1]
 
 
 async def a_worker_that_was_overtaken_publishes_no_chunk(place: Place) -> None:
