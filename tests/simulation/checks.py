@@ -215,10 +215,14 @@ def _check_result(
         if not is_copy:
             yield from _check_failure(log, message, request, result, history)
         return
+    if is_copy and isinstance(result, Closed) and not log.state.exists:  # of what a forget had left
+        log.state, log.closed = FOLD.closed(log.state), message
+        return
     if result.repeat_of is None:
         yield from _apply(log, seq, request, message, result, found, history)
     digest = message.headers.get(HISTORY_HEADER)
-    is_about_it = _changes(result) or log.closed is None
+    # A copy has its results in the order of the requests, also of those that were cancelled early.
+    is_about_it = _changes(result) or (log.closed is None and not is_copy)
     if not log.is_beyond and is_about_it and digest not in (log.state.digest(), log.vouched):
         yield f"{request.id} at {seq} has a digest of other tokens"
     if _changes(result):
@@ -540,6 +544,8 @@ def _check_chunks(
             continue
         chunk = decode_chunk(message.data)
         answers = found[key].results.get(chunk.seq or 0, [])
+        if (asked := found[key].asked.get(chunk.seq or 0)) and is_imported(asked):
+            continue  # behind a replica that lags a worker may begin it, as a copy has no seals
         for _, result in answers:
             tokens = result.tokens if isinstance(result, Generated) else ()
             if not _is_given_up(result) and tuple(tokens[chunk.i : chunk.i + len(chunk.tokens)]) != tuple(

@@ -93,11 +93,13 @@ async def _copy(history: History, client: Client, random: Random) -> None:
     into = SessionKey("t", random.choice(("copy", "copy", "b", key.session)))
     if random.random() < 0.5:
         await asyncio.sleep(random.expovariate(1))
-    importing = Import(client, into)
+    importing, done = Import(client, into), False
     try:
         await importing.run(lines, lambda *_: None)
+        done = True
     finally:
-        history.imported |= {(into, new): (key, old) for old, new in importing._new_seqs.items()}
+        stored = {(into, new): (key, old) for old, new in importing._new_seqs.items()}
+        history.imported = history.imported | stored if done else stored | history.imported
 
 
 async def _limit(history: History, client: Client, random: Random) -> None:
