@@ -557,12 +557,12 @@ async def test_a_fence_that_is_lost_is_no_attempt(world, monkeypatch) -> None:
     """Of a request in doubt: the worker lives, so it did not end over it."""
     commit, num_lost = world.log.commit, 0
 
-    async def lost(*arguments: Any) -> int:
+    async def lost(*arguments: Any, **named: Any) -> int:
         nonlocal num_lost
         num_lost += 1
         if num_lost <= 8:
             raise FencedError("lost")
-        return await commit(*arguments)
+        return await commit(*arguments, **named)
 
     monkeypatch.setattr(world.log, "commit", lost)
     seq = world.log.add("in", encode(Append(id="a", text="one")))

@@ -433,7 +433,7 @@ class Journal:
     async def unanswered(self) -> dict[SessionKey, Entry]:
         """Find the sessions with more requests than results, each with its last request.
 
-        Raises nats-py's errors.
+        The server counts for the first 100,000 sessions only. Raises nats-py's errors.
         """
         num_lacking: Counter[SessionKey] = Counter()
         for kind, weight in (("in", 1), ("out", -1)):
