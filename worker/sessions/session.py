@@ -535,8 +535,7 @@ class Session:
         self._trail = Trail(self.key, self._services.trails)
         server = self._services.journal.server
         self._note_rung(record.in_seq if self._server == server else 0)
-        if self._server != server:
-            self._server, self._tried_seq = server, 0
+        self._server = server
         for pending in record.pending:
             pending.done.set()
         return self._record
