@@ -54,6 +54,7 @@ from worker.wire.intake import Intake
 from worker.wire.journal import Journal
 from worker.wire.lease import Lease
 from worker.wire.outbox import Outbox
+from worker.wire.overlooked import Overlooked
 from worker.wire.retention import Retention
 
 from .observe.health import HealthServer
@@ -413,6 +414,7 @@ class App:
             ("keep-alive", intake.keep_alive),
             ("sweep", sessions.sweep),
             ("retention", self._retention.run),
+            ("overlooked", self._overlooked.run),
             ("loop-lag", self._telemetry.watch_loop),
             ("metrics", partial(self._publish_metrics, Outbox(nc, self._subjects), intake)),
         ):
@@ -437,7 +439,7 @@ class App:
             nc,
             names,
             self._telemetry,
-            journal.refuse,
+            journal,
             ack_wait_s=settings.ack_wait_s,
             max_sessions=settings.max_waiting,
             max_sessions_per_tenant=settings.max_waiting_per_tenant,
@@ -446,6 +448,7 @@ class App:
         trails = Trails(journal, loaded.tokenizer, asides, max_message_bytes=settings.max_message_bytes)
         services = self._services(journal, outbox, trails, intake)
         self._sessions = Sessions(services, work, idle_timeout_s=settings.idle_timeout_s)
+        self._overlooked = Overlooked(journal, intake, self._sessions.ring, ack_wait_s=settings.ack_wait_s)
         control = Control(
             self._sessions,
             self._engine,

@@ -86,12 +86,15 @@ class Import:
         for attempt in range(_ATTEMPTS):
             some = lines[: max(1, len(lines) >> (attempt // 6))]
             last = await self._stream.last_seq()
+            if first:  # after that: what is stored later makes `store` fail
+                await self.check()
             messages = list(self._messages(some, last + 1, first=first))
             if first:
                 self._first = last + 1, messages[0]
             try:
                 await self._stream.store(messages, last)
-            except LastSequenceError:  # somebody else has written
+            except LastSequenceError:  # somebody else has written, perhaps the same import
+                self._first = None
                 continue
             return len(some)
         raise CopyError("others write to the log all the time; import the session when it is less busy")

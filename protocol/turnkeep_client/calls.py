@@ -76,8 +76,9 @@ class Wire(Protocol):
         """Subscribe: call `on_body` for every message. Await the returned function to unsubscribe."""
 
 
-class _Sequenced(Struct):
+class _Named(Struct):
     seq: int | None = None
+    id: str | None = None
 
 
 class _ResultFeed:
@@ -282,9 +283,13 @@ class Call:
         self._deadline = asyncio.get_running_loop().time() + self._timeout_s
 
     def resolve(self, body: bytes) -> None:
-        """Store the result and wake the waiters."""
-        self._body = body
-        self.wake.set()
+        """Store the result and wake the waiters.
+
+        A server that has lost the request may have another one at its sequence: ignores the result of that.
+        """
+        if _named(body).id in (None, self.id):
+            self._body = body
+            self.wake.set()
 
     async def _start(self) -> None:
         self._epoch = self._wire.epoch
@@ -368,8 +373,12 @@ def expect(kind: type[_T], answer: Result | ControlReply) -> _T:
 
 
 def _result_seq(body: bytes) -> int:
-    """Read only a result's `seq` (0 if it has none), since most results are for other callers."""
+    return _named(body).seq or 0
+
+
+def _named(body: bytes) -> _Named:
+    """Read only what names a result's request, since most results are for other callers."""
     try:
-        return msgspec.json.decode(body, type=_Sequenced).seq or 0
+        return msgspec.json.decode(body, type=_Named)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return 0
+        return _Named()

@@ -60,6 +60,11 @@ def unreachable(error: Exception) -> str | None:
     return os.strerror(error.errno).lower() if type(error) is OSError and error.errno else None
 
 
+def server_id(connection: Client) -> str:
+    """Name the server process that a connection is with, or was with last: each start has another name."""
+    return str(connection._server_info.get("server_id", ""))
+
+
 class Nats(Client):
     """A client that accepts messages that are not UTF-8.
 

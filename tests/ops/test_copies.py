@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ops.log import copies
+from ops.log.importing import Import
 from tests.commands.command_runs import command, where
 from tests.parts import BLOCK, free_port, make_tiny_model
 from turnkeep_client.errors import RequestFailedError
@@ -87,6 +88,18 @@ async def test_an_imported_session_goes_on_as_the_first_one_would(
     assert kinds[0] == kinds[1]
     assert (await command("import", file, *where(second))).returncode == 1
     assert (await command("import", file, "--as", "copy", "--tenant", "b", *where(second))).returncode == 0
+
+
+async def test_of_two_imports_under_one_name_one_is_stored(local_worker: Start, tmp_path: Path) -> None:
+    """Both find the name free. The second one must neither follow the first one nor take it away."""
+    worker, file = await exported(local_worker, tmp_path)
+    second, (_, lines) = await other(local_worker, tmp_path), copies.read(file)
+    both = [Import(second.client, SessionKey("default", "garden")) for _ in range(2)]
+    done = await asyncio.gather(*(one.run(lines, lambda *_: None) for one in both), return_exceptions=True)
+    assert {type(one) for one in done} == {type(None), copies.CopyError}, done
+    assert len(await second.client.log("garden")) == len(await worker.client.log("garden"))
+    position = (await worker.client.session("garden").info()).position
+    assert (await second.client.session("garden").info()).position == position
 
 
 async def test_a_session_of_thousands_of_requests_is_imported_in_parts(

@@ -66,6 +66,8 @@ STORED = datetime(2026, 1, 2, tzinfo=UTC)
 class Log:
     """The journal, in memory."""
 
+    server = "one"
+
     def __init__(self) -> None:
         self.entries: list[Entry] = []
         self.chunks: list[Chunk] = []
@@ -80,7 +82,7 @@ class Log:
         found = [entry for entry in self.entries if entry.kind == kind and entry.seq > after]
         return found[:PAGE], len(found) > PAGE
 
-    async def commit(self, _: SessionKey, body: bytes, after: int, headers: dict[str, str]) -> int:
+    async def commit(self, _: SessionKey, body: bytes, after: int, headers: dict[str, str], **__: str) -> int:
         last = max((entry.seq for entry in self.entries if entry.kind == "out"), default=0)
         if last != after:
             raise FencedError(str(last))
@@ -555,12 +557,12 @@ async def test_a_fence_that_is_lost_is_no_attempt(world, monkeypatch) -> None:
     """Of a request in doubt: the worker lives, so it did not end over it."""
     commit, num_lost = world.log.commit, 0
 
-    async def lost(*arguments: Any) -> int:
+    async def lost(*arguments: Any, **named: Any) -> int:
         nonlocal num_lost
         num_lost += 1
         if num_lost <= 8:
             raise FencedError("lost")
-        return await commit(*arguments)
+        return await commit(*arguments, **named)
 
     monkeypatch.setattr(world.log, "commit", lost)
     seq = world.log.add("in", encode(Append(id="a", text="one")))

@@ -94,8 +94,10 @@ async def test_a_session_is_not_removed_while_the_result_of_its_close_is_stored(
     """Else a late ack lets the worker store the result once more."""
     commit, seen, stored = Journal.commit, list[str](), asyncio.Event()
 
-    async def slow(self: Journal, key: SessionKey, body: bytes, after: int, headers: Any) -> int:
-        seq = await commit(self, key, body, after, headers)
+    async def slow(
+        self: Journal, key: SessionKey, body: bytes, after: int, headers: Any, **named: Any
+    ) -> int:
+        seq = await commit(self, key, body, after, headers, **named)
         if b'"closed"' in body:
             await asyncio.sleep(0.5)
             seen.extend(sorted(await bodies(w, "s")))

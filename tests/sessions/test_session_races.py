@@ -285,7 +285,7 @@ class Delivered(SimpleNamespace):
 
 async def test_giving_back_a_request_does_not_clear_it_of_doubt() -> None:
     rung: list[Any] = []
-    parts: Any = [None, None, Telemetry(), None]
+    parts: Any = [None, None, Telemetry(), SimpleNamespace(server="s")]
     limits = {"ack_wait_s": 1.0, "max_sessions": 1, "max_sessions_per_tenant": 1, "max_message_bytes": 2**20}
     intake = Intake(*parts, **limits)
     for delivered in (Delivered("a", 9, 1), Delivered("b", 5, 2), Delivered("c", 10, 1)):
@@ -351,7 +351,9 @@ async def test_what_a_replica_still_shows_of_a_forgotten_session_is_not_carried_
     monkeypatch.setattr(world.log, "page", replica)
     world.crash()
     seq = world.publish(Append(id="b", text="two"))
-    world.log.commit = lambda _, body, __, headers: asyncio.sleep(0, world.log.add("out", body, headers))  # type: ignore[assignment, method-assign]
+    world.log.commit = lambda _, body, __, headers, **___: asyncio.sleep(  # type: ignore[assignment, method-assign]
+        0, world.log.add("out", body, headers)
+    )
     await world.session.run()
     assert [result.seq for result in world.results] == [1, seq]
 
@@ -360,7 +362,7 @@ async def test_a_returned_request_that_leaves_the_log_is_forgotten(monkeypatch: 
     """A close removes requests that wait to be delivered again. Counted for ever, they delay all others."""
     monkeypatch.setattr("worker.wire.intake._RETURN_S", 0.01)
     monkeypatch.setattr("worker.wire.intake._GONE_S", 0.02)
-    parts: Any = [None, None, Telemetry(), None]
+    parts: Any = [None, None, Telemetry(), SimpleNamespace(server="s")]
     limits = {"ack_wait_s": 0.03, "max_sessions": 0, "max_sessions_per_tenant": 1, "max_message_bytes": 2**20}
     intake = Intake(*parts, **limits)
     await intake._deliver(Delivered("a", 5, 1), lambda _: None)  # type: ignore[arg-type]

@@ -69,8 +69,12 @@ def simulate_all(asked: argparse.Namespace) -> int:
         elif asked.tell:
             print(*outcome.story, sep="\n")
     took_s = time.monotonic() - begun_s
-    said = ", ".join(f"{number} {name}" for name, number in counts.items())
+    said = ", ".join(f"{number} {name}" for name, number in counts.items() if not name.startswith("faults:"))
     print(f"{num_histories} histories from seed {asked.seed} in {took_s:.1f} s, {num_wrong} wrong: {said}")
+    kinds = sorted(
+        (name.removeprefix("faults: "), n) for name, n in counts.items() if name.startswith("faults:")
+    )
+    print("faults:", ", ".join(f"{number} {kind}" for kind, number in kinds))
     return bool(num_wrong)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import json
 import math
 import random
@@ -96,6 +97,8 @@ class Plan:
     skews: tuple[float, ...]
     roundings: int
     meddling: float
+    #: Between two syncs of the server's files: so much a crash of the server may lose.
+    sync_s: float
 
     @classmethod
     def of(cls, random: Random) -> Plan:
@@ -103,7 +106,7 @@ class Plan:
         kinds = tuple(one for one in FAULTS if random.random() < 0.35)
         num_workers = random.choice((1, 1, 1, 2))
         some = random.random
-        return cls(
+        plan = cls(
             num_clients=random.choice((1, 1, 2, 3)),
             num_requests=random.randint(2, 9),
             num_faults=random.choice((0, 1, 2, 3, 5)) if kinds else 0,
@@ -130,7 +133,12 @@ class Plan:
             skews=tuple(random.choice((0.0, 0.0, -3.0, 3.0)) for _ in range(2)),
             roundings=random.choice((1, 2)),
             meddling=random.choice((0.0, 0.2, 0.5)),
+            sync_s=random.choice((0.0, 0.0, 0.0, 0.0, 0.0, 0.02, 0.2, 2.0)),
         )
+        if plan.sync_s:
+            plan.kinds += ("crash server",)
+            plan.num_faults = max(plan.num_faults, 1)
+        return plan
 
 
 #: A plan's disturbances, and what they are without.
@@ -142,6 +150,7 @@ PLAIN: Final[dict[str, Any]] = {
     "lag_s": 0.0,
     "skews": (0.0, 0.0),
     "roundings": 1,
+    "sync_s": 0.0,
 }
 
 
@@ -194,6 +203,8 @@ class Asker:
         key, request = self._next(random)
         self._asked.append((key, request))
         timeout_s = random.choice((None, None, None, 0.3, 5.0))
+        if self._history.plan.sync_s:  # what the log has lost is not answered
+            timeout_s = timeout_s or 60.0
         asking = tasks.create_task(self._ask(key, request, timeout_s))
         if random.random() < self._history.plan.meddling:
             meddling = self._history.begin(f"{act} meddling")
@@ -339,6 +350,7 @@ class Supervisor:
             running.add_done_callback(lambda _: self._ended.set())
             await self._ended.wait()
             self._history.note(process.name, "killed" if process.is_dead else "ended")
+            self._history.server.counts["crashes of workers"] += process.is_dead
             await asyncio.sleep(loop.random.expovariate(2))
 
     def prepare(self, *, leases: bool = True) -> Worker:
@@ -406,6 +418,8 @@ class History:
         self.reader: Process | None = None
         self.read: dict[SessionKey, Read] = {}
         self.deeds: list[asyncio.Task[Any]] = []
+        #: Which requests were imported: the session and the sequence that they had before.
+        self.imported: dict[tuple[SessionKey, int], tuple[SessionKey, int]] = {}
         self.supervisors = [Supervisor(self, number) for number in range(plan.num_workers)]
         self.clients = [Asker(self, number) for number in range(plan.num_clients)]
 
@@ -444,6 +458,7 @@ class History:
             if self.begin(act) is not None:
                 self.note("chance", f"{act}: {kind}")
                 self.num_faults += 1
+                self.server.counts[f"faults: {kind}"] += 1
                 await FAULTS[kind](self, chance)
 
 
@@ -495,9 +510,24 @@ async def _kill_client(history: History, random: Random) -> None:
 
 
 async def _crash_server(history: History, random: Random) -> None:
-    history.server.crash()
-    await asyncio.sleep(random.choice((0.01, 0.5, 3.0)))
-    history.server.start()
+    server, away_s, left = history.server, random.choice((0.01, 0.5, 3.0)), random.randint(1, 3)
+    if not history.plan.sync_s:
+        server.crash()
+        await asyncio.sleep(away_s)
+        server.start()
+        return
+
+    def stored(subject: str) -> None:
+        """Cut its power when there is something to lose."""
+        nonlocal left
+        left -= subject.split(".")[3:4] in (["in"], ["commit"], ["checkpoint"])
+        if not left and server.is_up:
+            server.crash()
+            server.jetstream.lose(history.plan.sync_s)
+            history.loop.call_later(away_s, server.start, context=contextvars.Context())
+
+    server.on_stored = stored
+    await asyncio.sleep(away_s)
 
 
 async def _poison(history: History, _: Random) -> None:

@@ -6,6 +6,8 @@ the device's hash alone.
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -75,6 +77,10 @@ class Logged:
     closed: Message | None = None  # the result of its last close
     #: A newer version has continued it in a way that this one does not know.
     is_beyond: bool = False
+    #: The server has lost its close: what the close removed is gone, and nothing says why.
+    is_unsure: bool = False
+    #: The results that the server has lost.
+    lost: list[Result] = field(default_factory=list)
     #: The last request that changed it; by ids the first requests with their results, and their messages.
     last_seq: int = 0
     firsts: dict[str, tuple[int, Request, Result]] = field(default_factory=dict)
@@ -102,7 +108,35 @@ def logs(stream: Stream) -> dict[SessionKey, Logged]:
         elif kind == "out":
             result = _result(message.data)
             log.results.setdefault(result.seq or 0, []).append((message, result))
+    for key, kind, message in _lost(stream):
+        log = found.setdefault(key, Logged(key))
+        if kind == "in":
+            log.is_unsure |= isinstance(_request(message.data), Close)
+        elif kind == "out":
+            log.lost.append(result := _result(message.data))
+            log.is_unsure |= isinstance(result, Closed)
+            asked = log.asked.get(result.seq or 0)
+            if asked and asked.removed_s is not None and asked.seq not in log.results:
+                log.requests.pop(asked.seq, None)  # nobody can answer it again
     return found
+
+
+def _lost(stream: Stream) -> Iterator[tuple[SessionKey, str, Message]]:
+    for message in stream.lost:
+        with suppress(InvalidMessageError):
+            key, kind, _ = SUBJECTS.parse(message.subject)
+            yield key, kind, message
+
+
+def _lost_names(streams: dict[str, Stream]) -> set[tuple[SessionKey, str]]:
+    """Return the requests of which the server has lost something: the request, its result or a chunk."""
+    names = {
+        (key, SUBJECTS.parse(one.subject)[2] or "") for key, _, one in _lost(streams[SUBJECTS.token_stream])
+    }
+    for key, kind, message in _lost(streams[SUBJECTS.log_stream]):
+        if kind in ("in", "out"):
+            names.add((key, json.loads(message.data).get("id") or ""))
+    return names
 
 
 def unanswered(stream: Stream) -> int:
@@ -122,6 +156,8 @@ def check(history: History) -> list[str]:
         wrong += [f"{log.key}: {one}" for one in _check_deadlines(log, history)]
     wrong += unforgotten(history)
     expired = _expired(streams[SUBJECTS.token_stream], found, history.plan.settings["token_ttl_s"])
+    wrong += _check_told_results(history, found)
+    expired |= _lost_names(streams)
     wrong += _check_clients(history, found, expired)
     wrong += _check_chunks(streams[SUBJECTS.token_stream], found, expired)
     return wrong
@@ -159,7 +195,7 @@ def _check_result(
     request = log.requests[seq]
     if isinstance(result, UnknownResult):
         log.is_beyond = True
-    if log.is_beyond:  # only that all is answered once
+    if log.is_beyond or log.is_unsure:  # only that all is answered once
         return
     if result.id != request.id:
         yield f"the result of {request.id} at {seq} names {result.id}"
@@ -170,28 +206,41 @@ def _check_result(
     for name, record in [*log.records.items()]:
         if any(_is_gone(one, message) for one in record):  # a session that was removed takes it along
             del log.firsts[name], log.records[name]
-    first = log.requests.get(result.repeat_of or 0)
-    if result.repeat_of is not None and (first is None or first.id != request.id):
+    first, is_copy = log.requests.get(result.repeat_of or 0), is_imported(log.asked[seq])
+    lacks_first = first is None or first.id != request.id
+    if result.repeat_of is not None and lacks_first and not is_copy:
         yield f"the repeat at {seq} names {result.repeat_of}, which is another request"
     was_asked = any(one.id == request.id for at, one in log.requests.items() if at < seq)
-    if not was_asked or request.id in log.firsts:  # else its record was removed, perhaps meanwhile
+    if not is_copy and (
+        not was_asked or request.id in log.firsts
+    ):  # else its record was removed, perhaps meanwhile
         yield from _check_repeat(seq, request, result, log.firsts)
     if not _is_known(result):
         log.firsts.setdefault(request.id, (seq, request, result))
         log.records.setdefault(request.id, (log.asked[seq], message))
     if isinstance(result, Failed):
-        yield from _check_failure(log, message, request, result, history)
-        if isinstance(request, Open) and request.from_ is not None and result.repeat_of is None:
-            yield from _check_no_fork(log, request, result, found)
+        if not is_copy:
+            yield from _check_failure(log, message, request, result, history)
+            if isinstance(request, Open) and request.from_ is not None and result.repeat_of is None:
+                yield from _check_no_fork(log, request, result, found)
+        return
+    if is_copy and isinstance(result, Closed) and not log.state.exists:  # of what a forget had left
+        log.state, log.closed = FOLD.closed(log.state), message
         return
     if result.repeat_of is None:
-        yield from _apply(log, seq, request, message, result, found)
+        yield from _apply(log, seq, request, message, result, found, history)
     digest = message.headers.get(HISTORY_HEADER)
-    is_about_it = _changes(result) or log.closed is None
+    # A copy has its results in the order of the requests, also of those that were cancelled early.
+    is_about_it = _changes(result) or (log.closed is None and not is_copy)
     if not log.is_beyond and is_about_it and digest not in (log.state.digest(), log.vouched):
         yield f"{request.id} at {seq} has a digest of other tokens"
     if _changes(result):
         log.vouched = digest or ""
+
+
+def is_imported(asked: Message) -> bool:
+    """Whether a request came with its result from another log, or from the same one."""
+    return "Nats-Batch-Id" in asked.headers
 
 
 def _is_gone(record: Message, at: Message) -> bool:
@@ -261,7 +310,13 @@ def _check_failure(
 
 
 def _apply(
-    log: Logged, seq: int, request: Request, message: Message, result: Any, found: dict[SessionKey, Logged]
+    log: Logged,
+    seq: int,
+    request: Request,
+    message: Message,
+    result: Any,
+    found: dict[SessionKey, Logged],
+    history: History,
 ) -> Iterator[str]:
     """Apply one request and its result to the session."""
     if log.closed is not None and _is_gone(log.closed, message):
@@ -279,7 +334,13 @@ def _apply(
         case Generate(), Generated():
             state = _extended(log.state, request)
             prompt = state.tokens.ids()
-            seed = request.seed if request.seed is not None else derived_seed(log.key, seq)
+            key, first_seq = log.key, seq
+            while (key, first_seq) in history.imported:
+                asked = found[key].asked.get(first_seq)
+                if asked is not None and not is_imported(asked):
+                    break
+                key, first_seq = history.imported[key, first_seq]
+            seed = request.seed if request.seed is not None else derived_seed(key, first_seq)
             seed = seed if request.temperature else 0
             for i, token in enumerate(result.tokens):
                 if token not in [next_token(prompt, result.tokens[:i], seed, way) for way in (0, 1)]:
@@ -314,6 +375,9 @@ def _check_read(log: Logged, read: Read) -> Iterator[str]:
     if any(read.begun_s <= one <= read.ended_s for one in removed_s):
         return  # it was removed meanwhile
 
+    if log.is_unsure:
+        return
+
     def is_there(message: Message) -> bool:
         return message.removed_s is None or message.removed_s > read.ended_s
 
@@ -324,7 +388,7 @@ def _check_read(log: Logged, read: Read) -> Iterator[str]:
     is_open = log.state.exists and log.closed is None
     if is_open != (read.history.exists and not read.history.closed):
         yield f"a fresh worker reads an open session as closed, or a closed one as open: {is_open}"
-    closing = [log.closed, log.asked[decode_result(log.closed.data).seq or 0]] if log.closed else []
+    closing = [log.closed, log.asked[_result(log.closed.data).seq or 0]] if log.closed else []
     if closing and all(map(is_there, closing)) and not read.history.closed:
         yield "a fresh worker does not know that the session was closed"
     if read.diverged is not None:
@@ -369,8 +433,8 @@ def _check_fork(
             log.state = FOLD.forked(state, of, result.tags)
             if log.state.digest() == digest:
                 return
-    if parent is not None and parent.is_beyond:
-        log.is_beyond = True
+    if parent is not None and (parent.is_beyond or parent.is_unsure):
+        log.is_beyond, log.is_unsure = parent.is_beyond, parent.is_unsure
         return
     yield f"the fork at {result.seq} has tokens that its parent did not have since it was asked for"
 
@@ -414,6 +478,7 @@ def _check_forgotten(log: Logged, streams: dict[str, Stream]) -> Iterator[str]:
         and seq in log.results
         and isinstance(log.results[seq][0][1], Closed)
         and log.results[seq][0][1].repeat_of is None
+        and not is_imported(log.asked[seq])
     ]
     if not closes:
         return
@@ -424,7 +489,7 @@ def _check_forgotten(log: Logged, streams: dict[str, Stream]) -> Iterator[str]:
             yield f"the {kind} at {message.seq} is still there after the forget at {last}"
     closed = log.results[last][0][0].seq
     for message in streams[SUBJECTS.log_stream].matching(SUBJECTS.of(log.key, "out")):
-        if message.seq < closed and (decode_result(message.data).seq or 0) < last:
+        if message.seq < closed and (_result(message.data).seq or 0) < last:
             yield f"the result at {message.seq} is still there after the forget at {last}"
     before = {log.requests[seq].id for seq in log.requests if seq < last}
     after = {log.requests[seq].id for seq in log.requests if seq > last}
@@ -463,6 +528,18 @@ def _check_clients(
             yield f"{name}: the client got {told.result}, the log has {answers}"
         if told.chunks and log is not None:
             yield from (f"{name}: {one}" for one in _check_told(told.chunks, told.request, log))
+
+
+def _check_told_results(history: History, found: dict[SessionKey, Logged]) -> Iterator[str]:
+    """No client was told another request's result, or one that the log never had."""
+    for told in history.told:
+        log, result = found.get(told.key, Logged(told.key)), told.result
+        if result is not None and result.id != told.request.id:
+            yield f"{told.key} {told.request.id}: the client got {result}"
+        elif result is not None and result not in log.lost and log.lost:
+            answers = log.results.get(told.seq or 0, [])
+            if result not in [one for _, one in answers]:
+                yield f"{told.key} {told.request.id}: the client got {result}, which the log never had"
 
 
 def _began_anew(request: Request, log: Logged) -> bool:
@@ -505,6 +582,8 @@ def _check_chunks(
             continue
         chunk = decode_chunk(message.data)
         answers = found[key].results.get(chunk.seq or 0, [])
+        if (asked := found[key].asked.get(chunk.seq or 0)) and is_imported(asked):
+            continue  # behind a replica that lags a worker may begin it, as a copy has no seals
         for _, result in answers:
             tokens = result.tokens if isinstance(result, Generated) else ()
             if not _is_given_up(result) and tuple(tokens[chunk.i : chunk.i + len(chunk.tokens)]) != tuple(

@@ -14,6 +14,7 @@ import structlog
 import turnkeep_client.client
 import worker.wire.connection
 from cache.names import tokens
+from turnkeep_client.messages import Closed, Opened, Rewound
 from turnkeep_client.subjects import CONSUMER
 from worker.sessions import history as sessions_history
 from worker.sessions import record
@@ -22,7 +23,7 @@ from worker.sessions.session import Session
 from worker.wire import intake, journal, retention
 
 from .actors import PLAIN, SUBJECTS, History, Plan, Read, Supervisor
-from .checks import check, logs, unanswered, unforgotten
+from .checks import check, is_imported, logs, unanswered, unforgotten
 from .loop import DeadlockError, Loop, _process, run, simulated
 from .world import Server
 
@@ -83,12 +84,19 @@ def simulate(
 
 def _counts(history: History) -> dict[str, int]:
     found = logs(history.server.jetstream.streams[SUBJECTS.log_stream]).values()
-    results = [result for log in found for answers in log.results.values() for _, result in answers]
+    answers = [one for log in found for told in log.results.values() for _, one in told]
+    results = [one for one in answers if one.repeat_of is None]
     return {
         "requests": sum(len(log.requests) for log in found),
         "lives of workers": sum(one.num_lives for one in history.supervisors),
         "faults": history.num_faults,
-        "repeats": sum(result.repeat_of is not None for result in results),
+        "repeats": len(answers) - len(results),
+        "rewinds": sum(isinstance(one, Rewound) for one in results),
+        "forks": sum(isinstance(one, Opened) and one.parent is not None for one in results),
+        "closes": sum(isinstance(one, Closed) for one in results),
+        "cancels": sum(getattr(one, "finish_reason", "") == "cancelled" for one in results),
+        "imported requests": sum(is_imported(one) for log in found for one in log.asked.values()),
+        **history.server.counts,
         "messages": history.server.num_messages,
         "handles": history.loop.num_handles,
     }

@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import contextvars
 import json
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import deque
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -35,8 +35,10 @@ _IN_USE: Final = {
     "err_code": 10058,
     "description": "stream name already in use with a different configuration",
 }
+_WRONG: Final = {"code": 400, "err_code": 10071}
 _TOO_LARGE: Final = {"code": 400, "err_code": 10054, "description": "message size exceeds maximum allowed"}
 _FULL: Final = {"code": 503, "err_code": 10077, "description": "maximum bytes exceeded"}
+_INCOMPLETE: Final = {"code": 400, "err_code": 10176, "description": "atomic publish batch is incomplete"}
 _BUSY: Final = {"code": 400, "err_code": 10164, "description": "last sequence by subject is in process"}
 
 
@@ -96,6 +98,8 @@ class Stream:
         self.num_bytes = 0
         #: All messages that it ever had, by their sequences less one.
         self.all: list[Message] = []
+        #: What it lost in power cuts; their sequences were used again.
+        self.lost: list[Message] = []
         self.consumers: dict[str, Consumer] = {}
         self._by_subject: dict[str, list[int]] = {}
         self._ids: dict[str, tuple[float, int]] = {}
@@ -121,9 +125,7 @@ class Stream:
             last = self.last(subject)
             if int(expected) != (last.seq if last else 0):
                 found = last.seq if last else 0
-                raise RefusedError(
-                    {"code": 400, "err_code": 10071, "description": f"wrong last sequence: {found}"}
-                )
+                raise RefusedError({**_WRONG, "description": f"wrong last sequence: {found}"})
             if self._server.is_busy():
                 raise RefusedError(_BUSY)
         if self._is_full(subject, data):
@@ -170,6 +172,19 @@ class Stream:
         if message.removed_s is None:
             message.removed_s = self._loop.time()
             self.num_bytes -= message.size_bytes
+
+    def lose(self, kept: int) -> None:
+        """Lose the messages behind `kept`, as a power cut does with what is not synced."""
+        for message in self.all[kept:]:
+            self.remove(message)
+        self.lost += self.all[kept:]
+        self._server.counts["lost messages"] += len(self.all) - kept
+        del self.all[kept:]
+        self.last_seq = kept
+        for seqs in self._by_subject.values():
+            del seqs[bisect_right(seqs, kept) :]
+        for consumer in self.consumers.values():
+            consumer.set_back(kept)
 
     def purge(self, *, before: int | None, pattern: str | None) -> int:
         gone = [one for one in self.matching(pattern or ">") if before is None or one.seq < before]
@@ -300,6 +315,14 @@ class Consumer:
             one.deadline_s = self.server.loop.time() + self.ack_wait_s
         self._set_timer()
 
+    def set_back(self, last_seq: int) -> None:
+        """The server's files have an earlier stream, and perhaps an even earlier state of the consumer."""
+        chance = self.server.loop.random
+        first = last_seq + 1 if chance.random() < 0.5 else chance.randint(1, last_seq + 1)
+        self._next_seq = min(self._next_seq, first)
+        self.pending = {seq: one for seq, one in self.pending.items() if seq < self._next_seq}
+        self._again = [seq for seq in self._again if seq < self._next_seq]
+
     def _expire(self) -> None:
         now_s = self.server.loop.time()
         for pull in [one for one in self._pulls if one.expires_s <= now_s]:
@@ -338,6 +361,7 @@ class Consumer:
         if self._again and self._again[0] == message.seq:
             self._again.pop(0)
             pending = self.pending[message.seq]
+            self.server.counts["redeliveries"] += 1
             pending.deadline_s, pending.num_delivered = deadline_s, pending.num_delivered + 1
         else:
             self._next_seq = message.seq + 1
@@ -404,6 +428,8 @@ class JetStream:
 
     def __init__(self, server: Server) -> None:
         self.streams: dict[str, Stream] = {}
+        #: Messages of atomic batches that have no end yet.
+        self._batches: dict[str, list[tuple[str, bytes, Headers]]] = {}
         self._server = server
         self._api: list[tuple[str, Callable[..., dict[str, Any]]]] = [
             ("STREAM.INFO.", self._stream_info),
@@ -420,8 +446,16 @@ class JetStream:
     def stream_for(self, subject: str) -> Stream | None:
         return next((one for one in self.streams.values() if one.takes(subject)), None)
 
+    def lose(self, sync_s: float) -> None:
+        """Lose what the last sync of each stream did not have; it was `sync_s` ago at most."""
+        for stream in self.streams.values():
+            if stream.config["storage"] == "file":
+                synced_s = self._server.loop.time() - self._server.loop.random.uniform(0, sync_s)
+                stream.lose(bisect_right(stream.all, synced_s, key=lambda one: one.stored_s))
+
     def restart(self) -> None:
         """What a restart of the server leaves."""
+        self._batches.clear()
         kept = {name: one for name, one in self.streams.items() if one.config["storage"] == "file"}
         self.streams = kept
         for stream in kept.values():
@@ -435,13 +469,32 @@ class JetStream:
         if found is not None and consumer in found.consumers:
             found.consumers[consumer].ack(int(seq), data)
 
-    def publish(self, stream: Stream, subject: str, data: bytes, headers: Headers) -> dict[str, Any]:
-        """Store a published message; return the reply."""
+    def publish(self, stream: Stream, subject: str, data: bytes, headers: Headers) -> dict[str, Any] | None:
+        """Store a published message; return the reply, None for an empty one."""
         try:
+            if "Nats-Batch-Id" in headers:
+                return self._publish_together(stream, subject, data, headers)
             seq, is_duplicate = stream.store(subject, data, headers)
         except RefusedError as error:
             return {"error": error.error, "stream": stream.name, "seq": 0}
         return {"stream": stream.name, "seq": seq, **({"duplicate": True} if is_duplicate else {})}
+
+    def _publish_together(
+        self, stream: Stream, subject: str, data: bytes, headers: Headers
+    ) -> dict[str, Any] | None:
+        batch = self._batches.setdefault(name := headers["Nats-Batch-Id"], [])
+        batch.append((subject, data, headers))
+        if "Nats-Batch-Commit" not in headers:
+            return None
+        del self._batches[name]
+        if len(batch) != int(headers["Nats-Batch-Sequence"]):
+            raise RefusedError(_INCOMPLETE)
+        if int(batch[0][2]["Nats-Expected-Last-Sequence"]) != stream.last_seq:
+            raise RefusedError({**_WRONG, "description": f"wrong last sequence: {stream.last_seq}"})
+        if self._server.is_full(stream.name):
+            raise RefusedError(_FULL)
+        seqs = [stream.store(*one)[0] for one in batch]
+        return {"stream": stream.name, "seq": seqs[-1], "batch": name, "count": len(batch)}
 
     def call(self, subject: str, data: bytes, inbox: str) -> dict[str, Any] | None:
         """Carry out a call of the API; None if its reply is on its way already."""

@@ -6,10 +6,11 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
+from anyio import sleep_forever
 
 from turnkeep_client import calls, messages
 from worker.sessions import attempts, record, session, trail
-from worker.wire import intake, journal
+from worker.wire import intake, journal, overlooked
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -42,6 +43,10 @@ def _give_up_anchor(answer: Any) -> Any:
 
 async def _no_chunks(*_: Any) -> journal.Published:
     return journal.Published([])
+
+
+async def _never(_: Any) -> None:
+    await sleep_forever()
 
 
 async def _unknown(*_: Any) -> None:
@@ -152,6 +157,8 @@ MUTATIONS: Final[dict[str, tuple[Change, ...]]] = {
     "a forget that misses what a rewind cut off": ((journal.Journal, "remove_tokens", _behind_the_rewind),),
     "a cancel of what a replica hides": ((session.Session, "_begun", _begun_if_queued),),
     "attempts not counted": ((attempts.AttemptNote, "then", lambda _: _uncounted),),
+    "what an earlier server had believed": ((journal.Journal, "server", lambda _: property(lambda _: "")),),
+    "a lost result that nobody misses": ((overlooked.Overlooked, "run", lambda _: _never),),
     "a client that never reads the log": ((calls._ResultFeed, "read_log", lambda _: _nothing),),
 }
 
@@ -183,6 +190,22 @@ FAVOURED: Final[dict[str, dict[str, Any]]] = {
         "kinds": ("rot", "rot", "stop"),
         "num_faults": 5,
         "checkpoint_every": 1,
+    },
+    "what an earlier server had believed": {
+        "kinds": ("crash server",),
+        "num_faults": 3,
+        "num_requests": 9,
+        "num_workers": 1,
+        "leases": True,
+        "sync_s": 0.2,
+    },
+    "a lost result that nobody misses": {
+        "kinds": ("crash server",),
+        "num_faults": 1,
+        "num_requests": 2,
+        "num_workers": 1,
+        "leases": True,
+        "sync_s": 0.2,
     },
     "a deadline from the delivery's time": {"kinds": ("crash", "stop"), "num_faults": 5},
     "an anchor given up too early": {"kinds": ("crash at", "crash"), "num_faults": 5},

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from ops.log import copies
 from ops.log.dead import find, letters, retry
 from ops.log.ending import removed
+from ops.log.importing import Import
 from ops.log.sessions import list_sessions
 from turnkeep_client.client import connect
 from turnkeep_client.errors import TurnkeepError
+from turnkeep_client.subjects import SessionKey
 
 from .loop import Process
 
@@ -72,6 +78,30 @@ async def _close(history: History, client: Client, random: Random) -> None:
         await client.session(row.session).close(timeout_s=2.0)
 
 
+async def _copy(history: History, client: Client, random: Random) -> None:
+    """Export a session, and import it under another name, or over a session that is there."""
+    rows = await list_sessions(client, "t")
+    if not rows:
+        return
+    key = client.session(random.choice(sorted(row.session for row in rows))).key
+    entries = await client.log(key.session)
+    bases = await copies.read_bases(client, key, entries)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "copy"
+        copies.export(file, key, entries, bases)
+        _, lines = copies.read(file)
+    into = SessionKey("t", random.choice(("copy", "copy", "b", key.session)))
+    if random.random() < 0.5:
+        await asyncio.sleep(random.expovariate(1))
+    importing, done = Import(client, into), False
+    try:
+        await importing.run(lines, lambda *_: None)
+        done = True
+    finally:
+        stored = {(into, new): (key, old) for old, new in importing._new_seqs.items()}
+        history.imported = history.imported | stored if done else stored | history.imported
+
+
 async def _limit(history: History, client: Client, random: Random) -> None:
     """Change a limit, and restart the workers with it."""
     name = random.choice((*_LIMITS,))
@@ -86,5 +116,6 @@ _DEEDS: Final[dict[str, Deed]] = {
     "cancels what waits": _cancel,
     "removes a session": _forget,
     "closes sessions": _close,
+    "copies a session": _copy,
     "changes a limit": _limit,
 }

@@ -319,8 +319,8 @@ async def what_another_worker_has_removed_gets_no_result(place: Place) -> None:
     removed, there = (encode(Closed(id="c", seq=seq, position=9, forgotten=3, settled=False)) for seq in seqs)
     await place.js.delete_msg(place.names.log, seqs[0])
     with pytest.raises(FencedError):
-        await journal.commit(key, removed, 0, {})
-    assert await journal.commit(key, there, 0, {}) > seqs[1]
+        await journal.commit(key, removed, 0, {}, server=journal.server)
+    assert await journal.commit(key, there, 0, {}, server=journal.server) > seqs[1]
 
 
 async def a_result_behind_another_one_is_nobody_s_first(place: Place) -> None:
@@ -328,11 +328,11 @@ async def a_result_behind_another_one_is_nobody_s_first(place: Place) -> None:
     key, journal = SessionKey("t", "s"), Journal(place.nc, place.js, place.subjects)
     seqs = [await place.put("in") for _ in range(2)]
     cancelled, refused = (encode(failure("r", "expired", "so it is", seq=seq)) for seq in reversed(seqs))
-    first = await journal.commit(key, cancelled, 0, {})
-    second = await journal.commit(key, refused, first, {})
-    assert await journal.commit(key, refused, first, {}) == second, "its own, of which the ack was lost"
+    first = await journal.commit(key, cancelled, 0, {}, server=journal.server)
+    second = await journal.commit(key, refused, first, {}, server=journal.server)
+    assert await journal.commit(key, refused, first, {}, server=journal.server) == second, "its own, of which the ack was lost"
     with pytest.raises(FencedError):
-        await journal.commit(key, refused, 0, {})
+        await journal.commit(key, refused, 0, {}, server=journal.server)
 
 
 async def a_worker_that_was_overtaken_publishes_no_chunk(place: Place) -> None:
@@ -394,8 +394,29 @@ async def an_answer_that_begins_behind_a_forget_takes_its_chunk_back(place: Plac
     assert await alone.publish_chunk(key, "gone", Chunk(0, (7,), "x", seq=seq + 9), 0) == first + 2
 
 
+async def a_batch_is_stored_whole_or_not_at_all(place: Place) -> None:
+    config = (await place.nc.request(f"$JS.API.STREAM.INFO.{place.names.log}")).data
+    changed = json.dumps(json.loads(config)["config"] | {"allow_atomic": True}).encode()
+    await place.nc.request(f"$JS.API.STREAM.UPDATE.{place.names.log}", changed)
+    first = await place.put("in")
+
+    async def batch(name: str, after: int, *numbers: int) -> dict[str, Any]:
+        for number in numbers:
+            headers = {"Nats-Batch-Id": name, "Nats-Batch-Sequence": str(number)}
+            headers |= {"Nats-Expected-Last-Sequence": str(after)} if number == 1 else {}
+            headers |= {"Nats-Batch-Commit": "1"} if number == numbers[-1] else {}
+            reply = await place.nc.request(place.of("in"), b"x", headers=headers, timeout=2)
+            assert bool(reply.data) == (number == numbers[-1])
+        return {"seq": 0, **json.loads(reply.data)}
+
+    assert (await batch("late", first - 1, 1, 2))["error"]["err_code"] == 10071
+    assert (await batch("torn", first, 1, 3))["error"]["err_code"] == 10176
+    assert (await batch("whole", first, 1, 2, 3))["seq"] == first + 3
+
+
 SCENES = (
     a_result_behind_another_one_is_nobody_s_first,
+    a_batch_is_stored_whole_or_not_at_all,
     what_another_worker_has_removed_gets_no_result,
     a_worker_that_was_overtaken_publishes_no_chunk,
     chunks_that_have_expired_stop_no_answer_and_forgotten_ones_do,

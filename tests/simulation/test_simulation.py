@@ -85,7 +85,7 @@ def test_a_request_behind_a_redelivered_one_counts_no_attempt_that_was_not_made(
         run(loop, main(History(loop, server, plan, note)))
 
 
-@pytest.mark.parametrize("seed", ["8100450", "8100518", "9001005", "10001516"])
+@pytest.mark.parametrize("seed", ["8100450", "8100518", "9001005", "10001516", "30000467"])
 def test_what_went_wrong_once_goes_well(seed: str) -> None:
     status, said = simulate(seed, "--histories", "1")
     assert status == 0, said

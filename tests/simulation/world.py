@@ -11,6 +11,7 @@ import contextvars
 import itertools
 import json
 import zlib
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
@@ -87,12 +88,14 @@ class Server:
         #: A checksum of all that happened: equal for each run of a seed.
         self.trace = 0
         self.num_messages = 0
+        #: How often what happened.
+        self.counts: Counter[str] = Counter()
         self.note = note
         #: Called with the subject of each message that was stored, before anybody hears of it.
         self.on_stored: Callable[[str], None] = lambda _: None
         self._by_name: dict[str, Link] = {}
         self._names = itertools.count(1)
-        self._life = 0
+        self.life = 0
         self._queue: list[tuple[Any, ...]] = []
 
     def connection(self, process: Process | None = None) -> Connection:
@@ -119,7 +122,8 @@ class Server:
     def crash(self) -> None:
         """End the server process."""
         self.is_up = False
-        self._life += 1
+        self.counts["crashes of the server"] += 1
+        self.life += 1
         self._queue.clear()
         for link in [*self.links]:
             self.cut(link)
@@ -131,10 +135,10 @@ class Server:
 
     def later(self, delay_s: float, act: Callable[..., None], *what: Any) -> None:
         """Do something later, unless the server dies before."""
-        life = self._life
+        life = self.life
 
         def do() -> None:
-            if life == self._life:
+            if life == self.life:
                 act(*what)
 
         self.loop.call_later(delay_s, do, context=_OUTSIDE)
@@ -207,16 +211,17 @@ class Server:
         answer = self.jetstream.publish(stream, subject, data, headers)
         if self.note is not None:
             said = data[:100].decode(errors="replace")
-            self.note("log", f"{subject} {answer.get('error', answer['seq'])} {said}")
-        if "error" not in answer:
+            self.note("log", f"{subject} {answer and answer.get('error', answer['seq'])} {said}")
+        if answer is not None and "error" not in answer:
             self.on_stored(subject)
         if not reply:
             return
-        body = json.dumps(answer).encode()
+        body = json.dumps(answer).encode() if answer is not None else b""
         if self.faults.late_ack and self.loop.random.random() < self.faults.late_ack:
+            self.counts["late acks"] += 1
             self.later(self.loop.random.uniform(1.0, 9.0), self.to_inbox, reply, reply, body)
-        else:
-            self.to_inbox(reply, reply, body)
+        elif not self.to_inbox(reply, reply, body):
+            self.counts["lost acks"] += 1
 
     def tell(self, subject: str, data: bytes, headers: Headers | None = None) -> None:
         """Publish what a stream republishes."""
@@ -291,6 +296,7 @@ class Connection:
         self._pongs: list[asyncio.Future[None]] = []
         self._unsent: list[tuple[Any, ...]] = []
         self._options: dict[str, Any] = {}
+        self._server_info: dict[str, Any] = {}
         if process is not None:
             process.on_death.append(self._process_died)
 
@@ -317,6 +323,7 @@ class Connection:
         if self.is_closed or self._loop.time() < self.unreachable_until_s:
             return False
         self.link, self._pongs = self._server.connect(self), []
+        self._server_info = {"server_id": f"S{self._server.life}"}
         return self.link is not None
 
     def lost(self, link: Link) -> None:

@@ -145,7 +145,9 @@ class Session:
         self._wake = wake
         self._record = Record(services.fold)
         self._trail = Trail(key, services.trails)
+        self._server = services.journal.server  # that the record was read from
         self._rung_seq = 0  # the newest delivered request
+        self._rung_server = self._server  # that has delivered it
         self._first_seq = 0  # earlier requests were delivered to another worker before
         self._delivered: Delivery | None = None  # the first delivery since the log was read
         self._in_doubt = False  # whether this session may have crashed a worker
@@ -209,11 +211,22 @@ class Session:
 
     def ring(self, delivery: Delivery) -> None:
         """Record that the log has a request at the delivery's sequence, and wake the session's task."""
-        self._rung_seq = max(self._rung_seq, delivery.seq)
+        self._note_rung(delivery.seq)
         self._first_seq = delivery.first_seq
         self._delivered = self._delivered or delivery
         self._in_doubt = self._in_doubt or delivery.again
         self._wake(self)
+
+    def _note_rung(self, seq: int) -> None:
+        server = self._services.journal.server
+        if self._rung_server != server:
+            self._rung_server, self._rung_seq = server, 0  # another request may be there now
+        self._rung_seq = max(self._rung_seq, seq)
+
+    @property
+    def _is_stale(self) -> bool:
+        """Whether the log may differ: by another worker's result, or by a restart of the server."""
+        return self._record.overtaken or self._server != self._services.journal.server
 
     async def run(self) -> None:
         """Answer all requests without a result. Raises `StoppingError` if the worker stops first."""
@@ -275,8 +288,8 @@ class Session:
         """
         async with self._log_lock:
             record = self._record  # the pages read belong to this record, not to its replacement
-            if record.overtaken:
-                raise FencedError("a result is not this worker's")
+            if self._is_stale:
+                raise FencedError("a result is not this worker's, or the server has restarted")
             num_foreign = record.num_foreign
             if not record.folded:
                 services, key = self._services, self.key
@@ -515,8 +528,9 @@ class Session:
         return None
 
     def forget(self) -> None:
-        """Drop the session's KV and its state in memory; the next `run` reads the log again."""
-        self._services.engine.forget(self.key)
+        """Drop the session's state in memory, and its KV; the next `run` reads the log again."""
+        if self._server == self._services.journal.server:  # else the log is mostly the same
+            self._services.engine.forget(self.key)
         self._reset_record()
 
     def _reset_record(self, *, whole: bool = False) -> Record:
@@ -524,7 +538,9 @@ class Session:
         record, self._record = self._record, Record(self._services.fold, whole=whole)
         self._trail.end()
         self._trail = Trail(self.key, self._services.trails)
-        self._rung_seq = max(self._rung_seq, record.in_seq)
+        server = self._services.journal.server
+        self._note_rung(record.in_seq if self._server == server else 0)
+        self._server = server
         for pending in record.pending:
             pending.done.set()
         return self._record
@@ -686,6 +702,8 @@ class Session:
         except (StoppingError, FencedError, CutOffError):
             raise
         except Exception as error:
+            if self._is_stale:  # other entries may be where it has read
+                raise FencedError("the server has restarted") from error
             log.exception("a request failed for an unknown reason")
             return failed(pending, position, "internal", f"{type(error).__name__}: {error}"), history
 
@@ -763,8 +781,8 @@ class Session:
         async with self._log_lock, removal:
             if record is not self._record or not record.lacks_result(pending):
                 return False
-            if record.overtaken:
-                raise FencedError("a result is not this worker's")
+            if self._is_stale:
+                raise FencedError("a result is not this worker's, or the server has restarted")
             in_turn, history = history is not None, history or self.history
             try:
                 out_seq = await self._store(pending, result, history)
@@ -819,10 +837,10 @@ class Session:
             headers[BASE_HEADER] = str(await self._trail.store_base(pending.seq, history))
         while True:
             try:
-                return await journal.commit(self.key, body, record.out_seq, headers)
+                return await journal.commit(self.key, body, record.out_seq, headers, server=self._server)
             except FencedError:
                 entries, _ = await journal.page(self.key, "out", record.out_seq)
-                if not entries or record.add_results(entries):
+                if not entries or record.add_results(entries) or self._is_stale:
                     raise
                 self._services.telemetry.ignored["result"] += len(entries)
 

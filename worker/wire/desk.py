@@ -144,7 +144,7 @@ class Desk:
             if isinstance(seq, Failed):
                 return seq
             with fail_after(self._ask_timeout_s):
-                return await _result(results, seq)
+                return await _result(results, request.id, seq)
         except TimeoutError:
             text = f"no result within {self._ask_timeout_s:g} s; it comes on the session's out"
             return failure(request.id, "overloaded", text)
@@ -169,9 +169,9 @@ class Desk:
         return ack.seq
 
 
-async def _result(results: Subscription, seq: int) -> Result:
+async def _result(results: Subscription, request_id: str, seq: int) -> Result:
     while True:
         body = (await results.next_msg(timeout=None)).data
         with contextlib.suppress(InvalidMessageError):  # not from a worker
-            if (result := decode_result(body)).seq == seq:
+            if (result := decode_result(body)).seq == seq and result.id == request_id:
                 return result

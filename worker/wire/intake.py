@@ -16,6 +16,7 @@ import itertools
 import json
 from collections import Counter
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
 import nats.errors
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
     from worker.observe.telemetry import Telemetry
 
+    from .journal import Journal
     from .streams import Streams
 
     Ring = Callable[["Delivery"], None]
@@ -51,6 +53,9 @@ _RETURNS_PER_S: Final = 200
 _GONE_S: Final = 30.0
 #: Refused requests that are known if they come again: many times those of one pull.
 _MAX_REFUSED: Final = 4096
+
+#: Two times of one entry differ by less: each is rounded in its own way.
+_SAME_TIME: Final = timedelta(microseconds=100)
 
 #: Statuses of a pull's end without a fault: no messages, or expired.
 _EMPTY: Final = frozenset({"404", "408"})
@@ -119,23 +124,22 @@ class Intake:
         nc: Client,
         names: Streams,
         telemetry: Telemetry,
-        refuse: Callable[[str, int, str], Awaitable[None]],
+        journal: Journal,
         *,
         ack_wait_s: float,
         max_sessions: int,
         max_sessions_per_tenant: int,
         max_message_bytes: int,
     ) -> None:
-        """`refuse(subject, sequence, message)` answers requests whose names form no subject.
+        """The server redelivers a message to another worker `ack_wait_s` after its last sign of life.
 
-        The server redelivers a message to another worker `ack_wait_s` after its last sign of life. At most
-        `max_sessions` have an anchor, and `max_sessions_per_tenant` of one tenant. When all places are
-        occupied, a tenant with less than an equal share still gets one.
+        At most `max_sessions` have an anchor, and `max_sessions_per_tenant` of one tenant. When all places
+        are occupied, a tenant with less than an equal share still gets one.
         """
         self._nc = nc
         self._names = names
         self._telemetry = telemetry
-        self._answer_refused = refuse
+        self._journal = journal
         self._ack_wait_s = ack_wait_s
         self._max_sessions = max_sessions
         self._max_per_tenant = max_sessions_per_tenant
@@ -145,6 +149,7 @@ class Intake:
         self._returned: dict[int, _Returned] = {}  # by their sequences
         self._refused: dict[int, None] = {}  # sequences refused last, the oldest first
         self._first_seq = 0  # the first request that no other worker got
+        self._server = journal.server  # that has delivered the anchors
         self._num_to_come = 0
         self._fault = ""
         self._inbox = ""  # of the current pull; replies to older pulls are ignored
@@ -216,11 +221,13 @@ class Intake:
         return arrived
 
     async def _deliver(self, message: Msg, ring: Ring) -> None:
+        if self._server != self._journal.server:
+            await self._drop_lost()
         metadata = message.metadata
         seq = metadata.sequence.stream
         num_delivered = metadata.num_delivered or 1
         if num_delivered == 1:
-            self._first_seq = self._first_seq or seq
+            self._first_seq = min(self._first_seq or seq, seq)
         # A request that only this worker got and returned has crashed no worker.
         returned = self._returned.pop(seq, None)
         again = num_delivered > 1 if returned is None else returned.again
@@ -273,7 +280,7 @@ class Intake:
                 seq=seq,
                 subject=message.subject[:80],
             )
-        await self._answer_refused(message.subject, seq, f"the names in a subject must be {ID_RULE}")
+        await self._journal.refuse(message.subject, seq, f"the names in a subject must be {ID_RULE}")
 
     def _has_room(self, tenant: str) -> bool:
         mine = self._tenants[tenant]
@@ -304,14 +311,32 @@ class Intake:
 
         If the ack is lost, the server delivers the request again, which does no harm.
         """
-        message = self._anchors.pop(key, None)
+        message = self._drop(key)
         if message is None:
             return
-        self._tenants[key.tenant] -= 1
-        if not self._tenants[key.tenant]:
-            del self._tenants[key.tenant]
         with contextlib.suppress(nats.errors.Error, OSError):
             await message.ack()
+
+    def _drop(self, key: SessionKey) -> Msg | None:
+        message = self._anchors.pop(key, None)
+        if message is not None:
+            self._tenants[key.tenant] -= 1
+            if not self._tenants[key.tenant]:
+                del self._tenants[key.tenant]
+        return message
+
+    async def _drop_lost(self) -> None:
+        """Drop the anchors that a server has lost by its restart: their acks would be those of others."""
+        self._server = self._journal.server
+        self._refused.clear()
+        for key, message in list(self._anchors.items()):
+            stored = await self._journal.stored(message.metadata.sequence.stream)
+            if stored is None or abs(stored - message.metadata.timestamp) > _SAME_TIME:
+                self._drop(key)
+
+    def expects(self, key: SessionKey, seq: int) -> bool:
+        """Whether a session has an anchor, or its request at `seq` was returned and comes again."""
+        return key in self._anchors or seq in self._returned
 
     async def return_anchors(self) -> None:
         """Return all anchors, so that the next worker gets them at once."""

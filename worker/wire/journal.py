@@ -7,6 +7,7 @@ read the log. Does not know what entries mean for a session; see `sessions/histo
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
@@ -21,6 +22,7 @@ from turnkeep_client.direct import DirectGets
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.log import ENDED_HEADER, SEALED_HEADER
 from turnkeep_client.messages import Chunk, decode_chunk, decode_result, encode, failure
+from turnkeep_client.nats_client import server_id
 from turnkeep_client.subjects import REFUSED, SessionKey, check_id
 
 if TYPE_CHECKING:
@@ -111,11 +113,21 @@ class Journal:
         is_alone: Callable[[], bool] = lambda: False,
     ) -> None:
         """`is_alone` says whether no other worker can serve the prefix now."""
+        self._nc = nc
         self._js = js
         self._is_alone = is_alone
         self._subjects = subjects
         self._gets = DirectGets(nc, timeout_s=_TIMEOUT_S)
         self._name = uuid4().hex  # in seals, as a worker's own seals do not stop it
+
+    @property
+    def server(self) -> str:
+        """Name of the server process that this worker is connected with.
+
+        A server that starts may have lost its last entries, and stores others under their sequences: what was
+        read from an earlier process is to be read again.
+        """
+        return server_id(self._nc)
 
     async def page(
         self, key: SessionKey, kind: Literal["in", "out"], after: int, *, until: int = 0
@@ -131,7 +143,7 @@ class Journal:
         while True:
             entries, num_more = await self._direct_batch(stream, subject, after)
             last = entries[-1].seq if entries else after
-            if num_more or last >= until or await self.get(until) is None:
+            if num_more or last >= until or not await self._has(until, subject):
                 return entries, num_more > 0
             await sleep(pause_s)
             pause_s = min(pause_s * 2, _MAX_BACKOFF_S)
@@ -276,15 +288,26 @@ class Journal:
 
     async def get(self, seq: int) -> bytes | None:
         """Read the body of an entry; None if it was removed from the log."""
+        message = await self._get(seq)
+        return (message.data or b"") if message else None
+
+    async def stored(self, seq: int) -> datetime | None:
+        """Return when an entry was stored; None if it was removed from the log."""
+        message = await self._get(seq)
+        return message.time if message else None
+
+    async def _has(self, seq: int, subject: str) -> bool:
+        message = await self._get(seq)
+        return message is not None and message.subject == subject
+
+    async def _get(self, seq: int) -> RawStreamMsg | None:
         while True:
             try:
-                message = await self._js.get_msg(self._subjects.log_stream, seq)
+                return await self._js.get_msg(self._subjects.log_stream, seq)
             except NotFoundError:
                 return None
             except (nats.errors.Error, APIError, OSError) as error:
                 await self._pause_after("reading the log", error, 1.0)
-                continue
-            return message.data or b""
 
     async def last_result(self, key: SessionKey) -> Entry | None:
         """Read a session's last result, or an earlier one if the replica lags; None if there is none."""
@@ -334,11 +357,14 @@ class Journal:
             except (nats.errors.Error, APIError, OSError) as error:
                 await self._pause_after("reading the log", error, 1.0)
 
-    async def commit(self, key: SessionKey, body: bytes, after: int, headers: Mapping[str, str]) -> int:
+    async def commit(
+        self, key: SessionKey, body: bytes, after: int, headers: Mapping[str, str], *, server: str
+    ) -> int:
         """Store a result's body directly after the session's result at sequence `after` (0: as the first).
 
-        Returns its sequence. Raises `FencedError` if another result came first, or if another worker has
-        removed the session, `TooLargeError` if the stream does not permit its size.
+        Returns its sequence. Raises `FencedError` if another result came first, if another worker has removed
+        the session, or if the session was read from another `server` process than the current one,
+        `TooLargeError` if the stream does not permit its size.
         """
         subject = self._subjects.of(key, "commit")
         pause_s = 0.1
@@ -346,6 +372,11 @@ class Journal:
             # What was removed is no fence.
             if not after and not self._is_alone() and await self.get(decode_result(body).seq or 0) is None:
                 raise FencedError(subject)
+            # Else nats-py would keep it for whatever server comes next.
+            while not self._nc.is_connected:  # noqa: ASYNC110  # no event
+                await sleep(_RACE_S)
+            if self.server != server:
+                raise FencedError("the server has restarted")
             try:
                 ack = await self._js.publish(
                     subject, body, timeout=_TIMEOUT_S, headers={**headers, _EXPECT_HEADER: str(after)}
@@ -398,6 +429,27 @@ class Journal:
     async def log_bytes(self) -> int:
         """Return the size of the log. Raises nats-py's errors."""
         return (await self._js.stream_info(self._subjects.log_stream)).state.bytes
+
+    async def unanswered(self) -> dict[SessionKey, Entry]:
+        """Find the sessions with more requests than results, each with its last request.
+
+        The server counts for the first 100,000 sessions only. Raises nats-py's errors.
+        """
+        num_lacking: Counter[SessionKey] = Counter()
+        weights: Mapping[Literal["in", "out"], int] = {"in": 1, "out": -1}
+        for kind, weight in weights.items():
+            info = await self._js.stream_info(
+                self._subjects.log_stream, subjects_filter=self._subjects.every(kind)
+            )
+            for subject, number in (info.state.subjects or {}).items():
+                with contextlib.suppress(InvalidMessageError):
+                    num_lacking[self._subjects.parse(subject)[0]] += weight * number
+        found = {key: await self._last(key, "in") for key, number in num_lacking.items() if number > 0}
+        return {
+            key: Entry(one.seq or 0, "in", one.time or datetime.now(UTC), one.data or b"", one.headers or {})
+            for key, one in found.items()
+            if one is not None
+        }
 
     async def closed(self, after: int) -> tuple[list[Entry], bool]:
         """Read the next notes of closes, of all sessions, after the stream sequence `after`.

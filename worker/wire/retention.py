@@ -65,6 +65,7 @@ class Retention:
         self.num_bytes = 0
         self._seen_seq = 0  # notes up to this sequence were handled, or are not due yet
         self._forgotten: set[int] = set()  # later notes that were handled
+        self._server = ""  # that has these notes
         self._nearly_full = False
         self._locks: WeakValueDictionary[SessionKey, Lock] = WeakValueDictionary()
 
@@ -102,6 +103,9 @@ class Retention:
     async def sweep(self) -> None:
         """Remove the sessions that are due; if the log is nearly full, more of them, oldest first."""
         self.num_bytes = await self._journal.log_bytes()
+        if self._server != self._journal.server:  # other notes may have their sequences now
+            self._server, self._seen_seq = self._journal.server, 0
+            self._forgotten.clear()
         full = self.num_bytes > _NEARLY_FULL * self.max_bytes
         after, more, unfinished = 0, True, 0
         while more:

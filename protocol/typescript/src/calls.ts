@@ -206,6 +206,8 @@ export class Call {
   }
 
   resolve(result: Result): void {
+    // A server that has lost the request may have another one at its sequence.
+    if (typeof result.id === "string" && result.id !== this.request.id) return;
     this.result ??= result;
     this.bell.ring();
   }

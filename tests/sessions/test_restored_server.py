@@ -1,0 +1,124 @@
+"""The NATS server comes back with an older copy of its files, from a backup or after a power cut."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import socket
+import subprocess
+import time
+from typing import TYPE_CHECKING, Any
+
+import nats
+import pytest
+from parts import free_port, nats_server_program
+
+from turnkeep_client.errors import TurnkeepError
+from turnkeep_client.messages import decode_result
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator
+    from pathlib import Path
+
+
+class Server:
+    """A NATS server that can go back in time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.port = free_port()
+        self.url = f"nats://127.0.0.1:{self.port}"
+        self._store = folder / "store"
+        self._copy = folder / "copy"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        command = [nats_server_program(), "-a", "127.0.0.1", "-p", str(self.port), "-js", "-sd"]
+        self._process = subprocess.Popen([*command, str(self._store)], stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=1):
+                return
+            time.sleep(0.02)
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait(10)
+
+    def copy(self) -> None:
+        self.stop()
+        shutil.copytree(self._store, self._copy)
+        self.start()
+
+    def restore(self, *parts: str) -> None:
+        """Put back what was copied: all of it, or these folders of each stream."""
+        self.stop()
+        streams = sorted((self._copy / "jetstream" / "$G" / "streams").iterdir())
+        for source in [one / part for one in streams for part in parts] or [self._copy / "jetstream"]:
+            target = self._store / source.relative_to(self._copy)
+            shutil.rmtree(target)
+            shutil.copytree(source, target)
+        self.start()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    one = Server(tmp_path / "nats")
+    one.start()
+    yield one
+    one.stop()
+
+
+async def asked(client: Any, session: str, text: str) -> Any:
+    """Append; what was not answered in time is asked again under the same id."""
+    for _ in range(3):
+        with contextlib.suppress(TurnkeepError):
+            name = text.replace(" ", "-")
+            return await client.session(session).append(text=text, request_id=name, timeout_s=8)
+    raise AssertionError(f"{text} is not answered")
+
+
+async def test_a_worker_that_outlives_the_servers_last_entries_answers_from_what_is_left(
+    server: Server, local_worker: Callable[..., Awaitable[Any]]
+) -> None:
+    """New requests get sequences that the worker has read before, and the lost ones are as never asked."""
+    worker = await local_worker(nats=server.url, ack_wait_s=1.0)
+    first = await asked(worker.client, "s", "kept")
+    server.copy()
+    for number in range(5):
+        lost = await asked(worker.client, "s", f"lost {number}")
+    assert lost.position > first.position
+    server.restore()
+    again = await asked(worker.client, "s", "new")
+    assert again.position == first.position + len("new")
+    assert (await asked(worker.client, "s", "lost 1")).repeat_of is None
+    assert (await worker.client.session("s").info()).position == again.position + len("lost 1")
+
+
+async def test_a_request_whose_result_the_server_lost_is_answered_again(
+    server: Server, local_worker: Callable[..., Awaitable[Any]]
+) -> None:
+    """The consumer's files have its ack, and nothing else is asked of the session."""
+    worker = await local_worker(nats=server.url, ack_wait_s=1.0)
+    await asked(worker.client, "other", "first")
+    await worker.stop()
+    nc = await nats.connect(server.url)
+    subject = f"{worker.settings.prefix}.default.s"
+    await nc.jetstream().publish(f"{subject}.in", b'{"type":"append","id":"a","text":"x"}')
+    await nc.close()
+    server.copy()
+    worker = await local_worker(nats=server.url, ack_wait_s=1.0, prefix=worker.settings.prefix)
+    while not (await worker.client.session("s").info()).position:  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+    await asyncio.sleep(1.0)  # until the ack is there
+    server.restore("msgs")
+    nc = await nats.connect(server.url)
+    async with asyncio.timeout(20):
+        while True:
+            with contextlib.suppress(nats.js.errors.NotFoundError):
+                found = await nc.jetstream().get_last_msg(f"{worker.settings.prefix}_log", f"{subject}.out")
+                break
+            await asyncio.sleep(0.1)
+    assert decode_result(found.data or b"").id == "a"
+    await nc.close()

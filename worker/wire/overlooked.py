@@ -1,0 +1,63 @@
+"""Finds requests without a result that the server does not deliver any more.
+
+An ack follows its result. But a server that loses its last entries, by a power cut or because its files come
+from a backup, may keep the ack without the result: then no delivery wakes the session.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Final
+
+import nats.errors
+import structlog
+from anyio import sleep
+from nats.js.errors import APIError
+
+from .intake import Delivery
+
+if TYPE_CHECKING:
+    from turnkeep_client.subjects import SessionKey
+
+    from .intake import Intake, Ring
+    from .journal import Entry, Journal
+
+log = structlog.get_logger()
+
+#: Time for a delivery to arrive.
+_SLACK_S: Final = 1.0
+
+
+class Overlooked:
+    """Wakes sessions with such requests, after this worker's start and each start of the server."""
+
+    def __init__(self, journal: Journal, intake: Intake, ring: Ring, *, ack_wait_s: float) -> None:
+        """After `ack_wait_s` the server delivers again whatever has no ack."""
+        self._journal = journal
+        self._intake = intake
+        self._ring = ring
+        self._wait_s = ack_wait_s + _SLACK_S
+
+    async def run(self) -> None:
+        """Look for such requests, until cancelled."""
+        server = ""
+        while True:
+            await sleep(self._wait_s)
+            if server != self._journal.server:
+                with contextlib.suppress(nats.errors.Error, APIError, OSError):
+                    server = await self._look(self._journal.server)
+
+    async def _look(self, server: str) -> str:
+        """Wake the sessions that still lack a result and a delivery once all deliveries have come."""
+        earlier = await self._found()
+        await sleep(self._wait_s)
+        for key, entry in (await self._found()).items():
+            if key in earlier and earlier[key].seq == entry.seq:
+                log.warning("a request has lost its result or its delivery", session=str(key), seq=entry.seq)
+                # In doubt: a worker may have crashed over it.
+                self._ring(Delivery(key, entry.seq, entry.stored, entry.body, again=True))
+        return server
+
+    async def _found(self) -> dict[SessionKey, Entry]:
+        found = await self._journal.unanswered()
+        return {key: one for key, one in found.items() if not self._intake.expects(key, one.seq)}
