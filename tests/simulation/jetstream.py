@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import base64
-import contextvars
 import json
 from bisect import bisect_left
 from collections import deque
@@ -152,7 +151,7 @@ class Stream:
         earlier.append(message.seq)
         lives_s = [float(headers.get("Nats-TTL", "inf")), (self.config.get("max_age") or float("inf")) / 1e9]
         if min(lives_s) < 1e6:
-            self._loop.call_later(min(lives_s), self.remove, message, context=contextvars.Context())
+            self._loop.outside(self._loop.time() + min(lives_s), self.remove, message)
         republish = self.config.get("republish")
         if republish and matches(republish["src"], subject):
             self._server.tell(_mapped(republish["src"], republish["dest"], subject), data, headers)

@@ -17,6 +17,7 @@ import itertools
 import os
 import random
 import time
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -50,7 +51,7 @@ class Process:
         self.is_dead = False
         self.on_death: list[Callable[[], None]] = []
         self._loop = loop
-        self._held: list[asyncio.Handle] | None = None
+        self._held: list[_Handle] | None = None
 
     def start(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run a coroutine in this process."""
@@ -68,9 +69,9 @@ class Process:
         """Run nothing of the process for some time; it notices nothing but the clock."""
         if self._held is None and not self.is_dead:
             self._held = []
-            self._loop.call_later(for_s, self._go_on, context=contextvars.Context())
+            self._loop.outside(self._loop.time() + for_s, self._go_on)
 
-    def holds(self, handle: asyncio.Handle) -> bool:
+    def holds(self, handle: _Handle) -> bool:
         """Take a handle that is due, if it must not run now."""
         if self._held is not None:
             self._held.append(handle)
@@ -84,8 +85,29 @@ class Process:
 class _Task(asyncio.Task):  # type: ignore[type-arg]
     """A task whose hash is a number, as the order of sets of tasks must be the same in each run."""
 
+    sim_number: int
+
     def __hash__(self) -> int:
-        return _number(self)
+        return self.sim_number
+
+
+class _Handle(list[Any]):
+    """What is to be called: its time, its number, the callback, its arguments, and its context.
+
+    A list, as that is made and compared soonest, and there are some thousands in each history. What happens
+    outside of all processes has no context.
+    """
+
+    __hash__ = object.__hash__
+
+    def cancel(self) -> None:
+        self[2] = None
+
+    def cancelled(self) -> bool:
+        return self[2] is None
+
+    def when(self) -> float:
+        return float(self[0])
 
 
 def _number(self: Any) -> int:
@@ -109,22 +131,23 @@ class Loop(asyncio.BaseEventLoop):
         #: What to do before the handle with this number runs; for crashes at any await.
         self.at_handle: dict[int, Callable[[], None]] = {}
         self.tasks: list[asyncio.Task[Any]] = []
+        #: The handles that are due.
+        self.ready: deque[_Handle] = deque()
+        self._timers: list[_Handle] = []
+        self._counted = itertools.count()
         self._now_s = 0.0
         self.set_task_factory(self._make_task)
         self.set_exception_handler(self._note_fault)
         self.faults: list[str] = []
         self.is_over = False
 
-    @property
-    def ready(self) -> Any:
-        """The handles that are due."""
-        return self._ready  # type: ignore[attr-defined]
-
     def time(self) -> float:
         return self._now_s
 
     def _make_task(self, loop: Any, coroutine: Any, **named: Any) -> asyncio.Task[Any]:
-        task = _Task(coroutine, loop=loop, **named)
+        task: _Task = _Task.__new__(_Task)
+        task.sim_number = next(_numbers)  # which `__init__` needs
+        task.__init__(coroutine, loop=loop, **named)  # type: ignore[misc]
         self.tasks.append(task)
         return task
 
@@ -132,30 +155,58 @@ class Loop(asyncio.BaseEventLoop):
         error = context.get("exception")
         self.faults.append(f"{context['message']}: {error!r}")
 
+    def call_soon(self, callback: Any, *args: Any, context: Any = None) -> Any:
+        if context is None:
+            context = contextvars.copy_context()
+        handle = _Handle((0.0, 0, callback, args, context))
+        self.ready.append(handle)
+        return handle
+
+    call_soon_threadsafe = call_soon
+
+    def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> Any:
+        if context is None:
+            context = contextvars.copy_context()
+        handle = _Handle((when, next(self._counted), callback, args, context))
+        heapq.heappush(self._timers, handle)
+        return handle
+
+    def call_later(self, delay: float, callback: Any, *args: Any, context: Any = None) -> Any:
+        return self.call_at(self._now_s + delay, callback, *args, context=context)
+
+    def outside(self, when: float, callback: Callable[..., object], *args: Any) -> None:
+        """Call something at a time, outside of all processes."""
+        heapq.heappush(self._timers, _Handle((when, next(self._counted), callback, args, None)))
+
     def _run_once(self) -> None:
-        ready, scheduled = self._ready, self._scheduled  # type: ignore[attr-defined]
-        if not ready:
-            while scheduled and scheduled[0]._cancelled:
-                heapq.heappop(scheduled)._scheduled = False
-            if not scheduled:
-                raise DeadlockError
-            self._now_s = max(self._now_s, scheduled[0]._when)
-        while scheduled and scheduled[0]._when <= self._now_s:
-            timer = heapq.heappop(scheduled)
-            timer._scheduled = False
-            ready.append(timer)
-        for _ in range(len(ready)):
-            handle = ready.popleft()
-            if handle._cancelled:
-                continue
-            self.num_handles += 1
-            if (act := self.at_handle.pop(self.num_handles, None)) is not None:
-                act()
-            process = handle._context.get(_process)
-            if process is None or not process.holds(handle):
-                handle._run()
-        if self.num_handles > MOST_HANDLES:
-            raise TimeoutError("the history does not end")
+        ready, timers, at_handle = self.ready, self._timers, self.at_handle
+        while not self._stopping:  # type: ignore[attr-defined]
+            if not ready:
+                while timers and timers[0][2] is None:
+                    heapq.heappop(timers)
+                if not timers:
+                    raise DeadlockError
+                self._now_s = max(self._now_s, timers[0][0])
+            while timers and timers[0][0] <= self._now_s:
+                ready.append(heapq.heappop(timers))
+            for _ in range(len(ready)):
+                handle = ready.popleft()
+                _, _, callback, args, context = handle
+                if callback is None:
+                    continue
+                self.num_handles += 1
+                if at_handle and (act := at_handle.pop(self.num_handles, None)) is not None:
+                    act()
+                if context is None:
+                    callback(*args)
+                elif (process := context.get(_process)) is None or not process.holds(handle):
+                    try:
+                        context.run(callback, *args)
+                    except BaseException as error:  # as asyncio does
+                        said = {"message": f"Exception in callback {callback}", "exception": error}
+                        self.call_exception_handler(said)
+            if self.num_handles > MOST_HANDLES:
+                raise TimeoutError("the history does not end")
 
     def _process_events(self, event_list: Any) -> None:
         pass
@@ -167,7 +218,7 @@ class Loop(asyncio.BaseEventLoop):
         """Drop what is left of the history without a word."""
         self.is_over = True
         self.ready.clear()
-        self._scheduled.clear()  # type: ignore[attr-defined]
+        self._timers.clear()
         for task in self.tasks:
             task._log_destroy_pending = False  # type: ignore[attr-defined]
             if not task.done():

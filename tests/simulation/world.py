@@ -7,7 +7,6 @@ and messages are nats-py's own, and so is everything above: `JetStreamContext`, 
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import itertools
 import json
 import zlib
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 
 MAX_PAYLOAD: Final = 2**20
 _RECONNECT_S: Final = 0.25
-_OUTSIDE: Final = contextvars.Context()
 
 
 @dataclass(eq=False)
@@ -48,14 +46,12 @@ class Link:
     def send(self, arrive: Callable[..., None], *what: Any) -> None:
         """To the server."""
         self.up_s = max(self.up_s + 1e-7, self.loop.time() + self.loop.random.expovariate(5000))
-        self.loop.call_at(self.up_s, self._unless_cut, arrive, *what, context=_OUTSIDE)
+        self.loop.outside(self.up_s, self._unless_cut, arrive, *what)
 
     def deliver(self, sid: int, message: tuple[str, str, bytes, Headers | None]) -> None:
         """To the client."""
         self.down_s = max(self.down_s + 1e-7, self.loop.time() + self.loop.random.expovariate(5000))
-        self.loop.call_at(
-            self.down_s, self._unless_cut, self.connection.arrived, sid, message, context=_OUTSIDE
-        )
+        self.loop.outside(self.down_s, self._unless_cut, self.connection.arrived, sid, message)
 
     def _unless_cut(self, arrive: Callable[..., None], *what: Any) -> None:
         if not self.is_cut:
@@ -114,7 +110,7 @@ class Server:
         link.is_cut = True
         self.links.remove(link)
         delay_s = self.loop.random.expovariate(100)
-        self.loop.call_later(delay_s, link.connection.lost, link, context=_OUTSIDE)
+        self.loop.outside(self.loop.time() + delay_s, link.connection.lost, link)
 
     def crash(self) -> None:
         """End the server process."""
@@ -137,7 +133,7 @@ class Server:
             if life == self._life:
                 act(*what)
 
-        self.loop.call_later(delay_s, do, context=_OUTSIDE)
+        self.loop.outside(self.loop.time() + delay_s, do)
 
     def is_busy(self) -> bool:
         return self.faults.busy > 0 and self.loop.random.random() < self.faults.busy
