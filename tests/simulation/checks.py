@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from cache.names.policy import FULL
@@ -55,7 +56,11 @@ _MAY_FAIL: Final = {
     "context_exceeded",
 }
 FOLD: Final = Fold(tokenizer())
-_BEGAN: Final = datetime.fromtimestamp(0, UTC)
+_NEW: Final = FOLD.begin(datetime.fromtimestamp(0, UTC))
+# All is read again whenever the history is asked whether anything is left.
+_parse: Final = lru_cache(65_536)(SUBJECTS.parse)
+_decode_request: Final = lru_cache(65_536)(decode_request)
+_decode_result: Final = lru_cache(65_536)(decode_result)
 
 
 @dataclass
@@ -66,7 +71,7 @@ class Logged:
     requests: dict[int, Request] = field(default_factory=dict)
     asked: dict[int, Message] = field(default_factory=dict)
     results: dict[int, list[tuple[Message, Result]]] = field(default_factory=dict)
-    state: State = field(default_factory=lambda: FOLD.begin(_BEGAN))
+    state: State = field(default_factory=lambda: _NEW)
     #: After which message of `out` the session had which state.
     states: list[tuple[int, State]] = field(default_factory=list)
     #: The digest of the last result that changed it.
@@ -85,15 +90,15 @@ def logs(stream: Stream) -> dict[SessionKey, Logged]:
     found: dict[SessionKey, Logged] = {}
     for message in stream.all:
         try:
-            key, kind, _ = SUBJECTS.parse(message.subject)
+            key, kind, _ = _parse(message.subject)
         except InvalidMessageError:
             continue
         log = found.setdefault(key, Logged(key))
         if kind == "in":
-            log.requests[message.seq] = decode_request(message.data)
+            log.requests[message.seq] = _decode_request(message.data)
             log.asked[message.seq] = message
         elif kind == "out":
-            result = decode_result(message.data)
+            result = _decode_result(message.data)
             log.results.setdefault(result.seq or 0, []).append((message, result))
     return found
 
@@ -256,7 +261,7 @@ def _apply(
 ) -> Iterator[str]:
     """Apply one request and its result to the session."""
     if log.closed is not None and _is_gone(log.closed, message):
-        log.state, log.closed = FOLD.begin(_BEGAN), None  # nothing says any more that it was closed
+        log.state, log.closed = _NEW, None  # nothing says any more that it was closed
     match request, result:
         case _, Generated(tokens=()):
             return
@@ -355,7 +360,7 @@ def _check_fork(
     parent = found.get(type(log.key)(log.key.tenant, request.from_.session))
     digest = message.headers.get(HISTORY_HEADER)
     of = Parent(session=request.from_.session, position=result.position)
-    for seq, state in [(0, FOLD.begin(_BEGAN)), *(parent.states if parent else [])]:
+    for seq, state in [(0, _NEW), *(parent.states if parent else [])]:
         if seq < message.seq and state.position >= result.position:
             log.state = replace(FOLD.forked(state, of, result.tags), exists=True, closed=False)
             if log.state.digest() == digest:
@@ -386,7 +391,7 @@ def _check_forgotten(log: Logged, streams: dict[str, Stream]) -> Iterator[str]:
             yield f"the {kind} at {message.seq} is still there after the forget at {last}"
     closed = log.results[last][0][0].seq
     for message in streams[SUBJECTS.log_stream].matching(SUBJECTS.of(log.key, "out")):
-        if message.seq < closed and (decode_result(message.data).seq or 0) < last:
+        if message.seq < closed and (_decode_result(message.data).seq or 0) < last:
             yield f"the result at {message.seq} is still there after the forget at {last}"
     before = {log.requests[seq].id for seq in log.requests if seq < last}
     after = {log.requests[seq].id for seq in log.requests if seq > last}
@@ -399,7 +404,7 @@ def _expired(stream: Stream, found: dict[SessionKey, Logged], ttl_s: float) -> s
     """Return the answers of which chunks expired before the result: a worker that died is resumed without."""
     expired: set[tuple[SessionKey, str]] = set()
     for message in stream.all:
-        key, _, name = SUBJECTS.parse(message.subject)
+        key, _, name = _parse(message.subject)
         if message.data and message.removed_s is not None and message.removed_s - message.stored_s >= ttl_s:
             results = found[key].results.get(decode_chunk(message.data).seq or 0, [])
             if not results or results[0][0].stored_s > message.removed_s:
@@ -462,7 +467,7 @@ def _check_chunks(
     for message in stream.all:
         if not message.data:
             continue
-        key, _, request_id = SUBJECTS.parse(message.subject)
+        key, _, request_id = _parse(message.subject)
         if (key, request_id) in expired:
             continue
         chunk = decode_chunk(message.data)

@@ -213,10 +213,15 @@ async def _read_anew(history: History) -> None:
     while unanswered(stream):  # noqa: ASYNC110
         await asyncio.sleep(0.1)
 
+    async def stored(seq: int) -> bytes | None:
+        message = stream.get(seq)
+        return message.data if message else None
+
     async def read(key: SessionKey) -> None:
         begun_s = history.loop.time()
         with worker._sessions.in_use(key) as session:
             await session.refresh()
+            session._services.journal.get = stored  # type: ignore[method-assign]  # not by messages: there are many
             names = {request.id for request in found[key].requests.values()}
             known = {name: await _find_answered(session, name) for name in names}
             answered = {name: one.at.in_seq for name, one in known.items() if one is not None}

@@ -55,6 +55,12 @@ def matches(pattern: str, subject: str) -> bool:
     )
 
 
+@lru_cache(4096)
+def _written(at_s: float) -> str:
+    moment = datetime.fromtimestamp(BEGIN_S + at_s, UTC)
+    return moment.isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
 @dataclass(slots=True, eq=False)
 class Message:
     """One stored message; `removed_s` is when it left the stream."""
@@ -69,8 +75,7 @@ class Message:
     @property
     def stored(self) -> str:
         """The time at which it was stored, as the server writes it."""
-        moment = datetime.fromtimestamp(BEGIN_S + self.stored_s, UTC)
-        return moment.isoformat(timespec="microseconds").replace("+00:00", "Z")
+        return _written(self.stored_s)
 
     @property
     def size_bytes(self) -> int:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 import anyio.to_thread
+import sniffio
 from anyio._backends import _asyncio
 
 from turnkeep_client.calls import Call
@@ -89,6 +90,9 @@ class _Task(asyncio.Task):  # type: ignore[type-arg]
 
     def __hash__(self) -> int:
         return self.sim_number
+
+    def __repr__(self) -> str:  # anyio names the task in the reason of each cancellation
+        return f"<task {self.sim_number}>"
 
 
 class _Handle(list[Any]):
@@ -259,9 +263,9 @@ def simulated(seed: int) -> Iterator[Loop]:
 
     async def run_sync(work: Callable[..., Any], *args: Any, **_: Any) -> Any:
         with anyio.CancelScope(shield=True):
-            await anyio.sleep(loop.random.expovariate(1000))
+            await asyncio.sleep(loop.random.expovariate(1000))
             result = work(*args)
-            await anyio.sleep(loop.random.expovariate(1000))
+            await asyncio.sleep(loop.random.expovariate(1000))
         return result
 
     patches: list[tuple[Any, str, Any]] = [
@@ -269,6 +273,7 @@ def simulated(seed: int) -> Iterator[Loop]:
         (os, "urandom", rng.randbytes),
         (clock, "source", _Clock(loop)),
         *((kind, "__hash__", _number) for kind in (asyncio.Event, Call)),
+        (sniffio.thread_local, "name", "asyncio"),  # else anyio looks for the running task again and again
         (_asyncio.CancelScope, "__hash__", lambda _: 0),  # has slots; sets of them are small
     ]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in patches]

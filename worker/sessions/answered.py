@@ -79,7 +79,7 @@ class AnsweredIds:
     def find(self, request_id: str) -> AnsweredAt | None:
         """Return where an id was answered; None if it was not. Another id may have the same hash."""
         key = _hash(request_id)
-        if (found := self._recent.get(key)) is not None:
+        if (found := self._recent.get(key)) is not None or not len(self._sorted):
             return found
         row = int(np.searchsorted(self._sorted[:, 0], np.uint64(key)))
         if row == len(self._sorted) or int(self._sorted[row, 0]) != key:
