@@ -73,7 +73,8 @@ def simulate_all(asked: argparse.Namespace) -> int:
             print(*outcome.story, sep="\n")
     took_s = time.monotonic() - begun_s
     said = ", ".join(f"{number} {name}" for name, number in counts.items())
-    print(f"{num_histories} histories from seed {asked.seed} in {took_s:.1f} s, {num_wrong} wrong: {said}")
+    seeds = f"seeds {asked.seed} to {asked.seed + num_histories - 1}"
+    print(f"{num_histories} histories, {seeds}, in {took_s:.1f} s, {num_wrong} wrong: {said}")
     return bool(num_wrong)
 
 

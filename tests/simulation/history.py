@@ -15,8 +15,9 @@ import turnkeep_client.client
 import worker.wire.connection
 from cache.names import tokens
 from turnkeep_client.subjects import CONSUMER
+from worker.observe import telemetry
 from worker.sessions import history as sessions_history
-from worker.sessions import record
+from worker.sessions import record, sessions
 from worker.sessions.history import Fold
 from worker.sessions.session import Session
 from worker.wire import intake, journal, retention
@@ -156,6 +157,8 @@ def _patched(history: History) -> Iterator[None]:
             (tokens, "_PART", 4),
             (sessions_history, "KEPT", 8),
             (retention, "_PERIOD_S", 1.0),
+            (sessions, "_LEAST_SWEEP_S", 0.25),
+            (telemetry, "_LAG_PERIOD_S", 60.0),  # at virtual time nothing is late
             (intake, "_GONE_S", 3.0),
         ):
             stack.enter_context(_set(owner, name, value))

@@ -558,18 +558,18 @@ class JetStream:
         else:
             one = stream.all[request["seq"] - 1] if request["seq"] <= len(stream.all) else None
             found = [one] if one is not None and _is_there(one, at_s) else []
-        num_sent, left_bytes = 0, request.get("max_bytes") or 2**60
+        batch: list[tuple[bytes, Headers]] = []
+        left_bytes = request.get("max_bytes") or 2**60
         for message in found[: request.get("batch", 1)]:
-            if num_sent and message.size_bytes > left_bytes:
+            if batch and message.size_bytes > left_bytes:
                 break
-            num_sent += 1
             left_bytes -= message.size_bytes
             own = {"Nats-Stream": name, "Nats-Subject": message.subject, "Nats-Sequence": str(message.seq)}
             own["Nats-Time-Stamp"] = message.stored
-            self._server.to_inbox(inbox, inbox, message.data, {**message.headers, **own})
-        if not num_sent:
-            end = {"Status": "404", "Description": "Message Not Found"}
-            self._server.to_inbox(inbox, inbox, b"", end)
+            batch.append((message.data, {**message.headers, **own}))
+        if not batch:
+            batch.append((b"", {"Status": "404", "Description": "Message Not Found"}))
         elif is_batch:
-            end = {"Status": "204", "Description": "EOB", "Nats-Num-Pending": str(len(found) - num_sent)}
-            self._server.to_inbox(inbox, inbox, b"", end)
+            num_left = len(found) - len(batch)
+            batch.append((b"", {"Status": "204", "Description": "EOB", "Nats-Num-Pending": str(num_left)}))
+        self._server.batch_to_inbox(inbox, batch)

@@ -262,10 +262,13 @@ def simulated(seed: int) -> Iterator[Loop]:
     rng = random.Random(f"bytes {seed}")
 
     async def run_sync(work: Callable[..., Any], *args: Any, **_: Any) -> Any:
+        took_s, is_late = loop.random.expovariate(500), loop.random.random() < 0.5
         with anyio.CancelScope(shield=True):
-            await asyncio.sleep(loop.random.expovariate(1000))
+            if is_late:
+                await asyncio.sleep(took_s)
             result = work(*args)
-            await asyncio.sleep(loop.random.expovariate(1000))
+            if not is_late:
+                await asyncio.sleep(took_s)
         return result
 
     patches: list[tuple[Any, str, Any]] = [

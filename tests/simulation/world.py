@@ -24,7 +24,7 @@ from nats.js.client import JetStreamContext
 from .jetstream import Headers, JetStream, matches
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Iterable
 
     from .loop import Loop, Process
 
@@ -32,7 +32,11 @@ MAX_PAYLOAD: Final = 2**20
 _RECONNECT_S: Final = 0.25
 #: Messages that a connection takes in a second, on average.
 _RATE: Final = 5000
+#: How often the messages of a batch arrive one after the other.
+_IN_PIECES: Final = 0.2
 _T = TypeVar("_T")
+#: Subject, reply, data and headers.
+Delivered = tuple[str, str, bytes, Headers | None]
 
 
 async def _within(future: asyncio.Future[_T], timeout: float) -> _T:  # noqa: ASYNC109
@@ -71,10 +75,10 @@ class Link:
         self.up_s = max(self.up_s + 1e-7, self.loop.time() - log(1.0 - self.loop.random.random()) / _RATE)
         self.loop.outside(self.up_s, self._unless_cut, arrive, *what)
 
-    def deliver(self, sid: int, message: tuple[str, str, bytes, Headers | None]) -> None:
-        """To the client."""
+    def deliver(self, sid: int, *messages: Delivered) -> None:
+        """To the client, together."""
         self.down_s = max(self.down_s + 1e-7, self.loop.time() - log(1.0 - self.loop.random.random()) / _RATE)
-        self.loop.outside(self.down_s, self._unless_cut, self.connection.arrived, sid, message)
+        self.loop.outside(self.down_s, self._unless_cut, self.connection.arrived, sid, messages)
 
     def _unless_cut(self, arrive: Callable[..., None], *what: Any) -> None:
         if not self.is_cut:
@@ -269,6 +273,19 @@ class Server:
         if found is not None:
             found[0].deliver(found[1], (subject, reply, data, headers))
         return found is not None
+
+    def batch_to_inbox(self, inbox: str, batch: list[tuple[bytes, Headers]]) -> None:
+        """Deliver a batch, mostly in one piece."""
+        found = self._listener(inbox)
+        if found is None:
+            return
+        link, sid = found
+        messages = [(inbox, "", data, headers) for data, headers in batch]
+        if self.loop.random.random() < _IN_PIECES:
+            for one in messages:
+                link.deliver(sid, one)
+        else:
+            link.deliver(sid, *messages)
 
     def has_interest(self, inbox: str) -> bool:
         return self._listener(inbox) is not None
@@ -466,9 +483,12 @@ class Connection:
         except TimeoutError:
             raise nats.errors.FlushTimeoutError from None
 
-    def arrived(self, sid: int, message: tuple[str, str, bytes, Headers | None]) -> None:
+    def arrived(self, sid: int, messages: Iterable[Delivered]) -> None:
         """Take what the server sends. Runs outside of the process: its sockets fill though it stalls."""
-        subject, reply, data, headers = message
+        for message in messages:
+            self._take(sid, *message)
+
+    def _take(self, sid: int, subject: str, reply: str, data: bytes, headers: Headers | None) -> None:
         if sid == -1:
             self._pong()
             return
