@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import base64
-import json
 from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
 
 from .loop import BEGIN_S, Loop, now_ns
 
@@ -366,7 +367,7 @@ class Consumer:
         if what.startswith(b"+WPI"):
             pending.deadline_s = now_s + self.ack_wait_s
         elif what.startswith(b"-NAK"):
-            given = json.loads(what[4:]) if len(what) > 4 else {}
+            given = msgspec.json.decode(what[4:]) if len(what) > 4 else {}
             pending.deadline_s = now_s + given.get("delay", 0) / 1e9
         elif what in (b"", b"+ACK", b"+TERM"):
             del self.pending[seq]
@@ -450,7 +451,7 @@ class JetStream:
     def call(self, subject: str, data: bytes, inbox: str) -> dict[str, Any] | None:
         """Carry out a call of the API; None if its reply is on its way already."""
         what = subject.removeprefix("$JS.API.")
-        request = json.loads(data) if data else {}
+        request = msgspec.json.decode(data) if data else {}
         if what.startswith("DIRECT.GET."):
             name, _, wanted = what.removeprefix("DIRECT.GET.").partition(".")
             self._direct(name, {"last_by_subj": wanted} if wanted else request, inbox)
