@@ -101,10 +101,12 @@ def world(loop: Loop, outcome: Outcome, *, tell: bool) -> Iterator[Any]:
         if tell and not loop.is_over:
             outcome.story.append(f"{loop.time():9.4f} {who}: {what}")
 
-    def log(_: Any, method: str, event: dict[str, Any]) -> str:
-        process = _process.get()
+    def log(logger: Any, method: str, event: dict[str, Any]) -> str:
+        if loop.is_over:  # coroutines that are abandoned
+            raise structlog.DropEvent
+        process, event = _process.get(), structlog.processors.format_exc_info(logger, method, event)
         said = " ".join(f"{name}={value}" for name, value in event.items() if name != "event")
-        if "exception" in event and not loop.is_over:
+        if "exception" in event:
             outcome.logged.append(f"{event['event']}: {event['exception'].splitlines()[-1]}")
         note(process.name if process else "?", f"[{method}] {event['event']} {said}")
         raise structlog.DropEvent
@@ -120,7 +122,7 @@ def world(loop: Loop, outcome: Outcome, *, tell: bool) -> Iterator[Any]:
         before = structlog.get_config()
         level = logging.DEBUG if tell else logging.ERROR
         structlog.configure(
-            processors=[structlog.processors.format_exc_info, log],
+            processors=[log],
             wrapper_class=structlog.make_filtering_bound_logger(level),
         )
         stack.callback(structlog.configure, **before)
