@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import os
 import sys
 import time
@@ -54,6 +55,8 @@ def simulate_all(asked: argparse.Namespace) -> int:
             break
         num_histories += 1
         outcome = simulate(seed, tell=asked.tell, favoured=asked.favoured)
+        if num_histories == 1:
+            gc.freeze()  # what is imported by now is not looked through again
         if asked.traces:
             print(f"seed {seed}: trace {outcome.trace:08x}")
         counts.update(outcome.counts)
@@ -70,7 +73,8 @@ def simulate_all(asked: argparse.Namespace) -> int:
             print(*outcome.story, sep="\n")
     took_s = time.monotonic() - begun_s
     said = ", ".join(f"{number} {name}" for name, number in counts.items() if not name.startswith("faults:"))
-    print(f"{num_histories} histories from seed {asked.seed} in {took_s:.1f} s, {num_wrong} wrong: {said}")
+    seeds = f"seeds {asked.seed} to {asked.seed + num_histories - 1}"
+    print(f"{num_histories} histories, {seeds}, in {took_s:.1f} s, {num_wrong} wrong: {said}")
     kinds = sorted(
         (name.removeprefix("faults: "), n) for name, n in counts.items() if name.startswith("faults:")
     )

@@ -59,6 +59,10 @@ _MAY_FAIL: Final = {
 }
 FOLD: Final = Fold(tokenizer())
 _EMPTY: Final = FOLD.begin(datetime.fromtimestamp(0, UTC))
+# All is read again whenever the history is asked whether anything is left.
+_parse: Final = lru_cache(65_536)(SUBJECTS.parse)
+_request: Final = lru_cache(65_536)(decode_request)
+_result: Final = lru_cache(65_536)(decode_result)
 
 
 @dataclass
@@ -85,12 +89,6 @@ class Logged:
     last_seq: int = 0
     firsts: dict[str, tuple[int, Request, Result]] = field(default_factory=dict)
     records: dict[str, tuple[Message, Message]] = field(default_factory=dict)
-
-
-#: The world reads all logs over and over: nothing is decoded twice.
-_parse: Final = lru_cache(4096)(SUBJECTS.parse)
-_request: Final = lru_cache(4096)(decode_request)
-_result: Final = lru_cache(4096)(decode_result)
 
 
 def logs(stream: Stream) -> dict[SessionKey, Logged]:
@@ -124,15 +122,13 @@ def logs(stream: Stream) -> dict[SessionKey, Logged]:
 def _lost(stream: Stream) -> Iterator[tuple[SessionKey, str, Message]]:
     for message in stream.lost:
         with suppress(InvalidMessageError):
-            key, kind, _ = SUBJECTS.parse(message.subject)
+            key, kind, _ = _parse(message.subject)
             yield key, kind, message
 
 
 def _lost_names(streams: dict[str, Stream]) -> set[tuple[SessionKey, str]]:
     """Return the requests of which the server has lost something: the request, its result or a chunk."""
-    names = {
-        (key, SUBJECTS.parse(one.subject)[2] or "") for key, _, one in _lost(streams[SUBJECTS.token_stream])
-    }
+    names = {(key, _parse(one.subject)[2] or "") for key, _, one in _lost(streams[SUBJECTS.token_stream])}
     for key, kind, message in _lost(streams[SUBJECTS.log_stream]):
         if kind in ("in", "out"):
             names.add((key, json.loads(message.data).get("id") or ""))
@@ -502,7 +498,7 @@ def _expired(stream: Stream, found: dict[SessionKey, Logged], ttl_s: float) -> s
     """Return the answers of which chunks expired before the result: a worker that died is resumed without."""
     expired: set[tuple[SessionKey, str]] = set()
     for message in stream.all:
-        key, _, name = SUBJECTS.parse(message.subject)
+        key, _, name = _parse(message.subject)
         if message.data and message.removed_s is not None and message.removed_s - message.stored_s >= ttl_s:
             results = found[key].results.get(decode_chunk(message.data).seq or 0, [])
             if not results or results[0][0].stored_s > message.removed_s:
@@ -577,7 +573,7 @@ def _check_chunks(
     for message in stream.all:
         if not message.data:
             continue
-        key, _, request_id = SUBJECTS.parse(message.subject)
+        key, _, request_id = _parse(message.subject)
         if (key, request_id) in expired:
             continue
         chunk = decode_chunk(message.data)

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
-from anyio import Event, move_on_after, sleep
+from anyio import Event, move_on_after
 from tokenizers import Tokenizer as Rust
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -148,7 +148,7 @@ class Device:
             run.stopped.set()
 
     async def _sleep(self, mean_s: float) -> None:
-        await sleep(self._loop.random.expovariate(1 / mean_s))
+        await asyncio.sleep(self._loop.random.expovariate(1 / mean_s))
 
     async def run(
         self,

@@ -16,8 +16,9 @@ import worker.wire.connection
 from cache.names import tokens
 from turnkeep_client.messages import Closed, Opened, Rewound
 from turnkeep_client.subjects import CONSUMER
+from worker.observe import telemetry
 from worker.sessions import history as sessions_history
-from worker.sessions import record
+from worker.sessions import record, sessions
 from worker.sessions.history import Fold
 from worker.sessions.session import Session
 from worker.wire import intake, journal, retention
@@ -108,10 +109,12 @@ def world(loop: Loop, outcome: Outcome, *, tell: bool) -> Iterator[Any]:
         if tell and not loop.is_over:
             outcome.story.append(f"{loop.time():9.4f} {who}: {what}")
 
-    def log(_: Any, method: str, event: dict[str, Any]) -> str:
-        process = _process.get()
+    def log(logger: Any, method: str, event: dict[str, Any]) -> str:
+        if loop.is_over:  # coroutines that are abandoned
+            raise structlog.DropEvent
+        process, event = _process.get(), structlog.processors.format_exc_info(logger, method, event)
         said = " ".join(f"{name}={value}" for name, value in event.items() if name != "event")
-        if "exception" in event and not loop.is_over:
+        if "exception" in event:
             outcome.logged.append(f"{event['event']}: {event['exception'].splitlines()[-1]}")
         note(process.name if process else "?", f"[{method}] {event['event']} {said}")
         raise structlog.DropEvent
@@ -127,7 +130,7 @@ def world(loop: Loop, outcome: Outcome, *, tell: bool) -> Iterator[Any]:
         before = structlog.get_config()
         level = logging.DEBUG if tell else logging.ERROR
         structlog.configure(
-            processors=[structlog.processors.format_exc_info, log],
+            processors=[log],
             wrapper_class=structlog.make_filtering_bound_logger(level),
         )
         stack.callback(structlog.configure, **before)
@@ -164,6 +167,8 @@ def _patched(history: History) -> Iterator[None]:
             (tokens, "_PART", 4),
             (sessions_history, "KEPT", 8),
             (retention, "_PERIOD_S", 1.0),
+            (sessions, "_LEAST_SWEEP_S", 0.25),
+            (telemetry, "_LAG_PERIOD_S", 60.0),  # at virtual time nothing is late
             (intake, "_GONE_S", 3.0),
         ):
             stack.enter_context(_set(owner, name, value))
@@ -221,10 +226,15 @@ async def _read_anew(history: History) -> None:
     while unanswered(stream):  # noqa: ASYNC110
         await asyncio.sleep(0.1)
 
+    async def stored(seq: int) -> bytes | None:
+        message = stream.get(seq)
+        return message.data if message else None
+
     async def read(key: SessionKey) -> None:
         begun_s = history.loop.time()
         with worker._sessions.in_use(key) as session:
             await session.refresh()
+            session._services.journal.get = stored  # type: ignore[method-assign]  # not by messages: there are many
             names = {request.id for request in found[key].requests.values()}
             known = {name: await _find_answered(session, name) for name in names}
             answered = {name: one.at.in_seq for name, one in known.items() if one is not None}

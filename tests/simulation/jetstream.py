@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 import base64
-import contextvars
-import json
 from bisect import bisect_left, bisect_right
 from collections import deque
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
 
 from .loop import BEGIN_S, Loop, now_ns
 
@@ -58,6 +58,12 @@ def matches(pattern: str, subject: str) -> bool:
     )
 
 
+@lru_cache(4096)
+def _written(at_s: float) -> str:
+    moment = datetime.fromtimestamp(BEGIN_S + at_s, UTC)
+    return moment.isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
 @dataclass(slots=True, eq=False)
 class Message:
     """One stored message; `removed_s` is when it left the stream."""
@@ -72,8 +78,7 @@ class Message:
     @property
     def stored(self) -> str:
         """The time at which it was stored, as the server writes it."""
-        moment = datetime.fromtimestamp(BEGIN_S + self.stored_s, UTC)
-        return moment.isoformat(timespec="microseconds").replace("+00:00", "Z")
+        return _written(self.stored_s)
 
     @property
     def size_bytes(self) -> int:
@@ -154,7 +159,7 @@ class Stream:
         earlier.append(message.seq)
         lives_s = [float(headers.get("Nats-TTL", "inf")), (self.config.get("max_age") or float("inf")) / 1e9]
         if min(lives_s) < 1e6:
-            self._loop.call_later(min(lives_s), self.remove, message, context=contextvars.Context())
+            self._loop.outside(self._loop.time() + min(lives_s), self.remove, message)
         republish = self.config.get("republish")
         if republish and matches(republish["src"], subject):
             self._server.tell(_mapped(republish["src"], republish["dest"], subject), data, headers)
@@ -386,7 +391,7 @@ class Consumer:
         if what.startswith(b"+WPI"):
             pending.deadline_s = now_s + self.ack_wait_s
         elif what.startswith(b"-NAK"):
-            given = json.loads(what[4:]) if len(what) > 4 else {}
+            given = msgspec.json.decode(what[4:]) if len(what) > 4 else {}
             pending.deadline_s = now_s + given.get("delay", 0) / 1e9
         elif what in (b"", b"+ACK", b"+TERM"):
             del self.pending[seq]
@@ -499,7 +504,7 @@ class JetStream:
     def call(self, subject: str, data: bytes, inbox: str) -> dict[str, Any] | None:
         """Carry out a call of the API; None if its reply is on its way already."""
         what = subject.removeprefix("$JS.API.")
-        request = json.loads(data) if data else {}
+        request = msgspec.json.decode(data) if data else {}
         if what.startswith("DIRECT.GET."):
             name, _, wanted = what.removeprefix("DIRECT.GET.").partition(".")
             self._direct(name, {"last_by_subj": wanted} if wanted else request, inbox)
@@ -607,18 +612,18 @@ class JetStream:
         else:
             one = stream.all[request["seq"] - 1] if request["seq"] <= len(stream.all) else None
             found = [one] if one is not None and _is_there(one, at_s) else []
-        num_sent, left_bytes = 0, request.get("max_bytes") or 2**60
+        batch: list[tuple[bytes, Headers]] = []
+        left_bytes = request.get("max_bytes") or 2**60
         for message in found[: request.get("batch", 1)]:
-            if num_sent and message.size_bytes > left_bytes:
+            if batch and message.size_bytes > left_bytes:
                 break
-            num_sent += 1
             left_bytes -= message.size_bytes
             own = {"Nats-Stream": name, "Nats-Subject": message.subject, "Nats-Sequence": str(message.seq)}
             own["Nats-Time-Stamp"] = message.stored
-            self._server.to_inbox(inbox, inbox, message.data, {**message.headers, **own})
-        if not num_sent:
-            end = {"Status": "404", "Description": "Message Not Found"}
-            self._server.to_inbox(inbox, inbox, b"", end)
+            batch.append((message.data, {**message.headers, **own}))
+        if not batch:
+            batch.append((b"", {"Status": "404", "Description": "Message Not Found"}))
         elif is_batch:
-            end = {"Status": "204", "Description": "EOB", "Nats-Num-Pending": str(len(found) - num_sent)}
-            self._server.to_inbox(inbox, inbox, b"", end)
+            num_left = len(found) - len(batch)
+            batch.append((b"", {"Status": "204", "Description": "EOB", "Nats-Num-Pending": str(num_left)}))
+        self._server.batch_to_inbox(inbox, batch)

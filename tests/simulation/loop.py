@@ -18,10 +18,12 @@ import itertools
 import os
 import random
 import time
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import anyio
 import anyio.to_thread
+import sniffio
 from anyio._backends import _asyncio
 
 from turnkeep_client.calls import Call
@@ -51,7 +53,7 @@ class Process:
         self.is_dead = False
         self.on_death: list[Callable[[], None]] = []
         self._loop = loop
-        self._held: list[asyncio.Handle] | None = None
+        self._held: list[_Handle] | None = None
 
     def start(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run a coroutine in this process."""
@@ -69,9 +71,9 @@ class Process:
         """Run nothing of the process for some time; it notices nothing but the clock."""
         if self._held is None and not self.is_dead:
             self._held = []
-            self._loop.call_later(for_s, self._go_on, context=contextvars.Context())
+            self._loop.outside(self._loop.time() + for_s, self._go_on)
 
-    def holds(self, handle: asyncio.Handle) -> bool:
+    def holds(self, handle: _Handle) -> bool:
         """Take a handle that is due, if it must not run now."""
         if self._held is not None:
             self._held.append(handle)
@@ -85,8 +87,32 @@ class Process:
 class _Task(asyncio.Task):  # type: ignore[type-arg]
     """A task whose hash is a number, as the order of sets of tasks must be the same in each run."""
 
+    sim_number: int
+
     def __hash__(self) -> int:
-        return _number(self)
+        return self.sim_number
+
+    def __repr__(self) -> str:  # anyio names the task in the reason of each cancellation
+        return f"<task {self.sim_number}>"
+
+
+class _Handle(list[Any]):
+    """What is to be called: its time, its number, the callback, its arguments, and its context.
+
+    A list, as that is made and compared soonest, and there are some thousands in each history. What happens
+    outside of all processes has no context.
+    """
+
+    __hash__ = object.__hash__
+
+    def cancel(self) -> None:
+        self[2] = None
+
+    def cancelled(self) -> bool:
+        return self[2] is None
+
+    def when(self) -> float:
+        return float(self[0])
 
 
 def _number(self: Any) -> int:
@@ -110,36 +136,23 @@ class Loop(asyncio.BaseEventLoop):
         #: What to do before the handle with this number runs; for crashes at any await.
         self.at_handle: dict[int, Callable[[], None]] = {}
         self.tasks: list[asyncio.Task[Any]] = []
+        #: The handles that are due.
+        self.ready: deque[_Handle] = deque()
+        self._timers: list[_Handle] = []
+        self._counted = itertools.count()
         self._now_s = 0.0
-        self._timers: list[tuple[float, asyncio.TimerHandle]] = []  # a heap, as asyncio orders its timers
         self.set_task_factory(self._make_task)
         self.set_exception_handler(self._note_fault)
         self.faults: list[str] = []
         self.is_over = False
 
-    @property
-    def ready(self) -> Any:
-        """The handles that are due."""
-        return self._ready  # type: ignore[attr-defined]
-
     def time(self) -> float:
         return self._now_s
 
-    def call_at(
-        self,
-        when: float,
-        callback: Callable[..., Any],
-        *args: Any,
-        context: contextvars.Context | None = None,
-    ) -> asyncio.TimerHandle:
-        """Do as asyncio, in less time: most timers are compared by their times alone."""
-        self._check_closed()  # type: ignore[attr-defined]
-        timer = asyncio.TimerHandle(when, callback, args, self, context)
-        heapq.heappush(self._timers, (when, timer))
-        return timer
-
     def _make_task(self, loop: Any, coroutine: Any, **named: Any) -> asyncio.Task[Any]:
-        task = _Task(coroutine, loop=loop, **named)
+        task: _Task = _Task.__new__(_Task)
+        task.sim_number = next(_numbers)  # which `__init__` needs
+        task.__init__(coroutine, loop=loop, **named)  # type: ignore[misc]
         self.tasks.append(task)
         return task
 
@@ -147,28 +160,58 @@ class Loop(asyncio.BaseEventLoop):
         error = context.get("exception")
         self.faults.append(f"{context['message']}: {error!r}")
 
+    def call_soon(self, callback: Any, *args: Any, context: Any = None) -> Any:
+        if context is None:
+            context = contextvars.copy_context()
+        handle = _Handle((0.0, 0, callback, args, context))
+        self.ready.append(handle)
+        return handle
+
+    call_soon_threadsafe = call_soon
+
+    def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> Any:
+        if context is None:
+            context = contextvars.copy_context()
+        handle = _Handle((when, next(self._counted), callback, args, context))
+        heapq.heappush(self._timers, handle)
+        return handle
+
+    def call_later(self, delay: float, callback: Any, *args: Any, context: Any = None) -> Any:
+        return self.call_at(self._now_s + delay, callback, *args, context=context)
+
+    def outside(self, when: float, callback: Callable[..., object], *args: Any) -> None:
+        """Call something at a time, outside of all processes."""
+        heapq.heappush(self._timers, _Handle((when, next(self._counted), callback, args, None)))
+
     def _run_once(self) -> None:
-        ready, timers = self._ready, self._timers  # type: ignore[attr-defined]
-        if not ready:
-            while timers and timers[0][1]._cancelled:
-                heapq.heappop(timers)
-            if not timers:
-                raise DeadlockError
-            self._now_s = max(self._now_s, timers[0][0])
-        while timers and timers[0][0] <= self._now_s:
-            ready.append(heapq.heappop(timers)[1])
-        for _ in range(len(ready)):
-            handle = ready.popleft()
-            if handle._cancelled:
-                continue
-            self.num_handles += 1
-            if (act := self.at_handle.pop(self.num_handles, None)) is not None:
-                act()
-            process = handle._context.get(_process)
-            if process is None or not process.holds(handle):
-                handle._run()
-        if self.num_handles > MOST_HANDLES:
-            raise TimeoutError("the history does not end")
+        ready, timers, at_handle = self.ready, self._timers, self.at_handle
+        while not self._stopping:  # type: ignore[attr-defined]
+            if not ready:
+                while timers and timers[0][2] is None:
+                    heapq.heappop(timers)
+                if not timers:
+                    raise DeadlockError
+                self._now_s = max(self._now_s, timers[0][0])
+            while timers and timers[0][0] <= self._now_s:
+                ready.append(heapq.heappop(timers))
+            for _ in range(len(ready)):
+                handle = ready.popleft()
+                _, _, callback, args, context = handle
+                if callback is None:
+                    continue
+                self.num_handles += 1
+                if at_handle and (act := at_handle.pop(self.num_handles, None)) is not None:
+                    act()
+                if context is None:
+                    callback(*args)
+                elif (process := context.get(_process)) is None or not process.holds(handle):
+                    try:
+                        context.run(callback, *args)
+                    except BaseException as error:  # as asyncio does
+                        said = {"message": f"Exception in callback {callback}", "exception": error}
+                        self.call_exception_handler(said)
+            if self.num_handles > MOST_HANDLES:
+                raise TimeoutError("the history does not end")
 
     def _process_events(self, event_list: Any) -> None:
         pass
@@ -229,10 +272,13 @@ def simulated(seed: int) -> Iterator[Loop]:
     rng = random.Random(f"bytes {seed}")
 
     async def run_sync(work: Callable[..., Any], *args: Any, **_: Any) -> Any:
+        took_s, is_late = loop.random.expovariate(500), loop.random.random() < 0.5
         with anyio.CancelScope(shield=True):
-            await anyio.sleep(loop.random.expovariate(1000))
+            if is_late:
+                await asyncio.sleep(took_s)
             result = work(*args)
-            await anyio.sleep(loop.random.expovariate(1000))
+            if not is_late:
+                await asyncio.sleep(took_s)
         return result
 
     patches: list[tuple[Any, str, Any]] = [
@@ -240,6 +286,7 @@ def simulated(seed: int) -> Iterator[Loop]:
         (os, "urandom", rng.randbytes),
         (clock, "source", _Clock(loop)),
         *((kind, "__hash__", _number) for kind in (asyncio.Event, Call)),
+        (sniffio.thread_local, "name", "asyncio"),  # else anyio looks for the running task again and again
         (_asyncio.CancelScope, "__hash__", lambda _: 0),  # has slots; sets of them are small
     ]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in patches]

@@ -159,6 +159,13 @@ MUTATIONS: Final[dict[str, tuple[Change, ...]]] = {
     "attempts not counted": ((attempts.AttemptNote, "then", lambda _: _uncounted),),
     "what an earlier server had believed": ((journal.Journal, "server", lambda _: property(lambda _: "")),),
     "a lost result that nobody misses": ((overlooked.Overlooked, "run", lambda _: _never),),
+    "a reading of all of a log counted as one of its end": (
+        (
+            attempts.Attempts,
+            "reading",
+            lambda reading: lambda self, key, *, whole: reading(self, key, whole=False),
+        ),
+    ),
     "a client that never reads the log": ((calls._ResultFeed, "read_log", lambda _: _nothing),),
 }
 
@@ -176,6 +183,8 @@ _POISONED: Final[dict[str, Any]] = {
 FAVOURED: Final[dict[str, dict[str, Any]]] = {
     "waiting counted as reading": _POISONED,
     "a diverged record that vouches": _POISONED,
+    "a reading of all of a log counted as one of its end": _POISONED
+    | {"checkpoint_every": 1, "settings": _POISONED["settings"] | {"idle_timeout_s": 0.0}},
     "a forget that misses what a rewind cut off": {"kinds": ("crash",), "num_faults": 1},
     "a cancel of what a replica hides": {
         "kinds": (),

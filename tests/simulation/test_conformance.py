@@ -330,7 +330,9 @@ async def a_result_behind_another_one_is_nobody_s_first(place: Place) -> None:
     cancelled, refused = (encode(failure("r", "expired", "so it is", seq=seq)) for seq in reversed(seqs))
     first = await journal.commit(key, cancelled, 0, {}, server=journal.server)
     second = await journal.commit(key, refused, first, {}, server=journal.server)
-    assert await journal.commit(key, refused, first, {}, server=journal.server) == second, "its own, of which the ack was lost"
+    assert await journal.commit(key, refused, first, {}, server=journal.server) == second, (
+        "its own, of which the ack was lost"
+    )
     with pytest.raises(FencedError):
         await journal.commit(key, refused, 0, {}, server=journal.server)
 

@@ -7,16 +7,15 @@ and messages are nats-py's own, and so is everything above: `JetStreamContext`, 
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import itertools
-import json
-import zlib
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from math import log
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 from urllib.parse import urlparse
 
+import msgspec
 import nats.errors
 from nats.aio.client import ServerVersion
 from nats.aio.msg import Msg
@@ -26,13 +25,39 @@ from nats.js.client import JetStreamContext
 from .jetstream import Headers, JetStream, matches
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Iterable
 
     from .loop import Loop, Process
 
 MAX_PAYLOAD: Final = 2**20
 _RECONNECT_S: Final = 0.25
-_OUTSIDE: Final = contextvars.Context()
+#: Messages that a connection takes in a second, on average.
+_RATE: Final = 5000
+#: How often the messages of a batch arrive one after the other.
+_IN_PIECES: Final = 0.2
+_T = TypeVar("_T")
+#: Subject, reply, data and headers.
+Delivered = tuple[str, str, bytes, Headers | None]
+
+
+async def _within(future: asyncio.Future[_T], timeout: float) -> _T:  # noqa: ASYNC109
+    """Do what `asyncio.wait_for` does, with a handle less. Like that of Python 3.11, which nats-py calls, it
+    swallows a cancellation that comes together with the result.
+    """
+    timer = future.get_loop().call_later(timeout, _expire, future)
+    try:
+        return await future
+    except asyncio.CancelledError:
+        if future.cancelled() or not future.done():
+            raise
+        return future.result()
+    finally:
+        timer.cancel()
+
+
+def _expire(future: asyncio.Future[Any]) -> None:
+    if not future.done():
+        future.set_exception(TimeoutError())
 
 
 @dataclass(eq=False)
@@ -48,15 +73,13 @@ class Link:
 
     def send(self, arrive: Callable[..., None], *what: Any) -> None:
         """To the server."""
-        self.up_s = max(self.up_s + 1e-7, self.loop.time() + self.loop.random.expovariate(5000))
-        self.loop.call_at(self.up_s, self._unless_cut, arrive, *what, context=_OUTSIDE)
+        self.up_s = max(self.up_s + 1e-7, self.loop.time() - log(1.0 - self.loop.random.random()) / _RATE)
+        self.loop.outside(self.up_s, self._unless_cut, arrive, *what)
 
-    def deliver(self, sid: int, message: tuple[str, str, bytes, Headers | None]) -> None:
-        """To the client."""
-        self.down_s = max(self.down_s + 1e-7, self.loop.time() + self.loop.random.expovariate(5000))
-        self.loop.call_at(
-            self.down_s, self._unless_cut, self.connection.arrived, sid, message, context=_OUTSIDE
-        )
+    def deliver(self, sid: int, *messages: Delivered) -> None:
+        """To the client, together."""
+        self.down_s = max(self.down_s + 1e-7, self.loop.time() - log(1.0 - self.loop.random.random()) / _RATE)
+        self.loop.outside(self.down_s, self._unless_cut, self.connection.arrived, sid, messages)
 
     def _unless_cut(self, arrive: Callable[..., None], *what: Any) -> None:
         if not self.is_cut:
@@ -117,7 +140,7 @@ class Server:
         link.is_cut = True
         self.links.remove(link)
         delay_s = self.loop.random.expovariate(100)
-        self.loop.call_later(delay_s, link.connection.lost, link, context=_OUTSIDE)
+        self.loop.outside(self.loop.time() + delay_s, link.connection.lost, link)
 
     def crash(self) -> None:
         """End the server process."""
@@ -141,7 +164,7 @@ class Server:
             if life == self.life:
                 act(*what)
 
-        self.loop.call_later(delay_s, do, context=_OUTSIDE)
+        self.loop.outside(self.loop.time() + delay_s, do)
 
     def is_busy(self) -> bool:
         return self.faults.busy > 0 and self.loop.random.random() < self.faults.busy
@@ -158,7 +181,7 @@ class Server:
     def handle(self, subject: str, reply: str, data: bytes, headers: Headers | None) -> None:
         """Handle a published message."""
         self.num_messages += 1
-        self.trace = zlib.crc32(f"{self.loop.time():.9f} {subject} {len(data)}".encode(), self.trace)
+        self.trace = hash((self.trace, self.loop.time(), subject, len(data))) & 0xFFFFFFFF
         if subject.startswith("$JS.API."):
             self._api(subject, reply, data)
         elif subject.startswith("$JS.ACK."):
@@ -181,7 +204,7 @@ class Server:
             return
         answer = self.jetstream.call(subject, data, reply)
         if answer is not None:
-            self.to_inbox(reply, reply, json.dumps(answer).encode())
+            self.to_inbox(reply, reply, msgspec.json.encode(answer))
 
     def _store(self, name: str, subject: str, reply: str, data: bytes, headers: Headers) -> None:
         if self._is_out(reply):
@@ -216,7 +239,7 @@ class Server:
             self.on_stored(subject)
         if not reply:
             return
-        body = json.dumps(answer).encode() if answer is not None else b""
+        body = msgspec.json.encode(answer) if answer is not None else b""
         if self.faults.late_ack and self.loop.random.random() < self.faults.late_ack:
             self.counts["late acks"] += 1
             self.later(self.loop.random.uniform(1.0, 9.0), self.to_inbox, reply, reply, body)
@@ -256,6 +279,19 @@ class Server:
             found[0].deliver(found[1], (subject, reply, data, headers))
         return found is not None
 
+    def batch_to_inbox(self, inbox: str, batch: list[tuple[bytes, Headers]]) -> None:
+        """Deliver a batch, mostly in one piece."""
+        found = self._listener(inbox)
+        if found is None:
+            return
+        link, sid = found
+        messages = [(inbox, "", data, headers) for data, headers in batch]
+        if self.loop.random.random() < _IN_PIECES:
+            for one in messages:
+                link.deliver(sid, one)
+        else:
+            link.deliver(sid, *messages)
+
     def has_interest(self, inbox: str) -> bool:
         return self._listener(inbox) is not None
 
@@ -266,8 +302,10 @@ class Server:
             return None
         if number == "r":
             return link, 0
-        sids = (sid for sid, (pattern, _) in link.interest.items() if matches(pattern, inbox))
-        return next(((link, sid) for sid in sids), None)
+        for sid, (pattern, _) in link.interest.items():
+            if pattern.startswith("_INBOX.") and matches(pattern, inbox):
+                return link, sid
+        return None
 
     def no_responders(self, reply: str) -> None:
         if reply:
@@ -407,7 +445,7 @@ class Connection:
         self._replies[inbox] = future
         try:
             await self.publish(subject, payload, reply=inbox, headers=headers)
-            message = await asyncio.wait_for(future, timeout)
+            message = await _within(future, timeout)
         except TimeoutError:
             raise nats.errors.TimeoutError from None
         finally:
@@ -448,13 +486,16 @@ class Connection:
             self._pongs.append(future)
             link.send(lambda: link.deliver(-1, ("", "", b"", None)))
         try:
-            await asyncio.wait_for(future, timeout)
+            await _within(future, timeout)
         except TimeoutError:
             raise nats.errors.FlushTimeoutError from None
 
-    def arrived(self, sid: int, message: tuple[str, str, bytes, Headers | None]) -> None:
+    def arrived(self, sid: int, messages: Iterable[Delivered]) -> None:
         """Take what the server sends. Runs outside of the process: its sockets fill though it stalls."""
-        subject, reply, data, headers = message
+        for message in messages:
+            self._take(sid, *message)
+
+    def _take(self, sid: int, subject: str, reply: str, data: bytes, headers: Headers | None) -> None:
         if sid == -1:
             self._pong()
             return

@@ -136,7 +136,7 @@ def owner(path: Path) -> str | None:
 
 
 def starting_pid(path: Path) -> int | None:
-    """Return the process of the worker that locked a data directory a short time ago; None if there is none."""
+    """Return the worker's process that locked a data directory a short time ago; None if none did."""
     held = _holder(path)
     return held[0] if held and time.time() - held[1] < _STARTING_S else None
 

@@ -96,6 +96,8 @@ class AnsweredIds:
 
     def _row(self, key: int) -> int | None:
         """Find the first result of an id among the sorted ones, which are older than the recent ones."""
+        if not len(self._sorted):
+            return None
         row = int(np.searchsorted(self._sorted[:, 0], np.uint64(key)))
         return row if row < len(self._sorted) and int(self._sorted[row, 0]) == key else None
 
