@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -91,9 +92,23 @@ async def run(*command: object, **environment: str) -> str:
     return output.decode()
 
 
-async def test_its_tests_pass(programs: Path, worker: Any, tiny_model: Path) -> None:
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("node", "--test", "--test-timeout=60000"),
+        ("deno", "test", "--allow-all", "--no-check", "--node-modules-dir=manual"),
+        ("bun", "test", "--timeout", "60000"),
+    ],
+    ids=lambda command: command[0],
+)
+async def test_its_tests_pass(
+    programs: Path, worker: Any, tiny_model: Path, command: tuple[str, ...]
+) -> None:
+    if shutil.which(command[0]) is None:
+        pytest.skip(f"there is no {command[0]} here")
     process = await worker(tiny_model)
-    await run("node", "--test", "--test-timeout=60000", programs / "client.test.js", NATS_URL=process.url)
+    said = await run(*command, programs / "client.test.js", NATS_URL=process.url)
+    assert re.search(r"\b1[0-9] pass", said) or re.search(r"# pass 1[0-9]\b", said), said
 
 
 async def test_the_example_goes_on_where_it_was_killed(programs: Path, worker: Any, tiny_model: Path) -> None:
