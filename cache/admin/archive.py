@@ -271,10 +271,8 @@ def _chains(directory: Path, digests: Sequence[str] | None, access: Access) -> l
 def _only(there: set[str], beginning: str) -> str:
     fitting = [digest for digest in there if digest.startswith(beginning.lower())]
     if len(fitting) != 1:
-        raise CacheError(
-            f"{len(fitting)} snapshots have a name that begins with {beginning!r}, not one:"
-            " see turnkeep cache ls"
-        )
+        many = f"{len(fitting)} snapshots have" if fitting else "no snapshot has"
+        raise CacheError(f"{many} a name that begins with {beginning!r}; see turnkeep cache ls")
     return fitting[0]
 
 

@@ -298,7 +298,7 @@ async def test_an_export_of_what_is_doubtful_leaves_no_archive(filled, tmp_path)
         path.write_bytes(path.read_bytes()[:-1] + b"\xaa")
     with pytest.raises(CacheError, match="is doubtful"):
         archive.export(filled, None, tmp_path / "all.tar")
-    with pytest.raises(CacheError, match="0 snapshots have a name that begins with 'zz'"):
+    with pytest.raises(CacheError, match="no snapshot has a name that begins with 'zz'; see"):
         archive.export(filled, ["zz"], tmp_path / "all.tar")
     assert not list(tmp_path.glob("all.tar*"))
 

@@ -71,6 +71,23 @@ async def test_a_name_that_is_no_session_is_one_line_and_makes_none(local_worker
             assert (done.returncode, done.stdout) == (1, "")
             assert done.stderr == f"turnkeep: {says}\n"
     assert list(await states(worker)) == ["garden"]
+    done = await command("export", "garden", "no/folder/file", *where(worker))
+    assert done.stderr == "turnkeep: there is no folder no/folder for the file; make it first\n"
+
+
+async def test_without_an_id_the_running_request_is_cancelled(
+    local_worker: Start, endless_model: Path
+) -> None:
+    worker = await local_worker(model=str(endless_model))
+    answer = worker.client.session("s").generate(text="x", max_tokens=50_000, request_id="turn")
+    async for _ in answer:
+        break
+    done = await command("cancel", "s", *where(worker))
+    assert (done.returncode, done.stdout) == (0, "cancelled turn, which was running\n")
+    assert (await answer).finish_reason == "cancelled"
+    done = await command("cancel", "s", *where(worker))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("turnkeep: no request of session s is running;")
 
 
 async def test_a_removal_says_which_answer_it_waits_for(local_worker: Start, endless_model: Path) -> None:
@@ -85,7 +102,7 @@ async def test_a_removal_says_which_answer_it_waits_for(local_worker: Start, end
         )
         assert removing.stderr
         said = (await removing.stderr.readline()).decode()
-        assert said == "turnkeep: waiting until turn is answered; turnkeep cancel s turn stops it\n"
+        assert said == "turnkeep: waiting until turn is answered; turnkeep cancel s stops it\n"
     out, err = await removing.communicate()
     assert (out, err) == (b"removed s from the log and the worker's disk\n", b"")
 

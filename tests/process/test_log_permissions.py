@@ -11,6 +11,8 @@ import pytest
 from tests.commands.command_runs import command
 from tests.ops.test_dead import venomous
 from turnkeep_client.errors import RequestFailedError
+from turnkeep_client.messages import Generate
+from turnkeep_client.subjects import SessionKey
 from worker.sessions.session import Session
 
 if TYPE_CHECKING:
@@ -72,6 +74,10 @@ async def test_the_documented_permissions_are_enough_for_each_command(
             words = (*one.split(), *ARGUMENTS[one], *here, "--nats", url.replace("//", f"//u{number}:p@"))
             done = await command(*words)
             assert done.returncode == 0, (one, done.stdout, done.stderr)
+    endless = Generate(id="last", text="x", max_tokens=50_000, ignore_eos=True)
+    await worker.client.submit(SessionKey("default", "t"), endless)
+    listed = await command("sessions", "--nats", url.replace("//", "//u0:p@"))
+    assert "waiting (1)" in listed.stdout, "for who may not ask whether it runs"
     refused = await command("sessions", "--nats", url.replace("//", "//u1:p@"))
     assert refused.returncode == 1
     assert "this user may not publish on $JS.API.STREAM.INFO.turnkeep_log" in refused.stderr

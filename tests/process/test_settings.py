@@ -278,3 +278,11 @@ def test_a_model_that_no_table_has_is_refused_with_those_that_are_there(tmp_path
     write(tmp_path, MODELS)
     with pytest.raises(SettingsError, match=r"no table \[models.x\] in .*; it has small, coder:30b"):
         load({}, {}, None, tmp_path, of="x")
+
+
+def test_a_model_of_no_table_is_told_what_there_is(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"no table \[models.b\].*; without such tables, turnkeep"):
+        load({}, {}, cwd=tmp_path, of="b")
+    (tmp_path / "turnkeep.toml").write_text("[models.a]\nmodel = 'x'\n")
+    with pytest.raises(SettingsError, match=r"there is no table \[models.b\] in .*; it has a$"):
+        load({}, {}, cwd=tmp_path, of="b")

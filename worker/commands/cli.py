@@ -195,7 +195,10 @@ def _fail(message: str, code: int) -> None:
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(importlib.metadata.version("turnkeep"), prog_name="turnkeep")
 def main() -> None:
-    """Durable LLM sessions over NATS: one worker per machine, KV caches that survive restarts."""
+    """Durable LLM sessions over NATS: one worker per machine, KV caches that survive restarts.
+
+    `turnkeep serve` starts a worker; `turnkeep chat`, in another terminal, talks with it.
+    """
 
 
 @main.command()
@@ -520,11 +523,14 @@ def url(config: Path | None, **flags: Any) -> None:
 
 @main.command()
 @click.argument("session")
-@click.argument("request_id", metavar="ID")
+@click.argument("request_id", metavar="[ID]", required=False)
 @tenant_option
 @with_settings(*CLIENT_SETTINGS)
-def cancel(config: Path | None, session: str, request_id: str, tenant: str, **flags: Any) -> None:
-    """Stop request ID of SESSION; the tokens of its answer so far stay in the session."""
+def cancel(config: Path | None, session: str, request_id: str | None, tenant: str, **flags: Any) -> None:
+    """Stop request ID of SESSION; the tokens of its answer so far stay in the session.
+
+    Without ID: the request that is running. `turnkeep info SESSION` shows the ids.
+    """
     from .control import cancel as run
 
     talk(load_settings(config, flags), tenant, lambda client: run(client, session, request_id))

@@ -76,7 +76,7 @@ async def _say_what_runs(session: Session) -> None:
     """Print that a close has to wait for a running request, which may take minutes."""
     with contextlib.suppress(TurnkeepError):  # the close says it better
         if active := (await session.info(limit=0)).active:
-            stops = f"turnkeep cancel {session.key.session} {active}"
+            stops = f"turnkeep cancel {session.key.session}"
             click.echo(f"turnkeep: waiting until {active} is answered; {stops} stops it", err=True)
 
 

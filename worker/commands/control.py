@@ -10,7 +10,7 @@ import click
 from msgspec import UNSET
 
 from ops.log.ending import check_open
-from turnkeep_client.errors import NotPermittedError, NoWorkerError, RequestFailedError
+from turnkeep_client.errors import NotPermittedError, NoWorkerError, RequestFailedError, TurnkeepError
 from turnkeep_client.messages import encode
 from worker.process.formatting import size, span
 
@@ -93,9 +93,14 @@ async def count(
     click.echo(f"{counted.tokens} tokens" + (f", to position {counted.position}" if name else ""))
 
 
-async def cancel(client: Client, name: str, request_id: str) -> None:
-    """Stop a request, and print whether it was running."""
+async def cancel(client: Client, name: str, request_id: str | None) -> None:
+    """Stop a request, or the running one, and print whether it was running."""
     async with named(client, name) as session:
+        request_id = request_id or (await session.info(limit=0)).active
+        if request_id is None:
+            raise TurnkeepError(
+                f"no request of session {name} is running; turnkeep info {name} shows those that wait"
+            )
         try:
             cancelled = await session.cancel(request_id)
         except RequestFailedError:

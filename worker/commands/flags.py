@@ -81,7 +81,9 @@ tool_option = click.option(
 
 
 def check_target(target: Path, *, force: bool) -> None:
-    """Raise `TurnkeepError` if a file exists, unless `force` allows to overwrite it."""
+    """Raise `TurnkeepError` if a file has no folder, or exists and `force` does not allow to overwrite it."""
+    if not target.parent.is_dir():
+        raise TurnkeepError(f"there is no folder {target.parent} for the file; make it first")
     if target.exists() and not force:
         raise TurnkeepError(
             f"there is a file {target} already; choose another name, or overwrite it with --force"

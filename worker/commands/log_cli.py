@@ -62,8 +62,8 @@ _WITH_WORDS = 1000
     "Only opened with this tag; may be repeated. Reads the first entries of every session. Of the gateway's"
     " sessions only forks have its tag: --match 'gw-*' finds all."
 )
-@click.option("--since", metavar="TIME", callback=moment, help="Only those at work since: 2h, 2026-11-20.")
-@click.option("--until", metavar="TIME", callback=moment, help="Only those not at work since.")
+@click.option("--since", metavar="TIME", callback=moment, help="Only sessions active since: 2h, 2026-11-20.")
+@click.option("--until", metavar="TIME", callback=moment, help="Only sessions idle since.")
 @click.option("--sort", "by", type=click.Choice(ORDERS), default="last", show_default=True)
 @click.option("--reverse", is_flag=True, help="The other way round.")
 @click.option("--limit", metavar="N", type=click.IntRange(1), help="At most so many lines.")
@@ -87,7 +87,7 @@ def sessions(
 ) -> None:
     """List the sessions in the log, most recently active first.
 
-    Whether the request of a waiting session runs already, its worker is asked.
+    Workers are asked which sessions without a result are running.
     """
     from ops.log.sessions import begun, list_sessions, measured, order, running
 

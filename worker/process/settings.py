@@ -586,7 +586,9 @@ def load(
     """
     given = _Given.read(flags, environ, config_path, cwd)
     if of is not None and of not in given.tables:
-        names = f"; it has {', '.join(given.tables)}" if given.tables else ""
+        names = "; without such tables, turnkeep serve --model chooses the only model"
+        if given.tables:
+            names = f"; it has {', '.join(given.tables)}"
         raise SettingsError(f"there is no table [models.{_key(of)}] in {given.path}{names}")
     name = of if of is not None or given.is_one else next(iter(given.tables), None)
     return Settings(**given.common if name is None else given.of(name))
