@@ -695,9 +695,9 @@ class Session:
             raise RefusedError("invalid_request", self._bad_name)
         if request is None:
             raise RefusedError("invalid_request", pending.error)
-        known = await self._find_answered(request.id)
-        if known is not None:
-            return await self._repeated(request, pending, known), history
+        while (known := await self._find_answered(request.id)) is not None:
+            if (repeated := await self._repeated(request, pending, known)) is not None:
+                return repeated, history
         if pending.cancelled and not isinstance(request, Generate):  # a generate may have published tokens
             return withdrawn(pending, history, self._record.position), history
         if pending.expired and not await self._is_streamed(pending):
@@ -731,8 +731,11 @@ class Session:
                     "internal", f"the last checkpoint of {of.session} is not stored yet: ask again"
                 ) from None
 
-    async def _repeated(self, request: Request, pending: Pending, known: AnsweredRequest) -> Result:
-        """Answer a request whose id was used before with the first result of that id."""
+    async def _repeated(self, request: Request, pending: Pending, known: AnsweredRequest) -> Result | None:
+        """Answer a request whose id was used before with the first result of that id.
+
+        Returns None if the first request has just left the log, with its session.
+        """
         if request != known.request:
             raise RefusedError(
                 "id_conflict",
@@ -740,6 +743,8 @@ class Session:
                 "a new request needs a new id",
             )
         body = await self._services.journal.get(known.at.out_seq)
+        if body is None and await self._services.journal.get(known.at.in_seq) is None:
+            return None
         if body is None:
             raise RefusedError(
                 "invalid_request", "this id was used before, and its result is gone from the log"
