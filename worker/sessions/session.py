@@ -490,9 +490,11 @@ class Session:
         for pending in self.pending:
             if pending.id == request_id:
                 return pending
+        journal = self._services.journal
         after, more = self._record.in_seq, True
+        until = await journal.last_seq(self.key, "in")  # a replica that lags may not show it yet
         while more:
-            entries, more = await self._services.journal.page(self.key, "in", after)
+            entries, more = await journal.page(self.key, "in", after, until=until)
             for entry in entries:
                 pending = pending_at(entry)
                 if pending.id == request_id and not self._record.has_result(entry.seq):
