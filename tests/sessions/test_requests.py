@@ -15,7 +15,7 @@ from turnkeep_client.client import connect
 from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.messages import Appended, Generated, Metrics
 from worker.sessions.session import Session
-from worker.wire.journal import FencedError
+from worker.wire.journal import FencedError, Journal
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -76,6 +76,27 @@ async def test_a_cancelled_generate_keeps_what_it_has_said_and_the_session_goes_
     assert alone.tokens[: len(result.tokens)] == result.tokens
     # The same tokens as if nobody had interrupted: the last one of the cut-off answer has no KV yet.
     assert (await session.generate(max_tokens=8)).tokens == alone.tokens[len(result.tokens) :]
+
+
+async def test_what_a_replica_does_not_show_yet_can_be_cancelled(
+    wire: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w = await wire()
+    running = await w.publish("s", generate("g", text="eee", max_tokens=1900))
+    await w.until("s", "running")
+    waiting = await w.publish("s", generate("w", text="eee"))
+    batch, left = Journal._direct_batch, 3
+
+    async def lagging(self: Journal, stream: str, subject: str, after: int) -> Any:
+        nonlocal left
+        left -= subject.endswith(".in")
+        return ([], 0) if left > 0 and subject.endswith(".in") else await batch(self, stream, subject, after)
+
+    monkeypatch.setattr(Journal, "_direct_batch", lagging)
+    assert (await w.control("s", {"type": "cancel", "id": "w"})).get("was") == "waiting"
+    assert (await w.result(waiting))["finish_reason"] == "cancelled"
+    await w.control("s", {"type": "cancel", "id": "g"})
+    await w.result(running)
 
 
 async def test_cancelling_what_waits_leaves_the_running_request_alone(wire: Start) -> None:

@@ -147,6 +147,25 @@ async def test_an_id_of_a_former_life_is_answered_once_in_the_next_one(
     assert (repeated["position"], repeated.get("repeat_of")) == (first["position"], first["seq"])
 
 
+async def test_an_id_is_free_that_leaves_the_log_while_it_is_looked_up(
+    quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w = await quiet_wire()
+    await w.send("s", append("a", "hello"))
+    closed = await w.send("s", CLOSE)
+    await w.send("s", {"type": "open", "id": "o"})
+    get = Journal.get
+
+    async def meanwhile(self: Journal, seq: int) -> bytes | None:
+        body = await get(self, seq)
+        await self.remove(SessionKey("default", "s"), closed["seq"])
+        return body
+
+    monkeypatch.setattr(Journal, "get", meanwhile)
+    again = await w.send("s", append("a", "hello"))
+    assert (again["type"], again.get("repeat_of")) == ("appended", None), again
+
+
 async def test_what_is_forgotten_leaves_the_log_at_once(quiet_wire: Start) -> None:
     w = await quiet_wire()
     await w.send("s", append("a", "a secret"))

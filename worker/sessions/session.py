@@ -503,9 +503,11 @@ class Session:
         for pending in self.pending:
             if pending.id == request_id:
                 return pending
+        journal = self._services.journal
         after, more = self._record.in_seq, True
+        until = await journal.last_seq(self.key, "in")  # a replica that lags may not show it yet
         while more:
-            entries, more = await self._services.journal.page(self.key, "in", after)
+            entries, more = await journal.page(self.key, "in", after, until=until)
             for entry in entries:
                 pending = pending_at(entry)
                 if pending.id == request_id and not self._record.has_result(entry.seq):
@@ -713,9 +715,9 @@ class Session:
             raise RefusedError("invalid_request", self._bad_name)
         if request is None:
             raise RefusedError("invalid_request", pending.error)
-        known = await self._find_answered(request.id)
-        if known is not None:
-            return await self._repeated(request, pending, known), history
+        while (known := await self._find_answered(request.id)) is not None:
+            if (repeated := await self._repeated(request, pending, known)) is not None:
+                return repeated, history
         if pending.cancelled and not isinstance(request, Generate):  # a generate may have published tokens
             return withdrawn(pending, history, self._record.position), history
         if pending.expired and not await self._is_streamed(pending):
@@ -749,8 +751,11 @@ class Session:
                     "internal", f"the last checkpoint of {of.session} is not stored yet: ask again"
                 ) from None
 
-    async def _repeated(self, request: Request, pending: Pending, known: AnsweredRequest) -> Result:
-        """Answer a request whose id was used before with the first result of that id."""
+    async def _repeated(self, request: Request, pending: Pending, known: AnsweredRequest) -> Result | None:
+        """Answer a request whose id was used before with the first result of that id.
+
+        Returns None if the first request has just left the log, with its session.
+        """
         if request != known.request:
             raise RefusedError(
                 "id_conflict",
@@ -758,6 +763,8 @@ class Session:
                 "a new request needs a new id",
             )
         body = await self._services.journal.get(known.at.out_seq)
+        if body is None and await self._services.journal.get(known.at.in_seq) is None:
+            return None
         if body is None:
             raise RefusedError(
                 "invalid_request", "this id was used before, and its result is gone from the log"
