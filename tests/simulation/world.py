@@ -361,7 +361,8 @@ class Connection:
         if self.is_closed or self._loop.time() < self.unreachable_until_s:
             return False
         self.link, self._pongs = self._server.connect(self), []
-        self._server_info = {"server_id": f"S{self._server.life}"}
+        if self.link is not None:
+            self._server_info = {"server_id": f"S{self._server.life}"}
         return self.link is not None
 
     def lost(self, link: Link) -> None:
