@@ -35,7 +35,7 @@ def systemctl(*words: str, check: bool = True) -> str:
 
 
 def is_there() -> bool:
-    if shutil.which("systemctl") is None or "XDG_RUNTIME_DIR" not in os.environ:
+    if sys.platform != "linux" or shutil.which("systemctl") is None or "XDG_RUNTIME_DIR" not in os.environ:
         return False
     return bool(systemctl("show-environment", check=False))
 
