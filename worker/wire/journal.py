@@ -436,7 +436,8 @@ class Journal:
         The server counts for the first 100,000 sessions only. Raises nats-py's errors.
         """
         num_lacking: Counter[SessionKey] = Counter()
-        for kind, weight in (("in", 1), ("out", -1)):
+        weights: dict[Literal["in", "out"], int] = {"in": 1, "out": -1}
+        for kind, weight in weights.items():
             info = await self._js.stream_info(
                 self._subjects.log_stream, subjects_filter=self._subjects.every(kind)
             )
