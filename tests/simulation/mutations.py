@@ -132,9 +132,12 @@ def _begun_if_queued(_: Any) -> Any:
     return mutated
 
 
+#: A second guard behind acks that come too early.
+_NO_LOOK: Final[Change] = (overlooked.Overlooked, "run", lambda _: _never)
+
 MUTATIONS: Final[dict[str, tuple[Change, ...]]] = {
     "no fence": ((journal, "_EXPECT_HEADER", lambda _: "Nats-Expected-Nothing"),),
-    "ack before commit": ((intake.Intake, "_deliver", _ack_at_once),),
+    "ack before commit": ((intake.Intake, "_deliver", _ack_at_once), _NO_LOOK),
     "no idempotency": ((session.Session, "_find_answered", lambda _: _unknown),),
     "chunks not read back": ((journal.Journal, "published", lambda _: _no_chunks),),
     "an undecodable result taken for none": (
@@ -147,7 +150,7 @@ MUTATIONS: Final[dict[str, tuple[Change, ...]]] = {
         (trail, "digest", lambda _: lambda _: b""),
         (trail, "backwards", lambda _: _unchecked),
     ),
-    "an anchor given up too early": ((session.Session, "_answer", _give_up_anchor),),
+    "an anchor given up too early": ((session.Session, "_answer", _give_up_anchor), _NO_LOOK),
     "chunks without a fence": ((journal.Journal, "_publish", lambda _: _publish_anyhow),),
     "a lagging replica believed": ((journal.Journal, "page", _ignoring_lag),),
     "waiting counted as reading": ((attempts.Attempts, "reading", lambda _: _counted_early),),
@@ -158,7 +161,7 @@ MUTATIONS: Final[dict[str, tuple[Change, ...]]] = {
     "a cancel of what a replica hides": ((session.Session, "_begun", _begun_if_queued),),
     "attempts not counted": ((attempts.AttemptNote, "then", lambda _: _uncounted),),
     "what an earlier server had believed": ((journal.Journal, "server", lambda _: property(lambda _: "")),),
-    "a lost result that nobody misses": ((overlooked.Overlooked, "run", lambda _: _never),),
+    "a lost result that nobody misses": (_NO_LOOK,),
     "a reading of all of a log counted as one of its end": (
         (
             attempts.Attempts,

@@ -334,7 +334,7 @@ class Intake:
             if stored is None or abs(stored - message.metadata.timestamp) > _SAME_TIME:
                 self._drop(key)
 
-    def expects(self, key: SessionKey, seq: int) -> bool:
+    def expects(self, key: SessionKey, seq: int = 0) -> bool:
         """Whether a session has an anchor, or its request at `seq` was returned and comes again."""
         return key in self._anchors or seq in self._returned
 

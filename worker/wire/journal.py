@@ -430,8 +430,16 @@ class Journal:
         """Return the size of the log. Raises nats-py's errors."""
         return (await self._js.stream_info(self._subjects.log_stream)).state.bytes
 
-    async def unanswered(self) -> dict[SessionKey, Entry]:
-        """Find the sessions with more requests than results, each with its last request.
+    async def last_request(self, key: SessionKey) -> Entry | None:
+        """Read a session's last request; None if there is none."""
+        found = await self._last(key, "in")
+        if found is None:
+            return None
+        stored = found.time or datetime.now(UTC)
+        return Entry(found.seq or 0, "in", stored, found.data or b"", found.headers or {})
+
+    async def unanswered(self) -> list[SessionKey]:
+        """Find the sessions with more requests than results.
 
         The server counts for the first 100,000 sessions only. Raises nats-py's errors.
         """
@@ -444,12 +452,7 @@ class Journal:
             for subject, number in (info.state.subjects or {}).items():
                 with contextlib.suppress(InvalidMessageError):
                     num_lacking[self._subjects.parse(subject)[0]] += weight * number
-        found = {key: await self._last(key, "in") for key, number in num_lacking.items() if number > 0}
-        return {
-            key: Entry(one.seq or 0, "in", one.time or datetime.now(UTC), one.data or b"", one.headers or {})
-            for key, one in found.items()
-            if one is not None
-        }
+        return [key for key, number in num_lacking.items() if number > 0]
 
     async def closed(self, after: int) -> tuple[list[Entry], bool]:
         """Read the next notes of closes, of all sessions, after the stream sequence `after`.

@@ -17,6 +17,8 @@ from nats.js.errors import APIError
 from .intake import Delivery
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
     from turnkeep_client.subjects import SessionKey
 
     from .intake import Intake, Ring
@@ -49,15 +51,18 @@ class Overlooked:
 
     async def _look(self, server: str) -> str:
         """Wake the sessions that still lack a result and a delivery once all deliveries have come."""
-        earlier = await self._found()
+        earlier = {key: entry.seq async for key, entry in self._found()}
         await sleep(self._wait_s)
-        for key, entry in (await self._found()).items():
-            if key in earlier and earlier[key].seq == entry.seq:
+        async for key, entry in self._found():
+            if earlier.get(key) == entry.seq:
                 log.warning("a request has lost its result or its delivery", session=str(key), seq=entry.seq)
                 # In doubt: a worker may have crashed over it.
                 self._ring(Delivery(key, entry.seq, entry.stored, entry.body, again=True))
         return server
 
-    async def _found(self) -> dict[SessionKey, Entry]:
-        found = await self._journal.unanswered()
-        return {key: one for key, one in found.items() if not self._intake.expects(key, one.seq)}
+    async def _found(self) -> AsyncIterator[tuple[SessionKey, Entry]]:
+        for key in await self._journal.unanswered():
+            if not self._intake.expects(key):
+                entry = await self._journal.last_request(key)
+                if entry is not None and not self._intake.expects(key, entry.seq):
+                    yield key, entry
