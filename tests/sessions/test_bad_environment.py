@@ -297,6 +297,7 @@ def test_a_command_on_a_server_without_a_worker_says_so(nats_url: str) -> None:
 
 async def test_a_command_that_is_refused_says_why(local_worker: Callable[..., Any]) -> None:
     worker = await local_worker()
+    await worker.client.session("s").append(text="x")
     options = ("--nats", worker.settings.nats, "--prefix", worker.settings.prefix)
     for command, says in (
         (("ask", "hello", "--session", "a.b"), "session 'a.b' is not valid"),
@@ -304,7 +305,7 @@ async def test_a_command_that_is_refused_says_why(local_worker: Callable[..., An
         (("ask", "hello", "--tenant", "*"), "tenant '*' is not valid"),
         (("cancel", "s", "r/1"), "request id 'r/1' is not valid"),
         (("ask", "hello", "--max-tokens", "0"), "takes max_tokens 0 with echo only"),
-        (("info", "never-made"), "there is no such session"),
+        (("info", "never-made"), "there is no session never-made"),
         (("cancel", "s", "never-made"), "the session has no request with this id"),
     ):
         check_one_line(await asyncio.to_thread(turnkeep, *command, *options), 1, says)

@@ -125,10 +125,10 @@ class Log:
     async def checkpoint(self, seq: int) -> bytes | None:
         return self.entries[seq - 1].body if 0 < seq <= len(self.entries) else None
 
-    async def publish_chunk(self, *_: Any) -> int:
+    async def publish_chunk(self, *_: Any, **__: Any) -> int:
         return 1
 
-    async def seal(self, *_: Any) -> None:
+    async def seal(self, *_: Any, **__: Any) -> None:
         pass
 
     async def published(self, _: SessionKey, request_id: str, __: int, ___: datetime) -> Published:

@@ -203,8 +203,6 @@ class Asker:
         key, request = self._next(random)
         self._asked.append((key, request))
         timeout_s = random.choice((None, None, None, 0.3, 5.0))
-        if self._history.plan.sync_s:  # what the log has lost is not answered
-            timeout_s = timeout_s or 60.0
         asking = tasks.create_task(self._ask(key, request, timeout_s))
         if random.random() < self._history.plan.meddling:
             meddling = self._history.begin(f"{act} meddling")
@@ -280,6 +278,8 @@ class Asker:
         told = Told(key, request)
         history.told.append(told)
         history.note(self.process.name, f"asks {key.session} {encode(request).decode()}")
+        if history.plan.sync_s:  # what the log has lost is not answered
+            timeout_s = timeout_s or 60.0
         call = Call(client._wire, client._feeds, key, request, timeout_s=timeout_s)
         try:
             if isinstance(request, Generate):

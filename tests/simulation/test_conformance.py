@@ -345,21 +345,23 @@ async def a_worker_that_was_overtaken_publishes_no_chunk(place: Place) -> None:
     def chunk(i: int) -> Chunk:
         return Chunk(i, (7,), "x", seq=seq)
 
-    first = await one.publish_chunk(key, "g", chunk(0), 0)
-    assert await one.publish_chunk(key, "g", chunk(0), 0) == first, "its own, of which the ack was lost"
+    first = await one.publish_chunk(key, "g", chunk(0), 0, server=one.server)
+    assert await one.publish_chunk(key, "g", chunk(0), 0, server=one.server) == first, (
+        "its own, of which the ack was lost"
+    )
     with pytest.raises(FencedError):
-        await other.publish_chunk(key, "g", chunk(1), 0)
+        await other.publish_chunk(key, "g", chunk(1), 0, server=other.server)
     stored = datetime.fromtimestamp(0, UTC)
     assert await other.published(key, "g", seq, stored) == Published([chunk(0)], first, has_ended=False)
-    second = await other.publish_chunk(key, "g", chunk(1), first)
+    second = await other.publish_chunk(key, "g", chunk(1), first, server=other.server)
     with pytest.raises(FencedError):
-        await one.publish_chunk(key, "g", Chunk(1, (8,), "y", seq=seq), first)
-    await other.seal(key, "g", seq, second)
+        await one.publish_chunk(key, "g", Chunk(1, (8,), "y", seq=seq), first, server=one.server)
+    await other.seal(key, "g", seq, second, server=other.server)
     with pytest.raises(FencedError):
-        await one.publish_chunk(key, "g", chunk(2), second)
+        await one.publish_chunk(key, "g", chunk(2), second, server=one.server)
     published = await other.published(key, "g", seq, stored)
     assert published.is_sealed
-    third = await other.publish_chunk(key, "g", chunk(2), second)
+    third = await other.publish_chunk(key, "g", chunk(2), second, server=other.server)
     assert third == published.last_seq + 1, "its own seal does not stop it"
     await Outbox(place.nc, place.subjects).end(key, "g", seq, None)
     await place.nc.flush()
@@ -368,32 +370,35 @@ async def a_worker_that_was_overtaken_publishes_no_chunk(place: Place) -> None:
     ended = await one.published(key, "g", seq, stored)
     assert (ended.has_ended, ended.is_sealed) == (True, False)
     with pytest.raises(FencedError):
-        await one.publish_chunk(key, "g", chunk(3), third)
+        await one.publish_chunk(key, "g", chunk(3), third, server=one.server)
 
 
 async def chunks_that_have_expired_stop_no_answer_and_forgotten_ones_do(place: Place) -> None:
     key, journal = SessionKey("t", "s"), Journal(place.nc, place.js, place.subjects)
     seq = await place.put("in")
-    first = await journal.publish_chunk(key, "g", Chunk(0, (7,), "x", seq=seq), 0)
+    first = await journal.publish_chunk(key, "g", Chunk(0, (7,), "x", seq=seq), 0, server=journal.server)
     await journal.remove_tokens(key)
-    second = await journal.publish_chunk(key, "g", Chunk(1, (7,), "x", seq=seq), first)
+    second = await journal.publish_chunk(key, "g", Chunk(1, (7,), "x", seq=seq), first, server=journal.server)
     assert second == first + 1
     await journal.remove_tokens(key)
     await journal.remove(key, seq + 1)
     with pytest.raises(FencedError):
-        await journal.publish_chunk(key, "g", Chunk(2, (7,), "x", seq=seq), second)
+        await journal.publish_chunk(key, "g", Chunk(2, (7,), "x", seq=seq), second, server=journal.server)
 
 
 async def an_answer_that_begins_behind_a_forget_takes_its_chunk_back(place: Place) -> None:
     key, seq = SessionKey("t", "s"), await place.put("in")
     journal = Journal(place.nc, place.js, place.subjects)
-    first = await journal.publish_chunk(key, "kept", Chunk(0, (7,), "x", seq=seq), 0)
+    first = await journal.publish_chunk(key, "kept", Chunk(0, (7,), "x", seq=seq), 0, server=journal.server)
     with pytest.raises(FencedError):
-        await journal.publish_chunk(key, "gone", Chunk(0, (7,), "x", seq=seq + 9), 0)
+        await journal.publish_chunk(key, "gone", Chunk(0, (7,), "x", seq=seq + 9), 0, server=journal.server)
     info = await place.js.stream_info(place.names.tokens, subjects_filter=place.subjects.tokens(key, "*"))
     assert (info.state.subjects, info.state.last_seq) == ({place.subjects.tokens(key, "kept"): 1}, first + 1)
     alone = Journal(place.nc, place.js, place.subjects, is_alone=lambda: True)
-    assert await alone.publish_chunk(key, "gone", Chunk(0, (7,), "x", seq=seq + 9), 0) == first + 2
+    assert (
+        await alone.publish_chunk(key, "gone", Chunk(0, (7,), "x", seq=seq + 9), 0, server=alone.server)
+        == first + 2
+    )
 
 
 async def a_batch_is_stored_whole_or_not_at_all(place: Place) -> None:

@@ -279,7 +279,7 @@ class Execution:
         if answer.finish_reason is None:
             late = pending.expired and not pending.cancelled
             pending.held = answer.cancel("expired" if late else "cancelled")
-            await self._journal.seal(key, request.id, pending.seq, stream_end.seq)
+            await self._journal.seal(key, request.id, pending.seq, stream_end.seq, server=pending.server)
         if not answer.tokens and answer.finish_reason != "length":
             return withdrawn(pending, history, history.position), history
         after = self._fold.answered(extended.history, request, answer.tokens)
@@ -394,7 +394,9 @@ class Execution:
             nonlocal is_heard
             if is_heard:
                 chunk = structs.replace(chunk, seq=pending.seq)
-                seq = await self._journal.publish_chunk(key, request.id, chunk, stream_end.seq)
+                seq = await self._journal.publish_chunk(
+                    key, request.id, chunk, stream_end.seq, server=pending.server
+                )
                 is_heard, stream_end.seq = seq > 0, seq or stream_end.seq
 
         turn = await self._engine.run(

@@ -59,9 +59,9 @@ class Pending:
     the request repeats an answered id, `first` is the body of that id's first result. `stored` is the time at
     which the log stored the request. `held` is what was not yet published when an answer was ended early;
     `published` is the task, if any, that reads the answer's chunks from the token stream. `after` is the
-    session's last known result when the request was begun. Three fields are for spans: `parent` names the
-    publisher's span, `phases` are the parts of the turn's time, and the first `num_resumed` tokens of the
-    answer come from a worker that has died.
+    session's last known result when the request was begun, and `server` the server process that the session
+    was read from. Three fields are for spans: `parent` names the publisher's span, `phases` are the parts of
+    the turn's time, and the first `num_resumed` tokens of the answer come from a worker that has died.
     """
 
     seq: int
@@ -79,6 +79,7 @@ class Pending:
     phases: list[Phase] = field(default_factory=list)
     num_resumed: int = 0
     after: int = 0
+    server: str = ""
     done: Event = field(default_factory=Event)
 
     @property

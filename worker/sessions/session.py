@@ -566,7 +566,9 @@ class Session:
         """
         published, request = await self._published(pending), pending.request
         if isinstance(request, Generate) and not published.chunks:
-            await self._services.journal.seal(self.key, request.id, pending.seq, published.last_seq)
+            await self._services.journal.seal(
+                self.key, request.id, pending.seq, published.last_seq, server=self._server
+            )
         return bool(published.chunks)
 
     def _stop_active(self) -> None:
@@ -605,7 +607,7 @@ class Session:
 
     async def _answer(self, pending: Pending, asides: TaskGroup) -> None:
         self.active = pending
-        pending.after = self._record.out_seq
+        pending.after, pending.server = self._record.out_seq, self._server
         if pending.deadline_s is not None and pending.deadline_s <= time():
             pending.expired = True
         elif pending.deadline_s is not None:

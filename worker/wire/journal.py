@@ -185,28 +185,34 @@ class Journal:
             log.warning("ignoring chunks that are not of this request", request=request_id, num=num_foreign)
         return Published(chunks, last_seq, has_ended, is_sealed)
 
-    async def publish_chunk(self, key: SessionKey, request_id: str, chunk: Chunk, after: int) -> int:
+    async def publish_chunk(
+        self, key: SessionKey, request_id: str, chunk: Chunk, after: int, *, server: str
+    ) -> int:
         """Publish the next chunk of an answer; return when it is stored, which is when clients receive it.
 
         `after` is the sequence of the last message of the answer's subject; returns the chunk's own. Returns
         0 if the token stream refuses the chunk. Then publish no later chunks of the answer: the stored chunks
         must have no gap, so that a worker that resumes the answer finds all that clients saw. Raises
-        `FencedError` if another worker has published a chunk of the answer since.
+        `FencedError` if another worker has published a chunk of the answer since, or if the session was read
+        from another `server` process than the current one.
         """
-        return await self._publish(key, request_id, encode(chunk), after, chunk.seq or 0)
+        return await self._publish(key, request_id, encode(chunk), after, chunk.seq or 0, server)
 
-    async def seal(self, key: SessionKey, request_id: str, seq: int, after: int) -> None:
+    async def seal(self, key: SessionKey, request_id: str, seq: int, after: int, *, server: str) -> None:
         """Let nobody publish a chunk of the request at `seq` behind the message at `after`.
 
         For a result that ends the answer before its end: a worker that does not know it yet may go on. Stores
-        an empty message. Raises `FencedError` if there is a later chunk.
+        an empty message. Raises `FencedError` if there is a later chunk, or as `publish_chunk` for `server`.
         """
-        await self._publish(key, request_id, b"", after, seq)
+        await self._publish(key, request_id, b"", after, seq, server)
 
-    async def _publish(self, key: SessionKey, request_id: str, body: bytes, after: int, seq: int) -> int:
+    async def _publish(
+        self, key: SessionKey, request_id: str, body: bytes, after: int, seq: int, server: str
+    ) -> int:
         subject, pause_s = self._subjects.tokens(key, request_id, "chunk"), 0.1
         sealed = {} if body else {SEALED_HEADER: f"{seq} {self._name}"}
         while True:
+            await self._check_server(server)
             try:
                 ack = await self._js.publish(
                     subject, body, timeout=_TIMEOUT_S, headers={**sealed, _EXPECT_HEADER: str(after)}
@@ -372,11 +378,7 @@ class Journal:
             # What was removed is no fence.
             if not after and not self._is_alone() and await self.get(decode_result(body).seq or 0) is None:
                 raise FencedError(subject)
-            # Else nats-py would keep it for whatever server comes next.
-            while not self._nc.is_connected:  # noqa: ASYNC110  # no event
-                await sleep(_RACE_S)
-            if self.server != server:
-                raise FencedError("the server has restarted")
+            await self._check_server(server)
             try:
                 ack = await self._js.publish(
                     subject, body, timeout=_TIMEOUT_S, headers={**headers, _EXPECT_HEADER: str(after)}
@@ -394,6 +396,16 @@ class Journal:
             else:
                 return ack.seq
             pause_s = min(pause_s * 2, _MAX_BACKOFF_S)
+
+    async def _check_server(self, server: str) -> None:
+        """Wait for a connection: else nats-py would keep a message for whatever server comes next.
+
+        Raises `FencedError` if it is with another server process than `server`.
+        """
+        while not self._nc.is_connected:  # noqa: ASYNC110  # no event
+            await sleep(_RACE_S)
+        if self.server != server:
+            raise FencedError("the server has restarted")
 
     async def append(self, key: SessionKey, kind: Literal["attempt", "dead", "closed"], body: bytes) -> None:
         """Store an entry of another kind for a session: a note of attempts, a dead letter, or a close."""
