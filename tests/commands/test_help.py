@@ -107,3 +107,14 @@ def test_the_readme_counts_the_benches() -> None:
     assert found
     assert NUMBERS[found[1]] == len(NAMES)
     assert re.findall(r"`(\w+)`", found[2]) == [*NAMES]
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"), [("sesions", "sessions"), ("gatway", "gateway"), ("bench sesion", "session")]
+)
+def test_a_misspelt_command_is_recognised_before_it_is_imported(typed: str, meant: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "worker", *typed.split()], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert f"Did you mean '{meant}'?" in done.stderr

@@ -212,7 +212,9 @@ def test_bash_completes_commands_and_options(run: Run, stub: Callable[..., Path]
     if shutil.which("bash") is None:
         pytest.skip("there is no bash")
     stub("turnkeep", f'#!/bin/sh\nexec {sys.executable} -P -m worker "$@"\n')
-    assert run("completion", "bash", "--install").returncode == 0
+    installed = run("completion", "bash", "--install")
+    assert installed.returncode == 0
+    assert "without the package bash-completion, ~/.bashrc needs: . ~/.local/share/" in installed.stdout
     script = tmp_path / "home" / ".local" / "share" / "bash-completion" / "completions" / "turnkeep"
     asks = (
         f'. {script}; complete() {{ COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMPREPLY=();'

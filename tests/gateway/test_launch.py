@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.parts import TINY_CONTEXT
-from worker.commands.agents import AGENTS
+from worker.commands.agents import AGENTS, INSTALLS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -96,6 +96,16 @@ async def test_what_cannot_be_launched(url: str, tmp_path: Path) -> None:
         code, said, complained = await launched(tmp_path, "--gateway", url, *arguments)
         assert (code, said) == (1, "")
         assert says in complained
+
+
+@pytest.mark.parametrize("name", AGENTS)
+async def test_an_agent_that_is_missing_comes_with_the_command_that_installs_it(
+    name: str, url: str, tmp_path: Path
+) -> None:
+    missing = str(tmp_path / "nowhere" / name)
+    code, said, complained = await launched(tmp_path, "--gateway", url, missing)
+    assert (code, said) == (1, "")
+    assert f"on the PATH; `{INSTALLS[name]}` installs it" in complained
 
 
 @pytest.mark.parametrize("answers", [b"HTTP/1.0 200 OK\r\n\r\n<html>", b'INFO {"server_id":"N"}\r\n'])

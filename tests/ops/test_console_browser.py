@@ -79,9 +79,7 @@ async def test_a_chat_outlives_its_worker_and_its_session_can_be_forked_and_forg
             browser.type("#message", "Go on, and on.\ue007")  # Enter
             browser.wait_for(f"({ANSWER}).length > 20")
             worker.kill()
-            browser.wait_for(
-                "document.body.innerText.includes('the answer goes on as soon as a worker does')"
-            )
+            browser.wait_for("document.body.innerText.includes('the answer continues when a worker is back')")
             before = browser.run(f"return {ANSWER}")
             assert (
                 browser.run("return document.querySelector('.growing').getAttribute('aria-busy')") == "true"

@@ -190,3 +190,31 @@ async def test_a_session_that_is_not_there_is_one_line(local_worker: Start) -> N
     done = await command("show", "nobody", *where(worker))
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "turnkeep: there is no session nobody; see turnkeep sessions\n"
+
+
+async def test_show_counts_apart_what_an_answer_had_before_a_crash(local_worker: Start) -> None:
+    worker = await local_worker()
+    await worker.stop()
+    raw = await nats.connect(worker.settings.nats)
+    asked = await raw.jetstream().publish(
+        f"{worker.settings.prefix}.default.crashed.in", b'{"type": "generate", "id": "r", "text": "x"}'
+    )
+    result = {
+        "type": "generated",
+        "id": "r",
+        "seq": asked.seq,
+        "position": 61,
+        "text": "x",
+        "tokens": [5] * 60,
+        "finish_reason": "length",
+        "kv_live_bytes": 0,
+        "resumed_tokens": 56,
+        "usage": {"prompt_tokens": 1, "cached_tokens": 0, "prefilled_tokens": 1, "completion_tokens": 60},
+        "seconds": {"queued": 0, "prefill": 0, "first_token": 0, "total": 0.76},
+    }
+    await raw.jetstream().publish(
+        f"{worker.settings.prefix}.default.crashed.commit", json.dumps(result).encode()
+    )
+    await raw.close()
+    done = await command("show", "crashed", *where(worker))
+    assert "answer 60 tokens, 56 of them before a crash, the rest in 0.76 s (length)" in done.stdout

@@ -171,6 +171,16 @@ AGENTS: Final[Mapping[str, Callable[[Door], Start]]] = {
 }
 
 
+#: What installs each of these agents.
+INSTALLS: Final[Mapping[str, str]] = {
+    "aider": "pipx install aider-chat",
+    "claude": "npm install -g @anthropic-ai/claude-code",
+    "cn": "npm install -g @continuedev/cli",
+    "codex": "npm install -g @openai/codex",
+    "opencode": "npm install -g opencode-ai",
+    "pi": "npm install -g @mariozechner/pi-coding-agent",
+}
+
 #: Tokens of what these agents say before the user does.
 OWN_PROMPTS: Final = {"claude": 20_000, "codex": 10_000}
 

@@ -18,7 +18,7 @@ import click
 from turnkeep_client.errors import TurnkeepError
 from worker.process.installed import program
 
-from .agents import AGENTS, OWN_PROMPTS, Door, start_of
+from .agents import AGENTS, INSTALLS, OWN_PROMPTS, Door, start_of
 from .flags import load_settings, with_settings
 
 if TYPE_CHECKING:
@@ -73,8 +73,9 @@ def launch(
     start = start_of(Path(agent).name, door)
     found = agent if only_print else shutil.which(agent)
     if found is None:
-        known = "" if Path(agent).name in AGENTS else f"; known agents are {', '.join(AGENTS)}"
-        raise TurnkeepError(f"there is no program {agent!r} on the PATH{known}")
+        install = INSTALLS.get(Path(agent).name)
+        advice = f"`{install}` installs it" if install else f"known agents are {', '.join(AGENTS)}"
+        raise TurnkeepError(f"there is no program {agent!r} on the PATH; {advice}")
     if door.context_tokens < (needed := OWN_PROMPTS.get(Path(agent).name, 0)):
         click.echo(
             f"turnkeep: {agent}'s own prompt takes about {needed:,} tokens, and {door.model} sees only"

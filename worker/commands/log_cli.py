@@ -362,7 +362,9 @@ def _cost(turn: Turn) -> str:
             return f"{printable(kind)}, of a newer version; position {position}"
         case Generated(usage=usage) as made:
             prompt = f"prompt {usage.prompt_tokens} tokens, {usage.cached_tokens} of them cached"
-            answer = f"answer {usage.completion_tokens} tokens in {made.seconds.total:.2f} s"
+            before = made.resumed_tokens
+            resumed = f", {before} of them before a crash, the rest" if before else ""
+            answer = f"answer {usage.completion_tokens} tokens{resumed} in {made.seconds.total:.2f} s"
             return f"{prompt}; {answer} ({made.finish_reason}); position {made.position}"
         case Appended() as added:
             cost = f"prefilled {added.prefilled_tokens} tokens in {added.seconds:.2f} s"

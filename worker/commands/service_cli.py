@@ -332,6 +332,12 @@ _PLACES: Final[Mapping[str, str]] = {
     "zsh": "~/.zfunc/_turnkeep",
     "fish": "~/.config/fish/completions/turnkeep.fish",
 }
+#: What a shell may lack to look there.
+_NEEDS: Final[Mapping[str, str]] = {
+    "bash": f"; without the package bash-completion, ~/.bashrc needs: . {_PLACES['bash']}",
+    "zsh": "; ~/.zshrc needs: fpath+=~/.zfunc; autoload -Uz compinit; compinit",
+    "fish": "",
+}
 
 
 @click.command()
@@ -350,5 +356,4 @@ def completion(context: click.Context, shell: str, install_: bool) -> None:
     path = Path(_PLACES[shell]).expanduser()
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(script)
-    advice = "; ~/.zshrc needs: fpath+=~/.zfunc; autoload -Uz compinit; compinit" if shell == "zsh" else ""
-    click.echo(f"wrote {path}; it is used in the next shell{advice}")
+    click.echo(f"wrote {path}; it is used in the next shell{_NEEDS[shell]}")

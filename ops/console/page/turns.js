@@ -80,7 +80,7 @@ export function growing(turn, cancel) {
       }
     },
     quiet(seconds_) {
-      told.textContent = `no token for ${seconds_} s: the answer goes on as soon as a worker does`;
+      told.textContent = `no token for ${seconds_} s: the answer continues when a worker is back`;
     },
   };
 }
