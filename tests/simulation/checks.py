@@ -90,6 +90,11 @@ class Logged:
     firsts: dict[str, tuple[int, Request, Result]] = field(default_factory=dict)
     records: dict[str, tuple[Message, Message]] = field(default_factory=dict)
 
+    @property
+    def is_unknown(self) -> bool:
+        """Whether its state cannot be computed any more."""
+        return self.is_beyond or self.is_unsure
+
 
 def logs(stream: Stream) -> dict[SessionKey, Logged]:
     """Read all that was ever stored."""
@@ -191,7 +196,7 @@ def _check_result(
     request = log.requests[seq]
     if isinstance(result, UnknownResult):
         log.is_beyond = True
-    if log.is_beyond or log.is_unsure:  # only that all is answered once
+    if log.is_unknown:  # only that all is answered once
         return
     if result.id != request.id:
         yield f"the result of {request.id} at {seq} names {result.id}"
@@ -228,7 +233,7 @@ def _check_result(
     digest = message.headers.get(HISTORY_HEADER)
     # A copy has its results in the order of the requests, also of those that were cancelled early.
     is_about_it = _changes(result) or (log.closed is None and not is_copy)
-    if not log.is_beyond and is_about_it and digest not in (log.state.digest(), log.vouched):
+    if not log.is_unknown and is_about_it and digest not in (log.state.digest(), log.vouched):
         yield f"{request.id} at {seq} has a digest of other tokens"
     if _changes(result):
         log.vouched = digest or ""
@@ -349,7 +354,7 @@ def _apply(
             log.state, log.closed = FOLD.closed(log.state), message
         case _:
             yield f"{request} at {seq} got {result}"
-    if not log.is_beyond and result.position != log.state.position:
+    if not log.is_unknown and result.position != log.state.position:
         yield f"{request.id} at {seq} is at {result.position}, its log makes it {log.state.position}"
 
 
@@ -429,7 +434,7 @@ def _check_fork(
             log.state = FOLD.forked(state, of, result.tags)
             if log.state.digest() == digest:
                 return
-    if parent is not None and (parent.is_beyond or parent.is_unsure):
+    if parent is not None and parent.is_unknown:
         log.is_beyond, log.is_unsure = parent.is_beyond, parent.is_unsure
         return
     yield f"the fork at {result.seq} has tokens that its parent did not have since it was asked for"
@@ -455,7 +460,7 @@ def _check_no_fork(
     """A fork that is refused for its parent's state was asked for while the parent was so."""
     assert request.from_ is not None
     parent, states = _parent(log, request.from_.session, result.seq or 0, found)
-    if parent is not None and parent.is_beyond:
+    if parent is not None and parent.is_unknown:
         return
     if "only an open session can be forked" in result.message and all(map(_is_open, states)):
         yield f"the fork at {result.seq} is refused, though its parent was open: {result.message}"
