@@ -431,7 +431,7 @@ class App:
         settings, loaded, subjects = self._settings, self._loaded, self._subjects
         self._engine = self._make_engine()
         lease, outbox = self._lease, Outbox(nc, subjects)
-        journal = Journal(nc, js, subjects, is_alone=lambda: lease is not None and lease.is_held)
+        journal = Journal(nc, js, subjects, is_alone=lambda: lease is not None and lease.is_unbroken)
         self._retention = Retention(
             journal, closed_ttl_s=settings.closed_ttl_s, max_bytes=settings.log_max_bytes
         )

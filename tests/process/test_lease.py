@@ -144,9 +144,12 @@ async def test_a_renewal_that_came_late_or_whose_ack_was_lost_is_made_good(lease
     kill(lease)
     lease._seq -= 1  # the server took it, and the worker never heard of it
     assert await lease._renew() is None
+    assert lease.is_unbroken
     await lease._js.delete_msg(lease._stream, lease._seq)  # it ran out
     assert await lease._renew() is None
     assert (await lease._holder()) == (lease._me, lease._seq)
+    assert lease.is_held
+    assert not lease.is_unbroken, "another worker may have had it meanwhile"
 
 
 async def test_who_lost_the_lease_is_told_who_has_it(leases):

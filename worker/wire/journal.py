@@ -112,7 +112,7 @@ class Journal:
         *,
         is_alone: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`is_alone` says whether no other worker can serve the prefix now."""
+        """`is_alone` says whether no other worker can have served the prefix since this one began."""
         self._nc = nc
         self._js = js
         self._is_alone = is_alone

@@ -84,12 +84,18 @@ class Lease:
         self._lost = lost
         self._seq = 0
         self._is_acquired = False
+        self._ran_out = False
         self._renewed_s = 0.0
 
     @property
     def is_held(self) -> bool:
         """Whether no other worker can have the lease now: it is acquired, and renewed in time."""
         return self._is_acquired and current_time() - self._renewed_s < TTL_S
+
+    @property
+    def is_unbroken(self) -> bool:
+        """Whether no other worker can have had the lease since this one acquired it."""
+        return self.is_held and not self._ran_out
 
     async def acquire(self) -> None:
         """Acquire the lease. Raises `BrokerError` if a running worker has it.
@@ -158,7 +164,8 @@ class Lease:
         holder, seq = await self._holder()
         if holder is not None and holder.boot != self._me.boot:
             return holder
-        await self._put(seq)  # it ran out, or the ack of a renewal was lost
+        self._ran_out |= holder is None  # else the ack of a renewal was lost
+        await self._put(seq)
         return None
 
     async def _put(self, after: int) -> bool:
