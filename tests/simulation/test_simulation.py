@@ -34,6 +34,7 @@ def simulate(*args: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.timeout(600)
 def test_nothing_goes_wrong_in_new_histories() -> None:
     """Each change of the code brings new histories, and the same code has the same ones.
 
@@ -46,7 +47,7 @@ def test_nothing_goes_wrong_in_new_histories() -> None:
     first = int.from_bytes(code.digest()[:4]) * 100_000
 
     def play(number: int) -> tuple[int, str]:
-        return simulate(str(first + number * 10_000), "--histories", "1000")
+        return simulate(str(first + number * 10_000), "--histories", "500")
 
     with ThreadPoolExecutor(num_processes) as threads:
         played = list(threads.map(play, range(num_processes)))

@@ -264,8 +264,11 @@ def remove(entry: ModelEntry) -> int:
         raise ModelError(f"{entry.path} is not a name of `turnkeep model list`; only these can be removed")
     if entry.in_use:
         raise ModelError(f"{entry.name} is in use; stop the worker that serves it, then remove it")
+    from . import tokenizer_files  # here, as most commands need none
+
     freed = 0
     for path in (*entry.conversions, entry.path):
+        tokenizer_files.drop(path, path.parent)
         repository = hub.repository_of(path)
         if repository is None:
             freed += _remove(path)

@@ -97,6 +97,11 @@ def keep(rust: Tokenizer, config: Mapping[str, Any], folder: Path, store: Path) 
     _keep(_Stored(rust, config.get("chat_template"), eos_id, named), _place(folder, store), _key(folder))
 
 
+def drop(folder: Path, store: Path) -> None:
+    """Remove the stored tokenizer of a model folder, if there is one."""
+    _place(folder, store).unlink(missing_ok=True)
+
+
 def _place(folder: Path, store: Path) -> Path:
     return store / f"tokenizer-{hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]}.json"
 

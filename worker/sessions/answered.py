@@ -42,6 +42,8 @@ class AnsweredIds:
 
     def add(self, request_id: str, answered: AnsweredAt) -> None:
         """Add an id with its result; if the id is there, this one counts once the first is dropped."""
+        if self.find(request_id) == answered:
+            return
         key = _hash(request_id)
         if key in self._recent:
             self._sort()
