@@ -109,6 +109,7 @@ async def able(local_worker: Callable[..., Awaitable[Any]], packaged_folder: Pat
 
 
 @pytest.mark.model
+@pytest.mark.timeout(600)  # two minutes on two free cores
 async def test_answers_of_a_mixed_batch_follow_their_schemas_and_are_those_that_they_are_alone(
     able: Client,
 ) -> None:
