@@ -39,15 +39,6 @@ class _Benches(click.Group):
         """Make a bench's command."""
         return command(_bench(cmd_name)) if cmd_name in NAMES else super().get_command(ctx, cmd_name)
 
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Suggest commands that are not imported yet, too."""
-        try:
-            return super().resolve_command(ctx, args)
-        except click.exceptions.NoSuchCommand as error:
-            raise type(error)(args[0], possibilities=self.list_commands(ctx), ctx=ctx) from None
-
 
 def command(bench: AnyBench) -> click.Command:
     """Make a bench's command. It exits with 1 after a fault, or after a failed exact check."""

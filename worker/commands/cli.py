@@ -159,15 +159,6 @@ class _Group(click.Group):
             _show_whole_sentences(self)
         return super().get_command(ctx, cmd_name)
 
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Suggest commands that are not imported yet, too."""
-        try:
-            return super().resolve_command(ctx, args)
-        except click.exceptions.NoSuchCommand as error:
-            raise type(error)(args[0], possibilities=self.list_commands(ctx), ctx=ctx) from None
-
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List all commands without importing their modules."""
         with formatter.section("Commands"):
@@ -187,6 +178,11 @@ class _Group(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except click.exceptions.NoSuchCommand as error:  # which suggests only what is imported
+            if error.ctx is None or not isinstance(group := error.ctx.command, click.Group):
+                raise
+            names = group.list_commands(error.ctx)
+            raise type(error)(error.command_name, possibilities=names, ctx=error.ctx) from None
         except SettingsError as error:
             _fail(str(error), 2)
         except TurnkeepError as error:
