@@ -13,6 +13,8 @@ import psutil
 import pytest
 from parts import free_port
 
+from worker.process.datadir import starting_pid
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -51,6 +53,22 @@ async def test_it_serves_as_soon_as_the_worker_does_and_ends_with_it(
         with pytest.raises(httpx2.ConnectError):
             await http.get("/")
     assert process.log.count(f"the gateway is at http://127.0.0.1:{port}/v1") == 2
+
+
+def test_an_agent_that_is_launched_at_once_waits_for_it(worker_process: Any, tiny_model: Path) -> None:
+    port = free_port()
+    process = worker_process("--gateway", str(port), model=tiny_model)
+    process.forks = False  # its command line is looked at
+    process.start()
+    while starting_pid(process.data_dir) is None:
+        time.sleep(0.02)
+    command = [sys.executable, "-P", "-m", "worker", "launch", "--data-dir", str(process.data_dir)]
+    command += ["--gateway", f"http://127.0.0.1:{port}", "--print", "pi"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "waiting for the gateway of the worker that is starting" in done.stderr
+    assert "--model tiny" in done.stdout
+    assert process.stop() == 0
 
 
 async def test_a_gateway_that_dies_leaves_the_worker_alone(worker_process: Any) -> None:

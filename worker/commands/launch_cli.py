@@ -6,16 +6,20 @@ import json
 import os
 import shlex
 import shutil
+import time
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
 import click
+import psutil
 
 from turnkeep_client.errors import TurnkeepError
+from worker.process.datadir import starting_pid
 from worker.process.installed import program
 
 from .agents import AGENTS, INSTALLS, OWN_PROMPTS, Door, start_of
@@ -26,6 +30,7 @@ if TYPE_CHECKING:
 
 #: How long the gateway may take to name its model.
 _PATIENCE_S: Final = 10.0
+_POLL_S: Final = 0.25
 _NO_KEY: Final = "none"
 _PORT: Final = 8080
 
@@ -69,7 +74,7 @@ def launch(
     changed. All arguments after its name are the agent's, as in `turnkeep launch pi -p "Say hello"`.
     """
     settings = load_settings(config, flags)
-    door = _door(url.rstrip("/").removesuffix("/v1"), key, model)
+    door = _awaited_door(url.rstrip("/").removesuffix("/v1"), key, model, settings.data_dir)
     start = start_of(Path(agent).name, door)
     found = agent if only_print else shutil.which(agent)
     if found is None:
@@ -93,6 +98,30 @@ def launch(
     os.execve(found, command, {**os.environ, **start.environment})  # noqa: S606  # the user's own program
 
 
+def _awaited_door(url: str, key: str, wanted: str | None, data_dir: Path) -> Door:
+    """Do as `_door`, but wait for the gateway of a worker that has just been started with `--gateway`."""
+    is_told = False
+    while True:
+        try:
+            return _door(url, key, wanted)
+        except _NoGatewayError:
+            pid, started = starting_pid(data_dir), list[str]()
+            with suppress(psutil.Error):  # it has just ended
+                started = psutil.Process(pid).cmdline() if pid else []
+            if not any(argument.startswith("--gateway") for argument in started):
+                raise
+            if not is_told:
+                click.echo(
+                    f"waiting for the gateway of the worker that is starting (pid {pid}) ...", err=True
+                )
+            is_told = True
+            time.sleep(_POLL_S)
+
+
+class _NoGatewayError(TurnkeepError):
+    pass
+
+
 def _door(url: str, key: str, wanted: str | None) -> Door:
     """Ask a gateway for its models, and choose one. Raises `TurnkeepError`."""
     if not url.startswith(("http://", "https://")):
@@ -110,7 +139,7 @@ def _door(url: str, key: str, wanted: str | None) -> Door:
     except OSError as error:
         reason = getattr(error, "reason", error)
         why = getattr(reason, "strerror", None) or reason
-        raise TurnkeepError(
+        raise _NoGatewayError(
             f"no gateway answers at {url} ({why}); `{program()} gateway{_port_of(url)}` starts one"
         ) from None
     except (ValueError, LookupError, TypeError, HTTPException):
