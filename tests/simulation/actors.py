@@ -40,6 +40,7 @@ from .operators import operate
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
+    from cache.names.tokens import Tokens
     from turnkeep_client.client import Client
     from turnkeep_client.messages import Chunk, Request, Result
 
@@ -51,7 +52,10 @@ if TYPE_CHECKING:
 EXPECT_HEADER: Final = "Nats-Expected-Last-Subject-Sequence"
 SUBJECTS: Final = Subjects()
 TENANT: Final = "t"
-_SESSIONS: Final = ("a", "b", "chat")
+_SESSIONS: Final = ("a", "b", "chat", "c", "d")
+#: How many plans have other weights than the usual ones.
+_LEANING: Final = 0.5
+_ASKED: Final = (Append, Generate, Rewind, Close, Open, "fork")
 _WORDS: Final = ("hello", "x", "what now?", "é", "the quick brown fox", "ja")
 
 
@@ -99,6 +103,11 @@ class Plan:
     meddling: float
     #: Between two syncs of the server's files: so much a crash of the server may lose.
     sync_s: float
+    #: How often clients ask for what (`_ASKED`), in how many sessions, repeat a request, wait for a result.
+    weights: tuple[float, ...] = (30, 45, 10, 6, 4, 5)
+    num_sessions: int = 3
+    repeating: float = 0.1
+    patience: float = 0.6
 
     @classmethod
     def of(cls, random: Random) -> Plan:
@@ -138,7 +147,26 @@ class Plan:
         if plan.sync_s:
             plan.kinds += ("crash server",)
             plan.num_faults = max(plan.num_faults, 1)
+        if some() < _LEANING:
+            plan._lean(random)
         return plan
+
+    def _lean(self, random: Random) -> None:
+        """Let few things come often and others not at all: mixes that are rare in plans drawn as above.
+
+        After A. Groce et al., "Swarm Testing" (ISSTA 2012): runs that leave features out at random find more
+        than runs that have a little of all.
+        """
+        weights = tuple(random.choice((0, 1, 1, 5)) * one for one in self.weights)
+        self.weights = weights if any(weights) else self.weights
+        self.num_sessions = random.choice((1, 2, 3, 5))
+        self.repeating, self.patience = random.choice((0.0, 0.1, 0.4)), random.choice((0.0, 0.6, 1.0))
+        if random.random() < 0.4:
+            self.num_workers, self.leases = 2, False
+        if random.random() < 0.4:
+            self.lag_s = 0.5
+        if random.random() < 0.4:
+            self.settings["closed_ttl_s"] = 0.0
 
 
 #: A plan's disturbances, and what they are without.
@@ -208,7 +236,7 @@ class Asker:
             meddling = self._history.begin(f"{act} meddling")
             if meddling is not None:
                 tasks.create_task(self._meddle(key, request, meddling))
-        if random.random() < 0.6:
+        if random.random() < self._history.plan.patience:
             await asking
         else:
             await asyncio.sleep(random.expovariate(20))
@@ -222,19 +250,21 @@ class Asker:
             await asyncio.sleep(0.2)
 
     def _next(self, random: Random) -> tuple[SessionKey, Request]:
-        chance = random.random()
-        if self._asked and chance < 0.1:
+        plan, chance = self._history.plan, random.random()
+        if self._asked and chance < plan.repeating:
             return random.choice(self._asked)
-        key = SessionKey(TENANT, random.choice(_SESSIONS[: random.randint(1, 3)]))
+        (kind,) = random.choices(_ASKED, plan.weights)
+        key = SessionKey(TENANT, random.choice(_SESSIONS[: random.randint(1, plan.num_sessions)]))
+        if kind == "fork" and random.random() < 0.7:
+            key = SessionKey(TENANT, f"f{self._number}-{len(self._asked)}")
+        elif self._asked and random.random() < 0.2:
+            key = random.choice(self._asked)[0]
         named: dict[str, Any] = {"id": f"r{self._number}-{len(self._asked)}"}
-        if self._asked and chance < 0.13:
+        if self._asked and chance < plan.repeating + 0.03:
             named["id"] = random.choice(self._asked)[1].id
         position = self._positions.get(key, 0)
         if random.random() < 0.1:
             named["expect_position"] = position
-        kind = random.choices((Append, Generate, Rewind, Close, Open, "fork"), weights=(30, 45, 10, 6, 4, 5))[
-            0
-        ]
         if kind in (Append, Generate):
             if random.random() < 0.1:
                 named["deadline_s"] = random.choice((0.001, 0.02, 0.3, 5.0))
@@ -242,8 +272,10 @@ class Asker:
                 named["priority"] = random.randint(-2, 2)
         match kind:
             case "fork":
-                other = random.choice(_SESSIONS)
-                at = random.randint(0, position) if random.random() < 0.5 else None
+                others = [one.session for one in self._positions]
+                other = random.choice(others or _SESSIONS)
+                most = self._positions.get(SessionKey(TENANT, other), 0)
+                at = random.randint(0, most) if random.random() < 0.5 else None
                 named |= {"type": "open", "from": {"session": other, "position": at}}
             case _ if kind is Append:
                 named |= {"type": "append", **_input(random, key)}
@@ -331,6 +363,7 @@ class Supervisor:
     def __init__(self, history: History, number: int) -> None:
         self._history = history
         self._number = number
+        self.disk: dict[SessionKey, Tokens] = {}
         self.is_ending = False
         self.process: Process | None = None
         self.worker: Worker | None = None
@@ -367,7 +400,13 @@ class Supervisor:
         )
         rounding = self.num_lives % plan.roundings
         self.worker = Worker(
-            settings, loop, process, directory=f"d{number}", leases=leases and plan.leases, rounding=rounding
+            settings,
+            loop,
+            process,
+            directory=f"d{number}",
+            disk=self.disk,
+            leases=leases and plan.leases,
+            rounding=rounding,
         )
         return self.worker
 

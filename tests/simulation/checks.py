@@ -76,6 +76,8 @@ class Logged:
     state: State = _EMPTY
     #: After which message of `out` the session had which state.
     states: list[tuple[int, State]] = field(default_factory=list)
+    #: What the worker has confirmed to have erased from its disk, if nothing came after it.
+    forgotten: State = _EMPTY
     #: The digest of the last result that changed it.
     vouched: str = ""
     closed: Message | None = None  # the result of its last close
@@ -156,6 +158,10 @@ def check(history: History) -> list[str]:
     for log in found.values():
         wrong += [f"{log.key}: {one}" for one in _check_deadlines(log, history)]
     wrong += unforgotten(history)
+    if history.plan.num_workers == 1:  # which has one disk
+        disk = history.supervisors[0].disk
+        of = {key: log.forgotten.tokens for key, log in found.items()}
+        wrong += [f"{key}: still on the disk" for key in disk if disk[key].num_common(of[key])]
     expired = _expired(streams[SUBJECTS.token_stream], found, history.plan.settings["token_ttl_s"])
     wrong += _check_told_results(history, found)
     expired |= _lost_names(streams)
@@ -322,6 +328,7 @@ def _apply(
     """Apply one request and its result to the session."""
     if log.closed is not None and _is_gone(log.closed, message):
         log.state, log.closed = _EMPTY, None  # nothing says any more that it was closed
+    before, log.forgotten = log.state, _EMPTY
     match request, result:
         case _, Generated(tokens=()):
             return
@@ -352,6 +359,7 @@ def _apply(
             log.state = FOLD.rewound(log.state, result.position)
         case Close(), Closed():
             log.state, log.closed = FOLD.closed(log.state), message
+            log.forgotten = before if request.forget and result.settled else _EMPTY
         case _:
             yield f"{request} at {seq} got {result}"
     if not log.is_unknown and result.position != log.state.position:

@@ -52,6 +52,8 @@ POISON: Final = 0
 _END: Final = 2
 CONTEXT: Final = 4096
 _KV_BYTES: Final = 64
+#: How many of its writes a disk loses, and how many of its erasures it does not confirm.
+_DISK_FAILS: Final = 0.2
 _COUNTS: Final = (
     *("waiting", "waiting_for_memory", "running", "sessions", "resident_sessions", "prefilled_tokens"),
     *("cached_tokens", "generated_tokens", "resident_kv_bytes", "max_memory_bytes"),
@@ -96,15 +98,16 @@ class _Run:
 
 
 class Device:
-    """Stands for `worker.device.engine.Engine`."""
+    """Stands for `worker.device.engine.Engine`. `disk` is what earlier ones have left."""
 
-    def __init__(self, loop: Loop, process: Process, rounding: int) -> None:
+    def __init__(self, loop: Loop, process: Process, rounding: int, disk: dict[SessionKey, Tokens]) -> None:
         self.ledger = SimpleNamespace(max_bytes=10**9, ever_fits=lambda size: size <= 10**9)
         self.resident: dict[SessionKey, Tokens] = {}
         self.runs: dict[SessionKey, _Run] = {}
         self._loop = loop
         self._process = process
         self._rounding = rounding
+        self._disk = disk
         self._stopping = False
 
     def refusal(self, policy: Policy) -> str | None:
@@ -134,8 +137,15 @@ class Device:
 
     async def erase(self, key: SessionKey, tokens: Tokens) -> Forgotten:
         self.forget(key)
-        await self._sleep(0.005)
-        return Forgotten(0, settled=True)
+        is_failing = self._fails()
+        await self._sleep(2.0 if is_failing else 0.005)
+        if is_failing or not self._disk.get(key, as_tokens()).num_common(tokens):
+            return Forgotten(0, settled=not is_failing)
+        del self._disk[key]
+        return Forgotten(1, settled=True)
+
+    def _fails(self) -> bool:
+        return self._loop.random.random() < _DISK_FAILS
 
     def cancel(self, key: SessionKey) -> None:
         if (run := self.runs.get(key)) is not None:
@@ -165,7 +175,9 @@ class Device:
             raise AssertionError(f"two turns of {key} at once")
         if self._stopping:
             raise StoppingError
-        num_cached = self.resident.pop(key, as_tokens()).num_common(context)
+        live, stored = (of.get(key, as_tokens()) for of in (self.resident, self._disk))
+        num_cached = max(live.num_common(context), stored.num_common(context))
+        self.resident.pop(key, None)
         run = self.runs[key] = _Run(num_cached, len(context))
         try:
             await self._sleep(0.003)  # in the queue
@@ -187,6 +199,8 @@ class Device:
                 if self._stopping and answer.finish_reason is None:
                     raise StoppingError
             self.resident[key] = tokens
+            if not self._fails():
+                self._disk[key] = tokens
             return TurnResult(
                 complete=not run.is_cancelled or answer is not None,
                 num_cached=num_cached,
@@ -235,13 +249,14 @@ class Worker(App):
         process: Process,
         *,
         directory: str,
+        disk: dict[SessionKey, Tokens],
         leases: bool = True,
         rounding: int = 0,
     ) -> None:
         super().__init__(settings)
         self._directory: Any = SimpleNamespace(name=directory)
         self._leases = leases
-        self.device_of_hashes = Device(loop, process, rounding)
+        self.device_of_hashes = Device(loop, process, rounding, disk)
 
     async def run(self) -> None:
         tokens = tokenizer()

@@ -69,7 +69,7 @@ def simulate(
         plain = {name: value for name, value in PLAIN.items() if name in without}
         plan = replace(Plan.of(Random(f"{seed} plan")), **{**(favoured or {}), **plain})
         history = History(loop, server, plan, note, seed=seed, without=without)
-        with _patched(history):
+        with patched(history):
             try:
                 run(loop, _live(history))
                 outcome.wrong = check(history) + outcome.logged
@@ -148,7 +148,7 @@ def _set(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _patched(history: History) -> Iterator[None]:
+def patched(history: History) -> Iterator[None]:
     """Set what is a constant for long sessions to what short ones reach; let poisoned logs end workers."""
     replay, plan = Fold.replay, history.plan
 

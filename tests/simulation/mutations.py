@@ -187,7 +187,13 @@ FAVOURED: Final[dict[str, dict[str, Any]]] = {
     "waiting counted as reading": _POISONED,
     "a diverged record that vouches": _POISONED,
     "a reading of all of a log counted as one of its end": _POISONED
-    | {"checkpoint_every": 1, "settings": _POISONED["settings"] | {"idle_timeout_s": 0.0}},
+    | {
+        "checkpoint_every": 1,
+        "settings": _POISONED["settings"] | {"idle_timeout_s": 0.0},
+        "weights": (30, 30, 30, 0, 0, 0),
+        "num_sessions": 1,
+        "num_faults": 3,
+    },
     "a forget that misses what a rewind cut off": {"kinds": ("crash",), "num_faults": 1},
     "a cancel of what a replica hides": {
         "kinds": (),

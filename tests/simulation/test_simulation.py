@@ -15,8 +15,9 @@ from random import Random
 import pytest
 from anyio import create_task_group
 
+from cache.names.policy import FULL
 from tests.simulation.actors import History, Plan, Supervisor
-from tests.simulation.history import Outcome, world
+from tests.simulation.history import Outcome, patched, world
 from tests.simulation.loop import Process, run, simulated
 from tests.simulation.mutations import MUTATIONS
 from turnkeep_client.messages import decode_result
@@ -84,6 +85,42 @@ def test_a_request_behind_a_redelivered_one_counts_no_attempt_that_was_not_made(
     with simulated(7) as loop, world(loop, Outcome(7, []), tell=False) as (server, note):
         plan = replace(Plan.of(Random(1)), num_workers=1, leases=False)
         run(loop, main(History(loop, server, plan, note)))
+
+
+def test_a_stop_while_a_rewind_reads_the_log_is_no_crash() -> None:
+    """A rewind to what memory has left out makes the worker read all of the log; then it is told to stop."""
+    bodies = [f'{{"type":"append","id":"{i}","text":"the quick brown fox"}}' for i in range(3)]
+    bodies.append('{"type":"rewind","id":"back","position":4}')
+
+    async def main(history: History) -> None:
+        server, supervisor = history.server, Supervisor(history, 0)
+
+        def stored(subject: str) -> None:
+            assert supervisor.worker is not None
+            if subject.endswith("s.in") and len(bodies) == 0:
+                supervisor.kill()
+            elif subject.endswith(".attempt") and supervisor.num_lives == 2:
+                supervisor.worker.stop()
+
+        server.on_stored = stored
+        for _ in range(3):
+            worker = supervisor.prepare()
+            assert supervisor.process is not None
+            supervisor.process.start(worker.run())
+            await worker.ready.wait()
+            while bodies:
+                server.handle("turnkeep.t.s.in", "", bodies.pop(0).encode(), None)
+                await asyncio.sleep(1)
+            await asyncio.sleep(8)
+        log = server.jetstream.streams["turnkeep_log"]
+        assert b'"rewound"' in log.matching("turnkeep.t.s.out")[-1].data
+
+    with simulated(7) as loop, world(loop, Outcome(7, []), tell=False) as (server, note):
+        plan = replace(Plan.of(Random(1)), num_workers=1, leases=False, checkpoint_every=1)
+        plan.settings |= {"max_attempts": 2, "cache_policy": FULL}
+        history = History(loop, server, plan, note)
+        with patched(history):
+            run(loop, main(history))
 
 
 @pytest.mark.parametrize("seed", ["8100450", "8100518", "9001005", "10001516", "30000467"])

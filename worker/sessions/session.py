@@ -642,9 +642,10 @@ class Session:
                 if is_new:  # not earlier: a waiting request cannot crash a worker
                     self._note, self._tried_seq = await attempts.store(self.key, note), pending.seq
                 return await self._result(pending)
-        except StoppingError:
+        except (StoppingError, CutOffError):  # this worker has survived it
             num_tokens = await self._num_published(pending)
             await attempts.uncount(self.key, pending.seq, num_tokens, self._note)
+            self._tried_seq = 0
             raise
 
     async def _clear_doubt(self) -> None:
