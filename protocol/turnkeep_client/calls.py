@@ -33,6 +33,8 @@ FIRST_POLL_S: Final = 2.0
 LAST_POLL_S: Final = 30.0
 #: Between two questions whether a request was removed from the log.
 DOUBT_S: Final = 1.0
+#: No replica of the log lags for so long.
+MOST_LAG_S: Final = 30.0
 
 
 class Stored(NamedTuple):
@@ -69,8 +71,11 @@ class Wire(Protocol):
     async def read_all(self, stream: str, subject: str, start: int = 1, end: float = inf) -> list[Stored]:
         """Return all messages of `subject` from `start` to before `end`. Raises `NoWorkerError`."""
 
-    async def lacks(self, stream: str, subject: str, seq: int) -> bool:
-        """Say whether the message of `subject` at `seq` was removed from `stream`; false if unknown."""
+    async def lacks(self, stream: str, subject: str, seq: int, *, is_old: bool) -> bool:
+        """Say whether the message of `subject` at `seq` was removed from `stream`; false if unknown.
+
+        `is_old` says that it was stored so long ago that no replica lags behind it.
+        """
 
     async def listen(self, subject: str, on_body: Callable[[bytes], None]) -> Callable[[], Awaitable[None]]:
         """Subscribe: call `on_body` for every message. Await the returned function to unsubscribe."""
@@ -146,7 +151,9 @@ class _ResultFeed:
 
     async def _lacks(self, seq: int) -> bool:
         subjects = self._wire.subjects
-        return await self._wire.lacks(subjects.log_stream, subjects.of(self._key, "in"), seq)
+        begun_s = min((call.begun_s for call in self.waiting.get(seq, ())), default=inf)
+        is_old = asyncio.get_running_loop().time() - begun_s > MOST_LAG_S
+        return await self._wire.lacks(subjects.log_stream, subjects.of(self._key, "in"), seq, is_old=is_old)
 
 
 class ResultFeeds:
@@ -206,6 +213,8 @@ class Call:
         #: Whether the log may have the request.
         self.is_published = False
         self.wake = asyncio.Event()
+        #: The loop's time at which the log had the request.
+        self.begun_s = inf
         self._wire = wire
         self._feeds = feeds
         self._starting = asyncio.Lock()
@@ -300,7 +309,7 @@ class Call:
                 await self._before()
             await self._publish(feed)
         else:
-            feed.waiting.setdefault(self.seq, set()).add(self)
+            self._wait_at(self.seq, feed)
             await self._read_log(feed)
 
     async def _stop(self) -> None:
@@ -320,13 +329,17 @@ class Call:
             subject = self._wire.subjects.of(self.key, "in")
             self.is_published = True
             self.seq = await self._wire.publish(subject, encode(self.request), self._headers)
-            feed.waiting.setdefault(self.seq, set()).add(self)
+            self._wait_at(self.seq, feed)
             if self.seq in feed.early:
                 self.resolve(feed.early[self.seq])
         finally:
             feed.publishing -= 1
             if not feed.publishing:
                 feed.early.clear()
+
+    def _wait_at(self, seq: int, feed: _ResultFeed) -> None:
+        self.begun_s = min(self.begun_s, asyncio.get_running_loop().time())
+        feed.waiting.setdefault(seq, set()).add(self)
 
     async def _read_log(self, feed: _ResultFeed | None) -> None:
         """Search the log for the result, from the request on."""

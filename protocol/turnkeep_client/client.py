@@ -504,11 +504,11 @@ class _NatsWire:
             raise _unreached(f"the consumer of {self.subjects.log_stream} cannot be read", error) from None
         return Backlog(found.num_pending or 0, found.num_ack_pending or 0, found.num_redelivered or 0)
 
-    async def lacks(self, stream: str, subject: str, seq: int) -> bool:
+    async def lacks(self, stream: str, subject: str, seq: int, *, is_old: bool) -> bool:
         with contextlib.suppress(NoWorkerError):
             if not await self.read_all(stream, subject, seq, seq + 1):
                 # A replica that lags has neither this message nor a later one.
-                return await self.last_seq(stream, f"{self.subjects.prefix}.>") > seq
+                return is_old or await self.last_seq(stream, f"{self.subjects.prefix}.>") > seq
         return False
 
     async def _read_on(

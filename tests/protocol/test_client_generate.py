@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
@@ -595,6 +596,23 @@ async def test_a_result_that_left_the_log_before_it_was_heard_is_not_waited_for(
         await client.session("s1").append(text="hi", timeout_s=20)
 
 
+async def test_a_request_that_was_the_last_of_the_log_is_known_to_be_removed(
+    client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing behind it tells a log without it from a replica that lags; only time does."""
+    for name, seconds in (("FIRST_POLL_S", 0.2), ("DOUBT_S", 0.1), ("MOST_LAG_S", 1.0)):
+        monkeypatch.setattr(turnkeep_client.calls, name, seconds)
+
+    async def script(worker: FakeWorker, seq: int, request: Request) -> None:
+        await worker.js.purge_stream(SUBJECTS.log_stream, subject=f"{SUBJECTS.prefix}.default.s1.*")
+
+    worker.script = script
+    begun_s = time.monotonic()
+    with pytest.raises(ResultRemovedError):
+        await client.session("s1").append(text="hi", timeout_s=20)
+    assert time.monotonic() - begun_s > 1.0
+
+
 async def test_a_server_that_denies_a_request_once_has_not_lost_it(
     client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -606,9 +624,9 @@ async def test_a_server_that_denies_a_request_once_has_not_lost_it(
         await asyncio.sleep(0.5)
         await worker.result(generated(seq, request))
 
-    async def deny(stream: str, subject: str, seq: int) -> bool:
+    async def deny(stream: str, subject: str, seq: int, *, is_old: bool) -> bool:
         if denied.is_set():
-            return await lacks(stream, subject, seq)
+            return await lacks(stream, subject, seq, is_old=is_old)
         denied.set()
         return True
 
@@ -692,7 +710,7 @@ async def test_a_log_that_cannot_be_read_has_not_lost_a_request(
 
     await nc.subscribe(f"$JS.API.DIRECT.GET.{SUBJECTS.log_stream}", cb=reply)
     await heard(nc)
-    assert not await client._wire.lacks(SUBJECTS.log_stream, SUBJECTS.of(KEY, "in"), 5)
+    assert not await client._wire.lacks(SUBJECTS.log_stream, SUBJECTS.of(KEY, "in"), 5, is_old=True)
     with pytest.raises(NoWorkerError, match="could not be read"):
         await client._wire.read_all(SUBJECTS.log_stream, SUBJECTS.of(KEY, "in"))
     await nc.close()

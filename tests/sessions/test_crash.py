@@ -293,9 +293,9 @@ async def test_requests_behind_a_forgotten_session_are_answered_by_the_next_work
     ]
     calls = [await client.submit(key, request) for request in requests]
     assert isinstance(await calls[1].wait(), Closed)
-    wire, seq = client._wire, calls[0].seq or 0
+    lacks, seq = client._wire.lacks, calls[0].seq or 0
     async with asyncio.timeout(30):
-        while not await wire.lacks(SUBJECTS.log_stream, SUBJECTS.of(key, "in"), seq):  # noqa: ASYNC110
+        while not await lacks(SUBJECTS.log_stream, SUBJECTS.of(key, "in"), seq, is_old=False):  # noqa: ASYNC110
             await asyncio.sleep(0.02)
     assert not calls[3].is_resolved()
     restart(process)

@@ -17,6 +17,8 @@ const FIRST_POLL_MS = 2000;
 export const LAST_POLL_MS = 30_000;
 /** Between two questions whether a request was removed from the log. */
 const DOUBT_MS = 1000;
+/** No replica of the log lags for so long. */
+const MOST_LAG_MS = 30_000;
 
 /** Options of a single call. */
 export interface CallOptions {
@@ -97,7 +99,9 @@ class ResultFeed {
 
   #lacks(seq: number): Promise<boolean> {
     const { subjects } = this.#wire;
-    return this.#wire.lacks(subjects.logStream, subjects.of(this.#key, "in"), seq);
+    const begun = Math.min(...[...(this.waiting.get(seq) ?? [])].map((call) => call.begun)); // without any Infinity
+    const isOld = Date.now() - begun > MOST_LAG_MS;
+    return this.#wire.lacks(subjects.logStream, subjects.of(this.#key, "in"), seq, isOld);
   }
 }
 
@@ -132,6 +136,8 @@ export class Call {
   seq: number | undefined;
   /** Whether the log may have the request. */
   isPublished = false;
+  /** The time at which the log had the request, in ms. */
+  begun = Infinity;
   result: Result | undefined;
   readonly bell = new Bell();
   readonly #feeds: ResultFeeds;
@@ -242,6 +248,7 @@ export class Call {
   }
 
   #waitAt(seq: number, feed: ResultFeed): void {
+    this.begun = Math.min(this.begun, Date.now());
     const calls = feed.waiting.get(seq) ?? new Set();
     feed.waiting.set(seq, calls.add(this));
   }

@@ -172,11 +172,16 @@ export class Wire {
     return found?.seq === seq ? found.body : undefined;
   }
 
-  /** Say whether the message of `subject` at `seq` was removed from `stream`; false if unknown. */
-  async lacks(stream: string, subject: string, seq: number): Promise<boolean> {
+  /**
+   * Say whether the message of `subject` at `seq` was removed from `stream`; false if unknown.
+   *
+   * `isOld` says that it was stored so long ago that no replica lags behind it.
+   */
+  async lacks(stream: string, subject: string, seq: number, isOld: boolean): Promise<boolean> {
     try {
       const batch = await this.#batch(stream, { seq, next_by_subj: subject }, 1);
       if (batch[0]?.seq === seq) return false;
+      if (isOld) return true;
       // A replica that lags has neither this message nor a later one.
       const body = JSON.stringify({ last_by_subj: `${this.subjects.prefix}.>` });
       const last = await this.connection.request(`$JS.API.DIRECT.GET.${stream}`, body, { timeout: READ_MS });
