@@ -20,7 +20,7 @@ from tests.simulation.actors import History, Plan, Supervisor
 from tests.simulation.history import Outcome, patched, world
 from tests.simulation.loop import Process, run, simulated
 from tests.simulation.mutations import MUTATIONS
-from turnkeep_client.messages import decode_result
+from turnkeep_client.messages import Generated, decode_chunk, decode_result
 
 ROOT = Path(__file__).parents[2]
 
@@ -118,6 +118,47 @@ def test_a_stop_while_a_rewind_reads_the_log_is_no_crash() -> None:
     with simulated(7) as loop, world(loop, Outcome(7, []), tell=False) as (server, note):
         plan = replace(Plan.of(Random(1)), num_workers=1, leases=False, checkpoint_every=1)
         plan.settings |= {"max_attempts": 2, "cache_policy": FULL}
+        history = History(loop, server, plan, note)
+        with patched(history):
+            run(loop, main(history))
+
+
+def test_what_another_worker_has_begun_to_answer_is_not_refused_for_a_close_that_left_the_log() -> None:
+    """One worker remembers that the session was closed; the other finds no session, and begins one."""
+
+    async def main(history: History) -> None:
+        server, (old, new) = history.server, history.supervisors
+
+        async def start(supervisor: Supervisor) -> None:
+            worker = supervisor.prepare()
+            assert supervisor.process is not None
+            supervisor.process.start(worker.run())
+            await worker.ready.wait()
+
+        async def ask(body: str) -> None:
+            server.handle("turnkeep.t.s.in", "", body.encode(), None)
+            await asyncio.sleep(5)
+
+        await start(old)
+        await ask('{"type":"append","id":"a","text":"x"}')
+        await ask('{"type":"close","id":"c"}')
+        assert old.process is not None
+        old.process.stall(6)
+        await start(new)
+        server.on_stored = lambda subject: new.kill() if ".chunk." in subject else None
+        await ask('{"type":"generate","id":"g","text":"x","max_tokens":8}')
+        assert new.process is not None
+        assert new.process.is_dead
+        await asyncio.sleep(9)
+        log, streamed = (server.jetstream.streams[name] for name in ("turnkeep_log", "turnkeep_tok"))
+        (answer,) = map(decode_result, [one.data for one in log.matching("turnkeep.t.s.out")])
+        assert isinstance(answer, Generated), answer
+        first = decode_chunk(streamed.all[0].data)
+        assert answer.tokens[: len(first.tokens)] == first.tokens
+
+    with simulated(7) as loop, world(loop, Outcome(7, []), tell=False) as (server, note):
+        plan = replace(Plan.of(Random(1)), num_workers=2, leases=False, roundings=1)
+        plan.settings |= {"closed_ttl_s": 0.0, "idle_timeout_s": 300.0, "max_attempts": 3, "ack_wait_s": 1.0}
         history = History(loop, server, plan, note)
         with patched(history):
             run(loop, main(history))

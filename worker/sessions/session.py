@@ -153,6 +153,7 @@ class Session:
         self._in_doubt = False  # whether this session may have crashed a worker
         self._note = AttemptNote()  # the attempts, if in doubt
         self._tried_seq = 0  # the request whose attempt this worker has stored
+        self._doubted_seq = 0  # the request that it would have refused, but another one has begun to answer
         self._num_failures = 0  # consecutive failures of this worker for unknown reasons
         self._log_lock = Lock(fast_acquire=True)  # reads and commits exclude each other
         self.active: Pending | None = None
@@ -699,6 +700,10 @@ class Session:
         try:
             return await self._try(pending, history)
         except RefusedError as error:
+            if self._doubted_seq != pending.seq and await self._is_streamed(pending):
+                # Once: its log may say why it was not refused, as when a closed session has left it meanwhile.
+                self._doubted_seq = pending.seq
+                raise FencedError("another worker has begun to answer what is refused here") from error
             return failed(pending, position, error.code, str(error)), history
         except NoMemoryError as error:
             return failed(pending, position, "memory_exceeded", str(error)), history
