@@ -26,6 +26,7 @@ from worker.wire.credentials import own_token, worker_options
 
 from .flags import (
     HelpContext,
+    Number,
     SpanType,
     as_json,
     load_models,
@@ -353,7 +354,12 @@ def chat(
     help="Print nothing until the answer has ended, then its result as one line of JSON: text, token ids,"
     " finish_reason, usage, seconds.",
 )
-@click.option("--logprobs", metavar="N", type=int, help="With --json: logprobs, and the N likeliest tokens.")
+@click.option(
+    "--logprobs",
+    metavar="N",
+    type=click.IntRange(0, 20),
+    help="With --json: logprobs, and the N likeliest tokens.",
+)
 @click.option("--echo", is_flag=True, help="With --json: logprobs of the question's tokens too.")
 @tool_option
 @reasoning_option
@@ -597,7 +603,7 @@ def _page_options(
     keep = click.option(
         "--keep-s",
         metavar="SECONDS",
-        type=click.FloatRange(least_s, 7 * 86400),
+        type=Number(least_s, 7 * 86400),
         default=keep_s,
         show_default=True,
         help=kept,

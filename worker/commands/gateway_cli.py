@@ -16,7 +16,7 @@ from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.subjects import DEFAULT_TENANT
 from worker.process.settings import default_worker
 
-from .flags import load_models, load_settings, with_settings
+from .flags import Number, load_models, load_settings, with_settings
 from .talking import CLIENT_SETTINGS, connected, talk
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 @click.option(
     "--idle-hours",
     metavar="H",
-    type=click.FloatRange(0.01),
+    type=Number(0.01),
     default=24.0,
     show_default=True,
     help="Remove conversations that nobody continued for so long.",
