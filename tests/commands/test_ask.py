@@ -6,13 +6,14 @@ import asyncio
 import json
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
 import click
 import pytest
-from command_runs import Terminal, command, environment, turnkeep, where
+from command_runs import WAIT_S, Terminal, command, environment, turnkeep, where
 from msgspec import UNSET
 from msgspec.inspect import FloatType, IntType, StructType, UnionType, type_info
 
@@ -262,8 +263,8 @@ async def test_on_a_terminal_words_wrap(
     assert seen[: len(shown)] == shown
 
 
-@pytest.mark.parametrize("ended", ["Ctrl-C", "SIGTERM"])
-async def test_ctrl_c_and_sigterm_end_the_answer_and_are_exit_codes(
+@pytest.mark.parametrize("ended", ["Ctrl-C", "SIGTERM", "SIGHUP", "closed terminal"])
+async def test_ctrl_c_and_signals_end_the_answer_and_are_exit_codes(
     local_worker: Callable[..., Any], endless_model: Path, ended: str
 ) -> None:
     worker = await local_worker(model=str(endless_model))
@@ -275,13 +276,32 @@ async def test_ctrl_c_and_sigterm_end_the_answer_and_are_exit_codes(
             assert not terminal.echoes
             if ended == "Ctrl-C":
                 terminal.type("\x03")
+            elif ended == "closed terminal":
+                terminal.hang_up()
+                return terminal.process.wait(WAIT_S)
             else:
-                terminal.process.terminate()
+                terminal.process.send_signal(getattr(signal, ended))
             return terminal.end()
 
     assert await asyncio.to_thread(run) == (130 if ended == "Ctrl-C" else 143)
     await worker.client.session("s").append(text="behind it", timeout_s=60)
     assert (await answered(worker.client)).finish_reason == "cancelled"
+
+
+async def test_under_nohup_an_answer_outlives_its_terminal(
+    local_worker: Callable[..., Any], endless_model: Path
+) -> None:
+    worker = await local_worker(model=str(endless_model))
+    options = ("--session", "s", "--max-tokens", 400, *where(worker))
+
+    def run() -> int:
+        with Terminal("ask", "hello", *options, command='trap "" HUP; exec "$0" "$@"') as terminal:
+            terminal.wait_for(r"\w")
+            terminal.process.send_signal(signal.SIGHUP)
+            return terminal.end()
+
+    assert await asyncio.to_thread(run) == 0
+    assert (await answered(worker.client)).finish_reason == "length"
 
 
 async def test_sigterm_leaves_the_terminal_as_it_was_and_no_session(
