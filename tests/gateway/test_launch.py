@@ -95,7 +95,7 @@ async def test_two_dashes_before_the_agent_s_arguments_are_not_its_own(url: str,
 async def test_what_cannot_be_launched(url: str, tmp_path: Path) -> None:
     for arguments, says in [
         (("nothing-there",), "known agents are aider, claude, cn, codex, opencode, pi"),
-        (("--gateway", "http://127.0.0.1:1", "claude"), "gateway --port 1` starts one"),
+        (("--gateway", "http://127.0.0.1:1", "claude"), "gateway --listen 1` starts one"),
         (("--gateway", "http://127.0.0.1:99999", "claude"), "no gateway answers"),
         (("--gateway", "localhost", "claude"), "no URL of a gateway"),
         (("--model", "other", "claude"), "has no model 'other'; it has tiny"),

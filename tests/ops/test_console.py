@@ -433,11 +433,24 @@ async def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.Mon
     assert "[ops]' brings it" in said
 
 
-@pytest.mark.parametrize("name", ["console", "exporter"])
-async def test_an_address_without_a_port_is_one_line(name: str) -> None:
-    done = await command(name, "--listen", "localhost")
+@pytest.mark.parametrize("name", ["console", "exporter", "gateway"])
+@pytest.mark.parametrize("wrong", ["localhost", ":8080", "localhost:", "localhost:65536", "-1", "::1"])
+async def test_an_address_without_a_port_is_one_line(name: str, wrong: str) -> None:
+    done = await command(name, "--listen", wrong)
     assert done.returncode == 2
-    assert "'localhost' is no address; it must be like 127.0.0.1:9423 or [::1]:9423" in done.stderr
+    assert (
+        f"Error: Invalid value for '--listen': {wrong!r} is no address; it must be like 0.0.0.0:8080 or"
+        " [::1]:8080, or a port of 127.0.0.1\n" in done.stderr
+    )
+
+
+@pytest.mark.parametrize("name", ["console", "exporter", "gateway"])
+async def test_a_port_alone_is_one_of_the_loopback_address(name: str, nats_url: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = await command(name, "--listen", port, "--nats", nats_url)
+    why = "Address already in use"
+    assert done.stderr == f"turnkeep: cannot listen on 127.0.0.1:{port} ({why}); choose another --listen\n"
 
 
 def test_it_has_its_former_name_too() -> None:

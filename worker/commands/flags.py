@@ -6,6 +6,7 @@ import contextlib
 import functools
 import math
 import os
+import re
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -114,6 +115,33 @@ class Number(click.FloatRange):
         if math.isnan(number):
             self.fail(f"{value!r} is not a number", param, ctx)
         return number
+
+
+_ADDRESS: Final = re.compile(r"((?P<host>\[[^\[\]]+\]|[^\[\]:]+):)?(?P<port>[0-9]{1,5})")
+
+
+def _address(_: click.Context, __: click.Parameter, value: str) -> tuple[str, int]:
+    found = _ADDRESS.fullmatch(value)
+    if found is None or int(found["port"]) > 65535:
+        raise click.BadParameter(
+            f"{value!r} is no address; it must be like 0.0.0.0:8080 or [::1]:8080, or a port of 127.0.0.1"
+        )
+    return (found["host"] or "127.0.0.1").strip("[]"), int(found["port"])
+
+
+def listen_option(port: int, reached: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Add `--listen` to a command that serves over HTTP, passed as host and port.
+
+    By default it is `port` of the loopback address; `reached` says what others could do at another address.
+    """
+    return click.option(
+        "--listen",
+        metavar="HOST:PORT",
+        default=f"127.0.0.1:{port}",
+        show_default=True,
+        callback=_address,
+        help=f"Address to serve on, or a port of 127.0.0.1. {reached}",
+    )
 
 
 def with_result_timeout(help_text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -151,7 +151,7 @@ def _port_of(url: str) -> str:
         port = urlsplit(url).port
     except ValueError:  # beyond 65535
         return ""
-    return "" if port in {None, _PORT} else f" --port {port}"
+    return "" if port in {None, _PORT} else f" --listen {port}"
 
 
 def _reason(error: urllib.error.HTTPError) -> str:
