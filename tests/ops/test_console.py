@@ -31,6 +31,7 @@ from tests.commands.command_runs import command, environment
 from tests.ops.test_operating_page import block
 from tests.parts import free_port
 from tests.protocol.scripted_worker import metrics
+from turnkeep_client.client import connect
 from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.messages import (
     Called,
@@ -204,6 +205,27 @@ async def test_sessions_come_in_pages_with_words_states_and_costs(local_worker: 
             :2
         ] == ["s1", "s10"]
         assert (await page.http.get("/api/sessions", params={"skip": "-1"})).status_code == 400
+
+
+async def test_the_time_of_an_answer_that_outlived_a_worker_begins_with_its_request(
+    local_worker: Start,
+) -> None:
+    worker = await local_worker()
+    await worker.stop()
+    usage = {"prompt_tokens": 1, "cached_tokens": 0, "prefilled_tokens": 1, "completion_tokens": 60}
+    result = {"type": "generated", "id": "r", "position": 61, "text": "x", "tokens": [5] * 60}
+    result |= {"finish_reason": "length", "kv_live_bytes": 0, "resumed_tokens": 56, "usage": usage}
+    result |= {"seconds": {"queued": 0, "prefill": 0, "first_token": 0, "total": 0.1}}
+    raw, subject = await nats.connect(worker.settings.nats), f"{worker.settings.prefix}.default.crashed"
+    asked = await raw.jetstream().publish(f"{subject}.in", b'{"type":"generate","id":"r","text":"x"}')
+    await asyncio.sleep(0.5)
+    await raw.jetstream().publish(f"{subject}.commit", json.dumps(result | {"seq": asked.seq}).encode())
+    await raw.close()
+    client = await connect(worker.settings.nats, prefix=worker.settings.prefix)
+    async with client, opened(client) as page:
+        (cost,) = (await page.get("sessions"))["costs"]
+    assert cost["generated"] == 60
+    assert cost["seconds"] >= 0.5
 
 
 async def test_a_conversation_comes_in_parts_from_its_end(local_worker: Start) -> None:
