@@ -21,6 +21,7 @@ _PLACE = re.compile(r"(?P<fault>.*?)(?: - at `\$(?P<path>[^`]*)`)?", re.DOTALL)
 _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 _MISSING_FIELD = re.compile(r"Object missing required field `(.*)`")
 _OUT_OF_RANGE = re.compile(r"Expected `(int|float)` [<>]")
+_LENGTH = re.compile(r"Expected `(?P<kind>str|array)` of length (?P<side>[<>])= (?P<num>\d+)")
 _BAD_VALUE = re.compile(r"Invalid (?:enum )?value (.*)", re.DOTALL)
 _STEP = re.compile(r"\.(\w+)|\[[^]]*\]")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -63,8 +64,16 @@ def _explain_fields(fault: str, body: bytes, expected: Any, what: str) -> str:
         return _explain_missing(name, missing[1], at)
     if bad := _BAD_VALUE.fullmatch(fault):
         return _explain_choice(name, bad[1], at, what)
-    if _OUT_OF_RANGE.match(fault) and isinstance(at, inspect.IntType | inspect.FloatType):
-        return f"{name} must be {_number(at)}"
+    if _OUT_OF_RANGE.match(fault) and isinstance(
+        number := _plain(at)[0], inspect.IntType | inspect.FloatType
+    ):
+        return f"{name} must be {_number(number)}"
+    if length := _LENGTH.fullmatch(fault):
+        kind, unit = ("text", "character") if length["kind"] == "str" else ("a list", "item")
+        side, num = "least" if length["side"] == ">" else "most", length["num"]
+        return f"{name} must be {kind} of at {side} {num} {unit}{'' if num == '1' else 's'}"
+    if "matching regex" in fault and isinstance(at, inspect.Metadata) and at.extra_json_schema:
+        return f"{name} must be {at.extra_json_schema['description']}"
     if ID_PATTERN in fault.replace("\\\\", "\\"):
         return f"{name} must be {ID_RULE}"
     if fault.startswith("Expected "):
@@ -127,6 +136,7 @@ def _type_info(expected: Any) -> inspect.Type:
 
 def _plain(at: inspect.Type | None) -> list[inspect.Type | None]:
     """List the alternatives of a type, without their metadata."""
+    at = at.type if isinstance(at, inspect.Metadata) else at
     types: tuple[inspect.Type | None, ...] = at.types if isinstance(at, inspect.UnionType) else (at,)
     return [each.type if isinstance(each, inspect.Metadata) else each for each in types]
 
@@ -135,7 +145,7 @@ def _without_null(at: inspect.Type | None) -> inspect.Type | None:
     if isinstance(at, inspect.UnionType):
         others = [each for each in at.types if not isinstance(each, inspect.NoneType)]
         at = others[0] if len(others) == 1 else at
-    return at.type if isinstance(at, inspect.Metadata) else at
+    return at
 
 
 def _structs(at: inspect.Type | None) -> list[inspect.StructType]:

@@ -96,10 +96,10 @@ BAD_NUMBERS = [
     ('"seed":-1', "seed must be a whole number, at least 0 and at most 9223372036854775807"),
     ('"seed":9223372036854775808', "seed must be a whole number, at least 0 and at most 9223372036854775807"),
     ('"stop":7', "stop must be `str | array`, not `int`"),
-    ('"stop":""', "stop must be `str` of length >= 1"),
-    ('"stop":[""]', "stop[0] must be `str` of length >= 1"),
-    (f'"stop":["{"x" * 257}"]', "stop[0] must be `str` of length <= 256"),
-    (f'"stop":{json.dumps(["x"] * 17)}', "stop must be `array` of length <= 16"),
+    ('"stop":""', "stop must be text of at least 1 character"),
+    ('"stop":[""]', "stop[0] must be text of at least 1 character"),
+    (f'"stop":["{"x" * 257}"]', "stop[0] must be text of at most 256 characters"),
+    (f'"stop":{json.dumps(["x"] * 17)}', "stop must be a list of at most 16 items"),
 ]
 
 
