@@ -31,9 +31,7 @@ def listening(host: str, port: int) -> socket.socket:
         listener = socket.create_server(address[:2], family=family, backlog=512)
     except OSError as error:
         why = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or error
-        raise TurnkeepError(
-            f"cannot listen on {host}:{port}: {why}; choose another one with --port"
-        ) from None
+        raise TurnkeepError(f"cannot listen on {host}:{port} ({why}); choose another --listen") from None
     # asyncio sets it only for sockets that name their protocol. Else a token waits up to 40 ms for an ACK.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -12,6 +13,7 @@ from turnkeep_client.subjects import SessionKey
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from turnkeep_client.calls import Stored
     from turnkeep_client.client import Client
 
     from .sessions import SessionRow
@@ -21,7 +23,10 @@ _KEPT: Final = 5000
 
 
 class Cost(Struct, frozen=True, kw_only=True):
-    """Tokens by what was done with them, and seconds from the requests to their results."""
+    """Tokens by what was done with them, and seconds from the requests to their results.
+
+    The seconds of a request whose worker crashed before it had published a token are those of the next one.
+    """
 
     found: int = 0
     prefilled: int = 0
@@ -51,7 +56,9 @@ class _Usage(Struct):
 class _Spent(_Usage):
     """What a result says of its cost: a generate's in `usage`, an append's beside it."""
 
+    seq: int = 0
     repeat_of: int | None = None
+    resumed_tokens: int = 0
     usage: _Usage | None = None
     seconds: float | _Seconds = 0.0
 
@@ -59,14 +66,16 @@ class _Spent(_Usage):
 _SPENT: Final = msgspec.json.Decoder(_Spent)
 
 
-def cost(result: bytes) -> Cost:
-    """Return the cost that a result's body states; a repeated result has none. Pure."""
+def _spent(result: bytes) -> _Spent:
+    """Decode what a result's body states; a repeated result has cost nothing."""
     try:
         spent = _SPENT.decode(result)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # not a worker's
-        return Cost()
-    if spent.repeat_of is not None:
-        return Cost()
+        return _Spent()
+    return spent if spent.repeat_of is None else _Spent()
+
+
+def _cost(spent: _Spent) -> Cost:
     used, seconds = spent.usage or spent, spent.seconds
     return Cost(
         found=used.cached_tokens,
@@ -95,8 +104,17 @@ class Costs:
             seq, total, entries = 0, Cost(), 0
         if row.entries > entries:
             async for _, one in self._client.stored.every(key, "out", seq + 1):
-                seq, total = one.seq, total + cost(one.body)
+                seq, total = one.seq, total + await self._cost(key, one)
         self._sums[key] = (seq, total, row.entries)
         if len(self._sums) > _KEPT:
             del self._sums[next(iter(self._sums))]
         return total
+
+    async def _cost(self, key: SessionKey, result: Stored) -> Cost:
+        """Return the cost of one result. An answer that outlived a worker states the time of the last one."""
+        spent = _spent(result.body)
+        cost = _cost(spent)
+        if spent.resumed_tokens and (asked := await self._client.stored.get(key, "in", spent.seq)):
+            began, ended = (datetime.fromisoformat(one.headers["Nats-Time-Stamp"]) for one in (asked, result))
+            return msgspec.structs.replace(cost, seconds=(ended - began).total_seconds())
+        return cost

@@ -20,6 +20,8 @@ _MAX_ECHO: Final = 64
 _PLACE = re.compile(r"(?P<fault>.*?)(?: - at `\$(?P<path>[^`]*)`)?", re.DOTALL)
 _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 _MISSING_FIELD = re.compile(r"Object missing required field `(.*)`")
+_OUT_OF_RANGE = re.compile(r"Expected `(int|float)` [<>]")
+_LENGTH = re.compile(r"Expected `(?P<kind>str|array)` of length (?P<side>[<>])= (?P<num>\d+)")
 _BAD_VALUE = re.compile(r"Invalid (?:enum )?value (.*)", re.DOTALL)
 _STEP = re.compile(r"\.(\w+)|\[[^]]*\]")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -62,6 +64,16 @@ def _explain_fields(fault: str, body: bytes, expected: Any, what: str) -> str:
         return _explain_missing(name, missing[1], at)
     if bad := _BAD_VALUE.fullmatch(fault):
         return _explain_choice(name, bad[1], at, what)
+    if _OUT_OF_RANGE.match(fault) and isinstance(
+        number := _plain(at)[0], inspect.IntType | inspect.FloatType
+    ):
+        return f"{name} must be {_number(number)}"
+    if length := _LENGTH.fullmatch(fault):
+        kind, unit = ("text", "character") if length["kind"] == "str" else ("a list", "item")
+        side, num = "least" if length["side"] == ">" else "most", length["num"]
+        return f"{name} must be {kind} of at {side} {num} {unit}{'' if num == '1' else 's'}"
+    if "matching regex" in fault and isinstance(at, inspect.Metadata) and at.extra_json_schema:
+        return f"{name} must be {at.extra_json_schema['description']}"
     if ID_PATTERN in fault.replace("\\\\", "\\"):
         return f"{name} must be {ID_RULE}"
     if fault.startswith("Expected "):
@@ -91,6 +103,12 @@ def _explain_choice(name: str, value: str, at: inspect.Type | None, what: str) -
     return f"{name} must be {_join(choices)}, not {_echo(value)!r}{_nearest(value, choices)}"
 
 
+def _number(at: inspect.IntType | inspect.FloatType) -> str:
+    bounds = {"at least": at.ge, "above": at.gt, "at most": at.le, "below": at.lt}
+    said = " and ".join(f"{word} {bound}" for word, bound in bounds.items() if bound is not None)
+    return f"a {'whole ' if isinstance(at, inspect.IntType) else ''}number, {said}"
+
+
 def _type_at(expected: Any, path: str, tag: object) -> inspect.Type | None:
     """Follow msgspec's path (`.messages[0].role`) to the type that was expected there.
 
@@ -101,7 +119,7 @@ def _type_at(expected: Any, path: str, tag: object) -> inspect.Type | None:
         at = next((each for each in _structs(at) if each.tag == tag and tag is not None), at)
     for step in _STEP.finditer(path):
         if step[1] is None:
-            items = (getattr(each, "item_type", None) for each in _plain(at))
+            items = (getattr(each, name, None) for each in _plain(at) for name in ("item_type", "value_type"))
             at = next(filter(None, items), None)
         elif not (step[1] == "type" and any(each.tag for each in _structs(at))):
             fields = (field for each in _structs(at) for field in each.fields)
@@ -118,6 +136,7 @@ def _type_info(expected: Any) -> inspect.Type:
 
 def _plain(at: inspect.Type | None) -> list[inspect.Type | None]:
     """List the alternatives of a type, without their metadata."""
+    at = at.type if isinstance(at, inspect.Metadata) else at
     types: tuple[inspect.Type | None, ...] = at.types if isinstance(at, inspect.UnionType) else (at,)
     return [each.type if isinstance(each, inspect.Metadata) else each for each in types]
 
@@ -126,7 +145,7 @@ def _without_null(at: inspect.Type | None) -> inspect.Type | None:
     if isinstance(at, inspect.UnionType):
         others = [each for each in at.types if not isinstance(each, inspect.NoneType)]
         at = others[0] if len(others) == 1 else at
-    return at.type if isinstance(at, inspect.Metadata) else at
+    return at
 
 
 def _structs(at: inspect.Type | None) -> list[inspect.StructType]:

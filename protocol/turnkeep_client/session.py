@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from math import inf
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 from uuid import uuid4
 
@@ -287,12 +288,13 @@ class Session:
         request = build(Close, request_id, forget=forget or None)
         return expect(Closed, await self._result_of(request, timeout_s))
 
-    async def history(self) -> History:
+    async def history(self, *, before: float = inf) -> History:
         """Read the conversation as it stands in the log: without what has failed or was rewound.
 
-        Needs no worker. A fork's begins with its parent's, as long as the parent is in the log.
+        Needs no worker. A fork's begins with its parent's, as long as the parent is in the log. `before` is a
+        sequence of the log: the conversation is as it stood before that entry.
         """
-        return await read_history(self._wire, self.key)
+        return await read_history(self._wire, self.key, before)
 
     async def info(self, *, skip: int = 0, limit: int = 100, snapshot: bool = False) -> SessionInfo:
         """Return the session's state, from the worker that holds it.

@@ -140,6 +140,11 @@ class Terminal:
         os.close(self.terminal)
         os.close(self._control)
 
+    def hang_up(self) -> None:
+        """Close the terminal, as a window does: what runs in it gets SIGHUP, and can print no more."""
+        os.close(self._control)
+        self._control = os.open(os.devnull, os.O_RDWR)
+
     def type(self, keys: str) -> None:
         os.write(self._control, keys.encode())
 

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
+import signal
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
+import click
 import pytest
-from command_runs import Terminal, environment, turnkeep, where
+from command_runs import WAIT_S, Terminal, command, environment, turnkeep, where
 from msgspec import UNSET
+from msgspec.inspect import FloatType, IntType, StructType, UnionType, type_info
 
 from tests.parts import TINY_CONTEXT
 from turnkeep_client.messages import Closed, Generate, Generated, decode_request, decode_result, encode
+from worker.commands.cli import ask as ask_command
 from worker.commands.screen import printable, wrapped
 
 if TYPE_CHECKING:
@@ -102,6 +107,43 @@ async def test_the_options_of_an_answer_reach_the_worker(local_worker: Callable[
     assert request.stop == ("END", "\n\n")
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *(("ask", "--max-tokens", "-1"), ("ask", "--temperature", "-0.1"), ("ask", "--temperature", "nan")),
+        *(("ask", "--seed", "-1"), ("ask", "--logit-bias", "3:500"), ("ask", "--logit-bias", "-3:5")),
+        *(("ask", "--top-p", "0"), ("ask", "--json", "--logprobs", "21"), ("chat", "--top-k", "-1")),
+        *(("rm", "s", "--timeout", "nan"), ("exporter", "--keep-s", "nan")),
+    ],
+)
+async def test_a_number_out_of_range_is_refused_under_the_name_of_its_option(wrong: tuple[str, ...]) -> None:
+    """Before anything is asked: no worker runs here."""
+    name, *options = wrong
+    done = await command(name, *(("hello",) if name == "ask" else ()), *options)
+    assert (done.returncode, done.stdout) == (2, "")
+    *_, said = done.stderr.splitlines()
+    assert said.startswith(f"Error: Invalid value for '{options[-2]}': ")
+    assert re.search(r"not in the range|not a number|-100 to 100", said), said
+
+
+def test_the_ranges_of_options_are_those_of_messages() -> None:
+    message = type_info(Generate)
+    assert isinstance(message, StructType)
+    fields = {field.name: field.type for field in message.fields}
+    options = [one for one in ask_command.params if isinstance(one.type, click.IntRange | click.FloatRange)]
+    checked = {option.name: option.type for option in options if option.name in fields}
+    assert {"max_tokens", "temperature", "top_p", "seed"} < checked.keys()
+    for name, kind in checked.items():
+        field = fields["top_logprobs" if name == "logprobs" else name]
+        [number] = [
+            one
+            for one in (field.types if isinstance(field, UnionType) else [field])
+            if isinstance(one, IntType | FloatType)
+        ]
+        least = number.gt if kind.min_open else number.ge
+        assert (kind.min, kind.max) == (least, number.le), name
+
+
 async def test_in_a_pipe_the_answer_is_as_it_was_recorded(
     local_worker: Callable[..., Any], endless_model: Path
 ) -> None:
@@ -118,9 +160,10 @@ async def test_where_nobody_reads_on_the_answer_is_cancelled(
     local_worker: Callable[..., Any], endless_model: Path
 ) -> None:
     worker = await local_worker(model=str(endless_model))
-    command = [sys.executable, "-m", "worker", "ask", "hello", "--session", "s", "--max-tokens", "50000"]
+    words = ["-m", "worker", "ask", "hello", "--session", "s", "--max-tokens", "50000"]
     process = await asyncio.create_subprocess_exec(
-        *command,
+        sys.executable,
+        *words,
         *where(worker),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -190,9 +233,9 @@ async def test_options_that_are_not_given_are_those_of_the_model(
     own = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": "much"}
     (folder / "generation_config.json").write_text(json.dumps(own))
     worker = await local_worker(model=str(folder))
-    for command in ("ask", "chat"):
+    for name in ("ask", "chat"):
         options = ("--session", "s", "--max-tokens", 4, "--top-p", 0.5, *where(worker))
-        done = await asyncio.to_thread(turnkeep, command, *options, text="hello\n")
+        done = await asyncio.to_thread(turnkeep, name, *options, text="hello\n")
         assert done.returncode == 0
         assert "nded at max_tokens (4): the answer is cut\n" in done.stderr
         request = await asked(worker.client)
@@ -220,8 +263,8 @@ async def test_on_a_terminal_words_wrap(
     assert seen[: len(shown)] == shown
 
 
-@pytest.mark.parametrize("ended", ["Ctrl-C", "SIGTERM"])
-async def test_ctrl_c_and_sigterm_end_the_answer_and_are_exit_codes(
+@pytest.mark.parametrize("ended", ["Ctrl-C", "SIGTERM", "SIGHUP", "closed terminal"])
+async def test_ctrl_c_and_signals_end_the_answer_and_are_exit_codes(
     local_worker: Callable[..., Any], endless_model: Path, ended: str
 ) -> None:
     worker = await local_worker(model=str(endless_model))
@@ -233,13 +276,32 @@ async def test_ctrl_c_and_sigterm_end_the_answer_and_are_exit_codes(
             assert not terminal.echoes
             if ended == "Ctrl-C":
                 terminal.type("\x03")
+            elif ended == "closed terminal":
+                terminal.hang_up()
+                return terminal.process.wait(WAIT_S)
             else:
-                terminal.process.terminate()
+                terminal.process.send_signal(getattr(signal, ended))
             return terminal.end()
 
     assert await asyncio.to_thread(run) == (130 if ended == "Ctrl-C" else 143)
     await worker.client.session("s").append(text="behind it", timeout_s=60)
     assert (await answered(worker.client)).finish_reason == "cancelled"
+
+
+async def test_under_nohup_an_answer_outlives_its_terminal(
+    local_worker: Callable[..., Any], endless_model: Path
+) -> None:
+    worker = await local_worker(model=str(endless_model))
+    options = ("--session", "s", "--max-tokens", 400, *where(worker))
+
+    def run() -> int:
+        with Terminal("ask", "hello", *options, command='trap "" HUP; exec "$0" "$@"') as terminal:
+            terminal.wait_for(r"\w")
+            terminal.process.send_signal(signal.SIGHUP)
+            return terminal.end()
+
+    assert await asyncio.to_thread(run) == 0
+    assert (await answered(worker.client)).finish_reason == "length"
 
 
 async def test_sigterm_leaves_the_terminal_as_it_was_and_no_session(

@@ -75,6 +75,23 @@ async def test_a_name_that_is_no_session_is_one_line_and_makes_none(local_worker
     assert done.stderr == "turnkeep: there is no folder no/folder for the file; make it first\n"
 
 
+@pytest.mark.parametrize(("deed", "did"), [("rm", "removed"), ("close", "closed")])
+async def test_a_name_that_is_no_session_leaves_the_others_to_be_ended(
+    local_worker: Start, deed: str, did: str
+) -> None:
+    worker = await local_worker()
+    for name in ("garden", "house", "lake"):
+        await worker.client.session(name).append(text="x")
+    done = await command(deed, "typo", "house", "gardn", "lake", *where(worker))
+    assert done.returncode == 1
+    assert [line.split()[:2] for line in done.stdout.splitlines()] == [[did, "house"], [did, "lake"]]
+    assert done.stderr == (
+        "turnkeep: there is no session typo; see turnkeep sessions\n"
+        "turnkeep: there is no session gardn; did you mean garden?\n"
+    )
+    assert (await states(worker))["garden"] == "idle"
+
+
 async def test_without_an_id_the_running_request_is_cancelled(
     local_worker: Start, endless_model: Path
 ) -> None:

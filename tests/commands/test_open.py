@@ -42,12 +42,13 @@ async def test_a_session_with_all_of_its_kv_is_shown_as_ever(local_worker: Calla
     assert not raw.keys() & {"cache", "capacity_tokens", "visible_tokens", "visible_from"}
 
 
-async def test_numbers_that_cannot_be_are_one_line(local_worker: Callable) -> None:
+async def test_options_that_cannot_be_are_one_line(local_worker: Callable) -> None:
     worker = await local_worker()
     for options, says in (
         (("--sink", "4"), "cache takes sink with the policy sink_window only"),
         (("--policy", "full", "--window", "64"), "cache takes window with the policy sink_window only"),
         (("--policy", "sink_window", "--sink", "0"), "cache needs a sink of 1 to 2147483647 tokens, not 0"),
+        (("--tag", "try", "--tag", ""), "tags[1] must be 1 to 64 printable characters"),
         (("--policy", "sink_window", "--window", "8"), "invalid_request: a window of 8 tokens is smaller"),
     ):
         done = await asyncio.to_thread(turnkeep, "open", "s", *options, *where(worker))

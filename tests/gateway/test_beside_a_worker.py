@@ -104,7 +104,7 @@ async def test_options_of_the_command_reach_the_gateway(local_worker: Any, tmp_p
     (tmp_path / "keys").write_text("secret acme at_once=2\n")
     command = [
         *(sys.executable, "-m", "worker", "gateway", "--nats", worker.settings.nats),
-        *("--prefix", worker.settings.prefix, "--data-dir", str(tmp_path), "--port", str(port)),
+        *("--prefix", worker.settings.prefix, "--data-dir", str(tmp_path), "--listen", str(port)),
         *("--keys", str(tmp_path / "keys"), "--cors", site, "--explain", "--until-eof"),
     ]
     with (tmp_path / "log").open("wb") as log:

@@ -50,8 +50,8 @@ def test_a_gateway_that_anyone_may_use_says_so(address: str, has_keys: bool, war
 def test_a_port_that_is_taken_and_a_server_that_is_not_there(nats_url: str, tmp_path: Path) -> None:
     with listening("127.0.0.1", 0) as taken:
         port = str(taken.getsockname()[1])
-        text = said("--port", port, "--nats", nats_url, "--data-dir", str(tmp_path))
-    assert f"cannot listen on 127.0.0.1:{port}: " in text
+        text = said("--listen", port, "--nats", nats_url, "--data-dir", str(tmp_path))
+    assert f"cannot listen on 127.0.0.1:{port} (" in text
     assert "no NATS server" in said("--nats", "nats://127.0.0.1:1", "--data-dir", str(tmp_path))
     assert "no-keys" in said("--keys", str(tmp_path / "no-keys"), "--data-dir", str(tmp_path))
 

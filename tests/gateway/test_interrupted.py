@@ -125,7 +125,16 @@ async def gateway_process(started: Any) -> AsyncIterator[Callable[[], tuple[subp
     async def start() -> tuple[subprocess.Popen[bytes], str]:
         port = free_port()
         url = process.url.rpartition("@")[2]
-        command = [sys.executable, "-m", "worker", "gateway", "--port", str(port), "--nats", f"nats://{url}"]
+        command = [
+            sys.executable,
+            "-m",
+            "worker",
+            "gateway",
+            "--listen",
+            str(port),
+            "--nats",
+            f"nats://{url}",
+        ]
         token = process.url.removeprefix("nats://").rpartition("@")[0]
         made.append(subprocess.Popen(command, env={**os.environ, "TURNKEEP_NATS_TOKEN": token}))  # noqa: ASYNC220
         async with httpx2.AsyncClient() as http:

@@ -79,6 +79,14 @@ async def test_an_agent_is_started_with_gateway_key_and_model(name: str, url: st
     assert json.loads((await again.communicate())[0])["arguments"] == started["arguments"]
 
 
+async def test_a_prompt_that_was_shortened_is_not_called_too_long(url: str, tmp_path: Path) -> None:
+    for options in (("--tools", "Bash"), ("--tools=Bash",), ("-p", "x", "--system-prompt", "Be brief.")):
+        _, _, complained = await launched(tmp_path, "--gateway", url, "claude", *options)
+        assert complained == ""
+    _, _, complained = await launched(tmp_path, "--gateway", url, "claude", "-p", "Which --tools have you?")
+    assert "own prompt takes about 20,000 tokens" in complained
+
+
 async def test_two_dashes_before_the_agent_s_arguments_are_not_its_own(url: str, tmp_path: Path) -> None:
     _, printed, _ = await launched(tmp_path, "--gateway", url, "--print", "other", "--", "-p", "--", "x")
     assert shlex.split(printed)[-4:] == ["other", "-p", "--", "x"]
@@ -87,7 +95,7 @@ async def test_two_dashes_before_the_agent_s_arguments_are_not_its_own(url: str,
 async def test_what_cannot_be_launched(url: str, tmp_path: Path) -> None:
     for arguments, says in [
         (("nothing-there",), "known agents are aider, claude, cn, codex, opencode, pi"),
-        (("--gateway", "http://127.0.0.1:1", "claude"), "gateway --port 1` starts one"),
+        (("--gateway", "http://127.0.0.1:1", "claude"), "gateway --listen 1` starts one"),
         (("--gateway", "http://127.0.0.1:99999", "claude"), "no gateway answers"),
         (("--gateway", "localhost", "claude"), "no URL of a gateway"),
         (("--model", "other", "claude"), "has no model 'other'; it has tiny"),

@@ -31,6 +31,7 @@ from tests.commands.command_runs import command, environment
 from tests.ops.test_operating_page import block
 from tests.parts import free_port
 from tests.protocol.scripted_worker import metrics
+from turnkeep_client.client import connect
 from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.messages import (
     Called,
@@ -204,6 +205,27 @@ async def test_sessions_come_in_pages_with_words_states_and_costs(local_worker: 
             :2
         ] == ["s1", "s10"]
         assert (await page.http.get("/api/sessions", params={"skip": "-1"})).status_code == 400
+
+
+async def test_the_time_of_an_answer_that_outlived_a_worker_begins_with_its_request(
+    local_worker: Start,
+) -> None:
+    worker = await local_worker()
+    await worker.stop()
+    usage = {"prompt_tokens": 1, "cached_tokens": 0, "prefilled_tokens": 1, "completion_tokens": 60}
+    result = {"type": "generated", "id": "r", "position": 61, "text": "x", "tokens": [5] * 60}
+    result |= {"finish_reason": "length", "kv_live_bytes": 0, "resumed_tokens": 56, "usage": usage}
+    result |= {"seconds": {"queued": 0, "prefill": 0, "first_token": 0, "total": 0.1}}
+    raw, subject = await nats.connect(worker.settings.nats), f"{worker.settings.prefix}.default.crashed"
+    asked = await raw.jetstream().publish(f"{subject}.in", b'{"type":"generate","id":"r","text":"x"}')
+    await asyncio.sleep(0.5)
+    await raw.jetstream().publish(f"{subject}.commit", json.dumps(result | {"seq": asked.seq}).encode())
+    await raw.close()
+    client = await connect(worker.settings.nats, prefix=worker.settings.prefix)
+    async with client, opened(client) as page:
+        (cost,) = (await page.get("sessions"))["costs"]
+    assert cost["generated"] == 60
+    assert cost["seconds"] >= 0.5
 
 
 async def test_a_conversation_comes_in_parts_from_its_end(local_worker: Start) -> None:
@@ -433,11 +455,24 @@ async def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.Mon
     assert "[ops]' brings it" in said
 
 
-@pytest.mark.parametrize("name", ["console", "exporter"])
-async def test_an_address_without_a_port_is_one_line(name: str) -> None:
-    done = await command(name, "--listen", "localhost")
+@pytest.mark.parametrize("name", ["console", "exporter", "gateway"])
+@pytest.mark.parametrize("wrong", ["localhost", ":8080", "localhost:", "localhost:65536", "-1", "::1"])
+async def test_an_address_without_a_port_is_one_line(name: str, wrong: str) -> None:
+    done = await command(name, "--listen", wrong)
     assert done.returncode == 2
-    assert "'localhost' is no address; it must be like 127.0.0.1:9423 or [::1]:9423" in done.stderr
+    assert (
+        f"Error: Invalid value for '--listen': {wrong!r} is no address; it must be like 0.0.0.0:8080 or"
+        " [::1]:8080, or a port of 127.0.0.1\n" in done.stderr
+    )
+
+
+@pytest.mark.parametrize("name", ["console", "exporter", "gateway"])
+async def test_a_port_alone_is_one_of_the_loopback_address(name: str, nats_url: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = await command(name, "--listen", port, "--nats", nats_url)
+    why = "Address already in use"
+    assert done.stderr == f"turnkeep: cannot listen on 127.0.0.1:{port} ({why}); choose another --listen\n"
 
 
 def test_it_has_its_former_name_too() -> None:

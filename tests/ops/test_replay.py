@@ -94,7 +94,9 @@ async def test_what_cannot_be_replayed_is_one_line(local_worker: Start) -> None:
     worker = await local_worker()
     await converse(worker)
     for options, says in (
-        (("nobody",), "turnkeep: there is nothing to replay: "),
+        (("nobody",), "turnkeep: there is no session nobody; see turnkeep sessions"),
+        (("garden", "huose"), "turnkeep: there is no session huose; see turnkeep sessions"),
+        (("garden", "gardn"), "turnkeep: there is no session gardn; did you mean garden?"),
         (("--since", "2100-01-01"), "turnkeep: there is nothing to replay: "),
         (("--into-prefix", "unserved"), "turnkeep: no worker serves unserved.replay-"),
     ):

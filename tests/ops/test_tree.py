@@ -10,6 +10,7 @@ from ops.log.sessions import SessionRow
 from ops.log.tree import trees
 from tests.commands.command_runs import command, where
 from turnkeep_client.messages import Parent
+from worker.commands.screen import printable
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -34,11 +35,29 @@ async def family(start: Start) -> LocalWorker:
     return worker
 
 
+def indented(text: str) -> str:
+    return "".join(f"    {line}\n" for line in printable(text).splitlines())
+
+
 async def test_a_fork_is_made_and_shown_by_the_commands(local_worker: Start) -> None:
     worker = await family(local_worker)
     position = (await worker.client.session("red").info()).position
     end = (await worker.client.session("garden").info()).position
     assert position < end
+    answers = {
+        name: (await worker.client.session(name).history()).turns[0].answer.text for name in ("garden", "red")
+    }
+    assert answers["garden"] == answers["red"]
+    said = (
+        f"  fork of {{}}\n  user\n    What is red?\n  assistant\n{indented(answers['red'])}  opened; position"
+    )
+    for name, parent in (("red", "garden"), ("rose", "red")):
+        shown = (await command("show", name, *where(worker))).stdout
+        assert said.format(parent) in shown, "what it has of its parent, and not the second question"
+        assert shown.count("What is red?") == 1
+    raw = json.loads((await command("show", "rose", "--json", *where(worker))).stdout)
+    [inherited] = raw["inherited"].values()
+    assert [one["content"] for one in inherited] == ["What is red?", answers["red"]]
     await worker.client.session("garden").close(forget=True)
     done = await command("tree", *where(worker))
     assert [line.split() for line in done.stdout.splitlines()] == [
@@ -53,7 +72,7 @@ async def test_a_fork_is_made_and_shown_by_the_commands(local_worker: Start) -> 
     assert f"[try] fork of garden at {position}" in listed
     assert "1 of 2 sessions" in listed
     shown = (await command("show", "red", *where(worker))).stdout
-    assert "  fork of garden\n" in shown
+    assert "  fork of garden\n  its beginning is no longer in the log\n  opened; position" in shown
     info = (await command("info", "red", *where(worker))).stdout
     assert f"garden at position {position}" in info
 

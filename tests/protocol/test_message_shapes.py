@@ -67,7 +67,7 @@ def test_a_stop_string_alone_is_a_list_of_one() -> None:
     assert alone == decode_request(b'{"type":"generate","id":"a","stop":["\\n"]}')
     assert alone == Generate(id="a", stop=("\n",))
     assert encode(alone) == b'{"type":"generate","stop":["\\n"],"id":"a"}'
-    with pytest.raises(InvalidMessageError, match="stop must be `str` of length >= 1"):
+    with pytest.raises(InvalidMessageError, match="stop must be text of at least 1 character"):
         decode_request(b'{"type":"generate","id":"a","stop":""}')
     with pytest.raises(InvalidMessageError, match="stop must be"):
         decode_request(b'{"type":"generate","id":"a","stop":7}')

@@ -255,7 +255,7 @@ RULE = "1 to 64 of the characters A-Z a-z 0-9 _ -, the first one a letter or a d
             "generate takes at most one of messages, text, tokens; it has 2",
         ),
         (b'{"type":"generate","id":"a","max_tokens":"9"}', "max_tokens must be `int`, not `str`"),
-        (b'{"type":"generate","id":"a","stop":["x",""]}', "stop[1] must be `str` of length >= 1"),
+        (b'{"type":"generate","id":"a","stop":["x",""]}', "stop[1] must be text of at least 1 character"),
         (
             b'{"type":"open","id":"a","cache":{"policy":"half"}}',
             "cache.policy must be full, paged or sink_window, not 'half'",

@@ -43,9 +43,9 @@ BOMBS: dict[str, list[Any]] = {
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"tools": [{"type": "function", "function": {"name": f"f{n}"}} for n in range(513)]},
-        "length <= 512",
+        "a list of at most 512 items",
     ),
-    ({"stop": [f"stop{n}" for n in range(1_000)]}, "length <= 16"),
+    ({"stop": [f"stop{n}" for n in range(1_000)]}, "a list of at most 16 items"),
     ({"tools": [tool("odd")]}, "no odd tools"),
     (
         {"tools": [tool("f")], "tool_choice": {"type": "function", "function": {"name": "g"}}},

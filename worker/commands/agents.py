@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
 #: Most of one answer that agents are told to ask for.
 _MOST_ANSWERED: Final = 32_000
@@ -182,7 +182,15 @@ INSTALLS: Final[Mapping[str, str]] = {
 }
 
 #: Tokens of what these agents say before the user does.
-OWN_PROMPTS: Final = {"claude": 20_000, "codex": 10_000}
+_OWN_PROMPTS: Final = {"claude": 20_000, "codex": 10_000}
+#: Options of theirs that make it shorter, by an unknown number.
+_SHORTENED: Final = {"claude": {"--tools", "--system-prompt", "--system-prompt-file"}}
+
+
+def own_prompt_tokens(program: str, arguments: Sequence[str]) -> int:
+    """Return the tokens of a program's own prompt, 0 if unknown."""
+    given = {argument.partition("=")[0] for argument in arguments}
+    return 0 if given & _SHORTENED.get(program, set()) else _OWN_PROMPTS.get(program, 0)
 
 
 def start_of(program: str, door: Door) -> Start:

@@ -26,8 +26,10 @@ from worker.wire.credentials import own_token, worker_options
 
 from .flags import (
     HelpContext,
+    Number,
     SpanType,
     as_json,
+    listen_option,
     load_models,
     load_settings,
     options_of,
@@ -353,7 +355,12 @@ def chat(
     help="Print nothing until the answer has ended, then its result as one line of JSON: text, token ids,"
     " finish_reason, usage, seconds.",
 )
-@click.option("--logprobs", metavar="N", type=int, help="With --json: logprobs, and the N likeliest tokens.")
+@click.option(
+    "--logprobs",
+    metavar="N",
+    type=click.IntRange(0, 20),
+    help="With --json: logprobs, and the N likeliest tokens.",
+)
 @click.option("--echo", is_flag=True, help="With --json: logprobs of the question's tokens too.")
 @tool_option
 @reasoning_option
@@ -569,35 +576,19 @@ def unpin(config: Path | None, session: str, tenant: str, position: int | None, 
     talk(load_settings(config, flags), tenant, lambda client: run(client, session, position))
 
 
-def _endpoint(_: click.Context, __: click.Parameter, value: str) -> tuple[str, int]:
-    host, _colon, port = value.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise click.BadParameter(f"{value!r} is no address; it must be like 127.0.0.1:9423 or [::1]:9423")
-    return host.removeprefix("[").removesuffix("]"), int(port)
-
-
-_OF_METRICS: Final = "Address to serve on; whoever reaches it can read the metrics."
-_OF_PAGE: Final = (
-    "Address to serve on. The page is not encrypted: beyond this machine, put a proxy before it."
-)
+_OF_METRICS: Final = "Whoever reaches it can read the metrics."
+_OF_PAGE: Final = "The page is not encrypted: beyond this machine, put a proxy before it."
 
 
 def _page_options(
     port: int, least_s: float, keep_s: float, kept: str, reached: str
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Add the options of a command that serves a page."""
-    listen = click.option(
-        "--listen",
-        metavar="HOST:PORT",
-        default=f"127.0.0.1:{port}",
-        show_default=True,
-        callback=_endpoint,
-        help=reached,
-    )
+    listen = listen_option(port, reached)
     keep = click.option(
         "--keep-s",
         metavar="SECONDS",
-        type=click.FloatRange(least_s, 7 * 86400),
+        type=Number(least_s, 7 * 86400),
         default=keep_s,
         show_default=True,
         help=kept,

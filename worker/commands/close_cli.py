@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ops.log.ending import check_open, end
-from turnkeep_client.errors import InvalidMessageError, TurnkeepError
+from turnkeep_client.errors import InvalidMessageError, NotPermittedError, NoWorkerError, TurnkeepError
+from worker.process.installed import as_installed
 
 from .exchanges import last_exchanges
 from .flags import load_settings, tenant_option, with_result_timeout, with_settings
@@ -57,19 +59,33 @@ def rm(config: Path | None, sessions: tuple[str, ...], **flags: Any) -> None:
 def _close(
     config: Path | None, names: tuple[str, ...], *, forget: bool, tenant: str, timeout_s: float, **flags: Any
 ) -> None:
-    async def run(client: Client) -> None:
+    async def run(client: Client) -> bool:
+        failed = False
         for name in names:
-            async with named(client, name) as session:
-                await _say_what_runs(session)
-                closed = await end(client, name, timeout_s, forget=forget)
-            if not forget:
-                click.echo(f"closed {name} at position {closed.position}")
-                continue
-            click.echo(f"removed {name} from the log and the worker's disk")
-            if not closed.settled:
-                click.echo(f"turnkeep: some of {name} may stay on the disk until it is evicted", err=True)
+            try:
+                await _end(client, name, timeout_s, forget=forget)
+            except (NoWorkerError, NotPermittedError):
+                raise
+            except TurnkeepError as error:  # of this session alone
+                click.echo(f"turnkeep: {as_installed(str(error))}", err=True)
+                failed = True
+        return failed
 
-    talk(load_settings(config, flags), tenant, run)
+    if talk(load_settings(config, flags), tenant, run):
+        sys.exit(1)
+
+
+async def _end(client: Client, name: str, timeout_s: float, *, forget: bool) -> None:
+    """Close or remove a session, and say so."""
+    async with named(client, name) as session:
+        await _say_what_runs(session)
+        closed = await end(client, name, timeout_s, forget=forget)
+    if not forget:
+        click.echo(f"closed {name} at position {closed.position}")
+        return
+    click.echo(f"removed {name} from the log and the worker's disk")
+    if not closed.settled:
+        click.echo(f"turnkeep: some of {name} may stay on the disk until it is evicted", err=True)
 
 
 async def _say_what_runs(session: Session) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
+import re
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -104,13 +106,51 @@ def moment(_: click.Context, __: click.Parameter, value: str | None) -> datetime
         ) from None
 
 
+class Number(click.FloatRange):
+    """A number within a range; click's own lets NaN pass."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Parse an option's value."""
+        number: float = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value!r} is not a number", param, ctx)
+        return number
+
+
+_ADDRESS: Final = re.compile(r"((?P<host>\[[^\[\]]+\]|[^\[\]:]+):)?(?P<port>[0-9]{1,5})")
+
+
+def _address(_: click.Context, __: click.Parameter, value: str) -> tuple[str, int]:
+    found = _ADDRESS.fullmatch(value)
+    if found is None or int(found["port"]) > 65535:
+        raise click.BadParameter(
+            f"{value!r} is no address; it must be like 0.0.0.0:8080 or [::1]:8080, or a port of 127.0.0.1"
+        )
+    return (found["host"] or "127.0.0.1").strip("[]"), int(found["port"])
+
+
+def listen_option(port: int, reached: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Add `--listen` to a command that serves over HTTP, passed as host and port.
+
+    By default it is `port` of the loopback address; `reached` says what others could do at another address.
+    """
+    return click.option(
+        "--listen",
+        metavar="HOST:PORT",
+        default=f"127.0.0.1:{port}",
+        show_default=True,
+        callback=_address,
+        help=f"Address to serve on, or a port of 127.0.0.1. {reached}",
+    )
+
+
 def with_result_timeout(help_text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Add `--timeout`, passed as `timeout_s`."""
     return click.option(
         "--timeout",
         "timeout_s",
         metavar="SECONDS",
-        type=click.FloatRange(1),
+        type=Number(1),
         default=600.0,
         show_default=True,
         help=help_text,
@@ -140,27 +180,35 @@ def with_settings(*names: str) -> Callable[[Callable[..., Any]], Callable[..., A
     return decorate
 
 
-_SAMPLING: tuple[tuple[str, str, Any, str], ...] = (
-    ("--max-tokens", "N", int, "Maximum tokens of one answer. [default: what fits the context]"),
-    ("--temperature", "T", float, "0 always takes the most likely token. [default: the model's]"),
+#: As messages have them; a test compares both.
+_TOKENS: Final = click.IntRange(0, 2**31 - 1)
+_PENALTY: Final = Number(-2, 2)
+_SAMPLING: tuple[tuple[str, str, click.ParamType[Any], str], ...] = (
+    ("--max-tokens", "N", _TOKENS, "Maximum tokens of one answer. [default: what fits the context]"),
+    ("--temperature", "T", Number(0, 100), "0 always takes the most likely token. [default: the model's]"),
     (
         "--top-p",
         "P",
-        float,
+        Number(0, 1, min_open=True),
         "Only the most likely tokens with this total probability. [default: the model's]",
     ),
-    ("--top-k", "N", int, "Only the N most likely tokens; 0 is all. [default: the model's]"),
+    ("--top-k", "N", _TOKENS, "Only the N most likely tokens; 0 is all. [default: the model's]"),
     (
         "--min-p",
         "P",
-        float,
+        Number(0, 1),
         "Only tokens at least P times as likely as the likeliest. [default: the model's]",
     ),
-    ("--repetition-penalty", "X", float, "Above 1: repeat fewer tokens. [default: the model's]"),
-    ("--presence-penalty", "X", float, "Above 0: repeat fewer of the answer's tokens (-2 to 2)."),
-    ("--frequency-penalty", "X", float, "The same, times how often a token occurs (-2 to 2)."),
-    ("--min-tokens", "N", int, "No end of the answer before N tokens."),
-    ("--seed", "N", int, "Seed of the sampling. [default: a new one]"),
+    (
+        "--repetition-penalty",
+        "X",
+        Number(0, 100, min_open=True),
+        "Above 1: repeat fewer tokens. [default: the model's]",
+    ),
+    ("--presence-penalty", "X", _PENALTY, "Above 0: repeat fewer of the answer's tokens."),
+    ("--frequency-penalty", "X", _PENALTY, "The same, times how often a token occurs."),
+    ("--min-tokens", "N", _TOKENS, "No end of the answer before N tokens."),
+    ("--seed", "N", click.IntRange(0, 2**63 - 1), "Seed of the sampling. [default: a new one]"),
 )
 
 
@@ -172,9 +220,14 @@ def _biases(
     for pair in given:
         token, _, bias = pair.partition(":")
         try:
-            found[int(token)] = float(bias)
+            number, value = int(token), float(bias)
         except ValueError:
-            raise click.BadParameter(f"{pair!r} must be a token id, a colon and a number: 42:-100") from None
+            number, value = -1, 0.0
+        if not (0 <= number < 2**31 and -100 <= value <= 100):
+            raise click.BadParameter(
+                f"{pair!r} must be a token id, a colon and a number from -100 to 100: 42:-100"
+            )
+        found[number] = value
     return found or None
 
 

@@ -16,7 +16,7 @@ from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.subjects import DEFAULT_TENANT
 from worker.process.settings import default_worker
 
-from .flags import load_models, load_settings, with_settings
+from .flags import Number, listen_option, load_models, load_settings, with_settings
 from .talking import CLIENT_SETTINGS, connected, talk
 
 if TYPE_CHECKING:
@@ -26,12 +26,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option(
-    "--host", metavar="ADDRESS", default="127.0.0.1", show_default=True, help="Address to serve on."
-)
-@click.option(
-    "--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="Port to serve on."
-)
+@listen_option(8080, "Whoever reaches it may use it, unless --keys asks for a key.")
 @click.option(
     "--keys",
     metavar="FILE",
@@ -41,7 +36,7 @@ if TYPE_CHECKING:
 @click.option(
     "--idle-hours",
     metavar="H",
-    type=click.FloatRange(0.01),
+    type=Number(0.01),
     default=24.0,
     show_default=True,
     help="Remove conversations that nobody continued for so long.",
@@ -58,8 +53,7 @@ if TYPE_CHECKING:
 @with_settings(*CLIENT_SETTINGS)
 def gateway(
     config: Path | None,
-    host: str,
-    port: int,
+    listen: tuple[str, int],
     keys: Path | None,
     idle_hours: float,
     cors: str | None,
@@ -95,7 +89,7 @@ def gateway(
             is_first = own.prefix == settings.prefix and tenant == DEFAULT_TENANT
             return client if is_first else await connected(own, tenant)
 
-        listener = listening(host, port)
+        listener = listening(*listen)
         address, at = listener.getsockname()[:2]
         click.echo(greeting(address, at, has_keys=keys is not None), err=True)
         gateway = Gateway(

@@ -22,7 +22,7 @@ from turnkeep_client.errors import TurnkeepError
 from worker.process.datadir import starting_pid
 from worker.process.installed import program
 
-from .agents import AGENTS, INSTALLS, OWN_PROMPTS, Door, start_of
+from .agents import AGENTS, INSTALLS, Door, own_prompt_tokens, start_of
 from .flags import load_settings, with_settings
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def launch(
         install = INSTALLS.get(Path(agent).name)
         advice = f"`{install}` installs it" if install else f"known agents are {', '.join(AGENTS)}"
         raise TurnkeepError(f"there is no program {agent!r} on the PATH; {advice}")
-    if door.context_tokens < (needed := OWN_PROMPTS.get(Path(agent).name, 0)):
+    if door.context_tokens < (needed := own_prompt_tokens(Path(agent).name, arguments)):
         click.echo(
             f"turnkeep: {agent}'s own prompt takes about {needed:,} tokens, and {door.model} sees only"
             f" {door.context_tokens:,}; serve another model, or shorten it as docs/agents.md says",
@@ -151,7 +151,7 @@ def _port_of(url: str) -> str:
         port = urlsplit(url).port
     except ValueError:  # beyond 65535
         return ""
-    return "" if port in {None, _PORT} else f" --port {port}"
+    return "" if port in {None, _PORT} else f" --listen {port}"
 
 
 def _reason(error: urllib.error.HTTPError) -> str:

@@ -16,6 +16,7 @@ from turnkeep_client.messages import (
     Generate,
     Generated,
     Open,
+    Opened,
     Rewind,
     UnknownResult,
     encode,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from ops.log.conversation import Turn
     from ops.log.sessions import SessionRow
     from turnkeep_client.client import Client
+    from turnkeep_client.history import History
     from turnkeep_client.messages import Called, Request, Result, ToolCall
 
 #: Sessions of which the first words are read, one after another: a list of 100,000 must take seconds.
@@ -177,22 +179,30 @@ def _state(row: SessionRow) -> str:
 def show(
     config: Path | None, session: str, tenant: str, last: int | None, as_json: bool, **flags: Any
 ) -> None:
-    """Print a session's conversation from the log, with the cost of each request."""
+    """Print a session's conversation from the log, with the cost of each request.
+
+    A fork begins with what it has of its parent's conversation.
+    """
     from ops.log.conversation import conversation
+    from ops.log.record import pair_up
 
-    async def read(client: Client) -> list[Turn]:
-        turns = list(conversation(await client.log(session)))
-        if not turns:
+    async def read(client: Client) -> tuple[list[Turn], dict[int, History]]:
+        entries = await client.log(session)
+        if not (turns := list(conversation(entries))):
             raise await no_session(client, session)
-        return turns
+        shown = turns[-last:] if last else turns
+        forks = {turn.seq for turn in shown if isinstance(turn.result, Opened) and turn.result.parent}
+        opened = {one.asked.seq: one.answered.seq for one in pair_up(entries) if one.asked.seq in forks}
+        own = client.session(session)
+        return shown, {seq: await own.history(before=end + 1) for seq, end in opened.items()}
 
-    turns = talk(load_settings(config, flags), tenant, read)
-    shown = turns[-last:] if last else turns
+    shown, inherited = talk(load_settings(config, flags), tenant, read)
     if as_json:
-        click.echo(encode({"tenant": tenant, "session": session, "turns": shown}))
+        messages = {seq: history.messages for seq, history in inherited.items()}
+        click.echo(encode({"tenant": tenant, "session": session, "turns": shown, "inherited": messages}))
         return
     for turn in shown:
-        for line in _lines(turn):
+        for line in _lines(turn, inherited.get(turn.seq)):
             click.echo(line)
 
 
@@ -309,11 +319,13 @@ def dead_drop(config: Path | None, session: str, request: str, tenant: str, **fl
     talk(load_settings(config, flags), tenant, run)
 
 
-def _lines(turn: Turn) -> Iterator[str]:
+def _lines(turn: Turn, inherited: History | None = None) -> Iterator[str]:
     request = turn.request
     what = "?" if request is None else f"{request.__struct_config__.tag}  {request.id}"
     yield click.style(f"#{turn.number}  {what}  {turn.stored.astimezone():%Y-%m-%d %H:%M:%S}", bold=True)
     yield from _asked(request)
+    if inherited:
+        yield from _inherited(inherited)
     if isinstance(turn.result, Generated):
         if turn.result.reasoning:
             yield from _said("reasoning", turn.result.reasoning)
@@ -336,6 +348,16 @@ def _asked(request: Request | None) -> Iterator[str]:
         yield f"  back to position {request.position}"
     if isinstance(request, Open) and request.from_ is not None:
         yield f"  fork of {request.from_.session}"
+
+
+def _inherited(history: History) -> Iterator[str]:
+    """Yield lines with what a fork has of its parent's conversation."""
+    if not history.is_whole:
+        yield "  its beginning is no longer in the log"
+    for message in history.messages:
+        yield from _said(message.role, _with_calls(str(message.content or ""), message.tool_calls or ()))
+    if history.turns and history.turns[-1].is_cut:
+        yield f"  of the last turn only what is before position {history.position}"
 
 
 def _with_calls(text: str, calls: Iterable[ToolCall | Called]) -> str:

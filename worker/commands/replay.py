@@ -10,12 +10,13 @@ from uuid import uuid4
 
 import click
 
+from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.messages import encode
 
 from .flags import as_json, load_settings, moment, tenant_option, with_result_timeout, with_settings
 from .printing import table
 from .progress import terminal_progress
-from .talking import CLIENT_SETTINGS, connected, talk
+from .talking import CLIENT_SETTINGS, connected, no_session, talk
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -86,6 +87,11 @@ def replay(
             entries = of_file(source)
         else:  # only the sessions that are named, where some are
             entries = [one for name in sessions or (None,) for one in await client.log(name)]
+        there = {one.key.session for one in entries}
+        for name in [name for name in sessions if name not in there]:
+            if source is not None:
+                raise TurnkeepError(f"there is no session {name} in {source}")
+            raise await no_session(client, name)
         record = fold(within(entries, sessions, since, until))
         async with await connected(settings, into_tenant or f"replay-{run}", into_prefix) as target:
             with terminal_progress(of_bytes=False) as progress:

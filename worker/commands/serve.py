@@ -137,7 +137,7 @@ async def _say_what_next(settings: Settings, app: App | Supervisor) -> None:
 async def _run_gateway(app: App | Supervisor, manner: Manner) -> None:
     """Run a gateway once the worker serves."""
     await app.ready.wait()
-    options = ["--port", str(manner.gateway_port), "--until-eof"]
+    options = ["--listen", str(manner.gateway_port), "--until-eof"]
     async with child(["gateway", *manner.gateway_options, *options], patience_s=_GATEWAY_S) as process:
         code = await process.wait()
         log.error("the gateway has ended, the worker goes on", code=code)

@@ -12,7 +12,7 @@ import msgspec
 from worker.process.formatting import size as in_units
 from worker.process.settings import SettingsError, parse_size, policy_text
 
-from .flags import as_json, load_settings, with_settings
+from .flags import Number, as_json, load_settings, with_settings
 from .printing import table
 from .progress import terminal_progress
 
@@ -55,7 +55,7 @@ def _tokens(flag: str, default: int, purpose: str, least: int = 0) -> Callable[[
 @click.option(
     "--turns-per-hour",
     metavar="T",
-    type=click.FloatRange(0),
+    type=Number(0),
     required=True,
     help="Turns of one session in an hour, all day long.",
 )

@@ -35,9 +35,9 @@ async def stream(
     `reasoning` is `show` or `hide`; None shows it on a terminal only, dimmed. Tool calls come last, one a
     line.
 
-    Ctrl-C and SIGTERM cancel the answer. If no worker runs, or at a second Ctrl-C, only the wait ends, and
-    the request stays in the log. `kept` is false if the caller then removes the session. Without `shown` the
-    text is not printed. Raises what the generation raises.
+    Ctrl-C, SIGTERM and SIGHUP cancel the answer. If no worker runs, or at a second Ctrl-C, only the wait
+    ends, and the request stays in the log. `kept` is false if the caller then removes the session. Without
+    `shown` the text is not printed. Raises what the generation raises.
     """
     told = sys.stdout.isatty() if reasoning is None else reasoning == "show"
     return await _Stream(session, generation, shown=shown, kept=kept, shows_reasoning=told).run()

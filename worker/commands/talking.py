@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import errno
 import math
 import os
 import shlex
@@ -89,14 +90,16 @@ async def connected(settings: Settings, tenant: str, prefix: str | None = None) 
 
 
 def talk(settings: Settings, tenant: str, say: Callable[[Client], Coroutine[Any, Any, _T]]) -> _T:
-    """Connect a client and run `say` with it, until it ends or SIGTERM arrives."""
+    """Connect a client and run `say` with it, until it ends, or SIGTERM or SIGHUP arrives."""
     import asyncio  # here, as `--help` needs none
 
     async def run() -> _T:
-        # SIGTERM cancels the task, so that changed terminal settings are restored.
+        # A signal cancels the task, so that an answer ends, and changed terminal settings are restored.
         task = asyncio.current_task()
         if task and threading.current_thread() is threading.main_thread():  # others cannot
-            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+            for ends in (signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(ends) != signal.SIG_IGN:  # as nohup has it for SIGHUP
+                    asyncio.get_running_loop().add_signal_handler(ends, task.cancel)
         async with await connected(settings, tenant) as client:
             return await say(client)
 
@@ -110,6 +113,10 @@ def talk(settings: Settings, tenant: str, say: Callable[[Client], Coroutine[Any,
     except NoWorkerError as error:
         raise NoWorkerError(f"{error}; start a worker with: {command_line(settings, 'serve')}") from None
     except asyncio.CancelledError:
+        sys.exit(_TERMINATED)
+    except OSError as error:
+        if error.errno != errno.EIO:  # printed to a closed terminal, before SIGHUP came
+            raise
         sys.exit(_TERMINATED)
 
 
