@@ -132,7 +132,7 @@ class Device:
     def forget(self, key: SessionKey) -> None:
         self.resident.pop(key, None)
 
-    async def erase(self, key: SessionKey, tokens: Tokens) -> Forgotten:
+    async def erase(self, key: SessionKey, tokens: Tokens, shared: int) -> Forgotten:
         self.forget(key)
         await self._sleep(0.005)
         return Forgotten(0, settled=True)
