@@ -147,7 +147,9 @@ async def test_what_other_sessions_share_is_settled_and_stays(open_store) -> Non
 async def test_the_snapshots_of_the_first_tokens_stay_if_somebody_needs_them(open_store, tmp_path) -> None:
     store = await stored(open_store, TOKENS)
     assert await store.erase("a", TOKENS, 10, shared=9) == Forgotten(1, settled=True)
-    assert store.match("a", TOKENS).num_tokens == 8
+    found = store.match("a", TOKENS)
+    store.release(found)
+    assert found.num_tokens == 8
     assert not traces(tmp_path / "cache", TOKENS[8:])
     assert await store.erase("a", TOKENS[:9], 10) == Forgotten(2, settled=True)
     assert not traces(tmp_path / "cache", TOKENS)
