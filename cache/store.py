@@ -402,25 +402,28 @@ class Store:
         """
         self._writer.abandon_queued("memory")
 
-    def forget(self, tenant: str, tokens: Sequence[int]) -> int:
+    def forget(self, tenant: str, tokens: Sequence[int], *, shared: int = 0) -> int:
         """Remove the snapshots of these tokens, except snapshots that other sequences of tokens share.
 
-        Covers all identities: other models, policies, `kv_bits`. Returns how many snapshots were removed. A
+        Those are the snapshots that a stored one continues, and those of the first `shared` tokens. Covers
+        all identities: other models, policies, `kv_bits`. Returns how many snapshots were removed. A
         snapshot that a load or a turn holds is removed when it is released; a pinned one stays. After a
         `barrier` no removed snapshot comes back, not even through a write in flight.
         """
         within = self._within(tenant, pack(tokens))
-        return self._removal.discard(node for node in within if not node.kept)
+        return self._removal.discard(node for node in within if not node.kept and node.end > shared)
 
-    async def erase(self, tenant: str, tokens: Sequence[int], timeout_s: float = 2.0) -> Forgotten:
-        """`forget`, and wait at most `timeout_s` until the removal is durable.
+    async def erase(
+        self, tenant: str, tokens: Sequence[int], timeout_s: float = 2.0, *, shared: int = 0
+    ) -> Forgotten:
+        """`forget`, before the first wait, and wait at most `timeout_s` until the removal is durable.
 
         Removes copies in quarantine too. The result is not settled if time ran out, if a turn still holds one
         of the snapshots, if a removal failed, or if there are files of another format version, whose tokens
         are unknown.
         """
         packed = pack(tokens)
-        num_snapshots = self.forget(tenant, tokens)
+        num_snapshots = self.forget(tenant, tokens, shared=shared)
         try:
             async with asyncio.timeout(timeout_s):
                 await self._drained()

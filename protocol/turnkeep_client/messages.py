@@ -482,9 +482,9 @@ class Closed(_Result, frozen=True, tag="closed"):
     """Answer to `close`; `position` is the session's last one.
 
     After `forget`, `forgotten` counts the removed snapshots and `removed_entries` the entries removed from
-    the log. `settled` is false if some of the session's tokens may be left on the disk: the disk did not
+    the log. `settled` is false if some of the session's own tokens may be left on the disk: the disk did not
     answer in time, a file could not be removed, another session's turn uses a snapshot, or there are
-    snapshots that this worker cannot read.
+    snapshots that this worker cannot read. Tokens that another open session has too are not its own.
     """
 
     forgotten: int | None = None

@@ -18,6 +18,7 @@ from cache.disk.header import read_name
 from cache.names.blocks import Span
 from cache.names.identity import FORMAT_VERSION
 from cache.names.tokens import Chain, as_tokens, pack
+from cache.store import Forgotten
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -141,6 +142,17 @@ async def test_what_other_sessions_share_is_settled_and_stays(open_store) -> Non
     await store.pin("a", TOKENS[:4])
     assert (await store.erase("a", TOKENS, 10)).settled
     assert store.match("a", [*TOKENS[:8], 7, 8]).num_tokens == 10
+
+
+async def test_the_snapshots_of_the_first_tokens_stay_if_somebody_needs_them(open_store, tmp_path) -> None:
+    store = await stored(open_store, TOKENS)
+    assert await store.erase("a", TOKENS, 10, shared=9) == Forgotten(1, settled=True)
+    found = store.match("a", TOKENS)
+    store.release(found)
+    assert found.num_tokens == 8
+    assert not traces(tmp_path / "cache", TOKENS[8:])
+    assert await store.erase("a", TOKENS[:9], 10) == Forgotten(2, settled=True)
+    assert not traces(tmp_path / "cache", TOKENS)
 
 
 async def test_quarantined_copies_go_too(open_store, tmp_path) -> None:

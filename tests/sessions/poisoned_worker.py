@@ -1,7 +1,7 @@
 """A worker that some requests end, as an abort in MLX would: run like `python -m worker`.
 
 `POISON` in an append's text ends the process as the request is carried out; `VENOM` raises where no error is
-expected, when it is carried out, and `BANE` when the log is read again.
+expected, when it is carried out, and `BANE` when the log is read again, at which `CURSE` ends the process.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ async def venomous(self: Session, pending: Any) -> Any:
 def baneful(self: Fold, history: Any, request: Any, *result: Any) -> Any:
     if isinstance(request, Append) and "BANE" in (request.text or ""):
         raise OverflowError("too much")
+    if isinstance(request, Append) and "CURSE" in (request.text or ""):
+        os.abort()
     return replay(self, history, request, *result)
 
 

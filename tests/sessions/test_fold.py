@@ -263,7 +263,9 @@ class World:
             build="",
             **parts,
         )
-        self.session = Session(KEY, services, lambda _: None, lambda _: nullcontext(self.session))
+        self.session = Session(
+            KEY, services, lambda _: None, lambda _: nullcontext(self.session), lambda *_: (0, None)
+        )
 
     async def _release(self, _: SessionKey) -> None:
         self.num_released += 1

@@ -130,6 +130,19 @@ async def test_a_session_whose_log_cannot_be_read_says_so(lives: Lives) -> None:
     assert results[other]["type"] == "appended"
 
 
+@pytest.mark.parametrize(("word", "num_lives"), [("BANE", 2), ("CURSE", 3)])
+async def test_a_fork_is_forgotten_though_its_parent_cannot_be_read(
+    lives: Lives, word: str, num_lives: int
+) -> None:
+    await lives.until_answered([await lives.publish("s", append("a", word))])
+    fork = await lives.publish("fork", {"type": "open", "id": "o", "from": {"session": "s"}})
+    await lives.until_answered([fork])
+    lives.process.kill()
+    forget = await lives.publish("fork", {"type": "close", "id": "c", "forget": True})
+    closed = (await lives.until_answered([forget]))[forget]
+    assert (closed["type"], closed.get("settled", True), lives.num) == ("closed", True, num_lives)
+
+
 async def test_orderly_stops_are_no_attempts(local_worker: Callable[..., Any], nats_url: str) -> None:
     """Four of them in the middle of one prompt's answer, which goes on each time."""
     worker = await local_worker(ack_wait_s=1.0)

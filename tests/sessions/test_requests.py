@@ -99,6 +99,40 @@ async def test_what_a_replica_does_not_show_yet_can_be_cancelled(
     await w.result(running)
 
 
+@pytest.mark.parametrize("hidden", ["all", "results", "the last turn"])
+async def test_what_is_asked_of_a_session_is_not_older_than_its_last_result_though_a_replica_is(
+    local_worker: Start, monkeypatch: pytest.MonkeyPatch, hidden: str
+) -> None:
+    worker: Any = await local_worker()
+    session = worker.client.session("s")
+    await session.append(tokens=[7] * 40)
+    position = (await session.append(tokens=[8] * 50)).position
+    await worker.stop()
+    batch, left = Journal._direct_batch, 0
+
+    async def lagging(self: Journal, stream: str, subject: str, after: int) -> Any:
+        nonlocal left
+        is_of_log = subject.endswith(".s.out") or (subject.endswith(".s.in") and hidden != "results")
+        entries, num_more = await batch(self, stream, subject, after)
+        if not (is_of_log and entries and left):
+            return entries, num_more
+        left -= 1
+        return (entries[:-1], num_more) if hidden == "the last turn" else ([], 0)
+
+    monkeypatch.setattr(Journal, "_direct_batch", lagging)
+    for asked in ("info", "count", "pin"):
+        worker, left = await local_worker(), 2
+        session = worker.client.session("s")
+        if asked == "info":
+            assert (await session.info()).position == position
+        elif asked == "count":
+            assert (await session.count(tokens=[9])).position == position + 1
+        else:
+            assert (await session.pin()).tokens == position
+        assert left < 2
+        await worker.stop()
+
+
 async def test_cancelling_what_waits_leaves_the_running_request_alone(wire: Start) -> None:
     """The answer to the waiting ones comes at once, before the one that they wait for."""
     w = await wire()

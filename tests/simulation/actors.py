@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from cache.names.policy import FULL, Policy
 from turnkeep_client.calls import Call
 from turnkeep_client.client import connect
-from turnkeep_client.errors import InvalidMessageError, StreamBrokenError, TurnkeepError
+from turnkeep_client.errors import InvalidMessageError, RequestFailedError, StreamBrokenError, TurnkeepError
 from turnkeep_client.generation import Generation
 from turnkeep_client.log import BASE_HEADER, HISTORY_HEADER
 from turnkeep_client.messages import (
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from cache.names.tokens import Tokens
     from turnkeep_client.client import Client
     from turnkeep_client.messages import Chunk, Request, Result
+    from turnkeep_client.session import Session
 
     from .jetstream import Message, Stream
     from .world import Connection, Server
@@ -70,6 +71,14 @@ class Told:
     result: Result | None = None
     error: str = ""
     broken: str = ""
+
+
+class Look(NamedTuple):
+    """The position in an answer to `info`, None of an unknown session; what had been told of it before."""
+
+    key: SessionKey
+    told: tuple[Told, ...]
+    position: int | None
 
 
 class Read(NamedTuple):
@@ -276,7 +285,10 @@ class Asker:
                 other = random.choice(others or _SESSIONS)
                 most = self._positions.get(SessionKey(TENANT, other), 0)
                 at = random.randint(0, most) if random.random() < 0.5 else None
-                named |= {"type": "open", "from": {"session": other, "position": at}}
+                of: dict[str, Any] = {"session": other, "position": at}
+                if random.random() < 0.3:
+                    of["expect_position"] = most
+                named |= {"type": "open", "from": of}
             case _ if kind is Append:
                 named |= {"type": "append", **_input(random, key)}
             case _ if kind is Generate:
@@ -343,11 +355,22 @@ class Asker:
                 self._history.note(self.process.name, f"cancels {request.id}")
                 await session.cancel(request.id)
             elif chance < 0.7:
-                await session.info()
+                await self._look(session)
             elif chance < 0.8:
                 await session.count(text=random.choice(_WORDS))
             else:
                 await self._client.ask(key.session, text=random.choice(_WORDS), max_tokens=3, timeout_s=1.0)
+
+    async def _look(self, session: Session) -> None:
+        key, position = session.key, None
+        told = tuple(one for one in self._history.told if one.key == key and one.result is not None)
+        try:
+            position = (await session.info()).position
+        except RequestFailedError as error:
+            if error.code != "unknown_session":
+                return
+        self._history.note(self.process.name, f"sees {key.session} at {position}")
+        self._history.looks.append(Look(key, told, position))
 
 
 def _input(random: Random, key: SessionKey) -> dict[str, Any]:
@@ -446,6 +469,7 @@ class History:
         self.plan = plan
         self.note = note
         self.told: list[Told] = []
+        self.looks: list[Look] = []
         self.faults: list[str] = []
         self.num_faults = 0
         #: Which worker began when.

@@ -164,6 +164,7 @@ def check(history: History) -> list[str]:
         wrong += [f"{key}: still on the disk" for key in disk if disk[key].num_common(of[key])]
     expired = _expired(streams[SUBJECTS.token_stream], found, history.plan.settings["token_ttl_s"])
     wrong += _check_told_results(history, found)
+    wrong += _check_looks(history, found)
     expired |= _lost_names(streams)
     wrong += _check_clients(history, found, expired)
     wrong += _check_chunks(streams[SUBJECTS.token_stream], found, expired)
@@ -437,8 +438,9 @@ def _check_fork(
     parent, states = _parent(log, request.from_.session, result.seq or 0, found)
     digest = message.headers.get(HISTORY_HEADER)
     of = Parent(session=request.from_.session, position=result.position)
+    expected = request.from_.expect_position
     for state in states:
-        if _is_open(state) and state.position >= result.position:
+        if _is_open(state) and state.position >= result.position and expected in (None, state.position):
             log.state = FOLD.forked(state, of, result.tags)
             if log.state.digest() == digest:
                 return
@@ -472,7 +474,11 @@ def _check_no_fork(
         return
     if "only an open session can be forked" in result.message and all(map(_is_open, states)):
         yield f"the fork at {result.seq} is refused, though its parent was open: {result.message}"
-    position = request.from_.position or 0
+    of = request.from_
+    conflicts = result.message.startswith(f"{of.session} is at position ")
+    if conflicts and all(one.position == of.expect_position for one in states):
+        yield f"the fork at {result.seq} is refused, though its parent was as expected: {result.message}"
+    position = of.position or 0
     if "cannot fork " in result.message and all(one.position >= position for one in states):
         yield f"the fork at {result.seq} is refused, though its parent was there: {result.message}"
 
@@ -549,6 +555,28 @@ def _check_told_results(history: History, found: dict[SessionKey, Logged]) -> It
             answers = log.results.get(told.seq or 0, [])
             if result not in [one for _, one in answers]:
                 yield f"{told.key} {told.request.id}: the client got {result}, which the log never had"
+
+
+def _check_looks(history: History, found: dict[SessionKey, Logged]) -> Iterator[str]:
+    """`info` shows no session as it was before a result that somebody had been told."""
+    for key, told, position in history.looks:
+        log = found.get(key)
+        if log is None or log.is_unknown or history.plan.sync_s:
+            continue
+        results = [
+            message
+            for one in told
+            for message, result in log.results.get(one.seq or 0, ())
+            if result == one.result
+        ]
+        since = max((message.seq for message in results), default=0)
+        before = [state for seq, state in log.states if seq <= since]
+        states = [before[-1] if before else _EMPTY, *(state for seq, state in log.states if seq > since)]
+        seen = {state.position for state in states} | {
+            None if position is None else 0 for state in states if not _is_open(state)
+        }
+        if position not in seen:
+            yield f"{key}: info says position {position}, after {since} in the log it was at {sorted(seen)}"
 
 
 def _began_anew(request: Request, log: Logged) -> bool:

@@ -135,7 +135,7 @@ class Device:
     def forget(self, key: SessionKey) -> None:
         self.resident.pop(key, None)
 
-    async def erase(self, key: SessionKey, tokens: Tokens) -> Forgotten:
+    async def erase(self, key: SessionKey, tokens: Tokens, shared: int) -> Forgotten:
         self.forget(key)
         is_failing = self._fails()
         await self._sleep(2.0 if is_failing else 0.005)

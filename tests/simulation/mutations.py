@@ -91,6 +91,13 @@ def _ignoring_lag(page: Any) -> Any:
     return mutated
 
 
+def _carelessly(refresh: Any) -> Any:
+    async def mutated(self: Any, *, surely: bool = False) -> None:
+        await refresh(self)
+
+    return mutated
+
+
 async def _publish_anyhow(self: Any, key: Any, request_id: str, body: bytes, *_: Any) -> int:
     while True:
         try:
@@ -153,6 +160,7 @@ MUTATIONS: Final[dict[str, tuple[Change, ...]]] = {
     "an anchor given up too early": ((session.Session, "_answer", _give_up_anchor), _NO_LOOK),
     "chunks without a fence": ((journal.Journal, "_publish", lambda _: _publish_anyhow),),
     "a lagging replica believed": ((journal.Journal, "page", _ignoring_lag),),
+    "a session shown as a replica has it": ((session.Session, "refresh", _carelessly),),
     "waiting counted as reading": ((attempts.Attempts, "reading", lambda _: _counted_early),),
     "a diverged record that vouches": (
         (record.Record, "digest", lambda _: lambda _, history: history.digest()),
@@ -182,6 +190,15 @@ _POISONED: Final[dict[str, Any]] = {
     "settings": {"max_attempts": 2, "ack_wait_s": 0.5, "token_ttl_s": 600.0, "block_tokens": 8},
     "meddling": 0.5,
 }
+_LAGGING: Final[dict[str, Any]] = {
+    "kinds": (),
+    "num_faults": 0,
+    "num_workers": 2,
+    "leases": False,
+    "lag_s": 0.5,
+    "num_requests": 9,
+    "meddling": 1.0,
+}
 #: The plans that show the lack of a guard soonest.
 FAVOURED: Final[dict[str, dict[str, Any]]] = {
     "waiting counted as reading": _POISONED,
@@ -195,15 +212,8 @@ FAVOURED: Final[dict[str, dict[str, Any]]] = {
         "num_faults": 3,
     },
     "a forget that misses what a rewind cut off": {"kinds": ("crash",), "num_faults": 1},
-    "a cancel of what a replica hides": {
-        "kinds": (),
-        "num_faults": 0,
-        "num_workers": 2,
-        "leases": False,
-        "lag_s": 0.5,
-        "num_requests": 9,
-        "meddling": 1.0,
-    },
+    "a cancel of what a replica hides": _LAGGING,
+    "a session shown as a replica has it": _LAGGING,
     "a checkpoint believed without its digest": {
         "kinds": ("rot", "rot", "stop"),
         "num_faults": 5,

@@ -260,12 +260,15 @@ class Engine:
             self._device.drop(key)
         self._apply(self._admission.decide())
 
-    async def erase(self, key: SessionKey, tokens: Tokens) -> Forgotten:
-        """Drop a session's KV from the device and its snapshots from SSD. Takes 2 s at most."""
+    async def erase(self, key: SessionKey, tokens: Tokens, shared: int) -> Forgotten:
+        """Drop a session's KV from the device and its snapshots from SSD. Takes 2 s at most.
+
+        The snapshots of the first `shared` tokens stay. Drops the rest before the first wait.
+        """
         self.forget(key)
         if self._store is None:
             return Forgotten(0, settled=not self._has_unopened)
-        return await self._store.erase(key.tenant, tokens)
+        return await self._store.erase(key.tenant, tokens, shared=shared)
 
     def stop(self) -> None:
         """End every turn; each `run` raises `StoppingError` after its last KV has been copied for the SSD."""

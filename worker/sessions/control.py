@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import structlog
 from msgspec import UNSET
@@ -44,6 +43,9 @@ if TYPE_CHECKING:
     from .history import Fold, History
     from .session import Session
     from .sessions import Sessions
+
+
+_CONTINUED: Final = "another worker has continued this session; ask again"
 
 
 class Control:
@@ -92,9 +94,11 @@ class Control:
                 with structlog.contextvars.bound_contextvars(session=str(key), request=request.id):
                     return await session.cancel(request.id)
             except FencedError:
-                return failure(request.id, "internal", "another worker has continued this session; ask again")
-        with contextlib.suppress(FencedError):  # for the session's task; a stale state is good enough
-            await session.refresh()
+                return failure(request.id, "internal", _CONTINUED)
+        try:
+            await session.refresh(surely=True)  # who asks may have heard of its last result
+        except FencedError:
+            return failure(None, "internal", _CONTINUED)
         history = session.history
         if session.diverged is not None:
             return failure(None, "history_diverged", session.diverged)

@@ -50,11 +50,11 @@ from .history import RefusedError, seen
 from .policies import chosen, misfit
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Awaitable, Callable, Mapping
 
     from cache.names.policy import Policy
     from turnkeep_client.errors import ErrorCode
-    from turnkeep_client.messages import CachePolicy, ForkPoint, Request, Result, TokenLogprob
+    from turnkeep_client.messages import CachePolicy, ForkPoint, Result, TokenLogprob
     from turnkeep_client.subjects import SessionKey
     from worker.batch.chooser import Grammar
     from worker.batch.rows import Scores
@@ -132,7 +132,7 @@ class Execution:
         self._policies: set[Policy] = set()  # under which sessions were opened
 
     async def carry_out(
-        self, key: SessionKey, request: Request, pending: Pending, history: History
+        self, key: SessionKey, request: Append | Generate | Open | Rewind, pending: Pending, history: History
     ) -> tuple[Result, History]:
         """Carry out a request that has passed `Fold.check`; return its result and the history after it.
 
@@ -152,8 +152,6 @@ class Execution:
             case Rewind(position=position):
                 after = self._fold.rewound(history, position)
                 return Rewound(id=request.id, seq=pending.seq, position=position, **seen(after)), after
-            case Close():
-                return await self._close(key, request, pending, history), self._fold.closed(history)
 
     def fork(self, request: Open, of: ForkPoint, pending: Pending, parent: History) -> tuple[Result, History]:
         """Open a session with tokens of `parent`, a whole history. Raises `RefusedError`."""
@@ -173,15 +171,25 @@ class Execution:
         self._check_policy(after.policy)
         return _opened(request, pending, after), after
 
-    async def _close(self, key: SessionKey, request: Close, pending: Pending, history: History) -> Closed:
+    async def close(
+        self,
+        key: SessionKey,
+        request: Close,
+        pending: Pending,
+        history: History,
+        shared: Callable[[History], Awaitable[int]],
+    ) -> tuple[Result, History]:
+        """Close a session. If it is forgotten, the KV of so many first tokens stays as `shared` says."""
         removed = await self._retention.note_close(key, forget=request.forget)
         closed = Closed(id=request.id, seq=pending.seq, position=history.position, removed_entries=removed)
         if not request.forget:
             self._engine.forget(key)
-            return closed
+            return closed, self._fold.closed(history)
         # Erase before the result is stored: after a crash in between, the next attempt erases the rest.
-        erased = await self._engine.erase(key, history.tokens)
-        return structs.replace(closed, forgotten=erased.num_snapshots, settled=erased.settled)
+        # Nothing runs between the count and the removal: who shares the tokens may be forgotten any time.
+        erased = await self._engine.erase(key, history.tokens, await shared(history))
+        closed = structs.replace(closed, forgotten=erased.num_snapshots, settled=erased.settled)
+        return closed, self._fold.closed(history)
 
     async def _append(
         self, key: SessionKey, request: Append, pending: Pending, history: History

@@ -137,10 +137,15 @@ class Session:
         services: Services,
         wake: Callable[[Session], None],
         others: Callable[[SessionKey], AbstractContextManager[Session]],
+        most_shared: Callable[[SessionKey, Tokens], tuple[int, Session | None]],
     ) -> None:
-        """`wake(session)` starts `run` in a task unless it runs already; `others` finds sessions by name."""
+        """`wake(session)` starts `run` in a task unless it runs already; `others` finds sessions by name.
+
+        `most_shared` finds the session in memory that `needed` most of a session's first tokens.
+        """
         self.key = key
         self._others = others
+        self._most_shared = most_shared
         self._services = services
         self._wake = wake
         self._record = Record(services.fold)
@@ -193,6 +198,18 @@ class Session:
     def diverged(self) -> str | None:
         """Why this worker cannot continue the session's log; None if it can."""
         return self._record.diverged
+
+    @property
+    def needed(self) -> Tokens | None:
+        """The tokens whose KV this session has a use for; None if it is closed, is being closed, or unknown.
+
+        Two sessions that are forgotten at the same time must not leave their common tokens to each other.
+        """
+        history = self.history
+        is_closing = self.active is not None and isinstance(self.active.request, Close)
+        is_known = self._record.folded and not self._is_stale and self.diverged is None
+        is_needed = is_known and history.exists and not (history.closed or is_closing)
+        return history.tokens if is_needed else None
 
     @property
     def size_bytes(self) -> int:
@@ -736,6 +753,8 @@ class Session:
         if isinstance(request, Open) and request.from_ is not None:
             parent = await self._parent(request.from_)
             return self._services.execution.fork(request, request.from_, pending, parent)
+        if isinstance(request, Close):
+            return await self._services.execution.close(self.key, request, pending, history, self._num_shared)
         return await self._services.execution.carry_out(self.key, request, pending, history)
 
     async def _parent(self, of: ForkPoint) -> History:
@@ -758,6 +777,34 @@ class Session:
                 raise RefusedError(
                     "internal", f"the last checkpoint of {of.session} is not stored yet: ask again"
                 ) from None
+
+    async def _num_shared(self, history: History) -> int:
+        """Count the first tokens of this session that another open session has too, until the next wait.
+
+        Of the others it knows those in memory, and the parent, which is read for this: unless reading it may
+        be what has crashed a worker.
+        """
+        parent = None if self._in_doubt else history.parent
+        use = self._others(SessionKey(self.key.tenant, parent.session)) if parent else nullcontext()
+        with use as first:
+            other: Session | None = first
+            read: set[Session | None] = {None}
+            while True:
+                if other is not None:
+                    await self._read_other(other)
+                    read.add(other)
+                num, other = self._most_shared(self.key, history.tokens)
+                if other in read:
+                    return num
+
+    async def _read_other(self, other: Session) -> None:
+        """Read another session's log to its end; if that fails, `needed` is None there."""
+        try:
+            await other.refresh(surely=True)
+        except FencedError:
+            pass  # its own task reads it anew
+        except Exception:
+            log.exception("a session could not be read that may share tokens with a forgotten one")
 
     async def _repeated(self, request: Request, pending: Pending, known: AnsweredRequest) -> Result | None:
         """Answer a request whose id was used before with the first result of that id.

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from anyio.abc import TaskGroup
 
+    from cache.names.tokens import Tokens
     from turnkeep_client.subjects import SessionKey
     from worker.wire.intake import Delivery
 
@@ -94,11 +95,30 @@ class Sessions:
         self._services.shares.stop()
 
     def _get(self, key: SessionKey) -> Session:
-        session = self._sessions.pop(key, None) or Session(key, self._services, self._wake, self.in_use)
+        session = self._sessions.pop(key, None) or Session(
+            key, self._services, self._wake, self.in_use, self._most_shared
+        )
         self._bound_memory()
         self._sessions[key] = session  # last in the order of eviction
         session.used_s = monotonic()
         return session
+
+    def _most_shared(self, key: SessionKey, tokens: Tokens) -> tuple[int, Session | None]:
+        """Find the session that begins with most of a session's tokens, and count these.
+
+        It is another open one of the tenant in memory, and not about to be closed.
+        """
+        most, found = 0, None
+        for other in self._sessions.values():
+            if most == len(tokens):
+                break
+            if other.key.tenant != key.tenant or other.key == key or (needed := other.needed) is None:
+                continue
+            if len(needed) <= most or (needed.holds(most) and needed[most] != tokens[most]):
+                continue  # an exact count takes many times as long, and sessions may be thousands
+            if (num := needed.num_common(tokens)) > most:
+                most, found = num, other
+        return most, found
 
     def _bound_memory(self) -> None:
         """Evict the least recently used idle sessions while the sessions use too much memory."""

@@ -1,0 +1,142 @@
+"""`forget` leaves the KV that another open session needs; with the last such session all is gone."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from parts import BLOCK
+from test_forks import conversation, said, settled
+
+from cache.names.tokens import pack
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from turnkeep_client.client import Client
+    from turnkeep_client.messages import Closed
+    from turnkeep_client.session import Session
+
+Start = Any  # of `local_worker`
+
+#: What nothing else begins with.
+SECRET = [50 + i * i % 150 for i in range(100)]
+
+
+async def cached(session: Session) -> int:
+    """Return how many tokens the session's next turn needs not to prefill."""
+    return (await session.generate(messages=said("Go on."), max_tokens=2)).usage.cached_tokens
+
+
+def traces(tmp_path: Path) -> list[Path]:
+    """Find the worker's files that have tokens of `SECRET`."""
+    packed = pack(SECRET[:4])
+    return [one for one in (tmp_path / "data").rglob("*") if one.is_file() and packed in one.read_bytes()]
+
+
+async def all_gone(client: Client, tmp_path: Path) -> bool:
+    """Whether no snapshot is left, and no file of the cache has tokens of `SECRET`."""
+    left = (await settled(client.session("other"))).snapshots.stored
+    assert bool(left) == bool(traces(tmp_path))
+    return not left
+
+
+async def forget(*sessions: Session) -> list[Closed]:
+    closed = await asyncio.gather(*(one.close(forget=True) for one in sessions))
+    assert all(one.settled for one in closed)
+    return list(closed)
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+@pytest.mark.parametrize("used", [False, True])
+async def test_a_fork_that_is_forgotten_leaves_its_parents_snapshots(
+    local_worker: Start, endless_model: Path, *, restarted: bool, used: bool
+) -> None:
+    """Also if the parent is not in the worker's memory: the fork's log names it."""
+    worker = await local_worker(model=str(endless_model))
+    parent = await conversation(worker.client, turns=3)
+    position = (await parent.info()).position
+    before = (await settled(parent)).snapshots.stored
+    fork = await parent.fork("fork")
+    if used:
+        await fork.append(text="on and on" * 20)
+        assert (await settled(parent)).snapshots.stored > before
+    if restarted:
+        await worker.stop()
+        worker = await local_worker(model=str(endless_model))
+    (closed,) = await forget(worker.client.session("fork"))
+    assert bool(closed.forgotten) == used
+    await worker.stop()
+    worker = await local_worker(model=str(endless_model))
+    # With tokens of its own the fork has stored the block whose beginning is the parent's tail.
+    assert await cached(worker.client.session("parent")) == (
+        position - position % BLOCK if used else position - 1
+    )
+
+
+@pytest.mark.parametrize("order", ["together", "fork first", "parent first"])
+async def test_nothing_is_left_once_all_that_share_it_are_forgotten(
+    local_worker: Start, endless_model: Path, tmp_path: Path, order: str
+) -> None:
+    worker = await local_worker(model=str(endless_model))
+    await worker.client.session("other").open()
+    parent = worker.client.session("parent")
+    await parent.append(tokens=SECRET)
+    forks = [await parent.fork(f"fork-{i}") for i in range(3)]
+    await forks[0].append(tokens=SECRET)
+    chance = worker.client.session("chance")
+    await chance.append(tokens=SECRET[:70])
+    assert (await settled(parent)).snapshots.stored
+    sessions = [parent, *forks, chance]
+    if order == "together":
+        await forget(*sessions)
+    else:
+        for one in sessions if order == "parent first" else reversed(sessions):
+            assert not await all_gone(worker.client, tmp_path)
+            await forget(one)
+    assert await all_gone(worker.client, tmp_path)
+
+
+async def test_a_fork_keeps_of_its_forgotten_parent_what_it_has_taken(
+    local_worker: Start, endless_model: Path, tmp_path: Path
+) -> None:
+    worker = await local_worker(model=str(endless_model))
+    await worker.client.session("other").open()
+    parent = worker.client.session("parent")
+    await parent.append(tokens=[*range(60, 124), *SECRET])
+    fork = await parent.fork("fork", 64)
+    await settled(parent)
+    (closed,) = await forget(parent)
+    assert closed.forgotten == 4, "of its 6 snapshots: 5 blocks and a tail"
+    assert not traces(tmp_path)
+    assert await cached(fork) == 64
+
+
+async def test_a_session_that_begins_with_the_same_tokens_by_chance_keeps_them(
+    local_worker: Start, endless_model: Path
+) -> None:
+    worker = await local_worker(model=str(endless_model))
+    one, other = worker.client.session("one"), worker.client.session("another")
+    await one.append(tokens=SECRET)
+    await other.append(tokens=SECRET[:70])
+    await settled(one)
+    (closed,) = await forget(one)
+    assert closed.forgotten == 2, "its third block, which has tokens of its own, and its tail"
+    await worker.stop()
+    worker = await local_worker(model=str(endless_model))
+    assert await cached(worker.client.session("another")) == 64
+
+
+async def test_what_only_a_closed_session_shares_is_erased(
+    local_worker: Start, endless_model: Path, tmp_path: Path
+) -> None:
+    worker = await local_worker(model=str(endless_model))
+    await worker.client.session("other").open()
+    parent = worker.client.session("parent")
+    await parent.append(tokens=SECRET)
+    fork = await parent.fork("fork")
+    await settled(parent)
+    await parent.close()
+    await forget(fork)
+    assert await all_gone(worker.client, tmp_path)
