@@ -718,7 +718,7 @@ class Session:
             return await self._try(pending, history)
         except RefusedError as error:
             if self._doubted_seq != pending.seq and await self._is_streamed(pending):
-                # Once: its log may say why it was not refused, as when a closed session has left it meanwhile.
+                # Once: its log may say why not, as when a closed session has left it meanwhile.
                 self._doubted_seq = pending.seq
                 raise FencedError("another worker has begun to answer what is refused here") from error
             return failed(pending, position, error.code, str(error)), history
