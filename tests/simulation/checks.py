@@ -438,7 +438,8 @@ def _check_fork(
     parent, states = _parent(log, request.from_.session, result.seq or 0, found)
     digest = message.headers.get(HISTORY_HEADER)
     of = Parent(session=request.from_.session, position=result.position)
-    expected = request.from_.expect_position
+    is_copy = is_imported(log.asked[result.seq or 0])  # which was as expected where it was carried out
+    expected = None if is_copy else request.from_.expect_position
     for state in states:
         if _is_open(state) and state.position >= result.position and expected in (None, state.position):
             log.state = FOLD.forked(state, of, result.tags)
