@@ -41,7 +41,7 @@ from worker.sessions.execution import Execution
 from worker.sessions.gate import Gate
 from worker.sessions.history import Fold
 from worker.sessions.policies import misfit
-from worker.sessions.session import Services
+from worker.sessions.services import Services
 from worker.sessions.sessions import Sessions
 from worker.sessions.shares import Shares
 from worker.sessions.trail import Trails

@@ -95,7 +95,7 @@ def checkpoints(world: World) -> list[Entry]:
 
 
 def resumed_at(session: Session) -> int:
-    return session._record._checkpoint_seq
+    return session.log.record._checkpoint_seq
 
 
 def without_checkpoints(world: World) -> World:
@@ -128,7 +128,7 @@ def test_a_session_opened_from_a_checkpoint_is_what_it_was_when_it_lived(
         one, other = await opened(world), await whole(world)
         assert_same(one.history, other.history)
         assert [p.seq for p in one.pending] == [p.seq for p in other.pending]
-        assert len(one._record.answered_ids) == len(other._record.answered_ids)
+        assert len(one.log.record.answered_ids) == len(other.log.record.answered_ids)
 
     with pytest.MonkeyPatch.context() as patch:
         _make_often(patch)
@@ -221,7 +221,7 @@ async def test_a_start_that_the_log_does_not_confirm_is_not_believed(world: Worl
     every = (await whole(world)).history.tokens
     assert session.history.tokens.ids(0, 8) == every.ids(0, 8)
     assert all(session.history.tokens[:end].num_common(every) == end for end in range(0, len(every), 8))
-    assert len(session._record.answered_ids) == 60
+    assert len(session.log.record.answered_ids) == 60
 
 
 async def test_a_session_in_memory_takes_its_tokens_and_little_more_however_long_it_was(
@@ -341,7 +341,7 @@ async def test_a_log_from_before_checkpoints_gets_them_when_it_is_opened(world: 
     await converse(world, range(20))
     world.log.entries = without_checkpoints(world).log.entries
     world.crash()
-    await world.session.catch_up(beyond_bell=True)
+    await world.session.log.catch_up(beyond_bell=True)
     await stored(world)
     assert resumed_at(world.session) == 0
     await converse(world, range(20, 22))
@@ -456,7 +456,7 @@ async def test_a_checkpoint_that_the_log_does_not_confirm_is_ignored(
     printed = capsys.readouterr()
     assert (printed.out + printed.err).count("its checkpoint is not one of this log") == 1
     assert resumed_at(session) == 0
-    assert session._record.diverged is None
+    assert session.log.record.diverged is None
     assert_same(session.history, world.session.history)
 
 

@@ -13,6 +13,7 @@ import pytest
 from raw_wire import LONG, append, generate
 
 from worker.sessions.session import Session
+from worker.sessions.session_log import SessionLog
 from worker.wire import desk
 
 if TYPE_CHECKING:
@@ -84,14 +85,14 @@ async def test_a_worker_that_stops_reads_no_more_of_what_waits(
     wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A flood would have it read session by session, for nothing."""
-    fold, folded = Session._fold, 0
+    fold, folded = SessionLog._fold, 0
 
-    async def counted(session: Session, record: Record) -> None:
+    async def counted(log: SessionLog, record: Record) -> None:
         nonlocal folded
         folded += 1
-        await fold(session, record)
+        await fold(log, record)
 
-    monkeypatch.setattr(Session, "_fold", counted)
+    monkeypatch.setattr(SessionLog, "_fold", counted)
     one = await wire(max_batch=1)
     for n in range(NUM_FLOOD):
         await one.publish(f"s{n}", generate("r", **LONG))

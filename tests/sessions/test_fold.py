@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from contextlib import nullcontext
 from datetime import UTC, datetime
 from hashlib import blake2b
 from types import SimpleNamespace
@@ -44,7 +43,8 @@ from worker.sessions.attempts import Attempts, SharedLock
 from worker.sessions.execution import Execution
 from worker.sessions.gate import Gate
 from worker.sessions.history import Fold, History
-from worker.sessions.session import Services, Session
+from worker.sessions.services import Services
+from worker.sessions.session import Session
 from worker.sessions.shares import Shares
 from worker.sessions.trail import Trails
 from worker.wire.intake import Delivery
@@ -213,6 +213,11 @@ class Tasks:
         return handle
 
 
+async def nothing(*_: Any) -> Any:
+    """There is no other session: no parent, and no tokens that another one has too."""
+    return 0
+
+
 class World:
     """A session on a log, which can be put down and taken up again."""
 
@@ -263,9 +268,7 @@ class World:
             build="",
             **parts,
         )
-        self.session = Session(
-            KEY, services, lambda _: None, lambda _: nullcontext(self.session), lambda *_: (0, None)
-        )
+        self.session = Session(KEY, services, lambda _: None, parent=nothing, num_shared=nothing)
 
     async def _release(self, _: SessionKey) -> None:
         self.num_released += 1
@@ -301,11 +304,11 @@ class World:
         other = World(self._tokenizer)
         other.log = self.log
         other.crash(Policy(9, 999))
-        await other.session.catch_up()
+        await other.session.log.catch_up()
         return other.session
 
     async def assert_fold_is_life(self) -> None:
-        live, folded = self.session._record, (await self.refolded())._record
+        live, folded = self.session.log.record, (await self.refolded()).log.record
         assert folded.diverged is None
         assert_same(folded.history, live.history)
         for request_id in {result.id for result in self.results if result.id}:
@@ -402,9 +405,9 @@ async def live(world: World, operations: list[tuple[str, Any]]) -> None:
             if not isinstance(first, bytes):
                 world.publish(Append(id=first.id, text=f"another request {number}"))
         elif operation == "cancel waiting":
-            await world.session.catch_up()
+            await world.session.log.catch_up()
             if (waiting := world.session.pending) and (id_ := waiting[argument % len(waiting)].id):
-                known = world.session._record.answered_ids.find(id_) is not None
+                known = world.session.log.record.answered_ids.find(id_) is not None
                 assert isinstance(await world.session.cancel(id_), Failed) == known
         elif operation == "crash":
             world.crash(argument)

@@ -14,7 +14,7 @@ from turnkeep_client.messages import CachePolicy, SessionCache
 from turnkeep_client.subjects import SessionKey
 from worker.device.runner import Runner
 from worker.sessions import history, record
-from worker.sessions.session import Session
+from worker.sessions.session_log import SessionLog
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -244,14 +244,14 @@ async def test_a_restart_after_any_turn_opens_the_session_by_its_end(
     soon_left_out: None, local_worker: Callable, endless_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where a checkpoint is due as the session is opened, before any block has been named."""
-    whole, reset = list[Session](), Session._reset_record
+    whole, reset = list[SessionLog](), SessionLog.reset
 
-    def count(session: Session, **how: bool) -> record.Record:
+    def count(log: SessionLog, **how: bool) -> record.Record:
         if how.get("whole"):
-            whole.append(session)
-        return reset(session, **how)
+            whole.append(log)
+        return reset(log, **how)
 
-    monkeypatch.setattr(Session, "_reset_record", count)
+    monkeypatch.setattr(SessionLog, "reset", count)
     worker = await local_worker(model=str(endless_model))
     await _talk(worker, range(40))
     for turn in range(40, 52):

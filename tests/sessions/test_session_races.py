@@ -255,7 +255,7 @@ async def test_a_request_is_in_doubt_though_a_newer_one_is_delivered_first(
         seq = world.log.add("in", body)
         world.ring(seq, body, first_seq=seq if lives > 1 else poison)
         try:
-            await world.session.catch_up()
+            await world.session.log.catch_up()
             await world.session._attempt(world.session.pending[0])
         except KeyboardInterrupt:
             assert lives < 6
@@ -323,7 +323,7 @@ async def test_the_base_of_a_fork_is_not_taken_for_gone_where_the_log_does_not_a
 ) -> None:
     """The fork's requests would fail with `history_diverged`."""
     await world.ask(Append(id="a", text="one"))
-    trail, history = world.session._trail, world.session.history
+    trail, history = world.session.log._trail, world.session.history
     link = await trail.store_base(1, history)
     monkeypatch.setattr(world.log, "checkpoint", lambda _: asyncio.sleep(0))
     found = await trail.base(link)

@@ -136,7 +136,7 @@ async def ended_by_reading(world: World, seq: int) -> bool:
         await never.wait()
 
     world.crash()
-    world.session._trail.find = endless  # type: ignore[method-assign,assignment]
+    world.session.log._trail.find = endless  # type: ignore[method-assign,assignment]
     world.ring(seq, again=True)
     life = asyncio.create_task(world.session.run())
     began = asyncio.create_task(begun.wait())
@@ -174,7 +174,7 @@ async def test_a_worker_that_is_stopped_as_it_reads_takes_the_reading_back(world
         await never.wait()
 
     world.crash()
-    world.session._trail.find = endless  # type: ignore[method-assign,assignment]
+    world.session.log._trail.find = endless  # type: ignore[method-assign,assignment]
     world.ring(seq, again=True)
     life = asyncio.create_task(world.session.run())
     await begun.wait()
@@ -191,7 +191,7 @@ async def test_a_reading_that_ended_well_is_no_mark_against_the_next(world: Worl
         assert await ended_by_reading(world, seq)
         world.crash()
         world.ring(seq, again=True)
-        await world.session.catch_up()
+        await world.session.log.catch_up()
     await world.session.run()
     assert world.result(seq).position == 6
 
@@ -285,7 +285,7 @@ async def test_a_paged_session_is_read_whatever_an_earlier_version_noted_of_its_
         changed(world, cache={"policy": "paged", "resident": 600, "prefill": "exact"})
     world.crash()
     assert (await world.ask(Append(id="a", text="one"))).position == 3
-    assert world.session._record.history.policy == Policy.paged(600, sink=4)
+    assert world.session.log.record.history.policy == Policy.paged(600, sink=4)
     if prefill is not None:
         refused = await world.ask(asked)
         assert refused.code == "invalid_request"

@@ -20,7 +20,7 @@ from worker.observe import telemetry
 from worker.sessions import history as sessions_history
 from worker.sessions import record, sessions
 from worker.sessions.history import Fold
-from worker.sessions.session import Session
+from worker.sessions.session_log import SessionLog
 from worker.wire import intake, journal, retention
 
 from .actors import PLAIN, SUBJECTS, History, Plan, Read, Supervisor
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from turnkeep_client.subjects import SessionKey
 
-_find_answered: Final = Session._find_answered  # whatever a mutation makes of it
+_find_answered: Final = SessionLog.find_answered  # whatever a mutation makes of it
 #: How long after the last fault everything may take.
 PATIENCE_S: Final = 150.0
 
@@ -236,7 +236,7 @@ async def _read_anew(history: History) -> None:
             await session.refresh()
             session._services.journal.get = stored  # type: ignore[method-assign]  # not by messages: there are many
             names = {request.id for request in found[key].requests.values()}
-            known = {name: await _find_answered(session, name) for name in names}
+            known = {name: await _find_answered(session.log, name) for name in names}
             answered = {name: one.at.in_seq for name, one in known.items() if one is not None}
             times_s = begun_s, history.loop.time()
             history.read[key] = Read(*times_s, session.history, session.diverged, answered)

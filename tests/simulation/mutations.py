@@ -9,7 +9,7 @@ import msgspec
 from anyio import sleep_forever
 
 from turnkeep_client import calls, messages
-from worker.sessions import attempts, record, session, trail
+from worker.sessions import attempts, record, session, session_log, trail
 from worker.wire import intake, journal, overlooked
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def _behind_the_rewind(remove: Any) -> Any:
 
 def _begun_if_queued(_: Any) -> Any:
     async def mutated(self: Any, pending: Any) -> bool:
-        is_next = bool(self._record.pending) and pending is self._record.pending[0]
+        is_next = bool(self.log.record.pending) and pending is self.log.record.pending[0]
         return pending is self.active or (is_next and await self._is_streamed(pending))
 
     return mutated
@@ -145,7 +145,7 @@ _NO_LOOK: Final[Change] = (overlooked.Overlooked, "run", lambda _: _never)
 MUTATIONS: Final[dict[str, tuple[Change, ...]]] = {
     "no fence": ((journal, "_EXPECT_HEADER", lambda _: "Nats-Expected-Nothing"),),
     "ack before commit": ((intake.Intake, "_deliver", _ack_at_once), _NO_LOOK),
-    "no idempotency": ((session.Session, "_find_answered", lambda _: _unknown),),
+    "no idempotency": ((session_log.SessionLog, "find_answered", lambda _: _unknown),),
     "chunks not read back": ((journal.Journal, "published", lambda _: _no_chunks),),
     "an undecodable result taken for none": (
         (record, "decode_result", _strictly),

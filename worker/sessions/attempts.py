@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from turnkeep_client.subjects import SessionKey
+    from worker.wire.intake import Delivery
     from worker.wire.journal import Journal
 
 
@@ -99,6 +100,53 @@ class Attempts:
     async def end(self, key: SessionKey) -> None:
         """Remove a session's notes."""
         await self._journal.purge(key, "attempt")
+
+
+class Doubt:
+    """Whether one session may have crashed a worker, and its note if so. Event loop only."""
+
+    def __init__(self, key: SessionKey, attempts: Attempts) -> None:
+        self.is_raised = False
+        self.note = AttemptNote()  # if raised
+        self.first_seq = 0  # earlier requests were delivered to another worker before
+        self.num_failures = 0  # consecutive failures of this worker for unknown reasons
+        self._key = key
+        self._attempts = attempts
+        self._tried_seq = 0  # the request whose attempt this worker has stored
+
+    def ring(self, delivery: Delivery) -> None:
+        """Raise the doubt if an earlier delivery of the request may have crashed a worker."""
+        self.first_seq = delivery.first_seq
+        self.is_raised = self.is_raised or delivery.again
+
+    async def begin(self) -> None:
+        """Raise the doubt, and read the note."""
+        self.is_raised, self.note = True, await self._attempts.note(self._key)
+
+    @asynccontextmanager
+    async def reading(self, *, whole: bool) -> AsyncIterator[int]:
+        """Do `Attempts.reading`, and remember the note; yields how many such readings have ended a worker."""
+        async with self._attempts.reading(self._key, whole=whole) as (self.note, num_ended):
+            yield num_ended
+
+    def is_new(self, seq: int) -> bool:
+        """Whether an attempt at the request at `seq` has to be stored, and is not stored yet."""
+        return self.is_raised and self._tried_seq != seq
+
+    async def store(self, note: AttemptNote) -> None:
+        """Store the note of an attempt before the attempt."""
+        self.note, self._tried_seq = await self._attempts.store(self._key, note), note.seq
+
+    async def uncount(self, seq: int, num_tokens: int) -> None:
+        """Subtract the last attempt: this worker has survived it."""
+        await self._attempts.uncount(self._key, seq, num_tokens, self.note)
+        self._tried_seq = 0
+
+    async def clear(self) -> None:
+        """Remove the note that the request may have crashed a worker: this worker has survived it."""
+        if self.is_raised:
+            await self._attempts.end(self._key)
+            self.is_raised, self.note = False, AttemptNote()
 
 
 class SharedLock:

@@ -139,7 +139,7 @@ class Control:
         )
 
     async def _info(self, session: Session, request: InfoRequest) -> SessionInfo:
-        waiting, num_waiting = await session.waiting(request.skip, request.limit)
+        waiting, num_waiting = await session.log.waiting(session.active, request.skip, request.limit)
         history, key, active = session.history, session.key, session.active
         progress, policy = self._engine.progress(key), history.policy
         live_bytes = self._engine.live_bytes(key, history.tokens, policy)
@@ -191,7 +191,7 @@ class Control:
             return _refused(f"the session holds {history.position} tokens: a position must be from 1 to that")
         chain = store.chain(key.tenant, history.policy)
         try:
-            tokens = (await session.whole_tokens())[:num_tokens]
+            tokens = (await session.log.whole_tokens())[:num_tokens]
             if isinstance(request, UnpinRequest):
                 gone = store.unpin(chain, tokens, exactly=request.position is not None)
                 return Unpinned(prefixes=tuple(gone), pinned_bytes=store.stats().kept_bytes)

@@ -1,7 +1,7 @@
 """The state of one session as read from its log: history, answered ids and pending requests.
 
-Pure: entries in, state out. Not thread-safe: only one caller at a time may change it, which `session`
-ensures.
+Pure: entries in, state out. Not thread-safe: only one caller at a time may change it, which
+`session_log` ensures.
 """
 
 from __future__ import annotations

@@ -1,24 +1,21 @@
 """One session: carries out its requests in the order of the log, and commits a result for each.
 
-An actor on the event loop. A delivery only wakes the session, which then reads its log forward, and answers
-the requests that have no result, one at a time. Each commit names the sequence of the last result that the
-session knows, so it fails if another worker has stored a result since.
+An actor on the event loop. A delivery only wakes the session, which then reads its log forward
+(`session_log`), and answers the requests that have no result, one at a time. Each commit names the sequence
+of the last result that the session knows, so it fails if another worker has stored a result since.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 import structlog
-from anyio import Lock, sleep
+from anyio import sleep
 
 from cache.names.errors import CutOffError
-from turnkeep_client.checkpoints import Link
 from turnkeep_client.errors import ERROR_CODES, InvalidMessageError
-from turnkeep_client.log import BASE_HEADER, BUILD_HEADER, CHECKPOINT_HEADER, HISTORY_HEADER, MODEL_HEADER
 from turnkeep_client.messages import (
     Append,
     Appended,
@@ -31,98 +28,45 @@ from turnkeep_client.messages import (
     Generate,
     Generated,
     Open,
-    Opened,
-    decode_answered,
     decode_request,
     decode_result,
     encode,
-    encode_repeat,
     failure,
 )
-from turnkeep_client.subjects import SessionKey, session_key
+from turnkeep_client.subjects import session_key
 from worker.device.engine import DeviceFaultError, NoMemoryError, StoppingError
 from worker.process.clock import monotonic, time
-from worker.process.concurrency import in_thread, task_group
-from worker.wire.journal import FencedError, Published, TooLargeError
+from worker.process.concurrency import task_group
+from worker.wire.journal import FencedError, Published
 
-from .attempts import AttemptNote
+from .attempts import Doubt
 from .execution import failed, withdrawn
 from .history import RefusedError
-from .record import Record, pending_at
+from .session_log import LAG_S, SessionLog
 from .spans import turn_times
-from .trail import Trail
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
-    from contextlib import AbstractContextManager
-    from typing import Any
+    from collections.abc import Awaitable, Callable
 
     from anyio.abc import TaskGroup
 
     from cache.names.tokens import Tokens
-    from turnkeep_client.messages import ForkPoint, Request, Result
-    from worker.device.engine import Engine
-    from worker.observe.otlp import Traces
-    from worker.observe.telemetry import Telemetry
+    from turnkeep_client.messages import ForkPoint, Parent, Request, Result
+    from turnkeep_client.subjects import SessionKey
     from worker.wire.intake import Delivery
-    from worker.wire.journal import Entry, Journal
-    from worker.wire.outbox import Outbox
-    from worker.wire.retention import Retention
 
-    from .answered import AnsweredAt
-    from .attempts import Attempts, SharedLock
-    from .checkpoint import Delta
-    from .execution import Execution
-    from .gate import Gate
-    from .history import Fold, History
+    from .history import History
     from .record import Pending
-    from .shares import Shares
-    from .trail import Trails
+    from .services import Services
+    from .session_log import AnsweredRequest
 
 log = structlog.get_logger()
 
 #: Chunks that were read ahead are valid for this time, which is less than any `ack_wait_s`.
 _FRESH_S: Final = 0.25
-#: Pause until a replica that lags is read again.
-_LAG_S: Final = 0.05
 #: Memory of a session, and of each of its tokens: its id, and its text in the conversation.
 _SIZE_BYTES: Final = 12_000
 _TOKEN_BYTES: Final = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Services:
-    """The services that all sessions of a worker share.
-
-    `ack` acknowledges the deliveries of a session that has answered all its requests. `shares` limits how
-    many sessions of a tenant work at once, `fold_gate` how many logs are read at once. `build` is a header of
-    every result.
-    """
-
-    journal: Journal
-    outbox: Outbox
-    engine: Engine
-    execution: Execution
-    fold: Fold
-    telemetry: Telemetry
-    trails: Trails
-    ack: Callable[[SessionKey], Coroutine[Any, Any, None]]
-    fold_gate: Gate
-    shares: Shares
-    attempts: Attempts
-    retention: Retention
-    device_lock: SharedLock
-    model: str
-    worker: str
-    build: str
-    traces: Traces | None = None
-
-
-class AnsweredRequest(NamedTuple):
-    """An answered request, read from the log, and the sequences of the request and its result."""
-
-    request: Request
-    at: AnsweredAt
 
 
 class Session:
@@ -136,31 +80,21 @@ class Session:
         key: SessionKey,
         services: Services,
         wake: Callable[[Session], None],
-        others: Callable[[SessionKey], AbstractContextManager[Session]],
-        most_shared: Callable[[SessionKey, Tokens], tuple[int, Session | None]],
+        parent: Callable[[SessionKey, ForkPoint], Awaitable[History]],
+        num_shared: Callable[[SessionKey, Tokens, Parent | None], Awaitable[int]],
     ) -> None:
-        """`wake(session)` starts `run` in a task unless it runs already; `others` finds sessions by name.
+        """`wake(session)` starts `run` in a task unless it runs already.
 
-        `most_shared` finds the session in memory that `needed` most of a session's first tokens.
+        `parent` and `num_shared` are what a session has to know of others, see `Sessions`.
         """
         self.key = key
-        self._others = others
-        self._most_shared = most_shared
+        self._parent = parent
+        self._num_shared = num_shared
         self._services = services
         self._wake = wake
-        self._record = Record(services.fold)
-        self._trail = Trail(key, services.trails)
-        self._server = services.journal.server  # that the record was read from
-        self._rung_seq = 0  # the newest delivered request
-        self._rung_server = self._server  # that has delivered it
-        self._first_seq = 0  # earlier requests were delivered to another worker before
-        self._delivered: Delivery | None = None  # the first delivery since the log was read
-        self._in_doubt = False  # whether this session may have crashed a worker
-        self._note = AttemptNote()  # the attempts, if in doubt
-        self._tried_seq = 0  # the request whose attempt this worker has stored
+        self._doubt = Doubt(key, services.attempts)
         self._doubted_seq = 0  # the request that it would have refused, but another one has begun to answer
-        self._num_failures = 0  # consecutive failures of this worker for unknown reasons
-        self._log_lock = Lock(fast_acquire=True)  # reads and commits exclude each other
+        self.log = SessionLog(key, services, self._doubt)
         self.active: Pending | None = None
         self.num_users = 0  # users besides its task
         self.used_s = monotonic()
@@ -175,29 +109,27 @@ class Session:
     @property
     def history(self) -> History:
         """The session's state after its last result."""
-        return self._record.history
+        return self.log.record.history
 
     @property
     def pending(self) -> tuple[Pending, ...]:
         """Requests that were read and have no result, in order; the first may be running."""
-        return tuple(self._record.pending)
+        return tuple(self.log.record.pending)
 
     @property
     def num_answered(self) -> int:
         """Number of distinct request ids with a result."""
-        return len(self._record.answered_ids)
+        return len(self.log.record.answered_ids)
 
     @property
     def has_work(self) -> bool:
         """Whether `run` has work: requests without a result, or entries to read."""
-        record = self._record
-        behind = self._delivered is not None or self._rung_seq > record.in_seq
-        return bool(record.pending) or record.has_more or behind
+        return self.log.has_work
 
     @property
     def diverged(self) -> str | None:
         """Why this worker cannot continue the session's log; None if it can."""
-        return self._record.diverged
+        return self.log.record.diverged
 
     @property
     def needed(self) -> Tokens | None:
@@ -207,7 +139,7 @@ class Session:
         """
         history = self.history
         is_closing = self.active is not None and isinstance(self.active.request, Close)
-        is_known = self._record.folded and not self._is_stale and self.diverged is None
+        is_known = self.log.record.folded and not self.log.is_stale and self.diverged is None
         is_needed = is_known and history.exists and not (history.closed or is_closing)
         return history.tokens if is_needed else None
 
@@ -215,55 +147,42 @@ class Session:
     def size_bytes(self) -> int:
         """The memory that the session takes, approximately."""
         num_tokens = self.history.position - self.history.tokens.held_from
-        return _SIZE_BYTES + _TOKEN_BYTES * num_tokens + self._record.answered_ids.size_bytes
+        return _SIZE_BYTES + _TOKEN_BYTES * num_tokens + self.log.record.answered_ids.size_bytes
 
     @property
     def priority(self) -> int:
         """The priority of the next request; 0 if unknown."""
-        if self._record.pending:
-            return self._record.pending[0].priority
+        if self.log.record.pending:
+            return self.log.record.pending[0].priority
         with suppress(InvalidMessageError):
-            request = decode_request(self._delivered.body) if self._delivered else None
+            request = decode_request(self.log.delivered.body) if self.log.delivered else None
             return request.priority if isinstance(request, Append | Generate) else 0
         return 0
 
     def ring(self, delivery: Delivery) -> None:
         """Record that the log has a request at the delivery's sequence, and wake the session's task."""
-        self._note_rung(delivery.seq)
-        self._first_seq = delivery.first_seq
-        self._delivered = self._delivered or delivery
-        self._in_doubt = self._in_doubt or delivery.again
+        self.log.ring(delivery)
+        self._doubt.ring(delivery)
         self._wake(self)
-
-    def _note_rung(self, seq: int) -> None:
-        server = self._services.journal.server
-        if self._rung_server != server:
-            self._rung_server, self._rung_seq = server, 0  # another request may be there now
-        self._rung_seq = max(self._rung_seq, seq)
-
-    @property
-    def _is_stale(self) -> bool:
-        """Whether the log may differ: by another worker's result, or by a restart of the server."""
-        return self._record.overtaken or self._server != self._services.journal.server
 
     async def run(self) -> None:
         """Answer all requests without a result. Raises `StoppingError` if the worker stops first."""
         while True:
             try:
-                is_stopped = bool(self._record.pending) and self._record.pending[0].stopped
+                is_stopped = bool(self.log.record.pending) and self.log.record.pending[0].stopped
                 async with self._services.shares.enter(self.key, self.priority, at_once=is_stopped):
                     async with task_group() as asides:
                         give = self._read_ahead(asides)
-                        await self.catch_up()
+                        await self.log.catch_up()
                         await self._end_last_answer()
-                        if self._record.pending:
-                            give(self._record.pending[0])
-                            await self._answer(self._record.pending[0], asides)
-                            await self._clear_doubt()
-                            self._num_failures = 0
+                        if self.log.record.pending:
+                            give(self.log.record.pending[0])
+                            await self._answer(self.log.record.pending[0], asides)
+                            await self._doubt.clear()
+                            self._doubt.num_failures = 0
                         asides.cancel_scope.cancel()
                     if not self.has_work:
-                        await self._clear_doubt()
+                        await self._doubt.clear()
                         if not self.has_work:  # a delivery that came meanwhile still needs the anchor
                             await self._services.ack(self.key)
                         if not self.has_work:  # else a delivery came meanwhile
@@ -272,7 +191,7 @@ class Session:
                 log.warning("this session was changed elsewhere; reading its log anew", why=str(error))
                 self.forget()
             except CutOffError:
-                self._reset_record(whole=True)  # a request needs an early part of it
+                self.log.reset(whole=True)  # a request needs an early part of it
 
     def _read_ahead(self, asides: TaskGroup) -> Callable[[Pending], None]:
         """Start to read the published chunks of a delivered generate, while the log is being read.
@@ -281,10 +200,10 @@ class Session:
         belong to another request, or were read so long ago that another worker may have continued the answer
         since.
         """
-        delivery, self._delivered = self._delivered, None
+        delivery, self.log.delivered = self.log.delivered, None
         request = None
         with suppress(InvalidMessageError):
-            request = decode_request(delivery.body) if delivery and not self._record.pending else None
+            request = decode_request(delivery.body) if delivery and not self.log.record.pending else None
         if delivery is None or not isinstance(request, Generate) or self._bad_name is not None:
             return lambda _: None
         begun_s = monotonic()
@@ -298,151 +217,6 @@ class Session:
 
         return give
 
-    async def catch_up(self, *, beyond_bell: bool = False) -> None:
-        """Read the log up to the next request without a result, or to the last delivered request.
-
-        With `beyond_bell`, or if the log was not read before, also read requests that were not delivered yet.
-        Raises `FencedError` if another worker has continued the session.
-        """
-        async with self._log_lock:
-            record = self._record  # the pages read belong to this record, not to its replacement
-            if self._is_stale:
-                raise FencedError("a result is not this worker's, or the server has restarted")
-            num_foreign = record.num_foreign
-            if not record.folded:
-                services, key = self._services, self.key
-                async with services.fold_gate.enter(key.tenant), services.retention.lock(key):
-                    try:
-                        try:
-                            await self._fold(record)
-                        except CutOffError:
-                            record = self._reset_record(whole=True)
-                            await self._fold(record)
-                    except BaseException:
-                        self._reset_record()  # half read, answered requests would seem pending
-                        raise
-            elif beyond_bell or (not record.pending and self.has_work):
-                await self._read_on(record)
-            self._services.telemetry.ignored["result"] += record.num_foreign - num_foreign
-
-    async def _fold(self, record: Record) -> None:
-        """Read requests with their results, page by page, up to the first request without a result."""
-        attempts = self._services.attempts
-        if self._num_failures >= attempts.max_attempts:
-            record.mark_diverged("its log cannot be read, this worker's log says why")
-        if not self._in_doubt:
-            await self._read_log(record, self._rung_seq)
-            if not record.pending or record.pending[0].seq >= self._first_seq:
-                record.last = None
-                return
-            # A new request came before the redelivery of the old one, which may have crashed a worker.
-            self._in_doubt, self._note = True, await attempts.note(self.key)
-            return
-        # A dead worker may have acknowledged requests behind the delivered one.
-        until = max(self._rung_seq, await self._services.journal.last_seq(self.key, "in"))
-        async with attempts.reading(self.key, whole=record.whole) as (self._note, num_ended):
-            if num_ended > attempts.max_attempts:
-                record.mark_diverged(f"reading its log has ended {num_ended} workers")
-            await self._read_log(record, until)
-
-    async def _read_log(self, record: Record, until: int) -> None:
-        """Do the work of `_fold`; `until` is the last request that is known to be in the log."""
-        journal = self._services.journal
-        deltas: list[Delta] = []
-        first_seq = 0  # the first request that was read, or the checkpoint's
-        record.has_more = more_results = True
-        if record.diverged is None and (found := await self._trail.find(whole=record.whole)):
-            record.resume(found.checkpoint)
-            record.add_results(found.results)
-            first_seq = found.checkpoint.in_seq
-        while True:
-            while record.has_more and not record.pending:
-                requests, record.has_more = await journal.page(self.key, "in", record.in_seq, until=until)
-                first_seq = first_seq or (requests[0].seq if requests else 0)
-                while more_results and not all(record.has_result(entry.seq) for entry in requests):
-                    results, more_results = await journal.page(self.key, "out", record.out_seq)
-                    record.add_results(results)
-                # Tokenises all messages of the page: too long for the event loop.
-                await in_thread(record.add_requests, requests, await self._bases(record, requests))
-                if record.proven_seq and (delta := record.next_delta(record.proven_seq)):
-                    deltas.append(delta)
-            while more_results:
-                results, more_results = await journal.page(self.key, "out", record.out_seq)
-                record.add_results(results)
-            if record.pending or record.unread_seq <= record.in_seq:
-                break
-            last_seq = await journal.last_seq(self.key, "in")
-            if last_seq <= until:
-                break
-            until, record.has_more = last_seq, True  # a replica that lags hid a request
-        # A delivered request was there a moment ago.
-        if record.pending and record.pending[0].seq != self._rung_seq:
-            await self._check_is_there(record.pending[0].seq)
-        record.end_fold()
-        if first_seq and first_seq != self._rung_seq:  # removals begin with the first
-            await self._check_is_there(first_seq)
-        if deltas and record.diverged is None:
-            for delta in deltas:
-                self._trail.add(delta)
-            # The next result must name it: a session may be put away after each, and would read ever more.
-            await self._trail.stored()
-        if not record.has_more:
-            record.in_seq = max(record.in_seq, until)  # also if the entry was removed by now
-
-    async def _bases(self, record: Record, requests: list[Entry]) -> dict[int, History | None]:
-        """Read what the forks that these requests have opened took from their parents."""
-        named = record.bases(requests).items()
-        return {seq: await self._trail.base(Link.parse(link)) for seq, link in named}
-
-    async def _check_is_there(self, seq: int) -> None:
-        """Raise `FencedError` if a request that was read has left the log.
-
-        A replica that lags may still show a request of a forgotten session, while another one no longer has
-        its result, or later requests.
-        """
-        if await self._services.journal.get(seq) is None:
-            await sleep(_LAG_S)
-            raise FencedError(f"the request at sequence {seq} has left the log")
-
-    async def whole_tokens(self) -> Tokens:
-        """Return all tokens of the session.
-
-        Tokens that are no longer in memory are read from a stored checkpoint, if it has them.
-        """
-        tokens = self.history.tokens
-        whole = await self._trail.whole() if tokens.held_from else None
-        return tokens.filled(whole.tokens) if whole else tokens
-
-    async def whole_history(self) -> History:
-        """Return the history with all of its tokens and all of its conversation.
-
-        What is no longer in memory is read from a stored checkpoint. Raises `CutOffError` if that lacks it.
-        """
-        history = self.history
-        if history.is_whole:
-            return history
-        whole = await self._trail.whole()
-        if whole is None:
-            raise CutOffError("no checkpoint has all of the session")
-        return history.filled(whole)
-
-    async def _read_on(self, record: Record) -> None:
-        """Read the next requests, unless some are pending.
-
-        Raises `FencedError` in the same case as `catch_up`.
-        """
-        journal, until = self._services.journal, self._rung_seq
-        results, _ = await journal.page(self.key, "out", record.out_seq)
-        if record.add_results(results):
-            raise FencedError(f"a result up to sequence {record.out_seq} is not this worker's")
-        if record.pending:
-            return
-        requests, record.has_more = await journal.page(self.key, "in", record.in_seq, until=until)
-        # Mostly only queued, so not worth a thread; a replica that lagged may have shown results before them.
-        record.add_requests(requests, await self._bases(record, requests))
-        if not record.has_more:
-            record.in_seq = max(record.in_seq, until)
-
     async def refresh(self, *, surely: bool = False) -> None:
         """Read the log to its end; with `surely`, not to the end that a replica which lags shows.
 
@@ -451,15 +225,15 @@ class Session:
         while True:
             last_seq = await self._services.journal.last_seq(self.key, "out") if surely else 0
             try:
-                await self.catch_up(beyond_bell=True)
+                await self.log.catch_up(beyond_bell=True)
             except FencedError:
                 if self.active is not None:
                     raise
                 self.forget()  # no request runs here that would notice
-                await self.catch_up(beyond_bell=True)
-            if self._record.out_seq >= last_seq:
+                await self.log.catch_up(beyond_bell=True)
+            if self.log.record.out_seq >= last_seq:
                 return
-            await sleep(_LAG_S)
+            await sleep(LAG_S)
 
     async def cancel(self, request_id: str, asked: Pending | None = None) -> Cancelled | Failed:
         """Cancel a request that has no result yet; return once its result is in the log.
@@ -471,10 +245,10 @@ class Session:
         except FencedError:
             self._stop_active()  # its result can no longer be committed
             raise
-        known = await self._find_answered(request_id) is not None  # if so, the pending one is a repeat
+        known = await self.log.find_answered(request_id) is not None  # if so, the pending one is a repeat
         if known and asked is not None and asked.done.is_set():
             return Cancelled(id=request_id, was="waiting")  # the session's task has committed it
-        pending = None if known else await self._find_waiting(request_id)
+        pending = None if known else await self.log.find_waiting(request_id)
         if pending is None:
             why = "it was answered already" if known else "the session has no request with this id"
             return failure(request_id, "invalid_request", f"nothing to cancel under {request_id!r}: {why}")
@@ -484,10 +258,10 @@ class Session:
         except FencedError:  # by a worker, also this one, that has begun it meanwhile
             return await self.cancel(request_id, asked=pending)
         if not is_begun:
-            result = withdrawn(pending, self.history, self._record.position)
+            result = withdrawn(pending, self.history, self.log.record.position)
             if await self._commit(pending, result, None):
                 return Cancelled(id=request_id, was="waiting")
-            if not pending.done.is_set() or await self._find_answered(request_id) is None:
+            if not pending.done.is_set() or await self.log.find_answered(request_id) is None:
                 return await self.cancel(request_id)  # the log was read anew meanwhile
             return Cancelled(id=request_id, was="waiting")  # the session's task has committed it
         if pending is self.active:
@@ -495,75 +269,15 @@ class Session:
         self._wake(self)
         self._services.shares.admit(self.key)
         await pending.done.wait()
-        if await self._find_answered(request_id) is None:  # the log was read anew meanwhile
+        if await self.log.find_answered(request_id) is None:  # the log was read anew meanwhile
             return await self.cancel(request_id)
         return Cancelled(id=request_id, was="running")
 
-    async def waiting(self, skip: int, limit: int) -> tuple[list[str], int]:
-        """Return the ids of up to `limit` waiting requests after the first `skip`, and how many wait in all.
-
-        The number may include cancelled requests that were not read yet.
-        """
-        names = [pending.id or "" for pending in self.pending if pending is not self.active]
-        after, num_more = self._record.in_seq, int(bool(self.pending))
-        while num_more:
-            entries, num_more = await self._services.journal.backlog(self.key, after)
-            names += [
-                pending_at(entry).id or "" for entry in entries if not self._record.has_result(entry.seq)
-            ]
-            after = entries[-1].seq if entries else after
-            if len(names) >= skip + limit:
-                break
-        return names[skip:][:limit], len(names) + num_more
-
-    async def _find_waiting(self, request_id: str) -> Pending | None:
-        """Find a request without a result: first among the pending ones, then in the rest of the log."""
-        for pending in self.pending:
-            if pending.id == request_id:
-                return pending
-        journal = self._services.journal
-        after, more = self._record.in_seq, True
-        until = await journal.last_seq(self.key, "in")  # a replica that lags may not show it yet
-        while more:
-            entries, more = await journal.page(self.key, "in", after, until=until)
-            for entry in entries:
-                pending = pending_at(entry)
-                if pending.id == request_id and not self._record.has_result(entry.seq):
-                    return pending
-            after = entries[-1].seq if entries else after
-        return None
-
-    async def _find_answered(self, request_id: str) -> AnsweredRequest | None:
-        """Find an id's first request and its result in the log; None if the id has no result."""
-        answered = self._record.answered_ids
-        while (found := answered.find(request_id)) is not None:
-            body = await self._services.journal.get(found.in_seq)
-            if body is not None:
-                with suppress(InvalidMessageError):
-                    if (request := decode_answered(body)).id == request_id:
-                        return AnsweredRequest(request, found)
-                return None
-            if answered.find(request_id) == found:
-                answered.drop(request_id)  # of a session that was forgotten
-        return None
-
     def forget(self) -> None:
         """Drop the session's state in memory, and its KV; the next `run` reads the log again."""
-        if self._server == self._services.journal.server:  # else the log is mostly the same
+        if self.log.server == self._services.journal.server:  # else the log is mostly the same
             self._services.engine.forget(self.key)
-        self._reset_record()
-
-    def _reset_record(self, *, whole: bool = False) -> Record:
-        """Replace the record by an empty one; `whole` makes it keep the whole conversation."""
-        record, self._record = self._record, Record(self._services.fold, whole=whole)
-        self._trail.end()
-        self._trail = Trail(self.key, self._services.trails)
-        server = self._services.journal.server
-        self._note_rung(record.in_seq if self._server == server else 0)
-        self._server = server
-        for pending in record.pending:
-            pending.done.set()
-        return self._record
+        self.log.reset()
 
     async def _begun(self, pending: Pending) -> bool:
         """Return whether the request was started, here or by a worker that died.
@@ -574,7 +288,7 @@ class Session:
         if pending is self.active:
             return True
         # A replica that lags may have hidden the next request itself from the record.
-        is_next = all(pending.seq <= one.seq for one in self._record.pending)
+        is_next = all(pending.seq <= one.seq for one in self.log.record.pending)
         return is_next and (await self._is_streamed(pending) or pending is self.active)
 
     async def _is_streamed(self, pending: Pending) -> bool:
@@ -585,7 +299,7 @@ class Session:
         published, request = await self._published(pending), pending.request
         if isinstance(request, Generate) and not published.chunks:
             await self._services.journal.seal(
-                self.key, request.id, pending.seq, published.last_seq, server=self._server
+                self.key, request.id, pending.seq, published.last_seq, server=self.log.server
             )
         return bool(published.chunks)
 
@@ -606,7 +320,7 @@ class Session:
 
         The worker that committed the answer may have died before it closed the stream.
         """
-        last, self._record.last = self._record.last, None
+        last, self.log.record.last = self.log.record.last, None
         if last is None:
             return
         _, pending, result = last
@@ -625,7 +339,7 @@ class Session:
 
     async def _answer(self, pending: Pending, asides: TaskGroup) -> None:
         self.active = pending
-        pending.after, pending.server = self._record.out_seq, self._server
+        pending.after, pending.server = self.log.record.out_seq, self.log.server
         if pending.deadline_s is not None and pending.deadline_s <= time():
             pending.expired = True
         elif pending.deadline_s is not None:
@@ -647,30 +361,22 @@ class Session:
 
     async def _attempt(self, pending: Pending) -> tuple[Result, History]:
         """Carry out a request, or give up if it has crashed too many workers."""
-        attempts, device_lock = self._services.attempts, self._services.device_lock
-        note, limit = self._note, attempts.max_attempts
-        is_new = self._in_doubt and self._tried_seq != pending.seq  # the attempt is not stored yet
+        doubt, device_lock = self._doubt, self._services.device_lock
+        note, limit = doubt.note, self._services.attempts.max_attempts
+        is_new = doubt.is_new(pending.seq)
         if is_new:
-            is_first = 0 < self._first_seq <= pending.seq
+            is_first = 0 < doubt.first_seq <= pending.seq
             note = note.then(pending.seq, await self._num_published(pending), is_first=is_first)
         if note.attempts > limit:
             return await self._give_up(pending, note.attempts - 1, "it has ended every worker that began it")
         try:
             async with device_lock.enter(lambda: pending.stopped, alone=note.attempts == limit > 1):
                 if is_new:  # not earlier: a waiting request cannot crash a worker
-                    self._note, self._tried_seq = await attempts.store(self.key, note), pending.seq
+                    await doubt.store(note)
                 return await self._result(pending)
         except (StoppingError, CutOffError):  # this worker has survived it
-            num_tokens = await self._num_published(pending)
-            await attempts.uncount(self.key, pending.seq, num_tokens, self._note)
-            self._tried_seq = 0
+            await doubt.uncount(pending.seq, await self._num_published(pending))
             raise
-
-    async def _clear_doubt(self) -> None:
-        """Remove the note that the request may have crashed a worker: this worker has survived it."""
-        if self._in_doubt:
-            await self._services.attempts.end(self.key)
-            self._in_doubt, self._note = False, AttemptNote()
 
     async def _num_published(self, pending: Pending) -> int:
         return (await self._published(pending)).num_tokens
@@ -683,7 +389,7 @@ class Session:
             seq=pending.seq,
             id=pending.id,
             request=pending.type,
-            position=self._record.position,
+            position=self.log.record.position,
             attempts=num_attempts,
             reason=reason,
             worker=self._services.worker,
@@ -691,7 +397,7 @@ class Session:
         )
         await self._services.journal.append(self.key, "dead", encode(letter))
         message = f"{reason} ({num_attempts} attempts); to try again send it under a new id"
-        return failed(pending, self._record.position, "internal", message), history
+        return failed(pending, self.log.record.position, "internal", message), history
 
     async def fail(self, error: Exception) -> None:
         """Count a failure for an unknown reason, and forget the session, so that its log is read again.
@@ -699,13 +405,13 @@ class Session:
         After `max_attempts` failures the next request is given up. If reading the log itself fails so often,
         requests are answered with `history_diverged`.
         """
-        self._num_failures += 1
-        record = self._record
-        if self._num_failures >= self._services.attempts.max_attempts and record.folded and record.pending:
+        doubt, record = self._doubt, self.log.record
+        doubt.num_failures += 1
+        if doubt.num_failures >= self._services.attempts.max_attempts and record.folded and record.pending:
             pending = record.pending[0]
             reason = f"it failed for an unknown reason: {type(error).__name__}: {error}"
-            await self._commit(pending, *await self._give_up(pending, self._num_failures, reason))
-            self._num_failures = 0
+            await self._commit(pending, *await self._give_up(pending, doubt.num_failures, reason))
+            doubt.num_failures = 0
         self.forget()
 
     async def _result(self, pending: Pending) -> tuple[Result, History]:
@@ -713,7 +419,7 @@ class Session:
 
         Raises only `StoppingError`, `FencedError` and `CutOffError`; other errors become a `failed` result.
         """
-        history, position = self.history, self._record.position
+        history, position = self.history, self.log.record.position
         try:
             return await self._try(pending, history)
         except RefusedError as error:
@@ -729,7 +435,7 @@ class Session:
         except (StoppingError, FencedError, CutOffError):
             raise
         except Exception as error:
-            if self._is_stale:  # other entries may be where it has read
+            if self.log.is_stale:  # other entries may be where it has read
                 raise FencedError("the server has restarted") from error
             log.exception("a request failed for an unknown reason")
             return failed(pending, position, "internal", f"{type(error).__name__}: {error}"), history
@@ -740,71 +446,32 @@ class Session:
             raise RefusedError("invalid_request", self._bad_name)
         if request is None:
             raise RefusedError("invalid_request", pending.error)
-        while (known := await self._find_answered(request.id)) is not None:
+        while (known := await self.log.find_answered(request.id)) is not None:
             if (repeated := await self._repeated(request, pending, known)) is not None:
                 return repeated, history
         if pending.cancelled and not isinstance(request, Generate):  # a generate may have published tokens
-            return withdrawn(pending, history, self._record.position), history
+            return withdrawn(pending, history, self.log.record.position), history
         if pending.expired and not await self._is_streamed(pending):
-            return withdrawn(pending, history, self._record.position), history
-        if self._record.diverged is not None:
-            raise RefusedError("history_diverged", self._record.diverged)
+            return withdrawn(pending, history, self.log.record.position), history
+        if self.log.record.diverged is not None:
+            raise RefusedError("history_diverged", self.log.record.diverged)
         self._services.fold.check(history, request)
         if isinstance(request, Open) and request.from_ is not None:
-            parent = await self._parent(request.from_)
+            parent = await self._parent(self.key, request.from_)
             return self._services.execution.fork(request, request.from_, pending, parent)
         if isinstance(request, Close):
-            return await self._services.execution.close(self.key, request, pending, history, self._num_shared)
+            return await self._services.execution.close(
+                self.key, request, pending, history, self._count_shared
+            )
         return await self._services.execution.carry_out(self.key, request, pending, history)
 
-    async def _parent(self, of: ForkPoint) -> History:
-        """Return all of the history of the session that this one is forked from. Raises `RefusedError`."""
-        if of.session == self.key.session:
-            raise RefusedError("invalid_request", "a session cannot be forked from itself")
-        with self._others(SessionKey(self.key.tenant, of.session)) as parent:
-            await parent.refresh(surely=True)  # who asks may have heard of its last result
-            if parent.diverged is not None:
-                raise RefusedError("history_diverged", f"{of.session} cannot be forked: {parent.diverged}")
-            history = parent.history
-            if history.closed or not history.exists:
-                gone = "was closed" if history.closed else "does not exist"
-                raise RefusedError(
-                    "unknown_session", f"the session {of.session} {gone}: only an open session can be forked"
-                )
-            try:
-                return await parent.whole_history()
-            except CutOffError:
-                raise RefusedError(
-                    "internal", f"the last checkpoint of {of.session} is not stored yet: ask again"
-                ) from None
+    async def _count_shared(self, history: History) -> int:
+        """Count the first tokens that another open session has too.
 
-    async def _num_shared(self, history: History) -> int:
-        """Count the first tokens of this session that another open session has too, until the next wait.
-
-        Of the others it knows those in memory, and the parent, which is read for this: unless reading it may
-        be what has crashed a worker.
+        If this session may have crashed a worker, reading its parent may be what did.
         """
-        parent = None if self._in_doubt else history.parent
-        use = self._others(SessionKey(self.key.tenant, parent.session)) if parent else nullcontext()
-        with use as first:
-            other: Session | None = first
-            read: set[Session | None] = {None}
-            while True:
-                if other is not None:
-                    await self._read_other(other)
-                    read.add(other)
-                num, other = self._most_shared(self.key, history.tokens)
-                if other in read:
-                    return num
-
-    async def _read_other(self, other: Session) -> None:
-        """Read another session's log to its end; if that fails, `needed` is None there."""
-        try:
-            await other.refresh(surely=True)
-        except FencedError:
-            pass  # its own task reads it anew
-        except Exception:
-            log.exception("a session could not be read that may share tokens with a forgotten one")
+        parent = None if self._doubt.is_raised else history.parent
+        return await self._num_shared(self.key, history.tokens, parent)
 
     async def _repeated(self, request: Request, pending: Pending, known: AnsweredRequest) -> Result | None:
         """Answer a request whose id was used before with the first result of that id.
@@ -830,36 +497,16 @@ class Session:
     async def _commit(self, pending: Pending, result: Result, history: History | None) -> bool:
         """Store a result and the history after it, then wake all who wait for the result.
 
-        Without `history`, the result does not change the history. So a request that was cancelled while it
-        waited can be committed out of order. Returns False if the request already has a result, or the log
-        was read again meanwhile.
+        Takes and raises the same as `SessionLog.commit`. Returns False if that has stored nothing.
         """
-        services, record = self._services, self._record
         closes = isinstance(result, Closed) and result.repeat_of is None
-        if closes:
-            await self._trail.finish()  # no checkpoint may be stored after the session was removed
-        # If the ack of a close is late, its result must be there when it is looked for.
-        removal = services.retention.lock(self.key) if closes else nullcontext()
-        async with self._log_lock, removal:
-            if record is not self._record or not record.lacks_result(pending):
-                return False
-            if self._is_stale:
-                raise FencedError("a result is not this worker's, or the server has restarted")
-            in_turn, history = history is not None, history or self.history
-            try:
-                out_seq = await self._store(pending, result, history)
-            except TooLargeError as error:
-                history = self.history
-                message = f"the result is larger than the log takes ({error}); ask for fewer tokens at a time"
-                result = failed(pending, record.position, "invalid_request", message)
-                out_seq = await self._store(pending, result, history)
-            record.committed(pending, result, out_seq, history)
-            if in_turn and not isinstance(result, Failed) and (delta := record.next_delta(pending.seq)):
-                self._trail.add(delta)
-        self._count(pending, result)
+        committed = await self.log.commit(pending, result, history, closes=closes)
+        if committed is None:
+            return False
+        self._count(pending, committed.result)
         pending.done.set()
         if closes and isinstance(pending.request, Close) and pending.request.forget:
-            await services.retention.forget(self.key, pending.seq, out_seq)
+            await self._services.retention.forget(self.key, pending.seq, committed.out_seq)
         if isinstance(pending.request, Generate):
             await self._end_tokens(pending, pending.request.id, pending.held)
         return True
@@ -876,35 +523,8 @@ class Session:
         if services.traces is not None and isinstance(pending.request, Append | Generate):
             services.traces.add(turn_times(self.key, pending, result, services.model))
         log.info(
-            "answered", type=pending.type, outcome=outcome, seq=pending.seq, position=self._record.position
+            "answered", type=pending.type, outcome=outcome, seq=pending.seq, position=self.log.record.position
         )
-
-    async def _store(self, pending: Pending, result: Result, history: History) -> int:
-        """Commit a result directly after the last known one.
-
-        If the commit is refused only because of newer messages on `out` that are not valid results of this
-        session, it skips them and tries again; otherwise it raises `FencedError`.
-        """
-        journal, record = self._services.journal, self._record
-        if result.repeat_of is None or not pending.first:
-            body = encode(result)
-        else:
-            body = encode_repeat(pending.first, seq=pending.seq, repeat_of=result.repeat_of)
-        headers = {MODEL_HEADER: self._services.model, BUILD_HEADER: self._services.build}
-        if not isinstance(result, Failed):
-            headers[HISTORY_HEADER] = record.digest(history)
-        if self._trail.link is not None:
-            headers[CHECKPOINT_HEADER] = str(self._trail.link)
-        if isinstance(result, Opened) and result.parent and result.repeat_of is None:
-            headers[BASE_HEADER] = str(await self._trail.store_base(pending.seq, history))
-        while True:
-            try:
-                return await journal.commit(self.key, body, record.out_seq, headers, server=self._server)
-            except FencedError:
-                entries, _ = await journal.page(self.key, "out", record.out_seq)
-                if not entries or record.add_results(entries) or self._is_stale:
-                    raise
-                self._services.telemetry.ignored["result"] += len(entries)
 
     async def _end_tokens(self, pending: Pending, request_id: str, held: Chunk | None) -> None:
         """Close an answer's token stream.

@@ -1,6 +1,7 @@
 """Keeps the sessions in this worker's memory: starts their tasks, and evicts idle sessions.
 
-An evicted session is read from its log again when its next request arrives.
+An evicted session is read from its log again when its next request arrives. What a session has to know of
+others it asks here: the history of its parent, and how many tokens it shares.
 """
 
 from __future__ import annotations
@@ -12,9 +13,13 @@ from typing import TYPE_CHECKING
 import structlog
 from anyio import Event, move_on_after, sleep
 
+from cache.names.errors import CutOffError
+from turnkeep_client.subjects import SessionKey
 from worker.device.engine import StoppingError
 from worker.process.clock import monotonic
+from worker.wire.journal import FencedError
 
+from .history import RefusedError
 from .session import Session
 
 if TYPE_CHECKING:
@@ -23,10 +28,11 @@ if TYPE_CHECKING:
     from anyio.abc import TaskGroup
 
     from cache.names.tokens import Tokens
-    from turnkeep_client.subjects import SessionKey
+    from turnkeep_client.messages import ForkPoint, Parent
     from worker.wire.intake import Delivery
 
-    from .session import Services
+    from .history import History
+    from .services import Services
 
 log = structlog.get_logger()
 
@@ -96,12 +102,50 @@ class Sessions:
 
     def _get(self, key: SessionKey) -> Session:
         session = self._sessions.pop(key, None) or Session(
-            key, self._services, self._wake, self.in_use, self._most_shared
+            key, self._services, self._wake, self._parent, self._num_shared
         )
         self._bound_memory()
         self._sessions[key] = session  # last in the order of eviction
         session.used_s = monotonic()
         return session
+
+    async def _parent(self, key: SessionKey, of: ForkPoint) -> History:
+        """Return all of the history of the session that this one is forked from. Raises `RefusedError`."""
+        if of.session == key.session:
+            raise RefusedError("invalid_request", "a session cannot be forked from itself")
+        with self.in_use(SessionKey(key.tenant, of.session)) as parent:
+            await parent.refresh(surely=True)  # who asks may have heard of its last result
+            if parent.diverged is not None:
+                raise RefusedError("history_diverged", f"{of.session} cannot be forked: {parent.diverged}")
+            history = parent.history
+            if history.closed or not history.exists:
+                gone = "was closed" if history.closed else "does not exist"
+                raise RefusedError(
+                    "unknown_session", f"the session {of.session} {gone}: only an open session can be forked"
+                )
+            try:
+                return await parent.log.whole_history()
+            except CutOffError:
+                raise RefusedError(
+                    "internal", f"the last checkpoint of {of.session} is not stored yet: ask again"
+                ) from None
+
+    async def _num_shared(self, key: SessionKey, tokens: Tokens, parent: Parent | None) -> int:
+        """Count the first tokens of a session that another open session has too, until the next wait.
+
+        Of the others it knows those in memory, and the parent, which is read for this.
+        """
+        use = self.in_use(SessionKey(key.tenant, parent.session)) if parent else contextlib.nullcontext()
+        with use as first:
+            other: Session | None = first
+            read: set[Session | None] = {None}
+            while True:
+                if other is not None:
+                    await _read(other)
+                    read.add(other)
+                num, other = self._most_shared(key, tokens)
+                if other in read:
+                    return num
 
     def _most_shared(self, key: SessionKey, tokens: Tokens) -> tuple[int, Session | None]:
         """Find the session that begins with most of a session's tokens, and count these.
@@ -180,3 +224,13 @@ class Sessions:
         except Exception:
             log.exception("a request could not be given up")
             session.forget()
+
+
+async def _read(other: Session) -> None:
+    """Read another session's log to its end; if that fails, `needed` is None there."""
+    try:
+        await other.refresh(surely=True)
+    except FencedError:
+        pass  # its own task reads it anew
+    except Exception:
+        log.exception("a session could not be read that may share tokens with a forgotten one")

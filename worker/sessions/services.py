@@ -1,0 +1,53 @@
+"""The services that all sessions of a worker share; `app` builds them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+    from typing import Any
+
+    from turnkeep_client.subjects import SessionKey
+    from worker.device.engine import Engine
+    from worker.observe.otlp import Traces
+    from worker.observe.telemetry import Telemetry
+    from worker.wire.journal import Journal
+    from worker.wire.outbox import Outbox
+    from worker.wire.retention import Retention
+
+    from .attempts import Attempts, SharedLock
+    from .execution import Execution
+    from .gate import Gate
+    from .history import Fold
+    from .shares import Shares
+    from .trail import Trails
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """What every session gets.
+
+    `ack` acknowledges the deliveries of a session that has answered all its requests. `shares` limits how
+    many sessions of a tenant work at once, `fold_gate` how many logs are read at once. `build` is a header of
+    every result.
+    """
+
+    journal: Journal
+    outbox: Outbox
+    engine: Engine
+    execution: Execution
+    fold: Fold
+    telemetry: Telemetry
+    trails: Trails
+    ack: Callable[[SessionKey], Coroutine[Any, Any, None]]
+    fold_gate: Gate
+    shares: Shares
+    attempts: Attempts
+    retention: Retention
+    device_lock: SharedLock
+    model: str
+    worker: str
+    build: str
+    traces: Traces | None = None

@@ -1,0 +1,362 @@
+"""One session's log: reads it forward into a `Record`, and stores results directly after the last known one.
+
+Belongs to a `Session`, which says when to read and what to store. Knows nothing of how requests are carried
+out, nor of other sessions.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext, suppress
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from anyio import Lock, sleep
+
+from cache.names.errors import CutOffError
+from turnkeep_client.checkpoints import Link
+from turnkeep_client.errors import InvalidMessageError
+from turnkeep_client.log import BASE_HEADER, BUILD_HEADER, CHECKPOINT_HEADER, HISTORY_HEADER, MODEL_HEADER
+from turnkeep_client.messages import Failed, Opened, decode_answered, encode, encode_repeat
+from worker.process.concurrency import in_thread
+from worker.wire.journal import FencedError, TooLargeError
+
+from .execution import failed
+from .record import Record, pending_at
+from .trail import Trail
+
+if TYPE_CHECKING:
+    from cache.names.tokens import Tokens
+    from turnkeep_client.messages import Request, Result
+    from turnkeep_client.subjects import SessionKey
+    from worker.wire.intake import Delivery
+    from worker.wire.journal import Entry
+
+    from .answered import AnsweredAt
+    from .attempts import Doubt
+    from .checkpoint import Delta
+    from .history import History
+    from .record import Pending
+    from .services import Services
+
+#: Pause until a replica that lags is read again.
+LAG_S: Final = 0.05
+
+
+class AnsweredRequest(NamedTuple):
+    """An answered request, read from the log, and the sequences of the request and its result."""
+
+    request: Request
+    at: AnsweredAt
+
+
+class Committed(NamedTuple):
+    """The result that was stored, which is a failure if the given one was too large; and its sequence."""
+
+    result: Result
+    out_seq: int
+
+
+class SessionLog:
+    """What this worker has read of one session's log. Event loop only; reads and commits exclude each other.
+
+    After a `FencedError` the record is not that of the log: `reset` it, then read the log again.
+    """
+
+    def __init__(self, key: SessionKey, services: Services, doubt: Doubt) -> None:
+        """`doubt` decides which readings are recorded in the log; a reading can raise it."""
+        self.key = key
+        self.record = Record(services.fold)
+        self.server = services.journal.server  # that the record was read from
+        self.delivered: Delivery | None = None  # the first delivery since the log was read
+        self._services = services
+        self._doubt = doubt
+        self._trail = Trail(key, services.trails)
+        self._rung_seq = 0  # the newest delivered request
+        self._rung_server = self.server  # that has delivered it
+        self._lock = Lock(fast_acquire=True)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there are requests without a result, or entries to read."""
+        record = self.record
+        behind = self.delivered is not None or self._rung_seq > record.in_seq
+        return bool(record.pending) or record.has_more or behind
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the log may differ: by another worker's result, or by a restart of the server."""
+        return self.record.overtaken or self.server != self._services.journal.server
+
+    def ring(self, delivery: Delivery) -> None:
+        """Record that the log has a request at the delivery's sequence."""
+        self._note_rung(delivery.seq)
+        self.delivered = self.delivered or delivery
+
+    def _note_rung(self, seq: int) -> None:
+        server = self._services.journal.server
+        if self._rung_server != server:
+            self._rung_server, self._rung_seq = server, 0  # another request may be there now
+        self._rung_seq = max(self._rung_seq, seq)
+
+    async def catch_up(self, *, beyond_bell: bool = False) -> None:
+        """Read the log up to the next request without a result, or to the last delivered request.
+
+        With `beyond_bell`, or if the log was not read before, also read requests that were not delivered yet.
+        Raises `FencedError` if another worker has continued the session.
+        """
+        async with self._lock:
+            record = self.record  # the pages read belong to this record, not to its replacement
+            if self.is_stale:
+                raise FencedError("a result is not this worker's, or the server has restarted")
+            num_foreign = record.num_foreign
+            if not record.folded:
+                services, key = self._services, self.key
+                async with services.fold_gate.enter(key.tenant), services.retention.lock(key):
+                    try:
+                        try:
+                            await self._fold(record)
+                        except CutOffError:
+                            record = self.reset(whole=True)
+                            await self._fold(record)
+                    except BaseException:
+                        self.reset()  # half read, answered requests would seem pending
+                        raise
+            elif beyond_bell or (not record.pending and self.has_work):
+                await self._read_on(record)
+            self._services.telemetry.ignored["result"] += record.num_foreign - num_foreign
+
+    async def _fold(self, record: Record) -> None:
+        """Read requests with their results, page by page, up to the first request without a result."""
+        doubt, max_attempts = self._doubt, self._services.attempts.max_attempts
+        if doubt.num_failures >= max_attempts:
+            record.mark_diverged("its log cannot be read, this worker's log says why")
+        if not doubt.is_raised:
+            await self._read_log(record, self._rung_seq)
+            if not record.pending or record.pending[0].seq >= doubt.first_seq:
+                record.last = None
+                return
+            # A new request came before the redelivery of the old one, which may have crashed a worker.
+            await doubt.begin()
+            return
+        # A dead worker may have acknowledged requests behind the delivered one.
+        until = max(self._rung_seq, await self._services.journal.last_seq(self.key, "in"))
+        async with doubt.reading(whole=record.whole) as num_ended:
+            if num_ended > max_attempts:
+                record.mark_diverged(f"reading its log has ended {num_ended} workers")
+            await self._read_log(record, until)
+
+    async def _read_log(self, record: Record, until: int) -> None:
+        """Do the work of `_fold`; `until` is the last request that is known to be in the log."""
+        journal = self._services.journal
+        deltas: list[Delta] = []
+        first_seq = 0  # the first request that was read, or the checkpoint's
+        record.has_more = more_results = True
+        if record.diverged is None and (found := await self._trail.find(whole=record.whole)):
+            record.resume(found.checkpoint)
+            record.add_results(found.results)
+            first_seq = found.checkpoint.in_seq
+        while True:
+            while record.has_more and not record.pending:
+                requests, record.has_more = await journal.page(self.key, "in", record.in_seq, until=until)
+                first_seq = first_seq or (requests[0].seq if requests else 0)
+                while more_results and not all(record.has_result(entry.seq) for entry in requests):
+                    results, more_results = await journal.page(self.key, "out", record.out_seq)
+                    record.add_results(results)
+                # Tokenises all messages of the page: too long for the event loop.
+                await in_thread(record.add_requests, requests, await self._bases(record, requests))
+                if record.proven_seq and (delta := record.next_delta(record.proven_seq)):
+                    deltas.append(delta)
+            while more_results:
+                results, more_results = await journal.page(self.key, "out", record.out_seq)
+                record.add_results(results)
+            if record.pending or record.unread_seq <= record.in_seq:
+                break
+            last_seq = await journal.last_seq(self.key, "in")
+            if last_seq <= until:
+                break
+            until, record.has_more = last_seq, True  # a replica that lags hid a request
+        # A delivered request was there a moment ago.
+        if record.pending and record.pending[0].seq != self._rung_seq:
+            await self._check_is_there(record.pending[0].seq)
+        record.end_fold()
+        if first_seq and first_seq != self._rung_seq:  # removals begin with the first
+            await self._check_is_there(first_seq)
+        if deltas and record.diverged is None:
+            for delta in deltas:
+                self._trail.add(delta)
+            # The next result must name it: a session may be put away after each, and would read ever more.
+            await self._trail.stored()
+        if not record.has_more:
+            record.in_seq = max(record.in_seq, until)  # also if the entry was removed by now
+
+    async def _read_on(self, record: Record) -> None:
+        """Read the next requests, unless some are pending.
+
+        Raises `FencedError` in the same case as `catch_up`.
+        """
+        journal, until = self._services.journal, self._rung_seq
+        results, _ = await journal.page(self.key, "out", record.out_seq)
+        if record.add_results(results):
+            raise FencedError(f"a result up to sequence {record.out_seq} is not this worker's")
+        if record.pending:
+            return
+        requests, record.has_more = await journal.page(self.key, "in", record.in_seq, until=until)
+        # Mostly only queued, so not worth a thread; a replica that lagged may have shown results before them.
+        record.add_requests(requests, await self._bases(record, requests))
+        if not record.has_more:
+            record.in_seq = max(record.in_seq, until)
+
+    async def _bases(self, record: Record, requests: list[Entry]) -> dict[int, History | None]:
+        """Read what the forks that these requests have opened took from their parents."""
+        named = record.bases(requests).items()
+        return {seq: await self._trail.base(Link.parse(link)) for seq, link in named}
+
+    async def _check_is_there(self, seq: int) -> None:
+        """Raise `FencedError` if a request that was read has left the log.
+
+        A replica that lags may still show a request of a forgotten session, while another one no longer has
+        its result, or later requests.
+        """
+        if await self._services.journal.get(seq) is None:
+            await sleep(LAG_S)
+            raise FencedError(f"the request at sequence {seq} has left the log")
+
+    def reset(self, *, whole: bool = False) -> Record:
+        """Replace the record by an empty one; `whole` makes it keep the whole conversation."""
+        record, self.record = self.record, Record(self._services.fold, whole=whole)
+        self._trail.end()
+        self._trail = Trail(self.key, self._services.trails)
+        server = self._services.journal.server
+        self._note_rung(record.in_seq if self.server == server else 0)
+        self.server = server
+        for pending in record.pending:
+            pending.done.set()
+        return self.record
+
+    async def whole_tokens(self) -> Tokens:
+        """Return all tokens of the session.
+
+        Tokens that are no longer in memory are read from a stored checkpoint, if it has them.
+        """
+        tokens = self.record.history.tokens
+        whole = await self._trail.whole() if tokens.held_from else None
+        return tokens.filled(whole.tokens) if whole else tokens
+
+    async def whole_history(self) -> History:
+        """Return the history with all of its tokens and all of its conversation.
+
+        What is no longer in memory is read from a stored checkpoint. Raises `CutOffError` if that lacks it.
+        """
+        history = self.record.history
+        if history.is_whole:
+            return history
+        whole = await self._trail.whole()
+        if whole is None:
+            raise CutOffError("no checkpoint has all of the session")
+        return history.filled(whole)
+
+    async def waiting(self, active: Pending | None, skip: int, limit: int) -> tuple[list[str], int]:
+        """Return the ids of up to `limit` waiting requests after the first `skip`, and how many wait in all.
+
+        The `active` request does not wait. The number may include cancelled requests that were not read yet.
+        """
+        names = [pending.id or "" for pending in self.record.pending if pending is not active]
+        after, num_more = self.record.in_seq, int(bool(self.record.pending))
+        while num_more:
+            entries, num_more = await self._services.journal.backlog(self.key, after)
+            names += [
+                pending_at(entry).id or "" for entry in entries if not self.record.has_result(entry.seq)
+            ]
+            after = entries[-1].seq if entries else after
+            if len(names) >= skip + limit:
+                break
+        return names[skip:][:limit], len(names) + num_more
+
+    async def find_waiting(self, request_id: str) -> Pending | None:
+        """Find a request without a result: first among the pending ones, then in the rest of the log."""
+        for pending in self.record.pending:
+            if pending.id == request_id:
+                return pending
+        journal = self._services.journal
+        after, more = self.record.in_seq, True
+        until = await journal.last_seq(self.key, "in")  # a replica that lags may not show it yet
+        while more:
+            entries, more = await journal.page(self.key, "in", after, until=until)
+            for entry in entries:
+                pending = pending_at(entry)
+                if pending.id == request_id and not self.record.has_result(entry.seq):
+                    return pending
+            after = entries[-1].seq if entries else after
+        return None
+
+    async def find_answered(self, request_id: str) -> AnsweredRequest | None:
+        """Find an id's first request and its result in the log; None if the id has no result."""
+        answered = self.record.answered_ids
+        while (found := answered.find(request_id)) is not None:
+            body = await self._services.journal.get(found.in_seq)
+            if body is not None:
+                with suppress(InvalidMessageError):
+                    if (request := decode_answered(body)).id == request_id:
+                        return AnsweredRequest(request, found)
+                return None
+            if answered.find(request_id) == found:
+                answered.drop(request_id)  # of a session that was forgotten
+        return None
+
+    async def commit(
+        self, pending: Pending, result: Result, history: History | None, *, closes: bool
+    ) -> Committed | None:
+        """Store a result and the history after it; `closes` says that the result closes the session.
+
+        Without `history`, the result does not change the history. So a request that was cancelled while it
+        waited can be committed out of order. Returns None if the request already has a result, or the log
+        was read again meanwhile. Raises `FencedError` if the log has a result that this worker did not know.
+        """
+        record = self.record
+        if closes:
+            await self._trail.finish()  # no checkpoint may be stored after the session was removed
+        # If the ack of a close is late, its result must be there when it is looked for.
+        removal = self._services.retention.lock(self.key) if closes else nullcontext()
+        async with self._lock, removal:
+            if record is not self.record or not record.lacks_result(pending):
+                return None
+            if self.is_stale:
+                raise FencedError("a result is not this worker's, or the server has restarted")
+            in_turn, history = history is not None, history or self.record.history
+            try:
+                out_seq = await self._store(pending, result, history)
+            except TooLargeError as error:
+                history = self.record.history
+                message = f"the result is larger than the log takes ({error}); ask for fewer tokens at a time"
+                result = failed(pending, record.position, "invalid_request", message)
+                out_seq = await self._store(pending, result, history)
+            record.committed(pending, result, out_seq, history)
+            if in_turn and not isinstance(result, Failed) and (delta := record.next_delta(pending.seq)):
+                self._trail.add(delta)
+            return Committed(result, out_seq)
+
+    async def _store(self, pending: Pending, result: Result, history: History) -> int:
+        """Commit a result directly after the last known one.
+
+        If the commit is refused only because of newer messages on `out` that are not valid results of this
+        session, it skips them and tries again; otherwise it raises `FencedError`.
+        """
+        journal, record = self._services.journal, self.record
+        if result.repeat_of is None or not pending.first:
+            body = encode(result)
+        else:
+            body = encode_repeat(pending.first, seq=pending.seq, repeat_of=result.repeat_of)
+        headers = {MODEL_HEADER: self._services.model, BUILD_HEADER: self._services.build}
+        if not isinstance(result, Failed):
+            headers[HISTORY_HEADER] = record.digest(history)
+        if self._trail.link is not None:
+            headers[CHECKPOINT_HEADER] = str(self._trail.link)
+        if isinstance(result, Opened) and result.parent and result.repeat_of is None:
+            headers[BASE_HEADER] = str(await self._trail.store_base(pending.seq, history))
+        while True:
+            try:
+                return await journal.commit(self.key, body, record.out_seq, headers, server=self.server)
+            except FencedError:
+                entries, _ = await journal.page(self.key, "out", record.out_seq)
+                if not entries or record.add_results(entries) or self.is_stale:
+                    raise
+                self._services.telemetry.ignored["result"] += len(entries)
