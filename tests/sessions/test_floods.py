@@ -152,12 +152,12 @@ async def test_questions_of_one_tenant_leave_places_for_others(
 ) -> None:
     go_on, look, waiting = asyncio.Event(), Session.refresh, 0
 
-    async def waits(session: Session) -> None:
+    async def waits(session: Session, **how: bool) -> None:
         nonlocal waiting
         waiting += 1
         if session.key.tenant == "loud":
             await go_on.wait()
-        await look(session)
+        await look(session, **how)
 
     monkeypatch.setattr(Session, "refresh", waits)
     monkeypatch.setattr(desk, "_MAX_OPEN", 4)
