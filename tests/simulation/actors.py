@@ -52,6 +52,9 @@ EXPECT_HEADER: Final = "Nats-Expected-Last-Subject-Sequence"
 SUBJECTS: Final = Subjects()
 TENANT: Final = "t"
 _SESSIONS: Final = ("a", "b", "chat")
+#: What forks are mostly called: a session that is open becomes none.
+_FORKS: Final = ("fork", "twig")
+_ALL: Final = 10**6
 _WORDS: Final = ("hello", "x", "what now?", "é", "the quick brown fox", "ja")
 
 
@@ -99,6 +102,8 @@ class Plan:
     meddling: float
     #: Between two syncs of the server's files: so much a crash of the server may lose.
     sync_s: float
+    #: Whether the worker has little room: sessions wait for each other, and leave memory and log at once.
+    tight: bool
 
     @classmethod
     def of(cls, random: Random) -> Plan:
@@ -134,6 +139,7 @@ class Plan:
             roundings=random.choice((1, 2)),
             meddling=random.choice((0.0, 0.2, 0.5)),
             sync_s=random.choice((0.0, 0.0, 0.0, 0.0, 0.0, 0.02, 0.2, 2.0)),
+            tight=some() < 0.2,
         )
         if plan.sync_s:
             plan.kinds += ("crash server",)
@@ -151,6 +157,7 @@ PLAIN: Final[dict[str, Any]] = {
     "skews": (0.0, 0.0),
     "roundings": 1,
     "sync_s": 0.0,
+    "tight": False,
 }
 
 
@@ -160,6 +167,7 @@ class Asker:
     def __init__(self, history: History, number: int) -> None:
         self._history = history
         self._number = number
+        self._tenant = "u" if history.plan.tight and number == 2 else TENANT
         self._asked: list[tuple[SessionKey, Request]] = []
         self._num_begun = 0
         self._positions: dict[SessionKey, int] = {}
@@ -203,7 +211,9 @@ class Asker:
         key, request = self._next(random)
         self._asked.append((key, request))
         timeout_s = random.choice((None, None, None, 0.3, 5.0))
-        asking = tasks.create_task(self._ask(key, request, timeout_s))
+        leaving = self._history.begin(f"{act} leaving") if isinstance(request, Generate) else None
+        num_chunks = leaving.choice((1, 2, 5, *[_ALL] * 17)) if leaving is not None else _ALL
+        asking = tasks.create_task(self._ask(key, request, timeout_s, num_chunks))
         if random.random() < self._history.plan.meddling:
             meddling = self._history.begin(f"{act} meddling")
             if meddling is not None:
@@ -217,7 +227,7 @@ class Asker:
         while True:
             with contextlib.suppress(TurnkeepError):
                 return await connect(
-                    "nats://world:4222", tenant=TENANT, timeout_s=math.inf, control_timeout_s=1.0
+                    "nats://world:4222", tenant=self._tenant, timeout_s=math.inf, control_timeout_s=1.0
                 )
             await asyncio.sleep(0.2)
 
@@ -225,7 +235,10 @@ class Asker:
         chance = random.random()
         if self._asked and chance < 0.1:
             return random.choice(self._asked)
-        key = SessionKey(TENANT, random.choice(_SESSIONS[: random.randint(1, 3)]))
+        key = SessionKey(self._tenant, random.choice(_SESSIONS[: random.randint(1, 3)]))
+        forks = [one for one, _ in self._asked if one.session in _FORKS]
+        if forks and random.random() < 0.4:
+            key = random.choice(forks)
         named: dict[str, Any] = {"id": f"r{self._number}-{len(self._asked)}"}
         if self._asked and chance < 0.13:
             named["id"] = random.choice(self._asked)[1].id
@@ -242,7 +255,8 @@ class Asker:
                 named["priority"] = random.randint(-2, 2)
         match kind:
             case "fork":
-                other = random.choice(_SESSIONS)
+                key = SessionKey(self._tenant, random.choice((key.session, *_FORKS)))
+                other = random.choice((*_SESSIONS, *_FORKS))
                 at = random.randint(0, position) if random.random() < 0.5 else None
                 named |= {"type": "open", "from": {"session": other, "position": at}}
             case _ if kind is Append:
@@ -272,7 +286,10 @@ class Asker:
         given = {name: value for name, value in named.items() if value is not None}
         return key, decode_request(encode(given))
 
-    async def _ask(self, key: SessionKey, request: Request, timeout_s: float | None = None) -> None:
+    async def _ask(
+        self, key: SessionKey, request: Request, timeout_s: float | None = None, num_chunks: int = _ALL
+    ) -> None:
+        """Ask, and of an answer leave the block after so many chunks, which cancels it."""
         history, client = self._history, self._client
         assert client is not None
         told = Told(key, request)
@@ -284,8 +301,11 @@ class Asker:
         try:
             if isinstance(request, Generate):
                 session = client.session(key.session)
-                async for chunk in Generation(call, client._wire, session.cancel):
-                    told.chunks.append(chunk)
+                async with Generation(call, client._wire, session.cancel) as answer:
+                    async for chunk in answer:
+                        told.chunks.append(chunk)
+                        if len(told.chunks) == num_chunks:
+                            break
             else:
                 await call.wait()
         except (StreamBrokenError, InvalidMessageError) as error:
