@@ -1,7 +1,6 @@
 """A worker that some requests end, as an abort in MLX would: run like `python -m worker`.
 
-`POISON` in an append's text ends the process as the request is carried out; `VENOM` raises where no error is
-expected, when it is carried out, and `BANE` when the log is read again.
+`POISON` in an append's text ends the process as the request is carried out.
 """
 
 from __future__ import annotations
@@ -17,10 +16,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from turnkeep_client.messages import Append
 from worker.__main__ import main
 from worker.sessions.execution import Execution
-from worker.sessions.history import Fold
-from worker.sessions.session import Session
 
-carry_out, replay, attempt = Execution.carry_out, Fold.replay, Session._attempt
+carry_out = Execution.carry_out
 
 
 async def poisoned(self: Execution, key: Any, request: Any, pending: Any, history: Any) -> Any:
@@ -30,19 +27,5 @@ async def poisoned(self: Execution, key: Any, request: Any, pending: Any, histor
     return await carry_out(self, key, request, pending, history)
 
 
-async def venomous(self: Session, pending: Any) -> Any:
-    if isinstance(pending.request, Append) and "VENOM" in (pending.request.text or ""):
-        raise LookupError("bitten")
-    return await attempt(self, pending)
-
-
-def baneful(self: Fold, history: Any, request: Any, *result: Any) -> Any:
-    if isinstance(request, Append) and "BANE" in (request.text or ""):
-        raise OverflowError("too much")
-    return replay(self, history, request, *result)
-
-
 Execution.carry_out = poisoned  # type: ignore[method-assign]
-Session._attempt = venomous  # type: ignore[method-assign]
-Fold.replay = baneful  # type: ignore[method-assign]
 main()
