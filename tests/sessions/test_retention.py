@@ -323,30 +323,6 @@ async def test_a_session_that_was_forgotten_can_be_opened_by_the_next_worker(
     assert (await w.send("s", append("d")))["position"] == 10
 
 
-@pytest.mark.parametrize("close", [CLOSE, FORGET], ids=["closed", "forgotten"])
-async def test_what_was_called_off_behind_a_close_does_not_keep_the_next_worker_from_the_session(
-    quiet_wire: Start, close: dict[str, Any]
-) -> None:
-    """Its result names the history of before the close, which has left the log by then."""
-    w = await quiet_wire(closed_ttl_s=1.0)
-    await w.send("s", append("a", "first life"))
-    running = await w.publish("s", generate("g", text="eee", max_tokens=1900))
-    await w.until("s", "running")
-    closing = await w.publish("s", close)
-    later = await w.publish("s", generate("later", text="second"))
-    await w.control("s", {"type": "cancel", "id": "later"})
-    assert running not in w.results, "it was called off in its turn"
-    assert (await w.result(later))["finish_reason"] == "cancelled"
-    await w.control("s", {"type": "cancel", "id": "g"})
-    assert (await w.result(closing))["type"] == "closed"
-    await until_gone(w, "s", text=b"first life")
-    await w.worker.stop()
-    w = await quiet_wire()
-    opened = await w.send("s", {"type": "open", "id": "o"})
-    assert opened["type"] == "opened", opened
-    assert (await w.send("s", append("b")))["position"] == 5
-
-
 async def test_a_look_at_what_does_not_exist_leaves_nothing_in_memory(quiet_wire: Start) -> None:
     w = await quiet_wire()
     await w.send("s", append("a"))
