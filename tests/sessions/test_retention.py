@@ -201,10 +201,10 @@ async def test_what_was_to_be_forgotten_is_gone_though_the_worker_died_over_it(
 
 async def test_a_log_takes_more_than_its_limit_as_long_as_sessions_are_closed(quiet_wire: Start) -> None:
     """Twice as much in all; what is open is not touched by it."""
-    w = await quiet_wire(log_max_bytes=16 * 2**20, max_message_bytes=2**20, closed_ttl_s=None)
+    w = await quiet_wire(log_max_bytes=16 * 2**20, closed_ttl_s=None)
     await w.send("open", append("a", "hello"))
-    for n in range(32):
-        refused = await w.send(f"s{n}", append("a", "x" * 1_000_000, no_such_field=1))
+    for n in range(128):
+        refused = await w.send(f"s{n}", append("a", "x" * 250_000, no_such_field=1))
         assert refused["code"] == "invalid_request"
         await w.send(f"s{n}", append("b", "hello"))
         await w.send(f"s{n}", CLOSE)
