@@ -128,7 +128,7 @@ async def test_what_was_given_back_for_want_of_room_is_not_in_doubt(wire: Start)
 async def test_a_session_is_answered_in_order_though_its_deliveries_are_settled_at_once(wire: Start) -> None:
     """Many more requests than are read at a time, and a worker that is put down in the middle."""
     one = await wire(max_waiting=MAX_SESSIONS)
-    seqs = [await one.publish("s", append(f"r{n}", "ab")) for n in range(60)]
+    seqs = await asyncio.gather(*(one.publish("s", append(f"r{n}", "ab")) for n in range(60)))
     await one.result(seqs[9])
     await one.worker.stop()
     assert seqs[-1] not in one.results
