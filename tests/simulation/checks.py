@@ -499,11 +499,12 @@ def _check_forgotten(log: Logged, streams: dict[str, Stream]) -> Iterator[str]:
     if not closes:
         return
     last = max(closes)
+    closed = log.results[last][0][0].seq
     for message in streams[SUBJECTS.log_stream].matching(SUBJECTS.log(log.key)):
         kind = message.subject.rpartition(".")[2]
-        if message.seq < last and kind in ("in", "out", "checkpoint", "dead"):
+        ends = {"in": last, "out": last, "checkpoint": closed, "dead": closed}  # what waited came in between
+        if message.seq < ends.get(kind, 0):
             yield f"the {kind} at {message.seq} is still there after the forget at {last}"
-    closed = log.results[last][0][0].seq
     for message in streams[SUBJECTS.log_stream].matching(SUBJECTS.of(log.key, "out")):
         if message.seq < closed and (_result(message.data).seq or 0) < last:
             yield f"the result at {message.seq} is still there after the forget at {last}"

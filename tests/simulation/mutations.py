@@ -10,7 +10,7 @@ from anyio import sleep_forever
 
 from turnkeep_client import calls, messages
 from worker.sessions import attempts, record, session, trail
-from worker.wire import intake, journal, overlooked
+from worker.wire import intake, journal, overlooked, retention
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -131,6 +131,14 @@ def _behind_the_rewind(remove: Any) -> Any:
     return mutated
 
 
+def _but_checkpoints(remove: Any) -> Any:
+    async def mutated(self: Any, key: Any, before: int, kind: str | None = None) -> None:
+        if kind != "checkpoint":
+            await remove(self, key, before, kind)
+
+    return mutated
+
+
 def _begun_if_queued(_: Any) -> Any:
     async def mutated(self: Any, pending: Any) -> bool:
         is_next = bool(self._record.pending) and pending is self._record.pending[0]
@@ -166,6 +174,8 @@ MUTATIONS: Final[dict[str, tuple[Change, ...]]] = {
         (record.Record, "digest", lambda _: lambda _, history: history.digest()),
     ),
     "a forget that misses what a rewind cut off": ((journal.Journal, "remove_tokens", _behind_the_rewind),),
+    "checkpoints left behind a close that forgets": ((journal.Journal, "remove", _but_checkpoints),),
+    "results left behind a close that forgets": ((retention, "answers", lambda _: lambda _: 2**60),),
     "a cancel of what a replica hides": ((session.Session, "_begun", _begun_if_queued),),
     "attempts not counted": ((attempts.AttemptNote, "then", lambda _: _uncounted),),
     "what an earlier server had believed": ((journal.Journal, "server", lambda _: property(lambda _: "")),),
@@ -212,6 +222,7 @@ FAVOURED: Final[dict[str, dict[str, Any]]] = {
         "num_faults": 3,
     },
     "a forget that misses what a rewind cut off": {"kinds": ("crash",), "num_faults": 1},
+    "results left behind a close that forgets": {"num_clients": 3, "num_requests": 9},
     "a cancel of what a replica hides": _LAGGING,
     "a session shown as a replica has it": _LAGGING,
     "a checkpoint believed without its digest": {
