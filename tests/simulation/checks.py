@@ -621,8 +621,11 @@ def _check_chunks(
             continue
         chunk = decode_chunk(message.data)
         answers = found[key].results.get(chunk.seq or 0, [])
-        if (asked := found[key].asked.get(chunk.seq or 0)) and is_imported(asked):
+        asked = found[key].asked.get(chunk.seq or 0)
+        if asked and is_imported(asked):
             continue  # behind a replica that lags a worker may begin it, as a copy has no seals
+        if asked and asked.removed_s is not None and asked.removed_s < message.stored_s and message.removed_s:
+            continue  # by a worker that had stalled, and took it back: its request was forgotten meanwhile
         for _, result in answers:
             tokens = result.tokens if isinstance(result, Generated) else ()
             if not _is_given_up(result) and tuple(tokens[chunk.i : chunk.i + len(chunk.tokens)]) != tuple(
