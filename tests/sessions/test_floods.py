@@ -14,7 +14,7 @@ from raw_wire import LONG, append, generate
 
 from worker.sessions.session import Session
 from worker.sessions.session_log import SessionLog
-from worker.wire import desk
+from worker.wire import desk, intake, journal
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -31,6 +31,14 @@ MAX_SESSIONS = 8
 NUM_FLOOD = 80
 
 
+@pytest.fixture
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few requests are read, or delivered, at a time, and what is returned comes again soon."""
+    monkeypatch.setattr(journal, "_BATCH", 8)
+    monkeypatch.setattr(intake, "_FETCH", 8)
+    monkeypatch.setattr(intake, "_RETURN_S", 0.1)
+
+
 async def answered_before(wire: Wire, seq: int, tenant: str) -> int:
     """Count a tenant's results in the log before the one of the request at `seq`."""
     count = 0
@@ -43,6 +51,7 @@ async def answered_before(wire: Wire, seq: int, tenant: str) -> int:
     raise AssertionError("there is no such result")
 
 
+@pytest.mark.usefixtures("_small")
 @pytest.mark.parametrize("num_sessions", [1, NUM_FLOOD])
 async def test_a_flood_of_one_tenant_does_not_make_anothers_request_wait_for_its_end(
     wire: Start, num_sessions: int
@@ -105,6 +114,7 @@ async def test_a_worker_that_stops_reads_no_more_of_what_waits(
         await two.control(f"s{n}", {"type": "cancel", "id": "r"})
 
 
+@pytest.mark.usefixtures("_small")
 async def test_what_was_given_back_for_want_of_room_is_not_in_doubt(wire: Start) -> None:
     """Only what another worker has had is: no attempt is noted in the log."""
     one = await wire(max_waiting=2, max_waiting_per_tenant=1)
@@ -115,12 +125,14 @@ async def test_what_was_given_back_for_want_of_room_is_not_in_doubt(wire: Start)
     assert noted.pending_msgs == 0
 
 
+@pytest.mark.usefixtures("_small")
 async def test_a_session_is_answered_in_order_though_its_deliveries_are_settled_at_once(wire: Start) -> None:
     """Many more requests than are read at a time, and a worker that is put down in the middle."""
     one = await wire(max_waiting=MAX_SESSIONS)
-    seqs = [await one.publish("s", append(f"r{n}", "ab")) for n in range(400)]
-    await one.result(seqs[20])
+    seqs = await asyncio.gather(*(one.publish("s", append(f"r{n}", "ab")) for n in range(60)))
+    await one.result(seqs[9])
     await one.worker.stop()
+    assert seqs[-1] not in one.results
     two = await wire(max_waiting=MAX_SESSIONS)
     async with asyncio.timeout(120):
         while await two.position("s") != 2 * len(seqs):  # noqa: ASYNC110 - asked over the wire
@@ -130,14 +142,15 @@ async def test_a_session_is_answered_in_order_though_its_deliveries_are_settled_
     assert order == seqs
 
 
+@pytest.mark.usefixtures("_small")
 async def test_a_request_deep_in_a_sessions_queue_can_be_cancelled(wire: Start) -> None:
     """It is not in memory yet: the rest of the queue is in the log."""
     one = await wire()
     long = await one.publish("s", generate("long", text="eee", max_tokens=1500))
-    seqs = [await one.publish("s", append(f"r{n}", "a")) for n in range(400)]
-    assert await one.control("s", {"type": "cancel", "id": "r399"}) == {
+    seqs = [await one.publish("s", append(f"r{n}", "a")) for n in range(30)]
+    assert await one.control("s", {"type": "cancel", "id": "r29"}) == {
         "type": "cancelled",
-        "id": "r399",
+        "id": "r29",
         "was": "waiting",
     }
     assert (await one.result(seqs[-1]))["code"] == "expired"

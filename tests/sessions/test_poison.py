@@ -7,17 +7,24 @@ import contextlib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import nats
 import pytest
 from raw_wire import append, generate
 
+from worker.sessions import sessions
+from worker.sessions.history import Fold
+from worker.sessions.session import Session
+
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
     from nats.js import JetStreamContext
+    from raw_wire import Wire
 
-pytestmark = pytest.mark.process
+    from worker.sessions.record import Pending
+
 PROGRAM = str(Path(__file__).with_name("poisoned_worker.py"))
 
 
@@ -86,6 +93,7 @@ async def lives(worker_process: Callable[..., Any]) -> AsyncIterator[Lives]:
     process.command[1:2] = ["-m", "worker"]
 
 
+@pytest.mark.process
 async def test_a_request_that_ends_every_worker_is_given_up_after_three(lives: Lives) -> None:
     """And nobody else's, though they were being answered whenever it struck."""
     others = [await lives.publish(f"o{n}", generate("g", text="eee", max_tokens=1500)) for n in range(3)]
@@ -106,28 +114,58 @@ async def test_a_request_that_ends_every_worker_is_given_up_after_three(lives: L
     assert not [line for line in lives.process.log.splitlines() if "a session failed" in line]
 
 
+@pytest.fixture
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "_RETRY_S", 0.02)
+    monkeypatch.setattr(sessions, "log", Mock())  # a traceback with its variables takes seconds to print
+
+
+@pytest.mark.usefixtures("_soon")
 async def test_a_request_that_fails_for_no_known_reason_is_given_up_by_the_worker_itself(
-    lives: Lives,
+    wire: Callable[..., Awaitable[Wire]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    poison = await lives.publish("s", append("venom", "VENOM"))
-    behind = await lives.publish("s", append("behind"))
-    results = await lives.until_answered([poison, behind])
-    assert lives.num == 1
-    assert (results[poison]["code"], results[behind]["type"]) == ("internal", "appended")
-    assert "LookupError: bitten" in results[poison]["message"]
-    assert [letter["id"] for letter in await lives.letters("s")] == ["venom"]
+    attempt, bitten = Session._attempt, 0
+
+    async def venomous(session: Session, pending: Pending) -> Any:
+        nonlocal bitten
+        if pending.id == "venom":
+            bitten += 1
+            raise LookupError("bitten")
+        return await attempt(session, pending)
+
+    monkeypatch.setattr(Session, "_attempt", venomous)
+    one = await wire()
+    letters = await one.nc.subscribe(one.subject("s", "dead"))
+    poison = await one.publish("s", append("venom"))
+    behind = await one.publish("s", append("behind"))
+    failed = await one.result(poison)
+    assert (failed["code"], (await one.result(behind))["type"]) == ("internal", "appended")
+    assert "LookupError: bitten" in failed["message"]
+    assert bitten == 3
+    assert json.loads((await letters.next_msg(timeout=5)).data)["id"] == "venom"
 
 
-async def test_a_session_whose_log_cannot_be_read_says_so(lives: Lives) -> None:
-    first = await lives.publish("s", append("a", "BANE"))
-    await lives.until_answered([first])
-    lives.process.kill()
-    second = await lives.publish("s", append("b"))
-    other = await lives.publish("other", append("b"))
-    results = await lives.until_answered([second, other])
-    assert results[second]["code"] == "history_diverged"
-    assert "go on in a new session" in results[second]["message"]
-    assert results[other]["type"] == "appended"
+@pytest.mark.usefixtures("_soon")
+async def test_a_session_whose_log_cannot_be_read_says_so(
+    wire: Callable[..., Awaitable[Wire]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = await wire()
+    await one.send("s", append("a", "BANE"))
+    await one.worker.stop()
+    replay = Fold.replay
+
+    def baneful(fold: Fold, history: Any, request: Any, *result: Any) -> Any:
+        if request.id == "a":
+            raise OverflowError("too much")
+        return replay(fold, history, request, *result)
+
+    monkeypatch.setattr(Fold, "replay", baneful)
+    two = await wire()
+    second, other = await two.publish("s", append("b")), await two.publish("other", append("b"))
+    failed = await two.result(second)
+    assert failed["code"] == "history_diverged"
+    assert "go on in a new session" in failed["message"]
+    assert (await two.result(other))["type"] == "appended"
 
 
 @pytest.mark.parametrize(("word", "num_lives"), [("BANE", 2), ("CURSE", 3)])

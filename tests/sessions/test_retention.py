@@ -260,21 +260,20 @@ async def test_what_was_sent_behind_a_close_before_it_was_answered_stays(quiet_w
     assert (await w.send("s", append("d")))["position"] == 11
 
 
-@pytest.mark.parametrize("dies", [False, True])
-async def test_what_is_forgotten_leaves_with_what_was_stored_behind_the_close(
-    quiet_wire: Start, monkeypatch: pytest.MonkeyPatch, dies: bool
+async def test_what_was_stored_behind_a_close_that_forgets_is_gone_though_the_worker_died_over_it(
+    quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Answers to what waited before it, and checkpoints, come into the log while it waits itself."""
 
-    async def nothing(*_: Any) -> None:
+    async def dies(*_: Any) -> None:
         pass
 
     with monkeypatch.context() as patched:
-        if dies:
-            patched.setattr(Retention, "forget", nothing)
-            patched.setattr(retention, "_PERIOD_S", 60.0)
+        patched.setattr(Retention, "forget", dies)
+        patched.setattr(retention, "_PERIOD_S", 60.0)
+        patched.setattr(record, "_CHECKPOINT_EVERY", 3)
         w = await quiet_wire()
-        for n in range(70):
+        for n in range(5):
             await w.publish("s", append(f"a{n}", "a secret"))
         await w.publish("s", generate("g", text="eee", max_tokens=50))
         closing = await w.publish("s", FORGET)
@@ -283,11 +282,9 @@ async def test_what_is_forgotten_leaves_with_what_was_stored_behind_the_close(
         assert (await w.result(closing))["type"] == "closed"
         assert (await w.result(opened))["type"] == "opened"
         assert (await w.result(last))["position"] == 6
-        if dies:
-            assert "checkpoint" in await bodies(w, "s")
-            await w.worker.stop()
-    if dies:
-        w = await quiet_wire()
+        assert "checkpoint" in await bodies(w, "s")
+        await w.worker.stop()
+    w = await quiet_wire()
     await until_left(w, "s", ["c", "o", "b"], ["c", "o", "b"])
     assert (result := await w.send("s", append("d")))["position"] == 11, result
 
@@ -324,30 +321,6 @@ async def test_a_session_that_was_forgotten_can_be_opened_by_the_next_worker(
         assert (await w.send("s", {"type": "open", "id": "o"}))["type"] == "opened"
         assert (await w.send("s", append("b")))["position"] == 5
     assert (await w.send("s", append("d")))["position"] == 10
-
-
-@pytest.mark.parametrize("close", [CLOSE, FORGET], ids=["closed", "forgotten"])
-async def test_what_was_called_off_behind_a_close_does_not_keep_the_next_worker_from_the_session(
-    quiet_wire: Start, close: dict[str, Any]
-) -> None:
-    """Its result names the history of before the close, which has left the log by then."""
-    w = await quiet_wire(closed_ttl_s=1.0)
-    await w.send("s", append("a", "first life"))
-    running = await w.publish("s", generate("g", text="eee", max_tokens=1900))
-    await w.until("s", "running")
-    closing = await w.publish("s", close)
-    later = await w.publish("s", generate("later", text="second"))
-    await w.control("s", {"type": "cancel", "id": "later"})
-    assert running not in w.results, "it was called off in its turn"
-    assert (await w.result(later))["finish_reason"] == "cancelled"
-    await w.control("s", {"type": "cancel", "id": "g"})
-    assert (await w.result(closing))["type"] == "closed"
-    await until_gone(w, "s", text=b"first life")
-    await w.worker.stop()
-    w = await quiet_wire()
-    opened = await w.send("s", {"type": "open", "id": "o"})
-    assert opened["type"] == "opened", opened
-    assert (await w.send("s", append("b")))["position"] == 5
 
 
 async def test_a_look_at_what_does_not_exist_leaves_nothing_in_memory(quiet_wire: Start) -> None:

@@ -57,6 +57,7 @@ _SESSIONS: Final = ("a", "b", "chat", "c", "d")
 #: How many plans have other weights than the usual ones.
 _LEANING: Final = 0.5
 _ASKED: Final = (Append, Generate, Rewind, Close, Open, "fork")
+_ALL: Final = 10**6
 _WORDS: Final = ("hello", "x", "what now?", "é", "the quick brown fox", "ja")
 
 
@@ -112,6 +113,8 @@ class Plan:
     meddling: float
     #: Between two syncs of the server's files: so much a crash of the server may lose.
     sync_s: float
+    #: Whether the worker has little room: sessions wait for each other, and leave memory and log at once.
+    tight: bool
     #: How often clients ask for what (`_ASKED`), in how many sessions, repeat a request, wait for a result.
     weights: tuple[float, ...] = (30, 45, 10, 6, 4, 5)
     num_sessions: int = 3
@@ -152,6 +155,7 @@ class Plan:
             roundings=random.choice((1, 2)),
             meddling=random.choice((0.0, 0.2, 0.5)),
             sync_s=random.choice((0.0, 0.0, 0.0, 0.0, 0.0, 0.02, 0.2, 2.0)),
+            tight=some() < 0.2,
         )
         if plan.sync_s:
             plan.kinds += ("crash server",)
@@ -188,6 +192,7 @@ PLAIN: Final[dict[str, Any]] = {
     "skews": (0.0, 0.0),
     "roundings": 1,
     "sync_s": 0.0,
+    "tight": False,
 }
 
 
@@ -197,6 +202,7 @@ class Asker:
     def __init__(self, history: History, number: int) -> None:
         self._history = history
         self._number = number
+        self._tenant = "u" if history.plan.tight and number == 2 else TENANT
         self._asked: list[tuple[SessionKey, Request]] = []
         self._num_begun = 0
         self._positions: dict[SessionKey, int] = {}
@@ -240,7 +246,9 @@ class Asker:
         key, request = self._next(random)
         self._asked.append((key, request))
         timeout_s = random.choice((None, None, None, 0.3, 5.0))
-        asking = tasks.create_task(self._ask(key, request, timeout_s))
+        leaving = self._history.begin(f"{act} leaving") if isinstance(request, Generate) else None
+        num_chunks = leaving.choice((1, 2, 5, *[_ALL] * 17)) if leaving is not None else _ALL
+        asking = tasks.create_task(self._ask(key, request, timeout_s, num_chunks))
         if random.random() < self._history.plan.meddling:
             meddling = self._history.begin(f"{act} meddling")
             if meddling is not None:
@@ -254,7 +262,7 @@ class Asker:
         while True:
             with contextlib.suppress(TurnkeepError):
                 return await connect(
-                    "nats://world:4222", tenant=TENANT, timeout_s=math.inf, control_timeout_s=1.0
+                    "nats://world:4222", tenant=self._tenant, timeout_s=math.inf, control_timeout_s=1.0
                 )
             await asyncio.sleep(0.2)
 
@@ -263,9 +271,9 @@ class Asker:
         if self._asked and chance < plan.repeating:
             return random.choice(self._asked)
         (kind,) = random.choices(_ASKED, plan.weights)
-        key = SessionKey(TENANT, random.choice(_SESSIONS[: random.randint(1, plan.num_sessions)]))
+        key = SessionKey(self._tenant, random.choice(_SESSIONS[: random.randint(1, plan.num_sessions)]))
         if kind == "fork" and random.random() < 0.7:
-            key = SessionKey(TENANT, f"f{self._number}-{len(self._asked)}")
+            key = SessionKey(self._tenant, f"f{self._number}-{len(self._asked)}")
         elif self._asked and random.random() < 0.2:
             key = random.choice(self._asked)[0]
         named: dict[str, Any] = {"id": f"r{self._number}-{len(self._asked)}"}
@@ -283,7 +291,7 @@ class Asker:
             case "fork":
                 others = [one.session for one in self._positions]
                 other = random.choice(others or _SESSIONS)
-                most = self._positions.get(SessionKey(TENANT, other), 0)
+                most = self._positions.get(SessionKey(self._tenant, other), 0)
                 at = random.randint(0, most) if random.random() < 0.5 else None
                 of: dict[str, Any] = {"session": other, "position": at}
                 if random.random() < 0.3:
@@ -316,7 +324,10 @@ class Asker:
         given = {name: value for name, value in named.items() if value is not None}
         return key, decode_request(encode(given))
 
-    async def _ask(self, key: SessionKey, request: Request, timeout_s: float | None = None) -> None:
+    async def _ask(
+        self, key: SessionKey, request: Request, timeout_s: float | None = None, num_chunks: int = _ALL
+    ) -> None:
+        """Ask, and of an answer leave the block after so many chunks, which cancels it."""
         history, client = self._history, self._client
         assert client is not None
         told = Told(key, request)
@@ -328,8 +339,11 @@ class Asker:
         try:
             if isinstance(request, Generate):
                 session = client.session(key.session)
-                async for chunk in Generation(call, client._wire, session.cancel):
-                    told.chunks.append(chunk)
+                async with Generation(call, client._wire, session.cancel) as answer:
+                    async for chunk in answer:
+                        told.chunks.append(chunk)
+                        if len(told.chunks) == num_chunks:
+                            break
             else:
                 await call.wait()
         except (StreamBrokenError, InvalidMessageError) as error:

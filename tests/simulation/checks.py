@@ -499,11 +499,12 @@ def _check_forgotten(log: Logged, streams: dict[str, Stream]) -> Iterator[str]:
     if not closes:
         return
     last = max(closes)
+    closed = log.results[last][0][0].seq
     for message in streams[SUBJECTS.log_stream].matching(SUBJECTS.log(log.key)):
         kind = message.subject.rpartition(".")[2]
-        if message.seq < last and kind in ("in", "out", "checkpoint", "dead"):
+        ends = {"in": last, "out": last, "checkpoint": closed, "dead": closed}  # what waited came in between
+        if message.seq < ends.get(kind, 0):
             yield f"the {kind} at {message.seq} is still there after the forget at {last}"
-    closed = log.results[last][0][0].seq
     for message in streams[SUBJECTS.log_stream].matching(SUBJECTS.of(log.key, "out")):
         if message.seq < closed and (_result(message.data).seq or 0) < last:
             yield f"the result at {message.seq} is still there after the forget at {last}"
@@ -620,8 +621,11 @@ def _check_chunks(
             continue
         chunk = decode_chunk(message.data)
         answers = found[key].results.get(chunk.seq or 0, [])
-        if (asked := found[key].asked.get(chunk.seq or 0)) and is_imported(asked):
+        asked = found[key].asked.get(chunk.seq or 0)
+        if asked and is_imported(asked):
             continue  # behind a replica that lags a worker may begin it, as a copy has no seals
+        if asked and asked.removed_s is not None and asked.removed_s < message.stored_s and message.removed_s:
+            continue  # by a worker that had stalled, and took it back: its request was forgotten meanwhile
         for _, result in answers:
             tokens = result.tokens if isinstance(result, Generated) else ()
             if not _is_given_up(result) and tuple(tokens[chunk.i : chunk.i + len(chunk.tokens)]) != tuple(

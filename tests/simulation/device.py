@@ -22,6 +22,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from cache.names.tokens import as_tokens
 from cache.store import Forgotten
 from turnkeep_client.messages import Histogram, Metrics, Progress, SnapshotCounters, joined
+from worker import app
 from worker.app import App
 from worker.device.engine import StoppingError, TurnResult
 from worker.models.model import LoadedModel
@@ -316,6 +317,6 @@ class Worker(App):
             "runs": len(self.device_of_hashes.runs),
             "at work": len(self._sessions._at_work),
             "shares": sum(one.num_at_work + len(one.waiting) for one in shares),
-            "readers": services.fold_gate._num_free - 4,
+            "readers": services.fold_gate._num_free - app._MAX_FOLDS,
             "alone": services.device_lock._num + services.attempts._readings._num,
         }

@@ -16,12 +16,13 @@ import worker.wire.connection
 from cache.names import tokens
 from turnkeep_client.messages import Closed, Opened, Rewound
 from turnkeep_client.subjects import CONSUMER
+from worker import app
 from worker.observe import telemetry
 from worker.sessions import history as sessions_history
 from worker.sessions import record, sessions
 from worker.sessions.history import Fold
 from worker.sessions.session_log import SessionLog
-from worker.wire import intake, journal, retention
+from worker.wire import desk, intake, journal, retention
 
 from .actors import PLAIN, SUBJECTS, History, Plan, Read, Supervisor
 from .checks import check, is_imported, logs, unanswered, unforgotten
@@ -33,6 +34,14 @@ if TYPE_CHECKING:
 
     from turnkeep_client.subjects import SessionKey
 
+#: A worker that reads one log at a time, answers one question, keeps no idle session and no closed one.
+_TIGHT: Final[tuple[tuple[Any, str, Any], ...]] = (
+    (app, "_MAX_FOLDS", 1),
+    (desk, "_MAX_OPEN", 1),
+    (sessions, "_MAX_IDLE_BYTES", 0),
+    (retention, "_NEARLY_FULL", 0.0),
+    (retention, "_RELIEVED", 0.0),
+)
 _find_answered: Final = SessionLog.find_answered  # whatever a mutation makes of it
 #: How long after the last fault everything may take.
 PATIENCE_S: Final = 150.0
@@ -170,6 +179,7 @@ def patched(history: History) -> Iterator[None]:
             (sessions, "_LEAST_SWEEP_S", 0.25),
             (telemetry, "_LAG_PERIOD_S", 60.0),  # at virtual time nothing is late
             (intake, "_GONE_S", 3.0),
+            *(_TIGHT if plan.tight else ()),
         ):
             stack.enter_context(_set(owner, name, value))
         yield

@@ -10,7 +10,7 @@ from anyio import sleep_forever
 
 from turnkeep_client import calls, messages
 from worker.sessions import attempts, record, session, session_log, trail
-from worker.wire import intake, journal, overlooked
+from worker.wire import intake, journal, overlooked, retention
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -131,6 +131,14 @@ def _behind_the_rewind(remove: Any) -> Any:
     return mutated
 
 
+def _but_checkpoints(remove: Any) -> Any:
+    async def mutated(self: Any, key: Any, before: int, kind: str | None = None) -> None:
+        if kind != "checkpoint":
+            await remove(self, key, before, kind)
+
+    return mutated
+
+
 def _begun_if_queued(_: Any) -> Any:
     async def mutated(self: Any, pending: Any) -> bool:
         is_next = bool(self.log.record.pending) and pending is self.log.record.pending[0]
@@ -158,6 +166,7 @@ MUTATIONS: Final[dict[str, tuple[Change, ...]]] = {
         (trail, "backwards", lambda _: _unchecked),
     ),
     "an anchor given up too early": ((session.Session, "_answer", _give_up_anchor), _NO_LOOK),
+    "chunks of what was forgotten": ((journal.Journal, "_check_not_forgotten", lambda _: _nothing),),
     "chunks without a fence": ((journal.Journal, "_publish", lambda _: _publish_anyhow),),
     "a lagging replica believed": ((journal.Journal, "page", _ignoring_lag),),
     "a session shown as a replica has it": ((session.Session, "refresh", _carelessly),),
@@ -166,6 +175,8 @@ MUTATIONS: Final[dict[str, tuple[Change, ...]]] = {
         (record.Record, "digest", lambda _: lambda _, history: history.digest()),
     ),
     "a forget that misses what a rewind cut off": ((journal.Journal, "remove_tokens", _behind_the_rewind),),
+    "checkpoints left behind a close that forgets": ((journal.Journal, "remove", _but_checkpoints),),
+    "results left behind a close that forgets": ((retention, "answers", lambda _: lambda _: 2**60),),
     "a cancel of what a replica hides": ((session.Session, "_begun", _begun_if_queued),),
     "attempts not counted": ((attempts.AttemptNote, "then", lambda _: _uncounted),),
     "what an earlier server had believed": ((journal.Journal, "server", lambda _: property(lambda _: "")),),
@@ -212,6 +223,7 @@ FAVOURED: Final[dict[str, dict[str, Any]]] = {
         "num_faults": 3,
     },
     "a forget that misses what a rewind cut off": {"kinds": ("crash",), "num_faults": 1},
+    "results left behind a close that forgets": {"num_clients": 3, "num_requests": 9},
     "a cancel of what a replica hides": _LAGGING,
     "a session shown as a replica has it": _LAGGING,
     "a checkpoint believed without its digest": {
@@ -239,6 +251,8 @@ FAVOURED: Final[dict[str, dict[str, Any]]] = {
     "an anchor given up too early": {"kinds": ("crash at", "crash"), "num_faults": 5},
     "an undecodable result taken for none": {"kinds": ("newer worker",), "num_faults": 5},
     "chunks not read back": {"kinds": ("crash at", "crash"), "num_faults": 5},
+    "chunks of what was forgotten": _LAGGING
+    | {"kinds": ("stall",), "num_faults": 5, "num_clients": 2, "weights": (10, 45, 0, 20, 5, 0)},
     "chunks without a fence": {"kinds": ("stall", "cut", "crash at"), "num_faults": 5},
     "a client that never reads the log": {"kinds": ("cut", "crash server"), "num_faults": 5},
 }

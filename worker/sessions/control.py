@@ -139,8 +139,9 @@ class Control:
         )
 
     async def _info(self, session: Session, request: InfoRequest) -> SessionInfo:
+        history, num_answered = session.history, session.num_answered  # soon they may be read anew
         waiting, num_waiting = await session.log.waiting(session.active, request.skip, request.limit)
-        history, key, active = session.history, session.key, session.active
+        key, active = session.key, session.active
         progress, policy = self._engine.progress(key), history.policy
         live_bytes = self._engine.live_bytes(key, history.tokens, policy)
         return SessionInfo(
@@ -151,7 +152,7 @@ class Control:
             active=active.id if active else None,
             waiting=tuple(waiting),
             num_waiting=num_waiting,
-            requests=session.num_answered,
+            requests=num_answered,
             progress=progress,
             resident=live_bytes > 0,
             kv_live_bytes=live_bytes,

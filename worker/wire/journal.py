@@ -196,7 +196,8 @@ class Journal:
         `FencedError` if another worker has published a chunk of the answer since, or if the session was read
         from another `server` process than the current one.
         """
-        return await self._publish(key, request_id, encode(chunk), after, chunk.seq or 0, server)
+        body, is_first = encode(chunk), chunk.i == 0
+        return await self._publish(key, request_id, body, after, chunk.seq or 0, server, is_first=is_first)
 
     async def seal(self, key: SessionKey, request_id: str, seq: int, after: int, *, server: str) -> None:
         """Let nobody publish a chunk of the request at `seq` behind the message at `after`.
@@ -207,33 +208,44 @@ class Journal:
         await self._publish(key, request_id, b"", after, seq, server)
 
     async def _publish(
-        self, key: SessionKey, request_id: str, body: bytes, after: int, seq: int, server: str
+        self,
+        key: SessionKey,
+        request_id: str,
+        body: bytes,
+        after: int,
+        seq: int,
+        server: str,
+        *,
+        is_first: bool = False,
     ) -> int:
         subject, pause_s = self._subjects.tokens(key, request_id, "chunk"), 0.1
         sealed = {} if body else {SEALED_HEADER: f"{seq} {self._name}"}
         while True:
             await self._check_server(server)
+            is_first = is_first or not after
             try:
                 ack = await self._js.publish(
                     subject, body, timeout=_TIMEOUT_S, headers={**sealed, _EXPECT_HEADER: str(after)}
                 )
+                stored = ack.seq
             except (APIError, nats.errors.MaxPayloadError) as error:
                 if isinstance(error, APIError) and error.err_code in _OVERTAKEN:
                     after, is_own = await self._last_chunk(key, request_id, body, after, seq)
-                    if is_own:
-                        return after
-                    continue
-                log.warning("an answer is not streamed any further", error=str(error))
-                return 0
+                    if not is_own:
+                        continue
+                    stored = after
+                else:
+                    log.warning("an answer is not streamed any further", error=str(error))
+                    return 0
             except (nats.errors.Error, OSError) as error:
                 await self._pause_after("publishing tokens", error, pause_s)
                 pause_s = min(pause_s * 2, _MAX_BACKOFF_S)
-            else:
-                if not after:
-                    await self._check_not_forgotten(key, request_id, ack.seq, seq)
-                return ack.seq
+                continue
+            if is_first:
+                await self._check_not_forgotten(stored, seq)
+            return stored
 
-    async def _check_not_forgotten(self, key: SessionKey, request_id: str, chunk_seq: int, seq: int) -> None:
+    async def _check_not_forgotten(self, chunk_seq: int, seq: int) -> None:
         """Take back an answer's first message, and raise `FencedError`, if its session was forgotten.
 
         Another worker may forget a session while this one begins to answer it. It removes requests before
@@ -241,9 +253,8 @@ class Journal:
         """
         if self._is_alone() or await self.get(seq) is not None:
             return
-        subject = self._subjects.tokens(key, request_id)
         with contextlib.suppress(nats.errors.Error, APIError, OSError):  # it expires
-            await self._js.purge_stream(self._subjects.token_stream, seq=chunk_seq + 1, subject=subject)
+            await self._js.delete_msg(self._subjects.token_stream, chunk_seq)
         raise FencedError("the session was forgotten")
 
     async def _last_chunk(
