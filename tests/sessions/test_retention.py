@@ -342,10 +342,10 @@ async def test_a_session_that_somebody_looks_at_is_not_let_go_of(
     held = w.worker.app._sessions
     there, go_on, look = asyncio.Event(), asyncio.Event(), Session.refresh
 
-    async def waits(session: Session) -> None:
+    async def waits(session: Session, *, surely: bool) -> None:
         there.set()
         await go_on.wait()
-        await look(session)
+        await look(session, surely=surely)
 
     monkeypatch.setattr(Session, "refresh", waits)
     asked = asyncio.create_task(w.control("s", {"type": "info"}))

@@ -166,6 +166,9 @@ MUTATIONS: Final[dict[str, tuple[Change, ...]]] = {
         (trail, "backwards", lambda _: _unchecked),
     ),
     "an anchor given up too early": ((session.Session, "_answer", _give_up_anchor), _NO_LOOK),
+    "a removed request that a replica shows": (
+        (session_log.SessionLog, "_check_is_there", lambda _: _nothing),
+    ),
     "chunks of what was forgotten": ((journal.Journal, "_check_not_forgotten", lambda _: _nothing),),
     "chunks without a fence": ((journal.Journal, "_publish", lambda _: _publish_anyhow),),
     "a lagging replica believed": ((journal.Journal, "page", _ignoring_lag),),
@@ -251,6 +254,8 @@ FAVOURED: Final[dict[str, dict[str, Any]]] = {
     "an anchor given up too early": {"kinds": ("crash at", "crash"), "num_faults": 5},
     "an undecodable result taken for none": {"kinds": ("newer worker",), "num_faults": 5},
     "chunks not read back": {"kinds": ("crash at", "crash"), "num_faults": 5},
+    "a removed request that a replica shows": _LAGGING
+    | {"num_workers": 1, "leases": True, "tight": True, "weights": (10, 10, 0, 30, 10, 30)},
     "chunks of what was forgotten": _LAGGING
     | {"kinds": ("stall",), "num_faults": 5, "num_clients": 2, "weights": (10, 45, 0, 20, 5, 0)},
     "chunks without a fence": {"kinds": ("stall", "cut", "crash at"), "num_faults": 5},

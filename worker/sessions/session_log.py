@@ -70,8 +70,9 @@ class SessionLog:
         self._services = services
         self._doubt = doubt
         self._trail = Trail(key, services.trails)
-        self._rung_seq = 0  # the newest delivered request
-        self._rung_server = self.server  # that has delivered it
+        self._rung_seq = 0  # the newest request that is known to be in the log
+        self._rung_server = self.server  # that has it
+        self._fresh_seq = 0  # the newest delivered request, until the log was read
         self._lock = Lock(fast_acquire=True)
 
     @property
@@ -89,6 +90,7 @@ class SessionLog:
     def ring(self, delivery: Delivery) -> None:
         """Record that the log has a request at the delivery's sequence."""
         self._note_rung(delivery.seq)
+        self._fresh_seq = max(self._fresh_seq, delivery.seq)
         self.delivered = self.delivered or delivery
 
     def _note_rung(self, seq: int) -> None:
@@ -174,11 +176,11 @@ class SessionLog:
             if last_seq <= until:
                 break
             until, record.has_more = last_seq, True  # a replica that lags hid a request
-        # A delivered request was there a moment ago.
-        if record.pending and record.pending[0].seq != self._rung_seq:
+        # A delivered request was there a moment ago; one that was read before may have been removed since.
+        if record.pending and record.pending[0].seq != self._fresh_seq:
             await self._check_is_there(record.pending[0].seq)
         record.end_fold()
-        if first_seq and first_seq != self._rung_seq:  # removals begin with the first
+        if first_seq and first_seq != self._fresh_seq:  # removals begin with the first
             await self._check_is_there(first_seq)
         if deltas and record.diverged is None:
             for delta in deltas:
@@ -200,6 +202,8 @@ class SessionLog:
         if record.pending:
             return
         requests, record.has_more = await journal.page(self.key, "in", record.in_seq, until=until)
+        if requests and requests[0].seq != self._fresh_seq:
+            await self._check_is_there(requests[0].seq)
         # Mostly only queued, so not worth a thread; a replica that lagged may have shown results before them.
         record.add_requests(requests, await self._bases(record, requests))
         if not record.has_more:
@@ -227,6 +231,7 @@ class SessionLog:
         self._trail = Trail(self.key, self._services.trails)
         server = self._services.journal.server
         self._note_rung(record.in_seq if self.server == server else 0)
+        self._fresh_seq = 0
         self.server = server
         for pending in record.pending:
             pending.done.set()
