@@ -17,6 +17,7 @@ import inspect
 import itertools
 import os
 import random
+import socket
 import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
@@ -284,6 +285,8 @@ def simulated(seed: int) -> Iterator[Loop]:
     patches: list[tuple[Any, str, Any]] = [
         (anyio.to_thread, "run_sync", run_sync),
         (os, "urandom", rng.randbytes),
+        (os, "getpid", lambda: 1),  # leases have both, and the trace counts their letters
+        (socket, "gethostname", lambda: "world"),
         (clock, "source", _Clock(loop)),
         *((kind, "__hash__", _number) for kind in (asyncio.Event, Call)),
         (sniffio.thread_local, "name", "asyncio"),  # else anyio looks for the running task again and again
