@@ -230,7 +230,7 @@ class Session:
                 if self.active is not None:
                     raise
                 self.forget()  # no request runs here that would notice
-                await self.log.catch_up(beyond_bell=True)
+                continue
             if self.log.record.out_seq >= last_seq:
                 return
             await sleep(LAG_S)
