@@ -88,7 +88,6 @@ def simulate(
             outcome.counts = _counts(history)
             disturbed = [name for name, value in PLAIN.items() if getattr(plan, name) != value]
             outcome.acts = [*disturbed, *history.acts]
-        loop.abandon()
     return outcome
 
 
@@ -143,6 +142,7 @@ def world(loop: Loop, outcome: Outcome, *, tell: bool) -> Iterator[Any]:
             wrapper_class=structlog.make_filtering_bound_logger(level),
         )
         stack.callback(structlog.configure, **before)
+        stack.callback(loop.abandon)  # before what it ends with is logged as usual
         yield server, note
 
 

@@ -11,6 +11,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 from anyio import create_task_group
@@ -121,6 +122,40 @@ def test_a_stop_while_a_rewind_reads_the_log_is_no_crash() -> None:
         history = History(loop, server, plan, note)
         with patched(history):
             run(loop, main(history))
+
+
+def test_what_a_dead_worker_has_answered_is_not_carried_out_again_behind_a_lagging_replica() -> None:
+    num_runs = 0
+
+    async def main(history: History) -> None:
+        nonlocal num_runs
+        server, supervisor = history.server, Supervisor(history, 0)
+        server.on_stored = lambda subject: supervisor.kill() if subject.endswith(".commit") else None
+        for _ in range(2):
+            worker = supervisor.prepare()
+            device, run = worker.device_of_hashes, worker.device_of_hashes.run
+
+            async def counted(*args: Any, run: Any = run, **more: Any) -> Any:
+                nonlocal num_runs
+                num_runs += 1
+                return await run(*args, **more)
+
+            device.run = counted  # type: ignore[method-assign]
+            assert supervisor.process is not None
+            supervisor.process.start(worker.run())
+            await worker.ready.wait()
+            if supervisor.num_lives == 1:
+                server.handle("turnkeep.t.s.in", "", b'{"type":"append","id":"a","text":"x"}', None)
+                await asyncio.sleep(0.5)
+                server.faults.lag_s = 5.0
+        await asyncio.sleep(3)
+
+    for seed in range(20):
+        with simulated(seed) as loop, world(loop, Outcome(seed, []), tell=False) as (server, note):
+            plan = replace(Plan.of(Random(1)), num_workers=1, leases=False)
+            plan.settings |= {"ack_wait_s": 0.5}
+            run(loop, main(History(loop, server, plan, note)))
+    assert num_runs == 20
 
 
 def test_what_another_worker_has_begun_to_answer_is_not_refused_for_a_close_that_left_the_log() -> None:

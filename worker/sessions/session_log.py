@@ -139,15 +139,17 @@ class SessionLog:
             # A new request came before the redelivery of the old one, which may have crashed a worker.
             await doubt.begin()
             return
-        # A dead worker may have acknowledged requests behind the delivered one.
-        until = max(self._rung_seq, await self._services.journal.last_seq(self.key, "in"))
+        # A dead worker may have acknowledged requests behind the delivered one, and just answered some.
+        journal = self._services.journal
+        until = max(self._rung_seq, await journal.last_seq(self.key, "in"))
+        answered = await journal.last_seq(self.key, "out")
         async with doubt.reading(whole=record.whole) as num_ended:
             if num_ended > max_attempts:
                 record.mark_diverged(f"reading its log has ended {num_ended} workers")
-            await self._read_log(record, until)
+            await self._read_log(record, until, answered)
 
-    async def _read_log(self, record: Record, until: int) -> None:
-        """Do the work of `_fold`; `until` is the last request that is known to be in the log."""
+    async def _read_log(self, record: Record, until: int, answered: int = 0) -> None:
+        """Do the work of `_fold`; the log has, or had, a request at `until` and a result at `answered`."""
         journal = self._services.journal
         deltas: list[Delta] = []
         first_seq = 0  # the first request that was read, or the checkpoint's
@@ -161,14 +163,16 @@ class SessionLog:
                 requests, record.has_more = await journal.page(self.key, "in", record.in_seq, until=until)
                 first_seq = first_seq or (requests[0].seq if requests else 0)
                 while more_results and not all(record.has_result(entry.seq) for entry in requests):
-                    results, more_results = await journal.page(self.key, "out", record.out_seq)
+                    results, more_results = await journal.page(
+                        self.key, "out", record.out_seq, until=answered
+                    )
                     record.add_results(results)
                 # Tokenises all messages of the page: too long for the event loop.
                 await in_thread(record.add_requests, requests, await self._bases(record, requests))
                 if record.proven_seq and (delta := record.next_delta(record.proven_seq)):
                     deltas.append(delta)
             while more_results:
-                results, more_results = await journal.page(self.key, "out", record.out_seq)
+                results, more_results = await journal.page(self.key, "out", record.out_seq, until=answered)
                 record.add_results(results)
             if record.pending or record.unread_seq <= record.in_seq:
                 break
