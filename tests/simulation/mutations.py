@@ -257,7 +257,14 @@ FAVOURED: Final[dict[str, dict[str, Any]]] = {
     "a removed request that a replica shows": _LAGGING
     | {"num_workers": 1, "leases": True, "tight": True, "weights": (10, 10, 0, 30, 10, 30)},
     "chunks of what was forgotten": _LAGGING
-    | {"kinds": ("stall",), "num_faults": 5, "num_clients": 2, "weights": (10, 45, 0, 20, 5, 0)},
+    | {
+        "kinds": ("stall",),
+        "num_faults": 5,
+        "num_clients": 3,
+        "num_sessions": 1,
+        "patience": 0.0,
+        "weights": (10, 45, 0, 20, 5, 0),
+    },
     "chunks without a fence": {"kinds": ("stall", "cut", "crash at"), "num_faults": 5},
     "a client that never reads the log": {"kinds": ("cut", "crash server"), "num_faults": 5},
 }

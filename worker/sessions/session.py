@@ -250,7 +250,7 @@ class Session:
             return Cancelled(id=request_id, was="waiting")  # the session's task has committed it
         pending = None if known else await self.log.find_waiting(request_id)
         if pending is None:
-            why = "it was answered already" if known else "the session has no request with this id"
+            why = "it was answered already" if known else "the session has no request with this id that waits"
             return failure(request_id, "invalid_request", f"nothing to cancel under {request_id!r}: {why}")
         pending.cancelled = True
         try:

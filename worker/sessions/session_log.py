@@ -281,7 +281,10 @@ class SessionLog:
         return names[skip:][:limit], len(names) + num_more
 
     async def find_waiting(self, request_id: str) -> Pending | None:
-        """Find a request without a result: first among the pending ones, then in the rest of the log."""
+        """Find a request without a result: first among the pending ones, then in the rest of the log.
+
+        Of requests with the same id it is the first: if that has a result, the others repeat it.
+        """
         for pending in self.record.pending:
             if pending.id == request_id:
                 return pending
@@ -292,8 +295,8 @@ class SessionLog:
             entries, more = await journal.page(self.key, "in", after, until=until)
             for entry in entries:
                 pending = pending_at(entry)
-                if pending.id == request_id and not self.record.has_result(entry.seq):
-                    return pending
+                if pending.id == request_id:
+                    return None if self.record.has_result(entry.seq) else pending
             after = entries[-1].seq if entries else after
         return None
 
