@@ -345,6 +345,8 @@ class Session:
         elif pending.deadline_s is not None:
             asides.start_soon(self._expire, pending, pending.deadline_s)
         try:
+            if isinstance(pending.request, Generate):
+                await self._services.journal.check_unchanged(self.key, pending.after)
             with structlog.contextvars.bound_contextvars(session=str(self.key), request=pending.id):
                 result, history = await self._attempt(pending)
                 await self._commit(pending, result, history)

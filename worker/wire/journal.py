@@ -245,6 +245,15 @@ class Journal:
                 await self._check_not_forgotten(stored, seq)
             return stored
 
+    async def check_unchanged(self, key: SessionKey, out_seq: int) -> None:
+        """Raise `FencedError` if the session's last result is not the one at `out_seq` any more.
+
+        Without a lease another worker may have gone on, and may even have closed the session and removed it.
+        Chunks that do not follow from the session could not be taken back.
+        """
+        if not self._is_alone() and await self.last_seq(key, "out") != out_seq:
+            raise FencedError("its last result is not that which was read")
+
     async def _check_not_forgotten(self, chunk_seq: int, seq: int) -> None:
         """Take back an answer's first message, and raise `FencedError`, if its session was forgotten.
 
