@@ -128,6 +128,9 @@ class Log:
     async def publish_chunk(self, *_: Any, **__: Any) -> int:
         return 1
 
+    async def check_unchanged(self, *_: Any) -> None:
+        """This worker is the only one."""
+
     async def seal(self, *_: Any, **__: Any) -> None:
         pass
 

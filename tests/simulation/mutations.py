@@ -98,7 +98,7 @@ def _carelessly(refresh: Any) -> Any:
     return mutated
 
 
-async def _publish_anyhow(self: Any, key: Any, request_id: str, body: bytes, *_: Any) -> int:
+async def _publish_anyhow(self: Any, key: Any, request_id: str, body: bytes, *_: Any, **__: Any) -> int:
     while True:
         try:
             return int((await self._js.publish(self._subjects.tokens(key, request_id, "chunk"), body)).seq)
