@@ -53,7 +53,7 @@ LINES: Final[dict[str, tuple[Policy, int]]] = {
 def measure(text: str, record: Path) -> None:
     """Run the text under each policy; record sums of -log p as JSON lines."""
     chosen, dtype = settings.load({}, os.environ), models.default_dtype()
-    machine.limit_freed()
+    machine.prepare()
     loaded = models.load(models.resolve(chosen.model, chosen.data_dir, dtype=dtype), dtype=dtype)
     paragraphs = (" ".join(found.split()) for found in re.split(r"\n\s*\n", text))
     long = (found for found in paragraphs if len(found) >= 100)

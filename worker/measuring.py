@@ -292,7 +292,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     os.dup2(2, 1)  # the log of the worker's parts must not come between the replies
     chosen = settings.load(vars(parser.parse_args(arguments)), os.environ)
     dtype = chosen.dtype if chosen.dtype != "auto" else models.default_dtype()
-    machine.limit_freed()
+    machine.prepare()
     try:
         directory = DataDir.open(chosen.data_dir)
         folder = models.resolve(chosen.model, chosen.data_dir, dtype=dtype)

@@ -186,7 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     chosen = settings.load({"model": given.model, "data_dir": given.data_dir}, os.environ)
     dtype = chosen.dtype if chosen.dtype != "auto" else models.default_dtype()
-    machine.limit_freed()
+    machine.prepare()
     block = min(chosen.block_tokens, given.window)
     plan = Plan(given.window, given.windows, given.answer, given.answers, block)
     try:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.models.cache import KVCache
 
 from cache.names.policy import FULL
 from cache.names.snapshot import Place, layer_path, section, seen
@@ -32,10 +33,6 @@ Arrays: TypeAlias = "dict[str, mx.array]"
 
 #: A tensor's name, type and shape.
 Spec: TypeAlias = "tuple[str, str, tuple[int, ...]]"
-
-#: A plain cache of mlx-lm grows by this many tokens. With room up to the next multiple, the first append
-#: after a restore copies nothing.
-STEP_TOKENS: Final = 256
 
 #: By name in safetensors: the type of MLX, and a type of numpy with items of that size.
 _TYPES: Final = {
@@ -86,7 +83,8 @@ class Blank:
         num_carried: int = 0,
     ) -> None:
         reaches = reaches or (FULL,) * len(layout)
-        capacity = math.ceil(max(num_tokens, room_tokens) / STEP_TOKENS) * STEP_TOKENS
+        # As mlx-lm's plain caches grow: the first append after a restore copies nothing.
+        capacity = math.ceil(max(num_tokens, room_tokens) / KVCache.step) * KVCache.step
         spans = _held(layout, reaches, num_tokens, only)
         sizes = [
             capacity if reach == FULL and only is None else sum(span.num_tokens for span in held)

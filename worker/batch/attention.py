@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from mlx_lm.models import base
 
-from . import cpu, ring_attention
+from . import cpu, cuda, ring_attention
 from .running import RunningAttention
 
 if TYPE_CHECKING:
@@ -43,6 +43,8 @@ class Attention:
             cache = None
         if plain and cpu.faster_attention(queries, keys):
             return cpu.attention(queries, keys, values, self.scale, mask)
+        if plain and cuda.pads_attention(queries, keys, mask):
+            return cuda.attention(queries, keys, values, self.scale)
         theirs: mx.array = THEIR_ATTENTION(
             queries, keys, values, cache=cache, scale=self.scale, mask=mask, **self.more
         )

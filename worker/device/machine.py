@@ -1,12 +1,12 @@
 """The differences between devices: the constants of each kind, and the limits of MLX's memory.
 
-The constants of GPUs follow MLX's sources; none is measured on a GPU yet. `turnkeep bench device` measures a
-device and suggests values for some of them.
+The constants of CUDA were measured on an H200 (ADR 0061), those of Metal follow MLX's sources. `turnkeep bench
+device` measures a device and suggests values for some of them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import mlx.core as mx
@@ -29,10 +29,10 @@ class Profile:
 
     MLX may keep `freed_bytes` of freed buffers for reuse: without a limit a few long prompts pin gigabytes.
     Attention to plain KV holds no scores for `fused_head_dims`, if keys and values have the same size. The
-    temporary arrays of `kept_layers` layers are in memory at once. A prompt runs `prompt_blocks` blocks at a
-    time while no answer runs. At least `pooled_rows` rows of similar length attend together; of models whose
-    rows cannot share a pass, at least `merged_rows` are merged, which lets their steps run ahead. An answer
-    speculates up to `max_draft` tokens.
+    temporary arrays of `kept_layers` layers are in memory at once. A step runs at most `prompt_blocks` blocks
+    of prompts. At least `pooled_rows` rows of similar length attend together; of models whose rows cannot
+    share a pass, at least `merged_rows` are merged, which lets their steps run ahead. An answer speculates up
+    to `max_draft` tokens. Plain caches grow by `growth_tokens` tokens.
     """
 
     freed_bytes: int
@@ -42,6 +42,7 @@ class Profile:
     pooled_rows: int
     merged_rows: int
     max_draft: int
+    growth_tokens: int = 256
 
 
 #: Metal keeps the inputs of a command buffer until it has run, and up to ten of them are in flight.
@@ -66,7 +67,10 @@ _PROFILES: Final = {
         max_draft=8,
     ),
     "metal": _GPU,
-    "cuda": _GPU,
+    # For caches whose length is a multiple of 256, MLX decodes with cuDNN's attention, which takes the host 20
+    # us more a layer than MLX's own kernel; and the host is what limits a step. A matrix product of two rows
+    # costs it as much as one of eight.
+    "cuda": replace(_GPU, kept_layers=4, prompt_blocks=16, pooled_rows=3, growth_tokens=264),
 }
 
 
@@ -103,9 +107,12 @@ def profile() -> Profile:
     return _PROFILES[name()]
 
 
-def limit_freed() -> None:
-    """Limit the freed buffers that MLX keeps for reuse."""
+def prepare() -> None:
+    """Limit the freed buffers that MLX keeps for reuse, and set by how many tokens plain caches grow."""
+    from mlx_lm.models.cache import KVCache  # the rest of this module must not need mlx-lm
+
     mx.set_cache_limit(profile().freed_bytes)
+    KVCache.step = profile().growth_tokens
 
 
 def limit_active(limit_bytes: int) -> None:

@@ -18,15 +18,17 @@ _SHARE: Final = 0.4
 class Pace:
     """Limits the prompt tokens of a step, so that it takes at most `stall_s` while answers run.
 
-    A step has at most `block` prompt tokens while answers run, and at most `most` without answers.
+    A step has at most `most` prompt tokens: a block on a CPU, several on a GPU, where a piece of one block
+    takes almost as long as one of eight.
     """
 
-    def __init__(self, stall_s: float, block: int, most: int = 0) -> None:
+    def __init__(self, stall_s: float, most: int) -> None:
         self._stall_s = stall_s
-        self._block = block
-        self._most = max(most, block)
+        self._most = most
         self._row_s = 0.0
-        self._token_s: float | None = None
+        # Averages of seconds and tokens apart: large pieces tell more of the next large piece than small ones.
+        self._prompt_s = 0.0
+        self._num_tokens = 0.0
 
     def learn(self, num_rows: int, num_tokens: int, step_s: float) -> None:
         """Learn from a step of `step_s` seconds over `num_rows` answers and `num_tokens` tokens of prompts.
@@ -41,17 +43,19 @@ class Pace:
         if num_rows:
             self._row_s = min(self._row_s, step_s)
         rest_s = step_s - self._row_s if num_rows else step_s
-        self._token_s = _mixed(self._token_s, rest_s / num_tokens)
+        known = self._num_tokens > 0
+        self._prompt_s = _mixed(self._prompt_s if known else None, rest_s)
+        self._num_tokens = _mixed(self._num_tokens if known else None, num_tokens)
 
     def budget(self, num_rows: int) -> int:
         """Return how many tokens of prompts the next step may run beside `num_rows` answers."""
         if not num_rows:
             return self._most
-        if self._token_s is None:
-            return min(LEAST, self._block)
+        if not self._num_tokens:
+            return min(LEAST, self._most)
         left_s = max(self._stall_s - self._row_s, 0.0)
-        fitting = left_s / self._token_s if self._token_s > 0 else self._block
-        return min(max(int(min(fitting, self._block)) // _GRAIN * _GRAIN, LEAST), self._block)
+        fitting = left_s * self._num_tokens / self._prompt_s if self._prompt_s > 0 else self._most
+        return min(max(int(min(fitting, self._most)) // _GRAIN * _GRAIN, LEAST), self._most)
 
 
 def _mixed(before: float | None, now: float) -> float:

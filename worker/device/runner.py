@@ -143,7 +143,7 @@ class Runner:
         max_draft: int | None = 0,
         trials: Path | None = None,
     ) -> None:
-        machine.limit_freed()
+        machine.prepare()
         mx.reset_peak_memory()
         self._report = report
         self._block = block_tokens
@@ -157,7 +157,7 @@ class Runner:
             self._batch, self.estimator, block_tokens, self._emit, trimmable=self.trimmable
         )
         self._scheduler = Scheduler(max_batch, block_tokens, max_tenant_rows)
-        self._pace = Pace(stall_s, block_tokens, block_tokens * machine.profile().prompt_blocks)
+        self._pace = Pace(stall_s, block_tokens * machine.profile().prompt_blocks)
         self._acquisition = Acquisition(loaded, self._batch, self.room, make, trimmable=self.trimmable)
         parts = (self._batch, self.cutting, self._acquisition)
         self._chooser = StepChooser(self._scheduler, self._pace, self.room, *parts, self._emit)
