@@ -391,6 +391,11 @@ class Store:
         """Return how many bytes `save` can queue now. Safe on any thread; call it before cutting KV."""
         return self._writer.room_bytes
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no snapshot waits for the disk, and the disk takes some."""
+        return not self._writer.counts.in_flight_bytes and not self._writer.paused
+
     def skip(self, num_snapshots: int) -> None:
         """Count snapshots that were not cut because `room` was too small."""
         self._writer.drop("disk_error" if self._writer.paused else "queue_full", num_snapshots)

@@ -22,7 +22,7 @@ from anyio import Event, current_time, sleep, to_thread
 from msgspec import structs
 
 from cache.names.errors import CacheError
-from cache.names.identity import folder_identity
+from cache.names.identity import folder_identity, hash_weights
 from cache.store import Store, may_hold
 from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.messages import FEATURES
@@ -104,6 +104,9 @@ _STUCK_S = 120.0
 
 #: Time for sessions to end; then a commit that waits for an unreachable log is cancelled.
 _STOP_S = 10.0
+
+#: Time after that for snapshots that were dropped, before the store writes its queue.
+_STORE_S = 5.0
 
 
 class WorkerError(TurnkeepError):
@@ -260,6 +263,9 @@ class App:
         folder = await self._in_thread(
             model.resolve, settings.model, directory.path, dtype=dtype, progress=self._progress
         )
+        # For the names of snapshots. Only a first start hashes, while the model is loaded and tried.
+        memo = directory.models / "digests.json"
+        self._hashed = self._starting.start_soon(partial(in_thread, hash_weights, folder, memo))
         self._loop = asyncio.get_running_loop()
         # Not before: it imports mlx-lm, for which a user's mistakes need not wait.
         import_mlx_lm()
@@ -348,11 +354,7 @@ class App:
 
     async def _identity(self, directory: DataDir, loaded: LoadedModel) -> Identity:
         """Name the model for its snapshots."""
-
-        def tell(done: int, total: int) -> None:
-            if self._progress is not None:
-                self._progress(done, total, "hashing weights")
-
+        await self._hashed
         return await self._in_thread(
             folder_identity,
             loaded.folder,
@@ -361,7 +363,6 @@ class App:
             code=await self._in_thread(code_digest, loaded.model),
             caches=self._device.caches,
             memo=directory.models / "digests.json",
-            progress=tell,
         )
 
     async def _serve(self, nc: Client, js: JetStreamContext, names: Streams, loaded: LoadedModel) -> None:
@@ -398,6 +399,7 @@ class App:
                 await desk.close()
                 asides.cancel_scope.cancel()
             await intake.return_anchors()
+            await self._engine.store_missing(_STORE_S)
             parts.cancel_scope.cancel()  # last, as until here the keep-alive protects the anchors
         if self._fatal:
             raise WorkerError(self._fatal)
@@ -415,6 +417,7 @@ class App:
             ("sweep", sessions.sweep),
             ("retention", self._retention.run),
             ("overlooked", self._overlooked.run),
+            ("mending", self._engine.mend),
             ("loop-lag", self._telemetry.watch_loop),
             ("metrics", partial(self._publish_metrics, Outbox(nc, self._subjects), intake)),
         ):

@@ -79,12 +79,12 @@ class StoredPast:
             for file, end in zip(self.files, [*(one.start for one in self.files[1:]), self.end], strict=True)
             if file.start < span.end and span.start < end
         ]
-        help_out = partial(self.readers.submit, limit_s=_READ_S)
+        helpers = (partial(self.readers.submit, limit_s=_READ_S), self.readers.num_threads - 1)
         only = Only(self.policy, (span,), layer)
 
         def read() -> ReadOutcome:
             layout = self.layout
-            return restore(self.folder, files, self.end, self.identity, layout, 0, _READ_S, help_out, only)
+            return restore(self.folder, files, self.end, self.identity, layout, 0, _READ_S, *helpers, only)
 
         return files, self.readers.submit(read, _READ_S)
 

@@ -48,6 +48,11 @@ class Readers:
         for thread in self._threads:
             thread.start()
 
+    @property
+    def num_threads(self) -> int:
+        """Number of I/O threads."""
+        return len(self._threads)
+
     def are_stuck(self) -> bool:
         """Whether a job has exceeded its time limit on any thread."""
         return min(self._until) < monotonic()

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from cache.names.errors import DoubtfulSnapshotError, PartialSnapshotError
@@ -93,10 +94,11 @@ def restore(
     room_tokens: int,
     limit_s: float,
     help_out: Help,
+    num_helpers: int,
     only: Only | None = None,
     num_carried: int = 0,
 ) -> ReadOutcome:
-    """Read the first `num_tokens` tokens from files in order, with the help of a second I/O thread.
+    """Read the first `num_tokens` tokens from files in order, with the help of the other I/O threads.
 
     With `only` just a part of the layers is read. The sketches of the first `num_carried` tokens are read
     from carriers, files that contain the sketches of earlier blocks too.
@@ -107,7 +109,8 @@ def restore(
     The arrays get room for at least `room_tokens`: without room the next append would copy all of the KV.
 
     Page faults of fresh memory take most of the time, and two threads handle them twice as fast; `help_out`
-    queues work for the second thread. Raises `TimeoutError` after `limit_s`, and then quarantines nothing.
+    queues work for each of `num_helpers` more threads. Raises `TimeoutError` after `limit_s`, and then
+    quarantines nothing.
     """
     from cache.kv import arrays  # imports MLX, which a process may have to prepare first
 
@@ -134,7 +137,7 @@ def restore(
             num_carried=num_carried,
         )
         reading = _Reading(folder, files, identity, model, blank, until)
-        num_read, error = reading.run(help_out)
+        num_read, error = reading.run(help_out, num_helpers)
         doubt, is_partial = error.reason if error else None, isinstance(error, PartialSnapshotError)
     except DoubtfulSnapshotError as error:
         doubt = str(error)
@@ -183,32 +186,34 @@ class _Reading:
         self._doubts: dict[int, DoubtfulSnapshotError] = {}
         self._todo = deque(range(len(files)))
 
-    def run(self, help_out: Help) -> tuple[int, DoubtfulSnapshotError | None]:
+    def run(self, help_out: Help, num_helpers: int) -> tuple[int, DoubtfulSnapshotError | None]:
         """Read all files; return how many are good, from the first on, and what is wrong with the next one.
 
-        Raises `TimeoutError` if the other thread does not return in time.
+        Raises `TimeoutError` if another thread does not return in time.
         """
-        helper = None
+        helpers: list[Future[None]] = []
         size_bytes = sum(len(row) for place in (*self._places, *self._carried) for row in place.rows)
-        if len(self._files) > 1 and size_bytes >= len(self._files) * LEAST_HELPED_BYTES:
+        num = min(num_helpers, len(self._files) - 1)
+        if size_bytes >= len(self._files) * LEAST_HELPED_BYTES:
             with suppress(RuntimeError):  # no other thread is left: read alone
-                helper = help_out(lambda: self._work_on_half(1))
+                helpers += (help_out(partial(self._work_on_share, i, num + 1)) for i in range(1, num + 1))
         try:
-            if helper is None:
-                self._work()
+            if helpers:
+                self._work_on_share(0, num + 1)
             else:
-                self._work_on_half(0)
+                self._work()
         finally:
-            # The helper may be reading its last file, or not have begun: then it is cancelled.
+            # A helper may be reading its last file, or not have begun: then it is cancelled.
             self._todo.clear()
-            if helper is not None and not helper.cancel():
-                helper.result(max(0.0, self._until - time.perf_counter()))
+            for helper in helpers:
+                if not helper.cancel():
+                    helper.result(max(0.0, self._until - time.perf_counter()))
             self._places, self._carried, self._state = [], [], []
         num_read = min(self._doubts, default=len(self._files))
         return num_read, self._doubts.get(num_read)
 
-    def _work_on_half(self, half: int) -> None:
-        with _on_half_of_processors(half):
+    def _work_on_share(self, share: int, num_shares: int) -> None:
+        with _on_share_of_processors(share, num_shares):
             self._work()
 
     def _work(self) -> None:
@@ -240,17 +245,17 @@ class _Reading:
 
 
 @contextmanager
-def _on_half_of_processors(half: int) -> Iterator[None]:
-    """Bind the calling thread to one half (0 or 1) of the processors, if the system supports it.
+def _on_share_of_processors(share: int, num_shares: int) -> Iterator[None]:
+    """Bind the calling thread to one of equal shares of the processors, if the system supports it.
 
-    Linux was seen to run both threads on one processor for a whole restore, while another was idle.
+    Linux was seen to run two threads on one processor for a whole restore, while another was idle.
     """
     if sys.platform != "linux":
         yield
         return
     allowed = os.sched_getaffinity(0)
     with suppress(OSError, ValueError):  # there is only one processor
-        os.sched_setaffinity(0, sorted(allowed)[half::2])
+        os.sched_setaffinity(0, sorted(allowed)[share::num_shares])
     try:
         yield
     finally:

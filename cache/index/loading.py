@@ -5,6 +5,7 @@ Belongs to the event loop; reads on I/O threads. Called only by the store, which
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from functools import partial
@@ -38,7 +39,9 @@ if TYPE_CHECKING:
 
 _log = structlog.get_logger("turnkeep.cache")
 
-_IO_THREADS: Final = 2
+#: Threads that read. Two read faster than one even on two processors; on sixteen one, two and four of them
+#: read 2.1, 5.6 and 8.3 GB/s from the page cache into fresh memory.
+_IO_THREADS: Final = min(max((os.cpu_count() or 1) // 2, 2), 4)
 #: The time limit of a load, plus the time for its bytes at this rate; a slower load is a miss.
 LOAD_S: Final = 5.0
 _LOAD_BYTES_PER_S: Final = 32 << 20
@@ -150,7 +153,8 @@ class Loading:
         limit_s = LOAD_S + sum(node.size_bytes for node in nodes) / _LOAD_BYTES_PER_S
         help_out = partial(self._readers.submit, limit_s=limit_s)
         name = (match.num_tokens, form.digest, form.layout)
-        read = partial(restore, self._folder, files, *name, room_tokens, limit_s, help_out, only, num_carried)
+        helpers = (help_out, self._readers.num_threads - 1)
+        read = partial(restore, self._folder, files, *name, room_tokens, limit_s, *helpers, only, num_carried)
         try:
             outcome = await self._readers.run(read, limit_s)
             if outcome.doubt is not None:

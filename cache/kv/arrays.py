@@ -1,7 +1,7 @@
 """Allocates MLX arrays as plain memory, for a file's reader to fill, then returns the filled arrays.
 
 Runs on an I/O thread and returns only evaluated arrays. Every call names the CPU stream, so that only the
-device thread gives work to the device. Knows nothing of files or names.
+device thread gives work to the device; on CUDA the driver copies (`cuda`). Knows nothing of files or names.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from mlx_lm.models.cache import KVCache
 
 from cache.names.policy import FULL
 from cache.names.snapshot import Place, layer_path, section, seen
+
+from . import cuda
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -97,7 +99,7 @@ class Blank:
         ]
         self._specs: list[Spec] = [*kv, *states]
         # MLX documents writing to a view of an evaluated array, and with unified memory the GPU sees the same
-        # buffer. CUDA may keep another copy, so there numpy owns the memory until `arrays`.
+        # buffer. To write to CUDA's managed memory is slow, so there numpy owns the memory until `arrays`.
         self._in_place = not mx.cuda.is_available()
         self._owners: dict[str, Any] = _blank(self._specs) if self._in_place else self._plain()
         self.places: list[Place] = [
@@ -126,9 +128,7 @@ class Blank:
         self.places, self.carried, self.state = [], [], []  # nobody may write to the arrays any more
         owners, self._owners = self._owners, {}
         if not self._in_place:
-            for name, dtype, _ in self._specs:
-                owners[name] = mx.array(owners[name]).view(_TYPES[dtype][0], stream=mx.cpu)
-            mx.eval(owners)
+            return {name: cuda.copied(owners.pop(name), _TYPES[dtype][0]) for name, dtype, _ in self._specs}
         return owners
 
     def _plain(self) -> dict[str, Any]:

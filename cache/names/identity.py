@@ -11,10 +11,10 @@ import json
 import os
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
 #: Increase when the meaning of a snapshot's tensors or header changes: older files then never match.
@@ -33,13 +33,6 @@ _TOKENIZER_FILES: Final = (
 )
 _TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 _PIECE_BYTES: Final = 1 << 20
-
-#: Gets the bytes done and their total.
-Progress: TypeAlias = "Callable[[int, int], object]"
-
-
-def _silent(_done: int, _total: int) -> None:
-    """Report nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,19 +94,17 @@ def folder_identity(
     caches: str = "",
     policy: str = "full",
     memo: Path | None = None,
-    progress: Progress = _silent,
 ) -> Identity:
     """Compute the identity of a model folder in the MLX layout.
 
     Reads every weight file that `memo` has no digest of (see `files_digest`), so call off the event loop.
-    `progress(done, total)` counts the weights' bytes while files are read.
     Raises `FileNotFoundError` if weights or config.json are missing.
     """
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
         raise FileNotFoundError(f"no *.safetensors in {folder}")
     return Identity(
-        weights=files_digest(weights, memo=memo, progress=progress),
+        weights=files_digest(weights, memo=memo),
         config=config_digest(json.loads((folder / "config.json").read_bytes())),
         tokenizer=_tokenizer_digest(folder, memo),
         kv_dtype=kv_dtype,
@@ -122,6 +113,12 @@ def folder_identity(
         caches=caches,
         policy=policy,
     )
+
+
+def hash_weights(folder: Path, memo: Path) -> None:
+    """Hash a folder's weights into `memo`, for a later `folder_identity`, which says what is wrong."""
+    with suppress(OSError):
+        files_digest(sorted(folder.glob("*.safetensors")), memo=memo)
 
 
 def config_digest(config: dict[str, Any]) -> str:
@@ -141,13 +138,8 @@ def _tokenizer_digest(folder: Path, memo: Path | None) -> str:
     return hashlib.sha256(files.encode() + said).hexdigest()
 
 
-def files_digest(
-    paths: Sequence[Path],
-    *,
-    memo: Path | None = None,
-    progress: Progress = _silent,
-) -> str:
-    """Hash files, names and contents, in the order given; returns hex. For `progress` see `folder_identity`.
+def files_digest(paths: Sequence[Path], *, memo: Path | None = None) -> str:
+    """Hash files, names and contents, in the order given; returns hex.
 
     `memo` is a small JSON file of earlier digests, so that a start need not read the weights again. A file
     counts as unchanged if its path, size, mtime and ctime are the same (a copy can preserve the mtime, but
@@ -155,7 +147,6 @@ def files_digest(
     """
     known = _read_memo(memo)
     whole = hashlib.sha256()
-    total, done = sum(path.stat().st_size for path in paths), 0
     fresh = False
     for path in paths:
         key = str(path.resolve())
@@ -163,26 +154,21 @@ def files_digest(
         stamp = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
         entry = known.get(key)
         if not isinstance(entry, list) or len(entry) != 4 or entry[:3] != stamp:
-            entry = [*stamp, _file_digest(path, done, total, progress)]
+            entry = [*stamp, _file_digest(path)]
             known[key] = entry
             fresh = True
-        done += stat.st_size
         whole.update(f"{path.name}\0{entry[3]}\n".encode())
-    if fresh:
-        progress(total, total)
     if memo is not None and fresh:
         _write_memo(memo, known)
     return whole.hexdigest()
 
 
-def _file_digest(path: Path, done: int, total: int, progress: Progress) -> str:
-    """Hash a file's content; `done` of `total` bytes were read before."""
+def _file_digest(path: Path) -> str:
+    """Hash a file's content."""
     hasher = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
         while piece := file.read(_PIECE_BYTES):
-            progress(done, total)
             hasher.update(piece)
-            done += len(piece)
     return hasher.hexdigest()
 
 

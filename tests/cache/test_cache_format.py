@@ -16,6 +16,7 @@ from safetensors.numpy import load_file
 
 from cache.disk import format as snapshot_format
 from cache.disk.header import read_name
+from cache.kv import cuda
 from cache.kv.arrays import Blank
 from cache.names import blocks
 from cache.names.blocks import Span
@@ -271,6 +272,7 @@ def test_files_are_read_to_their_places_and_a_last_one_in_part(
 ) -> None:
     """Also where MLX keeps arrays in memory that the CPU's writing may not reach."""
     monkeypatch.setattr(mx.cuda, "is_available", lambda: own_memory)
+    monkeypatch.setattr(cuda, "copied", lambda host, dtype: mx.array(host).view(dtype))
     tokens = [1, 2, 3, 4, 5, 6, 7, 8]
     identity_digest = IDENTITY.digest()
     one, two = chain_of_two(tmp_path, tokens)

@@ -7,7 +7,8 @@ import os
 
 import pytest
 
-from cache.names.identity import Identity, files_digest, folder_identity
+from cache.names import identity
+from cache.names.identity import Identity, files_digest, folder_identity, hash_weights
 
 
 @pytest.fixture
@@ -126,15 +127,14 @@ def test_a_memo_that_cannot_be_written_costs_time_only(folder, tmp_path) -> None
     assert files_digest(weights, memo=tmp_path / "file" / "digests.json") == files_digest(weights)
 
 
-def test_progress_counts_the_files_that_are_read_only(folder, tmp_path) -> None:
-    memo, told = tmp_path / "digests.json", []
-    paths = sorted(folder.glob("*.safetensors"))
-    first, whole = paths[0].stat().st_size, sum(path.stat().st_size for path in paths)
-    files_digest(paths[:1], memo=memo)
-    for _ in range(2):
-        files_digest(paths, memo=memo, progress=lambda *numbers: told.append(numbers))
-    assert len(paths) == 2
-    assert told == [(first, whole), (whole, whole)]
+def test_weights_that_are_hashed_ahead_are_not_read_again(folder, tmp_path, monkeypatch) -> None:
+    memo, read = tmp_path / "digests.json", []
+    hash_weights(folder, memo)
+    digest = identity._file_digest
+    monkeypatch.setattr(identity, "_file_digest", lambda path: read.append(path.name) or digest(path))
+    assert take(folder, memo=memo) == take(folder)
+    assert sum(name.endswith(".safetensors") for name in read) == 2, "only those of the call without a memo"
+    hash_weights(tmp_path / "nowhere", memo)
 
 
 def test_a_folder_without_weights_is_refused(tmp_path) -> None:

@@ -78,3 +78,11 @@ def test_a_second_call_changes_nothing() -> None:
 def test_a_gpu_back_end_needs_none() -> None:
     cuda = "from worker.models import blas\nblas._is_installed = lambda name: name == 'mlx-cuda-13'\n"
     assert run(cuda + "print(preload())") == ["BlasStatus(library=None, needed=False, advice='')"]
+
+
+def test_two_back_ends_at_once_are_told() -> None:
+    both = "from worker.models import blas\nblas._is_installed = {'mlx-cpu', 'mlx-cuda-13'}.__contains__\n"
+    (line,) = run(both + "print(preload().advice)")
+    assert line.startswith(
+        "mlx-cpu and mlx-cuda-13 are both installed and own the same library; pip uninstall mlx-cpu"
+    )

@@ -1,9 +1,9 @@
 """Attention on CUDA in few shapes, since cuDNN prepares a plan for each new shape. Device thread only.
 
-MLX computes attention of several queries in 16 bits with cuDNN (`scaled_dot_product_attention.cpp` in MLX's CUDA
-back end). Plans are kept by exact shape, and a new one takes the host 40 to 70 ms (H200, cuDNN 9). The length of
-a session's KV is another one at each turn, so each turn would wait for a plan. Padded to few lengths, plans are
-found again, and the results have the same bits.
+MLX computes attention of several queries in 16 bits with cuDNN (`scaled_dot_product_attention.cpp` in MLX's
+CUDA back end). Plans are kept by exact shape, and a new one takes the host 40 to 70 ms (H200, cuDNN 9). The
+length of a session's KV is another one at each turn, so each turn would wait for a plan. Padded to few
+lengths, plans are found again, and the results have the same bits.
 """
 
 from __future__ import annotations

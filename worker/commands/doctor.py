@@ -115,7 +115,8 @@ def _blas() -> Check:
     status = preload()
     if status.advice:
         missing, _, mend = status.advice.partition("; ")
-        return Check("BLAS", "warn", status.library or "MLX's reference BLAS", missing, mend)
+        found = status.library or ("MLX's reference BLAS" if status.needed else "two back ends of MLX")
+        return Check("BLAS", "warn", found, missing, mend)
     return Check("BLAS", "ok", status.library or "the device's own")
 
 

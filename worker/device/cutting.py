@@ -165,7 +165,10 @@ class Cutting:
             log.exception("a snapshot could not be cut", session=str(turn.key))  # the answer continues
         turn.cuts.append(Phase("snapshot", start_s, time.monotonic(), span.num_tokens))
         is_whole = self._trimmable or any(tensor.of_state for tensor in tensors or ())
-        self._done(SnapshotCut(turn, span, tensors, state_lost=at_end and not is_whole))
+        state_lost = at_end and not is_whole
+        if ends_turn and state_lost:
+            tensors = None  # stored without its state, it would never get one
+        self._done(SnapshotCut(turn, span, tensors, state_lost=state_lost))
 
     def _carried(self, turn: Turn, span: Span) -> Span | None:
         return carried(span, self._block) if turn.policy.recall else None

@@ -8,6 +8,7 @@ messages, the log or the order of a session's requests; each session runs at mos
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -16,8 +17,10 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from cache.names.blocks import Span
 from cache.names.errors import CutOffError, LostPastError
 from cache.names.policy import FULL
+from cache.names.tokens import as_tokens
 from cache.store import Forgotten
 from turnkeep_client.messages import Progress, joined
 from worker.batch.chooser import Sampling
@@ -27,6 +30,7 @@ from worker.process.concurrency import task_group
 from .admission import Admission, Claim, place
 from .finding import Finder
 from .memory import GROWTH_TOKENS, grown
+from .mending import Mending
 from .run import Run, resolve
 from .turn import (
     Event,
@@ -71,6 +75,8 @@ log = structlog.get_logger()
 
 #: Tokens that an answer reserves at first, and again whenever fewer than half as many are left.
 LIKELY_TOKENS = GROWTH_TOKENS
+#: An append leaves its context's last token, without KV, to the next turn.
+_UNUSED = as_tokens([0])
 
 
 class DeviceFaultError(Exception):
@@ -135,6 +141,7 @@ class Engine:
         self._turns: dict[Turn, Run] = {}  # those with memory reserved
         self._submitted: dict[Turn, None] = {}  # those of them that are on the device, in their order
         self._finder = Finder(device, store, ledger)
+        self._mending = Mending(store, self._is_at_work, self._mend) if store is not None else None
         loop = asyncio.get_running_loop()
         device.listen(lambda report: loop.call_soon_threadsafe(self._handle, report))
         self._stopping = False
@@ -215,23 +222,44 @@ class Engine:
             cancelled=cancelled,
             phases=[] if phases is None else phases,
         )
-        self._runs[run] = run
         sampling = sampling or Sampling()
         make = partial(
             Turn, key, policy=policy, answer=answer, sampling=sampling, priority=priority, scores=scores
         )
+        self._cancel_mending(key)
+        if self._mending is not None:
+            await self._mending.ended(key)
+        await self._run_to_end(run, make, context, publish)
+        return self._result(run, key.tenant) if run.started_s is not None else None
+
+    async def mend(self) -> None:
+        """Cut snapshots again that were dropped, as the writer gets room for them; runs until cancelled."""
+        if self._mending is None:
+            await asyncio.Event().wait()
+        else:
+            await self._mending.run()
+
+    async def store_missing(self, within_s: float) -> None:
+        """Cut the snapshots that were dropped, after `stop`; log how many sessions still lack some then."""
+        left = await self._mending.finish(within_s) if self._mending is not None else 0
+        if left:
+            log.warning("some sessions will be prefilled again: their KV is not on disk", sessions=left)
+
+    async def _run_to_end(
+        self, run: Run, make: Callable[[Tokens], Turn], context: Tokens, publish: Publish | None = None
+    ) -> None:
+        """Run turns one after another, until one is not paused or the run is stopped."""
+        self._runs[run] = run
         try:
-            await self._run_to_end(run, make, context, publish)
+            await self._run_turns(run, make, context, publish)
         finally:
             if not run.is_abandoned:
                 self._release(run)
                 del self._runs[run]
-        return self._result(run, key.tenant) if run.started_s is not None else None
 
-    async def _run_to_end(
+    async def _run_turns(
         self, run: Run, make: Callable[[Tokens], Turn], context: Tokens, publish: Publish | None
     ) -> None:
-        """Run turns one after another, until one is not paused or the run is stopped."""
         is_over = False
         while not is_over:
             asked_s = monotonic()
@@ -243,6 +271,39 @@ class Engine:
             if turn.answer is not None and not is_over:  # paused: it continues behind the tokens that it has
                 context = context[: turn.num_prompt] + turn.answer.tokens
 
+    def _is_at_work(self, key: SessionKey) -> bool:
+        return any(run.key == key for run in self._runs.values())
+
+    async def _mend(self, key: SessionKey) -> bool:
+        """Cut an idle session's missing snapshots; return True if some are missing still, and can be cut."""
+        tokens, policy = self._residency.tokens(key), self._residency.policy(key)
+        if self._store is None or not tokens or policy.recall:
+            return False
+        chain = self._store.chain(key.tenant, policy, tokens)
+        before = len(self._store.wanted(chain, tokens, 0, len(tokens)))
+        run = Run(
+            key,
+            0,
+            place(monotonic(), 0),
+            policy=policy,
+            num_most=len(tokens) + 1,
+            cancelled=lambda: False,
+            phases=[],
+            mends=True,
+        )
+        with contextlib.suppress(DeviceFaultError, NoMemoryError, CutOffError, StoppingError):
+            await self._run_to_end(run, partial(Turn, key, policy=policy), tokens + _UNUSED)
+        after = len(self._store.wanted(chain, tokens, 0, len(tokens)))
+        return run.is_stopped or 0 < after < before
+
+    def _cancel_mending(self, key: SessionKey) -> None:
+        """Let nothing more of a session be stored by mending."""
+        if self._mending is not None:
+            self._mending.discard(key)
+        for run in self._runs.values():
+            if run.mends and run.key == key:
+                self._cancel(run)
+
     def cancel(self, key: SessionKey) -> None:
         """End the session's turn after the running step.
 
@@ -250,12 +311,16 @@ class Engine:
         """
         for run in self._runs.values():
             if run.key == key:
-                run.is_cancelled = True
-                self._stop_run(run)
-                resolve(run.admitted, granted=False)
+                self._cancel(run)
+
+    def _cancel(self, run: Run) -> None:
+        run.is_cancelled = True
+        self._stop_run(run)
+        resolve(run.admitted, granted=False)
 
     def forget(self, key: SessionKey) -> None:
         """Drop a session's KV from the device. Its snapshots stay on SSD."""
+        self._cancel_mending(key)
         if self._residency.pop(key):
             self._device.drop(key)
         self._apply(self._admission.decide())
@@ -391,8 +456,11 @@ class Engine:
             run.phases += [Phase("kv_search", begun_s, found_s, num_found), *turn.restores]
             num_restored = sum(phase.num_tokens for phase in turn.restores)
             self._telemetry.tenants.count_tokens("restored", turn.tenant, num_restored)
-            if self._stopping:
+            if self._stopping and not run.mends:
                 raise StoppingError
+            if run.mends:
+                turn.spans = self._fitting(turn)
+                run.is_cancelled |= turn.num_kept < len(turn.context) - 1  # its KV has left the device
             if run.waits_no_more():
                 self._end_turn(run, turn, resumes=not run.is_stopped)
                 return run.is_stopped
@@ -460,9 +528,10 @@ class Engine:
                 case Faulted(_, error):
                     raise DeviceFaultError(repr(error)) from error
                 case Finished(_, num_cached, live_bytes):
+                    self._finder.rates.prefilled(turn.num_prefilled, turn.prefill_s)
                     run.count(turn, num_cached, live_bytes)
                     over = turn.answer is None or turn.answer.finish_reason is not None
-                    if self._stopping and not (over and run.is_complete):
+                    if self._stopping and not run.mends and not (over and run.is_complete):
                         raise StoppingError
                     return run.admitted is None
 
@@ -479,24 +548,44 @@ class Engine:
         self._telemetry.recalled_tokens += num_recalled
 
     def _save(self, cut: SnapshotCut) -> None:
-        if self._store is None:
-            return
+        run = self._turns.get(cut.turn)
+        if self._store is None or (run is not None and run.mends and run.is_stopped):
+            return  # what is mended may have been forgotten
         if cut.tensors is None or cut.state_lost:
             self._store.skip(1)
+            self._lacks(cut.turn)
         if cut.tensors is None:
             return
         try:
             tokens = cut.turn.tokens(cut.span.end)
             chain = cut.turn.chain or self._store.chain(cut.turn.tenant, cut.turn.policy)
-            self._store.save(chain, tokens, cut.span, cut.tensors)
+            if not self._store.save(chain, tokens, cut.span, cut.tensors):
+                self._lacks(cut.turn)
         except Exception:
             # The turn's end may be the next event, and must not get lost with a snapshot.
             log.exception("a snapshot was not saved", session=str(cut.turn.key))
 
+    def _lacks(self, turn: Turn) -> None:
+        """Note that a snapshot of a turn was dropped."""
+        run = self._turns.get(turn)
+        if self._mending is not None and not (run is not None and run.mends):
+            self._mending.note(turn.key)
+
+    def _fitting(self, turn: Turn) -> list[Span]:
+        """Return the first missing spans of a turn that fit together into the writer's queue."""
+        left = self._store.room() if self._store is not None else 0
+        kv, fitting = self._device.kv(turn.policy), list[Span]()
+        for span in turn.spans:
+            left -= kv.snapshot(span.num_tokens, at=span.end)
+            if left < 0:
+                break
+            fitting.append(span)
+        return fitting
+
     async def _admitted(self, run: Run, num_context: int) -> bool:
         """Wait for the memory that a turn is likely to need; False if the turn is cancelled meanwhile."""
         if run.admitted is None:
-            if self._stopping:
+            if self._stopping and not run.mends:
                 raise StoppingError
             self._ask(run, num_context)
         try:

@@ -15,6 +15,7 @@ from cache.names.blocks import Span
 from worker.observe.traces import Phase
 
 from .memory import GROWTH_TOKENS
+from .rates import Rates
 from .residency import LEAST_SHARED
 from .run import resolve
 from .turn import KvRead
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
     from .run import Run
     from .turn import NeedsKv, Turn
 
-#: A prefix on SSD replaces one on the device only if it is longer by one part in so many: a restore reads
-#: the whole prefix, and reading a token is about this many times faster than computing it.
+#: A prefix on SSD replaces one on the device only if it is longer by one part in so many, as a restore reads
+#: the whole prefix. Beyond that the measured `Rates` decide.
 _RESTORE_GAIN: Final = 16
 #: How long a turn waits for blocks on their way to the disk.
 PATIENCE_S: Final = 5.0
@@ -51,6 +52,8 @@ class Finder:
         self._store = store
         self._ledger = ledger
         self._residency = ledger.residency
+        #: How fast this machine restores and prefills.
+        self.rates = Rates()
 
     def release(self, run: Run) -> None:
         """Release the snapshots and the room that a turn holds."""
@@ -91,11 +94,17 @@ class Finder:
             found_s = monotonic()
             # With room for the first tokens that the turn runs: it need not copy the KV to grow.
             room_tokens = min(len(turn.context) + 1, match.num_tokens + GROWTH_TOKENS)
-            if match.num_tokens <= least or not await self._has_room(run, turn.policy, room_tokens):
+            size_bytes = self._device.kv(turn.policy).held(match.num_tokens)
+            if (
+                match.num_tokens <= least
+                or not self.rates.should_restore(size_bytes, match.num_tokens - found)
+                or not await self._has_room(run, turn.policy, room_tokens)
+            ):
                 self._store.release(match)
                 break
             restored = await self._store.load(match, room_tokens=room_tokens)
             if restored is not None:
+                self.rates.restored(restored.size_bytes, restored.seconds)
                 turn.restores.append(Phase("restore", found_s, monotonic(), restored.num_tokens))
                 if restored.num_tokens > found:
                     turn.restored, turn.num_restored = restored.tensors, restored.num_tokens

@@ -1,7 +1,7 @@
 """The differences between devices: the constants of each kind, and the limits of MLX's memory.
 
-The constants of CUDA were measured on an H200 (ADR 0061), those of Metal follow MLX's sources. `turnkeep bench
-device` measures a device and suggests values for some of them.
+The constants of CUDA were measured on an H200 (ADR 0061), those of Metal follow MLX's sources. `turnkeep
+bench device` measures a device and suggests values for some of them.
 """
 
 from __future__ import annotations
@@ -67,9 +67,8 @@ _PROFILES: Final = {
         max_draft=8,
     ),
     "metal": _GPU,
-    # For caches whose length is a multiple of 256, MLX decodes with cuDNN's attention, which takes the host 20
-    # us more a layer than MLX's own kernel; and the host is what limits a step. A matrix product of two rows
-    # costs it as much as one of eight.
+    # MLX decodes with cuDNN's attention if a cache's length is a multiple of 256. That takes the host 20 us a
+    # layer more than MLX's own kernel, and the host is what limits a step.
     "cuda": replace(_GPU, kept_layers=4, prompt_blocks=16, pooled_rows=3, growth_tokens=264),
 }
 

@@ -26,7 +26,7 @@ class Pace:
         self._stall_s = stall_s
         self._most = most
         self._row_s = 0.0
-        # Averages of seconds and tokens apart: large pieces tell more of the next large piece than small ones.
+        # Averages of seconds and tokens apart, in which large pieces count for more than small ones.
         self._prompt_s = 0.0
         self._num_tokens = 0.0
 

@@ -61,6 +61,11 @@ class Residency:
         kv = self._get(key)
         return kv.size_bytes if kv is not None else 0
 
+    def policy(self, key: SessionKey) -> Policy:
+        """Return the cache policy of a session's KV; `FULL` if it has none."""
+        kv = self._get(key)
+        return kv.policy if kv is not None else FULL
+
     def num_usable(self, key: SessionKey, num_tokens: int, policy: Policy) -> int:
         """Return `num_tokens` if a session's KV has this policy and can be trimmed to that length, else 0."""
         kv = self._get(key)

@@ -11,7 +11,7 @@ import importlib.metadata
 import json
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from worker.batch.chooser import Drawn
     from worker.models.model import LoadedModel
 
+    from .choice import ChosenStep
     from .scheduler import Step
     from .turn import KvRead
 
@@ -125,6 +126,14 @@ def _no_window(model: Any, batch: Batch) -> str | None:
     if not batch.has_rings:
         return "this model's attention cannot be told how far away a token is; use the policy full"
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Cost:
+    """When a step began, and the memory that MLX held then."""
+
+    began_s: float
+    active_bytes: int
 
 
 class Runner:
@@ -244,26 +253,37 @@ class Runner:
             return 0.0
 
     def _step(self, *, undisturbed: bool) -> float | None:
-        started = time.perf_counter()
+        """Schedule, run, report; then cut, while the event loop passes the tokens on."""
+        cost = self._begin_cost()
         choice = self._chooser.choose()
-        step = choice.step
-        before = mx.get_active_memory()
+        # The event loop's answer comes as a command, and the room that it makes may change the next step.
+        self._run_step(choice.step, undisturbed=undisturbed and not self.room.awaits_drops)
+        self._give_up(choice)
+        step_s = time.perf_counter() - cost.began_s
+        self._start_ready()
+        self._hand_over(
+            len(choice.step.decode), step_s, choice.scratch_bytes, self._learn(choice, step_s, cost)
+        )
+        self.cutting.cut_noted()
+        return choice.pause_s
+
+    def _begin_cost(self) -> _Cost:
         self._peak = max(self._peak, mx.get_peak_memory())  # a restore between two steps, say
         mx.reset_peak_memory()
-        if step:
-            # The event loop's answer comes as a command, and the room that it makes may change the next step.
-            self._run_step(step, undisturbed=undisturbed and not self.room.awaits_drops)
+        return _Cost(time.perf_counter(), mx.get_active_memory())
+
+    def _learn(self, choice: ChosenStep, step_s: float, cost: _Cost) -> int:
+        """Learn from a step's time and memory; return the bytes that it took besides weights and KV."""
+        measured = mx.get_peak_memory() - max(cost.active_bytes, mx.get_active_memory())
+        self._pace.learn(len(choice.step.decode), sum(num for _, num in choice.step.prefill), step_s)
+        self._chooser.learn(choice, measured)
+        return measured
+
+    def _give_up(self, choice: ChosenStep) -> None:
+        """Fail the prompt that can never continue, if the choice has one."""
         if choice.hopeless is not None:
             turn, needed_bytes = choice.hopeless
             self._fault(turn, NoRoomError(self._no_room(turn, needed_bytes)))
-        step_s = time.perf_counter() - started
-        self._start_ready()
-        self._pace.learn(len(step.decode), sum(num for _, num in step.prefill), step_s)
-        measured = mx.get_peak_memory() - max(before, mx.get_active_memory())
-        self._chooser.learn(choice, measured)
-        self._hand_over(len(step.decode), step_s, choice.scratch_bytes, measured)
-        self.cutting.cut_noted()
-        return choice.pause_s
 
     def serve_waiting(self) -> None:
         """Do the work that needs no step: start turns that no longer wait, grant room, and report both."""

@@ -30,6 +30,10 @@ _CORES: Final = (
     ("Haswell", {"avx2", "fma"}),
 )
 
+#: MLX's back ends for Linux, by package.
+_CPU: Final = "mlx-cpu"
+_CUDA: Final = ("mlx-cuda", "mlx-cuda-12", "mlx-cuda-13")
+
 _INSTALL: Final = "apt-get install libopenblas0-pthread (Fedora: dnf install openblas-threads)"
 
 
@@ -48,7 +52,7 @@ def preload(sonames: tuple[str, ...] = SONAMES) -> BlasStatus:
     Call it before importing `mlx.core`, from any thread; later calls change nothing.
     """
     if not computes_on_linux_cpu():
-        return BlasStatus(None, needed=False, advice="")
+        return BlasStatus(None, needed=False, advice=_clash())
     earlier = _is_global()
     late = "mlx.core" in sys.modules and not earlier
     for soname in sonames:
@@ -73,7 +77,21 @@ def preload(sonames: tuple[str, ...] = SONAMES) -> BlasStatus:
 
 def computes_on_linux_cpu() -> bool:
     """Say whether MLX uses its Linux CPU back end: macOS has Accelerate, CUDA its own BLAS."""
-    return sys.platform == "linux" and not any(map(_is_installed, ("mlx-cuda", "mlx-cuda-12", "mlx-cuda-13")))
+    return sys.platform == "linux" and not any(map(_is_installed, _CUDA))
+
+
+def _clash() -> str:
+    """Return what to do if MLX's packages for the CPU and for CUDA are both installed; "" if not.
+
+    Both own `mlx/lib/libmlx.so`, so MLX uses the one installed last; and an extra cannot exclude a package.
+    """
+    found = next(filter(_is_installed, _CUDA), None)
+    if found is None or not _is_installed(_CPU):
+        return ""
+    return (
+        f"{_CPU} and {found} are both installed and own the same library; pip uninstall {_CPU}, then"
+        f" pip install --force-reinstall --no-deps {found}"
+    )
 
 
 def _choose_core(soname: str) -> None:

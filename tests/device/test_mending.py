@@ -1,0 +1,118 @@
+"""Snapshots that the writer's full queue did not take are cut again, so that a kill costs a block at most."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from engine_process import Process, open_process
+from tiny_models import BLOCK, key
+
+from cache.disk import format as snapshot_format
+from cache.names.tokens import as_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
+
+PROMPT = [1 + i % 90 for i in range(12 * BLOCK + 3)]
+KINDS = ["llama", "exaone4", "mamba2", "qwen3_next"]
+
+
+@pytest.fixture(autouse=True)
+def _slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a snapshot take the disk longer than it takes the device to make several."""
+    write = snapshot_format.write
+
+    def slow(*args: Any) -> None:
+        time.sleep(0.02)
+        write(*args)
+
+    monkeypatch.setattr(snapshot_format, "write", slow)
+
+
+@asynccontextmanager
+async def small_queue(model: Any, directory: Path, num_blocks: int, trials: Path) -> AsyncIterator[Process]:
+    """Be a process whose queue holds some blocks only."""
+    async with open_process(model, directory / "measured", trials=trials) as process:
+        await process.generate(PROMPT, 2)
+        await process.store.barrier(5)
+        stats = process.store.stats()
+        block_bytes = stats.stored_bytes // stats.stored
+    async with open_process(
+        model, directory / "kv", queue_bytes=num_blocks * 2 * block_bytes, trials=trials
+    ) as process:
+        yield process
+
+
+async def quiet(process: Process) -> None:
+    """Wait until nothing is queued and nothing is being mended."""
+    for _ in range(3):
+        await asyncio.sleep(0.3)
+        assert await process.store.barrier(5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_after_a_quiet_while_nothing_of_an_idle_session_is_missing(
+    kind: str, make_model: Callable[..., Any], tmp_path: Path, trials: Path
+) -> None:
+    model = make_model(kind)
+    async with small_queue(model, tmp_path, 2, trials) as process:
+        mending = asyncio.create_task(process.engine.mend())
+        _, said, _ = await process.generate(PROMPT, 4)
+        assert process.store.stats().dropped.get("queue_full", 0) > 0, "the queue was not too small"
+        await quiet(process)
+        mending.cancel()
+    async with open_process(model, tmp_path / "kv", trials=trials) as process:
+        found, again, _ = await process.generate([*PROMPT, *said, 5], 4)
+        assert found.num_prefilled <= 2, "only the last token and the new one are prefilled"
+        assert len(again) == 4
+
+
+async def test_a_worker_that_stops_stores_what_was_dropped(
+    make_model: Callable[..., Any], tmp_path: Path, trials: Path
+) -> None:
+    model = make_model("llama")
+    async with small_queue(model, tmp_path, 2, trials) as process:
+        _, said, _ = await process.generate(PROMPT, 4)
+        process.engine.stop()
+        await process.engine.store_missing(5)
+    async with open_process(model, tmp_path / "kv", trials=trials) as process:
+        found, _, _ = await process.generate([*PROMPT, *said, 5], 1)
+        assert found.num_prefilled <= 2
+
+
+async def test_a_session_that_was_forgotten_is_not_stored_again(
+    make_model: Callable[..., Any], tmp_path: Path, trials: Path
+) -> None:
+    model = make_model("llama")
+    async with small_queue(model, tmp_path, 2, trials) as process:
+        _, said, _ = await process.generate(PROMPT, 4)
+        mending = asyncio.create_task(process.engine.mend())
+        await asyncio.sleep(0)  # it has begun
+        erased = await process.engine.erase(key("s"), as_tokens([*PROMPT, *said]), 0)
+        assert erased.settled
+        await quiet(process)
+        assert process.store.stats().stored == 0
+        mending.cancel()
+
+
+async def test_a_turn_comes_before_the_mending_of_its_session(
+    make_model: Callable[..., Any], tmp_path: Path, trials: Path
+) -> None:
+    model, context = make_model("llama"), list(PROMPT)
+    async with small_queue(model, tmp_path, 2, trials) as process:
+        mending = asyncio.create_task(process.engine.mend())
+        for _ in range(6):
+            turn, said, _ = await process.generate(context, 3)
+            assert turn.num_prefilled <= len(PROMPT)
+            context += [*said, 7]
+            await asyncio.sleep(0.01)
+        await quiet(process)
+        mending.cancel()
+    async with open_process(model, tmp_path / "kv", trials=trials) as process:
+        found, _, _ = await process.generate(context, 1)
+        assert found.num_prefilled <= 2
