@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from itertools import chain, groupby, takewhile
+from itertools import accumulate, chain, groupby, pairwise, takewhile
 from typing import TYPE_CHECKING, Any, Final
 
 import mlx.core as mx
@@ -233,10 +233,9 @@ def cut(
     if _nbytes(state) * (1 + spare_states) <= room_bytes:
         pieces |= state
     copies = {name: mx.contiguous(piece) for name, piece in pieces.items()}
-    mx.eval(copies)
     return tuple(
-        Tensor(name, _DTYPES[copy.dtype], tuple(copy.shape), _bytes(copy), reaches.get(name, FULL))
-        for name, copy in copies.items()
+        Tensor(name, _DTYPES[copy.dtype], tuple(copy.shape), data, reaches.get(name, FULL))
+        for (name, copy), data in zip(copies.items(), _memory(list(copies.values())), strict=True)
     )
 
 
@@ -511,6 +510,22 @@ def _split(name: str) -> tuple[str, str]:
     words = name.removeprefix(prefix).split(".")
     path = list(takewhile(str.isdigit, words))
     return prefix + ".".join(path), ".".join(words[len(path) :])
+
+
+def _memory(copies: list[mx.array]) -> list[memoryview]:
+    """Evaluate contiguous arrays; return their bytes.
+
+    On CUDA each array whose bytes the host reads is moved to managed memory: 72 arrays of 256 KiB took 6.6 ms,
+    one array with all of them 1.4 ms. So there all are joined first.
+    """
+    if not mx.cuda.is_available():
+        mx.eval(copies)
+        return [_bytes(copy) for copy in copies]
+    flat = [copy.reshape(-1).view(mx.uint8) for copy in copies if copy.size]
+    joined = mx.concatenate(flat) if flat else mx.zeros((0,), mx.uint8)
+    mx.eval(joined)
+    memory, ends = _bytes(joined), [*accumulate((copy.nbytes for copy in copies), initial=0)]
+    return [memory[start:end] for start, end in pairwise(ends)]
 
 
 def _bytes(array: mx.array) -> memoryview:

@@ -162,6 +162,20 @@ def test_a_cut_holds_exactly_its_tokens(model) -> None:
             assert bytes(tensor.data) == expected.tobytes()
 
 
+def test_a_cut_that_is_copied_at_once_has_the_same_bytes(model, monkeypatch) -> None:
+    """As on CUDA; with a state, of arrays of several types."""
+    caches = [*make_prompt_cache(model), ArraysCache(2)]
+    prefill(model, caches[:-1], list(range(BLOCK)))
+    caches[-1][0] = mx.arange(7, dtype=mx.uint32)
+    caches[-1][1] = mx.ones((3, 5), mx.float16)
+    apart = layers.cut(caches, 0, BLOCK, at_end=True)
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
+    together = layers.cut(caches, 0, BLOCK, at_end=True)
+    assert [(one.name, one.shape, bytes(one.data)) for one in together] == [
+        (one.name, one.shape, bytes(one.data)) for one in apart
+    ]
+
+
 @pytest.mark.parametrize(("start", "end"), [(-1, 3), (3, 3), (4, 3), (0, 13)])
 def test_tokens_that_are_not_there_cannot_be_cut(model, start, end) -> None:
     """Memory is allocated ahead: without the check, zeros would be saved as KV."""
