@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import shutil
 import tempfile
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
@@ -27,7 +29,7 @@ from ops.log.costs import Costs
 from ops.log.sessions import begun, find_session, list_sessions, order, running
 from ops.log.tree import trees
 from turnkeep_client.errors import InvalidMessageError, NoWorkerError, ResultTimeoutError, TurnkeepError
-from turnkeep_client.messages import Generate, decode_request
+from turnkeep_client.messages import Generate, Opened, decode_request
 from turnkeep_client.session import build
 from turnkeep_client.subjects import session_key
 
@@ -36,13 +38,14 @@ from .door import PAGE, Door
 from .turns import shown
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 
     from starlette.requests import Request
     from starlette.types import Receive, Scope, Send
 
+    from ops.log.conversation import Turn
     from turnkeep_client.client import Client
-    from turnkeep_client.messages import Chunk
+    from turnkeep_client.messages import Chunk, Message
     from turnkeep_client.session import Sampling, Session
 
     from .live import Live
@@ -52,6 +55,8 @@ T = TypeVar("T")
 #: Sessions, and turns of a conversation, that are shown at once.
 _SESSIONS: Final = 50
 _TURNS: Final = 30
+#: Messages of its parent's conversation that a fork shows.
+_INHERITED: Final = 60
 #: Sessions, the last active first, of which first words and parents are read.
 _READ: Final = 1000
 #: Answers that are streamed at once, and how long a reader may take for an event.
@@ -60,6 +65,7 @@ _SLOW_S: Final = 20.0
 #: How often a stream without a token says so.
 _QUIET_S: Final = 3
 _MAX_BODY_BYTES: Final = 2**20
+_AWAY: Final = "NATS does not answer; what is shown may be old, and goes on when it is back"
 
 
 class _Question(Struct, frozen=True, forbid_unknown_fields=True):
@@ -100,17 +106,33 @@ class Console:
         self.app = Starlette(
             routes=[
                 Route("/api/workers", self._workers),
-                Route("/api/sessions", self._sessions),
-                Route(one, self._session),
-                Route(f"{one}/tree", self._tree),
-                Route(f"{one}/export", self._export),
-                Route(f"{one}/answers/{{seq:int}}", self._answer),
-                *([] if read_only else acting),
+                *map(
+                    self._connected,
+                    (
+                        Route("/api/sessions", self._sessions),
+                        Route(one, self._session),
+                        Route(f"{one}/tree", self._tree),
+                        Route(f"{one}/export", self._export),
+                        Route(f"{one}/answers/{{seq:int}}", self._answer),
+                        *([] if read_only else acting),
+                    ),
+                ),
                 Mount("/", StaticFiles(directory=PAGE, html=True)),
             ],
             middleware=[Middleware(Door, token=token)],
             exception_handlers={TurnkeepError: _on_error, HTTPException: _on_http},
         )
+
+    def _connected(self, route: Route) -> Route:
+        """Refuse requests of a route at once while NATS is away: they would wait for the log for long."""
+        answer: Callable[[Request], Awaitable[Response]] = route.endpoint
+
+        async def refused(request: Request) -> Response:
+            if not self._client.connected:
+                raise HTTPException(503, _AWAY)
+            return await answer(request)
+
+        return Route(route.path, refused, methods=list(route.methods or ()))
 
     async def _workers(self, request: Request) -> Response:
         figures = self._live.shown(request.query_params.get("worker"))
@@ -138,7 +160,19 @@ class Console:
         mark = None if before is None or ends is None else conversation.Mark(before, ends)
         turns, more = await conversation.part(self._client, name, _TURNS, mark)
         cost = (await self._costs.of([row]))[0] if row else None
-        return _json({"row": row, "cost": cost, "turns": list(map(shown, turns)), "more": more})
+        inherited = await self._inherited(name, turns)
+        there = [shown(turn, inherited.get(turn.seq, ())) for turn in turns]
+        return _json({"row": row, "cost": cost, "turns": there, "more": more})
+
+    async def _inherited(self, name: str, turns: Sequence[Turn]) -> dict[int, tuple[Message, ...]]:
+        """Return the last messages that a fork has of its parent's conversation, by its `open`'s sequence."""
+        found: dict[int, tuple[Message, ...]] = {}
+        for turn, then in zip_longest(turns, turns[1:]):
+            if isinstance(turn.result, Opened) and turn.result.parent:
+                own = self._client.session(name)
+                history = await own.history(before=then.seq if then is not None else math.inf)
+                found[turn.seq] = tuple(history.messages[-_INHERITED:])
+        return found
 
     async def _tree(self, request: Request) -> Response:
         """Return the tree that a session is in, among the sessions that were active last."""

@@ -20,7 +20,7 @@ from turnkeep_client.messages import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from ops.log.conversation import Turn
     from turnkeep_client.messages import Called, Message, ToolCall
@@ -68,8 +68,8 @@ class Shown(Struct, frozen=True, kw_only=True, omit_defaults=True):
     spent: Spent | None = None
 
 
-def shown(turn: Turn) -> Shown:
-    """Return what is shown of a turn."""
+def shown(turn: Turn, inherited: Sequence[Message] = ()) -> Shown:
+    """Return what is shown of a turn; the messages that a fork has `inherited` are those of its `open`."""
     request, result = turn.request, turn.result
     has_failed = isinstance(result, Failed) or request is None
     return Shown(
@@ -78,7 +78,7 @@ def shown(turn: Turn) -> Shown:
         kind=str(request.__struct_config__.tag) if request else "invalid",
         stored=turn.stored,
         state="failed" if has_failed else "done" if result else "waiting",
-        said=tuple(_said(turn)),
+        said=(*map(_message, inherited), *_said(turn)),
         note=_note(turn),
         parent=result.parent.session if isinstance(result, Opened) and result.parent else None,
         position=result.position if result else None,
@@ -89,8 +89,7 @@ def shown(turn: Turn) -> Shown:
 def _said(turn: Turn) -> Iterator[Said]:
     request, result = turn.request, turn.result
     if isinstance(request, Append | Generate):
-        for message in request.messages or ():
-            yield Said(role=message.role, text=_text(message), calls=_calls(message.tool_calls or ()))
+        yield from map(_message, request.messages or ())
         if request.text:
             yield Said(role="text", text=request.text)
         if request.tokens:
@@ -102,6 +101,10 @@ def _said(turn: Turn) -> Iterator[Said]:
             reasoning=result.reasoning,
             calls=_calls(result.tool_calls),
         )
+
+
+def _message(message: Message) -> Said:
+    return Said(role=message.role, text=_text(message), calls=_calls(message.tool_calls or ()))
 
 
 def _text(message: Message) -> str:

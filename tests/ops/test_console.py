@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.conftest import LocalWorker
+    from tests.parts import WorkerProcess
     from turnkeep_client.client import Client
 
     Start = Callable[..., Awaitable[LocalWorker]]
@@ -314,6 +315,43 @@ async def test_actions_do_what_their_commands_do(local_worker: Start, tmp_path: 
         with pytest.raises(RequestFailedError, match="unknown_session"):
             await client.session("a").info()
         assert [row["session"] for row in (await page.get("sessions"))["rows"]] == ["b"]
+
+
+async def test_a_fork_shows_the_conversation_that_it_has_inherited(local_worker: Start) -> None:
+    client = (await local_worker()).client
+    garden = client.session("garden")
+    for text in ("What grows?", "And then?"):
+        await garden.generate(messages=[{"role": "user", "content": text}], max_tokens=2)
+    async with opened(client) as page:
+        await page.post("garden/fork", {"name": "later"})
+        await page.post("garden/fork", {"name": "silent"})
+        await client.session("later").generate(messages=[{"role": "user", "content": "Why?"}], max_tokens=2)
+        told = [
+            (one["role"], one.get("text"))
+            for turn in (await page.get("sessions/garden"))["turns"]
+            for one in turn["said"]
+        ]
+        for name in ("later", "silent"):
+            turns = (await page.get(f"sessions/{name}"))["turns"]
+            assert [(one["role"], one.get("text")) for one in turns[0]["said"]] == told, name
+        assert [turn["kind"] for turn in turns] == ["open"]
+
+
+async def test_while_nats_is_away_the_page_hears_so_at_once(
+    worker_process: Callable[..., WorkerProcess],
+) -> None:
+    worker = worker_process()
+    worker.start()
+    async with await worker.client() as client, opened(client) as page:
+        await client.session("a").append(tokens=[5])
+        assert await page.get("sessions/a")
+        worker.stop()  # and its server
+        while client.connected:  # noqa: ASYNC110  # nothing tells
+            await asyncio.sleep(0.05)
+        for path in ("sessions", "sessions/a", "sessions/a/tree"):
+            answer = await page.http.get(f"/api/{path}", timeout=2)
+            assert (answer.status_code, "NATS does not answer" in answer.json()["error"]) == (503, True)
+        assert (await page.get("workers"))["connected"] is False
 
 
 async def test_bad_requests_are_refused_in_one_sentence_and_change_nothing(local_worker: Start) -> None:

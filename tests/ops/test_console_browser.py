@@ -110,8 +110,7 @@ def act(browser: Browser) -> None:
         browser.text(".turn:last-child .meta"),
     )
     browser.click("Fork here")
-    browser.type("#dialog-name", "\ue009a\ue000garden-2")  # Ctrl-A, and what replaces it
-    browser.click("Fork", "#dialog-yes")
+    browser.type("#dialog-name", "garden-2\ue007")  # in the place of the name that is proposed; Enter
     browser.wait_for("document.querySelector('h1')?.textContent === 'garden-2'")
     browser.wait_for("document.querySelector('.tree li')?.innerText.startsWith('garden')")
     browser.click("garden", ".tree a")

@@ -65,7 +65,9 @@ export function asked({ title, text, yes, name, danger = false }) {
   byId("dialog-name").required = name !== undefined;
   byId("dialog-name").value = name ?? "";
   dialog.returnValue = "";
+  byId("dialog-no").onclick = () => dialog.close();  // no submit button: Enter would press the first one
   dialog.showModal();
+  byId("dialog-name").select();
   return new Promise((resolve) => {
     dialog.addEventListener("close", () => {
       resolve(dialog.returnValue !== "yes" ? null : name === undefined || byId("dialog-name").value);

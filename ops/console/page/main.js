@@ -47,6 +47,7 @@ async function look() {
   const mine = ++turn, shown = page, began = Date.now();
   try {
     const found = await get(`/api/workers${shown.worker ? `?worker=${encodeURIComponent(shown.worker)}` : ""}`);
+    if (!found.connected) for (const one of Object.values(found.workers)) one.up = false;  // nobody knows
     told(found);
     if (mine === turn) await shown.refresh(found);
   } catch (error) {
