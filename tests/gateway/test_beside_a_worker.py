@@ -63,11 +63,16 @@ def test_an_agent_that_is_launched_at_once_waits_for_it(worker_process: Any, tin
     while starting_pid(process.data_dir) is None:
         time.sleep(0.02)
     command = [sys.executable, "-P", "-m", "worker", "launch", "--data-dir", str(process.data_dir)]
-    command += ["--gateway", f"http://127.0.0.1:{port}", "--print", "pi"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(
+        [*command, "--print", "pi"], capture_output=True, text=True, timeout=100, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "waiting for the gateway of the worker that is starting" in done.stderr
-    assert "--model tiny" in done.stdout
+    assert "--model tiny" in done.stdout, "it is found, though not on the usual port"
+    other = ["--gateway", f"http://127.0.0.1:{free_port()}", "--print", "pi"]
+    done = subprocess.run([*command, *other], capture_output=True, text=True, timeout=10, check=False)
+    assert done.returncode == 1, "it does not wait for another port"
+    assert f"this worker's is at http://127.0.0.1:{port}" in done.stderr
     assert process.stop() == 0
 
 

@@ -11,6 +11,7 @@ import urllib.error
 import urllib.request
 from contextlib import suppress
 from http.client import HTTPException
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
@@ -19,7 +20,7 @@ import click
 import psutil
 
 from turnkeep_client.errors import TurnkeepError
-from worker.process.datadir import starting_pid
+from worker.process.datadir import holder_pid, starting_pid
 from worker.process.installed import program
 
 from .agents import AGENTS, INSTALLS, Door, own_prompt_tokens, start_of
@@ -40,9 +41,7 @@ _PORT: Final = 8080
     "--gateway",
     "url",
     metavar="URL",
-    default=f"http://127.0.0.1:{_PORT}",
-    show_default=True,
-    help="Where the gateway is.",
+    help=f"Where the gateway is. [default: the worker's own, else http://127.0.0.1:{_PORT}]",
 )
 @click.option(
     "--key",
@@ -60,7 +59,7 @@ _PORT: Final = 8080
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def launch(
     config: Path | None,
-    url: str,
+    url: str | None,
     key: str,
     model: str | None,
     only_print: bool,
@@ -74,7 +73,9 @@ def launch(
     changed. All arguments after its name are the agent's, as in `turnkeep launch pi -p "Say hello"`.
     """
     settings = load_settings(config, flags)
-    door = _awaited_door(url.rstrip("/").removesuffix("/v1"), key, model, settings.data_dir)
+    own = _own_gateway(settings.data_dir)
+    url = url or f"http://127.0.0.1:{own or _PORT}"
+    door = _awaited_door(url.rstrip("/").removesuffix("/v1"), key, model, settings.data_dir, own)
     start = start_of(Path(agent).name, door)
     found = agent if only_print else shutil.which(agent)
     if found is None:
@@ -98,17 +99,29 @@ def launch(
     os.execve(found, command, {**os.environ, **start.environment})  # noqa: S606  # the user's own program
 
 
-def _awaited_door(url: str, key: str, wanted: str | None, data_dir: Path) -> Door:
-    """Do as `_door`, but wait for the gateway of a worker that has just been started with `--gateway`."""
+def _own_gateway(data_dir: Path) -> int | None:
+    """Return the port of the gateway that the worker on a data directory was started with; None if none."""
+    arguments = list[str]()
+    with suppress(psutil.Error):  # it has just ended
+        arguments = psutil.Process(pid).cmdline() if (pid := holder_pid(data_dir)) else []
+    for argument, after in pairwise([*arguments, ""]):
+        name, _, value = argument.partition("=")
+        if name == "--gateway":
+            return (int(given) or None) if (given := value or after).isdecimal() else _PORT
+    return None
+
+
+def _awaited_door(url: str, key: str, wanted: str | None, data_dir: Path, own: int | None) -> Door:
+    """Do as `_door`, but wait for the gateway of a worker that has just been started; `own` is its port."""
     is_told = False
     while True:
         try:
             return _door(url, key, wanted)
-        except _NoGatewayError:
-            pid, started = starting_pid(data_dir), list[str]()
-            with suppress(psutil.Error):  # it has just ended
-                started = psutil.Process(pid).cmdline() if pid else []
-            if not any(argument.startswith("--gateway") for argument in started):
+        except _NoGatewayError as error:
+            if own is not None and not url.endswith(f":{own}"):
+                raise TurnkeepError(f"{error}; this worker's is at http://127.0.0.1:{own}") from None
+            pid = starting_pid(data_dir)
+            if own is None or pid is None:
                 raise
             if not is_told:
                 click.echo(

@@ -135,6 +135,12 @@ def owner(path: Path) -> str | None:
     return held[2] if held else None
 
 
+def holder_pid(path: Path) -> int | None:
+    """Return the worker's process that has locked a data directory; None if it has ended."""
+    held = _holder(path)
+    return held[0] if held else None
+
+
 def starting_pid(path: Path) -> int | None:
     """Return the worker's process that locked a data directory a short time ago; None if none did."""
     held = _holder(path)
