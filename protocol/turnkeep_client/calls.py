@@ -56,6 +56,10 @@ class Wire(Protocol):
     watchers: set[asyncio.Event]
 
     @property
+    def connected(self) -> bool:
+        """Whether the connection is up; if not, it is being made again, or closed."""
+
+    @property
     def why_closed(self) -> str:
         """Say who has closed the connection, and why."""
 

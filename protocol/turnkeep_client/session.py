@@ -125,6 +125,11 @@ class Session:
         self._feeds = feeds
         self._control_timeout_s = control_timeout_s
 
+    @property
+    def connected(self) -> bool:
+        """Whether the session's client is connected now."""
+        return self._wire.connected
+
     async def open(
         self,
         cache: Cache | None = None,

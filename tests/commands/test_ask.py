@@ -376,6 +376,25 @@ async def test_ctrl_c_leaves_a_worker_that_is_gone_and_the_question_is_answered_
         assert (await answered(client)).finish_reason == "length"
 
 
+@pytest.mark.process
+async def test_without_a_server_ask_says_so_and_ctrl_c_ends_it(
+    worker_process: Callable[..., WorkerProcess], endless_model: Path
+) -> None:
+    worker = worker_process(model=endless_model)
+    worker.start()
+    await (await worker.client()).close()
+
+    def run() -> int:
+        with Terminal("ask", "hello", "--max-tokens", 900, "--nats", worker.url) as terminal:
+            terminal.wait_for(r"\w")
+            worker.stop()  # and its server
+            terminal.wait_for("no connection to NATS")
+            terminal.type("\x03")
+            return terminal.end()
+
+    assert await asyncio.to_thread(run) == 130
+
+
 @pytest.mark.parametrize("around", [{"command": 'set -m; "$0" "$@" & wait $!'}, {"own": False}])
 async def test_a_terminal_that_is_not_ours_is_left_alone(
     local_worker: Callable[..., Any], around: dict[str, Any]

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 _POLL_S: Final = 0.3
 #: Silence in an answer after which its state is asked for; before it, a worker counts as missing.
 _SILENCE_S: Final = 1.5
+#: How long a worker may take to say what it does; then it counts as missing.
+_PATIENCE_S: Final = 5.0
 
 
 async def stream(
@@ -120,13 +122,14 @@ class _Stream:
             self._reading.cancel()
 
     async def _stop(self) -> None:
-        """Cancel the answer. If there is no worker, stop waiting for the answer instead."""
+        """Cancel the answer. If no worker answers in time, stop waiting for the answer instead."""
         while not self._reading.done():
             try:
-                await self._generation.cancel()
+                async with asyncio.timeout(_PATIENCE_S if self._session.connected else 0):
+                    await self._generation.cancel()
             except RequestFailedError:  # the worker does not have the request yet, or has answered it
                 await asyncio.sleep(_POLL_S)
-            except NoWorkerError:
+            except (NoWorkerError, TimeoutError):
                 self._reading.cancel()
             else:
                 return
@@ -144,18 +147,20 @@ class _Stream:
                 continue
             if state is None and self._loop.time() - heard_at < _SILENCE_S:
                 continue
-            self._screen.note(state or "waiting for the worker; Ctrl-C leaves")
+            missing = "waiting for the worker" if self._session.connected else "no connection to NATS"
+            self._screen.note(f"{missing}; Ctrl-C leaves" if state is None else state)
             if state is None and not warned and not self._screen.shows_notes:
-                click.echo("turnkeep: waiting for the worker", err=True)
+                click.echo(f"turnkeep: {missing}", err=True)
             warned = state is None
 
     async def _ask_state(self) -> str | None:
         """Ask for the request's state; None if no worker answers."""
         try:
-            info = await self._session.info()
+            async with asyncio.timeout(_PATIENCE_S if self._session.connected else 0):
+                info = await self._session.info()
         except RequestFailedError:
             return ""
-        except NoWorkerError:
+        except (NoWorkerError, TimeoutError):
             return None
         progress = info.progress
         if info.active != self._generation.id or progress is None:
