@@ -1,4 +1,4 @@
-"""`--help` shows what may be chosen, and the README counts and names what there is."""
+"""`--help` shows what may be chosen, and the page of commands counts and names what there is."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bench.cli import NAMES
 from worker.commands.cache_cli import cache
 from worker.commands.cli import main
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "commands.md").read_text()
 NUMBERS = {"seven": 7, "eight": 8, "nine": 9, "ten": 10, "eleven": 11, "twelve": 12}
 
 
@@ -95,15 +95,15 @@ def test_the_list_of_commands_imports_none_and_says_what_each_says() -> None:
         assert f"{name} {command.short_help}" in listed
 
 
-def test_the_readme_names_every_command() -> None:
+def test_the_page_of_commands_names_every_command() -> None:
     for name in main.list_commands(click.Context(main)):
-        assert re.search(rf"turnkeep {name}\b|`{name}`", README), name
+        assert re.search(rf"turnkeep {name}\b|`{name}`", PAGE), name
     for name in cache.commands:
-        assert re.search(rf"cache {name}\b|also .*\b{name}\b", README), name
+        assert re.search(rf"cache {name}\b|also .*\b{name}\b", PAGE), name
 
 
-def test_the_readme_counts_the_benches() -> None:
-    found = re.search(r"There are (\w+) benches: ([^;]+);", README)
+def test_the_page_of_commands_counts_the_benches() -> None:
+    found = re.search(r"There are (\w+) benches: ([^;]+);", PAGE)
     assert found
     assert NUMBERS[found[1]] == len(NAMES)
     assert re.findall(r"`(\w+)`", found[2]) == [*NAMES]

@@ -123,9 +123,13 @@ async def test_the_examples_in_python_run_as_they_are_written(
 ) -> None:
     (tmp_path / "example.py").write_text(fenced("## An example", "python"))
     (tmp_path / "consumer.py").write_text(fenced("### A durable consumer", "python"))
-    (tmp_path / "ask.py").write_text(fenced("## Without the client library", "python", README))
+    pages = (ROOT / "docs" / "python.md").read_text()
+    (tmp_path / "ask.py").write_text(fenced("## Without the client library", "python", pages))
+    (tmp_path / "client.py").write_text(fenced("## The Python client", "python", pages))
+    (tmp_path / "readme.py").write_text(fenced("## From Python", "python", README))
     assert re.search(r"\n generated \{'prompt_tokens': \d", await output(await shell("python example.py")))
-    assert await output(await shell("python ask.py")) != ""
+    for file in ("ask.py", "client.py", "readme.py"):
+        assert await output(await shell(f"python {file}")) != "", file
     consumer = await shell("python consumer.py")
     assert consumer.stdout is not None
     line = await asyncio.wait_for(consumer.stdout.readline(), 60)
