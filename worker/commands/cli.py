@@ -131,6 +131,11 @@ _ELSEWHERE: Final = {
         "size",
         "Estimate memory, disk and SSD writes for a number of sessions.",
     ),
+    "run": (
+        "worker.commands.run_cli",
+        "run",
+        "Talk with MODEL, or answer MESSAGE; downloads the model, and starts a worker, if need be.",
+    ),
     "show": (
         "worker.commands.log_cli",
         "show",
@@ -221,6 +226,7 @@ def main() -> None:
 )
 @click.option("--of", metavar="NAME", hidden=True, help="Serve one of [models], until standard input ends.")
 @click.option("--weigh", is_flag=True, hidden=True, help="Print what the model needs, and end.")
+@click.option("--until-eof", is_flag=True, hidden=True, help="End when standard input does.")
 @with_settings()
 def serve(
     config: Path | None,
@@ -228,6 +234,7 @@ def serve(
     gateway_port: int | None,
     of: str | None,
     weigh: bool,
+    until_eof: bool,
     **flags: Any,
 ) -> None:
     """Run a worker, with its own NATS server unless --nats names one. Ctrl-C stops it.
@@ -271,6 +278,7 @@ def serve(
         gateway_port=gateway_port,
         gateway_options=options_of(config, own, CLIENT_SETTINGS),
         of=of,
+        until_eof=until_eof,
     )
     if models:
         supervise(models, manner)

@@ -45,14 +45,15 @@ class Manner:
     """How a worker is run beside its settings.
 
     `options` of the command line say where the settings are from; a gateway gets its own `gateway_options` of
-    them. A worker `of` one of several models says on its output when it serves, and ends when its standard
-    input does.
+    them. A worker `of` one of several models, and one that runs `until_eof`, says on its output when it
+    serves, and ends when its standard input does.
     """
 
     options: Sequence[str] = ()
     gateway_port: int | None = None
     gateway_options: Sequence[str] = ()
     of: str | None = None
+    until_eof: bool = False
 
 
 def serve(settings: Settings, read_again: Callable[[], Settings], manner: Manner) -> None:
@@ -65,7 +66,7 @@ def serve(settings: Settings, read_again: Callable[[], Settings], manner: Manner
     configure(settings.log_format, settings.log_level)
     if manner.of is not None:
         structlog.contextvars.bind_contextvars(model=manner.of)
-    elif _for_people(settings):
+    elif _for_people(settings) and not manner.until_eof:
         log.info("starting", version=importlib.metadata.version("turnkeep"), data_dir=str(settings.data_dir))
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     gc.disable()  # until the start has made its many objects: there is no garbage among them
@@ -107,7 +108,7 @@ async def _run(app: App | Supervisor, settings: Settings, reload: Callable[[], N
     with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as received:
         async with task_group() as tasks:
             tasks.start_soon(_obey, received, app, starting, reload)
-            if manner.of is not None:
+            if manner.of is not None or manner.until_eof:
                 tasks.start_soon(_serve_a_parent, app, starting)
             elif _for_people(settings):
                 tasks.start_soon(_say_what_next, settings, app)

@@ -1,0 +1,75 @@
+"""`turnkeep run`: one command from nothing to an answer, which leaves no process."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+from command_runs import Terminal, turnkeep
+
+from tests.parts import free_port
+from worker.process.datadir import owner
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.parts import WorkerProcess
+
+pytestmark = pytest.mark.process
+
+
+def processes_with(word: str) -> list[list[str]]:
+    found = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
+    return [line for line in found if any(word in argument for argument in line)]
+
+
+def test_a_message_is_answered_without_a_worker_and_no_process_stays(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    data = tmp_path / "data"
+    place = ("--data-dir", data, "--nats-port", free_port())
+    done = turnkeep("run", tiny_model, "Hello", *place, "--max-tokens", 4, "--seed", 1)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.strip()) > 0
+    assert owner(data) is None
+    assert processes_with(str(data)) == []
+
+
+def test_a_chat_in_a_terminal_goes_on_where_it_was_left(tmp_path: Path, tiny_model: Path) -> None:
+    place = ("--data-dir", str(tmp_path / "data"), "--nats-port", str(free_port()))
+    for found in ("no tokens", r"session .chat., \d+ tokens"):
+        with Terminal("run", tiny_model, *place, "--max-tokens", "4") as terminal:
+            terminal.wait_for(found)
+            terminal.wait_for("\\n>")
+            terminal.type("Hello\r")
+            terminal.wait_for("max_tokens")
+            terminal.type("/bye\r")
+            assert terminal.end() == 0
+    assert processes_with(str(tmp_path / "data")) == []
+
+
+def test_what_cannot_be_loaded_is_told_in_a_line(tmp_path: Path) -> None:
+    done = turnkeep(
+        "run", tmp_path / "nosuch", "Hello", "--data-dir", tmp_path / "data", "--nats-port", free_port()
+    )
+    assert done.returncode == 1
+    assert "there is no model at" in done.stderr
+    assert done.stdout == ""
+
+
+async def test_a_worker_that_runs_answers_and_stays(
+    worker_process: Callable[..., WorkerProcess], tiny_model: Path
+) -> None:
+    worker = worker_process(model=tiny_model)
+    worker.start()
+    await (await worker.client()).close()
+    place = ("--data-dir", worker.data_dir, "--nats-port", worker.url.rpartition(":")[2], "--max-tokens", 3)
+    done = await asyncio.to_thread(turnkeep, "run", tiny_model.name, "Hello", *place)
+    assert done.returncode == 0, done.stderr
+    other = await asyncio.to_thread(turnkeep, "run", "Qwen3-4B", "Hello", *place)
+    assert other.returncode == 1
+    assert f"the worker that runs has the model {tiny_model.name}, not Qwen3-4B" in other.stderr
+    assert worker.running

@@ -1,0 +1,121 @@
+"""The command `run`: talks with a model at once, with a worker of its own if none runs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from turnkeep_client.errors import NoWorkerError, TurnkeepError
+from worker.process.children import PROGRAM
+from worker.process.datadir import owner, starting_pid
+
+from .flags import load_settings, options_of, reasoning_option, tenant_option, with_sampling, with_settings
+from .talking import CLIENT_SETTINGS, talk
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from turnkeep_client.client import Client
+    from turnkeep_client.session import Sampling
+
+#: How long its worker may take to end, which writes the last KV to disk.
+_ENDING_S: Final = 30.0
+_POLL_S: Final = 0.2
+_INTERRUPTED: Final = 130
+
+
+@click.command()
+@click.argument("model", required=False)
+@click.argument("message", required=False)
+@click.option(
+    "--session", "name", metavar="NAME", help="Session to continue. [default: chat; with a message a new one]"
+)
+@tenant_option
+@reasoning_option
+@with_sampling
+@with_settings(*CLIENT_SETTINGS)
+def run(
+    config: Path | None,
+    model: str | None,
+    message: str | None,
+    name: str | None,
+    tenant: str,
+    reasoning: str | None,
+    system: str | None,
+    sampling: Sampling,
+    **flags: Any,
+) -> None:
+    """Talk with MODEL, or answer MESSAGE; downloads the model, and starts a worker, if need be.
+
+    MODEL is a name of `turnkeep model list`, a folder, a .gguf file or a hub id; without it, it is the model
+    of the running worker, else the packaged one. A worker that was started for this ends with it; one that
+    runs already stays.
+    """
+    settings = load_settings(config, flags)
+
+    async def say(client: Client) -> bool:
+        serves = await _model_of(client, settings.data_dir)
+        if model is not None and is_there and not _names(model, serves):
+            raise TurnkeepError(
+                f"the worker that runs has the model {serves}, not {model}; stop it, or give another"
+                " --data-dir and --nats-port"
+            )
+        if message is not None or not sys.stdin.isatty():
+            from .ask import ask, question
+
+            return await ask(
+                client, name, question(message), system, sampling, as_json=False, reasoning=reasoning
+            )
+        from .chat import chat
+
+        await chat(client, name or "chat", system, sampling, reasoning)
+        return True
+
+    is_there = settings.nats is not None or owner(settings.data_dir) is not None
+    options = [*options_of(config, flags), *(() if model is None else ("--model", model))]
+    with contextlib.nullcontext() if is_there else _worker(options):
+        answered = talk(settings, tenant, say)
+    if not answered:
+        sys.exit(_INTERRUPTED)
+
+
+def _names(model: str, served: str) -> bool:
+    return model.rstrip("/").rpartition("/")[2].casefold() in served.casefold()
+
+
+async def _model_of(client: Client, data_dir: Path) -> str:
+    """Ask the worker for its model; wait for a worker that is starting. Raises `NoWorkerError`."""
+    while True:
+        try:
+            return (await client.worker_metrics()).model
+        except NoWorkerError:
+            if starting_pid(data_dir) is None:
+                raise
+        await asyncio.sleep(_POLL_S)
+
+
+@contextlib.contextmanager
+def _worker(options: list[str]) -> Iterator[None]:
+    """Run a worker until the block ends; enter once it serves. Its warnings and progress are shown.
+
+    It is in a session of its own, as Ctrl-C ends an answer, and ends if this process dies in any way.
+    """
+    command = [*PROGRAM, "serve", "--log-level", "warning", "--until-eof", *options]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    ) as process:
+        try:
+            if process.stdout is None or not process.stdout.readline():
+                sys.exit(process.wait())  # it has said why
+            yield
+        finally:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_ENDING_S)
+            process.kill()
