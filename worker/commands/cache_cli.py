@@ -162,7 +162,8 @@ def ls(directory: Path | None, config: Path | None, as_json: bool, **flags: Any)
         for chain in found.chains
     ]
     if rows:
-        table(["chain", "model", "tokens", "size", "not shared", "last used", "pinned"], rows)
+        heads = ["chain", "model", "tokens", "size", "not shared", "last used", "pinned"]
+        table(heads, rows, same=("model", "pinned"))
     else:
         click.echo(_empty_message(place))
     for pin in pins:

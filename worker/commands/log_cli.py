@@ -148,7 +148,7 @@ def _print_sessions(rows: list[SessionRow]) -> None:
         for row in rows
     ]
     if lines:
-        table(heads, lines)
+        table(heads, lines, cut="begins", same=("tenant", "worker", "model"))
 
 
 def telling_tags(tags: tuple[str, ...]) -> tuple[str, ...]:

@@ -52,7 +52,8 @@ def list_(config: Path | None, as_json: bool, **flags: Any) -> None:
         )
         for entry in found
     ]
-    table(("model", "origin", "weights", "size", "context", "can", "in use", "path"), rows)
+    heads = ("model", "origin", "weights", "size", "context", "can", "in use", "path")
+    table(heads, rows, cut="path", same=("in use",))
 
 
 @model.command()

@@ -7,16 +7,26 @@ from typing import TYPE_CHECKING
 
 import click
 
+#: The least width of a column that may be cut.
+_LEAST_CUT = 12
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from rich.text import Text
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> None:
+def table(
+    heads: Sequence[str],
+    rows: Sequence[Sequence[str | Text]],
+    *,
+    cut: str | None = None,
+    same: Collection[str] = (),
+) -> None:
     """Print a table: wrapped to a terminal's width, but one line per row in a pipe or file.
 
-    Cells are printed literally, never as markup.
+    On a terminal the column `cut` gets the width that is left, on one line, or goes if that is little; and of
+    the columns `same` those go that say the same in all rows. Cells are printed literally, never as markup.
     """
     from rich.text import Text
 
@@ -26,12 +36,25 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> None:
         for line in lines:
             click.echo("  ".join(map(str.ljust, line, widths)).rstrip())
         return
+    from rich.cells import cell_len
     from rich.console import Console
     from rich.table import Table
 
+    console = Console()
+    told = [i for i, head in enumerate(heads) if head not in same or len({str(row[i]) for row in rows}) != 1]
+    of = {i: max(cell_len(str(cell)) for cell in (heads[i], *(row[i] for row in rows))) for i in told}
+    left = console.width - sum(2 + of[i] for i in told if heads[i] != cut)
+    if cut is not None and left < _LEAST_CUT:
+        told = [i for i in told if heads[i] != cut]
     layout = Table(box=None, header_style="bold", pad_edge=False)
-    for head in heads:
-        layout.add_column(Text(head), overflow="fold")
+    for i in told:
+        is_cut = heads[i] == cut
+        layout.add_column(
+            Text(heads[i]),
+            overflow="ellipsis" if is_cut else "fold",
+            no_wrap=is_cut,
+            width=min(left, of[i]) if is_cut else None,
+        )
     for row in rows:
-        layout.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
-    Console().print(layout)
+        layout.add_row(*(Text(cell) if isinstance(cell := row[i], str) else cell for i in told))
+    console.print(layout)
