@@ -387,7 +387,7 @@ class App:
                             nats=shown(url.geturl()) if url else None,
                             kv_layers=self._device.kv_layers,
                             protocol=PROTOCOL,
-                            features=FEATURES,
+                            features=" ".join(FEATURES),
                         )
                         self.ready.set()
                         await self._stop.wait()
