@@ -73,7 +73,7 @@ class Demo:
             f" would have read the whole conversation again: about {tokens / rate:.1f} s at the {rate:.0f}"
             " tokens/s of the first turn, and more with every turn.\n\nYour turn, in two terminals:\n"
             f"  [bold]{program()} serve --gateway[/]\n  [bold]{program()} chat[/], or a coding agent:"
-            f" [bold]{program()} launch claude[/]"
+            f" [bold]{program()} launch pi[/]"
         )
 
     async def _ask(
