@@ -28,7 +28,7 @@ from . import answers, anthropic, chat, completions, messages, openai, recorded,
 from .conversations import Conversations
 from .metrics import Counters
 from .sending import Answer, Asker, Dialect
-from .turn import Fault, decoded, fault_of, refused
+from .turn import WARNINGS, Fault, Turn, all_read, decoded, fault_of, refused, told
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -81,13 +81,15 @@ class Gateway:
         patience_s: float = 15.0,
         cors: str | None = None,
         explain: bool = False,
+        placeholders: bool = True,
         name: str = "gateway",
     ) -> None:
         """`connect` returns a client of a tenant for one of the `models`; without names there is one model.
 
         Metrics are published under `name`, an id. Conversations that are idle for `idle_s` are removed. A
         request waits up to `patience_s` for a worker that starts again. Pages of the origin `cors` may ask.
-        With `explain`, a header says what was found of a conversation.
+        With `explain`, a header says what was found of a conversation. Without `placeholders`, images and
+        other blocks that no model here can read are refused.
         """
         #: Whether the server ends; answers whose clients are gone go on then.
         self.is_stopping: Callable[[], bool] = lambda: False
@@ -99,6 +101,7 @@ class Gateway:
         self._patience_s = patience_s
         self._cors = cors
         self._explain = explain
+        self._placeholders = placeholders
         self.counters = Counters()
         self._name = name
         #: By tenant and model.
@@ -196,8 +199,12 @@ class Gateway:
         key = self._key(request)
         with key.one_request():
             body = await self._body(request)
-            turn, conversations = messages.read(body), await self._of(key.tenant, self._chosen(body))
-            return _json({"input_tokens": await conversations.count(turn)})
+            turn = self._readable(messages.read(body))
+            conversations = await self._of(key.tenant, self._chosen(body))
+            return _json({"input_tokens": await conversations.count(turn)}, more=told(turn.warnings))
+
+    def _readable(self, turn: Turn) -> Turn:
+        return turn if self._placeholders else all_read(turn)
 
     def _answering(self, dialect: Dialect) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
@@ -207,7 +214,7 @@ class Gateway:
                 body = await self._body(request)
                 conversations = await self._of(key.tenant, self._chosen(body))
                 known = await self._items(key.tenant, body) if dialect is _RESPONSES else {}
-                turn = responses.read(body, known) if known else dialect.read(body)
+                turn = self._readable(responses.read(body, known) if known else dialect.read(body))
                 worker = await conversations.worker(patience_s=self._patience_s)
                 turn = turn if turn.model else msgspec.structs.replace(turn, model=worker.model)
                 if turn.previous:
@@ -377,7 +384,7 @@ def _allowing(origin: str) -> Middleware:
         allow_origins=[origin],
         allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
-        expose_headers=["x-turnkeep-session", "x-turnkeep-explain", "retry-after"],
+        expose_headers=["x-turnkeep-session", "x-turnkeep-explain", WARNINGS, "retry-after"],
     )
 
 

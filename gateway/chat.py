@@ -11,6 +11,7 @@ from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.messages import Function, Message, ToolCall, encode
 
 from . import openai
+from .blocks import text_of
 from .turn import Turn, check, decoded, prefilled, refused
 
 if TYPE_CHECKING:
@@ -18,15 +19,11 @@ if TYPE_CHECKING:
 
     from turnkeep_client.messages import CallPart, Chunk, Generated, TokenLogprob
 
+    from .turn import Warned
+
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 #: Fields that would change the answer, and that no worker knows.
 _REFUSED: Final = ("audio", "functions", "function_call", "web_search_options")
-
-
-class _Part(Struct, frozen=True):
-    type: str
-    text: str | None = None
-    refusal: str | None = None
 
 
 class _Function(Struct, frozen=True):
@@ -34,15 +31,22 @@ class _Function(Struct, frozen=True):
     arguments: str | dict[str, Any] | None = ""
 
 
+class _Custom(Struct, frozen=True):
+    name: str
+    input: str = ""
+
+
 class _Call(Struct, frozen=True):
     function: _Function | None = None
+    custom: _Custom | None = None
     id: str = ""
     type: str = "function"
 
 
 class _Message(Struct, frozen=True):
     role: str
-    content: str | list[_Part] | None = None
+    content: str | list[Any] | None = None
+    refusal: str | None = None
     name: str | None = None
     tool_calls: list[_Call] | None = None
     tool_call_id: str | None = None
@@ -100,9 +104,9 @@ def read(body: bytes) -> Turn:
         raise refused("top_logprobs needs logprobs: true", "top_logprobs")
     options |= openai.reasoning(asked.reasoning_effort)
     streamed = asked.stream_options
-    messages, options = prefilled(
-        [_message(one, number) for number, one in enumerate(asked.messages)], options
-    )
+    warnings: list[Warned] = []
+    said = [_message(one, f"messages[{number}]", warnings) for number, one in enumerate(asked.messages)]
+    messages, options = prefilled(said, options)
     turn = Turn(
         messages=messages,
         options=options,
@@ -110,6 +114,7 @@ def read(body: bytes) -> Turn:
         model=asked.model,
         stream=bool(asked.stream),
         include_usage=bool(streamed and streamed.include_usage),
+        warnings=tuple(warnings),
     )
     return check(turn)
 
@@ -140,12 +145,13 @@ def _tools(asked: _Request) -> dict[str, Any]:
     return options
 
 
-def _message(given: _Message, number: int) -> Message:
-    where = f"messages[{number}]"
+def _message(given: _Message, where: str, warnings: list[Warned]) -> Message:
     if given.role not in _ROLES:
         raise refused(f"the role {given.role!r} is not one of {', '.join(_ROLES)}", f"{where}.role")
     calls = tuple(_call(call, index, where) for index, call in enumerate(given.tool_calls or ()))
-    content = _text(given.content, where)
+    content = given.refusal
+    if given.content is not None:
+        content = text_of(given.content, f"{where}.content", warnings)
     if content is None and not calls:
         if given.role != "assistant":
             raise refused("the message has no content", f"{where}.content")
@@ -156,29 +162,20 @@ def _message(given: _Message, number: int) -> Message:
         raise refused(str(error), where) from None
 
 
-def _text(content: str | list[_Part] | None, where: str) -> str | None:
-    if content is None or isinstance(content, str):
-        return content
-    texts = []
-    for part in content:
-        text = part.refusal if part.type == "refusal" else part.text
-        if part.type not in {"text", "refusal"} or text is None:
-            raise refused(f"parts of the type {part.type} are not supported, only text", f"{where}.content")
-        texts.append(text)
-    return "".join(texts)
-
-
 def _call(given: _Call, index: int, where: str) -> ToolCall:
-    if given.type != "function" or given.function is None:
-        raise refused(f"calls of the type {given.type} are not supported", f"{where}.tool_calls[{index}]")
-    arguments = given.function.arguments
+    called = given.function
+    if given.type == "custom" and given.custom is not None:
+        called = _Function(given.custom.name, {"input": given.custom.input})
+    if called is None:
+        raise refused(f"a call of the type {given.type} has no function", f"{where}.tool_calls[{index}]")
+    arguments = called.arguments
     if isinstance(arguments, dict):  # OpenAI's are text, but some clients send the object
         try:
             arguments = encode(arguments).decode()
         except InvalidMessageError as error:
             raise refused(str(error), where) from None
     call_id = given.id or f"call_{index}"
-    return ToolCall(id=call_id, function=Function(given.function.name, arguments or "{}"))
+    return ToolCall(id=call_id, function=Function(called.name, arguments or "{}"))
 
 
 def whole(turn: Turn, answer_id: str, created: int, results: Sequence[Generated]) -> dict[str, Any]:

@@ -20,6 +20,8 @@ from .turn import Turn, check, decoded, refused
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
+    from .turn import Warned
+
 #: Fields that would change the answer, and that are not here.
 _REFUSED: Final = ("background", "conversation", "prompt")
 _REFERRED: Final = re.compile(rb'"(?:msg|rs|fc|ctc)_([0-9a-f]{48})')
@@ -101,7 +103,8 @@ def read(body: bytes, known: Mapping[str, dict[str, Any]] = _NONE) -> Turn:
     asked = decoded(_DECODER, body)
     openai.refuse(asked, _REFUSED)
     given = asked.input
-    said = messages(given, known) if isinstance(given, list) else [Message("user", given)]
+    warnings: list[Warned] = []
+    said = messages(given, known, warnings) if isinstance(given, list) else [Message("user", given)]
     if not given or not said:
         raise refused("input is empty", "input")
     effort, included = asked.reasoning.effort if asked.reasoning else None, asked.include or ()
@@ -128,6 +131,7 @@ def read(body: bytes, known: Mapping[str, dict[str, Any]] = _NONE) -> Turn:
         asked={name: value for name, value in repeated.items() if value},
         is_kept=asked.store is not False,
         previous=asked.previous_response_id or "",
+        warnings=tuple(warnings),
     )
     return check(turn)
 

@@ -16,7 +16,7 @@ from turnkeep_client.messages import Chunk, Generated
 
 from . import recorded
 from .conversations import Found
-from .turn import Fault, fault_of
+from .turn import Fault, fault_of, told
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -187,7 +187,7 @@ class Answer(Response):
 
     def _own_headers(self) -> dict[str, str]:
         found = self._found.get(0)
-        headers = {"cache-control": "no-store"}
+        headers = {"cache-control": "no-store", **told(self._turn.warnings)}
         if found and self._asker.explain:
             headers["x-turnkeep-explain"] = str(found)
         return headers | ({"x-turnkeep-session": f"{found.session} {found.how}"} if found else {})

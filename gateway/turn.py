@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -22,7 +22,7 @@ from turnkeep_client.messages import Generate
 from turnkeep_client.session import build
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from turnkeep_client.messages import Message
 
@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 ALL_THAT_FITS: Final = 2**31 - 1
 #: Answers to one prompt.
 MOST_ANSWERS: Final = 16
+
+#: The header of an answer that says what of its request was not taken as it is.
+WARNINGS: Final = "x-turnkeep-warnings"
+_MOST_WARNINGS: Final = 20
 
 #: How long who is one too many should wait.
 _PAUSE_S: Final = 1.0
@@ -40,12 +44,21 @@ _PATH = re.compile(r"(?P<fault>.*) - at `\$\.?(?P<path>[^`]*)`", re.DOTALL)
 _T = TypeVar("_T")
 
 
+class Warned(NamedTuple):
+    """What of a request is not as its client may think; if it `is_lost`, the model is not told it."""
+
+    where: str
+    what: str
+    is_lost: bool = False
+
+
 class Turn(Struct, frozen=True, kw_only=True):
     """One request: a whole conversation, or a prompt as `text` or `tokens`, and how to answer it `n` times.
 
     `options` are fields of the protocol's generate. `model` is what the client calls the model. `asked` has
     other fields of the request that its answer repeats. If the answer `is_kept`, its id will find it.
     `previous` is the id of an earlier answer: the conversation up to it comes before the messages.
+    `warnings` are told in a header of the answer.
     """
 
     messages: tuple[Message, ...] | None = None
@@ -59,6 +72,7 @@ class Turn(Struct, frozen=True, kw_only=True):
     asked: Mapping[str, Any] = {}
     is_kept: bool = False
     previous: str = ""
+    warnings: tuple[Warned, ...] = ()
 
 
 class Fault(Exception):  # noqa: N818  # an outcome that each dialect writes in its own shape
@@ -97,6 +111,25 @@ class Fault(Exception):  # noqa: N818  # an outcome that each dialect writes in 
 def refused(message: str, param: str | None = None, code: str | None = None) -> Fault:
     """Build the fault of a request that asks for something that is not there."""
     return Fault(400, message, param=param, code=code)
+
+
+def told(warnings: Sequence[Warned]) -> dict[str, str]:
+    """Return the header of an answer that has the warnings of its request."""
+    shown = [f"{one.where}: {one.what}" for one in warnings[:_MOST_WARNINGS]]
+    if more := len(warnings) - len(shown):
+        shown.append(f"and {more} more")
+    return {WARNINGS: "; ".join(shown)} if shown else {}
+
+
+def all_read(turn: Turn) -> Turn:
+    """Return `turn` if nothing of it is lost, else raise `Fault`."""
+    for one in turn.warnings:
+        if one.is_lost:
+            kind = one.what.partition(" ")[0]
+            raise refused(
+                f"the model cannot read {kind}, and placeholders are off here: send text", one.where
+            )
+    return turn
 
 
 def decoded(decoder: msgspec.json.Decoder[_T], body: bytes) -> _T:

@@ -45,10 +45,10 @@ def content(part: Any) -> dict[str, Any]:
 async def test_what_would_change_the_answer_and_is_not_there_is_refused_by_name(
     http: httpx2.AsyncClient,
 ) -> None:
-    call = {"role": "assistant", "tool_calls": [{"id": "a", "type": "custom", "custom": {}}]}
+    call = {"role": "assistant", "tool_calls": [{"id": "a", "type": "custom"}]}
     for body, says, param in [
-        (content({"type": "image_url", "image_url": {"url": "data:"}}), "image_url", "messages[0].content"),
-        (content({"type": "input_audio"}), "input_audio", "messages[0].content"),
+        (content({"type": "text", "text": 7}), "must have a text", "messages[0].content[0]"),
+        (content({"type": 7}), "with a type", "messages[0].content[0]"),
         (said(modalities=["text", "audio"]), "modality", "modalities"),
         (said(functions=[{"name": "f"}]), "functions", "functions"),
         (said(web_search_options={"a": 1}), "web_search_options", "web_search_options"),
