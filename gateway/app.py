@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import zlib
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 from urllib.parse import urlsplit
 
@@ -28,12 +29,13 @@ from . import answers, anthropic, chat, completions, messages, openai, recorded,
 from .conversations import Conversations
 from .metrics import Counters
 from .sending import Answer, Asker, Dialect
-from .turn import WARNINGS, Fault, Turn, all_read, decoded, fault_of, refused, told
+from .turn import WARNINGS, Fault, Turn, all_read, decoded, fault_of, printed, refused, told
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from starlette.requests import Request
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
     from turnkeep_client.client import Client
     from turnkeep_client.messages import Metrics
@@ -48,10 +50,16 @@ MAX_BODY_BYTES: Final = 32 * 2**20
 _BODY_S: Final = 60.0
 _PUBLISH_S: Final = 5.0
 
+_CODINGS: Final = ("identity", "gzip", "x-gzip", "deflate")
+#: zlib finds out by itself whether a body has the header of gzip or of zlib.
+_ANY_HEADER: Final = zlib.MAX_WBITS | 32
+
 _CHAT: Final = Dialect(chat.read, chat.whole, chat.Events, openai.error)
-_COMPLETIONS: Final = Dialect(completions.read, completions.whole, completions.Events, openai.error)
+_COMPLETIONS: Final = Dialect(
+    completions.read, completions.whole, completions.Events, openai.error, completions.NAMES
+)
 _MESSAGES: Final = Dialect(messages.read, messages.whole, messages.Events, anthropic.error)
-_RESPONSES: Final = Dialect(responses.read, answers.whole, answers.Events, openai.error)
+_RESPONSES: Final = Dialect(responses.read, answers.whole, answers.Events, openai.error, responses.NAMES)
 
 
 class _Named(Struct):
@@ -126,7 +134,8 @@ class Gateway:
             exception_handlers={Fault: _on_fault, TurnkeepError: _on_error, HTTPException: _on_http},
             middleware=[_allowing(cors)] if cors else [],
         )
-        self.app = self.counters.counting(app, [one.path for one in app.routes if isinstance(one, Route)])
+        paths = [one.path for one in app.routes if isinstance(one, Route)]
+        self.app = _without_slash(self.counters.counting(app, paths))
 
     async def publish(self) -> None:
         """Publish metrics now and every few seconds, until cancelled."""
@@ -166,6 +175,8 @@ class Gateway:
 
     async def _one_model(self, request: Request) -> Response:
         wanted, found = request.path_params["model"], await self._described(self._key(request).tenant)
+        if not self._names[1:]:  # a request may give the one model any name, which its answer repeats
+            return _json(found[0] | {"id": wanted, "display_name": wanted})
         for one in found:
             if one["id"] == wanted:
                 return _json(one)
@@ -289,8 +300,12 @@ class Gateway:
             return self._conversations[tenant, model]
 
     async def _body(self, request: Request) -> bytes:
-        """Read a request's body. Raises `Fault`."""
+        """Read a request's body, and decompress it. Raises `Fault`."""
         most, body = self._max_body_bytes, bytearray()
+        coding = request.headers.get("content-encoding", "identity").strip().lower()
+        if coding not in _CODINGS:
+            message = f"a body may have the content-encoding gzip or deflate, not {printed(coding)}"
+            raise Fault(415, message, code="unsupported_encoding")
         if {"content-length", "transfer-encoding"} <= {*request.headers}:
             raise refused("a body has a content-length or a transfer-encoding, not both")
         too_large = Fault(413, f"the body is larger than {most} bytes", code="request_too_large")
@@ -306,7 +321,35 @@ class Gateway:
             raise Fault(408, f"the body did not arrive within {_BODY_S:.0f} s") from None
         except ClientDisconnect:
             raise Fault(400, "the client went away") from None
-        return bytes(body)
+        return bytes(body) if coding == "identity" else _inflated(bytes(body), most, too_large)
+
+
+def _inflated(body: bytes, most: int, too_large: Fault) -> bytes:
+    """Decompress a body, up to `most` bytes. Raises `Fault`."""
+    found, inflating = b"", zlib.decompressobj(_ANY_HEADER)
+    try:
+        while body:
+            found += inflating.decompress(body, most + 1 - len(found))
+            if len(found) > most:
+                raise too_large
+            if not inflating.eof:
+                raise refused("the compressed body is cut short")
+            body, inflating = inflating.unused_data, zlib.decompressobj(_ANY_HEADER)
+    except zlib.error as error:
+        raise refused(f"the body is not compressed as its content-encoding says: {error}") from None
+    return found
+
+
+def _without_slash(app: ASGIApp) -> ASGIApp:
+    """Return an application for which a path with a slash at its end is the same without."""
+
+    async def stripped(scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        if path.endswith("/") and path.strip("/"):
+            scope = {**scope, "path": path.rstrip("/")}
+        await app(scope, receive, send)
+
+    return stripped
 
 
 def _model(name: str, worker: Metrics | None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any, Final
 
-from .turn import Warned, refused
+from .turn import Warned, printed, refused
 
 _TEXTS: Final = ("text", "input_text", "output_text", "refusal")
 #: Reasoning that comes back: it makes no difference to a conversation.
@@ -23,8 +23,6 @@ _SENSES: Final = {
     "file": "read files",
 }
 _KIND: Final = re.compile(r"(?:input_)?([a-z]+?)(?:_url)?")
-_UNPRINTED: Final = re.compile(r"[^\w.:/-]+")
-_MOST_NAMED: Final = 64
 
 
 def text_of(content: Any, where: str, warnings: list[Warned]) -> str:
@@ -58,7 +56,7 @@ def other_text(block: dict[str, Any], kind: str, where: str, warnings: list[Warn
     text = _own_text(block)
     is_lost = text is None
     how = "replaced by a placeholder" if is_lost else "read as text"
-    warnings.append(Warned(where, f"{_printed(kind)} {how}", is_lost))
+    warnings.append(Warned(where, f"{printed(kind)} {how}", is_lost))
     return _placeholder(block, kind) if text is None else text
 
 
@@ -86,12 +84,8 @@ def _placeholder_of(part: Any) -> str:
 
 def _placeholder(block: dict[str, Any], kind: str) -> str:
     if kind == "tool_reference" and isinstance(name := block.get("tool_name"), str):
-        return f"[tool_reference: {_printed(name)}]"
+        return f"[tool_reference: {printed(name)}]"
     found = _KIND.fullmatch(kind)
     if found and (sense := _SENSES.get(found[1])):
         return f"[{found[1]}: this model cannot {sense}]"
-    return f"[{_printed(kind)}: this model cannot read it]"
-
-
-def _printed(name: str) -> str:
-    return _UNPRINTED.sub("_", name)[:_MOST_NAMED]
+    return f"[{printed(kind)}: this model cannot read it]"

@@ -12,7 +12,7 @@ from turnkeep_client.messages import Function, Message, ToolCall, encode
 
 from . import openai
 from .blocks import text_of
-from .turn import Turn, check, decoded, prefilled, refused
+from .turn import Turn, Whole, as_whole, check, prefilled, refused
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,9 +71,9 @@ class _Chosen(Struct, frozen=True):
 
 class _Request(openai.Sampled, frozen=True, kw_only=True):
     messages: list[_Message]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Whole | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Whole | None = None
     tools: list[_Tool] | None = None
     tool_choice: str | _Chosen | None = None
     parallel_tool_calls: bool | None = None
@@ -85,12 +85,12 @@ class _Request(openai.Sampled, frozen=True, kw_only=True):
     web_search_options: Any = None
 
 
-_DECODER: Final = msgspec.json.Decoder(_Request)
+_DECODER: Final = msgspec.json.Decoder(_Request, dec_hook=as_whole)
 
 
 def read(body: bytes) -> Turn:
     """Read a request. Raises `Fault`."""
-    asked = decoded(_DECODER, body)
+    asked, warnings = openai.request(_DECODER, body)
     openai.refuse(asked, _REFUSED)
     if asked.modalities not in (None, [], ["text"]):
         raise refused("only the modality text is supported", "modalities")
@@ -99,24 +99,23 @@ def read(body: bytes) -> Turn:
     most = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
     options = openai.sampling(asked, most) | _tools(asked)
     if asked.logprobs:
-        options |= {"logprobs": True, "top_logprobs": asked.top_logprobs or 0}
+        options |= {"logprobs": True, "top_logprobs": int(asked.top_logprobs or 0)}
     elif asked.top_logprobs:
         raise refused("top_logprobs needs logprobs: true", "top_logprobs")
     options |= openai.reasoning(asked.reasoning_effort)
     streamed = asked.stream_options
-    warnings: list[Warned] = []
     said = [_message(one, f"messages[{number}]", warnings) for number, one in enumerate(asked.messages)]
     messages, options = prefilled(said, options)
     turn = Turn(
         messages=messages,
         options=options,
-        n=1 if asked.n is None else asked.n,
+        n=1 if asked.n is None else int(asked.n),
         model=asked.model,
         stream=bool(asked.stream),
         include_usage=bool(streamed and streamed.include_usage),
         warnings=tuple(warnings),
     )
-    return check(turn)
+    return check(turn, {})
 
 
 def _tools(asked: _Request) -> dict[str, Any]:

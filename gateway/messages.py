@@ -13,7 +13,7 @@ from turnkeep_client.messages import Function, Message, ToolCall, encode
 
 from . import anthropic, openai
 from .blocks import block_text, text_of
-from .turn import Turn, check, decoded, prefilled, refused
+from .turn import Turn, Whole, as_whole, check, prefilled, refused
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,7 +64,7 @@ class _Choice(Struct, frozen=True):
 
 class _Thinking(Struct, frozen=True):
     type: str
-    budget_tokens: int | None = None
+    budget_tokens: Whole | None = None
 
 
 class _Format(Struct, frozen=True):
@@ -90,12 +90,12 @@ class _Request(openai.Sampled, frozen=True, kw_only=True):
     container: Any = None
 
 
-_DECODER: Final = msgspec.json.Decoder(_Request)
+_DECODER: Final = msgspec.json.Decoder(_Request, dec_hook=as_whole)
 
 
 def read(body: bytes) -> Turn:
     """Read a request. Raises `Fault`."""
-    asked = decoded(_DECODER, body)
+    asked, warnings = openai.request(_DECODER, body, ("n",))
     openai.refuse(asked, _REFUSED)
     if not asked.messages:
         raise refused("messages is empty", "messages")
@@ -107,7 +107,6 @@ def read(body: bytes) -> Turn:
     if asked.output_config and (form := asked.output_config.format):
         described = {"schema": form.schema, "strict": False}
         options["response_format"] = {"type": form.type, form.type: described}
-    warnings: list[Warned] = []
     messages = _system(asked.system, warnings)
     for number, given in enumerate(asked.messages):
         where = f"messages[{number}]"
@@ -126,7 +125,7 @@ def read(body: bytes) -> Turn:
         stream=bool(asked.stream),
         warnings=tuple(warnings),
     )
-    return check(turn)
+    return check(turn, {})
 
 
 def _budget(thinking: _Thinking | None) -> int | None:
@@ -134,7 +133,8 @@ def _budget(thinking: _Thinking | None) -> int | None:
         return None  # as much as the model likes
     if thinking.type == "enabled" and thinking.budget_tokens is None:
         raise refused("enabled thinking needs budget_tokens", "thinking.budget_tokens")
-    return 0 if thinking.type == "disabled" else thinking.budget_tokens
+    budget = 0 if thinking.type == "disabled" else int(thinking.budget_tokens or 0)
+    return None if budget == openai.ANY else budget
 
 
 def _system(given: str | list[Any] | None, warnings: list[Warned]) -> list[Message]:

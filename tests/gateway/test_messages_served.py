@@ -422,7 +422,7 @@ async def test_the_stop_sequence_that_ended_an_answer_is_named(http: httpx2.Asyn
             "rate_limit_error",
             None,
         ),
-        (fault_of(NoServerError("nobody")), "overloaded_error", "nobody; `turnkeep serve` starts one"),
+        (fault_of(NoServerError("nobody")), "overloaded_error", None),
         (Fault(413, "large"), "request_too_large", "large"),
         (Fault(403, "no"), "permission_error", "no"),
     ],
