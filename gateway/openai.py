@@ -86,12 +86,20 @@ def sampling(asked: Sampled, max_tokens: int | None) -> dict[str, Any]:
         except ValueError:
             raise refused("the keys of logit_bias must be token ids", "logit_bias") from None
     if (form := asked.response_format) is not None and form != {"type": "text"}:
-        options["response_format"] = form
+        options["response_format"] = _best_effort(form)
     return options
 
 
 def _plain(value: Any) -> Any:
     return int(value) if isinstance(value, Whole) else value
+
+
+def _best_effort(form: Any) -> Any:
+    """Return a format whose schema, unless it says that it is strict, is followed as far as it can be."""
+    match form:
+        case {"type": "json_schema", "json_schema": dict() as given} if given.get("strict") is None:
+            return {**form, "json_schema": {**given, "strict": False}}
+    return form
 
 
 def request(

@@ -16,7 +16,7 @@ from turnkeep_client.messages import Chunk, Generated
 
 from . import recorded
 from .conversations import Found
-from .turn import Fault, fault_of, renamed, told
+from .turn import Fault, Warned, fault_of, renamed, told
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -132,8 +132,12 @@ class Answer(Response):
             fault = self._fault(error)
             await self._write_json(send, fault.status, self._dialect.error(fault), fault.headers)
             return
-        whole = self._dialect.whole(self._turn, self._id, self._created, self._in_order())
-        await self._write_json(send, 200, whole)
+        results = self._in_order()
+        whole = self._dialect.whole(self._turn, self._id, self._created, results)
+        found = (
+            Warned("answer", one) for one in dict.fromkeys(one for got in results for one in got.warnings)
+        )
+        await self._write_json(send, 200, whole, told((*self._turn.warnings, *found)))
 
     async def _write_events(self, answering: Answering, send: Send) -> None:
         """Send a stream of events. Raises `TurnkeepError` before the stream has begun."""

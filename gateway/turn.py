@@ -35,6 +35,8 @@ MOST_ANSWERS: Final = 16
 #: The header of an answer that says what of its request was not taken as it is.
 WARNINGS: Final = "x-turnkeep-warnings"
 _MOST_WARNINGS: Final = 20
+_MOST_SHOWN: Final = 4_000
+_UNSHOWN: Final = re.compile(r"[^ -~]+")
 
 #: How long who is one too many should wait, and who finds no worker.
 _PAUSE_S: Final = 1.0
@@ -139,7 +141,7 @@ def told(warnings: Sequence[Warned]) -> dict[str, str]:
     shown = [f"{one.where}: {one.what}" for one in warnings[:_MOST_WARNINGS]]
     if more := len(warnings) - len(shown):
         shown.append(f"and {more} more")
-    return {WARNINGS: "; ".join(shown)} if shown else {}
+    return {WARNINGS: _UNSHOWN.sub("?", "; ".join(shown))[:_MOST_SHOWN]} if shown else {}
 
 
 def all_read(turn: Turn) -> Turn:

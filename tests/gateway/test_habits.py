@@ -143,3 +143,35 @@ def test_a_broken_escape_is_still_no_json() -> None:
     for body in (rb'{"messages": "\ud8"}', rb'{"messages": "\ud800', rb'"\x"'):
         with pytest.raises(Fault, match="not JSON"):
             decoded(chat._DECODER, body)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "array", "items": {"type": "integer"}, "uniqueItems": True},
+        {"type": "object", "propertyNames": {"pattern": "^a"}},
+        {"type": "object", "if": {"required": ["a"]}, "then": {"required": ["b"]}},
+        {"type": "string", "format": "phone"},
+        {"type": "string", "pattern": "^(?=a).*$"},
+    ],
+    ids=lambda schema: [*schema][-1],
+)
+@pytest.mark.parametrize("strict", [None, False, True])
+async def test_a_schema_that_is_not_strict_is_best_effort(
+    http: httpx2.AsyncClient, schema: dict[str, Any], strict: bool | None
+) -> None:
+    described = {"name": "a", "schema": schema} | ({} if strict is None else {"strict": strict})
+    form = {"type": "json_schema", "json_schema": described}
+    flat = {"type": "json_schema", **described}
+    for path, body in [
+        (CHAT, HELLO | {"response_format": form}),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 2, "response_format": form}),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 2, "text": {"format": flat}}),
+    ]:
+        answer = await http.post(path, json=body)
+        assert answer.status_code == (400 if strict else 200), answer.text
+        if strict:
+            named = "text.format" if path == "/v1/responses" else "response_format"
+            assert answer.json()["error"]["param"] == named
+        else:
+            assert answer.headers["x-turnkeep-warnings"].startswith("answer: ")
