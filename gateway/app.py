@@ -32,7 +32,7 @@ from .sending import Answer, Asker, Dialect
 from .turn import WARNINGS, Fault, Turn, all_read, decoded, fault_of, printed, refused, told
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
     from starlette.requests import Request
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -71,6 +71,10 @@ class _Named(Struct):
 _NAMED: Final = msgspec.json.Decoder(_Named)
 #: A model's context, in the words of several other servers.
 _CONTEXT: Final = ("context_window", "max_model_len", "max_input_tokens")
+#: Pages of desktop programs have such origins.
+_PROGRAMS: Final = ("app://", "vscode-file://", "vscode-webview://", "tauri://")
+#: Ends of names that are not on the internet.
+_PRIVATE: Final = (".localhost", ".local", ".internal", ".home.arpa")
 _MESSAGES_PATH: Final = "/v1/messages"
 _RESPONSES_PATH: Final = "/v1/responses"
 
@@ -87,7 +91,7 @@ class Gateway:
         idle_s: float,
         max_body_bytes: int = MAX_BODY_BYTES,
         patience_s: float = 15.0,
-        cors: str | None = None,
+        cors: Collection[str] = (),
         explain: bool = False,
         placeholders: bool = True,
         name: str = "gateway",
@@ -95,9 +99,9 @@ class Gateway:
         """`connect` returns a client of a tenant for one of the `models`; without names there is one model.
 
         Metrics are published under `name`, an id. Conversations that are idle for `idle_s` are removed. A
-        request waits up to `patience_s` for a worker that starts again. Pages of the origin `cors` may ask.
-        With `explain`, a header says what was found of a conversation. Without `placeholders`, images and
-        other blocks that no model here can read are refused.
+        request waits up to `patience_s` for a worker that starts again. Pages of this machine may ask, and
+        those of the origins in `cors`. With `explain`, a header says what was found of a conversation.
+        Without `placeholders`, images and other blocks that no model here can read are refused.
         """
         #: Whether the server ends; answers whose clients are gone go on then.
         self.is_stopping: Callable[[], bool] = lambda: False
@@ -107,7 +111,8 @@ class Gateway:
         self._idle_s = idle_s
         self._max_body_bytes = max_body_bytes
         self._patience_s = patience_s
-        self._cors = cors
+        self._cors = frozenset(cors)
+        self._cors_names = {_name_in(one) for one in cors}
         self._explain = explain
         self._placeholders = placeholders
         self.counters = Counters()
@@ -132,7 +137,7 @@ class Gateway:
                 Route(f"{_RESPONSES_PATH}/{{id}}/cancel", self._cancelled, methods=["POST"]),
             ],
             exception_handlers={Fault: _on_fault, TurnkeepError: _on_error, HTTPException: _on_http},
-            middleware=[_allowing(cors)] if cors else [],
+            middleware=[Middleware(_Cors, may_ask=self._may_ask)],
         )
         paths = [one.path for one in app.routes if isinstance(one, Route)]
         self.app = _without_slash(self.counters.counting(app, paths))
@@ -287,9 +292,23 @@ class Gateway:
     def _key(self, request: Request) -> Key:
         """Return a request's key. Raises `Fault`."""
         origin = request.headers.get("origin")
-        if not _is_local(origin) and origin != self._cors:
-            raise Fault(403, "pages of other sites may not ask", code="forbidden_origin")
+        if origin is not None and not self._may_ask(origin):
+            raise Fault(
+                403, "pages of other sites may not ask; --cors names those that may", code="forbidden_origin"
+            )
+        if self._keys.are_needed:
+            return self._keys.of(request.headers)
+        # Pages of a site whose name is made to mean this machine send no Origin with a GET.
+        name = _name_in(f"//{request.headers.get('host', '')}")
+        server: tuple[str, int] | None = request.scope.get("server")
+        if server and _is_loopback(server[0]) and _may_be_a_site(name) and name not in self._cors_names:
+            message = f"this gateway was asked as {printed(name)}: ask localhost, or name the site by --cors"
+            raise Fault(403, message, code="forbidden_host")
         return self._keys.of(request.headers)
+
+    def _may_ask(self, origin: str) -> bool:
+        """Whether pages of an origin may ask: those of this machine, of its programs, and of `--cors`."""
+        return origin in self._cors or origin.startswith(_PROGRAMS) or _is_local(origin)
 
     async def _of(self, tenant: str, model: str) -> Conversations:
         async with self._connecting:
@@ -420,15 +439,21 @@ async def _on_http(request: Request, error: Exception) -> Response:
     return await _on_fault(request, Fault(error.status_code, message))
 
 
-def _allowing(origin: str) -> Middleware:
-    """Let pages of one site ask, and read the headers of answers."""
-    return Middleware(
-        CORSMiddleware,
-        allow_origins=[origin],
-        allow_methods=["GET", "POST", "DELETE"],
-        allow_headers=["*"],
-        expose_headers=["x-turnkeep-session", "x-turnkeep-explain", WARNINGS, "retry-after"],
-    )
+class _Cors(CORSMiddleware):
+    """Lets pages ask that may, and read the headers of answers."""
+
+    def __init__(self, app: ASGIApp, may_ask: Callable[[str], bool]) -> None:
+        super().__init__(
+            app,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            allow_private_network=True,
+            expose_headers=["x-turnkeep-session", "x-turnkeep-explain", WARNINGS, "retry-after"],
+        )
+        self._may_ask = may_ask
+
+    def is_allowed_origin(self, origin: str) -> bool:
+        return self._may_ask(origin)
 
 
 def _is_from_here(request: Request) -> bool:
@@ -449,11 +474,27 @@ def _instead(path: str, error: HTTPException) -> str:
     return ""
 
 
-def _is_local(origin: str | None) -> bool:
-    """Whether a request comes from no browser, or from a page of this machine."""
-    if origin is None:
-        return True
+def _is_local(origin: str) -> bool:
+    """Whether the name in an origin is one of this machine, which no site can have."""
+    name = _name_in(origin)
+    return name == "localhost" or name.endswith(".localhost") or _is_loopback(name)
+
+
+def _name_in(origin: str) -> str:
     with contextlib.suppress(ValueError):
-        name = urlsplit(origin).hostname or ""
-        return name == "localhost" or ipaddress.ip_address(name).is_loopback
+        return urlsplit(origin).hostname or ""
+    return ""
+
+
+def _is_loopback(address: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(address).is_loopback
     return False
+
+
+def _may_be_a_site(name: str) -> bool:
+    """Whether a site can have this name, which its owner may let mean any address."""
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(name)
+        return False
+    return "." in name.strip(".") and not name.rstrip(".").endswith(_PRIVATE)

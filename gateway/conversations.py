@@ -18,7 +18,7 @@ from msgspec import structs
 
 from turnkeep_client.calls import expect
 from turnkeep_client.errors import (
-    InvalidMessageError,
+    MessageTooLargeError,
     NoWorkerError,
     RequestFailedError,
     ResultTimeoutError,
@@ -297,7 +297,7 @@ class Conversations:
             raise self._learnt(plan, error) from None
         except TurnkeepError as error:
             self._note_failed(plan)
-            if not isinstance(error, InvalidMessageError):  # which nobody has got
+            if not isinstance(error, MessageTooLargeError):  # which nobody has got
                 self.index.drop(held)  # whether it was answered is unknown
             raise
         else:

@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from turnkeep_client.errors import (
     InvalidMessageError,
+    MessageTooLargeError,
     NoServerError,
     NoWorkerError,
     RequestFailedError,
@@ -258,9 +259,11 @@ def fault_of(error: TurnkeepError) -> Fault:
             missing = "NATS server can be reached" if isinstance(error, NoServerError) else "worker answers"
             message = f"no {missing}; `turnkeep serve` starts one"
             return Fault(503, message, kind="server_error", code="no_worker", retry_after_s=_START_S)
-        case InvalidMessageError():  # the messages were valid: what is left is their size
+        case MessageTooLargeError():
             return Fault(413, str(error).partition(": send it")[0], code="request_too_large")
-    return Fault(500, str(error), kind="server_error")
+    # A request was valid, so an invalid message is the worker's.
+    whose = "the worker sent an invalid message: " if isinstance(error, InvalidMessageError) else ""
+    return Fault(500, f"{whose}{error}", kind="server_error")
 
 
 def _too_long(code: str, message: str) -> Fault:

@@ -15,7 +15,15 @@ from gateway.keys import Keys
 from gateway.turn import fault_of
 from ops.log.sessions import list_sessions
 from tests.parts import TINY_CONTEXT
-from turnkeep_client.errors import NoServerError, RequestFailedError, ResultRemovedError, TurnkeepError
+from turnkeep_client.errors import (
+    InvalidMessageError,
+    MessageTooLargeError,
+    NoServerError,
+    RequestFailedError,
+    ResultRemovedError,
+    TurnkeepError,
+)
+from turnkeep_client.messages import decode_chunk
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -166,7 +174,7 @@ async def test_a_page_of_another_site_may_not_ask(http: httpx2.AsyncClient) -> N
     for origin, status in [("https://a.example", 403), ("null", 403), ("http://localhost:3000", 200)]:
         answer = await http.post(CHAT, json=HELLO, headers={"origin": origin})
         assert answer.status_code == status
-        assert "access-control-allow-origin" not in answer.headers
+        assert ("access-control-allow-origin" in answer.headers) == (status == 200)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -216,6 +224,8 @@ async def test_messages_larger_than_a_nats_message_are_refused_and_leave_no_sess
         (RequestFailedError("internal", "broken", retryable=True), 500, None),
         (RequestFailedError("of_a_later_version", "broken", retryable=True), 500, None),
         (NoServerError("nobody"), 503, "no_worker"),
+        (MessageTooLargeError("large"), 413, "request_too_large"),
+        (InvalidMessageError("logprob must be a number"), 500, None),
         (ResultRemovedError("gone"), 500, None),
     ],
     ids=str,
@@ -233,6 +243,22 @@ async def test_without_max_tokens_the_context_is_the_limit(served: Any, local_wo
     )
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage.total_tokens == 2048
+
+
+async def test_an_invalid_message_of_the_worker_is_not_the_clients_fault(
+    served: Any, http: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a worker whose log probabilities are no numbers: JSON has null for them."""
+
+    def broken(body: bytes) -> Any:
+        return decode_chunk(body.replace(b'"logprob":-', b'"logprob":null,"was":-'))
+
+    monkeypatch.setattr("turnkeep_client.generation.decode_chunk", broken)
+    answer = await http.post(CHAT, json=said(logprobs=True))
+    assert answer.status_code == 500
+    assert "the worker sent an invalid message: " in answer.json()["error"]["message"]
+    monkeypatch.undo()
+    assert (await http.post(CHAT, json=said(logprobs=True))).status_code == 200
 
 
 async def test_without_a_worker(served: Any, http: httpx2.AsyncClient) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import ipaddress
 import logging
 import os
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,7 +43,12 @@ if TYPE_CHECKING:
     help="Remove conversations that nobody continued for so long.",
 )
 @click.option(
-    "--cors", metavar="ORIGIN", help="A site whose pages may ask, as https://chat.example. [default: none]"
+    "--cors",
+    metavar="ORIGIN",
+    multiple=True,
+    callback=lambda _context, _option, given: [_origin(one) for one in given],
+    help="A site whose pages may ask, as https://chat.example; several times for several."
+    " [default: pages of this machine only]",
 )
 @click.option(
     "--explain",
@@ -61,7 +67,7 @@ def gateway(
     listen: tuple[str, int],
     keys: Path | None,
     idle_hours: float,
-    cors: str | None,
+    cors: list[str],
     explain: bool,
     no_placeholders: bool,
     until_eof: bool,
@@ -114,6 +120,14 @@ def gateway(
         await serve(gateway, running, listener)
 
     talk(settings, DEFAULT_TENANT, run)
+
+
+def _origin(given: str) -> str:
+    """Return an origin as browsers write it. Raises `BadParameter`."""
+    origin = given.rstrip("/").lower()
+    if not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@]+", origin):
+        raise click.BadParameter(f"{given!r} is no origin; one is like https://chat.example")
+    return origin
 
 
 def _end_at_eof(server: Server) -> None:
