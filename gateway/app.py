@@ -19,13 +19,13 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from turnkeep_client.errors import NoWorkerError, TurnkeepError
 from turnkeep_client.subjects import DEFAULT_TENANT
 
-from . import answers, anthropic, chat, completions, messages, openai, recorded, responses
+from . import answers, anthropic, chat, completions, guide, messages, openai, recorded, responses
 from .conversations import Conversations
 from .metrics import Counters
 from .sending import Answer, Asker, Dialect
@@ -71,6 +71,8 @@ class _Named(Struct):
 _NAMED: Final = msgspec.json.Decoder(_Named)
 #: A model's context, in the words of several other servers.
 _CONTEXT: Final = ("context_window", "max_model_len", "max_input_tokens")
+#: The page has no scripts, and loads nothing.
+_PAGE_HEADERS: Final = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
 #: Pages of desktop programs have such origins.
 _PROGRAMS: Final = ("app://", "vscode-file://", "vscode-webview://", "tauri://")
 #: Ends of names that are not on the internet.
@@ -123,6 +125,7 @@ class Gateway:
         app = Starlette(
             routes=[
                 Route("/", self._root, methods=["GET"]),
+                Route("/openapi.json", self._openapi, methods=["GET"]),
                 Route("/health", self._health, methods=["GET"]),
                 Route("/metrics", self._metrics, methods=["GET"]),
                 Route("/v1/models", self._models, methods=["GET"]),
@@ -139,8 +142,8 @@ class Gateway:
             exception_handlers={Fault: _on_fault, TurnkeepError: _on_error, HTTPException: _on_http},
             middleware=[Middleware(_Cors, may_ask=self._may_ask)],
         )
-        paths = [one.path for one in app.routes if isinstance(one, Route)]
-        self.app = _without_slash(self.counters.counting(app, paths))
+        self.routes = [one for one in app.routes if isinstance(one, Route)]
+        self.app = _without_slash(self.counters.counting(app, [one.path for one in self.routes]))
 
     async def publish(self) -> None:
         """Publish metrics now and every few seconds, until cancelled."""
@@ -162,11 +165,16 @@ class Gateway:
     def _stops(self) -> bool:
         return self.is_stopping()
 
-    async def _root(self, _: Request) -> Response:
-        return _json({"service": "turnkeep"})
+    async def _root(self, request: Request) -> Response:
+        if "text/html" in request.headers.get("accept", ""):
+            return HTMLResponse(guide.page(str(request.base_url)), headers=_PAGE_HEADERS)
+        return _json({"service": "turnkeep", "paths": [*guide.SERVED]})
+
+    async def _openapi(self, _: Request) -> Response:
+        return _json(guide.openapi())
 
     async def _health(self, _: Request) -> Response:
-        ids = [one["id"] for one in await self._described(DEFAULT_TENANT)]
+        ids = [one["id"] for one in await self._described(DEFAULT_TENANT, now=True)]
         return _json({"status": "ok"} | ({"models": ids} if self._names[1:] else {"model": ids[0]}))
 
     async def _metrics(self, request: Request) -> Response:
@@ -187,16 +195,19 @@ class Gateway:
                 return _json(one)
         raise _no_model(wanted, [one["id"] for one in found])
 
-    async def _described(self, tenant: str) -> list[dict[str, Any]]:
-        """Describe all models; of several, those whose worker does not answer by their names alone."""
-        found = await asyncio.gather(*(self._looked_at(tenant, name) for name in self._names))
+    async def _described(self, tenant: str, *, now: bool = False) -> list[dict[str, Any]]:
+        """Describe all models; of several, those whose worker does not answer by their names alone.
+
+        If not `now`, what a worker said a moment ago will do.
+        """
+        found = await asyncio.gather(*(self._looked_at(tenant, name, now=now) for name in self._names))
         if not any(found):
             raise NoWorkerError("no worker serves any of the models")
         return [_model(name, worker) for name, worker in zip(self._names, found, strict=True)]
 
-    async def _looked_at(self, tenant: str, model: str) -> Metrics | None:
+    async def _looked_at(self, tenant: str, model: str, *, now: bool) -> Metrics | None:
         try:
-            return await (await self._of(tenant, model)).worker()
+            return await (await self._of(tenant, model)).worker(now=now)
         except NoWorkerError:
             if self._names[1:]:
                 return None

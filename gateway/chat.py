@@ -85,12 +85,12 @@ class _Request(openai.Sampled, frozen=True, kw_only=True):
     web_search_options: Any = None
 
 
-_DECODER: Final = msgspec.json.Decoder(_Request, dec_hook=as_whole)
+DECODER: Final = msgspec.json.Decoder(_Request, dec_hook=as_whole)
 
 
 def read(body: bytes) -> Turn:
     """Read a request. Raises `Fault`."""
-    asked, warnings = openai.request(_DECODER, body)
+    asked, warnings = openai.request(DECODER, body)
     openai.refuse(asked, _REFUSED)
     if asked.modalities not in (None, [], ["text"]):
         raise refused("only the modality text is supported", "modalities")

@@ -27,12 +27,12 @@ class _Request(openai.Sampled, frozen=True, kw_only=True):
     best_of: Whole | None = None
 
 
-_DECODER: Final = msgspec.json.Decoder(_Request, dec_hook=as_whole)
+DECODER: Final = msgspec.json.Decoder(_Request, dec_hook=as_whole)
 
 
 def read(body: bytes) -> Turn:
     """Read a request. Raises `Fault`."""
-    asked, warnings = openai.request(_DECODER, body)
+    asked, warnings = openai.request(DECODER, body)
     openai.refuse(asked, ("suffix",))
     if asked.echo and asked.stream:
         raise refused("echo is not supported in a stream", "echo")

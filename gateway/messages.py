@@ -90,12 +90,12 @@ class _Request(openai.Sampled, frozen=True, kw_only=True):
     container: Any = None
 
 
-_DECODER: Final = msgspec.json.Decoder(_Request, dec_hook=as_whole)
+DECODER: Final = msgspec.json.Decoder(_Request, dec_hook=as_whole)
 
 
 def read(body: bytes) -> Turn:
     """Read a request. Raises `Fault`."""
-    asked, warnings = openai.request(_DECODER, body, ("n",))
+    asked, warnings = openai.request(DECODER, body, ("n",))
     openai.refuse(asked, _REFUSED)
     if not asked.messages:
         raise refused("messages is empty", "messages")

@@ -85,7 +85,7 @@ class _Request(openai.Sampled, frozen=True, kw_only=True):
     prompt: Any = None
 
 
-_DECODER: Final = msgspec.json.Decoder(_Request, dec_hook=as_whole)
+DECODER: Final = msgspec.json.Decoder(_Request, dec_hook=as_whole)
 
 
 def referred(body: bytes) -> set[str]:
@@ -100,7 +100,7 @@ def referred(body: bytes) -> set[str]:
 
 def read(body: bytes, known: Mapping[str, dict[str, Any]] = _NONE) -> Turn:
     """Read a request; `known` has items that it only refers to. Raises `Fault`."""
-    asked, warnings = openai.request(_DECODER, body, ("max_tokens", "n"))
+    asked, warnings = openai.request(DECODER, body, ("max_tokens", "n"))
     openai.refuse(asked, _REFUSED)
     given = asked.input
     said = messages(given, known, warnings) if isinstance(given, list) else [Message("user", given)]

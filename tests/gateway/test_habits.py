@@ -142,7 +142,7 @@ def test_only_half_a_pair_is_replaced(sent: str, text: str) -> None:
 def test_a_broken_escape_is_still_no_json() -> None:
     for body in (rb'{"messages": "\ud8"}', rb'{"messages": "\ud800', rb'"\x"'):
         with pytest.raises(Fault, match="not JSON"):
-            decoded(chat._DECODER, body)
+            decoded(chat.DECODER, body)
 
 
 @pytest.mark.parametrize(

@@ -261,6 +261,46 @@ async def test_an_invalid_message_of_the_worker_is_not_the_clients_fault(
     assert (await http.post(CHAT, json=said(logprobs=True))).status_code == 200
 
 
+@pytest.mark.process
+async def test_health_knows_at_once_that_a_worker_or_the_server_is_gone(
+    worker_process: Start, door: Start
+) -> None:
+    process = worker_process()
+    process.start()
+    client = await process.client()
+    await client.close()
+    served = await door(process.url)
+    async with httpx2.AsyncClient(base_url=served.url, timeout=20) as http:
+        for end in (process.kill, process.stop):  # without, and with its NATS server
+            async with asyncio.timeout(60):
+                while (await http.get("/health")).status_code != 200:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+            end()
+            async with asyncio.timeout(4):  # a question without an answer takes 5 s
+                answer = await http.get("/health")
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+            if end == process.kill:
+                process.start()
+
+
+async def test_a_page_and_a_document_say_where_to_go(served: Any, http: httpx2.AsyncClient) -> None:
+    page = await http.get("/", headers={"accept": "text/html,*/*"})
+    assert page.headers["content-type"].startswith("text/html")
+    assert f"<code>{served.url}/v1</code>" in page.text
+    hostile = await http.get("/", headers={"accept": "text/html", "host": "<script>"})
+    assert "<script>" not in hostile.text
+    assert (await http.get("/")).json()["service"] == "turnkeep"
+    told = (await http.get("/openapi.json")).json()
+    paths = {route.path.replace(":path", ""): route.methods - {"HEAD"} for route in served.gateway.routes}
+    assert {path: {one.upper() for one in methods} for path, methods in told["paths"].items()} == paths
+    body = told["paths"][CHAT]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    schema = told["components"]["schemas"][body["$ref"].rpartition("/")[2]]
+    assert schema["required"] == ["messages"]
+    assert {"top_k", "tools", "max_completion_tokens"} <= schema["properties"].keys()
+    for one in json.dumps(told).split('"$ref": "')[1:]:
+        assert one.partition('"')[0].rpartition("/")[2] in told["components"]["schemas"]
+
+
 async def test_without_a_worker(served: Any, http: httpx2.AsyncClient) -> None:
     await served.worker.stop()
     await asyncio.sleep(1.1)
