@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import zlib
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 from urllib.parse import urlsplit
 
@@ -18,22 +19,23 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from turnkeep_client.errors import NoWorkerError, TurnkeepError
 from turnkeep_client.subjects import DEFAULT_TENANT
 
-from . import answers, anthropic, chat, completions, messages, openai, recorded, responses
+from . import answers, anthropic, chat, completions, guide, messages, openai, recorded, responses
 from .conversations import Conversations
 from .metrics import Counters
 from .sending import Answer, Asker, Dialect
-from .turn import Fault, decoded, fault_of, refused
+from .turn import WARNINGS, Fault, Turn, all_read, decoded, fault_of, printed, refused, told
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
     from starlette.requests import Request
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
     from turnkeep_client.client import Client
     from turnkeep_client.messages import Metrics
@@ -48,10 +50,16 @@ MAX_BODY_BYTES: Final = 32 * 2**20
 _BODY_S: Final = 60.0
 _PUBLISH_S: Final = 5.0
 
+_CODINGS: Final = ("identity", "gzip", "x-gzip", "deflate")
+#: zlib finds out by itself whether a body has the header of gzip or of zlib.
+_ANY_HEADER: Final = zlib.MAX_WBITS | 32
+
 _CHAT: Final = Dialect(chat.read, chat.whole, chat.Events, openai.error)
-_COMPLETIONS: Final = Dialect(completions.read, completions.whole, completions.Events, openai.error)
+_COMPLETIONS: Final = Dialect(
+    completions.read, completions.whole, completions.Events, openai.error, completions.NAMES
+)
 _MESSAGES: Final = Dialect(messages.read, messages.whole, messages.Events, anthropic.error)
-_RESPONSES: Final = Dialect(responses.read, answers.whole, answers.Events, openai.error)
+_RESPONSES: Final = Dialect(responses.read, answers.whole, answers.Events, openai.error, responses.NAMES)
 
 
 class _Named(Struct):
@@ -63,6 +71,12 @@ class _Named(Struct):
 _NAMED: Final = msgspec.json.Decoder(_Named)
 #: A model's context, in the words of several other servers.
 _CONTEXT: Final = ("context_window", "max_model_len", "max_input_tokens")
+#: The page has no scripts, and loads nothing.
+_PAGE_HEADERS: Final = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
+#: Pages of desktop programs have such origins.
+_PROGRAMS: Final = ("app://", "vscode-file://", "vscode-webview://", "tauri://")
+#: Ends of names that are not on the internet.
+_PRIVATE: Final = (".localhost", ".local", ".internal", ".home.arpa")
 _MESSAGES_PATH: Final = "/v1/messages"
 _RESPONSES_PATH: Final = "/v1/responses"
 
@@ -79,15 +93,17 @@ class Gateway:
         idle_s: float,
         max_body_bytes: int = MAX_BODY_BYTES,
         patience_s: float = 15.0,
-        cors: str | None = None,
+        cors: Collection[str] = (),
         explain: bool = False,
+        placeholders: bool = True,
         name: str = "gateway",
     ) -> None:
         """`connect` returns a client of a tenant for one of the `models`; without names there is one model.
 
         Metrics are published under `name`, an id. Conversations that are idle for `idle_s` are removed. A
-        request waits up to `patience_s` for a worker that starts again. Pages of the origin `cors` may ask.
-        With `explain`, a header says what was found of a conversation.
+        request waits up to `patience_s` for a worker that starts again. Pages of this machine may ask, and
+        those of the origins in `cors`. With `explain`, a header says what was found of a conversation.
+        Without `placeholders`, images and other blocks that no model here can read are refused.
         """
         #: Whether the server ends; answers whose clients are gone go on then.
         self.is_stopping: Callable[[], bool] = lambda: False
@@ -97,8 +113,10 @@ class Gateway:
         self._idle_s = idle_s
         self._max_body_bytes = max_body_bytes
         self._patience_s = patience_s
-        self._cors = cors
+        self._cors = frozenset(cors)
+        self._cors_names = {_name_in(one) for one in cors}
         self._explain = explain
+        self._placeholders = placeholders
         self.counters = Counters()
         self._name = name
         #: By tenant and model.
@@ -107,6 +125,7 @@ class Gateway:
         app = Starlette(
             routes=[
                 Route("/", self._root, methods=["GET"]),
+                Route("/openapi.json", self._openapi, methods=["GET"]),
                 Route("/health", self._health, methods=["GET"]),
                 Route("/metrics", self._metrics, methods=["GET"]),
                 Route("/v1/models", self._models, methods=["GET"]),
@@ -121,9 +140,10 @@ class Gateway:
                 Route(f"{_RESPONSES_PATH}/{{id}}/cancel", self._cancelled, methods=["POST"]),
             ],
             exception_handlers={Fault: _on_fault, TurnkeepError: _on_error, HTTPException: _on_http},
-            middleware=[_allowing(cors)] if cors else [],
+            middleware=[Middleware(_Cors, may_ask=self._may_ask)],
         )
-        self.app = self.counters.counting(app, [one.path for one in app.routes if isinstance(one, Route)])
+        self.routes = [one for one in app.routes if isinstance(one, Route)]
+        self.app = _without_slash(self.counters.counting(app, [one.path for one in self.routes]))
 
     async def publish(self) -> None:
         """Publish metrics now and every few seconds, until cancelled."""
@@ -145,11 +165,16 @@ class Gateway:
     def _stops(self) -> bool:
         return self.is_stopping()
 
-    async def _root(self, _: Request) -> Response:
-        return _json({"service": "turnkeep"})
+    async def _root(self, request: Request) -> Response:
+        if "text/html" in request.headers.get("accept", ""):
+            return HTMLResponse(guide.page(str(request.base_url)), headers=_PAGE_HEADERS)
+        return _json({"service": "turnkeep", "paths": [*guide.SERVED]})
+
+    async def _openapi(self, _: Request) -> Response:
+        return _json(guide.openapi())
 
     async def _health(self, _: Request) -> Response:
-        ids = [one["id"] for one in await self._described(DEFAULT_TENANT)]
+        ids = [one["id"] for one in await self._described(DEFAULT_TENANT, now=True)]
         return _json({"status": "ok"} | ({"models": ids} if self._names[1:] else {"model": ids[0]}))
 
     async def _metrics(self, request: Request) -> Response:
@@ -163,21 +188,26 @@ class Gateway:
 
     async def _one_model(self, request: Request) -> Response:
         wanted, found = request.path_params["model"], await self._described(self._key(request).tenant)
+        if not self._names[1:]:  # a request may give the one model any name, which its answer repeats
+            return _json(found[0] | {"id": wanted, "display_name": wanted})
         for one in found:
             if one["id"] == wanted:
                 return _json(one)
         raise _no_model(wanted, [one["id"] for one in found])
 
-    async def _described(self, tenant: str) -> list[dict[str, Any]]:
-        """Describe all models; of several, those whose worker does not answer by their names alone."""
-        found = await asyncio.gather(*(self._looked_at(tenant, name) for name in self._names))
+    async def _described(self, tenant: str, *, now: bool = False) -> list[dict[str, Any]]:
+        """Describe all models; of several, those whose worker does not answer by their names alone.
+
+        If not `now`, what a worker said a moment ago will do.
+        """
+        found = await asyncio.gather(*(self._looked_at(tenant, name, now=now) for name in self._names))
         if not any(found):
             raise NoWorkerError("no worker serves any of the models")
         return [_model(name, worker) for name, worker in zip(self._names, found, strict=True)]
 
-    async def _looked_at(self, tenant: str, model: str) -> Metrics | None:
+    async def _looked_at(self, tenant: str, model: str, *, now: bool) -> Metrics | None:
         try:
-            return await (await self._of(tenant, model)).worker()
+            return await (await self._of(tenant, model)).worker(now=now)
         except NoWorkerError:
             if self._names[1:]:
                 return None
@@ -196,8 +226,12 @@ class Gateway:
         key = self._key(request)
         with key.one_request():
             body = await self._body(request)
-            turn, conversations = messages.read(body), await self._of(key.tenant, self._chosen(body))
-            return _json({"input_tokens": await conversations.count(turn)})
+            turn = self._readable(messages.read(body))
+            conversations = await self._of(key.tenant, self._chosen(body))
+            return _json({"input_tokens": await conversations.count(turn)}, more=told(turn.warnings))
+
+    def _readable(self, turn: Turn) -> Turn:
+        return turn if self._placeholders else all_read(turn)
 
     def _answering(self, dialect: Dialect) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
@@ -207,7 +241,7 @@ class Gateway:
                 body = await self._body(request)
                 conversations = await self._of(key.tenant, self._chosen(body))
                 known = await self._items(key.tenant, body) if dialect is _RESPONSES else {}
-                turn = responses.read(body, known) if known else dialect.read(body)
+                turn = self._readable(responses.read(body, known) if known else dialect.read(body))
                 worker = await conversations.worker(patience_s=self._patience_s)
                 turn = turn if turn.model else msgspec.structs.replace(turn, model=worker.model)
                 if turn.previous:
@@ -269,9 +303,23 @@ class Gateway:
     def _key(self, request: Request) -> Key:
         """Return a request's key. Raises `Fault`."""
         origin = request.headers.get("origin")
-        if not _is_local(origin) and origin != self._cors:
-            raise Fault(403, "pages of other sites may not ask", code="forbidden_origin")
+        if origin is not None and not self._may_ask(origin):
+            raise Fault(
+                403, "pages of other sites may not ask; --cors names those that may", code="forbidden_origin"
+            )
+        if self._keys.are_needed:
+            return self._keys.of(request.headers)
+        # Pages of a site whose name is made to mean this machine send no Origin with a GET.
+        name = _name_in(f"//{request.headers.get('host', '')}")
+        server: tuple[str, int] | None = request.scope.get("server")
+        if server and _is_loopback(server[0]) and _may_be_a_site(name) and name not in self._cors_names:
+            message = f"this gateway was asked as {printed(name)}: ask localhost, or name the site by --cors"
+            raise Fault(403, message, code="forbidden_host")
         return self._keys.of(request.headers)
+
+    def _may_ask(self, origin: str) -> bool:
+        """Whether pages of an origin may ask: those of this machine, of its programs, and of `--cors`."""
+        return origin in self._cors or origin.startswith(_PROGRAMS) or _is_local(origin)
 
     async def _of(self, tenant: str, model: str) -> Conversations:
         async with self._connecting:
@@ -282,8 +330,12 @@ class Gateway:
             return self._conversations[tenant, model]
 
     async def _body(self, request: Request) -> bytes:
-        """Read a request's body. Raises `Fault`."""
+        """Read a request's body, and decompress it. Raises `Fault`."""
         most, body = self._max_body_bytes, bytearray()
+        coding = request.headers.get("content-encoding", "identity").strip().lower()
+        if coding not in _CODINGS:
+            message = f"a body may have the content-encoding gzip or deflate, not {printed(coding)}"
+            raise Fault(415, message, code="unsupported_encoding")
         if {"content-length", "transfer-encoding"} <= {*request.headers}:
             raise refused("a body has a content-length or a transfer-encoding, not both")
         too_large = Fault(413, f"the body is larger than {most} bytes", code="request_too_large")
@@ -299,7 +351,35 @@ class Gateway:
             raise Fault(408, f"the body did not arrive within {_BODY_S:.0f} s") from None
         except ClientDisconnect:
             raise Fault(400, "the client went away") from None
-        return bytes(body)
+        return bytes(body) if coding == "identity" else _inflated(bytes(body), most, too_large)
+
+
+def _inflated(body: bytes, most: int, too_large: Fault) -> bytes:
+    """Decompress a body, up to `most` bytes. Raises `Fault`."""
+    found, inflating = b"", zlib.decompressobj(_ANY_HEADER)
+    try:
+        while body:
+            found += inflating.decompress(body, most + 1 - len(found))
+            if len(found) > most:
+                raise too_large
+            if not inflating.eof:
+                raise refused("the compressed body is cut short")
+            body, inflating = inflating.unused_data, zlib.decompressobj(_ANY_HEADER)
+    except zlib.error as error:
+        raise refused(f"the body is not compressed as its content-encoding says: {error}") from None
+    return found
+
+
+def _without_slash(app: ASGIApp) -> ASGIApp:
+    """Return an application for which a path with a slash at its end is the same without."""
+
+    async def stripped(scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        if path.endswith("/") and path.strip("/"):
+            scope = {**scope, "path": path.rstrip("/")}
+        await app(scope, receive, send)
+
+    return stripped
 
 
 def _model(name: str, worker: Metrics | None) -> dict[str, Any]:
@@ -370,15 +450,21 @@ async def _on_http(request: Request, error: Exception) -> Response:
     return await _on_fault(request, Fault(error.status_code, message))
 
 
-def _allowing(origin: str) -> Middleware:
-    """Let pages of one site ask, and read the headers of answers."""
-    return Middleware(
-        CORSMiddleware,
-        allow_origins=[origin],
-        allow_methods=["GET", "POST", "DELETE"],
-        allow_headers=["*"],
-        expose_headers=["x-turnkeep-session", "x-turnkeep-explain", "retry-after"],
-    )
+class _Cors(CORSMiddleware):
+    """Lets pages ask that may, and read the headers of answers."""
+
+    def __init__(self, app: ASGIApp, may_ask: Callable[[str], bool]) -> None:
+        super().__init__(
+            app,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            allow_private_network=True,
+            expose_headers=["x-turnkeep-session", "x-turnkeep-explain", WARNINGS, "retry-after"],
+        )
+        self._may_ask = may_ask
+
+    def is_allowed_origin(self, origin: str) -> bool:
+        return self._may_ask(origin)
 
 
 def _is_from_here(request: Request) -> bool:
@@ -399,11 +485,27 @@ def _instead(path: str, error: HTTPException) -> str:
     return ""
 
 
-def _is_local(origin: str | None) -> bool:
-    """Whether a request comes from no browser, or from a page of this machine."""
-    if origin is None:
-        return True
+def _is_local(origin: str) -> bool:
+    """Whether the name in an origin is one of this machine, which no site can have."""
+    name = _name_in(origin)
+    return name == "localhost" or name.endswith(".localhost") or _is_loopback(name)
+
+
+def _name_in(origin: str) -> str:
     with contextlib.suppress(ValueError):
-        name = urlsplit(origin).hostname or ""
-        return name == "localhost" or ipaddress.ip_address(name).is_loopback
+        return urlsplit(origin).hostname or ""
+    return ""
+
+
+def _is_loopback(address: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(address).is_loopback
     return False
+
+
+def _may_be_a_site(name: str) -> bool:
+    """Whether a site can have this name, which its owner may let mean any address."""
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(name)
+        return False
+    return "." in name.strip(".") and not name.rstrip(".").endswith(_PRIVATE)

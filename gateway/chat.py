@@ -11,22 +11,19 @@ from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.messages import Function, Message, ToolCall, encode
 
 from . import openai
-from .turn import Turn, check, decoded, prefilled, refused
+from .blocks import text_of
+from .turn import Turn, Whole, as_whole, check, prefilled, refused
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from turnkeep_client.messages import CallPart, Chunk, Generated, TokenLogprob
 
+    from .turn import Warned
+
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 #: Fields that would change the answer, and that no worker knows.
 _REFUSED: Final = ("audio", "functions", "function_call", "web_search_options")
-
-
-class _Part(Struct, frozen=True):
-    type: str
-    text: str | None = None
-    refusal: str | None = None
 
 
 class _Function(Struct, frozen=True):
@@ -34,15 +31,22 @@ class _Function(Struct, frozen=True):
     arguments: str | dict[str, Any] | None = ""
 
 
+class _Custom(Struct, frozen=True):
+    name: str
+    input: str = ""
+
+
 class _Call(Struct, frozen=True):
     function: _Function | None = None
+    custom: _Custom | None = None
     id: str = ""
     type: str = "function"
 
 
 class _Message(Struct, frozen=True):
     role: str
-    content: str | list[_Part] | None = None
+    content: str | list[Any] | None = None
+    refusal: str | None = None
     name: str | None = None
     tool_calls: list[_Call] | None = None
     tool_call_id: str | None = None
@@ -67,9 +71,9 @@ class _Chosen(Struct, frozen=True):
 
 class _Request(openai.Sampled, frozen=True, kw_only=True):
     messages: list[_Message]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Whole | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Whole | None = None
     tools: list[_Tool] | None = None
     tool_choice: str | _Chosen | None = None
     parallel_tool_calls: bool | None = None
@@ -81,12 +85,12 @@ class _Request(openai.Sampled, frozen=True, kw_only=True):
     web_search_options: Any = None
 
 
-_DECODER: Final = msgspec.json.Decoder(_Request)
+DECODER: Final = msgspec.json.Decoder(_Request, dec_hook=as_whole)
 
 
 def read(body: bytes) -> Turn:
     """Read a request. Raises `Fault`."""
-    asked = decoded(_DECODER, body)
+    asked, warnings = openai.request(DECODER, body)
     openai.refuse(asked, _REFUSED)
     if asked.modalities not in (None, [], ["text"]):
         raise refused("only the modality text is supported", "modalities")
@@ -95,23 +99,23 @@ def read(body: bytes) -> Turn:
     most = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
     options = openai.sampling(asked, most) | _tools(asked)
     if asked.logprobs:
-        options |= {"logprobs": True, "top_logprobs": asked.top_logprobs or 0}
+        options |= {"logprobs": True, "top_logprobs": int(asked.top_logprobs or 0)}
     elif asked.top_logprobs:
         raise refused("top_logprobs needs logprobs: true", "top_logprobs")
     options |= openai.reasoning(asked.reasoning_effort)
     streamed = asked.stream_options
-    messages, options = prefilled(
-        [_message(one, number) for number, one in enumerate(asked.messages)], options
-    )
+    said = [_message(one, f"messages[{number}]", warnings) for number, one in enumerate(asked.messages)]
+    messages, options = prefilled(said, options)
     turn = Turn(
         messages=messages,
         options=options,
-        n=1 if asked.n is None else asked.n,
+        n=1 if asked.n is None else int(asked.n),
         model=asked.model,
         stream=bool(asked.stream),
         include_usage=bool(streamed and streamed.include_usage),
+        warnings=tuple(warnings),
     )
-    return check(turn)
+    return check(turn, {})
 
 
 def _tools(asked: _Request) -> dict[str, Any]:
@@ -140,12 +144,13 @@ def _tools(asked: _Request) -> dict[str, Any]:
     return options
 
 
-def _message(given: _Message, number: int) -> Message:
-    where = f"messages[{number}]"
+def _message(given: _Message, where: str, warnings: list[Warned]) -> Message:
     if given.role not in _ROLES:
         raise refused(f"the role {given.role!r} is not one of {', '.join(_ROLES)}", f"{where}.role")
     calls = tuple(_call(call, index, where) for index, call in enumerate(given.tool_calls or ()))
-    content = _text(given.content, where)
+    content = given.refusal
+    if given.content is not None:
+        content = text_of(given.content, f"{where}.content", warnings)
     if content is None and not calls:
         if given.role != "assistant":
             raise refused("the message has no content", f"{where}.content")
@@ -156,29 +161,20 @@ def _message(given: _Message, number: int) -> Message:
         raise refused(str(error), where) from None
 
 
-def _text(content: str | list[_Part] | None, where: str) -> str | None:
-    if content is None or isinstance(content, str):
-        return content
-    texts = []
-    for part in content:
-        text = part.refusal if part.type == "refusal" else part.text
-        if part.type not in {"text", "refusal"} or text is None:
-            raise refused(f"parts of the type {part.type} are not supported, only text", f"{where}.content")
-        texts.append(text)
-    return "".join(texts)
-
-
 def _call(given: _Call, index: int, where: str) -> ToolCall:
-    if given.type != "function" or given.function is None:
-        raise refused(f"calls of the type {given.type} are not supported", f"{where}.tool_calls[{index}]")
-    arguments = given.function.arguments
+    called = given.function
+    if given.type == "custom" and given.custom is not None:
+        called = _Function(given.custom.name, {"input": given.custom.input})
+    if called is None:
+        raise refused(f"a call of the type {given.type} has no function", f"{where}.tool_calls[{index}]")
+    arguments = called.arguments
     if isinstance(arguments, dict):  # OpenAI's are text, but some clients send the object
         try:
             arguments = encode(arguments).decode()
         except InvalidMessageError as error:
             raise refused(str(error), where) from None
     call_id = given.id or f"call_{index}"
-    return ToolCall(id=call_id, function=Function(given.function.name, arguments or "{}"))
+    return ToolCall(id=call_id, function=Function(called.name, arguments or "{}"))
 
 
 def whole(turn: Turn, answer_id: str, created: int, results: Sequence[Generated]) -> dict[str, Any]:

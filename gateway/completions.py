@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from . import openai
-from .turn import Turn, check, decoded, refused
+from .turn import Turn, Whole, as_whole, check, refused
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,30 +15,34 @@ if TYPE_CHECKING:
     from turnkeep_client.messages import Chunk, Generated, PromptToken, TokenLogprob
 
 
+#: Fields that the protocol calls otherwise.
+NAMES: Final = dict.fromkeys(("messages", "text", "tokens"), "prompt")
+
+
 class _Request(openai.Sampled, frozen=True, kw_only=True):
     prompt: Any
-    logprobs: int | None = None
+    logprobs: Whole | None = None
     suffix: str | None = None
     echo: bool | None = None
-    best_of: int | None = None
+    best_of: Whole | None = None
 
 
-_DECODER: Final = msgspec.json.Decoder(_Request)
+DECODER: Final = msgspec.json.Decoder(_Request, dec_hook=as_whole)
 
 
 def read(body: bytes) -> Turn:
     """Read a request. Raises `Fault`."""
-    asked = decoded(_DECODER, body)
+    asked, warnings = openai.request(DECODER, body)
     openai.refuse(asked, ("suffix",))
     if asked.echo and asked.stream:
         raise refused("echo is not supported in a stream", "echo")
-    num_answers = 1 if asked.n is None else asked.n
+    num_answers = 1 if asked.n is None else int(asked.n)
     if asked.best_of not in (None, num_answers):
         raise refused("best_of is not supported", "best_of")
     text, tokens = _prompt(asked.prompt)
     options = openai.sampling(asked, asked.max_tokens)
     if asked.logprobs is not None:
-        options |= {"logprobs": True, "top_logprobs": asked.logprobs}
+        options |= {"logprobs": True, "top_logprobs": int(asked.logprobs)}
     if asked.echo:
         options["echo"] = True
     streamed = asked.stream_options
@@ -50,8 +54,9 @@ def read(body: bytes) -> Turn:
         model=asked.model,
         stream=bool(asked.stream),
         include_usage=bool(streamed and streamed.include_usage),
+        warnings=tuple(warnings),
     )
-    return check(turn)
+    return check(turn, NAMES)
 
 
 def _prompt(given: Any) -> tuple[str | None, tuple[int, ...] | None]:

@@ -18,7 +18,8 @@ from msgspec import structs
 
 from turnkeep_client.calls import expect
 from turnkeep_client.errors import (
-    InvalidMessageError,
+    MessageTooLargeError,
+    NoServerError,
     NoWorkerError,
     RequestFailedError,
     ResultTimeoutError,
@@ -141,11 +142,14 @@ class Conversations:
                 self._is_loaded = True
                 self._start(self._sweep())
 
-    async def worker(self, *, patience_s: float = 0.0) -> Metrics:
-        """Return what a worker said of itself within the last second.
+    async def worker(self, *, patience_s: float = 0.0, now: bool = False) -> Metrics:
+        """Return what a worker said of itself within the last second, or says `now`.
 
         Waits up to `patience_s` for one that was there before. Raises `NoWorkerError`.
         """
+        if now:
+            self._seen_s = float("-inf")
+            return await self._while_connected(self.worker())
         until_s = time.monotonic() + (0.0 if self._metrics is None else patience_s)
         while self._metrics is None or time.monotonic() - self._seen_s > _SEEN_S:
             try:
@@ -157,6 +161,18 @@ class Conversations:
             else:
                 self._seen_s = time.monotonic()
         return self._metrics
+
+    async def _while_connected(self, asking: Coroutine[Any, Any, Metrics]) -> Metrics:
+        """Wait for an answer while it can come. Raises `NoWorkerError`."""
+        task = asyncio.create_task(asking)
+        try:
+            while self.client.connected and not task.done():
+                await asyncio.wait([task], timeout=_BETWEEN_S)
+            if task.done():
+                return task.result()
+            raise NoServerError("the connection to the NATS server is lost")
+        finally:
+            task.cancel()
 
     def _max_body_bytes(self, note: Note | None) -> int:
         # Workers of earlier versions do not say it.
@@ -297,7 +313,7 @@ class Conversations:
             raise self._learnt(plan, error) from None
         except TurnkeepError as error:
             self._note_failed(plan)
-            if not isinstance(error, InvalidMessageError):  # which nobody has got
+            if not isinstance(error, MessageTooLargeError):  # which nobody has got
                 self.index.drop(held)  # whether it was answered is unknown
             raise
         else:

@@ -10,23 +10,17 @@ from msgspec import Struct
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.messages import Function, Message, ToolCall, encode
 
+from .blocks import other_text, text_of
 from .turn import Fault, refused
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from .turn import Warned
+
 _ROLES: Final = ("system", "developer", "user", "assistant")
-_TEXTS: Final = ("input_text", "output_text", "text", "refusal")
 #: Items that tell this model nothing: what other models thought, and searches without their results.
 _SILENT: Final = ("reasoning", "web_search_call", "file_search_call", "mcp_list_tools")
-
-
-class Part(Struct, frozen=True):
-    """A part of a content."""
-
-    type: str
-    text: str | None = None
-    refusal: str | None = None
 
 
 class Item(Struct, frozen=True):
@@ -45,9 +39,12 @@ class Item(Struct, frozen=True):
     output: Any = None
 
 
-def messages(items: Sequence[Item], known: Mapping[str, dict[str, Any]]) -> list[Message]:
+def messages(
+    items: Sequence[Item], known: Mapping[str, dict[str, Any]], warnings: list[Warned]
+) -> list[Message]:
     """Return the messages of a conversation; `known` has items that only their ids stand for. Raises `Fault`.
 
+    `warnings` get what is no text.
     What an assistant says and calls in one turn is several items, but one message.
     """
     found: list[Message] = []
@@ -58,7 +55,7 @@ def messages(items: Sequence[Item], known: Mapping[str, dict[str, Any]]) -> list
         if item.type in _SILENT:
             continue
         try:
-            one = _message(item, where)
+            one = _message(item, where, warnings)
         except (ValueError, InvalidMessageError) as error:
             raise refused(str(error), where) from None
         if found and one.role == found[-1].role == "assistant" and (one.tool_calls or found[-1].tool_calls):
@@ -77,12 +74,13 @@ def _joined(one: Message, other: Message) -> Message:
     return Message("assistant", text or None, None, (*(one.tool_calls or ()), *(other.tool_calls or ())))
 
 
-def _message(item: Item, where: str) -> Message:
+def _message(item: Item, where: str, warnings: list[Warned]) -> Message:
     match item.type:
         case "message" | None:
             if item.role not in _ROLES:
                 raise refused(f"the role {item.role!r} is not one of {', '.join(_ROLES)}", f"{where}.role")
-            return Message(item.role, _text(item.content, f"{where}.content"))  # type: ignore[arg-type]
+            text = text_of(item.content, f"{where}.content", warnings)
+            return Message(item.role, text)  # type: ignore[arg-type]
         case "function_call":
             return _call(item, item.name or "", item.arguments or "{}")
         case "custom_tool_call":
@@ -90,11 +88,13 @@ def _message(item: Item, where: str) -> Message:
         case "local_shell_call":
             return _call(item, "local_shell", item.action)
         case "function_call_output" | "custom_tool_call_output" | "local_shell_call_output":
-            text = _text(item.output, f"{where}.output")
+            text = text_of(item.output, f"{where}.output", warnings)
             return Message("tool", text, None, (), item.call_id or item.id)
         case "item_reference":
             raise Fault(404, f"Item with id '{item.id}' not found.", param=f"{where}.id")
-    raise refused(f"items of the type {item.type} are not supported", where)
+    told = {"content": item.content, "output": item.output}
+    text = other_text(told, item.type, where, warnings)
+    return Message("assistant" if item.type.endswith("_call") else "user", text)
 
 
 def _call(item: Item, name: str, arguments: Any) -> Message:
@@ -103,19 +103,3 @@ def _call(item: Item, name: str, arguments: Any) -> Message:
         id=item.call_id or item.id or "call", function=Function(called_name(item.namespace, name), text)
     )
     return Message("assistant", None, None, (call,))
-
-
-def _text(content: Any, where: str) -> str:
-    if isinstance(content, str):
-        return content
-    try:
-        parts = msgspec.convert(content, list[Part])
-    except msgspec.ValidationError:
-        raise refused("the content is neither a string nor a list of parts", where) from None
-    texts = []
-    for part in parts:
-        text = part.refusal if part.type == "refusal" else part.text
-        if part.type not in _TEXTS or text is None:
-            raise refused(f"parts of the type {part.type} are not supported, only text", where)
-        texts.append(text)
-    return "".join(texts)

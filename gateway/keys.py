@@ -124,6 +124,11 @@ class Keys:
             raise TurnkeepError(f"{path} has no keys: nobody could ask anything")
         return cls(found)
 
+    @property
+    def are_needed(self) -> bool:
+        """Whether requests need a key."""
+        return self._keys is not None
+
     def of(self, headers: Mapping[str, str]) -> Key:
         """Return the key of a request. Raises `Fault`."""
         if self._keys is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -12,36 +12,40 @@ from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.messages import Function, Message, ToolCall, encode
 
 from . import anthropic, openai
-from .turn import Turn, check, decoded, prefilled, refused
+from .blocks import block_text, text_of
+from .turn import Turn, Whole, as_whole, check, prefilled, refused
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from turnkeep_client.messages import CallPart, Chunk, Generated
 
-    from .turn import Fault
+    from .turn import Fault, Warned
 
 #: A line of some clients' system prompts that changes by request, and tells the model nothing.
 _BILLING: Final = re.compile(r"x-anthropic-billing-header[^\n]*\n*")
 #: Fields that would change the answer, and that no worker knows.
 _REFUSED: Final = ("mcp_servers", "container")
+_T = TypeVar("_T")
+
 _CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
 
 
-class _Block(Struct, frozen=True):
-    type: str
-    text: str | None = None
+class _Used(Struct, frozen=True):
+    name: str
     id: str = ""
-    name: str = ""
-    input: dict[str, Any] | None = None
+    input: Any = None
+
+
+class _Result(Struct, frozen=True):
     tool_use_id: str = ""
-    content: str | list[_Block] | None = None
+    content: str | list[Any] | None = None
     is_error: bool | None = None
 
 
 class _Message(Struct, frozen=True):
     role: str
-    content: str | list[_Block]
+    content: str | list[Any]
 
 
 class _Tool(Struct, frozen=True):
@@ -60,7 +64,7 @@ class _Choice(Struct, frozen=True):
 
 class _Thinking(Struct, frozen=True):
     type: str
-    budget_tokens: int | None = None
+    budget_tokens: Whole | None = None
 
 
 class _Format(Struct, frozen=True):
@@ -76,7 +80,7 @@ class _Request(openai.Sampled, frozen=True, kw_only=True):
     """Anthropic's fields, and those of OpenAI's that decide how tokens are drawn."""
 
     messages: list[_Message]
-    system: str | list[_Block] | None = None
+    system: str | list[Any] | None = None
     stop_sequences: list[str] | None = None
     tools: list[_Tool] | None = None
     tool_choice: _Choice | None = None
@@ -86,12 +90,12 @@ class _Request(openai.Sampled, frozen=True, kw_only=True):
     container: Any = None
 
 
-_DECODER: Final = msgspec.json.Decoder(_Request)
+DECODER: Final = msgspec.json.Decoder(_Request, dec_hook=as_whole)
 
 
 def read(body: bytes) -> Turn:
     """Read a request. Raises `Fault`."""
-    asked = decoded(_DECODER, body)
+    asked, warnings = openai.request(DECODER, body, ("n",))
     openai.refuse(asked, _REFUSED)
     if not asked.messages:
         raise refused("messages is empty", "messages")
@@ -103,18 +107,25 @@ def read(body: bytes) -> Turn:
     if asked.output_config and (form := asked.output_config.format):
         described = {"schema": form.schema, "strict": False}
         options["response_format"] = {"type": form.type, form.type: described}
-    messages = _system(asked.system)
+    messages = _system(asked.system, warnings)
     for number, given in enumerate(asked.messages):
         where = f"messages[{number}]"
         try:
-            messages += _messages(given, where)
+            messages += _messages(given, where, warnings)
         except (ValueError, InvalidMessageError) as error:
             raise refused(str(error), where) from None
     told, options = prefilled(messages, options)
     prefix = options.get("prefix", "")
     if prefix != prefix.rstrip():
         raise refused("final assistant content cannot end with trailing whitespace", "messages")
-    return check(Turn(messages=told, options=options, model=asked.model, stream=bool(asked.stream)))
+    turn = Turn(
+        messages=told,
+        options=options,
+        model=asked.model,
+        stream=bool(asked.stream),
+        warnings=tuple(warnings),
+    )
+    return check(turn, {})
 
 
 def _budget(thinking: _Thinking | None) -> int | None:
@@ -122,69 +133,70 @@ def _budget(thinking: _Thinking | None) -> int | None:
         return None  # as much as the model likes
     if thinking.type == "enabled" and thinking.budget_tokens is None:
         raise refused("enabled thinking needs budget_tokens", "thinking.budget_tokens")
-    return 0 if thinking.type == "disabled" else thinking.budget_tokens
+    budget = 0 if thinking.type == "disabled" else int(thinking.budget_tokens or 0)
+    return None if budget == openai.ANY else budget
 
 
-def _system(given: str | list[_Block] | None) -> list[Message]:
-    first, *rest = _blocks(given or "")
-    if _BILLING.match(first.text or ""):
-        first = _Block("text", _BILLING.sub("", first.text or "", count=1))
-    text = _joined([first, *rest], "system")
+def _system(given: str | list[Any] | None, warnings: list[Warned]) -> list[Message]:
+    parts = [given] if isinstance(given, str) else given or []
+    texts = [block_text(part, f"system[{at}]", warnings) for at, part in enumerate(parts)]
+    if texts and _BILLING.match(texts[0]):
+        texts[0] = _BILLING.sub("", texts[0], count=1)
+    text = "".join(texts)
     return [Message("system", text)] if text else []
 
 
-def _blocks(content: str | list[_Block]) -> list[_Block]:
-    return [_Block("text", content)] if isinstance(content, str) else content
-
-
-def _joined(blocks: list[_Block], where: str) -> str:
-    return "".join(_text(block, where) for block in blocks)
-
-
-def _messages(given: _Message, where: str) -> list[Message]:
+def _messages(given: _Message, where: str, warnings: list[Warned]) -> list[Message]:
     """Return what a message is here: each result of a tool is a message of its own."""
-    blocks = _blocks(given.content)
+    blocks = [given.content] if isinstance(given.content, str) else given.content
     match given.role:
         case "assistant":
-            return [_said(blocks, where)]
+            return [_said(blocks, f"{where}.content", warnings)]
         case "user":
-            return _asked(blocks, where)
+            return _asked(blocks, f"{where}.content", warnings)
         case "system":
-            return [Message("system", _joined(blocks, where))]
+            return [Message("system", text_of(given.content, f"{where}.content", warnings))]
     raise refused(f"the role {given.role!r} is not one of user, assistant, system", f"{where}.role")
 
 
-def _said(blocks: list[_Block], where: str) -> Message:
-    calls = tuple(
-        ToolCall(id=block.id, function=Function(block.name, encode(block.input or {}).decode()))
-        for block in blocks
-        if block.type == "tool_use"
-    )
-    silent = {"tool_use", "thinking", "redacted_thinking"}
-    text = _joined([block for block in blocks if block.type not in silent], where)
-    return Message("assistant", text, None, calls)
+def _said(blocks: list[Any], where: str, warnings: list[Warned]) -> Message:
+    calls, texts = [], []
+    for at, block in enumerate(blocks):
+        if not _is(block, "tool_use"):
+            texts.append(block_text(block, f"{where}[{at}]", warnings))
+            continue
+        used = _converted(block, _Used, f"{where}[{at}]")
+        calls.append(ToolCall(id=used.id, function=Function(used.name, encode(used.input or {}).decode())))
+    return Message("assistant", "".join(texts), None, tuple(calls))
 
 
-def _asked(blocks: list[_Block], where: str) -> list[Message]:
+def _asked(blocks: list[Any], where: str, warnings: list[Warned]) -> list[Message]:
     found, texts = [], []
-    for block in blocks:
-        if block.type != "tool_result":
-            texts.append(_text(block, where))
+    for at, block in enumerate(blocks):
+        if not _is(block, "tool_result"):
+            texts.append(block_text(block, f"{where}[{at}]", warnings))
             continue
         if texts:
             found.append(Message("user", "".join(texts)))
             texts = []
-        text = ("Error: " if block.is_error else "") + _joined(_blocks(block.content or ""), where)
-        found.append(Message("tool", text, None, (), block.tool_use_id or None))
+        result = _converted(block, _Result, f"{where}[{at}]")
+        text = text_of(result.content or "", f"{where}[{at}].content", warnings)
+        text = f"Error: {text}" if result.is_error else text
+        found.append(Message("tool", text, None, (), result.tool_use_id or None))
     if texts or not found:
         found.append(Message("user", "".join(texts)))
     return found
 
 
-def _text(block: _Block, where: str) -> str:
-    if block.type != "text" or block.text is None:
-        raise refused(f"blocks of the type {block.type} are not supported here", f"{where}.content")
-    return block.text
+def _is(block: Any, kind: str) -> bool:
+    return isinstance(block, dict) and block.get("type") == kind
+
+
+def _converted(block: dict[str, Any], kind: type[_T], where: str) -> _T:
+    try:
+        return msgspec.convert(block, kind)
+    except msgspec.ValidationError as error:
+        raise refused(str(error), where) from None
 
 
 def _tools(asked: _Request) -> dict[str, Any]:

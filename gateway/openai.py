@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 from msgspec import Struct
 
-from .turn import ALL_THAT_FITS, refused
+from .turn import ALL_THAT_FITS, Warned, Whole, decoded, printed, refused
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -20,6 +20,16 @@ if TYPE_CHECKING:
 _SAME: Final = ("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty", "stop")
 #: Extensions of other servers that mean the same here.
 _EXTRA: Final = ("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos")
+
+#: What other servers take for "not limited" or "not given".
+ANY: Final = -1
+#: Fields that have no effect on an answer anywhere.
+_HARMLESS: Final = {
+    *("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"),
+    *("prompt_cache_retention", "cache_control", "betas", "client_metadata"),
+}
+_FIELDS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_R = TypeVar("_R", bound=Struct)
 
 #: Most tokens of the reasoning, by effort; others, which are many, have no limit.
 _BUDGETS: Final = {"none": 0, "minimal": 64, "low": 512, "medium": 2048}
@@ -35,23 +45,23 @@ class StreamOptions(Struct, frozen=True):
 
 
 class Sampled(Struct, frozen=True, kw_only=True):
-    """Fields that both kinds of request have. Unknown fields are ignored."""
+    """Fields that both kinds of request have. Unknown fields are ignored, with a warning."""
 
     model: str = ""
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    n: int | None = None
-    max_tokens: int | None = None
+    n: Whole | None = None
+    max_tokens: Whole | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Whole | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    min_tokens: int | None = None
+    min_tokens: Whole | None = None
     ignore_eos: bool | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    seed: int | None = None
+    seed: Whole | None = None
     stop: str | list[str] | None = None
     logit_bias: dict[str, float] | None = None
     response_format: Any = None
@@ -60,19 +70,46 @@ class Sampled(Struct, frozen=True, kw_only=True):
 def sampling(asked: Sampled, max_tokens: int | None) -> dict[str, Any]:
     """Return the fields of a generate for what both kinds of request have. Raises `Fault`."""
     given = {name: getattr(asked, name) for name in (*_SAME, *_EXTRA)}
-    options = {name: value for name, value in given.items() if value is not None}
+    options = {name: _plain(value) for name, value in given.items() if value is not None}
+    if options.get("seed") == ANY:
+        del options["seed"]
     if "seed" in options:
         options["seed"] %= 2**62
+    if options.get("top_k") == ANY:
+        options["top_k"] = 0
     options["own_sampling"] = True
-    options["max_tokens"] = ALL_THAT_FITS if max_tokens is None else min(max_tokens, ALL_THAT_FITS)
+    is_all = max_tokens is None or max_tokens == ANY
+    options["max_tokens"] = ALL_THAT_FITS if is_all else min(int(max_tokens or 0), ALL_THAT_FITS)
     if asked.logit_bias:
         try:
             options["logit_bias"] = {int(token): bias for token, bias in asked.logit_bias.items()}
         except ValueError:
             raise refused("the keys of logit_bias must be token ids", "logit_bias") from None
     if (form := asked.response_format) is not None and form != {"type": "text"}:
-        options["response_format"] = form
+        options["response_format"] = _best_effort(form)
     return options
+
+
+def _plain(value: Any) -> Any:
+    return int(value) if isinstance(value, Whole) else value
+
+
+def _best_effort(form: Any) -> Any:
+    """Return a format whose schema, unless it says that it is strict, is followed as far as it can be."""
+    match form:
+        case {"type": "json_schema", "json_schema": dict() as given} if given.get("strict") is None:
+            return {**form, "json_schema": {**given, "strict": False}}
+    return form
+
+
+def request(
+    decoder: msgspec.json.Decoder[_R], body: bytes, without_effect: Iterable[str] = ()
+) -> tuple[_R, list[Warned]]:
+    """Decode a request, and warn of the fields that have no effect. Raises `Fault`."""
+    asked = decoded(decoder, body)
+    known = {*type(asked).__struct_fields__, *_HARMLESS} - {*without_effect}
+    given = {name for name, value in decoded(_FIELDS, body).items() if bytes(value) != b"null"}
+    return asked, [Warned(printed(name), "has no effect") for name in sorted(given - known)]
 
 
 def reasoning(effort: str | None) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from turnkeep_client.errors import InvalidMessageError
+from turnkeep_client.errors import MessageTooLargeError
 from turnkeep_client.messages import encode
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ _HEAD_BYTES: Final = 512
 def ahead(messages: Sequence[Message], options: Mapping[str, Any], max_bytes: int) -> list[Sequence[Message]]:
     """Return the messages that must be appended before the last one is sent, in pieces; mostly none.
 
-    The first piece has the tools too. Raises `InvalidMessageError` if a message alone is too large.
+    The first piece has the tools too. Raises `MessageTooLargeError` if a message alone is too large.
     """
     sizes = [len(encode(message)) + 1 for message in messages]
     num_rest = _HEAD_BYTES + len(encode(dict(options)))
@@ -29,7 +29,7 @@ def ahead(messages: Sequence[Message], options: Mapping[str, Any], max_bytes: in
     for number, (message, size) in enumerate(zip(messages, sizes, strict=True)):
         beside = num_rest if number == len(messages) - 1 else num_tools
         if size + beside > max_bytes:
-            raise InvalidMessageError(
+            raise MessageTooLargeError(
                 f"a message ({message.role}) has {size} bytes, {size + beside} with the options; the worker"
                 f" takes at most {max_bytes} (max_message_bytes)"
             )

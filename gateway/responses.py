@@ -15,11 +15,13 @@ from turnkeep_client.messages import Message
 
 from . import openai
 from .items import Item, called_name, messages
-from .turn import Turn, check, decoded, refused
+from .turn import Turn, Whole, as_whole, check, refused
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
+#: Fields that the protocol calls otherwise.
+NAMES: Final = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
 #: Fields that would change the answer, and that are not here.
 _REFUSED: Final = ("background", "conversation", "prompt")
 _REFERRED: Final = re.compile(rb'"(?:msg|rs|fc|ctc)_([0-9a-f]{48})')
@@ -68,14 +70,14 @@ class _Request(openai.Sampled, frozen=True, kw_only=True):
     input: str | list[Item] = ""
     instructions: str | None = None
     previous_response_id: str | None = None
-    max_output_tokens: int | None = None
+    max_output_tokens: Whole | None = None
     tools: list[_Tool] | None = None
     tool_choice: str | _Choice | None = None
     parallel_tool_calls: bool | None = None
     text: _Text | None = None
     reasoning: _Reasoning | None = None
     include: list[str] | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Whole | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
     background: Any = None
@@ -83,7 +85,7 @@ class _Request(openai.Sampled, frozen=True, kw_only=True):
     prompt: Any = None
 
 
-_DECODER: Final = msgspec.json.Decoder(_Request)
+DECODER: Final = msgspec.json.Decoder(_Request, dec_hook=as_whole)
 
 
 def referred(body: bytes) -> set[str]:
@@ -98,17 +100,17 @@ def referred(body: bytes) -> set[str]:
 
 def read(body: bytes, known: Mapping[str, dict[str, Any]] = _NONE) -> Turn:
     """Read a request; `known` has items that it only refers to. Raises `Fault`."""
-    asked = decoded(_DECODER, body)
+    asked, warnings = openai.request(DECODER, body, ("max_tokens", "n"))
     openai.refuse(asked, _REFUSED)
     given = asked.input
-    said = messages(given, known) if isinstance(given, list) else [Message("user", given)]
+    said = messages(given, known, warnings) if isinstance(given, list) else [Message("user", given)]
     if not given or not said:
         raise refused("input is empty", "input")
     effort, included = asked.reasoning.effort if asked.reasoning else None, asked.include or ()
     tools, kinds = _tools(asked)
     options = openai.sampling(asked, asked.max_output_tokens) | openai.reasoning(effort) | tools
     if _LOGPROBS in included:
-        options |= {"logprobs": True, "top_logprobs": asked.top_logprobs or 0}
+        options |= {"logprobs": True, "top_logprobs": int(asked.top_logprobs or 0)}
     if asked.text and asked.text.format and asked.text.format.type != "text":
         options["response_format"] = _response_format(asked.text.format)
     first = [Message("system", asked.instructions)] if asked.instructions else []
@@ -128,8 +130,9 @@ def read(body: bytes, known: Mapping[str, dict[str, Any]] = _NONE) -> Turn:
         asked={name: value for name, value in repeated.items() if value},
         is_kept=asked.store is not False,
         previous=asked.previous_response_id or "",
+        warnings=tuple(warnings),
     )
-    return check(turn)
+    return check(turn, NAMES)
 
 
 def _response_format(form: _Format) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from turnkeep_client.messages import Chunk, Generated
 
 from . import recorded
 from .conversations import Found
-from .turn import Fault, fault_of
+from .turn import Fault, Warned, fault_of, renamed, told
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -59,12 +59,16 @@ class Events(Protocol):
 
 
 class Dialect(NamedTuple):
-    """An API: how its requests are read, and its answers and errors written."""
+    """An API: how its requests are read, and its answers and errors written.
+
+    `names` are those of its fields that have other names in the protocol.
+    """
 
     read: Callable[[bytes], Turn]
     whole: Callable[[Turn, str, int, Sequence[Generated]], dict[str, Any]]
     events: Callable[[Turn, str, int], Events]
     error: Callable[[Fault], dict[str, Any]]
+    names: Mapping[str, str] = {}
 
 
 class Asker(NamedTuple):
@@ -125,11 +129,15 @@ class Answer(Response):
             while len(self._results) < self._turn.n:
                 self._take(*await answering.events.get())
         except TurnkeepError as error:
-            fault = fault_of(error)
+            fault = self._fault(error)
             await self._write_json(send, fault.status, self._dialect.error(fault), fault.headers)
             return
-        whole = self._dialect.whole(self._turn, self._id, self._created, self._in_order())
-        await self._write_json(send, 200, whole)
+        results = self._in_order()
+        whole = self._dialect.whole(self._turn, self._id, self._created, results)
+        found = (
+            Warned("answer", one) for one in dict.fromkeys(one for got in results for one in got.warnings)
+        )
+        await self._write_json(send, 200, whole, told((*self._turn.warnings, *found)))
 
     async def _write_events(self, answering: Answering, send: Send) -> None:
         """Send a stream of events. Raises `TurnkeepError` before the stream has begun."""
@@ -156,8 +164,11 @@ class Answer(Response):
                     await send(_part(written))
             last = events.end(self._in_order())
         except TurnkeepError as error:
-            last = events.error(fault_of(error))
+            last = events.error(self._fault(error))
         await send(_part(last, more=False))
+
+    def _fault(self, error: TurnkeepError) -> Fault:
+        return renamed(fault_of(error), self._dialect.names)
 
     @property
     def _id(self) -> str:
@@ -187,7 +198,7 @@ class Answer(Response):
 
     def _own_headers(self) -> dict[str, str]:
         found = self._found.get(0)
-        headers = {"cache-control": "no-store"}
+        headers = {"cache-control": "no-store", **told(self._turn.warnings)}
         if found and self._asker.explain:
             headers["x-turnkeep-explain"] = str(found)
         return headers | ({"x-turnkeep-session": f"{found.session} {found.how}"} if found else {})

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import math
 import re
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Struct
 
 from turnkeep_client.errors import (
     InvalidMessageError,
+    MessageTooLargeError,
+    NoServerError,
     NoWorkerError,
     RequestFailedError,
     TurnkeepError,
@@ -22,7 +24,7 @@ from turnkeep_client.messages import Generate
 from turnkeep_client.session import build
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from turnkeep_client.messages import Message
 
@@ -31,13 +33,47 @@ ALL_THAT_FITS: Final = 2**31 - 1
 #: Answers to one prompt.
 MOST_ANSWERS: Final = 16
 
-#: How long who is one too many should wait.
+#: The header of an answer that says what of its request was not taken as it is.
+WARNINGS: Final = "x-turnkeep-warnings"
+_MOST_WARNINGS: Final = 20
+_MOST_SHOWN: Final = 4_000
+_UNSHOWN: Final = re.compile(r"[^ -~]+")
+
+#: How long who is one too many should wait, and who finds no worker.
 _PAUSE_S: Final = 1.0
+_START_S: Final = 5.0
+_UNPRINTED: Final = re.compile(r"[^\w.:/-]+", re.ASCII)
+_MOST_PRINTED: Final = 64
 #: Of a worker's `context_exceeded`: the prompt's tokens and the context.
 _OVERFLOW = re.compile(r"would hold (\d+) tokens .* the context is (\d+)")
-_PATH = re.compile(r"(?P<fault>.*) - at `\$\.?(?P<path>[^`]*)`", re.DOTALL)
+_PATH = re.compile(r".* - at `\$\.?(?P<path>[^`]*)`", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(\w+)`")
+#: Words of the protocol's sentences that are fields too, where a sentence begins with them.
+_PROSE: Final = {"type", "id", "text", "tokens", "raw", "cache", "stop", "echo", "prefix", "priority"}
+_ALL: Final = "|".join(Generate.__struct_fields__)
+_CLEAR: Final = "|".join(name for name in Generate.__struct_fields__ if name not in _PROSE)
+#: The field that a sentence is about.
+_FIELD: Final = re.compile(rf"(?:^(?:{_ALL})|\b(?:{_CLEAR}))\b(?:\[\d+\]|\.\w+)*")
+#: An escape in JSON: half a surrogate pair is in the group.
+_ESCAPE: Final = re.compile(
+    rb"\\(?:u[dD][89abAB][\da-fA-F]{2}\\u[dD][c-fC-F][\da-fA-F]{2}|(u[dD][89a-fA-F][\da-fA-F]{2})|.)",
+    re.DOTALL,
+)
+_REPLACEMENT: Final = rb"\ufffd"
 
 _T = TypeVar("_T")
+
+
+class Warned(NamedTuple):
+    """What of a request is not as its client may think; if it `is_lost`, the model is not told it."""
+
+    where: str
+    what: str
+    is_lost: bool = False
+
+
+class Whole(int):
+    """An integer of a request, which some clients write as 2.0."""
 
 
 class Turn(Struct, frozen=True, kw_only=True):
@@ -46,6 +82,7 @@ class Turn(Struct, frozen=True, kw_only=True):
     `options` are fields of the protocol's generate. `model` is what the client calls the model. `asked` has
     other fields of the request that its answer repeats. If the answer `is_kept`, its id will find it.
     `previous` is the id of an earlier answer: the conversation up to it comes before the messages.
+    `warnings` are told in a header of the answer.
     """
 
     messages: tuple[Message, ...] | None = None
@@ -59,6 +96,7 @@ class Turn(Struct, frozen=True, kw_only=True):
     asked: Mapping[str, Any] = {}
     is_kept: bool = False
     previous: str = ""
+    warnings: tuple[Warned, ...] = ()
 
 
 class Fault(Exception):  # noqa: N818  # an outcome that each dialect writes in its own shape
@@ -99,17 +137,58 @@ def refused(message: str, param: str | None = None, code: str | None = None) -> 
     return Fault(400, message, param=param, code=code)
 
 
+def told(warnings: Sequence[Warned]) -> dict[str, str]:
+    """Return the header of an answer that has the warnings of its request."""
+    shown = [f"{one.where}: {one.what}" for one in warnings[:_MOST_WARNINGS]]
+    if more := len(warnings) - len(shown):
+        shown.append(f"and {more} more")
+    return {WARNINGS: _UNSHOWN.sub("?", "; ".join(shown))[:_MOST_SHOWN]} if shown else {}
+
+
+def all_read(turn: Turn) -> Turn:
+    """Return `turn` if nothing of it is lost, else raise `Fault`."""
+    for one in turn.warnings:
+        if one.is_lost:
+            kind = one.what.partition(" ")[0]
+            raise refused(
+                f"the model cannot read {kind}, and placeholders are off here: send text", one.where
+            )
+    return turn
+
+
 def decoded(decoder: msgspec.json.Decoder[_T], body: bytes) -> _T:
-    """Decode a request's body. Raises `Fault`."""
+    """Decode a request's body; half a surrogate pair becomes a replacement character. Raises `Fault`."""
     try:
         return decoder.decode(body)
     except RecursionError:
         raise refused("the body is nested too deeply") from None
     except msgspec.ValidationError as error:
-        found = _PATH.fullmatch(str(error))
-        raise refused(str(error), found["path"] if found else None) from None
+        found, missing = _PATH.fullmatch(str(error)), _MISSING.match(str(error))
+        path = [found["path"] if found else "", missing[1] if missing else ""]
+        raise refused(str(error), ".".join(filter(None, path)) or None) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        mended = _ESCAPE.sub(lambda found: _REPLACEMENT if found[1] else found[0], body)
+        if mended != body:
+            return decoded(decoder, mended)
         raise refused(f"the body is not JSON: {error}") from None
+
+
+def as_whole(kind: type, given: Any) -> Any:
+    """Convert a number to `Whole`, as a decoder's hook. Raises `ValueError`."""
+    if (
+        kind is Whole
+        and isinstance(given, int | float)
+        and not isinstance(given, bool)
+        and given == given // 1
+    ):
+        return Whole(given)
+    found = {str: "str", bool: "bool", float: "float", list: "array", dict: "object"}.get(type(given))
+    raise ValueError(f"Expected `int | null`, got `{found}`")
+
+
+def printed(name: str) -> str:
+    """Return a name that a client sent so that it fits in a header and in a sentence."""
+    return _UNPRINTED.sub("_", name)[:_MOST_PRINTED]
 
 
 def prefilled(messages: list[Message], options: dict[str, Any]) -> tuple[tuple[Message, ...], dict[str, Any]]:
@@ -135,15 +214,30 @@ def prefilled(messages: list[Message], options: dict[str, Any]) -> tuple[tuple[M
     return tuple(before), options | given
 
 
-def check(turn: Turn) -> Turn:
-    """Return `turn` if a worker would take its fields, else raise `Fault`."""
+def check(turn: Turn, names: Mapping[str, str]) -> Turn:
+    """Return `turn` if a worker would take its fields, else raise `Fault`; `names` are a dialect's own."""
     try:
         build(Generate, messages=turn.messages, text=turn.text, tokens=turn.tokens, **turn.options)
     except InvalidMessageError as error:
-        raise refused(str(error)) from None
+        raise renamed(refused(str(error), field_of(str(error))), names) from None
     if not 1 <= turn.n <= MOST_ANSWERS:
         raise refused(f"n must be 1 to {MOST_ANSWERS}, not {turn.n}", "n")
     return turn
+
+
+def renamed(fault: Fault, names: Mapping[str, str]) -> Fault:
+    """Name the field of an invalid request as its dialect does; if it is about none, that of the messages."""
+    if fault.status == 400 and fault.kind == "invalid_request_error":
+        name = fault.param or "messages"
+        field = re.split(r"[.\[]", name, maxsplit=1)[0]
+        fault.param = names.get(field, field) + name[len(field) :]
+    return fault
+
+
+def field_of(message: str) -> str | None:
+    """Return the field of a generate that a sentence of the protocol is about."""
+    found = _FIELD.search(message)
+    return found[0] if found else None
 
 
 def fault_of(error: TurnkeepError) -> Fault:
@@ -152,7 +246,7 @@ def fault_of(error: TurnkeepError) -> Fault:
         case RequestFailedError(code="context_exceeded" | "memory_exceeded" as code):
             return _too_long(code, error.message)
         case RequestFailedError(code="invalid_request"):
-            return refused(error.message)
+            return refused(error.message, field_of(error.message))
         case RequestFailedError(code="overloaded"):
             return Fault(
                 429,
@@ -162,11 +256,14 @@ def fault_of(error: TurnkeepError) -> Fault:
                 retry_after_s=_PAUSE_S,
             )
         case NoWorkerError():
-            message = f"{error}; `turnkeep serve` starts one"
-            return Fault(503, message, kind="server_error", code="no_worker")
-        case InvalidMessageError():  # the messages were valid: what is left is their size
+            missing = "NATS server can be reached" if isinstance(error, NoServerError) else "worker answers"
+            message = f"no {missing}; `turnkeep serve` starts one"
+            return Fault(503, message, kind="server_error", code="no_worker", retry_after_s=_START_S)
+        case MessageTooLargeError():
             return Fault(413, str(error).partition(": send it")[0], code="request_too_large")
-    return Fault(500, str(error), kind="server_error")
+    # A request was valid, so an invalid message is the worker's.
+    whose = "the worker sent an invalid message: " if isinstance(error, InvalidMessageError) else ""
+    return Fault(500, f"{whose}{error}", kind="server_error")
 
 
 def _too_long(code: str, message: str) -> Fault:

@@ -22,6 +22,7 @@ from .direct import DirectGets, TooManyError
 from .errors import (
     ClientClosedError,
     InvalidMessageError,
+    MessageTooLargeError,
     NoAnswerError,
     NoServerError,
     NotPermittedError,
@@ -574,7 +575,7 @@ class _NatsWire:
         lines = (f"{name}{value}".encode() for name, value in (headers or {}).items())
         size_bytes = len(body) + sum(_HEADER_BYTES + len(line) for line in lines)
         if size_bytes > self._nats.max_payload:
-            raise InvalidMessageError(
+            raise MessageTooLargeError(
                 f"the request has {size_bytes} bytes, the NATS server accepts {self._nats.max_payload} at"
                 " most: send it as several appends"
             )
@@ -645,7 +646,7 @@ def _unreached(what: str, error: Exception) -> NoWorkerError:
 
 def _refusal(error: APIError) -> TurnkeepError:
     if error.err_code == _MESSAGE_TOO_LARGE:
-        return InvalidMessageError("the request is larger than the log accepts: send it as several appends")
+        return MessageTooLargeError("the request is larger than the log accepts: send it as several appends")
     return RequestFailedError(
         "overloaded", f"the log refused the request: {error.description}", retryable=True
     )

@@ -41,6 +41,10 @@ class InvalidMessageError(TurnkeepError):
         self.request_id = request_id
 
 
+class MessageTooLargeError(InvalidMessageError):
+    """A request is larger than the NATS server or the log takes; nobody has got it."""
+
+
 class RequestFailedError(TurnkeepError):
     """The worker answered a request with `failed`. A newer worker may send codes that this client lacks."""
 

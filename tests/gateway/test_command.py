@@ -37,6 +37,12 @@ def test_a_missing_library_is_named_with_its_extra(library: str, monkeypatch: py
     assert "[gateway]' brings it" in text
 
 
+@pytest.mark.parametrize("origin", ["chat.example", "https://chat.example/path", "*", "https://"])
+def test_what_is_no_origin_is_refused(origin: str) -> None:
+    result = CliRunner().invoke(main, ["gateway", "--cors", "https://a.example", "--cors", origin])
+    assert (result.exit_code, "is no origin" in result.output) == (2, True)
+
+
 @pytest.mark.parametrize(
     ("address", "has_keys", "warns"),
     [("127.0.0.1", False, False), ("::1", False, False), ("0.0.0.0", True, False), ("0.0.0.0", False, True)],

@@ -132,10 +132,10 @@ async def test_heads_that_are_wrong_or_endless(
 
 
 @pytest.mark.parametrize("target", [b"/v1/../v1/models", b"//v1/models", b"/v1/models%00", b"/v1/%6dodels/"])
-async def test_paths_are_taken_as_they_are(served: Any, target: bytes) -> None:
+async def test_paths_are_taken_as_they_are_but_for_a_slash_at_the_end(served: Any, target: bytes) -> None:
     async with connected(served) as wire:
         await wire.send(b"GET " + target + b" HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
-        assert status(await wire.rest()) in {307, 400, 404}
+        assert status(await wire.rest()) in ({200} if target.endswith(b"/") else {400, 404})
 
 
 async def test_a_body_that_is_shorter_or_longer_than_it_says(

@@ -214,11 +214,10 @@ async def test_tokens_are_counted_without_an_answer(served: Any, http: httpx2.As
 
 
 async def test_errors_have_anthropics_shape(http: httpx2.AsyncClient) -> None:
-    picture = {"type": "image", "source": {"type": "base64", "data": ""}}
     for sent, says in [
-        (body(user([picture])), "image"),
-        (body(user([{"type": "document", "source": {}}])), "document"),
-        (body(user([result([picture])])), "image"),
+        (body(user([7])), "with a type"),
+        (body(user([{"type": "text"}])), "must have a text"),
+        (body(user([{"type": "tool_result", "content": 7}])), "Expected `str | array | null`"),
         (body({"role": "tool", "content": "a"}), "role"),
         (body(user("a"), assistant("b ")), "trailing whitespace"),
         (body(), "empty"),
@@ -423,7 +422,7 @@ async def test_the_stop_sequence_that_ended_an_answer_is_named(http: httpx2.Asyn
             "rate_limit_error",
             None,
         ),
-        (fault_of(NoServerError("nobody")), "overloaded_error", "nobody; `turnkeep serve` starts one"),
+        (fault_of(NoServerError("nobody")), "overloaded_error", None),
         (Fault(413, "large"), "request_too_large", "large"),
         (Fault(403, "no"), "permission_error", "no"),
     ],

@@ -150,22 +150,64 @@ def test_what_was_seen_is_bounded_and_the_last_is_kept() -> None:
     assert len(seen._young) + len(seen._old) <= 20_003
 
 
-async def test_pages_of_one_site_may_ask_if_it_is_named(local_worker: Start, door: Start) -> None:
+async def test_pages_of_this_machine_and_of_named_sites_may_ask(local_worker: Start, door: Start) -> None:
     worker = await local_worker()
-    site = "https://chat.example"
-    served = await door(worker.settings.nats, worker.settings.prefix, cors=site)
+    named = ["https://chat.example", "https://b.example:8443"]
+    served = await door(worker.settings.nats, worker.settings.prefix, cors=named)
+    asks = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    local = ["http://localhost:3000", "http://127.0.0.1:5173", "http://[::1]:80", "http://tauri.localhost"]
     async with httpx2.AsyncClient(base_url=served.url, timeout=20) as http:
-        asks = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
-        preflight = await http.options(CHAT, headers={"origin": site, **asks})
-        assert preflight.status_code == 200
-        assert preflight.headers["access-control-allow-origin"] == site
-        assert "authorization" in preflight.headers["access-control-allow-headers"]
-        answer = await http.post(CHAT, json=body(user("a")), headers={"origin": site})
-        assert answer.status_code == 200
-        assert answer.headers["access-control-allow-origin"] == site
-        assert "x-turnkeep-session" in answer.headers["access-control-expose-headers"]
-        other = {"origin": "https://other.example"}
-        answer = await http.post(CHAT, json=body(user("a")), headers=other)
-        assert (answer.status_code, "access-control-allow-origin" in answer.headers) == (403, False)
-        preflight = await http.options(CHAT, headers={**other, **asks})
-        assert "access-control-allow-origin" not in preflight.headers
+        for site in (*named, *local, "app://obsidian.md", "vscode-file://vscode-app"):
+            preflight = await http.options(CHAT, headers={"origin": site, **asks})
+            assert preflight.status_code == 200, site
+            assert preflight.headers["access-control-allow-origin"] == site
+            assert "authorization" in preflight.headers["access-control-allow-headers"]
+            answer = await http.post(CHAT, json=body(user("a")), headers={"origin": site})
+            assert answer.status_code == 200, site
+            assert answer.headers["access-control-allow-origin"] == site
+            exposed = answer.headers["access-control-expose-headers"]
+            assert {"x-turnkeep-session", "x-turnkeep-warnings"} <= {*exposed.split(", ")}
+        for site in (
+            "https://other.example",
+            "null",
+            "https://localhost.example",
+            "https://b.example",
+            "app",
+        ):
+            other = {"origin": site}
+            answer = await http.post(CHAT, json=body(user("a")), headers=other)
+            assert (answer.status_code, "access-control-allow-origin" in answer.headers) == (403, False)
+            preflight = await http.options(CHAT, headers={**other, **asks})
+            assert "access-control-allow-origin" not in preflight.headers
+
+
+async def test_a_site_that_calls_itself_by_this_machines_address_may_not_ask(
+    local_worker: Start, door: Start, tmp_path: Path
+) -> None:
+    """Its pages are of the origin that they ask, so the browser sends no Origin with a GET."""
+    (tmp_path / "keys").write_text("secret acme\n")
+    worker = await local_worker()
+    nats, prefix = worker.settings.nats, worker.settings.prefix
+    served = await door(nats, prefix, cors=["https://chat.example"])
+    guarded = await door(nats, prefix, keys=Keys.read(tmp_path / "keys"))
+    async with httpx2.AsyncClient(timeout=20) as http:
+        for host, status in [
+            ("evil.example", 403),
+            ("evil.example:8080", 403),
+            ("localhost.evil.example", 403),
+            ("evil.example.", 403),
+            ("localhost:1", 200),
+            ("127.0.0.1", 200),
+            ("192.168.1.7:80", 200),
+            ("[::1]:80", 200),
+            ("gateway", 200),
+            ("host.docker.internal:8080", 200),
+            ("chat.example", 200),
+            ("[", 200),
+        ]:
+            answer = await http.get(f"{served.url}/v1/models", headers={"host": host})
+            assert answer.status_code == status, host
+            if status == 403:
+                assert answer.json()["error"]["code"] == "forbidden_host"
+            behind = {"host": host, "x-api-key": "secret"}  # a proxy, perhaps; who has a key may ask
+            assert (await http.get(f"{guarded.url}/v1/models", headers=behind)).status_code == 200

@@ -185,6 +185,46 @@ async def test_a_schema_sets_no_options_of_llguidance(grammars: Grammars, tokeni
     assert accepts(grammar, tokenizer.encode('{"x-guidance": 1}', at_start=False))
 
 
+LENIENT: list[tuple[dict[str, Any], str, str]] = [
+    ({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, "[1, 1]", '["a"]'),
+    ({"type": "object", "propertyNames": {"pattern": "^a"}}, '{"b": 1}', "[]"),
+    ({"type": "object", "if": {"required": ["a"]}, "then": {"required": ["b"]}}, '{"a": 1}', "[]"),
+    ({"type": "string", "format": "phone"}, '"x"', "1"),
+    ({"type": "string", "pattern": "^(?=a).*$"}, '"b"', "1"),
+    ({"type": "string", "pattern": r"(a)\1", "maxLength": 2}, '"bc"', '"bcd"'),
+    ({"type": "string", "pattern": r"\bfoo\b"}, '"x"', "1"),
+    ({"properties": {"pattern": {"type": "string", "pattern": "(?!a)"}}, "required": ["pattern"]},
+     '{"pattern": "a"}', '{"pattern": 1}'),
+    ({"type": "object", "patternProperties": {"^(?!x)": {"type": "string"}}, "additionalProperties": False},
+     '{"x": 1}', "[]"),
+    ({"type": "array", "items": {"$ref": "https://a.example/b.json"}}, "[1]", "1"),
+    ({"enum": [{"pattern": "(?=a)"}]}, '{"pattern":"(?=a)"}', '{"format":"(?=a)"}'),
+    ({"anyOf": [{"type": "integer"}, {"type": "string", "pattern": "(?<!a)b"}]}, '"c"', "[]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "good", "bad"), LENIENT)
+async def test_a_schema_that_is_not_strict_is_followed_as_far_as_it_can_be(
+    grammars: Grammars, tokenizer: Tokenizer, schema: dict[str, Any], good: str, bad: str
+) -> None:
+    grammar = await grammars.compiled(JsonSchemaFormat(JsonSchema(schema, strict=False)))
+    assert grammar is not None
+    assert accepts(grammar, tokenizer.encode(good, at_start=False))
+    assert not accepts(grammar, tokenizer.encode(bad, at_start=False))
+    if "enum" not in schema:
+        assert grammar.warnings or "patternProperties" in schema
+        with pytest.raises(GrammarError):
+            await grammars.compiled(JsonSchemaFormat(JsonSchema(schema)))
+
+
+async def test_a_lenient_schema_may_be_deep(grammars: Grammars) -> None:
+    schema: dict[str, Any] = {"type": "string", "pattern": "(?=a)"}
+    for _ in range(400):
+        schema = {"type": "array", "items": schema}
+    with pytest.raises(GrammarError):
+        await grammars.compiled(JsonSchemaFormat(JsonSchema(schema, strict=False)))
+
+
 async def test_other_threads_run_while_a_grammar_is_compiled(grammars: Grammars) -> None:
     properties = {f"p{n}": {"type": "string"} for n in range(3_000)}
     await grammars.compiled(RegexFormat("warm"))

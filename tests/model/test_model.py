@@ -252,6 +252,19 @@ def test_a_cached_hub_id_is_used_offline(tiny: Path, tmp_path: Path, monkeypatch
     assert model.load(found, dtype="keep").name == "org/name"
 
 
+def test_a_model_is_called_after_its_folder(tiny: Path, tmp_path: Path) -> None:
+    """Two that were tuned from one base name the same base."""
+    for name in ("first", "second"):
+        folder = shutil.copytree(tiny, tmp_path / name)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"_name_or_path": "org/base"}))
+        assert model.load(folder, dtype="keep").name == name
+    (tmp_path / "linked").symlink_to(tmp_path / "first")
+    assert model.load(tmp_path / "linked", dtype="keep").name == "linked"
+    made = shutil.copytree(tiny, tmp_path / "Tiny.Q4_0-float32-0123456789ab")
+    assert model.load(made, dtype="keep").name == "Tiny.Q4_0", "the GGUF file that it was made from"
+
+
 def test_models_on_this_machine_are_listed(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

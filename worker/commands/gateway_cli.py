@@ -6,6 +6,7 @@ import asyncio
 import ipaddress
 import logging
 import os
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,12 +43,22 @@ if TYPE_CHECKING:
     help="Remove conversations that nobody continued for so long.",
 )
 @click.option(
-    "--cors", metavar="ORIGIN", help="A site whose pages may ask, as https://chat.example. [default: none]"
+    "--cors",
+    metavar="ORIGIN",
+    multiple=True,
+    callback=lambda _context, _option, given: [_origin(one) for one in given],
+    help="A site whose pages may ask, as https://chat.example; several times for several."
+    " [default: pages of this machine only]",
 )
 @click.option(
     "--explain",
     is_flag=True,
     help="Say in a header, and in the log, what was found of each conversation, and what differs.",
+)
+@click.option(
+    "--no-placeholders",
+    is_flag=True,
+    help="Refuse images, documents and the like. [default: a placeholder tells the model of each]",
 )
 @click.option("--until-eof", is_flag=True, hidden=True, help="End when standard input does.")
 @with_settings(*CLIENT_SETTINGS)
@@ -56,8 +67,9 @@ def gateway(
     listen: tuple[str, int],
     keys: Path | None,
     idle_hours: float,
-    cors: str | None,
+    cors: list[str],
     explain: bool,
+    no_placeholders: bool,
     until_eof: bool,
     **flags: Any,
 ) -> None:
@@ -99,6 +111,7 @@ def gateway(
             idle_s=3600 * idle_hours,
             cors=cors,
             explain=explain,
+            placeholders=not no_placeholders,
             name=f"{default_worker()[:50]}-{at}",
         )
         running = server(gateway)
@@ -107,6 +120,14 @@ def gateway(
         await serve(gateway, running, listener)
 
     talk(settings, DEFAULT_TENANT, run)
+
+
+def _origin(given: str) -> str:
+    """Return an origin as browsers write it. Raises `BadParameter`."""
+    origin = given.rstrip("/").lower()
+    if not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@]+", origin):
+        raise click.BadParameter(f"{given!r} is no origin; one is like https://chat.example")
+    return origin
 
 
 def _end_at_eof(server: Server) -> None:

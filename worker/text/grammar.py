@@ -12,6 +12,7 @@ import re
 from collections import OrderedDict
 from contextlib import suppress
 from decimal import Decimal
+from functools import lru_cache
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Final
 
@@ -51,6 +52,13 @@ _MOST_STATES: Final = 50_000
 #: white space without end.
 _JSON_OPTIONS: Final = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 
+
+#: Where a schema has schemas under names, and where it has data.
+_BY_PATTERN: Final = "patternProperties"
+_NAMING: Final = ("properties", _BY_PATTERN, "$defs", "definitions", "dependentSchemas")
+_DATA: Final = ("const", "enum", "default", "examples")
+#: llguidance refuses deeper schemas.
+_MOST_LEVELS: Final = 100
 
 #: Without it, where only one text can follow, a mask allows only one of the ways to spell it in tokens.
 _FREE: Final = '%llguidance {"no_forcing": true}'
@@ -224,7 +232,46 @@ def guided(schema: Mapping[str, Any], *, lenient: bool) -> dict[str, Any]:
 
     With `lenient`, keywords that cannot be enforced are left out.
     """
+    schema = _enforceable(schema) if lenient else schema
     return {**schema, "x-guidance": _JSON_OPTIONS | {"lenient": lenient}}
+
+
+def _enforceable(schema: Any, depth: int = 0) -> Any:
+    """Return a schema without the patterns and references that end in an error, even if it is lenient.
+
+    They become formats that nobody knows, of which llguidance warns. It leaves out other keywords itself.
+    """
+    if isinstance(schema, list):
+        return [_enforceable(one, depth + 1) for one in schema]
+    if not isinstance(schema, dict) or depth > _MOST_LEVELS:
+        return schema
+    found: dict[str, Any] = {}
+    is_open = False
+    for name, value in schema.items():
+        if name == "pattern" and isinstance(value, str) and not _is_regular(value):
+            found.setdefault("format", f"the pattern {value}")
+        elif name == "$ref" and isinstance(value, str) and not value.startswith("#"):
+            found.setdefault("format", f"the schema {value}")
+        elif name in _NAMING and isinstance(value, dict):
+            named = {key: one for key, one in value.items() if name != _BY_PATTERN or _is_regular(key)}
+            is_open = is_open or len(named) < len(value)
+            found[name] = {key: _enforceable(one, depth + 1) for key, one in named.items()}
+        else:
+            found[name] = value if name in _DATA else _enforceable(value, depth + 1)
+    return found | {"additionalProperties": True} if is_open else found
+
+
+@lru_cache(1024)
+def _is_regular(pattern: str) -> bool:
+    """Whether a pattern has no look-ahead, reference or the like."""
+    try:
+        import llguidance
+    except ImportError:
+        return True  # nothing is enforced then
+    check = llguidance.LLMatcher
+    source = check.grammar_from_json_schema(_text({"type": "string", "pattern": pattern}))
+    is_error, _ = check.validate_grammar_with_warnings(source)
+    return not is_error
 
 
 def _json_source(schema: dict[str, Any], *, lenient: bool) -> str:

@@ -1,0 +1,91 @@
+"""The text of a content, in every dialect; placeholders stand for blocks that no model here can read. Pure.
+
+Clients send a conversation again with each request, so a block that is refused ends it for good. The
+placeholder says the same each time: the digests of the conversation depend on it.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final
+
+from .turn import Warned, printed, refused
+
+_TEXTS: Final = ("text", "input_text", "output_text", "refusal")
+#: Reasoning that comes back: it makes no difference to a conversation.
+_SILENT: Final = ("thinking", "redacted_thinking", "reasoning")
+#: What a placeholder calls a block, and what the model cannot do with it.
+_SENSES: Final = {
+    "image": "see images",
+    "audio": "hear audio",
+    "video": "watch videos",
+    "document": "read documents",
+    "file": "read files",
+}
+_KIND: Final = re.compile(r"(?:input_)?([a-z]+?)(?:_url)?")
+
+
+def text_of(content: Any, where: str, warnings: list[Warned]) -> str:
+    """Return the text of a content; `warnings` get the blocks that are none. Raises `Fault`."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise refused("the content is neither a string nor a list of parts", where)
+    return "".join(block_text(block, f"{where}[{at}]", warnings) for at, block in enumerate(content))
+
+
+def block_text(block: Any, where: str, warnings: list[Warned]) -> str:
+    """Return the text of a block, or what stands for it. Raises `Fault`."""
+    if isinstance(block, str):
+        return block
+    kind = block.get("type", "text") if isinstance(block, dict) else None
+    if not isinstance(kind, str):
+        raise refused("a part of a content must be an object with a type", where)
+    if kind in _SILENT:
+        return ""
+    if kind in _TEXTS:
+        text = block.get("refusal" if kind == "refusal" else "text")
+        if not isinstance(text, str):
+            raise refused(f"a part of the type {kind} must have a text", where)
+        return text
+    return other_text(block, kind, where, warnings)
+
+
+def other_text(block: dict[str, Any], kind: str, where: str, warnings: list[Warned]) -> str:
+    """Return what an unknown block has as text, or a placeholder, and add a warning."""
+    text = _own_text(block)
+    is_lost = text is None
+    how = "replaced by a placeholder" if is_lost else "read as text"
+    warnings.append(Warned(where, f"{printed(kind)} {how}", is_lost))
+    return _placeholder(block, kind) if text is None else text
+
+
+def _own_text(block: dict[str, Any]) -> str | None:
+    """Return the text of a document, a search result, a summary or the like, which has it as such."""
+    source = block.get("source")
+    inner: dict[str, Any] = source if isinstance(source, dict) else {}
+    plain = inner.get("data") if inner.get("type") == "text" else None
+    for given in (*map(block.get, ("text", "content", "output")), inner.get("content"), plain):
+        if isinstance(given, str) and given:
+            return given
+        if isinstance(given, list) and any(_is_text(part) for part in given):
+            return "".join(part["text"] if _is_text(part) else _placeholder_of(part) for part in given)
+    return None
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in _TEXTS and isinstance(part.get("text"), str)
+
+
+def _placeholder_of(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    return _placeholder(part, kind) if isinstance(kind, str) else ""
+
+
+def _placeholder(block: dict[str, Any], kind: str) -> str:
+    if kind == "tool_reference" and isinstance(name := block.get("tool_name"), str):
+        return f"[tool_reference: {printed(name)}]"
+    found = _KIND.fullmatch(kind)
+    if found and (sense := _SENSES.get(found[1])):
+        return f"[{found[1]}: this model cannot {sense}]"
+    return f"[{printed(kind)}: this model cannot read it]"

@@ -1,0 +1,104 @@
+"""Says where to go: a page for people, and an OpenAPI document for programs. Pure; `app` serves both."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from turnkeep_client import __version__
+
+from . import chat, completions, messages, responses
+from .turn import Whole
+
+
+class _Served(NamedTuple):
+    methods: tuple[str, ...]
+    summary: str
+    request: type | None = None
+
+
+_REFERENCE: Final = "#/components/schemas/{name}"
+#: What the application serves, by path; a request has a body if it has a type.
+SERVED: Final = {
+    "/v1/chat/completions": _Served(("POST",), "OpenAI's chat completions", chat.DECODER.type),
+    "/v1/completions": _Served(("POST",), "OpenAI's completions", completions.DECODER.type),
+    "/v1/responses": _Served(("POST",), "OpenAI's Responses API", responses.DECODER.type),
+    "/v1/responses/{id}": _Served(("GET", "DELETE"), "An answer that is in the log"),
+    "/v1/responses/{id}/cancel": _Served(("POST",), "End an answer that runs"),
+    "/v1/messages": _Served(("POST",), "Anthropic's Messages API", messages.DECODER.type),
+    "/v1/messages/count_tokens": _Served(("POST",), "Count the tokens of messages", messages.DECODER.type),
+    "/v1/embeddings": _Served(("POST",), "Refused: the worker's model makes no embeddings"),
+    "/v1/models": _Served(("GET",), "The models"),
+    "/v1/models/{model}": _Served(("GET",), "One model"),
+    "/health": _Served(("GET",), "Whether a worker answers"),
+    "/metrics": _Served(("GET",), "Counts for Prometheus, for programs of this machine"),
+    "/openapi.json": _Served(("GET",), "This document"),
+    "/": _Served(("GET",), "Where to go"),
+}
+
+
+def openapi() -> dict[str, Any]:
+    """Return the OpenAPI document. Answers are those of the APIs that are named; it does not repeat them."""
+    kinds = {one.request for one in SERVED.values() if one.request is not None}
+    kinds_in_order = sorted(kinds, key=lambda kind: kind.__module__)
+    references, schemas = msgspec.json.schema_components(
+        kinds_in_order, schema_hook=_schema, ref_template=_REFERENCE
+    )
+    bodies = dict(zip(kinds_in_order, references, strict=True))
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Turnkeep's gateway", "version": __version__},
+        "paths": {path: _path(path, one, bodies) for path, one in SERVED.items()},
+        "components": {
+            "schemas": schemas,
+            "securitySchemes": {
+                "bearer": {"type": "http", "scheme": "bearer"},
+                "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
+        },
+        "security": [{}, {"bearer": []}, {"key": []}],
+    }
+
+
+def _schema(kind: type) -> dict[str, Any]:
+    if kind is Whole:
+        return {"type": "integer"}
+    raise NotImplementedError
+
+
+def _path(path: str, served: _Served, bodies: dict[type, dict[str, Any]]) -> dict[str, Any]:
+    operation: dict[str, Any] = {"summary": served.summary, "responses": {"200": {"description": "OK"}}}
+    if served.request is not None:
+        body = {"required": True, "content": {"application/json": {"schema": bodies[served.request]}}}
+        operation["requestBody"] = body
+    if "{" in path:
+        name = path.partition("{")[2].partition("}")[0]
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        ]
+    return {method.lower(): operation for method in served.methods}
+
+
+def page(address: str) -> str:
+    """Return the page for people who open the gateway's `address` in a browser."""
+    at = escape(address.rstrip("/"))
+    rows = "".join(
+        f"<tr><td><code>{' '.join(one.methods)} {path}</code></td><td>{escape(one.summary)}</td></tr>"
+        for path, one in SERVED.items()
+    )
+    return f"""<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>Turnkeep's gateway</title>
+<style>body {{ font: 16px/1.5 system-ui; max-width: 46rem; margin: 3rem auto; padding: 0 1rem }}
+td {{ padding-right: 1rem; vertical-align: top }}</style>
+<h1>Turnkeep's gateway</h1>
+<p>This is an API, and has no chat of its own. Programs find it here:</p>
+<ul><li>OpenAI's clients: base URL <code>{at}/v1</code></li>
+<li>Anthropic's clients: base URL <code>{at}</code></li>
+<li>agents: <code>turnkeep launch</code> starts them with this address</li></ul>
+<p><a href="/health">Does a worker answer?</a> <a href="/v1/models">Which models are there?</a>
+<a href="/openapi.json">OpenAPI</a></p>
+<table>{rows}</table>
+</html>
+"""

@@ -1,0 +1,181 @@
+"""Blocks that no model here can read never end a conversation, in any dialect, unless that is asked for."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import httpx2
+import pytest
+
+from gateway import chat, messages, responses
+
+if TYPE_CHECKING:
+    from gateway.turn import Turn
+
+Start = Any
+IMAGE = "[image: this model cannot see images]"
+READ = {"chat": chat.read, "messages": messages.read, "responses": responses.read}
+PATHS = {"chat": "/v1/chat/completions", "messages": "/v1/messages", "responses": "/v1/responses"}
+PICTURES: dict[str, dict[str, Any]] = {
+    "chat": {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
+    "messages": {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}},
+    "responses": {"type": "input_image", "image_url": "data:image/png;base64,AAAA"},
+}
+FOUND = {"type": "search_result", "source": "https://a.example", "title": "A", "content": [
+    {"type": "text", "text": "It is red."}, {"type": "image", "source": {}}]}  # fmt: skip
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def body(dialect: str, said: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    most = {"max_output_tokens" if dialect == "responses" else "max_tokens": 4}
+    return {"input" if dialect == "responses" else "messages": said, "temperature": 0, **most, **more}
+
+
+def read(dialect: str, *said: dict[str, Any], **more: Any) -> Turn:
+    return READ[dialect](json.dumps(body(dialect, [*said], **more)).encode())
+
+
+@pytest.mark.parametrize(
+    ("dialect", "block", "text"),
+    [
+        *((dialect, picture, IMAGE) for dialect, picture in PICTURES.items()),
+        ("chat", {"type": "input_audio", "input_audio": {}}, "[audio: this model cannot hear audio]"),
+        ("chat", {"type": "video_url", "video_url": {}}, "[video: this model cannot watch videos]"),
+        ("chat", {"type": "file", "file": {"file_id": "a"}}, "[file: this model cannot read files]"),
+        ("chat", {"type": "of a\nlater day"}, "[of_a_later_day: this model cannot read it]"),
+        ("chat", {"type": "thinking", "thinking": "Hm."}, ""),
+        ("chat", "bare", "bare"),
+        ("responses", {"type": "input_file", "file_data": "a"}, "[file: this model cannot read files]"),
+        ("messages", {"type": "document", "source": {"type": "base64", "data": "AAAA"}},
+         "[document: this model cannot read documents]"),
+        ("messages", {"type": "document", "source": {"type": "text", "data": "A letter."}}, "A letter."),
+        ("messages", {"type": "document", "source": {"type": "content", "content": [
+            {"type": "text", "text": "A page."}]}}, "A page."),
+        ("messages", FOUND, f"It is red.{IMAGE}"),
+        ("messages", {"type": "tool_reference", "tool_name": "Bash"}, "[tool_reference: Bash]"),
+        ("messages", {"type": "compaction", "content": "They spoke of tea."}, "They spoke of tea."),
+        ("messages", {"type": "compaction", "content": None}, "[compaction: this model cannot read it]"),
+        ("messages", {"type": "container_upload", "file_id": "a"},
+         "[container_upload: this model cannot read it]"),
+        ("messages", {"type": "code_execution_tool_result", "content": {"stdout": "a"}, "text": 5},
+         "[code_execution_tool_result: this model cannot read it]"),
+    ],
+)  # fmt: skip
+def test_a_block_becomes_its_text_or_a_placeholder(dialect: str, block: Any, text: str) -> None:
+    turn = read(dialect, user([{"type": "input_text", "text": "See: "}, block]))
+    assert [one.content for one in turn.messages or ()] == [f"See: {text}"]
+    is_known = isinstance(block, str) or block["type"] == "thinking"
+    assert [one.where.rpartition(".")[2] for one in turn.warnings] == ([] if is_known else ["content[1]"])
+    assert all(one.is_lost == text.startswith("[") for one in turn.warnings)
+
+
+def test_blocks_of_the_system_prompt_of_answers_and_of_results_of_tools() -> None:
+    picture = PICTURES["messages"]
+    call = {"type": "tool_use", "id": "a", "name": "look", "input": {"at": 1}}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [picture, {"type": "text", "text": "!"}]}
+    search = {"type": "server_tool_use", "id": "b", "name": "web_search", "input": {"query": "a"}}
+    turn = read(
+        "messages",
+        user("Look."),
+        {"role": "assistant", "content": [search, call]},
+        user([result]),
+        system=[picture],
+    )
+    assert [(one.role, one.content) for one in turn.messages or ()] == [
+        ("system", IMAGE),
+        ("user", "Look."),
+        ("assistant", "[server_tool_use: this model cannot read it]"),
+        ("tool", f"{IMAGE}!"),
+    ]
+    assert [one.where for one in turn.warnings] == [
+        "system[0]",
+        "messages[1].content[0]",
+        "messages[2].content[0].content[0]",
+    ]
+    custom = {"id": "a", "type": "custom", "custom": {"name": "edit", "input": "x"}}
+    turn = read("chat", user("Edit."), {"role": "assistant", "tool_calls": [custom]}, user([FOUND]))
+    assert turn.messages is not None
+    assert turn.messages[1].tool_calls[0].function.arguments == '{"input":"x"}'
+
+
+def test_items_of_all_types_are_taken() -> None:
+    turn = read(
+        "responses",
+        {"type": "compaction", "encrypted_content": "x"},
+        user("Look."),
+        {"type": "computer_call", "call_id": "a", "action": {"type": "screenshot"}},
+        {"type": "computer_call_output", "call_id": "a", "output": {"type": "computer_screenshot"}},
+        {"type": "mcp_call", "name": "f", "arguments": "{}", "output": "It is red."},
+        {"type": "function_call", "call_id": "b", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "b", "output": [PICTURES["responses"]]},
+    )
+    assert [(one.role, one.content) for one in turn.messages or ()] == [
+        ("user", "[compaction: this model cannot read it]"),
+        ("user", "Look."),
+        ("assistant", "[computer_call: this model cannot read it]"),
+        ("user", "[computer_call_output: this model cannot read it]"),
+        ("assistant", "It is red."),
+        ("tool", IMAGE),
+    ]
+    assert [one.where for one in turn.warnings if one.is_lost] == [
+        "input[0]",
+        "input[2]",
+        "input[3]",
+        "input[6].output[0]",
+    ]
+
+
+@pytest.mark.parametrize("dialect", READ)
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
+async def test_a_conversation_with_an_image_goes_on_in_its_session(
+    dialect: str, is_streamed: bool, local_worker: Start, door: Start
+) -> None:
+    worker = await local_worker()
+    served = await door(worker.settings.nats, worker.settings.prefix)
+    async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
+        text = {"type": "input_text" if dialect == "responses" else "text", "text": "What is it?"}
+        told = [user([text, PICTURES[dialect]])]
+        more = {"store": False} if dialect == "responses" else {}
+        first = await http.post(PATHS[dialect], json=body(dialect, told, **more))
+        assert first.status_code == 200
+        where = f"{'input' if dialect == 'responses' else 'messages'}[0].content[1]"
+        kind = PICTURES[dialect]["type"]
+        assert first.headers["x-turnkeep-warnings"] == f"{where}: {kind} replaced by a placeholder"
+        assert read(dialect, *told).messages[0].content == f"What is it?{IMAGE}"  # type: ignore[index]
+        answer = first.json()
+        said = {"chat": lambda: answer["choices"][0]["message"]["content"]} | {
+            "messages": lambda: answer["content"][0]["text"] if answer["content"] else "",
+            "responses": lambda: answer["output"][0]["content"][0]["text"],
+        }
+        told += [{"role": "assistant", "content": said[dialect]()}, user("And now?")]
+        second = await http.post(PATHS[dialect], json=body(dialect, told, stream=is_streamed, **more))
+        assert (second.status_code, "x-turnkeep-warnings" in second.headers) == (200, True)
+        name = first.headers["x-turnkeep-session"].split()[0]
+        assert second.headers["x-turnkeep-session"] == f"{name} continued"
+
+
+async def test_a_setting_refuses_what_cannot_be_read(local_worker: Start, door: Start) -> None:
+    worker = await local_worker()
+    served = await door(worker.settings.nats, worker.settings.prefix, placeholders=False)
+    async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
+        for dialect, path in [*PATHS.items(), ("messages", "/v1/messages/count_tokens")]:
+            answer = await http.post(path, json=body(dialect, [user([PICTURES[dialect]])]))
+            error = answer.json()["error"]
+            assert (answer.status_code, PICTURES[dialect]["type"] in error["message"]) == (400, True)
+            assert error.get("param", "messages[0].content[0]").endswith("[0].content[0]")
+        answer = await http.post(PATHS["messages"], json=body("messages", [user([FOUND])]))
+        assert answer.headers["x-turnkeep-warnings"].endswith("search_result read as text")
+
+
+async def test_a_count_of_tokens_names_what_it_replaced(local_worker: Start, door: Start) -> None:
+    worker = await local_worker()
+    served = await door(worker.settings.nats, worker.settings.prefix)
+    async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
+        asked = body("messages", [user([PICTURES["messages"]] * 30)])
+        answer = await http.post("/v1/messages/count_tokens", json=asked)
+        assert answer.json()["input_tokens"] > 30
+        assert answer.headers["x-turnkeep-warnings"].endswith("; and 10 more")
