@@ -224,19 +224,19 @@ For each call, return a JSON object with the function's name and arguments withi
 
 
 def with_tools(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], role: str = "system"
 ) -> list[Mapping[str, Any]]:
-    """Return a conversation with its tools described in the system message, for templates without tools."""
+    """Return a conversation with its tools described in a first message, for templates without tools."""
     listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     asked = _ASKED.format(tools=listed)
-    if messages and messages[0].get("role") == "system":
+    if role == "system" and messages and messages[0].get("role") == "system":
         first = {**messages[0], "content": f"{messages[0].get('content') or ''}\n\n{asked}"}
         return [first, *messages[1:]]
-    return [{"role": "system", "content": asked}, *messages]
+    return [{"role": role, "content": asked}, *messages]
 
 
 def with_calls(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an assistant's message with its tool calls in the content, for templates without tools."""
+    """Return an assistant's message with its tool calls in the content, for templates without them."""
     calls = [call["function"] for call in message.get("tool_calls") or ()]
     said = [str(message.get("content") or "")] if message.get("content") else []
     said += [
@@ -244,7 +244,8 @@ def with_calls(message: Mapping[str, Any]) -> dict[str, Any]:
         f' "arguments": {call["arguments"] or "{}"}}}\n{GENERIC[1]}'
         for call in calls
     ]
-    return {**message, "content": "\n".join(said)}
+    kept = {name: value for name, value in message.items() if name != "tool_calls"}
+    return {**kept, "content": "\n".join(said)}
 
 
 def with_objects(message: Mapping[str, Any]) -> dict[str, Any]:

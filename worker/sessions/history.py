@@ -307,7 +307,10 @@ class Fold:
             yield lambda state: state.conversation.set_tools(state.tokens, tools)
         if request.messages:
             # A template may require the content that a message with only tool calls lacks.
-            messages = [{"content": "", **msgspec.to_builtins(message)} for message in request.messages]
+            messages = [
+                {"role": message.role, "content": "", **msgspec.to_builtins(message)}
+                for message in request.messages
+            ]
             if not as_before:
                 is_begun = history.conversation.has_messages
                 messages = self._tokenizer.adapted(messages, is_begun=is_begun)
