@@ -62,26 +62,26 @@ class ChatTemplate:
         add_generation_prompt: bool,
         started: datetime,
         tools: Sequence[Mapping[str, Any]] = (),
-        options: Mapping[str, Any] = MappingProxyType({}),
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
         """Return the text of a conversation that started on the day `started`.
 
-        `options` are further variables, in place of constants. Raises `UnboundedError`, and any error that
+        `variables` take the place of constants. Raises `UnboundedError`, and any error that
         the template raises.
         """
         pieces: list[str] = []
         num_chars = 0
-        variables = {
+        context = {
             **self._constants,
             "documents": None,
-            **options,
+            **variables,
             "messages": list(messages),
             "tools": list(tools) or None,
             "add_generation_prompt": add_generation_prompt,
             "session_dates": {date_format: started.strftime(date_format) for date_format in self._formats},
             _STEP: _Steps(),
         }
-        for piece in self._template.generate(variables):
+        for piece in self._template.generate(context):
             pieces.append(piece)
             num_chars += len(piece)
             if num_chars > _MAX_CHARS:

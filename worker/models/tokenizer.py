@@ -232,12 +232,12 @@ class Tokenizer:
         add_generation_prompt: bool,
         started: datetime,
         tools: Sequence[Mapping[str, Any]] = (),
-        options: Mapping[str, Any] = MappingProxyType({}),
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
         """Return the text of a whole conversation; raises `TemplateError`.
 
         If the template knows no tools, they are described in the system message (`with_tools`). Messages of
-        roles that it does not render one after the other are joined. `options` are variables for it.
+        roles that it does not render one after the other are joined. `variables` are for it.
 
         A template that asks for the date gets `started`, the day when the session began: with the present
         date, the same conversation would render differently tomorrow.
@@ -254,7 +254,7 @@ class Tokenizer:
                 add_generation_prompt=add_generation_prompt,
                 started=started,
                 tools=tools,
-                options=options,
+                variables=variables,
             )
         except Exception as error:  # noqa: BLE001  # a template is foreign code that can raise anything
             raise TemplateError(f"the chat template refuses these messages: {one_line(error)}") from None
