@@ -6,6 +6,8 @@ the manner of families that do.
 
 from __future__ import annotations
 
+import json
+import random
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +15,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_tool_templates import KINDS
-from test_tools import STRICT, WITH_TOOLS
+from test_tools import STRICT, WITH_TOOLS, text_of, world_of
 
 from tests.model.test_templates import TEMPLATES
 from tests.parts import CHAT_TEMPLATE
+from turnkeep_client.messages import Failed
 from worker.models.habits import Habits
 from worker.models.tokenizer import Tokenizer
 
@@ -51,6 +54,20 @@ REFUSING = """
 {%- for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}{{ '<|im_end|>\n' }}
 {%- endfor %}{# tools #}
 """
+#: Ids of nine characters, no text beside calls, and system messages all at the head.
+MISTRAL_SMALL = """
+{%- for m in messages if m.role == 'system' %}[SYSTEM]{{ m.content }}{% endfor %}
+{%- for m in messages %}
+{%- if m.role == 'user' %}[INST]{{ m.content }}[/INST]
+{%- elif m.tool_calls is defined %}[TOOL_CALLS]
+{%- for call in m.tool_calls %}
+{%- if not call.id or call.id | length != 9 %}{{ raise_exception('ids have nine characters') }}{% endif %}
+{{- call.function | tojson }}{% endfor %}
+{%- elif m.role == 'tool' %}
+{%- if not m.tool_call_id is defined or m.tool_call_id | length != 9 %}{{ raise_exception('which call?') }}
+{%- endif %}[TOOL_RESULTS]{{ m.content }}
+{%- elif m.role == 'assistant' %}{{ m.content }}</s>{% endif %}{% endfor %}{# tools #}
+"""
 #: No system message at all, and it says so.
 NO_SYSTEM = """
 {%- if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
@@ -65,7 +82,13 @@ KNOWS_DEVELOPER = """
 """
 ALL = (
     {"packaged": CHAT_TEMPLATE, "parts": CHAT_TEMPLATE, "with_tools": WITH_TOOLS, "strict": STRICT}
-    | {"silent": SILENT, "refusing": REFUSING, "no_system": NO_SYSTEM, "developer": KNOWS_DEVELOPER}
+    | {
+        "silent": SILENT,
+        "ids": MISTRAL_SMALL,
+        "refusing": REFUSING,
+        "no_system": NO_SYSTEM,
+        "developer": KNOWS_DEVELOPER,
+    }
     | TEMPLATES
     | KINDS
 )
@@ -115,6 +138,13 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
     "system last": [ASKED, say("system", "told")],
     "call": [ASKED, CALLING, result("found"), ANSWERED, say("user", "again")],
     "two calls": [ASKED, TWICE, result("first"), result("second", 1), ANSWERED, say("user", "again")],
+    "ids of any length": [
+        ASKED,
+        say("assistant", "", tool_calls=[{**call('{"key": "argument"}'), "id": "call_1"}]),
+        say("tool", "found", tool_call_id="call_1"),
+        say("tool", "without-id"),
+    ],
+    "text beside a call": [ASKED, {**CALLING, "content": "I-look"}, result("found"), ANSWERED],
     "broken call": [ASKED, BROKEN, result("found"), ANSWERED],
     "array for arguments": [ASKED, say("assistant", "", tool_calls=[call('["in-a-list"]')]), result("found")],
     "user after result": [ASKED, CALLING, result("found"), say("user", "again")],
@@ -151,6 +181,7 @@ PIECES = st.sampled_from(
         [ANSWERED],
         [CALLING, result("found")],
         [BROKEN, result("found")],
+        [{**CALLING, "content": "I-look"}, say("tool", "found")],
         [TWICE, result("first"), result("second", 1)],
     ]
 )
@@ -165,6 +196,31 @@ def test_no_order_of_messages_is_refused_or_loses_a_text(
     said = prompt(tokenizers[name], *messages)
     for text in set(texts(messages)):
         assert said.count(text) >= texts(messages).count(text), text
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name != "packaged"])
+async def test_a_session_has_each_text_in_whatever_requests_it_comes_and_its_log_gives_the_same_tokens(
+    tokenizers: dict[str, Tokenizer], name: str
+) -> None:
+    draw, tokenizer = random.Random(name), tokenizers[name]
+    kinds = [say("system", "told"), say("developer", "more-told"), ASKED, ANSWERED, say("tool", "found")]
+    world = world_of(tokenizer, *["Fine."] * 99)
+    sent: list[str] = []
+    for number in range(24):
+        messages = [[one] for one in draw.choices(kinds, k=draw.choice([1, 1, 2, 3]))]
+        if draw.random() < 0.3:
+            messages.append(draw.choice([[CALLING, result("found")], [BROKEN, result("found")]]))
+        told = [
+            message | {"content": f"{message['content']}-{number}"} for one in messages for message in one
+        ]
+        kind = draw.choice(["append", "append", "generate"])
+        body = json.dumps({"type": kind, "id": f"q{number}", "messages": told})
+        answer = await world.ask(body.encode())
+        assert not isinstance(answer, Failed), (told, answer)
+        sent += [message["content"] for message in told]
+    said = text_of(world)
+    assert [text for text in sent if text not in said] == []
+    await world.assert_fold_is_life()
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name != "developer"])
@@ -196,6 +252,15 @@ def test_arguments_that_are_no_object_are_written_as_the_call_had_them(
     assert '<tool_call>\n{"name": "f", "arguments": broken-argument {}\n</tool_call>' in said
 
 
+def test_a_call_and_its_result_have_one_id_where_the_template_wants_short_ones(
+    tokenizers: dict[str, Tokenizer],
+) -> None:
+    (_, calling, found, *_) = tokenizers["ids"].adapted(CONVERSATIONS["ids of any length"], is_begun=False)
+    assert calling["tool_calls"][0]["id"] == found["tool_call_id"]
+    kept = tokenizers["ids"].adapted([ASKED, CALLING, result("found")], is_begun=False)
+    assert kept[2]["tool_call_id"] == "abcdefgh0"
+
+
 def test_what_a_template_renders_is_left_as_it_is(tokenizers: dict[str, Tokenizer]) -> None:
     assert tokenizers["with_tools"].habits == Habits(developer=False)
 
@@ -206,6 +271,8 @@ def test_the_habits_say_in_words_what_is_done(tokenizers: dict[str, Tokenizer]) 
         "late system within user messages",
         "developer as system",
         "several calls of a message as text",
+        "tool results as user messages, unless they follow calls of the same request",
         "tool and tool in a row joined",
         "tool and user in a row joined",
+        "user and tool in a row joined",
     ]

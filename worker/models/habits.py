@@ -24,8 +24,9 @@ class Habits:
     """Which kinds of message a template renders: without refusing them, and with all of their text.
 
     `developer` needs a template that names this role, as models know no other. Calls may have their arguments
-    as `objects`, or as any `texts`, and there may be `several_calls` in a message. `results` are those of
-    tools. `joined` has pairs of roles whose texts are joined, as they may not follow each other.
+    as `objects`, or as any `texts`. A message may have `several_calls`, or `text_with_calls`. With `any_ids`
+    calls may have these, and results none. `results` of tools are `results_alone` behind an answer whose call
+    is only in its text. `joined` has pairs of roles that may not follow each other: their texts are joined.
     """
 
     system: bool = True
@@ -35,7 +36,10 @@ class Habits:
     objects: bool = True
     texts: bool = True
     several_calls: bool = True
+    text_with_calls: bool = True
+    any_ids: bool = True
     results: bool = True
+    results_alone: bool = True
     answer_first: bool = True
     empty: bool = True
     joined: frozenset[tuple[str, str]] = frozenset()
@@ -59,7 +63,10 @@ _INSTEAD: Final = {
     "late_system": "late system within user messages",
     "developer": "developer as system",
     "several_calls": "several calls of a message as text",
+    "text_with_calls": "calls beside text as text",
+    "any_ids": "ids of calls of nine characters",
     "results": "tool results as user messages",
+    "results_alone": "tool results as user messages, unless they follow calls of the same request",
     "answer_first": "an empty user message before a first answer",
     "empty": "empty messages refused",
 }
@@ -83,6 +90,10 @@ def habits_of(render: Render, source: str, *, renders_tools: bool) -> Habits:
     asked, answered = _said("user", "1"), _said("assistant", "2")
     if not shows(asked) or not shows(asked, answered, _said("user", "3")):
         return Habits()
+
+    def takes(call: dict[str, Any]) -> bool:
+        return shows(asked, _calling(call), _said("tool", "8", call["id"]))
+
     system, developer = _said("system", "4"), _said("developer", "5")
     one, other = _call("abcdefgh1", {"key": "probe-6"}), _call("abcdefgh2", {"key": "probe-7"})
     called = _calling(one)
@@ -95,12 +106,14 @@ def habits_of(render: Render, source: str, *, renders_tools: bool) -> Habits:
     else:
         called, several = _calling(calls[0]), _calling(*calls)
     several_calls = shows(asked, several)
+    free = [_call(name, calls[0]["function"]["arguments"]) for name in ("a", "call_0123456789abcdef")]
     result, second = _said("tool", "8", one["id"]), _said("tool", "9", other["id"])
     results, asks = shows(asked, called, result), _said("user", "9")
     rows: dict[tuple[str, str], list[dict[str, Any]]] = {
         ("user", "user"): [asked, asks],
         ("assistant", "assistant"): [asked, answered, _said("assistant", "3"), asks],
         ("tool", "tool"): [asked, several if several_calls else called, result, second],
+        ("user", "tool"): [asked, result],
         ("tool", "user"): [asked, called, result, asks],
     }
     return Habits(
@@ -113,18 +126,21 @@ def habits_of(render: Render, source: str, *, renders_tools: bool) -> Habits:
         objects=objects,
         texts=texts,
         several_calls=several_calls,
+        text_with_calls=shows(asked, {**called, **_said("assistant", "5")}) or not (objects or texts),
+        any_ids=not results or (shows(asked, called, _said("tool", "8")) and all(map(takes, free))),
         results=results,
+        results_alone=not results or shows(asked, answered, result),
         answer_first=shows(answered, _said("user", "3")),
         empty=shows(_said("user", None)) and shows(asked, _said("assistant", None), _said("user", "3")),
         joined=frozenset(
-            pair for pair, row in rows.items() if (pair[0] != "tool" or results) and not shows(*row)
+            pair for pair, row in rows.items() if ("tool" not in pair or results) and not shows(*row)
         ),
     )
 
 
 def _said(role: str, number: str | None, call_id: str | None = None) -> dict[str, Any]:
-    of_tool = {"tool_call_id": call_id, "name": "probe"} if call_id else {}
-    return {"role": role, "content": "" if number is None else f"probe-{number}", **of_tool}
+    of_call = {"tool_call_id": call_id} if call_id else {}
+    return {"role": role, "content": "" if number is None else f"probe-{number}", **of_call}
 
 
 def _call(call_id: str, arguments: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from .chat_template import ChatTemplate, template_of
 from .content import ControlTokens, index_after, is_marked, unmarked
-from .dialect import dialect_of, renders_tools, with_calls, with_objects, with_tools
+from .dialect import dialect_of, renders_tools, with_calls, with_objects, with_short_ids, with_tools
 from .habits import habits_of
 from .model_files import one_line, read_json
 from .tokenizer_files import load
@@ -153,16 +153,18 @@ class Tokenizer:
         the template does not render becomes a part of the user's next message, or a user message. `is_begun`
         says that messages come before these.
         """
-        habits, found, goes_on, is_told = self.habits, list[dict[str, Any]](), False, False
+        habits, found, goes_on, has_call = self.habits, list[dict[str, Any]](), False, False
         for given in messages:
             message, role = self._with_calls(given), given["role"]
             if role == "developer" and not habits.developer:
                 message, role = {**message, "role": "system"}, "system"
-            if role == "assistant":
-                is_told = "tool_calls" in given and "tool_calls" not in message and habits.calls
-            if role == "tool" and (is_told or not habits.results):
+            if role != "tool":
+                has_call = bool(message.get("tool_calls"))
+            elif not habits.results or not (has_call or habits.results_alone):
                 said = f"<tool_response>\n{message['content']}\n</tool_response>"
                 message = {"role": "user", "content": said}
+            if not habits.any_ids:
+                message = with_short_ids(message)
             leads = not is_begun and all(one["role"] in ("system", "developer") for one in found)
             was_system, goes_on = goes_on, False
             if role in ("system", "developer"):
@@ -188,7 +190,11 @@ class Tokenizer:
             return message
         habits, made = self.habits, with_objects(message)
         are_objects = all(isinstance(call["function"]["arguments"], dict) for call in made["tool_calls"])
-        if not habits.calls or not (habits.several_calls or len(made["tool_calls"]) == 1):
+        if (
+            not habits.calls
+            or not (habits.several_calls or len(made["tool_calls"]) == 1)
+            or not (habits.text_with_calls or not message.get("content"))
+        ):
             return with_calls(message)
         if habits.objects and (are_objects or habits.texts):
             return made
