@@ -101,7 +101,7 @@ def habits_of(render: Render, source: str, *, renders_tools: bool) -> Habits:
     texts = renders_tools and shows(asked, _calling(_call("abcdefgh1", "probe-6 (")))
     written = _call("abcdefgh1", '{"key": "probe-6"}'), _call("abcdefgh2", '{"key": "probe-7"}')
     calls = (one, other) if objects else written
-    if not objects and not texts:
+    if not (knows := objects or texts):
         called, several = with_calls(_calling(written[0])), with_calls(_calling(*written))
     else:
         called, several = _calling(calls[0]), _calling(*calls)
@@ -126,8 +126,9 @@ def habits_of(render: Render, source: str, *, renders_tools: bool) -> Habits:
         objects=objects,
         texts=texts,
         several_calls=several_calls,
-        text_with_calls=shows(asked, {**called, **_said("assistant", "5")}) or not (objects or texts),
-        any_ids=not results or (shows(asked, called, _said("tool", "8")) and all(map(takes, free))),
+        text_with_calls=not knows or shows(asked, {**called, **_said("assistant", "5")}),
+        any_ids=not (knows and results)
+        or (shows(asked, called, _said("tool", "8")) and all(map(takes, free))),
         results=results,
         results_alone=not results or shows(asked, answered, result),
         answer_first=shows(answered, _said("user", "3")),

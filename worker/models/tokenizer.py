@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from contextlib import suppress
 from datetime import UTC, datetime
-from functools import cached_property
 from hashlib import blake2b
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from .dialect import Dialect
-    from .habits import Habits
     from .model_files import Progress
     from .tokenizer_files import LoadedTokenizer
 
@@ -66,6 +64,9 @@ class Tokenizer:
         self.eos_ids: frozenset[int] = (
             frozenset(eos_ids) | (frozenset() if own is None else {int(own)}) | self._turn_ends()
         )
+        source = self.template or ""
+        #: What the chat template does with each kind of message.
+        self.habits = habits_of(self._probe, source, renders_tools=renders_tools(source))
         self._controls = ControlTokens(self._rust, self.eos_ids, str(hf.chat_template))
         self._bytes: dict[int, bytes] = {}
         self._lead: str | None = None
@@ -199,12 +200,6 @@ class Tokenizer:
         if habits.objects and (are_objects or habits.texts):
             return made
         return message if habits.texts else with_calls(message)
-
-    @cached_property
-    def habits(self) -> Habits:
-        """What the template does with each kind of message; found on first use."""
-        knows_tools = renders_tools(self.template or "")
-        return habits_of(self._probe, self.template or "", renders_tools=knows_tools)
 
     def _probe(self, messages: Sequence[Mapping[str, Any]], *, header: bool = False) -> str:
         """Render messages as they are; raises any error."""
