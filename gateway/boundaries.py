@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from turnkeep_client.messages import Called, Generated, Message, ToolCall
 
 #: Options of a generate that belong to the prompt.
-_RENDERED: Final = ("tools", "special_tokens")
+_RENDERED: Final = ("tools", "chat_template_kwargs", "special_tokens")
 
 _ENCODER: Final = msgspec.json.Encoder(order="deterministic")
 
@@ -30,7 +30,8 @@ def chain(messages: Sequence[Message], options: Mapping[str, Any]) -> list[bytes
     found, calls = [_digest(b"chat", _rendered(options))], list[str]()
     for message in messages:
         text, given = message.content or "", message.tool_calls or ()
-        item: list[Any] = [message.role, text, message.name, _calls(given)]
+        role = "system" if message.role == "developer" else message.role  # two names, one meaning
+        item: list[Any] = [role, text, message.name, _calls(given)]
         if message.role == "tool":
             item.append(_place(message.tool_call_id, calls))
         elif given:

@@ -85,7 +85,14 @@ class _Request(openai.Sampled, frozen=True, kw_only=True):
     web_search_options: Any = None
 
 
+class _Sent(Struct, frozen=True):
+    """The tools with their keys in the order of the request, which is that of the prompt too."""
+
+    tools: list[dict[str, Any]] | None = None
+
+
 DECODER: Final = msgspec.json.Decoder(_Request, dec_hook=as_whole)
+_SENT: Final = msgspec.json.Decoder(_Sent)
 
 
 def read(body: bytes) -> Turn:
@@ -97,7 +104,7 @@ def read(body: bytes) -> Turn:
     if not asked.messages:
         raise refused("messages is empty", "messages")
     most = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
-    options = openai.sampling(asked, most) | _tools(asked)
+    options = openai.sampling(asked, most) | _tools(asked, body)
     if asked.logprobs:
         options |= {"logprobs": True, "top_logprobs": int(asked.top_logprobs or 0)}
     elif asked.top_logprobs:
@@ -118,20 +125,18 @@ def read(body: bytes) -> Turn:
     return check(turn, {})
 
 
-def _tools(asked: _Request) -> dict[str, Any]:
+def _tools(asked: _Request, body: bytes) -> dict[str, Any]:
     """Return the fields about tools. They are the session's: equal tools change nothing."""
     if not asked.tools:
         if asked.tool_choice in (None, "auto", "none"):
             return {}
         raise refused("tool_choice needs tools", "tool_choice")
-    tools = []
     for number, tool in enumerate(asked.tools):
         if tool.type != "function":
             raise refused(f"tools of the type {tool.type} are not supported", f"tools[{number}]")
         if tool.function is None:
             raise refused("a tool needs the field function, with its name", f"tools[{number}]")
-        tools.append({"type": "function", "function": msgspec.to_builtins(tool.function)})
-    options: dict[str, Any] = {"tools": tools}
+    options: dict[str, Any] = {"tools": [_as_sent(tool) for tool in _SENT.decode(body).tools or ()]}
     choice = asked.tool_choice
     if isinstance(choice, _Chosen):
         if choice.type != "function" or choice.function is None:
@@ -142,6 +147,16 @@ def _tools(asked: _Request) -> dict[str, Any]:
     if asked.parallel_tool_calls is not None:
         options["parallel_tool_calls"] = asked.parallel_tool_calls
     return options
+
+
+def _as_sent(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool without fields that no worker knows, and without those that are null."""
+    known = _ToolFunction.__struct_fields__
+    function = {
+        name: value for name, value in tool["function"].items() if name in known and value is not None
+    }
+    fields = {"type": "function", "function": function}
+    return {name: fields[name] for name in (*tool, *fields) if name in fields}
 
 
 def _message(given: _Message, where: str, warnings: list[Warned]) -> Message:

@@ -48,7 +48,7 @@ from .recovery import recover
 from .seen import Seen
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Sequence
+    from collections.abc import Callable, Coroutine, Mapping, Sequence
 
     from turnkeep_client.client import Client
     from turnkeep_client.messages import Message, Metrics
@@ -182,8 +182,8 @@ class Conversations:
     async def count(self, turn: Turn) -> int:
         """Count the tokens of a turn's messages and tools, without running it. Raises `TurnkeepError`."""
         session = self.client.session(new_name())
-        asked = session.count(messages=turn.messages, text=turn.text, tools=turn.options.get("tools"))
-        num_tokens = (await asked).tokens
+        rendering = _rendering(turn.options)
+        num_tokens = (await session.count(messages=turn.messages, text=turn.text, **rendering)).tokens
         if prefix := turn.options.get("prefix"):
             num_tokens += (await session.count(text=prefix, special_tokens=False)).tokens
         return num_tokens
@@ -336,8 +336,8 @@ class Conversations:
             if not asked.num_users and not self._is_stopping():
                 raise RequestFailedError("expired", "its client has gone away", retryable=True)
             boundary = plan.known[plan.num_known + sent.num_messages + len(piece)]
-            tools = None if sent.num_messages else plan.options.get("tools")
-            appended = await self._append_piece(asked, boundary, sent.position, piece, tools)
+            rendering = {} if sent.num_messages else _rendering(plan.options)
+            appended = await self._append_piece(asked, boundary, sent.position, piece, rendering)
             self.index.append(held, boundary, appended)
             num_new = 0 if appended.repeat_of is not None else appended.prefilled_tokens
             sent = _Sent(sent.num_messages + len(piece), appended.position, sent.num_prefilled + num_new)
@@ -346,13 +346,18 @@ class Conversations:
         return sent
 
     async def _append_piece(
-        self, asked: Asked, boundary: bytes, position: int, piece: Sequence[Message], tools: Any
+        self,
+        asked: Asked,
+        boundary: bytes,
+        position: int,
+        piece: Sequence[Message],
+        rendering: Mapping[str, Any],
     ) -> Appended:
         """Append messages, under an id under which no earlier attempt has failed. Raises `TurnkeepError`."""
         key, attempt = session_key(self.client.tenant, asked.held.name), 0
         while True:
             asked.appending = append_id(boundary, position, attempt)
-            request = build(Append, asked.appending, messages=piece, tools=tools, expect_position=position)
+            request = build(Append, asked.appending, messages=piece, expect_position=position, **rendering)
             result = await (await self.client.submit(key, request))
             if not isinstance(result, Failed) or result.repeat_of is None:
                 return expect(Appended, result)
@@ -476,6 +481,11 @@ def _headers(turn: Turn, plan: Plan, sent: _Sent, note: Note | None) -> dict[str
     has_parent = plan.how in {"forked", "repeated"}
     num_before = plan.num_known + sent.num_messages
     return recorded.headers(note, (turn.messages or ())[:num_before] if has_parent else None)
+
+
+def _rendering(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what of a generate's options an append or a count has too, as it belongs to the prompt."""
+    return {name: options.get(name) for name in ("tools", "chat_template_kwargs")}
 
 
 def _with_appended(result: Generated, num_prefilled: int) -> Generated:

@@ -65,6 +65,7 @@ class Sampled(Struct, frozen=True, kw_only=True):
     stop: str | list[str] | None = None
     logit_bias: dict[str, float] | None = None
     response_format: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 def sampling(asked: Sampled, max_tokens: int | None) -> dict[str, Any]:
@@ -85,6 +86,8 @@ def sampling(asked: Sampled, max_tokens: int | None) -> dict[str, Any]:
             options["logit_bias"] = {int(token): bias for token, bias in asked.logit_bias.items()}
         except ValueError:
             raise refused("the keys of logit_bias must be token ids", "logit_bias") from None
+    if asked.chat_template_kwargs:
+        options["chat_template_kwargs"] = asked.chat_template_kwargs
     if (form := asked.response_format) is not None and form != {"type": "text"}:
         options["response_format"] = _best_effort(form)
     return options

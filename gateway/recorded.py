@@ -207,7 +207,8 @@ def _after(prompt: tuple[Message, ...], result: Generated, prefix: str = "") -> 
     if not result.tokens:  # cancelled before the first one
         return prompt
     calls = tuple(
-        ToolCall(call.id, Function(call.function.name, call.function.arguments)) for call in result.tool_calls
+        ToolCall(id=call.id, function=Function(call.function.name, call.function.arguments))
+        for call in result.tool_calls
     )
     return (*prompt, Message("assistant", prefix + result.text, None, calls))
 

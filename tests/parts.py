@@ -83,6 +83,8 @@ def make_tiny_model(folder: Path, **changes: int) -> Path:
 def make_endless_model(tiny: Path, folder: Path) -> Path:
     """Copy the tiny model without its end-of-turn token: an answer lasts as long as it was asked to.
 
+    Its template ends a turn by a plain character, as a token there would end answers too.
+
     Its context is long enough for an answer that outlasts any test.
     """
     shutil.copytree(tiny, folder)
@@ -92,6 +94,7 @@ def make_endless_model(tiny: Path, folder: Path) -> Path:
         if "max_position_embeddings" in config:
             config["max_position_embeddings"] = ENDLESS_CONTEXT
         (folder / name).write_text(json.dumps(config))
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE.replace("<|im_end|>", "|"))
     return folder
 
 

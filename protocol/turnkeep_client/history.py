@@ -69,7 +69,7 @@ class Turn(Struct, frozen=True, kw_only=True):
             return said
         text = (asked.prefix if isinstance(asked, Generate) else "") + answer.text
         calls = tuple(
-            ToolCall(call.id, Function(call.function.name, call.function.arguments))
+            ToolCall(id=call.id, function=Function(call.function.name, call.function.arguments))
             for call in answer.tool_calls
         )
         return (*said, Message("assistant", text, tool_calls=calls))

@@ -41,6 +41,7 @@ FEATURES: Final = (
     "paged",
     "response_format",
     "echo",
+    "chat_template_kwargs",
 )
 
 #: The options of a generate that a model's authors may recommend, in the model's `generation_config.json`.
@@ -73,12 +74,12 @@ class Function(Struct, frozen=True, forbid_unknown_fields=True):
     arguments: str
 
 
-class ToolCall(Struct, frozen=True, forbid_unknown_fields=True):
+class ToolCall(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One tool call of an assistant message, in OpenAI's shape."""
 
     id: str
-    function: Function
     type: Literal["function"] = "function"
+    function: Function
 
 
 class ToolFunction(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -90,11 +91,11 @@ class ToolFunction(Struct, frozen=True, forbid_unknown_fields=True, omit_default
     strict: bool | None = None
 
 
-class Tool(Struct, frozen=True, forbid_unknown_fields=True):
-    """A tool, in OpenAI's shape."""
+class Tool(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A tool, in OpenAI's shape. The chat template gets it as it was sent, with its keys in their order."""
 
-    function: ToolFunction
     type: Literal["function"] = "function"
+    function: ToolFunction
 
 
 class _ChosenFunction(Struct, frozen=True, forbid_unknown_fields=True):
@@ -229,11 +230,21 @@ class Open(_Request, frozen=True, tag="open"):
             raise ValueError("open takes from or a cache policy, not both: a fork keeps its parent's policy")
 
 
+#: Variables that a template gets from the worker.
+_OWN_VARIABLES: Final = ("messages", "tools", "add_generation_prompt")
+
+Variables = Annotated[
+    dict[str, Any],
+    Meta(max_length=64, description="variables for the chat template, such as enable_thinking"),
+]
+
+
 class _Input(_Request, frozen=True):
     messages: tuple[Message, ...] | None = None
     text: Text | None = None
     tokens: tuple[TokenId, ...] | None = None
     special_tokens: SpecialTokens | None = None
+    chat_template_kwargs: Variables | None = None
     deadline_s: Deadline | None = None
     priority: Priority = 0
 
@@ -246,7 +257,10 @@ class _Input(_Request, frozen=True):
 Tools = Annotated[tuple[Tool, ...], Meta(max_length=512)]
 
 
-def _check_names(tools: Tools) -> list[str]:
+def _check_rendering(tools: Tools, variables: dict[str, Any]) -> list[str]:
+    """Check what a chat template gets besides messages; return the names of the tools."""
+    if own := next((name for name in _OWN_VARIABLES if name in variables), None):
+        raise ValueError(f"the request has {own} in chat_template_kwargs, which the template gets otherwise")
     names = [tool.function.name for tool in tools]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ValueError(f"the request has two tools of the name {twice}")
@@ -256,7 +270,7 @@ def _check_names(tools: Tools) -> list[str]:
 class Append(_Input, frozen=True, tag="append"):
     """Add exactly one of `messages`, `text`, `tokens` to the session and prefill it at once.
 
-    `tools` are those of the session from then on, as in a generate.
+    `tools` and `chat_template_kwargs` are those of the session from then on, as in a generate.
     """
 
     tools: Tools | None = None
@@ -264,7 +278,7 @@ class Append(_Input, frozen=True, tag="append"):
     def __post_init__(self) -> None:
         if self.num_inputs != 1:
             raise ValueError(f"append takes exactly one of messages, text, tokens; it has {self.num_inputs}")
-        _check_names(self.tools or ())
+        _check_rendering(self.tools or (), self.chat_template_kwargs or {})
 
 
 class JsonSchema(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -341,7 +355,8 @@ class Generate(_Input, frozen=True, tag="generate"):
 
     `tools` stay those of the session until a request gives others, or none (`[]`). `tool_choice` says whether
     the answer may call them (`auto`), must not (`none`), must (`required`), or must call the one that it
-    names. Without `parallel_tool_calls` the answer ends with its first call.
+    names. Without `parallel_tool_calls` the answer ends with its first call. `chat_template_kwargs` stay
+    those of the session in the same way (`{}`: none).
     """
 
     max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 256
@@ -380,7 +395,7 @@ class Generate(_Input, frozen=True, tag="generate"):
             raise ValueError("generate takes top_logprobs with logprobs only: set logprobs to true")
         if not self.max_tokens and not self.echo:
             raise ValueError("generate takes max_tokens 0 with echo only: an answer has a token at least")
-        names = _check_names(self.tools or ())
+        names = _check_rendering(self.tools or (), self.chat_template_kwargs or {})
         if isinstance(self.tool_choice, NamedTool) and self.tools is not None:
             chosen = self.tool_choice.function.name
             if chosen not in names:
@@ -783,7 +798,8 @@ class CountRequest(
     tokens: tuple[TokenId, ...] | None = None
     special_tokens: SpecialTokens | None = None
     raw: bool = False
-    tools: Annotated[tuple[Tool, ...], Meta(max_length=512)] | None = None
+    tools: Tools | None = None
+    chat_template_kwargs: Variables | None = None
 
 
 ControlRequest = InfoRequest | MetricsRequest | CancelRequest | PinRequest | UnpinRequest | CountRequest
@@ -1027,6 +1043,12 @@ class _Named(Struct):
     id: Id | None = None
 
 
+class _Sent(Struct):
+    """What of a request a chat template gets as it was sent."""
+
+    tools: tuple[dict[str, Any], ...] | None = None
+
+
 _REQUEST: Final[msgspec.json.Decoder[Request]] = msgspec.json.Decoder(Request)
 _RESULT: Final[msgspec.json.Decoder[KnownResult]] = msgspec.json.Decoder(KnownResult)
 _UNKNOWN_RESULT: Final = msgspec.json.Decoder(UnknownResult)
@@ -1038,6 +1060,7 @@ _GATEWAY_METRICS: Final = msgspec.json.Decoder(GatewayMetrics)
 #: The values stay raw, so only the request decoder parses them, at any nesting.
 _FIELDS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _NAMED: Final = msgspec.json.Decoder(_Named)
+_SENT: Final = msgspec.json.Decoder(_Sent)
 _ENCODER: Final = msgspec.json.Encoder()
 
 
@@ -1056,8 +1079,11 @@ def encode(message: Struct | dict[str, Any]) -> bytes:
 
 
 def decode_request(body: bytes) -> Request:
-    """Decode a body from `in`; raises `InvalidMessageError` with a sentence for the sender."""
-    return _decode(_REQUEST, body, "a request")
+    """Decode a body from `in`; raises `InvalidMessageError` with a sentence for the sender.
+
+    The request's `tools` are checked, but stay objects whose keys have the order that the sender chose.
+    """
+    return _as_sent(_decode(_REQUEST, body, "a request"), body)
 
 
 def decode_answered(body: bytes) -> Request:
@@ -1078,7 +1104,7 @@ def decode_answered(body: bytes) -> Request:
 
 def decode_control(body: bytes) -> ControlRequest:
     """Decode a body from `ctl`; raises `InvalidMessageError`."""
-    return _decode(_CONTROL, body, "a control request")
+    return _as_sent(_decode(_CONTROL, body, "a control request"), body)
 
 
 def decode_ask(body: bytes, request_id: str) -> Generate:
@@ -1139,6 +1165,13 @@ def decode_metrics(body: bytes) -> Metrics:
 def decode_gateway_metrics(body: bytes) -> GatewayMetrics:
     """Decode a gateway's metrics message; raises `InvalidMessageError`."""
     return _decode(_GATEWAY_METRICS, body, "a gateway's metrics message")
+
+
+def _as_sent(request: _T, body: bytes) -> _T:
+    """Give a decoded request the tools as they were sent: a `Tool` would put their keys in its own order."""
+    if isinstance(request, Append | Generate | CountRequest) and request.tools:
+        force_setattr(request, "tools", _SENT.decode(body).tools)
+    return request
 
 
 def _decode(decoder: msgspec.json.Decoder[_T], body: bytes, what: str) -> _T:

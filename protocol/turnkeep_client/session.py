@@ -89,6 +89,7 @@ class Sampling(TypedDict, total=False):
     stop: Sequence[str] | str
     raw: bool
     tools: Sequence[Tool | Mapping[str, Any]]
+    chat_template_kwargs: Mapping[str, Any]
     tool_choice: str | Mapping[str, Any]
     parallel_tool_calls: bool
     reasoning: Reasoning | Mapping[str, Any]
@@ -159,6 +160,7 @@ class Session:
         text: str | None = None,
         tokens: Sequence[int] | None = None,
         tools: Sequence[Tool | Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         special_tokens: bool | None = None,
         request_id: str | None = None,
         expect_position: int | None = None,
@@ -169,10 +171,10 @@ class Session:
     ) -> Appended:
         """Add exactly one of `messages`, `text`, `tokens` and wait until it is prefilled.
 
-        `tools` become those of the session. `special_tokens` parses special tokens that are spelled out in
-        messages: for trusted messages only. After `deadline_s` the worker drops the request; `timeout_s` only
-        ends the wait. `headers` are headers of the NATS message; a `traceparent` adds the worker's spans to
-        the caller's trace.
+        `tools` and `chat_template_kwargs` become those of the session. `special_tokens` parses special tokens
+        that are spelled out in messages: for trusted messages only. After `deadline_s` the worker drops the
+        request; `timeout_s` only ends the wait. `headers` are headers of the NATS message; a `traceparent`
+        adds the worker's spans to the caller's trace.
         """
         request = build(
             Append,
@@ -181,6 +183,7 @@ class Session:
             text=text,
             tokens=tokens,
             tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
             special_tokens=special_tokens,
             expect_position=expect_position,
             deadline_s=deadline_s,
@@ -331,6 +334,7 @@ class Session:
         special_tokens: bool | None = None,
         raw: bool = False,
         tools: Sequence[Tool | Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Counted:
         """Count the tokens that a generate with this input would add, without running it."""
         asked = build(
@@ -341,6 +345,7 @@ class Session:
             special_tokens=special_tokens,
             raw=raw,
             tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
         )
         request = CountRequest(
             messages=asked.messages,
@@ -349,6 +354,7 @@ class Session:
             special_tokens=asked.special_tokens,
             raw=asked.raw,
             tools=asked.tools,
+            chat_template_kwargs=asked.chat_template_kwargs,
         )
         return expect(Counted, await self._control(request))
 

@@ -36,11 +36,25 @@ async def test_a_model_is_served_by_name_and_not_removed_meanwhile(
     )
     worker.stop()
     shown = run("show", "mine").stdout
-    for line in ("architecture    llama", "parameters      0.0906 million", "in use          no"):
+    told = "messages        developer as system; calls as text"
+    for line in ("architecture    llama", "parameters      0.0906 million", told, "in use          no"):
         assert f"\n{line}\n" in shown, shown
     assert run("rm", "mine").stdout.startswith("removed mine, which frees ")
     assert "mine" not in run("list").stdout
     shutil.copytree(tiny_model, tmp_path / "data" / "models" / "mine")  # the fixture starts it again
+
+
+async def test_a_model_is_shown_with_what_its_template_does_with_messages(
+    tmp_path: Path, model_with_template: Callable[[str, str], Path]
+) -> None:
+    users = "{% for m in messages if m.role != 'system' %}{{ m.content }};{% endfor %}"
+    said = {}
+    for name, template in {"silent": users, "refuses": "{{ raise_exception('no') }}", "broken": "{%"}.items():
+        folder = model_with_template(f"shown-{name}", template)
+        done = await command("model", "show", folder, "--json", "--data-dir", tmp_path)
+        said[name] = json.loads(done.stdout)["messages"]
+    assert "system at the head of the first user message" in said["silent"]
+    assert (said["refuses"], said["broken"]) == ([], []), "what renders no conversation is not asked"
 
 
 def test_a_name_that_is_no_hub_id_cannot_be_pulled(tmp_path: Path) -> None:

@@ -84,6 +84,16 @@ def test_what_the_model_is_told_changes_the_digest_from_there_on() -> None:
     assert len({chain(user("a"), one)[-1] for one in two}) == 4
 
 
+def test_a_developers_message_is_the_systems_and_variables_of_the_template_belong_to_the_digest() -> None:
+    told = {"role": "system", "content": "Be brief."}
+    one = chain(told, user("a"))
+    assert chain({**told, "role": "developer"}, user("a")) == one
+    assert chain(told, user("a"), chat_template_kwargs={}) == one
+    thinks, not_ = (chain(told, user("a"), chat_template_kwargs={"think": is_}) for is_ in (True, False))
+    assert not {*one} & {*thinks}
+    assert not {*not_} & {*thinks}
+
+
 def test_results_of_calls_are_known_by_their_calls_and_not_by_ids() -> None:
     both = called("{}", "x")
     both["tool_calls"] = [*both["tool_calls"], *called('{"a": 1}', "y")["tool_calls"]]

@@ -8,6 +8,7 @@ import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from openai import BadRequestError
 from parts import CHAT_TEMPLATE
 
 from gateway import chat
@@ -431,3 +432,52 @@ async def test_effort_limits_the_reasoning_and_is_no_part_of_the_conversation(be
     said = [user("Hello."), assistant(first.choices[0].message.content), user("Go on.")]
     _, again, how = await ask(door, said, reasoning_effort="high")
     assert (again, how) == (session, "continued")
+
+
+async def test_a_developers_prompt_is_told_to_the_model_as_the_systems(begin: Any) -> None:
+    _, door = await begin()
+    developer = {"role": "developer", "content": SYSTEM["content"]}
+    first, session, _ = await ask(door, [developer, user("Hello.")])
+    other, _, _ = await ask(door, [SYSTEM, user("Hello!")])
+    assert first.usage.prompt_tokens == other.usage.prompt_tokens
+    said = assistant(first.choices[0].message.content)
+    _, again, how = await ask(door, [SYSTEM, user("Hello."), said, user("And?")])
+    assert (again, how) == (session, "continued")
+
+
+async def test_variables_of_the_template_reach_it_and_stay_with_the_conversation(
+    local_worker: Start, door: Start, model_with_template: Callable[[str, str], Path]
+) -> None:
+    template = CHAT_TEMPLATE + "{% if enable_thinking is false %}12345{% endif %}"
+    worker = await local_worker(model=str(model_with_template("variables", template)))
+    served = await door(worker.settings.nats, worker.settings.prefix)
+    thinks: dict[str, Any] = {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}
+    plain, _, _ = await ask(served, [user("Hello.")])
+    first, session, how = await ask(served, [user("Hello.")], **thinks)
+    assert how == "begun"
+    assert first.usage.prompt_tokens == plain.usage.prompt_tokens + 5
+    told = [user("Hello."), assistant(first.choices[0].message.content), user("And?")]
+    _, again, how = await ask(served, told, **thinks)
+    assert (again, how) == (session, "continued")
+    _, other, _ = await ask(served, told)
+    assert other != session
+    answer = await served.openai.responses.create(model="m", input="Hello.", max_output_tokens=8, **thinks)
+    assert answer.usage.input_tokens == first.usage.prompt_tokens
+    with pytest.raises(BadRequestError, match="has messages in chat_template_kwargs"):
+        await ask(served, told, extra_body={"chat_template_kwargs": {"messages": []}})
+
+
+async def test_tools_reach_the_template_with_their_keys_in_the_requests_order(
+    local_worker: Start, door: Start, model_with_template: Callable[[str, str], Path]
+) -> None:
+    template = CHAT_TEMPLATE + "{% for tool in tools or [] %}{{ (tool | tojson)[:40] }}{% endfor %}"
+    worker = await local_worker(model=str(model_with_template("ordered", template)))
+    served = await door(worker.settings.nats, worker.settings.prefix)
+    tools = [
+        {"type": "function", "function": {"description": "d", "name": "f", "x": 1}},
+        {"function": {"name": "g", "strict": None}, "type": "function"},
+    ]
+    _, session, _ = await ask(served, [user("Hello.")], tools=tools)
+    body = (await worker.client.log(session))[0].body
+    assert b'[{"type":"function","function":{"description":"d","name":"f"}},' in body
+    assert b'{"function":{"name":"g"},"type":"function"}]' in body

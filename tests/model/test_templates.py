@@ -330,12 +330,32 @@ def test_a_replacement_that_shares_bytes_of_a_character_replaces_the_character(
     assert chat.text == chat.render()
 
 
-def test_roles_that_the_template_refuses_are_an_error_in_its_words(tokenizers: dict[str, Tokenizer]) -> None:
+def test_messages_in_a_row_are_joined_where_the_template_wants_roles_in_turns(
+    tokenizers: dict[str, Tokenizer],
+) -> None:
     chat = Chat(tokenizers["alternating"])
     chat.say(("user", "Hi"))
+    chat.say(("user", "Hi again"))
+    assert chat.text == "[INST] Hi\n\nHi again [/INST]"
+    chat.open()
+    chat.reply(" Hello.")
+    addition = chat.say(("assistant", "And?"))
+    assert addition.keep == len(chat.encode("[INST] Hi\n\nHi again [/INST]")) + len(chat.encode(" Hello."))
+    chat.say(("user", "Bye"))
+    assert chat.text == "[INST] Hi\n\nHi again [/INST] Hello.\n\nAnd?<|im_end|>[INST] Bye [/INST]"
+    assert chat.text == chat.render()
+
+
+def test_a_message_that_the_template_refuses_is_an_error_in_its_words(with_template: Any) -> None:
+    chat = Chat(
+        with_template(
+            CHATML + "{% if 'no' in messages[-1].content %}{{ raise_exception('Not so') }}{% endif %}"
+        )
+    )
+    chat.say(("user", "Hi"))
     before = chat.conversation
-    with pytest.raises(TemplateError, match="roles must alternate"):
-        chat.say(("user", "Hi again"))
+    with pytest.raises(TemplateError, match="Not so"):
+        chat.say(("user", "no"))
     assert chat.conversation is before
 
 

@@ -8,15 +8,16 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import sentencepiece
 from tiny_gguf import TEXT, TinyLlama, weights
 
+from tests.parts import CHAT_TEMPLATE
 from worker.models import gguf_model
 from worker.models.model_files import ModelError
-from worker.models.tokenizer import Tokenizer
+from worker.models.tokenizer import TemplateError, Tokenizer
 from worker.text.templates import Conversation
 from worker.text.text import TextStream
 
@@ -175,3 +176,82 @@ def test_ends_named_by_any_of_the_configs_count(packaged_folder: Path, tmp_path:
     )
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 10]}))
     assert Tokenizer.from_folder(tmp_path).eos_ids == {2, 7, 8, 9, 10}
+
+
+def folder_with(tiny_model: Path, folder: Path, **config: Any) -> Path:
+    """Copy the tiny model without its chat template, and change its tokenizer_config.json."""
+    shutil.copytree(tiny_model, folder)
+    (folder / "chat_template.jinja").unlink()
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    return folder
+
+
+def said_by(folder: Path, **more: Any) -> str:
+    tokenizer, messages = Tokenizer.from_folder(folder), [{"role": "user", "content": "Hi"}]
+    return tokenizer.render(messages, add_generation_prompt=True, started=datetime.now(UTC), **more)
+
+
+def test_the_token_that_ends_a_turn_in_the_template_ends_answers_whatever_the_files_name(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    folder = folder_with(
+        tiny_model, tmp_path / "model", eos_token="<|endoftext|>", chat_template=CHAT_TEMPLATE
+    )
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": 0}))
+    assert Tokenizer.from_folder(folder).eos_ids == {0, 2}
+
+
+@pytest.mark.parametrize(
+    ("behind", "ends"),
+    [("<|im_end|>", {2}), ("\n<|im_end|>\n<|im_start|>", {2}), ("!<|im_end|>", {0}), ("", {0})],
+)
+def test_only_a_token_right_behind_an_answer_ends_a_turn(
+    tiny_model: Path, tmp_path: Path, behind: str, ends: set[int]
+) -> None:
+    template = "{% for m in messages %}{{ m.content }}" + behind + "{% endfor %}"
+    folder = folder_with(tiny_model, tmp_path / "model", eos_token="<|endoftext|>", chat_template=template)
+    (folder / "config.json").write_text("{}")
+    assert Tokenizer.from_folder(folder).eos_ids == {0} | ends
+
+
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_a_template_in_a_file_for_processors_is_read(
+    tiny_model: Path, tmp_path: Path, *, is_stored: bool
+) -> None:
+    folder = folder_with(tiny_model, tmp_path / "model")
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": CHAT_TEMPLATE}))
+    for _ in range(2):
+        tokenizer = Tokenizer.from_folder(folder, tmp_path if is_stored else None)
+        assert tokenizer.template == CHAT_TEMPLATE
+    assert said_by(folder) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+
+
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f"}}
+TOOL_USE = "\n{% for tool in tools %}{{ tool.function.name }}\n{% endfor %}{{ messages[0].content }}  \n"
+
+
+@pytest.mark.parametrize("in_json", [False, True])
+def test_of_several_templates_that_for_tools_renders_conversations_with_tools(
+    tiny_model: Path, tmp_path: Path, *, in_json: bool
+) -> None:
+    named = [
+        {"name": name, "template": text}
+        for name, text in (("default", CHAT_TEMPLATE), ("tool_use", TOOL_USE), ("rag", "{{ documents }}"))
+    ]
+    folder = folder_with(tiny_model, tmp_path / "model", **({} if in_json else {"chat_template": named}))
+    if in_json:
+        (folder / "chat_template.json").write_text(json.dumps({"chat_template": named}))
+    assert said_by(folder) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert said_by(folder, tools=[TOOL]) == "\nf\nHi  "
+    assert Tokenizer.from_folder(folder).dialect.renders_tools
+
+
+def test_several_templates_without_a_default_are_refused_by_their_names(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    named = [{"name": name, "template": CHAT_TEMPLATE} for name in ("rag", "tool_use")]
+    folder = folder_with(tiny_model, tmp_path / "model", chat_template=named)
+    with pytest.raises(TemplateError, match="has the templates rag, tool_use, and none is its default"):
+        said_by(folder)

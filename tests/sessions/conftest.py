@@ -50,8 +50,8 @@ async def wire(quiet_wire: Callable[..., Awaitable[Wire]]) -> AsyncIterator[Call
 
 @pytest.fixture
 def strict_model(model_with_template: Callable[[str, str], Path]) -> Path:
-    """A model whose template refuses roles that it does not know."""
-    knows = "{% if m['role'] not in ['user', 'assistant'] %}"
+    """A model whose template refuses roles that it does not know, and messages with one word."""
+    knows = "{% if m['role'] not in ['user', 'assistant'] or 'sesame' in m['content'] %}"
     refuse = "{{ raise_exception('only user and assistant may speak') }}{% endif %}"
     return model_with_template(
         "strict", "{% for m in messages %}" + knows + refuse + "{{ m['content'] }};{% endfor %}"

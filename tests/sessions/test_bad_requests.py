@@ -474,7 +474,7 @@ async def test_messages_that_the_chat_template_refuses_are_answered_with_its_wor
 ) -> None:
     w = await wire(model=str(strict_model))
     await w.send("s", {"type": "append", "id": "a", "messages": [{"role": "user", "content": "hi"}]})
-    bad = {"messages": [{"role": "tool", "content": "hi"}]}
+    bad = {"messages": [{"role": "user", "content": "sesame"}]}
     await check_refused(w, "s", {"type": "append", "id": "b", **bad}, "only user and assistant may speak")
     await check_refused(w, "s", generate("c", **bad), "only user and assistant may speak")
     good = await w.send("s", generate("d", messages=[{"role": "user", "content": "hi"}]))

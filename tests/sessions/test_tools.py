@@ -12,6 +12,7 @@ from test_checkpoints import opened, resumed_at, stored
 from test_checkpoints import tokenizer as tokenizer  # noqa: PLC0414  # a fixture
 from test_fold import STORED, Formula, World
 
+from tests.parts import CHAT_TEMPLATE
 from turnkeep_client.messages import (
     Chunk,
     Failed,
@@ -94,6 +95,18 @@ class Script(Formula):
 @pytest.fixture(scope="module")
 def with_tools(model_with_template: Callable[[str, str], Path]) -> Tokenizer:
     return Tokenizer.from_folder(model_with_template("with-tools", WITH_TOOLS))
+
+
+@pytest.fixture(scope="module")
+def variable(model_with_template: Callable[[str, str], Path]) -> Tokenizer:
+    """Variables decide on its first line, and on what stands before an answer."""
+    template = (
+        "{% if effort %}{{ effort + '\n' }}{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    )
+    template += "{% if m.role == 'assistant' and enable_thinking is false %}<none>{% endif %}{{ m.content }}"
+    template += "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+    template += "{% if enable_thinking is false %}<none>{% endif %}{% endif %}{# tools #}"
+    return Tokenizer.from_folder(model_with_template("variable", template))
 
 
 @pytest.fixture(scope="module")
@@ -192,6 +205,43 @@ async def test_other_tools_replace_the_sessions_and_an_empty_list_removes_them(w
     fourth = await generated(world, ask(4, user("d"), tools=(WEATHER,)))
     assert [one.function.name for one in fourth.tool_calls] == ["weather"]
     await world.assert_fold_is_life()
+
+
+async def test_variables_of_the_template_stay_until_a_request_gives_others(variable: Tokenizer) -> None:
+    world = world_of(variable, "One.", "Two.", "Three.", "Four.", "Five.")
+    thinks = {"enable_thinking": False, "effort": "high"}
+    first = await generated(world, ask(1, user("a"), chat_template_kwargs=thinks))
+    assert text_of(world).startswith("high\n")
+    assert "<|im_start|>assistant\n<none>One." in text_of(world)
+    second = await generated(world, ask(2, user("b")))
+    third = await generated(world, ask(3, user("c"), tools=(CLOCK,), chat_template_kwargs=thinks))
+    assert [one.rewritten_from for one in (first, second, third)] == [None, None, None]
+    assert text_of(world).endswith("<|im_start|>assistant\n<none>Three.<|im_end|>")
+    await world.assert_fold_is_life()
+    fourth = await generated(world, ask(4, user("d"), chat_template_kwargs={}))
+    assert fourth.rewritten_from == 0
+    assert text_of(world).endswith("<|im_start|>assistant\nFour.<|im_end|>")
+    await world.ask(Rewind(id="r", position=0))
+    await world.assert_fold_is_life()
+
+
+async def test_no_variable_becomes_a_special_token(variable: Tokenizer) -> None:
+    world = world_of(variable, "One.")
+    await world.ask(ask(1, user("a"), chat_template_kwargs={"effort": "<|im_end|>"}))
+    assert list(world.session.history.tokens).count(2) == 2
+
+
+@pytest.mark.usefixtures("often")
+async def test_variables_of_the_template_are_kept_in_checkpoints(variable: Tokenizer) -> None:
+    world = world_of(variable, *["Yes."] * 15)
+    for number in range(14):
+        more = {} if number else {"chat_template_kwargs": {"effort": "low"}, "tools": (WEATHER,)}
+        await world.ask(ask(number, user("so?"), **more))
+        await stored(world)
+    session = await opened(world)
+    assert resumed_at(session)
+    assert session.history.conversation.variables == {"effort": "low"}
+    assert session.history.conversation.tools == world.session.history.conversation.tools
 
 
 @pytest.mark.usefixtures("often")
@@ -316,6 +366,36 @@ async def test_no_text_of_a_tool_becomes_a_special_token(with_tools: Tokenizer) 
     special = with_tools.encode("<|im_start|><|im_end|>", at_start=False)
     tokens = list(world.session.history.tokens)
     assert [tokens.count(token) for token in special] == [3, 3]
+
+
+async def test_tools_reach_the_template_as_they_were_sent(with_tools: Tokenizer) -> None:
+    sent = [
+        '{"type": "function", "function": {"name": "a", "description": "A", "parameters": {"z": 1}}}',
+        '{"function": {"parameters": {"type": "object"}, "name": "b"}, "type": "function"}',
+    ]
+    world = world_of(with_tools, "Yes.")
+    asked = '{"type":"generate","id":"q","messages":[{"role":"user","content":"a"}],"tools":['
+    await world.ask((asked + ",".join(sent) + "]}").encode())
+    assert "\n".join(sent) in text_of(world)
+    await world.assert_fold_is_life()
+
+
+async def test_a_log_of_an_earlier_version_gives_the_tokens_that_its_tools_had_then(
+    model_with_template: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = "{% for tool in tools or [] %}{{ tool | list | join(',') }}{{ tool | first }};{% endfor %}"
+    keys = Tokenizer.from_folder(model_with_template("keys", template + CHAT_TEMPLATE))
+    world = world_of(keys, "Yes.", "No.")
+    with monkeypatch.context() as patched:  # as it was: the function before the type
+        patched.setattr(
+            Tokenizer, "as_tools", lambda _, tools: [dict(reversed(one.items())) for one in tools]
+        )
+        await world.ask(ask(1, user("a"), tools=(WEATHER,)))
+    assert text_of(world).startswith("function,typefunction;")
+    await world.assert_fold_is_life()
+    await world.ask(ask(2, user("b"), tools=(CLOCK,)))
+    assert text_of(world).startswith("type,functiontype;")
+    await world.assert_fold_is_life()
 
 
 async def test_arguments_are_objects_for_the_template(with_tools: Tokenizer) -> None:

@@ -62,12 +62,12 @@ def list_(config: Path | None, as_json: bool, **flags: Any) -> None:
 @with_settings("data_dir")
 def show(config: Path | None, name: str, as_json: bool, **flags: Any) -> None:
     """Describe one model, by its name, a part of its name, or its path; its weights are not read."""
-    from worker.models.catalog import count_parameters, named
+    from worker.models.catalog import count_parameters, habits, named
 
     entry = named(name, load_settings(config, flags).data_dir)
-    num = count_parameters(entry)
+    num, changed = count_parameters(entry), habits(entry).in_words()
     if as_json:
-        click.echo(json.dumps(_plain(entry) | {"parameters": num}))
+        click.echo(json.dumps(_plain(entry) | {"parameters": num, "messages": changed}))
         return
     window = f"some layers see the last {entry.window_tokens} tokens" if entry.window_tokens else "none"
     policies = ", ".join(entry.policies or ("full; the first start tries the others",))
@@ -80,6 +80,7 @@ def show(config: Path | None, name: str, as_json: bool, **flags: Any) -> None:
         ("weights", f"{entry.dtype}, {size(entry.size_bytes)}"),
         ("context", f"{_context(entry)} tokens"),
         ("tools", "in its template" if entry.tools else "described in the system message"),
+        ("messages", "; ".join(changed) or "as they are"),
         ("reasoning", "apart from the text" if entry.reasoning else "none"),
         ("windows", window),
         ("cache policies", policies),

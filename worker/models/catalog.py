@@ -11,13 +11,16 @@ from __future__ import annotations
 import difflib
 import shutil
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from . import architectures, converted, hub
+from .chat_template import ChatTemplate, template_of
 from .dialect import reasons, renders_tools
 from .gguf_family import FAMILIES, mlx_name, quantisation_of
+from .habits import Habits, habits_of
 from .model_files import (
     UNBOUNDED,
     ModelError,
@@ -245,6 +248,21 @@ def count_parameters(entry: ModelEntry) -> int:
     return num_parameters(entry.path)
 
 
+def habits(entry: ModelEntry) -> Habits:
+    """Ask a model's chat template what it does with each kind of message; one that is broken is not asked."""
+    template = _of_gguf(entry.path)[1] if entry.path.suffix == ".gguf" else _template(entry.path)
+    try:
+        chat = ChatTemplate(template, {"bos_token": "", "eos_token": ""})
+    except Exception:  # noqa: BLE001  # a template is foreign code; Jinja raises many errors for one that it cannot read
+        return Habits()
+    now = datetime.now(UTC)
+    return habits_of(
+        lambda messages: chat.render(messages, add_generation_prompt=False, started=now),
+        template,
+        renders_tools=renders_tools(template),
+    )
+
+
 def remove(entry: ModelEntry) -> int:
     """Remove a model with its conversions, and return the bytes that this frees. Raises `ModelError`."""
     if entry.origin == "packaged":
@@ -301,10 +319,13 @@ class _Words:
 
 def _template(folder: Path) -> str:
     """Return the source of a folder's chat template, or of all if there are several."""
-    path, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+    path = folder / "chat_template.jinja"
     if path.exists():
         return path.read_text("utf-8", errors="replace")
-    return str((read_json(config) if config.exists() else {}).get("chat_template") or "")
+    for path in (folder / "tokenizer_config.json", folder / "chat_template.json"):
+        if path.exists() and (found := read_json(path).get("chat_template")):
+            return template_of(found) or ""
+    return ""
 
 
 def _of_gguf(path: Path) -> tuple[dict[str, Any], str, Container[str]]:

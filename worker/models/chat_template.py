@@ -12,6 +12,7 @@ import json
 import re
 from datetime import datetime
 from time import monotonic
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from jinja2 import nodes
@@ -61,22 +62,26 @@ class ChatTemplate:
         add_generation_prompt: bool,
         started: datetime,
         tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
         """Return the text of a conversation that started on the day `started`.
 
-        Raises `UnboundedError`, and any error that the template raises.
+        `variables` take the place of constants. Raises `UnboundedError`, and any error that
+        the template raises.
         """
         pieces: list[str] = []
         num_chars = 0
-        for piece in self._template.generate(
+        context = {
             **self._constants,
-            messages=list(messages),
-            tools=list(tools) or None,
-            documents=None,
-            add_generation_prompt=add_generation_prompt,
-            session_dates={date_format: started.strftime(date_format) for date_format in self._formats},
-            **{_STEP: _Steps()},
-        ):
+            "documents": None,
+            **variables,
+            "messages": list(messages),
+            "tools": list(tools) or None,
+            "add_generation_prompt": add_generation_prompt,
+            "session_dates": {date_format: started.strftime(date_format) for date_format in self._formats},
+            _STEP: _Steps(),
+        }
+        for piece in self._template.generate(context):
             pieces.append(piece)
             num_chars += len(piece)
             if num_chars > _MAX_CHARS:
@@ -84,6 +89,27 @@ class ChatTemplate:
                     f"it writes more than {_MAX_CHARS} characters; send fewer or shorter messages"
                 )
         return "".join(pieces)
+
+
+def template_of(given: Any) -> str | None:
+    """Return one source for a model's chat template, or for several with names; None if none is the default.
+
+    As transformers does, `tool_use` renders conversations with tools, and `default` all others.
+    """
+    if isinstance(given, list):  # as tokenizer_config.json has them
+        given = {one.get("name"): one.get("template") for one in given if isinstance(one, dict)}
+    if not isinstance(given, dict):
+        return given if given is None else str(given)
+    default, tool_use = given.get("default"), given.get("tool_use")
+    if default is None or tool_use is None:
+        return default
+    # Signs for no trimming: each template begins and ends as it would alone.
+    return f"{{%+ if tools +%}}{_alone(tool_use)}{{%+ else +%}}{_alone(default)}{{%+ endif +%}}"
+
+
+def _alone(source: str) -> str:
+    """Return a source without the line break at its end, which Jinja leaves out."""
+    return source.removesuffix("\n")
 
 
 class _Steps:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from hashlib import blake2b
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -213,6 +214,8 @@ def _as_json(arguments: Mapping[str, Any]) -> str:
     return json.dumps(arguments, ensure_ascii=False, allow_nan=False)
 
 
+#: Characters of an id of a call, where the template wants so many.
+_SHORT: Final = 9
 _ASKED: Final = """You may call functions to answer the user's request. Their signatures:
 <tools>
 {tools}
@@ -224,19 +227,19 @@ For each call, return a JSON object with the function's name and arguments withi
 
 
 def with_tools(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], role: str = "system"
 ) -> list[Mapping[str, Any]]:
-    """Return a conversation with its tools described in the system message, for templates without tools."""
+    """Return a conversation with its tools described in a first message, for templates without tools."""
     listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     asked = _ASKED.format(tools=listed)
-    if messages and messages[0].get("role") == "system":
+    if role == "system" and messages and messages[0].get("role") == "system":
         first = {**messages[0], "content": f"{messages[0].get('content') or ''}\n\n{asked}"}
         return [first, *messages[1:]]
-    return [{"role": "system", "content": asked}, *messages]
+    return [{"role": role, "content": asked}, *messages]
 
 
 def with_calls(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an assistant's message with its tool calls in the content, for templates without tools."""
+    """Return an assistant's message with its tool calls in the content, for templates without them."""
     calls = [call["function"] for call in message.get("tool_calls") or ()]
     said = [str(message.get("content") or "")] if message.get("content") else []
     said += [
@@ -244,7 +247,24 @@ def with_calls(message: Mapping[str, Any]) -> dict[str, Any]:
         f' "arguments": {call["arguments"] or "{}"}}}\n{GENERIC[1]}'
         for call in calls
     ]
-    return {**message, "content": "\n".join(said)}
+    kept = {name: value for name, value in message.items() if name != "tool_calls"}
+    return {**kept, "content": "\n".join(said)}
+
+
+def with_short_ids(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message with ids of calls as some templates want them: nine letters and digits."""
+    found = dict(message)
+    if calls := message.get("tool_calls"):
+        found["tool_calls"] = [{**call, "id": _short(call["id"])} for call in calls]
+    if message["role"] == "tool":
+        found["tool_call_id"] = _short(message.get("tool_call_id") or "")
+    return found
+
+
+def _short(call_id: str) -> str:
+    if len(call_id) == _SHORT and call_id.isascii() and call_id.isalnum():
+        return call_id
+    return blake2b(call_id.encode(), digest_size=_SHORT).hexdigest()[:_SHORT]
 
 
 def with_objects(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,14 +8,16 @@ tokenizer's own decoder would drop a leading space. All methods are thread-safe.
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from datetime import UTC, datetime
-from functools import cached_property
 from hashlib import blake2b
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
-from .chat_template import ChatTemplate
+from .chat_template import ChatTemplate, template_of
 from .content import ControlTokens, index_after, is_marked, unmarked
-from .dialect import dialect_of, with_calls, with_objects, with_tools
+from .dialect import dialect_of, renders_tools, with_calls, with_objects, with_short_ids, with_tools
+from .habits import habits_of
 from .model_files import one_line, read_json
 from .tokenizer_files import load
 
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
 _REPLACEMENT: Final = "\ufffd"
 #: A byte that is part of no longer token.
 _SHIELD: Final = "\x01"
+#: In an assistant's message, in which a template leaves it as it is.
+_PROBE: Final = "answer-content"
+_ANSWER: Final = {"role": "assistant", "content": _PROBE}
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -40,7 +45,8 @@ class TemplateError(Exception):
 class Tokenizer:
     """Encode, decode and render with one model's tokenizer.
 
-    `eos_ids` end an answer. The added tokens, `added_ids`, are found in a text before the rest is tokenised.
+    `eos_ids` end an answer; the token that the chat template writes behind an answer is one of them, whatever
+    the model's files say. The added tokens, `added_ids`, are found in a text before the rest is tokenised.
     """
 
     def __init__(self, hf: LoadedTokenizer, eos_ids: Iterable[int] = ()) -> None:
@@ -49,13 +55,18 @@ class Tokenizer:
         self._rust.no_truncation()
         self._rust.no_padding()
         own = hf.eos_token_id
-        self.eos_ids: frozenset[int] = frozenset(eos_ids) | (frozenset() if own is None else {int(own)})
         self.vocab_size: int = self._rust.get_vocab_size(with_added_tokens=True)
         self.added_ids: frozenset[int] = frozenset(self._rust.get_added_tokens_decoder())
         self.has_template = bool(hf.chat_template)
-        #: The chat template's source; None if there is none, or more than one.
-        self.template: str | None = hf.chat_template if isinstance(hf.chat_template, str) else None
+        #: The chat template's source; None if there is none, or several without a default.
+        self.template = template_of(hf.chat_template)
         self._chat: ChatTemplate | None = None
+        self.eos_ids: frozenset[int] = (
+            frozenset(eos_ids) | (frozenset() if own is None else {int(own)}) | self._turn_ends()
+        )
+        source = self.template or ""
+        #: What the chat template does with each kind of message.
+        self.habits = habits_of(self._probe, source, renders_tools=renders_tools(source))
         self._controls = ControlTokens(self._rust, self.eos_ids, str(hf.chat_template))
         self._bytes: dict[int, bytes] = {}
         self._lead: str | None = None
@@ -137,54 +148,79 @@ class Tokenizer:
         return self._dialect
 
     def adapted(self, messages: Sequence[dict[str, Any]], *, is_begun: bool) -> list[dict[str, Any]]:
-        """Return messages in the form that the template can render.
+        """Return messages in the form that the template renders (`Habits`), so that none is left out.
 
-        Tool calls have their arguments as objects or as text, as the template wants them, or stand in the
-        content if it knows no tools. A system message that is not the first of its conversation, if the
-        template refuses or drops such ones, becomes a part of the user's next message, or a user message.
-        `is_begun` says that messages come before these.
+        Tool calls have their arguments as objects or as text, or stand in the content. A system message that
+        the template does not render becomes a part of the user's next message, or a user message. `is_begun`
+        says that messages come before these.
         """
-        found: list[dict[str, Any]] = []
-        for number, given in enumerate(messages):
-            message = self._with_calls(given)
-            is_late = message["role"] in ("system", "developer") and (is_begun or number > 0)
-            if is_late and not self._takes_late_system:
-                message = {"role": "user", "content": f"<system>\n{message['content']}\n</system>"}
-            elif found and message["role"] == "user" and found[-1].get("content", "").endswith("</system>"):
-                said = f"{found.pop()['content']}\n\n{message['content']}"
-                message = {**message, "content": said}
+        habits, found, goes_on, has_call = self.habits, list[dict[str, Any]](), False, False
+        for given in messages:
+            message, role = self._with_calls(given), given["role"]
+            if role == "developer" and not habits.developer:
+                message, role = {**message, "role": "system"}, "system"
+            if role != "tool":
+                has_call = bool(message.get("tool_calls"))
+            elif not habits.results or not (has_call or habits.results_alone):
+                said = f"<tool_response>\n{message['content']}\n</tool_response>"
+                message = {"role": "user", "content": said}
+            if not habits.any_ids:
+                message = with_short_ids(message)
+            leads = not is_begun and all(one["role"] in ("system", "developer") for one in found)
+            was_system, goes_on = goes_on, False
+            if role in ("system", "developer"):
+                if leads and found and not habits.late_system:
+                    message = {**found[-1], "content": f"{found.pop()['content']}\n\n{message['content']}"}
+                elif not leads and not habits.late_system:
+                    message = {"role": "user", "content": f"<system>\n{message['content']}\n</system>"}
+                    goes_on = True
+            elif role == "user" and was_system:
+                message = {**message, "content": f"{found.pop()['content']}\n\n{message['content']}"}
             found.append(message)
+        if found and not is_begun and found[0]["role"] == "system" and not habits.system:
+            head = found.pop(0)["content"]
+            if found and found[0]["role"] == "user":
+                found[0] = {**found[0], "content": f"{head}\n\n{found[0]['content']}"}
+            else:
+                found.insert(0, {"role": "user", "content": head})
         return found
 
     def _with_calls(self, message: dict[str, Any]) -> dict[str, Any]:
         """Return a message with its tool calls in the form that the template can render."""
         if not message.get("tool_calls"):
             return message
-        if not self.dialect.renders_tools:
+        habits, made = self.habits, with_objects(message)
+        are_objects = all(isinstance(call["function"]["arguments"], dict) for call in made["tool_calls"])
+        if (
+            not habits.calls
+            or not (habits.several_calls or len(made["tool_calls"]) == 1)
+            or not (habits.text_with_calls or not message.get("content"))
+        ):
             return with_calls(message)
-        return with_objects(message) if self._takes_objects else message
+        if habits.objects and (are_objects or habits.texts):
+            return made
+        return message if habits.texts else with_calls(message)
 
-    @cached_property
-    def _takes_objects(self) -> bool:
-        """Whether the template wants the arguments of tool calls as objects; some want text."""
-        function = {"name": "probe-name", "arguments": {"probe-key": "probe-value"}}
-        call = {"id": "abcdefghi", "type": "function", "function": function}
-        asked = {"role": "user", "content": "question"}
-        said = self._probe([asked, {"role": "assistant", "content": "", "tool_calls": [call]}])
-        return said is not None and "'probe-key'" not in said
+    def _probe(self, messages: Sequence[Mapping[str, Any]], *, header: bool = False) -> str:
+        """Render messages as they are; raises any error."""
+        return self._compiled().render(messages, add_generation_prompt=header, started=datetime.now(UTC))
 
-    @cached_property
-    def _takes_late_system(self) -> bool:
-        """Whether the template renders a system message in the middle of a conversation."""
-        roles = ("user", "question"), ("assistant", "answer"), ("system", "probe-text"), ("user", "question")
-        said = self._probe([{"role": role, "content": text} for role, text in roles])
-        return said is not None and "probe-text" in said
-
-    def _probe(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
-        try:
-            return self.render(messages, add_generation_prompt=False, started=datetime.now(UTC))
-        except TemplateError:
-            return None
+    def _arranged(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """Return a conversation in an order of roles that the template renders."""
+        habits = self.habits
+        found: list[Mapping[str, Any]] = []
+        for message in messages:
+            before, role = found[-1] if found else None, message.get("role")
+            if role == "assistant" and not habits.answer_first and not _has_others(found):
+                found.append({"role": "user", "content": ""})
+            elif before and (before.get("role"), role) in habits.joined and not before.get("tool_calls"):
+                texts = (found.pop().get("content"), message.get("content"))
+                own = message if role == before.get("role") else before
+                message = {**own, "content": "\n\n".join(text for text in texts if text)}  # noqa: PLW2901
+            found.append(message)
+        if found and not habits.system_alone and not _has_others(found):
+            found.append({"role": "user", "content": ""})
+        return found
 
     def as_tools(self, tools: Any) -> Any:
         """Return a copy of tools, for `render`, no text of which can become a special token."""
@@ -197,10 +233,12 @@ class Tokenizer:
         add_generation_prompt: bool,
         started: datetime,
         tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
         """Return the text of a whole conversation; raises `TemplateError`.
 
-        If the template knows no tools, they are described in the system message (`with_tools`).
+        If the template knows no tools, they are described in the system message (`with_tools`). Messages of
+        roles that it does not render one after the other are joined. `variables` are for it.
 
         A template that asks for the date gets `started`, the day when the session began: with the present
         date, the same conversation would render differently tomorrow.
@@ -208,26 +246,38 @@ class Tokenizer:
         if not self.has_template:
             raise TemplateError("the model has no chat template; send text or tokens instead of messages")
         try:
-            if self._chat is None:
-                self._chat = ChatTemplate(self._source(), self._hf.special_tokens_map)
+            chat = self._compiled()
             if tools and not self.dialect.renders_tools:
-                messages, tools = with_tools(messages, tools), ()
-            return self._chat.render(
-                messages, add_generation_prompt=add_generation_prompt, started=started, tools=tools
+                role = "system" if self.habits.system else "user"
+                messages, tools = with_tools(messages, tools, role), ()
+            return chat.render(
+                self._arranged(messages),
+                add_generation_prompt=add_generation_prompt,
+                started=started,
+                tools=tools,
+                variables=variables,
             )
         except Exception as error:  # noqa: BLE001  # a template is foreign code that can raise anything
             raise TemplateError(f"the chat template refuses these messages: {one_line(error)}") from None
 
-    def _source(self) -> str:
-        """Return the chat template's source; of several templates, the default one."""
-        found = self._hf.chat_template
-        if not isinstance(found, dict):
-            return str(found)
-        if "default" not in found:
-            raise ValueError(
-                f"the model has the templates {', '.join(sorted(found))}, and none is its default"
-            )
-        return str(found["default"])
+    def _compiled(self) -> ChatTemplate:
+        """Return the chat template, compiled on first use; raises any error."""
+        if self._chat is None:
+            if self.template is None:
+                names = ", ".join(sorted(self._hf.chat_template or ()))
+                raise ValueError(f"the model has the templates {names}, and none is its default")
+            self._chat = ChatTemplate(self.template, self._hf.special_tokens_map)
+        return self._chat
+
+    def _turn_ends(self) -> frozenset[int]:
+        """Find the token that the template writes behind an answer; none if it writes other text there."""
+        said = ""
+        with suppress(Exception):  # no template, or one that refuses this
+            said = self._probe([{"role": "user", "content": "question"}, _ANSWER])
+        behind = said[said.rindex(_PROBE) + len(_PROBE) :].lstrip() if _PROBE in said else ""
+        added = self._rust.get_added_tokens_decoder()
+        fits = [i for i, token in added.items() if token.content.strip() and behind.startswith(token.content)]
+        return frozenset([max(fits, key=lambda i: len(added[i].content))] if fits else [])
 
     @property
     def fingerprint(self) -> bytes:
@@ -250,16 +300,12 @@ class Tokenizer:
         return self._lead
 
     def _find_lead(self) -> str:
-        question, mark = {"role": "user", "content": "question"}, "answer-content"
-        chats = [[question], [question, {"role": "assistant", "content": mark}]]
+        question = {"role": "user", "content": "question"}
         try:
-            header, answered = (
-                self.render(chat, add_generation_prompt=len(chat) == 1, started=datetime.now(UTC))
-                for chat in chats
-            )
-        except TemplateError:
+            header, answered = self._probe([question], header=True), self._probe([question, _ANSWER])
+        except Exception:  # noqa: BLE001  # a template is foreign code that can raise anything
             return ""
-        lead, found, _ = answered.removeprefix(header).partition(mark)
+        lead, found, _ = answered.removeprefix(header).partition(_PROBE)
         return lead if found and answered.startswith(header) else ""
 
     def _ids(self, text: str) -> list[int]:
@@ -319,6 +365,11 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _BYTE_OF: Final = _byte_alphabet()
+
+
+def _has_others(messages: Iterable[Mapping[str, Any]]) -> bool:
+    """Say whether there are messages of other roles than the system's."""
+    return any(message.get("role") not in ("system", "developer") for message in messages)
 
 
 def _end_ids(config: Mapping[str, Any]) -> frozenset[int]:

@@ -17,7 +17,7 @@ import msgspec
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from .model_files import ModelError, one_line
+from .model_files import ModelError, one_line, read_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .model_files import Progress
 
 #: Count up when the stored form changes.
-_FORM: Final = 1
+_FORM: Final = 2
 #: Every file from which transformers may read something about a tokenizer.
 _PATTERNS: Final = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.jsonl", "*/*.jinja")
 _NAMED: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -141,6 +141,9 @@ def _load(folder: Path) -> LoadedTokenizer:
         hf: LoadedTokenizer = hf_class.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:  # noqa: BLE001  # the library passes on any error of its parsers
         raise ModelError(f"{folder} has no tokenizer that can be read: {one_line(error)}") from None
+    if not hf.chat_template:  # transformers reads this file with a model of several kinds of input only
+        written = folder / "chat_template.json"
+        hf.chat_template = read_json(written).get("chat_template") if written.exists() else None
     if not hasattr(hf, "backend_tokenizer"):
         raise ModelError(f"{folder} has a tokenizer without tokenizer.json; convert it to a fast tokenizer")
     return hf

@@ -128,6 +128,7 @@ class Delta:
     def pack(self, maker: bytes) -> bytes:
         """Encode; takes some milliseconds, so call it on a thread. `maker` identifies the tokenizer."""
         conversation = self.history.conversation
+        rendering = conversation.pack_rendering()
         body = _Body(
             version=_VERSION,
             maker=maker,
@@ -145,7 +146,7 @@ class Delta:
             start=zlib.compress(msgspec.msgpack.encode(self.start), _LEVEL) if self.start else None,
             parent=msgspec.structs.astuple(self.history.parent) if self.history.parent else None,
             tags=self.history.tags or None,
-            tools=zlib.compress(conversation.pack_tools(), _LEVEL) if conversation.tools else None,
+            tools=zlib.compress(rendering, _LEVEL) if rendering else None,
         )
         fields = [*msgspec.structs.astuple(body)]
         while fields[-1] is None:
@@ -215,10 +216,10 @@ def restore(
         else:
             conversation = Conversation.unpack(tokenizer, _inflate(last.near))
         if last.tools is not None:
-            conversation = conversation.with_tools(_inflate(last.tools))
+            conversation = conversation.with_rendering(_inflate(last.tools))
         policy = recorded(last.cache)
         parent = Parent(session=last.parent[0], position=last.parent[1]) if last.parent else None
-    except (msgspec.MsgspecError, zlib.error, ValueError, CutOffError):
+    except (msgspec.MsgspecError, zlib.error, ValueError, LookupError, CutOffError):
         return None
     history = History(
         conversation,

@@ -127,6 +127,7 @@ class Control:
                 special_tokens=request.special_tokens,
                 raw=request.raw,
                 tools=request.tools,
+                chat_template_kwargs=request.chat_template_kwargs,
             )
             extended = await in_thread(self._fold.extend, history, asked)
         except (RefusedError, ValueError) as error:

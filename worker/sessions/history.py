@@ -27,6 +27,7 @@ from turnkeep_client.messages import (
     Parent,
     Rewind,
     Rewound,
+    ToolFunction,
 )
 from worker.text.harmony import FINAL
 from worker.text.templates import Addition, Conversation, TemplateError
@@ -191,9 +192,9 @@ class Fold:
     def extend(self, history: History, request: Append | Generate, *, as_before: bool = False) -> Input:
         """Add a request's input, and for a generate the template's answer header.
 
-        With `as_before`, as versions did that passed tool calls and system messages on as they were. Raises
-        `RefusedError` for tokens outside the vocabulary and for messages that the chat template refuses, and
-        `CutOffError`.
+        With `as_before`, as versions did that passed tool calls and system messages on as they were, and put
+        the keys of tools in another order. Raises `RefusedError` for tokens outside the vocabulary and for
+        messages that the chat template refuses, and `CutOffError`.
         """
         kept, num_added = history.position, 0
         state = replace(history, exists=True)
@@ -302,12 +303,20 @@ class Fold:
 
     def _edits(self, history: History, request: Append | Generate, *, as_before: bool) -> Iterator[Edit]:
         """List the edits of a request: tools, its input, then for a generate the answer header."""
-        if request.tools is not None:
-            tools = self._tokenizer.as_tools(msgspec.to_builtins(request.tools))
-            yield lambda state: state.conversation.set_tools(state.tokens, tools)
+        if request.tools is not None or request.chat_template_kwargs is not None:
+            tools, variables = history.conversation.tools, history.conversation.variables
+            if request.tools is not None:
+                given = msgspec.to_builtins(request.tools)
+                tools = self._tokenizer.as_tools([_as_before(tool) for tool in given] if as_before else given)
+            if request.chat_template_kwargs is not None:
+                variables = self._tokenizer.as_tools(request.chat_template_kwargs)
+            yield lambda state: state.conversation.set_rendering(state.tokens, tools, variables)
         if request.messages:
             # A template may require the content that a message with only tool calls lacks.
-            messages = [{"content": "", **msgspec.to_builtins(message)} for message in request.messages]
+            messages = [
+                {"role": message.role, "content": "", **msgspec.to_builtins(message)}
+                for message in request.messages
+            ]
             if not as_before:
                 is_begun = history.conversation.has_messages
                 messages = self._tokenizer.adapted(messages, is_begun=is_begun)
@@ -358,6 +367,12 @@ class Fold:
                     "invalid_request",
                     f"token id {token} is outside of the vocabulary: ids go from 0 to {vocabulary - 1}",
                 )
+
+
+def _as_before(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool with its keys as earlier versions had them."""
+    function = msgspec.convert(tool["function"], ToolFunction)
+    return {"function": msgspec.to_builtins(function), "type": "function"}
 
 
 def _begun(history: History, result: Appended | Generated) -> History:

@@ -17,7 +17,7 @@ add.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
@@ -98,7 +98,7 @@ class Conversation:
 
     The argument `history` is always the session's tokens before the change. `started` is the date that the
     template may print: one date per session, so that a replay of its log gives the same tokens. `tools` are
-    rendered with the messages.
+    rendered with the messages, and `variables` are further variables of the template.
     """
 
     tokenizer: Tokenizer
@@ -110,6 +110,7 @@ class Conversation:
     _base: int = 0
     _head: tuple[Message, ...] = ()
     tools: tuple[Message, ...] = ()
+    variables: dict[str, Any] = field(default_factory=dict)
 
     @property
     def position(self) -> int:
@@ -132,13 +133,15 @@ class Conversation:
             return self, Addition(len(history), [])
         return self._extend(history, messages, opens_answer=False)
 
-    def set_tools(self, history: Sequence[int], tools: Sequence[Message]) -> tuple[Conversation, Addition]:
-        """Change the tools; earlier messages are rendered again, as tools are mostly written before them.
+    def set_rendering(
+        self, history: Sequence[int], tools: Sequence[Message], variables: dict[str, Any]
+    ) -> tuple[Conversation, Addition]:
+        """Change tools and variables; earlier messages are rendered again, as these may stand before them.
 
         Raises `TemplateError` and `CutOffError`.
         """
-        changed = replace(self, tools=tuple(tools))
-        if not self.has_messages or changed.tools == self.tools:
+        changed = replace(self, tools=tuple(tools), variables=variables)
+        if not self.has_messages or (changed.tools, variables) == (self.tools, self.variables):
             return changed, Addition(len(history), [])
         return changed._extend(history, (), opens_answer=False, whole=True)  # noqa: SLF001  # of this class
 
@@ -202,7 +205,7 @@ class Conversation:
         content. Raises `CutOffError`.
         """
         if not position:
-            return Conversation(self.tokenizer, self.started, tools=self.tools)
+            return Conversation(self.tokenizer, self.started, tools=self.tools, variables=self.variables)
         if position <= self._base:
             raise CutOffError("the part to rewind to was left out")
         segments = [segment for segment in self._segments if segment.end <= position]
@@ -312,13 +315,19 @@ class Conversation:
         """Build the conversation of these segments, without tools."""
         return cls(tokenizer, started, tuple(segments), _first(segments))
 
-    def pack_tools(self) -> bytes:
-        """Encode the tools, for `with_tools`."""
-        return pack_segments(self.tools)
+    def pack_rendering(self) -> bytes | None:
+        """Encode tools and variables, for `with_rendering`; None if there are none."""
+        if self.variables:
+            return pack_segments({"tools": self.tools, "variables": self.variables})
+        return pack_segments(self.tools) if self.tools else None
 
-    def with_tools(self, packed: bytes) -> Conversation:
-        """Return the conversation with the tools that `pack_tools` encoded. Raises `ValueError`."""
-        return replace(self, tools=tuple(json.loads(packed)))
+    def with_rendering(self, packed: bytes) -> Conversation:
+        """Return the conversation with what `pack_rendering` encoded. Raises `ValueError`."""
+        found = json.loads(packed)
+        variables = {}
+        if isinstance(found, dict):
+            found, variables = found["tools"], found["variables"]
+        return replace(self, tools=tuple(found), variables=variables)
 
     def _with(self, segment: Segment) -> Conversation:
         return replace(self, _segments=(*self._segments, segment))
@@ -368,6 +377,7 @@ class Conversation:
             add_generation_prompt=header,
             started=self.started,
             tools=[_rendered(tool) for tool in self.tools],
+            variables=self.variables,
         )
 
     def _extend(

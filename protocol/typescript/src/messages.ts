@@ -4,7 +4,7 @@
 /**
  * Add exactly one of `messages`, `text`, `tokens` to the session and prefill it at once.
  *
- * `tools` are those of the session from then on, as in a generate.
+ * `tools` and `chat_template_kwargs` are those of the session from then on, as in a generate.
  */
 export interface Append {
   type: "append";
@@ -14,6 +14,8 @@ export interface Append {
   tokens?: readonly number[] | null;
   /** whether to parse special tokens that are spelled out; by default in text, and not in messages */
   special_tokens?: boolean | null;
+  /** variables for the chat template, such as enable_thinking */
+  chat_template_kwargs?: Record<string, unknown> | null;
   /** seconds after the log stored the request */
   deadline_s?: number | null;
   /** among waiting requests, higher first */
@@ -180,6 +182,8 @@ export interface CountRequest {
   special_tokens?: boolean | null;
   raw?: boolean;
   tools?: readonly Tool[] | null;
+  /** variables for the chat template, such as enable_thinking */
+  chat_template_kwargs?: Record<string, unknown> | null;
 }
 
 /**
@@ -287,7 +291,8 @@ export interface GatewayMetrics {
  *
  * `tools` stay those of the session until a request gives others, or none (`[]`). `tool_choice` says whether
  * the answer may call them (`auto`), must not (`none`), must (`required`), or must call the one that it names.
- * Without `parallel_tool_calls` the answer ends with its first call.
+ * Without `parallel_tool_calls` the answer ends with its first call. `chat_template_kwargs` stay those of the
+ * session in the same way (`{}`: none).
  */
 export interface Generate {
   type: "generate";
@@ -297,6 +302,8 @@ export interface Generate {
   tokens?: readonly number[] | null;
   /** whether to parse special tokens that are spelled out; by default in text, and not in messages */
   special_tokens?: boolean | null;
+  /** variables for the chat template, such as enable_thinking */
+  chat_template_kwargs?: Record<string, unknown> | null;
   /** seconds after the log stored the request */
   deadline_s?: number | null;
   /** among waiting requests, higher first */
@@ -766,17 +773,17 @@ export interface TokenLogprob {
   top?: readonly LikelyToken[];
 }
 
-/** A tool, in OpenAI's shape. */
+/** A tool, in OpenAI's shape. The chat template gets it as it was sent, with its keys in their order. */
 export interface Tool {
-  function: ToolFunction;
   type?: "function";
+  function: ToolFunction;
 }
 
 /** One tool call of an assistant message, in OpenAI's shape. */
 export interface ToolCall {
   id: string;
-  function: Function;
   type?: "function";
+  function: Function;
 }
 
 /** A function that a model may call; `parameters` is a JSON schema of an object. */

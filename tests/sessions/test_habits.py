@@ -1,0 +1,278 @@
+"""What a template does with each kind of message is found out, and no text of a message is left out.
+
+The templates are those of the tests and of the packaged model, and some that leave out or refuse messages in
+the manner of families that do.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_tool_templates import KINDS
+from test_tools import STRICT, WITH_TOOLS, text_of, world_of
+
+from tests.model.test_templates import TEMPLATES
+from tests.parts import CHAT_TEMPLATE
+from turnkeep_client.messages import Failed
+from worker.models.habits import Habits
+from worker.models.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+pytestmark = pytest.mark.model
+
+#: Roles that it does not know are left out, as are results of tools; arguments of calls must be objects.
+SILENT = """
+{%- if tools %}{{ '<tools>' }}{% endif %}
+{%- for m in messages %}
+{%- if m.role in ('system', 'user') %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}
+{%- elif m.role == 'assistant' %}{{ '<|im_start|>assistant\n' + m.content }}
+{%- for call in m.tool_calls or [] %}{{ '<call>' + call.function.name }}
+{%- for name, value in call.function.arguments.items() %}{{ name }}={{ value }}{% endfor %}{% endfor %}
+{{- '<|im_end|>\n' }}
+{%- endif %}{% endfor %}
+"""
+#: A system message only first, one call in a message, each result behind a call, no user behind a result.
+REFUSING = """
+{%- for m in messages %}
+{%- if m.role == 'system' and not loop.first %}{{ raise_exception('System must be first') }}{% endif %}
+{%- if m.role == 'developer' %}{{ raise_exception('Unexpected role') }}{% endif %}
+{%- if m.tool_calls and m.tool_calls | length > 1 %}{{ raise_exception('one call at once') }}{% endif %}
+{%- if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}{{ raise_exception('no call') }}
+{%- endif %}
+{%- if m.role == 'user' and not loop.first and messages[loop.index0 - 1].role == 'tool' %}
+{{- raise_exception('after a tool comes the assistant') }}{% endif %}
+{{- '<|im_start|>' + m.role + '\n' + m.content }}
+{%- for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}{{ '<|im_end|>\n' }}
+{%- endfor %}{# tools #}
+"""
+#: Ids of nine characters, no text beside calls, and system messages all at the head.
+MISTRAL_SMALL = """
+{%- for m in messages if m.role == 'system' %}[SYSTEM]{{ m.content }}{% endfor %}
+{%- for m in messages %}
+{%- if m.role == 'user' %}[INST]{{ m.content }}[/INST]
+{%- elif m.tool_calls is defined %}[TOOL_CALLS]
+{%- for call in m.tool_calls %}
+{%- if not call.id or call.id | length != 9 %}{{ raise_exception('ids have nine characters') }}{% endif %}
+{{- call.function | tojson }}{% endfor %}
+{%- elif m.role == 'tool' %}
+{%- if not m.tool_call_id is defined or m.tool_call_id | length != 9 %}{{ raise_exception('which call?') }}
+{%- endif %}[TOOL_RESULTS]{{ m.content }}
+{%- elif m.role == 'assistant' %}{{ m.content }}</s>{% endif %}{% endfor %}{# tools #}
+"""
+#: No system message at all, and it says so.
+NO_SYSTEM = """
+{%- if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
+{%- for m in messages %}
+{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}
+{{- '<start_of_turn>' + m.role + '\n' + m.content | trim + '<end_of_turn>\n' }}{% endfor %}
+"""
+#: The developer's messages are its own.
+KNOWS_DEVELOPER = """
+{%- for m in messages %}{{ '<|start|>' + ('developer' if m.role == 'system' else m.role) }}
+{{- m.content + '<|end|>' }}{% endfor %}
+"""
+ALL = (
+    {"packaged": CHAT_TEMPLATE, "parts": CHAT_TEMPLATE, "with_tools": WITH_TOOLS, "strict": STRICT}
+    | {
+        "silent": SILENT,
+        "ids": MISTRAL_SMALL,
+        "refusing": REFUSING,
+        "no_system": NO_SYSTEM,
+        "developer": KNOWS_DEVELOPER,
+    }
+    | TEMPLATES
+    | KINDS
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizers(
+    model_with_template: Callable[[str, str], Path], packaged_folder: Path
+) -> dict[str, Tokenizer]:
+    folders = {name: model_with_template(f"habit-{name}", text) for name, text in ALL.items()}
+    return {
+        name: Tokenizer.from_folder(folder)
+        for name, folder in {**folders, "packaged": packaged_folder}.items()
+    }
+
+
+def prompt(tokenizer: Tokenizer, *messages: dict[str, Any], is_begun: bool = False, **more: Any) -> str:
+    told = tokenizer.adapted([*messages], is_begun=is_begun)
+    day = datetime(2026, 1, 1, tzinfo=UTC)
+    return tokenizer.render(told, add_generation_prompt=False, started=day, **more)
+
+
+def say(role: str, content: str, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+def call(arguments: str, number: int = 0) -> dict[str, Any]:
+    return {"id": f"abcdefgh{number}", "type": "function", "function": {"name": "f", "arguments": arguments}}
+
+
+def result(content: str, number: int = 0) -> dict[str, Any]:
+    return say("tool", content, tool_call_id=f"abcdefgh{number}")
+
+
+TOOL = {"type": "function", "function": {"name": "f", "description": "what-it-does"}}
+ASKED, ANSWERED = say("user", "asked"), say("assistant", "answered")
+CALLING = say("assistant", "", tool_calls=[call('{"key": "argument"}')])
+TWICE = say("assistant", "", tool_calls=[call('{"key": "one"}'), call('{"key": "two"}', 1)])
+BROKEN = say("assistant", "", tool_calls=[call("broken-argument {")])
+CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
+    "system": [say("system", "told"), ASKED],
+    "developer": [say("developer", "told"), ASKED],
+    "system and developer": [say("system", "told"), say("developer", "more-told"), ASKED],
+    "late system": [ASKED, ANSWERED, say("system", "told"), say("user", "again")],
+    "late developer": [ASKED, ANSWERED, say("developer", "told"), say("user", "again")],
+    "system alone": [say("system", "told")],
+    "system last": [ASKED, say("system", "told")],
+    "call": [ASKED, CALLING, result("found"), ANSWERED, say("user", "again")],
+    "two calls": [ASKED, TWICE, result("first"), result("second", 1), ANSWERED, say("user", "again")],
+    "ids of any length": [
+        ASKED,
+        say("assistant", "", tool_calls=[{**call('{"key": "argument"}'), "id": "call_1"}]),
+        say("tool", "found", tool_call_id="call_1"),
+        say("tool", "without-id"),
+    ],
+    "text beside a call": [ASKED, {**CALLING, "content": "I-look"}, result("found"), ANSWERED],
+    "broken call": [ASKED, BROKEN, result("found"), ANSWERED],
+    "array for arguments": [ASKED, say("assistant", "", tool_calls=[call('["in-a-list"]')]), result("found")],
+    "user after result": [ASKED, CALLING, result("found"), say("user", "again")],
+    "users in a row": [ASKED, say("user", "once-more"), say("user", "and-again"), ANSWERED],
+    "assistants in a row": [ASKED, ANSWERED, say("assistant", "more-said"), say("user", "again")],
+    "assistant first": [ANSWERED, ASKED],
+    "system and assistant": [say("system", "told"), ANSWERED, ASKED],
+}
+
+
+def texts(messages: list[dict[str, Any]]) -> list[str]:
+    found = [message["content"] for message in messages if message["content"]]
+    calls = [one["function"]["arguments"] for message in messages for one in message.get("tool_calls", ())]
+    return found + [text.strip('[]{}"').removeprefix('key": "') for text in calls]
+
+
+@pytest.mark.parametrize("kind", CONVERSATIONS)
+@pytest.mark.parametrize("name", ALL)
+def test_the_text_of_each_message_is_in_the_prompt(
+    tokenizers: dict[str, Tokenizer], name: str, kind: str
+) -> None:
+    messages = CONVERSATIONS[kind]
+    said = prompt(tokenizers[name], *messages)
+    assert [text for text in texts(messages) if text not in said] == []
+    with_tools = prompt(tokenizers[name], *messages, tools=[TOOL])
+    assert [text for text in texts(messages) if text not in with_tools] == []
+
+
+PIECES = st.sampled_from(
+    [
+        [say("system", "told")],
+        [say("developer", "more-told")],
+        [ASKED],
+        [ANSWERED],
+        [CALLING, result("found")],
+        [BROKEN, result("found")],
+        [{**CALLING, "content": "I-look"}, say("tool", "found")],
+        [TWICE, result("first"), result("second", 1)],
+    ]
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(name=st.sampled_from(sorted(ALL)), pieces=st.lists(PIECES, min_size=1, max_size=6))
+def test_no_order_of_messages_is_refused_or_loses_a_text(
+    tokenizers: dict[str, Tokenizer], name: str, pieces: list[list[dict[str, Any]]]
+) -> None:
+    messages = [message for piece in pieces for message in piece]
+    said = prompt(tokenizers[name], *messages)
+    for text in set(texts(messages)):
+        assert said.count(text) >= texts(messages).count(text), text
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name != "packaged"])
+async def test_a_session_has_each_text_in_whatever_requests_it_comes_and_its_log_gives_the_same_tokens(
+    tokenizers: dict[str, Tokenizer], name: str
+) -> None:
+    draw, tokenizer = random.Random(name), tokenizers[name]
+    kinds = [say("system", "told"), say("developer", "more-told"), ASKED, ANSWERED, say("tool", "found")]
+    world = world_of(tokenizer, *["Fine."] * 99)
+    sent: list[str] = []
+    for number in range(24):
+        messages = [[one] for one in draw.choices(kinds, k=draw.choice([1, 1, 2, 3]))]
+        if draw.random() < 0.3:
+            messages.append(draw.choice([[CALLING, result("found")], [BROKEN, result("found")]]))
+        told = [
+            message | {"content": f"{message['content']}-{number}"} for one in messages for message in one
+        ]
+        kind = draw.choice(["append", "append", "generate"])
+        body = json.dumps({"type": kind, "id": f"q{number}", "messages": told})
+        answer = await world.ask(body.encode())
+        assert not isinstance(answer, Failed), (told, answer)
+        sent += [message["content"] for message in told]
+    said = text_of(world)
+    assert [text for text in sent if text not in said] == []
+    await world.assert_fold_is_life()
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name != "developer"])
+def test_a_developers_message_is_the_systems_where_the_template_has_no_other(
+    tokenizers: dict[str, Tokenizer], name: str
+) -> None:
+    by_developer = prompt(tokenizers[name], say("developer", "told"), ASKED)
+    assert by_developer == prompt(tokenizers[name], say("system", "told"), ASKED)
+
+
+def test_a_developers_message_stays_where_the_template_knows_it(tokenizers: dict[str, Tokenizer]) -> None:
+    assert prompt(tokenizers["developer"], say("developer", "told")) == "<|start|>developertold<|end|>"
+
+
+def test_a_refused_system_message_is_the_head_of_the_first_users(tokenizers: dict[str, Tokenizer]) -> None:
+    said = prompt(tokenizers["no_system"], say("system", "Be brief."), say("user", "Hi"))
+    assert said == "<start_of_turn>user\nBe brief.\n\nHi<end_of_turn>\n"
+
+
+def test_a_result_that_the_template_leaves_out_is_a_users_message(tokenizers: dict[str, Tokenizer]) -> None:
+    said = prompt(tokenizers["silent"], ASKED, CALLING, result("found"))
+    assert said.endswith("<|im_start|>user\n<tool_response>\nfound\n</tool_response><|im_end|>\n")
+
+
+def test_arguments_that_are_no_object_are_written_as_the_call_had_them(
+    tokenizers: dict[str, Tokenizer],
+) -> None:
+    said = prompt(tokenizers["silent"], ASKED, BROKEN)
+    assert '<tool_call>\n{"name": "f", "arguments": broken-argument {}\n</tool_call>' in said
+
+
+def test_a_call_and_its_result_have_one_id_where_the_template_wants_short_ones(
+    tokenizers: dict[str, Tokenizer],
+) -> None:
+    (_, calling, found, *_) = tokenizers["ids"].adapted(CONVERSATIONS["ids of any length"], is_begun=False)
+    assert calling["tool_calls"][0]["id"] == found["tool_call_id"]
+    kept = tokenizers["ids"].adapted([ASKED, CALLING, result("found")], is_begun=False)
+    assert kept[2]["tool_call_id"] == "abcdefgh0"
+
+
+def test_what_a_template_renders_is_left_as_it_is(tokenizers: dict[str, Tokenizer]) -> None:
+    assert tokenizers["with_tools"].habits == Habits(developer=False)
+
+
+def test_the_habits_say_in_words_what_is_done(tokenizers: dict[str, Tokenizer]) -> None:
+    assert tokenizers["silent"].habits.in_words() == ["developer as system", "tool results as user messages"]
+    assert tokenizers["refusing"].habits.in_words() == [
+        "late system within user messages",
+        "developer as system",
+        "several calls of a message as text",
+        "tool results as user messages, unless they follow calls of the same request",
+        "tool and tool in a row joined",
+        "tool and user in a row joined",
+        "user and tool in a row joined",
+    ]
