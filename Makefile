@@ -37,8 +37,8 @@ soak: $(STAMP) ## Run the long tests, before a release: an hour or two
 simulate: $(STAMP) ## Play histories of worker and client in a world in memory (SEED=7 HISTORIES=1000)
 	$(BIN)/python -P -m tests.simulation $(or $(SEED),$$(date +%s)000) --histories $(or $(HISTORIES),1)
 
-packaging: $(VENV)/tools/.set-up $(VENV)/docs/.set-up ## Test wheels, site, deployment, pages and short benches; as root also full and failing disks
-	$(BIN)/python -m pytest -q --dist worksteal -n 2 -m '(packaging or mounts) and not soak'
+packaging: $(VENV)/tools/.set-up $(VENV)/docs/.set-up ## Test wheels, locks, site, deployment, pages and short benches; as root also full and failing disks
+	$(BIN)/python -m pytest -q --dist worksteal -n 2 -m '(packaging or mounts or registry) and not soak'
 
 lint: $(STAMP) ## Check style and format (ruff)
 	$(BIN)/ruff check .

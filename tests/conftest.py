@@ -3,13 +3,16 @@
 import asyncio
 import contextlib
 import fcntl
+import functools
 import json
 import os
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 import time
+import venv
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Self
@@ -51,6 +54,49 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if MOUNTING & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.mounts)
+
+
+#: What keeps uv, pip and npm from asking a registry.
+OFFLINE = {"UV_OFFLINE": "1", "PIP_NO_INDEX": "1", "npm_config_offline": "true"}
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Let only the tests with the mark `registry` ask one; skip these where the registry does not answer."""
+    mark = item.get_closest_marker("registry")
+    if mark is None:
+        os.environ.update(OFFLINE)
+        return
+    for name in OFFLINE:
+        os.environ.pop(name, None)
+    client = mark.args[0] if mark.args else "uv"
+    if wrong := unanswered(client):
+        pytest.skip(f"the registry does not answer {client}: {wrong}")
+
+
+@functools.cache
+def unanswered(client: str) -> str:
+    """Ask a client's registry about one package; return what the client says if there is no answer."""
+    with tempfile.TemporaryDirectory() as folder:
+        if client == "uv":
+            venv.create(folder)
+            uv = str(Path(sys.executable).with_name("uv"))
+            command = [uv, "pip", "install", "--dry-run", "--no-deps", "--no-cache", "--python"]
+            command += [f"{folder}/bin/python", "click"]
+        elif shutil.which(client) is None:
+            return "it is not installed"
+        else:
+            command = [client, "view", "--fetch-retries=0", f"--cache={folder}", "typescript", "version"]
+        done = subprocess.run(
+            command,
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env={**os.environ, "UV_HTTP_RETRIES": "0"},
+        )
+    if done.returncode == 0:
+        return ""
+    return next((line for line in done.stderr.splitlines() if "://" in line), done.stderr)
 
 
 @pytest.fixture(scope="session")

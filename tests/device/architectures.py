@@ -7,6 +7,7 @@ One configuration has the union of the fields that the architectures ask for; ea
 
 from __future__ import annotations
 
+import copy
 import importlib
 import logging
 from dataclasses import dataclass, replace
@@ -110,13 +111,17 @@ class Served:
     fault: str = ""
 
 
-def build(family: str) -> Any:
-    architecture = importlib.import_module(f"mlx_lm.models.{family}")
+def configuration(family: str) -> dict[str, Any]:
     config = {**((CONFIGS | OTHERS)[family] if family in THEIR_OWN else COMMON), **CHANGES.get(family, {})}
     config["model_type"] = family
     config.setdefault("text_config", {**config, "model_type": "llama"})
+    return copy.deepcopy(config)
+
+
+def build(family: str, config: dict[str, Any] | None = None) -> Any:
+    architecture = importlib.import_module(f"mlx_lm.models.{family}")
     mx.random.seed(11)
-    model = architecture.Model(architecture.ModelArgs.from_dict(config))
+    model = architecture.Model(architecture.ModelArgs.from_dict(config or configuration(family)))
     # Livelier than the initial weights, so that every token depends on those before it.
     model.update(tree_map(_livelier, model.parameters()))
     mx.eval(model.parameters())

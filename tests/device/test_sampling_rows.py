@@ -92,7 +92,7 @@ def test_logprobs_are_the_model_s_own_whatever_changes_the_choice(kind) -> None:
         Sampling(0.7, top_k=5, top_logprobs=1, seed=9),
     ]
     draws = [Chooser(sampling, prompt=[4]).draws()[0] for sampling in samplings]
-    choice = draw_all(logits, draws)
+    choice = draw_all(logits, draws).tokens
     tokens = choice.tolist()
     assert tokens[2] == 11
     found = Logprobs(logits, choice, draws).drawn(tokens)
@@ -116,8 +116,10 @@ def test_rows_of_any_settings_are_drawn_together_as_alone(seed, kind) -> None:
     dice = random.Random(seed)
     logits = rows(seed, 24, spread=dice.choice([0.3, 3.0])).astype(kind)
     draws = [some_draw(dice) for _ in range(24)]
-    together = draw_all(logits, draws).tolist()
-    assert together == [draw_all(own[None], [one]).item() for own, one in zip(logits, draws, strict=True)]
+    together = draw_all(logits, draws).tokens.tolist()
+    assert together == [
+        draw_all(own[None], [one]).tokens.item() for own, one in zip(logits, draws, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("spread", [0.01, 0.5, 6.0])
@@ -125,9 +127,9 @@ def test_a_few_candidates_leave_what_a_sort_of_all_leaves(monkeypatch, spread) -
     """Where they hold enough, and where the rest is needed."""
     logits = rows(1, 8, spread=spread)
     draws = [Draw(Sampling(1.0, top_p=0.1 + 0.1 * i, seed=i), i) for i in range(8)]
-    found = draw_all(logits, draws).tolist()
+    found = draw_all(logits, draws).tokens.tolist()
     monkeypatch.setattr(sampling_module, "_CANDIDATES", VOCABULARY)
-    assert found == draw_all(logits, draws).tolist()
+    assert found == draw_all(logits, draws).tokens.tolist()
 
 
 @pytest.mark.parametrize("spread", [0.01, 0.5, 6.0])

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from turnkeep_client.client import Client
     from turnkeep_client.messages import Usage
 
-pytestmark = [pytest.mark.soak, pytest.mark.process, pytest.mark.registry, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.soak, pytest.mark.process, pytest.mark.registry("npm"), pytest.mark.timeout(900)]
 
 SYSTEM = "You are a careful assistant. " + "Work in small steps, say what you did, and use the tools. " * 60
 COMMAND = "echo kept > made.txt"
@@ -92,8 +91,6 @@ AGENTS = {
 @pytest.fixture(scope="session")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Install the agents once; once for all where TURNKEEP_TEST_AGENTS names a folder."""
-    if shutil.which("npm") is None:
-        pytest.skip("the agents are npm packages, and there is no npm")
     given = os.environ.get("TURNKEEP_TEST_AGENTS")
     folder = Path(given) if given else tmp_path_factory.mktemp("agents")
     found = folder / "node_modules" / ".bin"

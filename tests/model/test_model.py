@@ -30,6 +30,17 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return gguf_model.convert(TinyLlama().write(folder / "tiny.gguf"), folder / "models", dtype="float32")
 
 
+#: Without the older fields.
+OLDER: dict[str, Any] = {"rope_theta": None, "rope_scaling": None}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+
 @pytest.fixture
 def folder(tiny: Path, tmp_path: Path) -> Path:
     return shutil.copytree(tiny, tmp_path / "model")
@@ -61,6 +72,27 @@ def test_the_packaged_model_knows_the_capital_of_france(packaged_folder: Path) -
         answer.append(int(mx.argmax(found.model(mx.array([tokens]), cache=cache)[0, -1]).item()))
         tokens = answer[-1:]
     assert found.tokenizer.decode(answer) == " Paris."
+
+
+@pytest.mark.parametrize("scaling", [{}, LLAMA3], ids=["plain", "llama3"])
+def test_positions_are_read_from_the_newer_field_too(folder: Path, scaling: dict[str, Any]) -> None:
+    def logits() -> mx.array:
+        return mx.array(model.load(folder, dtype="keep").model(mx.array([[*range(40)]])))
+
+    change(folder, rope_theta=500_000.0, rope_scaling=scaling or None)
+    older = logits()
+    change(folder, rope_parameters={"rope_type": "default", "rope_theta": 500_000.0, **scaling}, **OLDER)
+    assert mx.array_equal(logits(), older)
+    change(folder, rope_parameters=None)
+    assert not mx.array_equal(logits(), older)
+
+
+def test_a_scaling_that_would_be_lost_is_one_line(folder: Path) -> None:
+    change(folder, rope_scaling={"type": "yarn", "factor": 4.0}, model_type="gemma", head_dim=32)
+    with pytest.raises(
+        ModelError, match=r"has a rope_scaling of type yarn, but mlx-lm's gemma has none; take"
+    ):
+        model.load(folder, dtype="keep")
 
 
 @pytest.mark.model

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 import tomllib
@@ -118,3 +119,23 @@ def test_no_locked_version_is_yanked_or_unknown_to_the_registry(
     )
     assert done.returncode == 0, done.stderr
     assert "is yanked" not in done.stderr
+
+
+@pytest.mark.packaging
+def test_what_asks_a_registry_is_skipped_with_a_reason_where_none_answers() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        index = f"http://127.0.0.1:{closed.getsockname()[1]}/simple"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, "-m", "registry", __file__],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "UV_DEFAULT_INDEX": index},
+    )
+    assert done.returncode == 0, done.stdout
+    assert re.search(
+        r"^SKIPPED \[15\] .*: the registry does not answer uv: .*127\.0\.0\.1", done.stdout, re.MULTILINE
+    )
+    assert "passed" not in done.stdout.splitlines()[-1]

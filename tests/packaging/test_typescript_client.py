@@ -32,7 +32,12 @@ EXAMPLE = PROJECT.parents[1] / "examples" / "typescript" / "agent.ts"
 INSTALL = ("install", "--no-audit", "--no-fund", "--ignore-scripts")
 MAX_TOKENS = 1500
 
-pytestmark = [pytest.mark.packaging, pytest.mark.registry, pytest.mark.process, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.packaging,
+    pytest.mark.registry("npm"),
+    pytest.mark.process,
+    pytest.mark.timeout(300),
+]
 
 
 def npm(*arguments: object, folder: Path) -> None:
@@ -45,8 +50,6 @@ def npm(*arguments: object, folder: Path) -> None:
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Pack the package, install it in a folder of its own, and compile its tests and the example there."""
-    if shutil.which("npm") is None:
-        pytest.skip("the TypeScript client is built by npm, and there is no npm")
     folder = tmp_path_factory.mktemp("typescript")
     source, user = folder / "source", folder / "user"
     shutil.copytree(PROJECT, source, ignore=shutil.ignore_patterns("node_modules", "dist", "*.tgz"))

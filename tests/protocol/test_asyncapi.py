@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -199,8 +198,7 @@ def test_what_a_worker_refuses_does_not_fit(document: dict[str, Any], request_: 
 
 
 @pytest.mark.packaging
-@pytest.mark.registry
-@pytest.mark.skipif(shutil.which("npm") is None, reason="node and npm are not installed")
+@pytest.mark.registry("npm")
 def test_the_asyncapi_parser_takes_it(tmp_path: Path) -> None:
     """AsyncAPI's own parser, which other tools use, has no objection."""
     install = ["npm", "install", "--silent", "--no-audit", "--no-fund", "--ignore-scripts"]

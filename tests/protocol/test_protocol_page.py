@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import re
-import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -138,8 +137,7 @@ async def test_the_examples_in_python_run_as_they_are_written(
     assert re.match(rb"demo \d+ \{'prompt_tokens': \d", line)
 
 
-@pytest.mark.registry
-@pytest.mark.skipif(shutil.which("npm") is None, reason="node and npm are not installed")
+@pytest.mark.registry("npm")
 async def test_the_example_in_javascript_runs_as_it_is_written(
     shell: Callable[[str], Awaitable[Process]], tmp_path: Path
 ) -> None:

@@ -22,7 +22,8 @@ from cache.kv import layers
 from .chooser import Draw, Sampling
 from .lookup import Lookup
 from .parts import OwnPart
-from .sampling import Logprobs, draw_all, waits_for_logits
+from .rows import UnsoundError
+from .sampling import Choice, Logprobs, draw_all, waits_for_logits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -46,7 +47,7 @@ class _LaunchedStep:
 
     drafts: list[Draft]
     beginning: list[Row]
-    choice: mx.array | None
+    choice: Choice | None
     logprobs: Logprobs | None
     states: list[Any]
     began_s: float
@@ -151,7 +152,10 @@ class Batch:
             logits = self._run([], (), [part])
             said = Logprobs(logits, mx.array(part.following), [draw] * len(part.following))
             mx.eval(said.arrays, part.states)
-            piece.scores.drawn += said.drawn(part.following)
+            drawn = said.drawn(part.following)
+            if any(one.logprob != one.logprob for one in drawn):  # NaN
+                raise UnsoundError
+            piece.scores.drawn += drawn
 
     def remove(self, row: Row) -> list[Any]:
         """Remove a row, and return its KV as separate caches."""
@@ -199,7 +203,7 @@ class Batch:
         beginning = [piece.row for piece in pieces if piece.row is not None]
         draws += [draw for row in beginning for draw in row.chooser.draws()]
         choice = draw_all(logits, draws) if draws else None
-        logprobs = Logprobs(logits, choice, draws) if choice is not None else None
+        logprobs = Logprobs(logits, choice.tokens, draws) if choice is not None else None
         return _LaunchedStep(drafts, beginning, choice, logprobs, [piece.states for piece in pieces], began_s)
 
     def _launch_next(self, launched: _LaunchedStep) -> _LaunchedStep | None:
@@ -216,12 +220,12 @@ class Batch:
         if found is None:
             return None
         drafts, parts = found
-        logits = self._run(parts, launched.choice[mx.array([order[row] for row, _ in drafts])])
+        logits = self._run(parts, launched.choice.tokens[mx.array([order[row] for row, _ in drafts])])
         draws = [draw for row, _ in drafts for draw in row.chooser.draws(num_ahead=1)]
         choice = draw_all(logits, draws)
-        logprobs = Logprobs(logits, choice, draws)
+        logprobs = Logprobs(logits, choice.tokens, draws)
         begin: Any = mx.async_eval
-        begin(launched.choice, choice, *logprobs.arrays)
+        begin(*launched.choice, *choice, *logprobs.arrays)
         return _LaunchedStep(drafts, [], choice, logprobs, [], began_s)
 
     def _may_run_ahead(self, row: Row) -> bool:
@@ -256,21 +260,22 @@ class Batch:
         took_s = self._time(launched)
         if is_last:
             self._keeping.commit()
-        tokens: Any = [] if launched.choice is None else launched.choice.tolist()
+        tokens, sound = ([], []) if launched.choice is None else map(_listed, launched.choice)
         found = launched.logprobs.drawn(tokens) if launched.logprobs is not None else []
         for row in self._rows:
             row.drawn = []
         for row, draft in launched.drafts:
             drawn, found = found[: len(draft) + 1], found[len(draft) + 1 :]
+            are_sound, sound = sound[: len(draft) + 1], sound[len(draft) + 1 :]
             if row not in self._rows:  # its answer ended with the step before
                 continue
             num_right = next((i for i, token in enumerate(draft) if drawn[i].token != token), len(draft))
-            row.append(drawn[: num_right + 1])
+            row.append(drawn[: num_right + 1], is_sound=all(are_sound[: num_right + 1]))
             row.num_cached += num_right + 1
             if row.lookup is not None:
                 self._learn(row, row.lookup, len(draft), num_right, took_s)
-        for row, first in zip(launched.beginning, found, strict=True):
-            row.append([first])
+        for row, first, is_sound in zip(launched.beginning, found, sound, strict=True):
+            row.append([first], is_sound=is_sound)
         self._rows += launched.beginning
 
     def _time(self, launched: _LaunchedStep) -> float | None:
@@ -304,6 +309,10 @@ class Batch:
             return None
         row.lookup = row.lookup or Lookup(row.known, most=self._max_draft)
         return row.lookup
+
+
+def _listed(array: Any) -> list[Any]:
+    return list(array.tolist())
 
 
 def _count_back(row: Row) -> None:

@@ -153,7 +153,7 @@ def _fits(model: Any, trial: str, deviation: Callable[[], float]) -> bool:
     except Exception as error:  # noqa: BLE001  # a model may raise anything on unknown caches
         log.debug("a trial of this model failed", trial=trial, error=f"{type(error).__name__}: {error}")
         return False
-    if worst >= _tolerance(model):
+    if not worst < _tolerance(model):  # NaN passes no trial
         log.debug("a trial of this model failed", trial=trial, deviation=worst)
         return False
     return True

@@ -22,13 +22,21 @@ if TYPE_CHECKING:
     from .slots import Form
 
 
+class UnsoundError(Exception):
+    """The model's logits are no numbers: NaN or infinite."""
+
+    def __init__(self) -> None:
+        super().__init__("the model's logits are no finite numbers: its weights are broken or overflow")
+
+
 @dataclass(slots=True, eq=False)
 class Row:
     """One running answer.
 
     `known` are the session's last tokens; drafts are looked up in them. The last token has no KV yet. The
     first `num_cached` tokens of the session have KV: in `caches`, or, if that is None, where the batch keeps
-    it. `drawn` are the tokens of the last step; `num_left` counts the tokens that the answer may still get.
+    it. `drawn` are the tokens of the last step, which mean nothing unless the row `is_sound`: the logits were
+    numbers. `num_left` counts the tokens that the answer may still get.
     If the session has a window, its caches hold KV of at most `most_held` tokens.
     """
 
@@ -39,13 +47,14 @@ class Row:
     num_left: int
     most_held: int = sys.maxsize
     drawn: list[Drawn] = field(default_factory=list)
+    is_sound: bool = True
     lookup: Lookup | None = None
     form: Form | None = None  # of its pool
 
-    def append(self, drawn: list[Drawn]) -> None:
+    def append(self, drawn: list[Drawn], *, is_sound: bool = True) -> None:
         """Add the tokens that a step has drawn to the answer."""
         tokens = [one.token for one in drawn]
-        self.drawn = drawn
+        self.drawn, self.is_sound = drawn, is_sound
         self.known.extend(tokens)
         self.num_left -= len(tokens)
         self.chooser.push(tokens)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -34,17 +34,26 @@ _LEAST_SHARE: Final = 1e-37
 _CANDIDATES: Final = 1024
 
 
-def draw_all(logits: mx.array, draws: Sequence[Draw]) -> mx.array:
+class Choice(NamedTuple):
+    """One token for each row of logits, and whether the row's logits are numbers; arrays of (rows,)."""
+
+    tokens: mx.array
+    are_sound: mx.array
+
+
+def draw_all(logits: mx.array, draws: Sequence[Draw]) -> Choice:
     """Build the choice of one token for each row of `logits`, (rows, vocabulary); device thread only.
 
-    Returns integers, (rows,). A row's draw does not depend on other rows. Bias, penalties, temperature and
-    filters apply in this order. The result is unevaluated; but the logits of rows for which
-    `waits_for_logits` is true are evaluated here.
+    A row's draw does not depend on other rows. Bias, penalties, temperature and filters apply in this order.
+    The result is unevaluated; but the logits of rows for which `waits_for_logits` is true are evaluated here.
     """
     likeliest = mx.argmax(logits, axis=-1)
+    highest = mx.take_along_axis(logits, likeliest[:, None], axis=-1)[:, 0]
     others = [i for i, draw in enumerate(draws) if not draw.takes_likeliest]
     if not others:
-        return likeliest
+        return Choice(likeliest, mx.isfinite(highest))
+    # On a GPU argmax passes over a NaN, which spoils a draw all the same: max does not.
+    highest[mx.array(others)] = mx.max(_rows(logits, others), axis=-1)
     # float32 whatever the model computes in: a cumulative sum over a whole vocabulary loses bf16's few bits.
     some = _changed(_rows(logits, others).astype(mx.float32), [draws[i] for i in others])
     hot = [i for i, at in enumerate(others) if not draws[at].sampling.is_greedy]
@@ -52,7 +61,7 @@ def draw_all(logits: mx.array, draws: Sequence[Draw]) -> mx.array:
     if hot:
         drawn[mx.array(hot)] = _sampled(_rows(some, hot), [draws[others[i]] for i in hot])
     likeliest[mx.array(others)] = drawn
-    return likeliest
+    return Choice(likeliest, mx.isfinite(highest))
 
 
 def waits_for_logits(sampling: Sampling) -> bool:
@@ -65,7 +74,7 @@ def waits_for_logits(sampling: Sampling) -> bool:
 
 def draw(logits: mx.array, sampling: Sampling, index: int, seen: Iterable[int]) -> mx.array:
     """Build the choice of one token from `logits` of shape (vocabulary,), as `draw_all` does; a scalar."""
-    return draw_all(logits[None], [Draw(sampling, index, [*dict.fromkeys(seen)])])[0]
+    return draw_all(logits[None], [Draw(sampling, index, [*dict.fromkeys(seen)])]).tokens[0]
 
 
 class Logprobs:

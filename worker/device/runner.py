@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import sys
 import time
+from array import array
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -28,12 +29,13 @@ from cache.kv.states import leaves
 from cache.names.errors import CutOffError, LostPastError
 from cache.names.policy import Policy
 from cache.names.snapshot import ModelLayout
-from worker.batch.chooser import Chooser
+from worker.batch.chooser import Chooser, Sampling
 from worker.batch.choosing import batch_for
 from worker.batch.lookup import MOST_SEEN
-from worker.batch.rows import PrefillPiece, Row
+from worker.batch.rows import PrefillPiece, Row, UnsoundError
 from worker.batch.trials import SHIPPED, Trials
 from worker.models.code import code_digest, package_digest
+from worker.models.model_files import ModelError
 from worker.models.quantised import unpacked_bytes
 
 from . import machine
@@ -206,7 +208,13 @@ class Runner:
             block_tokens=self._block,
         )
         caches = make()
-        self._batch.step([PrefillPiece(caches, 0, [0])])
+        row = Row(caches, array("I", [0]), Chooser(Sampling()), num_cached=1, num_left=1)
+        self._batch.step([PrefillPiece(caches, 0, [0], row)])
+        if not row.is_sound:
+            raise ModelError(
+                f"{loaded.folder} is broken: {UnsoundError()}; get its weights again, or try --dtype float32"
+            )
+        self._batch.remove(row)
         #: The cache class that cannot be snapshotted, or else what snapshots hold; the classes of all layers;
         #: whether KV can be cut and trimmed at any token.
         self.unsupported_cache = layers.unsupported(caches)
@@ -305,10 +313,10 @@ class Runner:
     def cancel(self, turn: Turn) -> None:
         """End a turn with the tokens so far; no effect on a turn that is over."""
         if turn in self._scheduler or turn in self._paging:
-            self._end_or_fault_all(turn)
+            self._or_fault_all(turn, self._end)
         elif self._acquisition.stop_waiting(turn):
             self._guarded(turn, self._start)  # so that its session keeps its KV
-            self._end_or_fault_all(turn)
+            self._or_fault_all(turn, self._end)
 
     def grant(self, turn: Turn, num_tokens: int) -> None:
         """Let a turn grow to `num_tokens` tokens."""
@@ -492,13 +500,14 @@ class Runner:
         if turn.row is not None:
             turn.caches = None
             self._scheduler.start_decoding(turn)
-            self._sampled(turn, turn.row.drawn[0])
+            if self._is_sound(turn):
+                self._sampled(turn, turn.row.drawn[0])
         elif turn.num_cached == turn.target:
             self._end(turn)
 
     def _decoded(self, turn: Turn) -> None:
         """Add the tokens that a step has drawn for a row, up to the answer's end."""
-        for drawn in turn.row.drawn if turn.row is not None else ():
+        for drawn in turn.row.drawn if turn.row is not None and self._is_sound(turn) else ():
             turn.num_cached += 1
             self._num_decoded += 1
             self.cutting.note_block(turn)
@@ -506,21 +515,33 @@ class Runner:
             if turn.row is None:
                 return
 
+    def _is_sound(self, turn: Turn) -> bool:
+        """Say whether a row's tokens were drawn from numbers; if not, fail the turn."""
+        if turn.row is not None and not turn.row.is_sound:
+            self._or_fault_all(turn, self._break_off)
+            return False
+        return True
+
+    def _break_off(self, turn: Turn) -> None:
+        if turn.row is not None:
+            self._batch.remove(turn.row)
+        self._fault(turn, UnsoundError())
+
     def _sampled(self, turn: Turn, drawn: Drawn) -> None:
         """Add a token to the answer, and end the turn if the answer is complete."""
         if turn.answer is None:
             raise AssertionError("only answers decode")
         self._emit(Sampled(turn, turn.answer.push(*drawn)))
         if turn.answer.finish_reason is not None or _num_left(turn) <= 0:
-            self._end_or_fault_all(turn)
+            self._or_fault_all(turn, self._end)
 
-    def _end_or_fault_all(self, turn: Turn) -> None:
-        """End a turn.
+    def _or_fault_all(self, turn: Turn, end: Callable[[Turn], None]) -> None:
+        """End a turn by `end`.
 
         If that fails, merged KV may be half changed, so every running answer fails too.
         """
         try:
-            self._end(turn)
+            end(turn)
         except Exception as error:  # noqa: BLE001  # whatever MLX raises
             turns = turn, *self._scheduler.decoding
             self._batch.clear()

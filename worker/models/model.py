@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from . import blas, catalog, converted, hub
+from . import blas, catalog, converted, hub, positions
 from .catalog import ModelEntry, list_models, packaged_gguf
 from .misfits import explain
 from .model_files import (
@@ -190,7 +190,12 @@ def _load_weights(
     from mlx.utils import tree_flatten
     from mlx_lm import utils
 
-    model, config = utils.load_model(folder, lazy=True)
+    written = utils.load_config(folder)
+    changes = positions.translate(written)
+    model, config = utils.load_model(folder, lazy=True, model_config=changes)
+    positions.check(model, config)
+    as_written = {key: written[key] for key in changes if key in written}
+    config = {key: value for key, value in config.items() if key not in changes} | as_written
     if dtype != "keep":
         model = utils.dequantize_model(model)
         model.set_dtype(getattr(mx, dtype))

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 from turnkeep_client.errors import TurnkeepError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
 #: `(done_bytes, total_bytes, what)`; called on the thread that does the work.
@@ -129,10 +130,14 @@ def is_held(folder: Path) -> bool:
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
     """Return the language model's part of a multimodal config."""
-    for key in ("text_config", "language_config", "llm_config"):
-        if isinstance(config.get(key), dict):
-            return {**config, **config[key]}
-    return config
+    key = text_part(config)
+    return {**config, **config[key]} if key else config
+
+
+def text_part(config: Mapping[str, Any]) -> str | None:
+    """Return the key of the language model's part of a multimodal config; None if it is not multimodal."""
+    keys = ("text_config", "language_config", "llm_config")
+    return next((key for key in keys if isinstance(config.get(key), dict)), None)
 
 
 def dtype_name(config: dict[str, Any]) -> str:

@@ -1,0 +1,90 @@
+"""Logits that are no finite numbers end an answer with a reason; a model that begins so does not start."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from tiny_models import GREEDY, alone, generate, prompt
+
+from worker.batch.chooser import Draw, Sampling
+from worker.batch.rows import UnsoundError
+from worker.batch.sampling import draw_all
+from worker.device.turn import Faulted, Finished
+from worker.models.model_files import ModelError
+
+SAMPLINGS = {
+    "greedy": GREEDY,
+    "sampled": Sampling(temperature=0.8, seed=3),
+    "top_p": Sampling(temperature=0.8, top_p=0.9, seed=3),
+    "penalised": Sampling(repetition_penalty=1.2),
+    "logprobs": Sampling(top_logprobs=2),
+}
+
+
+@pytest.fixture
+def model(build_model):
+    return build_model("llama", tie_word_embeddings=False)
+
+
+def spoil(model: Any, token: int, value: float = math.nan) -> None:
+    """Break what the model knows of one token, as a damaged file does."""
+    model.model.embed_tokens.weight[token] = value
+    mx.eval(model.parameters())  # on this thread, which has the stream of this change
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf], ids=["nan", "inf"])
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+def test_an_answer_ends_with_a_reason(make_rig, model, sampling: Sampling, value: float) -> None:
+    """At the token that the model cannot go on after; an answer beside it goes on."""
+    rig = make_rig(model)
+    right, _ = alone(model, prompt(19), 12, sampling)
+    beside, _ = alone(model, prompt(9, salt=5), 12)
+    spared = {0, *prompt(19), *prompt(9, salt=5), *beside}
+    at = next(i for i, token in enumerate(right) if i and token not in {*right[:i], *spared})
+    spoil(model, right[at], value)
+    turn, other = generate(prompt(19), 12, sampling), generate(prompt(9, salt=5), 12, name="other")
+    rig.run(turn, other)
+    end = rig.end(turn)
+    assert isinstance(end, Faulted)
+    assert isinstance(end.error, UnsoundError)
+    assert turn.answer.tokens == right[: at + 1]
+    assert isinstance(rig.end(other), Finished)
+    assert other.answer.tokens == beside
+
+
+def test_a_first_token_from_no_number_is_no_answer(make_rig, model) -> None:
+    rig = make_rig(model)
+    spoil(model, prompt(19)[-1])
+    turn = generate(prompt(19), 8)
+    rig.run(turn)
+    assert isinstance(rig.end(turn), Faulted)
+    assert turn.answer.tokens == []
+
+
+def test_a_model_that_begins_without_numbers_does_not_start(make_rig, model) -> None:
+    spoil(model, 0)
+    with pytest.raises(ModelError, match=r"is broken: the model's logits are no finite numbers.*--dtype"):
+        make_rig(model)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf], ids=["nan", "inf"])
+@pytest.mark.parametrize("at", [0, 50, 4999])
+def test_one_logit_that_is_no_number_spoils_its_row_alone(value: float, at: int) -> None:
+    logits = mx.random.normal((len(SAMPLINGS) + 1, 5000), key=mx.random.key(1))
+    draws = [Draw(sampling, 0) for sampling in (*SAMPLINGS.values(), GREEDY)]
+    assert all(draw_all(logits, draws).are_sound.tolist())
+    for row in range(1, len(draws)):
+        broken = logits * 1
+        broken[row, at] = value
+        sound = [i != row for i in range(len(draws))]
+        assert draw_all(broken, draws).are_sound.tolist() == sound or draws[row].takes_likeliest
+
+
+def test_a_logit_of_minus_infinity_is_a_number() -> None:
+    """Models give it to ids that are no tokens."""
+    logits = mx.full((2, 8), -math.inf)
+    logits[0, 3] = 1.0
+    assert draw_all(logits, [Draw(GREEDY, 0)] * 2).are_sound.tolist() == [True, False]

@@ -1,0 +1,57 @@
+"""A model whose weights are broken: it is refused as a worker starts, or the answer says that it failed."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.parts import make_tiny_model
+from turnkeep_client.errors import RequestFailedError
+from worker.models.model_files import ModelError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+#: The id of `~` in the tiny model.
+TILDE = 96
+
+
+def broken(folder: Path, token: int, **changes: Any) -> Path:
+    """Make a tiny model that has no numbers for one token."""
+    import mlx.core as mx
+
+    make_tiny_model(folder, **changes)
+    path = str(folder / "model.safetensors")
+    weights: dict[str, mx.array] = mx.load(path)
+    weights["model.embed_tokens.weight"][token] = math.nan
+    mx.eval(weights)
+    mx.save_safetensors(path, weights, metadata={"format": "mlx"})
+    return folder
+
+
+async def test_a_model_whose_logits_are_no_numbers_is_refused_in_one_line(
+    local_worker: Any, tmp_path: Path
+) -> None:
+    """Embeddings that are the output's weights too: one broken row is in all logits."""
+    folder = broken(tmp_path / "broken", TILDE)
+    with pytest.raises(ModelError, match=r"^/\S+/broken is broken: the model's logits .*; get [^\n]*$"):
+        await local_worker(model=str(folder))
+
+
+async def test_an_answer_that_meets_a_broken_weight_fails_and_others_do_not(
+    local_worker: Any, tmp_path: Path
+) -> None:
+    folder = broken(tmp_path / "broken", TILDE, tie_word_embeddings=False)
+    client = (await local_worker(model=str(folder))).client
+    for more in ({}, {"temperature": 0.8}, {"max_tokens": 0, "echo": True}):
+        session = client.session(f"s{len(more)}")
+        options: dict[str, Any] = {"max_tokens": 4, "ignore_eos": True, **more}
+        with pytest.raises(
+            RequestFailedError, match=r"internal: the forward pass failed: .*no finite numbers"
+        ):
+            await session.generate(text="Hi ~ there", **options)
+    sound = await client.session("sound").generate(text="Hi there", max_tokens=1)
+    assert len(sound.tokens) == 1
