@@ -6,6 +6,9 @@ A wrong call is executed, so what is in doubt stays text.
 from __future__ import annotations
 
 import json
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
@@ -15,7 +18,9 @@ from hypothesis import given
 from test_splitting import FAMILIES, dialect, outcome, splitter, wide, written
 
 from worker.models.calls import Written
+from worker.models.dialect import dialect_of
 from worker.text.arguments import NoCallError, Offered
+from worker.text.splitting import call_id
 
 
 def tool(name: str, required: tuple[str, ...] = (), **properties: Any) -> dict[str, Any]:
@@ -260,6 +265,79 @@ def test_a_call_without_a_marker_may_stand_behind_reasoning() -> None:
     assert calls_in("json_tools", text) == [("clock", {})]
 
 
+# Other families
+
+NESTED = [tool("fs.set", key=TEXT, of={"type": "object"}, all={"type": "array"})]
+
+
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        (
+            "gemma4",
+            '<|tool_call>call:fs.set{key:<|"|>a}, b:{<|"|>,of:{x:{y:1}},all:[true,<|"|>"<|"|>]}<tool_call|>',
+        ),
+        (
+            "function_gemma",
+            (
+                "<start_function_call>call:fs.set{key:<escape>a}, b:{<escape>,of:{x:{y:1}},"
+                'all:[true,<escape>"<escape>]}<end_function_call>'
+            ),
+        ),
+    ],
+)
+def test_gemmas_values_may_nest_and_names_have_dots(family: str, text: str) -> None:
+    wanted = {"key": "a}, b:{", "of": {"x": {"y": 1}}, "all": [True, '"']}
+    assert calls_in(family, text, NESTED) == [("fs.set", wanted)]
+    for old, new in (("y:1}", "y:1"), (":1", ":one"), (",all", " all"), ("call:", "call "), ("all:", "key:")):
+        assert calls_in(family, text.replace(old, new), NESTED) == []
+
+
+def test_a_stray_end_of_gemmas_reasoning_is_no_text() -> None:
+    text = "<channel|>" + written("gemma4", "run", {"code": "x"}) + "<channel|>Well."
+    said, thought, calls, _ = outcome(splitter("gemma4"), [text])
+    assert (said, thought, len(calls)) == ("Well.", "", 1)
+    assert outcome(splitter("gemma4"), text) == (said, thought, calls, False)
+
+
+def test_kimis_id_is_kept_if_it_has_its_counter() -> None:
+    begin, middle, end = "<|tool_call_begin|>", "<|tool_call_argument_begin|>{}", "<|tool_call_end|>"
+    body = "".join(
+        f"{begin}{name}{middle}{end}" for name in ("functions.clock:0", "functions.clock", "clock:2")
+    )
+    text = f"<|tool_calls_section_begin|>{body}<|tool_calls_section_end|>"
+    calls = outcome(splitter("kimi_k2", tools=TOOLS), [text])[2]
+    assert [name for _, name, _ in calls] == ["clock"] * 3
+    assert (calls[0][0], calls[1][0] == call_id("r", 1), calls[2][0]) == (
+        "functions.clock:0",
+        True,
+        "clock:2",
+    )
+
+
+def test_llama_4_writes_python_or_json() -> None:
+    for text in (
+        "[clock()]",
+        '{"name": "clock", "parameters": {}}',
+        "<|python_start|>[clock()]<|python_end|>",
+    ):
+        assert calls_in("llama4_bare", text) == [("clock", {})]
+    assert calls_in("llama4_bare", "[clock()] is how I would call") == []
+
+
+def test_values_of_minicpm_may_stand_in_cdata() -> None:
+    params = '<param name="path">a</param><param name="content"><![CDATA[<b></param>\n]]></param>'
+    text = f'<function name="write">{params}</function>'
+    assert calls_in("minicpm5", text) == [("write", {"path": "a", "content": "<b></param>\n"})]
+
+
+def test_every_parser_of_mlx_lm_is_known() -> None:
+    folder = Path(find_spec("mlx_lm.tool_parsers").submodule_search_locations[0])  # type: ignore[union-attr,index]
+    for name in sorted(one.stem for one in folder.glob("*.py") if one.stem != "__init__"):
+        module = import_module(f"mlx_lm.tool_parsers.{name}")
+        assert dialect_of("tools", set(), name).calls == (module.tool_call_start, module.tool_call_end), name
+
+
 # Harmony
 
 
@@ -410,6 +488,8 @@ WHOLE, NUMBER, NULL = {"type": "integer"}, {"type": "number"}, {"type": "null"}
         ("3", {}, "3"),
         (None, {"type": "string", "nullable": True}, None),
         ("2", {"enum": [1, 2]}, 2),
+        ("2", {"type": "int"}, 2),
+        ("2", {"type": "any"}, "2"),
         ("3", {"$ref": "#/$defs/none"}, "3"),
     ],
 )

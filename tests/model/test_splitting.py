@@ -305,7 +305,18 @@ def test_an_answer_of_many_parts_splits_the_same_way_cut_anywhere(family: str, d
         plain = words
         opens, closes = found.reasoning or ("", "")
         thought = words.map(lambda text: opens + text + closes)
-    call = st.sampled_from([written(family), written(family)[:-9], written(family)[:12]])
+    call = st.sampled_from(
+        [
+            written(family),
+            written(family, "run", {"code": found.calls[1] + '"'}),
+            written(family)[:-9],
+            written(family)[:12],
+            written(family)[-12:],
+            written(family, "unknown"),
+            written(family).replace("3", "true"),
+            *filter(None, (*found.calls, f"`{found.calls[0]}`")),
+        ]
+    )
     text = "".join(data.draw(st.lists(st.one_of(plain, thought, call), max_size=5)))
     whole = outcome(splitter(family), [text])
     assert outcome(splitter(family), data.draw(cuts(text))) == whole

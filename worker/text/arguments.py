@@ -21,6 +21,16 @@ if TYPE_CHECKING:
 #: Steps of one check, as references and alternatives may multiply; 50 KB of JSON take some thousands.
 _MOST_STEPS: Final = 20_000
 _MOST_DEPTH: Final = 100
+_KINDS: Final = frozenset(("string", "integer", "number", "boolean", "null", "array", "object"))
+#: As some tools write types, which are not JSON schema's.
+_OTHER_KINDS: Final = {
+    "str": "string",
+    "int": "integer",
+    "float": "number",
+    "bool": "boolean",
+    "list": "array",
+    "dict": "object",
+}
 _WORDS: Final = {"True": True, "False": False, "None": None}
 _LIMITS: Final[tuple[tuple[str, Callable[[float, float], bool]], ...]] = (
     ("minimum", lambda value, limit: value >= limit),
@@ -154,10 +164,9 @@ class _Fit:
     def _checked(self, value: Any, schema: Mapping[str, Any], depth: int, *, converts: bool) -> Any:
         if value is None and schema.get("nullable") is True:
             return value
-        kinds = schema.get("type")
-        kinds = [kinds] if isinstance(kinds, str) else kinds
+        kinds = _types(schema)
         if kinds and not any(_is(value, kind) for kind in kinds):
-            raise NoCallError(f"{value!r} is no {' or '.join(map(str, kinds))}")
+            raise NoCallError(f"{value!r} is no {' or '.join(sorted(kinds))}")
         if isinstance(value, float) and kinds and "integer" in kinds and "number" not in kinds:
             value = int(value)
         allowed = [schema["const"]] if "const" in schema else schema.get("enum")
@@ -220,8 +229,7 @@ class _Fit:
             return None
         found: set[str] | None = None
         if "type" in schema:
-            kinds = schema["type"]
-            found = {kinds} if isinstance(kinds, str) else {*kinds}
+            found = _types(schema)
         elif "const" in schema or "enum" in schema:
             found = {_kind(one) for one in ([schema["const"]] if "const" in schema else schema["enum"])}
         elif "$ref" in schema:
@@ -258,6 +266,13 @@ def _check_limits(value: Any, schema: Mapping[str, Any]) -> None:
     for kind, least, most in _SIZES:
         if isinstance(value, kind) and not schema.get(least, 0) <= len(value) <= schema.get(most, len(value)):
             raise NoCallError(f"its size is {len(value)}")
+
+
+def _types(schema: Mapping[str, Any]) -> set[str] | None:
+    """Return what a schema has as its types; None if nothing, or other words than JSON schema's."""
+    given = schema.get("type")
+    found = {_OTHER_KINDS.get(one, one) for one in ([given] if isinstance(given, str) else given or ())}
+    return found if found and found <= _KINDS else None
 
 
 def _kind(value: Any) -> str:
