@@ -30,7 +30,9 @@ TOOLS: list[dict[str, Any]] = [
 OWN = {"mistral_args": " [ARGS]", "deepseek_v3": " ```json"}
 #: Families whose calls have JSON as arguments, and a marker of their own.
 JSON = [
-    name for name in FAMILIES if name not in ("harmony", "llama_bare") and dialect(name).form[1] is not None
+    name
+    for name in FAMILIES
+    if name not in ("harmony", "llama_bare", "kimi_singular") and dialect(name).form[1] is not None
 ]
 
 

@@ -1,7 +1,6 @@
 """Finds out how a model writes reasoning and tool calls into its answers: markers, and a parser for calls.
 
-The parsers are mlx-lm's where it has one for the model's family; those of Llama's and DeepSeek's calls are
-here. All of them take whole calls; `worker.text.splitting` finds the calls while an answer grows.
+The parsers are in `calls`, and take whole calls; `worker.text.splitting` finds calls while an answer grows.
 """
 
 from __future__ import annotations
@@ -10,77 +9,74 @@ import json
 import re
 from dataclasses import dataclass
 from hashlib import blake2b
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from .calls import (
+    Form,
+    either,
+    framed,
+    gemma,
+    parse_bare,
+    parse_bare_python,
+    parse_bare_several,
+    parse_cdata,
+    parse_json,
+    parse_python,
+    parse_several,
+    tagged,
+)
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Mapping, Sequence
-    from typing import TypeAlias
+    from collections.abc import Container, Mapping, Sequence
 
-    #: Parses the text between the markers, given the request's tools; raises any error.
-    Parser: TypeAlias = "Callable[[str, Sequence[Mapping[str, Any]]], list[ParsedCall]]"
-
-
-class ParsedCall(NamedTuple):
-    """One tool call of an answer. `arguments` is JSON as text; `id` is the model's own, mostly None."""
-
-    name: str
-    arguments: str
-    id: str | None = None
+    from .calls import Parser
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
     """How a model marks its reasoning and its tool calls.
 
-    `reasoning` and `calls` are pairs of markers, the end of `calls` is empty if calls go on to the answer's
-    end. With `is_json`, each call is one JSON object with `name` first, so that its arguments are known while
-    they are written. With `is_bare`, an answer that begins like a JSON object is a call without a marker.
-    With `is_harmony`, the text consists of messages with channels (OpenAI's harmony format).
+    `reasoning` is a pair of markers. The first of `forms` is how the model is expected to write calls. `bare`
+    parses an answer that is nothing but calls, without markers. With `is_harmony`, the text consists of
+    messages with channels (OpenAI's harmony format). `strays` are markers that stand in the text by mistake.
     """
 
     reasoning: tuple[str, str] | None = None
-    calls: tuple[str, str] | None = None
-    parse: Parser | None = None
-    is_json: bool = False
-    is_bare: bool = False
+    forms: tuple[Form, ...] = ()
+    bare: Parser | None = None
     is_harmony: bool = False
     renders_tools: bool = False
+    strays: tuple[str, ...] = ()
     #: How a call is written between its markers, for grammars: with NAME before the arguments, then what
     #: follows them; None there if the arguments are not JSON.
     form: tuple[str, str | None] = ('\n{"name": "NAME", "arguments": ', "}\n")
+
+    @property
+    def calls(self) -> tuple[str, str]:
+        """The markers of calls; the last one is empty if there is none."""
+        if self.is_harmony:
+            return "<|channel|>commentary ", ""
+        return (self.forms[0].opens, self.forms[0].closes or "") if self.forms else ("", "")
+
+
+class _Family(NamedTuple):
+    """How the models of a family write calls."""
+
+    forms: tuple[Form, ...]
+    form: tuple[str, str | None] = ('\n{"name": "NAME", "arguments": ', "}\n")
+    bare: Parser | None = None
+    strays: tuple[str, ...] = ()
 
 
 #: Pairs of markers of reasoning, by what the vocabulary has.
 _REASONING: Final = (
     ("<think>", "</think>"),
+    ("<seed:think>", "</seed:think>"),
     ("<longcat_think>", "</longcat_think>"),
     ("<|think:start|>", "<|think:end|>"),
     ("[THINK]", "[/THINK]"),
 )
-#: What in a chat template tells mlx-lm's parsers apart, the first that is there, and the call's form.
-_PARSERS: Final[tuple[tuple[str, str, tuple[str, str | None]], ...]] = (
-    ("<minimax:tool_call>", "minimax_m2", ('\n<invoke name="NAME">\n', None)),
-    ("<|tool_call>", "gemma4", ("call:NAME{", None)),
-    ("<start_function_call>", "function_gemma", ("call:NAME{", None)),
-    ("<longcat_tool_call>", "longcat", ("NAME\n", None)),
-    ("<arg_key>", "glm47", ("NAME\n", None)),
-    ("<|tool_call_start|>", "pythonic", ("[NAME(", None)),
-    ("<|tool_list_start|>", "pythonic", ("[NAME(", None)),
-    ("<function=", "qwen3_coder", ("\n<function=NAME>\n", None)),
-    (
-        "<|tool_calls_section_begin|>",
-        "kimi_k2",
-        (
-            "<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>",
-            "<|tool_call_end|>",
-        ),
-    ),
-    ('<function name="', "minicpm5", ("", None)),
-    ("[ARGS]", "mistral", ("NAME[ARGS]", "")),
-    ("[TOOL_CALLS]", "mistral", ('[{"name": "NAME", "arguments": ', "}]")),
-    ("<atem:function_calls>", "muse_spark", ("", None)),
-)
+_XTML: Final = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
 
 
 def _deepseek(name: str) -> str:
@@ -88,13 +84,215 @@ def _deepseek(name: str) -> str:
     return f"<\uff5c{name.replace(' ', chr(0x2581))}\uff5c>"
 
 
-_DEEPSEEK: Final = (_deepseek("tool calls begin"), _deepseek("tool calls end"))
-_DEEPSEEK_CALL: Final = re.compile(
-    f"{_deepseek('tool call begin')}(.*?){_deepseek('tool sep')}(.*?){_deepseek('tool call end')}", re.DOTALL
+_BEGIN, _SEP, _END = map(_deepseek, ("tool call begin", "tool sep", "tool call end"))
+_JSON_LIST: Final = ('[{"name": "NAME", "arguments": ', "}]")
+_JSON: Final = re.compile(r"\s*[{\[]")
+_WORD: Final = re.compile(r"\n*[\w.{-]")
+_TAG: Final = re.compile(r"\s*<")
+_PARAMETER: Final = ("<parameter=", "</parameter>")
+_FUNCTIONS: Final = tagged(
+    r"\s*<function=(?P<name>[^<>\s]+)>\s*",
+    r"<parameter=(?P<key>[^<>\n]+)>",
+    "</parameter>",
+    r"</function>\s*",
+    trims=True,
 )
-_FENCED: Final = re.compile(r"\s*([^\n]+)\n```json\n(.*?)\n```\s*", re.DOTALL)
+
+
+def _json_form(opens: str, closes: str) -> Form:
+    return Form(opens, closes, parse_json, _JSON)
+
+
+def _keys_form(prefix: str) -> Form:
+    """Return the form of GLM's calls, and of those that LongCat writes with a prefix."""
+    parse = tagged(
+        r"\s*(?P<name>[^<>{}]+?)\s*(?=<|\Z)",
+        rf"<{prefix}arg_key>\s*(?P<key>[^<>]+?)\s*</{prefix}arg_key>\s*<{prefix}arg_value>",
+        f"</{prefix}arg_value>",
+        r"\Z",
+    )
+    quotes = (f"<{prefix}arg_value>", f"</{prefix}arg_value>")
+    opens, closes = f"<{prefix}tool_call>", f"</{prefix}tool_call>"
+    return Form(opens, closes, either(parse_json, parse), _WORD, quotes, is_framed=False)
+
+
+def _kimi_form(section: str) -> Form:
+    head = (
+        r"\s*<\|tool_call_begin\|>\s*"
+        r"(?:(?P<id>(?:functions\.)?(?P<name>[^\s<>:]+):\d+)|(?:functions\.)?(?P<name_alone>[^\s<>:]+))"
+        r"\s*<\|tool_call_argument_begin\|>\s*"
+    )
+    parse = framed(head, r"\s*<\|tool_call_end\|>\s*")
+    return Form(f"<|{section}_begin|>", f"<|{section}_end|>", parse, _TAG)
+
+
+def _gemma_form(opens: str, closes: str, quote: str) -> Form:
+    return Form(opens, closes, gemma(quote), re.compile(r"\s*c"), (quote, quote))
+
+
+def _python_form(opens: str, closes: str) -> Form:
+    return Form(opens, closes, parse_python, re.compile(r"\s*[\[\w`]"))
+
+
 #: How models are asked to call whose template knows no tools: the format of Hermes and Qwen.
 GENERIC: Final = ("<tool_call>", "</tool_call>")
+_GENERIC: Final = _Family((_json_form(*GENERIC),), bare=parse_bare)
+_DEEPSEEK: Final = Form(
+    _deepseek("tool calls begin"),
+    _deepseek("tool calls end"),
+    either(
+        framed(rf"\s*{_BEGIN}function{_SEP}(?P<name>[^\n]+)\n```json\s*\n\s*", rf"\s*```\s*{_END}\s*"),
+        framed(rf"\s*{_BEGIN}(?P<name>[^<>\n]+){_SEP}\s*", rf"\s*{_END}\s*"),
+    ),
+    _TAG,
+)
+_MISTRAL: Final = Form(
+    "[TOOL_CALLS]",
+    "",
+    either(
+        parse_json,
+        framed(r"\s*(?P<name>[^\s\[\]{}]+)\s*(?:\[CALL_ID\]\s*(?P<id>[^\s\[\]{}]*)\s*)?\[ARGS\]\s*", r"\s*"),
+    ),
+    re.compile(r"\s*[\[\w]"),
+    value=re.compile(r"\s*(?:[^\s\[\]{}]+\s*(?:\[CALL_ID\][^\[\]{}]*)?\[ARGS\]\s*)?(?=[\[{])"),
+)
+_LLAMA: Final = _Family(
+    (Form("<|python_tag|>", None, parse_several, re.compile(r"\s*\{")),),
+    ('{"name": "NAME", "parameters": ', "}"),
+    parse_bare_several,
+)
+_XTML_ARGUMENT: Final = r'<\|open\|>argument key="(?P<key>[^"]+)"(?: type="(?P<type>[^"]*)")?[^<>]*<\|sep\|>'
+_FAMILIES: Final[dict[str, _Family]] = {
+    "minimax_m2": _Family(
+        (
+            Form(
+                "<minimax:tool_call>",
+                "</minimax:tool_call>",
+                tagged(
+                    r'\s*<invoke name="(?P<name>[^"<>]+)">\s*',
+                    r'<parameter name="(?P<key>[^"<>]+)">',
+                    "</parameter>",
+                    r"</invoke>\s*",
+                ),
+                _TAG,
+                ("<parameter name=", "</parameter>"),
+            ),
+        ),
+        ('\n<invoke name="NAME">\n', None),
+    ),
+    "gemma4": _Family(
+        (_gemma_form("<|tool_call>", "<tool_call|>", '<|"|>'),), ("call:NAME{", None), None, ("<channel|>",)
+    ),
+    "function_gemma": _Family(
+        (_gemma_form("<start_function_call>", "<end_function_call>", "<escape>"),), ("call:NAME{", None)
+    ),
+    "longcat": _Family((_keys_form("longcat_"),), ("NAME\n", None)),
+    "glm47": _Family((_keys_form(""),), ("NAME\n", None)),
+    "laguna": _Family((_keys_form(""),), ("NAME\n", None)),
+    "pythonic": _Family((_python_form("<|tool_call_start|>", "<|tool_call_end|>"),), ("[NAME(", None)),
+    "olmo3": _Family((_python_form("<function_calls>", "</function_calls>"),), ("\nNAME(", None)),
+    "llama4": _Family(
+        (_python_form("<|python_start|>", "<|python_end|>"),),
+        ("[NAME(", None),
+        either(parse_bare_several, parse_bare_python),
+    ),
+    "seed_oss": _Family(
+        (Form("<seed:tool_call>", "</seed:tool_call>", _FUNCTIONS, _TAG, _PARAMETER),),
+        ("\n<function=NAME>\n", None),
+    ),
+    "qwen3_coder": _Family(
+        (Form(*GENERIC, either(_FUNCTIONS, parse_json), re.compile(r"\s*[<{]"), _PARAMETER),),
+        ("\n<function=NAME>\n", None),
+    ),
+    "kimi_k2": _Family(
+        (_kimi_form("tool_calls_section"), _kimi_form("tool_call_section")),
+        ("<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+    ),
+    "kimi_k3": _Family(
+        (
+            Form(
+                "<|open|>tools<|sep|>",
+                "<|close|>tools<|sep|>",
+                tagged(
+                    r'\s*<\|open\|>call tool="(?P<name>[^"<>]+)"[^<>]*<\|sep\|>\s*',
+                    _XTML_ARGUMENT,
+                    "<|close|>argument<|sep|>",
+                    r"<\|close\|>call<\|sep\|>\s*",
+                ),
+                _TAG,
+                ("<|open|>argument ", "<|close|>argument"),
+            ),
+        ),
+        ('<|open|>call tool="NAME"', None),
+    ),
+    "minicpm5": _Family(
+        (
+            Form(
+                "<function name=",
+                "</function>",
+                parse_cdata,
+                re.compile(r'\s*"'),
+                ("<param ", "</param>"),
+            ),
+        ),
+        ("", None),
+    ),
+    "muse_spark": _Family(
+        (
+            Form(
+                "<atem:function_calls>",
+                "</atem:function_calls>",
+                tagged(
+                    r'\s*<atem:invoke\b[^<>]*?\bname="(?P<name>[^"]+)">\s*',
+                    r'<atem:parameter\b[^<>]*?\bname="(?P<key>[^"]+)"[^<>]*?>',
+                    "</atem:parameter>",
+                    r"</atem:invoke>\s*",
+                ),
+                _TAG,
+                ("<atem:parameter", "</atem:parameter>"),
+            ),
+        ),
+        ("", None),
+    ),
+    "mistral": _Family((_MISTRAL,), _JSON_LIST),
+    "mistral_args": _Family((_MISTRAL,), ("NAME[ARGS]", "")),
+    "deepseek_v3": _Family((_DEEPSEEK,), (f"{_BEGIN}function{_SEP}NAME\n```json\n", f"\n```{_END}")),
+    "deepseek_v31": _Family((_DEEPSEEK,), (f"{_BEGIN}NAME{_SEP}", _END)),
+    "nemotron": _Family((_json_form("<TOOLCALL>", "</TOOLCALL>"),), _JSON_LIST),
+    "phi4": _Family((_json_form("<|tool_call|>", "<|/tool_call|>"),), _JSON_LIST),
+    "granite": _Family(
+        (Form("<|tool_call|>", "", parse_json, _JSON, value=re.compile(r"\s*(?=\[)")), _json_form(*GENERIC)),
+        _JSON_LIST,
+    ),
+    "hunyuan": _Family((_json_form("<tool_calls>", "</tool_calls>"),), _JSON_LIST),
+    "llama": _LLAMA,
+    "json_tools": _GENERIC,
+}
+#: What in a chat template tells families apart, the first that is there.
+_MARKS: Final = (
+    (_deepseek("tool calls begin"), "deepseek_v31"),
+    ("<minimax:tool_call>", "minimax_m2"),
+    ("<|tool_call>", "gemma4"),
+    ("<start_function_call>", "function_gemma"),
+    ("<longcat_tool_call>", "longcat"),
+    ("<arg_key>", "glm47"),
+    ("<|tool_call_start|>", "pythonic"),
+    ("<|tool_list_start|>", "pythonic"),
+    ("<seed:tool_call>", "seed_oss"),
+    ("<function=", "qwen3_coder"),
+    ("<|tool_calls_section_begin|>", "kimi_k2"),
+    ('<function name="', "minicpm5"),
+    ("[ARGS]", "mistral_args"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<atem:function_calls>", "muse_spark"),
+    ("<function_calls>", "olmo3"),
+    ("<TOOLCALL>", "nemotron"),
+    ("<|/tool_call|>", "phi4"),
+    ("<|/tool|>", "phi4"),
+    ("<|tool_call|>", "granite"),
+    ("<tool_calls>", "hunyuan"),
+    ("<|python_start|>", "llama4"),
+)
 
 
 def renders_tools(template: str) -> bool:
@@ -111,107 +309,60 @@ def _is_harmony(vocabulary: Container[str]) -> bool:
     return "<|channel|>" in vocabulary and "<|message|>" in vocabulary
 
 
+def _is_xtml(vocabulary: Container[str]) -> bool:
+    return all(one in vocabulary for one in _XTML)
+
+
 def _reasoning(vocabulary: Container[str]) -> tuple[str, str] | None:
     if "<|channel>" in vocabulary and "<channel|>" in vocabulary:
         return "<|channel>thought", "<channel|>"
+    if _is_xtml(vocabulary):
+        return "<|open|>think<|sep|>", "<|close|>think<|sep|>"
     return next(
         ((begin, end) for begin, end in _REASONING if begin in vocabulary and end in vocabulary), None
     )
 
 
-def dialect_of(template: str, vocabulary: Container[str]) -> Dialect:
-    """Return the dialect of a model, by its chat template's source and its vocabulary."""
+def dialect_of(template: str, vocabulary: Container[str], parser: str | None = None) -> Dialect:
+    """Return the dialect of a model, by its chat template's source and its vocabulary.
+
+    `parser` is `tool_parser_type` of the tokenizer's configuration, with which mlx-lm says what it found.
+    """
     if _is_harmony(vocabulary):
         return Dialect(
-            calls=("<|channel|>commentary ", ""),
             is_harmony=True,
             renders_tools=renders_tools(template),
             form=("to=functions.NAME <|constrain|>json<|message|>", ""),
         )
     reasoning = _reasoning(vocabulary)
     if not renders_tools(template):
-        return Dialect(reasoning, GENERIC, _parse_json, is_json=True)
-    if _DEEPSEEK[0] in template:
-        begin, sep, end = map(_deepseek, ("tool call begin", "tool sep", "tool call end"))
-        fenced = (f"{begin}function{sep}NAME\n```json\n", f"\n```{end}")
-        plain = (f"{begin}NAME{sep}", end)
-        form = fenced if "```json" in template else plain
-        return Dialect(reasoning, _DEEPSEEK, _parse_deepseek, renders_tools=True, form=form)
-    for mark, name, of_family in _PARSERS:
-        if mark in template:
-            module = import_module(f"mlx_lm.tool_parsers.{name}")
-            pair = (module.tool_call_start, module.tool_call_end)
-            return Dialect(
-                reasoning, pair, _Foreign(module.parse_tool_call), renders_tools=True, form=of_family
-            )
-    if "<|python_tag|>" in vocabulary:
-        return Dialect(
-            reasoning,
-            ("<|python_tag|>", ""),
-            _parse_llama,
-            is_bare=True,
-            renders_tools=True,
-            form=('{"name": "NAME", "parameters": ', "}"),
-        )
-    return Dialect(reasoning, GENERIC, _parse_json, is_json=True, renders_tools=True)
+        return Dialect(reasoning, _GENERIC.forms, _GENERIC.bare)
+    family = _FAMILIES[_family(template, vocabulary, parser)]
+    return Dialect(
+        reasoning,
+        family.forms,
+        family.bare,
+        renders_tools=True,
+        strays=family.strays if reasoning else (),
+        form=family.form,
+    )
 
 
-class _Foreign:
-    """A parser of mlx-lm, whose calls have their arguments as objects."""
-
-    def __init__(self, parse: Callable[..., Any]) -> None:
-        self._parse = parse
-
-    def __call__(self, text: str, tools: Sequence[Mapping[str, Any]]) -> list[ParsedCall]:
-        found = self._parse(text, list(tools))
-        return [_checked(call) for call in (found if isinstance(found, list) else [found])]
-
-
-def _parse_json(text: str, _tools: Sequence[Mapping[str, Any]] = ()) -> list[ParsedCall]:
-    """Parse one JSON object with `name` and `arguments`. Raises `ValueError`."""
-    return [_checked(json.loads(text))]
-
-
-def _parse_llama(text: str, _tools: Sequence[Mapping[str, Any]]) -> list[ParsedCall]:
-    """Parse JSON objects, which may be separated by semicolons."""
-    decoder, calls, at = json.JSONDecoder(), list[ParsedCall](), 0
-    text = text.strip()
-    while at < len(text) or not calls:
-        call, at = decoder.raw_decode(text, at)
-        calls.append(_checked(call))
-        while at < len(text) and text[at] in "; \n":
-            at += 1
-    return calls
-
-
-def _parse_deepseek(text: str, _tools: Sequence[Mapping[str, Any]]) -> list[ParsedCall]:
-    """Parse the calls of DeepSeek V3.1, or those of V3 and R1, whose arguments are in a fence."""
-    calls = []
-    for head, body in _DEEPSEEK_CALL.findall(text):
-        fenced = _FENCED.fullmatch(body)
-        name, arguments = (fenced[1], fenced[2]) if fenced else (head, body)
-        calls.append(_checked({"name": name.strip(), "arguments": json.loads(arguments)}))
-    if not calls:
-        raise ValueError("no call between the markers")
-    return calls
-
-
-def _checked(call: Any) -> ParsedCall:
-    """Check a parsed call; raises `ValueError`."""
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
-        raise ValueError("a call needs a name")
-    arguments = call.get("arguments", call.get("parameters", {}))
-    if isinstance(arguments, str):
-        arguments = json.loads(arguments) if arguments.strip() else {}
-    if not isinstance(arguments, dict):
-        raise ValueError("the arguments of a call must be an object")  # noqa: TRY004
-    own = call.get("id")
-    return ParsedCall(call["name"], _as_json(arguments), own if isinstance(own, str) and own else None)
-
-
-def _as_json(arguments: Mapping[str, Any]) -> str:
-    """Return arguments as JSON. Raises `ValueError` for numbers that JSON does not have."""
-    return json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+def _family(template: str, vocabulary: Container[str], parser: str | None) -> str:
+    found = next((family for mark, family in _MARKS if mark in template), None)
+    if found == "deepseek_v31" and "```json" in template:
+        return "deepseek_v3"
+    if parser in _FAMILIES and not (parser == "mistral" and found == "mistral_args"):
+        return parser
+    if found is not None:
+        return found
+    if _is_xtml(vocabulary):
+        return "kimi_k3"
+    if "<|tool_call_start|>" in vocabulary and "<|tool_call_end|>" in vocabulary:
+        return "pythonic"
+    if "<|python_start|>" in vocabulary:
+        return "llama4"
+    return "llama" if "<|python_tag|>" in vocabulary else "json_tools"
 
 
 #: Characters of an id of a call, where the template wants so many.

@@ -39,8 +39,9 @@ from worker.batch.chooser import Sampling
 from worker.process.clock import monotonic
 from worker.process.concurrency import in_thread, task_group
 from worker.text.answer import Answer
+from worker.text.arguments import Offered
 from worker.text.harmony import FINAL, HarmonySplitter
-from worker.text.splitting import MarkedSplitter, call_id
+from worker.text.splitting import Calls, MarkedSplitter, call_id
 from worker.text.text import TextStream
 from worker.wire.journal import FencedError
 
@@ -265,7 +266,6 @@ class Execution:
         answer = Answer(
             stream,
             splitter=splitter,
-            max_calls=None if request.parallel_tool_calls else 1,
             max_tokens=min(request.max_tokens, most),
             max_bytes=self._max_answer_bytes - echo_bytes,
             end_tokens=frozenset() if request.ignore_eos else self._tokenizer.eos_ids,
@@ -324,7 +324,7 @@ class Execution:
 
         Raises `RefusedError` if the session lacks the tools that the request wants to be called.
         """
-        tools = [*conversation.tools]
+        tools = conversation.plain_tools
         names = [tool["function"]["name"] for tool in tools]
         choice = request.tool_choice
         if isinstance(choice, NamedTool) and choice.function.name not in names:
@@ -341,21 +341,22 @@ class Execution:
                 )
             return None
         dialect = self._tokenizer.dialect
-        if choice == "none":
-            tools = []
-
-        def new_id(index: int) -> str:
-            return call_id(f"{key}:{pending.seq}", index)
-
+        if isinstance(choice, NamedTool):
+            tools = [one for one in tools if one["function"]["name"] == choice.function.name]
+        calls = Calls(
+            Offered(tools if choice != "none" else ()),
+            lambda index: call_id(f"{key}:{pending.seq}", index),
+            max_calls=1 if isinstance(choice, NamedTool) or not request.parallel_tool_calls else None,
+            ends_at_repeat=choice == "required",  # small models repeat a call until `max_tokens`
+        )
         if dialect.is_harmony:
-            harmony = HarmonySplitter(with_calls=bool(tools), new_id=new_id)
+            harmony = HarmonySplitter(calls)
             if is_prefix_final(request):
                 harmony.push(FINAL)
             return harmony
-        if not tools and dialect.reasoning is None:
+        if not calls.offered and dialect.reasoning is None:
             return None
-        in_reasoning = conversation.in_reasoning()
-        return MarkedSplitter(dialect, in_reasoning=in_reasoning, tools=tools, new_id=new_id)
+        return MarkedSplitter(dialect, calls, in_reasoning=conversation.in_reasoning())
 
     async def _extend(self, history: History, request: Append | Generate) -> Input:
         """Add a request's input, on a thread unless it is small; raises `RefusedError`."""

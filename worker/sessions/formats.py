@@ -112,7 +112,7 @@ class Formats:
             tools,
             tokenizer.control_id,
             answer=answer,
-            several=request.parallel_tool_calls,
+            several=request.parallel_tool_calls and not isinstance(request.tool_choice, NamedTool),
         )
         found = await self._grammars.compiled(LarkFormat(source))
         return found, found.warnings if found is not None else ()

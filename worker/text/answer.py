@@ -51,15 +51,13 @@ class Answer:
         max_bytes: int,
         end_tokens: frozenset[int],
         splitter: Splitter | None = None,
-        max_calls: int | None = None,
     ) -> None:
         """`max_bytes` limits tokens and text as JSON, without the text that is held back.
 
-        Without a `splitter` all is text. The answer ends with its call number `max_calls`.
+        Without a `splitter` all is text.
         """
         self._stream = stream
         self._splitter = splitter
-        self._max_calls = max_calls
         self.max_tokens = max_tokens
         self._left_bytes = max_bytes
         self.end_tokens = end_tokens
@@ -111,7 +109,7 @@ class Answer:
             encoded = len(msgspec.json.encode(text)) + len(msgspec.json.encode(said)) - 2
             self._left_bytes -= len(str(token)) + encoded - 1  # a comma, no quotes, no brackets
             piece = self._split(text)
-            if self.finish_reason is None and self._max_calls and len(self.calls) >= self._max_calls:
+            if self.finish_reason is None and self._splitter is not None and self._splitter.is_full:
                 self.finish_reason = "stop"
             if self.finish_reason is None and (len(self.tokens) >= self.max_tokens or self._left_bytes < 0):
                 self.finish_reason = "length"
@@ -135,11 +133,11 @@ class Answer:
         """End the text, and say how the answer ended if it has calls."""
         piece = self._split(self._stream.finish())
         if self._splitter is not None:
-            piece += self._splitter.finish()
-            if self.finish_reason == "stop" and self._splitter.malformed:
-                self.finish_reason = "tool_calls_malformed"
-            elif self.finish_reason == "stop" and self._splitter.calls:
+            piece += self._splitter.finish(is_cut=self.finish_reason != "stop" or self.stop is not None)
+            if self.finish_reason == "stop" and self._splitter.calls:
                 self.finish_reason = "tool_calls"
+            elif self.finish_reason == "stop" and self._splitter.malformed:
+                self.finish_reason = "tool_calls_malformed"
         return piece
 
     def _add(self, piece: Piece) -> None:

@@ -36,7 +36,7 @@ def calls_grammar(
     `answer` is the rule of an answer that calls nothing, or of the text around calls (`text`); None if the
     answer must call. With `several`, there may be more calls than one.
     """
-    opens, closes = dialect.calls or ("", "")
+    opens, closes = dialect.calls
     before, after = dialect.form
     lines = []
     for number, tool in enumerate(tools):

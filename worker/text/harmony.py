@@ -7,16 +7,17 @@ An answer is a series of messages: a header (`<|channel|>analysis`, perhaps with
 
 from __future__ import annotations
 
-import json
 import re
 from typing import TYPE_CHECKING, Final
 
-from turnkeep_client.messages import Called, CalledFunction, CallPart
+from worker.models.calls import Written, read_json
 
 from .splitting import Piece, first_marker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from turnkeep_client.messages import Called
+
+    from .splitting import Calls
 
 #: What begins the text of an answer; all before it is reasoning, or a call.
 FINAL: Final = "<|channel|>final<|message|>"
@@ -29,28 +30,37 @@ _CHANNEL: Final = re.compile(r"<\|channel\|>\s*(\w+)")
 class HarmonySplitter:
     """Splits one answer, which begins with a header or, after an unfinished answer, with text."""
 
-    def __init__(self, *, with_calls: bool, new_id: Callable[[int], str]) -> None:
-        """Without `with_calls`, messages to functions stay text."""
-        self._with_calls = with_calls
-        self._new_id = new_id
-        self.calls: list[Called] = []
+    def __init__(self, calls: Calls) -> None:
+        """Without offered tools, messages to functions stay text."""
+        self._calls = calls
         self.malformed = False
         self.in_reasoning = False
         self._header: str | None = ""  # None within a message's content
         self._callee: str | None = None
+        self._opened = ""  # how the message to it begins
         self._arguments = ""
         self._held = ""
+
+    @property
+    def calls(self) -> list[Called]:
+        """The complete calls so far."""
+        return self._calls.made
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the answer has all calls that it may have, and is over."""
+        return self._calls.is_full
 
     def push(self, text: str) -> Piece:
         """Add text; return what is final."""
         held, self._held = self._held + text, ""
         piece = Piece()
-        while held:
+        while held and not self.is_full:
             at, marker = first_marker(held, (_MESSAGE,) if self._header is not None else _ENDS)
             if self._header is not None:
                 self._header += held[:at]
                 if marker is not None:
-                    piece += self._begin(self._header)
+                    self._begin(self._header)
             else:
                 piece += self._content(held[:at])
                 if marker is not None:
@@ -60,50 +70,48 @@ class HarmonySplitter:
             held = "" if marker is None else held[at + len(marker) :]
         return piece
 
-    def finish(self) -> Piece:
+    def finish(self, *, is_cut: bool = False) -> Piece:  # noqa: ARG002  # JSON shows that it is complete
         """End the answer; return the rest. A header without a message is text."""
         held, self._held = self._held, ""
+        if self.is_full:
+            return Piece()
         if self._header is None:
             return self._content(held) + self._end()
         said = self._header + held
-        if self._with_calls and _TO.search(said):
+        if self._calls.offered and _TO.search(said):
             self.malformed = True
         elif said.startswith(("<|channel|>", _START)):
             said = ""
         return Piece(said)
 
-    def _begin(self, header: str) -> Piece:
-        self._header = None
+    def _begin(self, header: str) -> None:
         channel, callee = _CHANNEL.search(header), _TO.search(header)
-        self._callee = callee[1] if callee and self._with_calls else None
-        self._arguments = ""
+        self._callee = callee[1] if callee and self._calls.offered else None
+        self._header, self._opened, self._arguments = None, header + _MESSAGE, ""
         self.in_reasoning = channel is not None and channel[1] == "analysis" and not self._callee
-        if self._callee is None:
-            return Piece()
-        index = len(self.calls)
-        return Piece(calls=(CallPart(index, self._new_id(index), self._callee),))
 
     def _content(self, text: str) -> Piece:
-        if not text:
-            return Piece()
         if self._callee is not None:
             self._arguments += text
-            return Piece(calls=(CallPart(len(self.calls), arguments=text),))
+            return Piece()
         return Piece(reasoning=text) if self.in_reasoning else Piece(text)
 
     def _end(self) -> Piece:
-        """End a message. Arguments that are no JSON object become text."""
+        """End a message. What cannot be believed to be a call becomes text."""
         self._header, self.in_reasoning = "", False
         callee, self._callee = self._callee, None
         if callee is None:
             return Piece()
-        try:
-            if not isinstance(json.loads(self._arguments or "{}"), dict):
-                raise ValueError("the arguments are no object")  # noqa: TRY301, TRY004
-        except ValueError:
-            self.malformed, self._with_calls = True, False
-            return Piece(f"<|channel|>commentary to=functions.{callee}{_MESSAGE}{self._arguments}")
-        index, missing = len(self.calls), "" if self._arguments else "{}"
-        function = CalledFunction(callee, self._arguments + missing)
-        self.calls.append(Called(self._new_id(index), function))
-        return Piece(calls=(CallPart(index, arguments=missing),) if missing else ())
+        found = self._calls.believed(lambda text: [_written(callee, text)], self._arguments)
+        if found:
+            return self._calls.add(found)
+        self.malformed = True
+        return Piece(self._opened + self._arguments)
+
+
+def _written(callee: str, arguments: str) -> Written:
+    """Return a call; raises `ValueError` if the arguments are no object."""
+    found = read_json(arguments) if arguments.strip() else {}
+    if not isinstance(found, dict):
+        raise ValueError("the arguments are no object")  # noqa: TRY004
+    return Written(callee, found)

@@ -1,32 +1,37 @@
 """Splits a growing answer into its text, its reasoning and its tool calls. Pure.
 
 The same text, cut at any places, gives the same parts, so an answer can be resumed after a crash. Nothing is
-lost: a call that cannot be parsed, or has no end, stays in the text with its markers.
+lost: a call that cannot be believed (`worker.text.arguments`), or has no end, stays in the text with its
+markers. Until a call is complete nothing of it is told, so that clients never see a call that becomes text.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from hashlib import blake2b
 from string import ascii_letters, digits
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from turnkeep_client.messages import Called, CalledFunction, CallPart
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from worker.models.dialect import Dialect, ParsedCall
+    from worker.models.calls import Form, ParsedCall, Parser
+    from worker.models.dialect import Dialect
 
-#: The beginning of a call that is a JSON object, up to its arguments.
-_HEAD: Final = re.compile(r'\s*\{\s*"name"\s*:\s*"([\w.\-]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
-#: Characters in which it is looked for.
-_MOST_HEAD: Final = 512
+    from .arguments import Offered
+
 _SPACE: Final = " \t\r\n"
-_BRACKET: Final = re.compile(r"[{\[]")
 #: Letters of a call's id: templates of Mistral's models want nine of them, and others take any.
 _LETTERS: Final = digits + ascii_letters
+#: Characters that may be parsed in vain: a text of many markers could be parsed from each to each end.
+_MOST_TRIED: Final = 4_000_000
+#: What matters for where a value of JSON ends.
+_JSON: Final = re.compile(r'\\.|["{}\[\]]', re.DOTALL)
+#: Characters at the beginning of an answer that say whether it may be a call without a marker.
+_HEAD: Final = 256
+_FENCE: Final = re.compile(r"```(?:json|python)?(?=[\s{\[]|$)")
 
 
 class Piece(NamedTuple):
@@ -46,19 +51,71 @@ class Piece(NamedTuple):
 class Splitter(Protocol):
     """Splits one answer. `calls` are the complete calls so far."""
 
-    calls: list[Called]
     #: Whether text that looked like a call was no call.
     malformed: bool
+
+    @property
+    def calls(self) -> list[Called]:
+        """The complete calls so far."""
 
     @property
     def in_reasoning(self) -> bool:
         """Whether the answer is in its reasoning."""
 
+    @property
+    def is_full(self) -> bool:
+        """Whether the answer has all calls that it may have, and is over."""
+
     def push(self, text: str) -> Piece:
         """Add text; return what is final."""
 
-    def finish(self) -> Piece:
-        """End the answer; return the rest."""
+    def finish(self, *, is_cut: bool = False) -> Piece:
+        """End the answer, by itself or where it `is_cut`; return the rest."""
+
+
+class Calls:
+    """The calls of one answer: which of those that a model wrote are believed, and when there are enough."""
+
+    def __init__(
+        self,
+        offered: Offered,
+        new_id: Callable[[int], str],
+        *,
+        max_calls: int | None = None,
+        ends_at_repeat: bool = False,
+    ) -> None:
+        """The answer ends with call number `max_calls`, and before one that is equal to the one before it."""
+        self.offered = offered
+        self.made: list[Called] = []
+        self.is_full = False
+        self._new_id = new_id
+        self._max_calls = max_calls
+        self._ends_at_repeat = ends_at_repeat
+
+    def believed(self, parse: Parser, text: str) -> list[ParsedCall]:
+        """Parse calls; empty if one of them cannot be believed."""
+        try:
+            return [self.offered.believed(one) for one in parse(text)]
+        except Exception:  # noqa: BLE001  # what a model writes, under any schema, may raise anything
+            return []
+
+    def add(self, found: Sequence[ParsedCall]) -> Piece:
+        """Add calls, as many as the answer may have, and return them."""
+        return Piece(calls=tuple(self._added(found)))
+
+    def _added(self, found: Sequence[ParsedCall]) -> Iterator[CallPart]:
+        for call in found:
+            function = CalledFunction(call.name, call.arguments)
+            if self._ends_at_repeat and self.made and self.made[-1].function == function:
+                self.is_full = True
+            if self.is_full:
+                return
+            index = len(self.made)
+            is_taken = any(call.id == one.id for one in self.made)
+            own = self._new_id(index) if call.id is None or is_taken else call.id
+            self.made.append(Called(own, function))
+            self.is_full = len(self.made) == self._max_calls
+            yield CallPart(index, own, call.name, call.arguments)
 
 
 def call_id(request: str, index: int) -> str:
@@ -72,241 +129,220 @@ def call_id(request: str, index: int) -> str:
 
 
 class MarkedSplitter:
-    """Splits by a dialect's pairs of markers."""
+    """Splits by a dialect's markers."""
 
-    def __init__(
-        self,
-        dialect: Dialect,
-        *,
-        in_reasoning: bool,
-        tools: Sequence[Mapping[str, Any]],
-        new_id: Callable[[int], str],
-    ) -> None:
-        """`in_reasoning` if the prompt has opened the reasoning. Without `tools` there are no calls."""
+    def __init__(self, dialect: Dialect, calls: Calls, *, in_reasoning: bool) -> None:
+        """`in_reasoning` if the prompt has opened the reasoning."""
         self._dialect = dialect
-        self._tools = tools
-        self._new_id = new_id
-        self.calls: list[Called] = []
+        self._calls = calls
+        self._forms = dialect.forms if calls.offered else ()
+        #: Parses the answer, while it may be nothing but calls without a marker.
+        self._bare = dialect.bare if calls.offered else None
         self.malformed = False
         self.in_reasoning = in_reasoning
-        self._held = ""  # may be the beginning of a marker
+        self._held = ""  # may begin a marker, or is a call so far
         self._space = ""  # of the text, dropped before a call
+        self._last = ""  # character of the text
         self._has_text = self._has_reasoning = False
-        self._call: _Call | None = None
-        self._may_be_bare = bool(tools) and dialect.is_bare
+        self._form: Form | None = None  # of the call that `_held` begins with
+        self._seen = 0  # characters of the call in which its end was looked for
+        self._scan: _Scan | None = None
+        self._left_tries = _MOST_TRIED
+
+    @property
+    def calls(self) -> list[Called]:
+        """The complete calls so far."""
+        return self._calls.made
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the answer has all calls that it may have, and is over."""
+        return self._calls.is_full
 
     def push(self, text: str) -> Piece:
         """Add text; return what is final."""
-        held, self._held = self._held + text, ""
+        self._held += text
+        return self._split(is_over=False, is_cut=False)
+
+    def finish(self, *, is_cut: bool = False) -> Piece:
+        """End the answer, by itself or where it `is_cut`; return the rest."""
+        piece = self._split(is_over=True, is_cut=is_cut)
+        space, self._space = self._space, ""
+        return piece if self.is_full else piece + Piece(space)
+
+    def _split(self, *, is_over: bool, is_cut: bool) -> Piece:
         piece = Piece()
-        while held:
-            if self._may_be_bare and not self.in_reasoning:
-                bare = held.lstrip(_SPACE)
-                if bare:
-                    self._may_be_bare = False
-                if bare.startswith("{"):
-                    self._call = _Call(held[: len(held) - len(bare)], "", is_json=False)
-                    held = bare
-            if self._call is not None:
-                found, held = self._in_call(self._call, held)
+        while self._held and not self.is_full:
+            before = len(self._held), self._form
+            if self._form is not None:
+                piece += self._in_call(self._form, is_over=is_over, is_cut=is_cut)
             elif self.in_reasoning:
-                found, held = self._in_reasoning(held)
+                piece += self._in_reasoning(is_over=is_over)
             else:
-                found, held = self._in_text(held)
-            piece += found
-            if self._held:
+                piece += self._in_text(is_over=is_over)
+            if before == (len(self._held), self._form):
                 break
         return piece
 
-    def finish(self) -> Piece:
-        """End the answer; return the rest."""
-        held, self._held = self._held, ""
-        call, self._call = self._call, None
-        if call is not None:
-            call.add(held)
-            # An object of JSON shows itself that it is complete; the end of other calls is their marker.
-            piece, held = self._parsed(call, "", is_whole=not call.end or self._dialect.is_json), ""
-        elif self.in_reasoning:
-            return self._reasoned(held)
-        else:
-            piece = Piece()
-        space, self._space = self._space, ""
-        return piece + Piece(space + held)
-
-    def _in_text(self, held: str) -> tuple[Piece, str]:
-        reasoning, calls = self._dialect.reasoning, self._dialect.calls
-        opens = [pair[0] for pair in (reasoning,) if pair]
-        if calls is not None and self._tools and not self.malformed:
-            opens.append(calls[0])
-        at, marker = first_marker(held, opens)
+    def _in_text(self, *, is_over: bool) -> Piece:
+        reasoning = self._dialect.reasoning
+        if self._bare is not None and not _begins(self._held, reasoning):
+            found = self._if_bare(self._bare, is_over=is_over)
+            if found is not None:
+                return found
+        opens = [*self._dialect.strays, *(one.opens for one in self._forms if self._left_tries > 0)]
+        at, marker = first_marker(self._held, [reasoning[0], *opens] if reasoning else opens)
+        if marker is None and is_over:
+            at = len(self._held)
+        piece = self._said(self._held[:at])
+        self._held = self._held[at:]
         if marker is None:
-            self._held = held[at:]
-            return self._said(held[:at]), ""
+            return piece
         if reasoning and marker == reasoning[0]:
-            piece = self._said(held[:at])
-            self.in_reasoning, self._may_be_bare = True, False
+            self.in_reasoning, self._held = True, self._held[len(marker) :]
+        elif marker in self._dialect.strays:
+            self._held = self._held[len(marker) :]
+        elif self._last == "`" and not self._space:  # the text quotes the marker
+            piece += self._mentioned(marker)
         else:
-            piece = self._said(held[:at])
-            self._call = _Call(self._space + marker, calls[1] if calls else "", is_json=self._dialect.is_json)
-            self._space = ""
-        return piece, held[at + len(marker) :]
+            self._form = next(one for one in self._forms if one.opens == marker)
+            self._seen, self._scan = 0, None
+        return piece
+
+    def _if_bare(self, parse: Parser, *, is_over: bool) -> Piece | None:
+        """Hold the answer as long as it may be nothing but a call; None if it is something else."""
+        if self._may_be_bare():
+            if not is_over:
+                return Piece()
+            if found := self._calls.believed(parse, self._held):
+                self._held = self._space = ""
+                return self._calls.add(found)
+        self._bare = None
+        return None
+
+    def _may_be_bare(self) -> bool:
+        head = self._held.lstrip()[:_HEAD]
+        if any(fence.startswith(head) for fence in ("```json", "```python")):
+            return True
+        if fence := _FENCE.match(head):
+            head = head[fence.end() :]
+        head = "".join(head.split())
+        begins = ['{"arguments":{', '{"parameters":{', '{"type":"function"', '{"function":{']
+        for name in self._calls.offered.names:
+            begins += [f'{{"name":"{name}"', f"[{name}("]
+        return any(head.startswith(one) or one.startswith(head) for one in begins)
 
     def _said(self, text: str) -> Piece:
         """Return text but for white space at its end, which a call may follow, and at its beginning."""
         text = self._space + text
         if not self._has_text and (self._has_reasoning or self.calls):
             text = text.lstrip(_SPACE)
-        end = len(text.rstrip(_SPACE)) if self._tools else len(text)
+        end = len(text.rstrip(_SPACE)) if self._calls.offered else len(text)
         text, self._space = text[:end], text[end:]
-        self._has_text = self._has_text or bool(text)
+        if text:
+            self._has_text, self._last, self._bare = True, text[-1], None
         return Piece(text)
 
-    def _in_reasoning(self, held: str) -> tuple[Piece, str]:
-        close = self._dialect.reasoning[1] if self._dialect.reasoning else ""
-        at, marker = first_marker(held, [close] if close else [])
-        piece = self._reasoned(held[:at])
-        if marker is None:
-            self._held = held[at:]
-            return piece, ""
-        self.in_reasoning, self._has_reasoning = False, True
-        return piece, held[at + len(marker) :]
+    def _mentioned(self, marker: str) -> Piece:
+        """Return a marker as text; behind it there may be others."""
+        self._form, self._held = None, self._held[len(marker) :]
+        return self._said(marker)
 
-    def _reasoned(self, text: str) -> Piece:
+    def _in_reasoning(self, *, is_over: bool) -> Piece:
+        close = self._dialect.reasoning[1] if self._dialect.reasoning else ""
+        at, marker = first_marker(self._held, [close] if close else [])
+        if marker is None and is_over:
+            at = len(self._held)
+        text, self._held = self._held[:at], self._held[at + len(marker or "") :]
         if not self._has_reasoning:
             text = text.lstrip(_SPACE)
             self._has_reasoning = bool(text)
+        if marker is not None:
+            self.in_reasoning, self._has_reasoning = False, True
         return Piece(reasoning=text)
 
-    def _in_call(self, call: _Call, held: str) -> tuple[Piece, str]:
-        rest, is_over = call.push(held)
+    def _in_call(self, form: Form, *, is_over: bool, is_cut: bool) -> Piece:
+        """Look for the end of a call. What is none becomes text, and may have other calls in it."""
+        text = self._held[len(form.opens) :]
+        if text.strip() and not form.begins.match(text):
+            return self._mentioned(form.opens)
+        for end, behind in self._ends(form, text):
+            if found := self._tried(form, text[:end]):
+                return self._called(found, text[behind:])
+            if self._left_tries <= 0 or form.value or not form.is_in_string(text[:end]):
+                return self._no_call(form)
         if not is_over:
-            self._held = rest
-            return self._so_far(call), ""
-        piece = self._so_far(call)
-        self._call = None
-        return piece + self._parsed(call, call.end), rest
-
-    def _so_far(self, call: _Call) -> Piece:
-        """Return what is new of a call whose arguments are known while they are written."""
-        name, arguments = call.news()
-        if name is None and not arguments:
             return Piece()
-        index = len(self.calls)
-        own = self._new_id(index) if name is not None else None
-        return Piece(calls=(CallPart(index, own, name, arguments),))
+        if form.is_framed or not is_cut:
+            whole = _without_beginning_of(form.closes or "", text)
+            if found := self._tried(form, whole):
+                return self._called(found, "")
+        return self._no_call(form)
 
-    def _parsed(self, call: _Call, end: str, *, is_whole: bool = True) -> Piece:
-        """Parse a call that is over; what is no call becomes text again."""
-        try:
-            if self._dialect.parse is None or not is_whole:
-                raise ValueError("it has no end")  # noqa: TRY301
-            written = call.text if call.end else _values(call.text, call.marker.strip(_SPACE))
-            found = self._dialect.parse(written, self._tools)
-        except Exception:  # noqa: BLE001  # a parser of foreign text may raise anything
-            self.malformed = self.malformed or bool(call.marker.strip(_SPACE))
-            return self._said(call.marker + call.text + end)
-        if call.name is not None:
-            function = CalledFunction(call.name, call.arguments)
-            self.calls.append(Called(self._new_id(len(self.calls)), function))
-            piece = Piece()
-        else:
-            piece = Piece(calls=tuple(map(self._made, found)))
-        return piece + self._said(call.text[len(written) :])
+    def _called(self, found: Sequence[ParsedCall], rest: str) -> Piece:
+        self._form, self._held, self._space, self._last = None, rest, "", ""
+        return self._calls.add(found)
 
-    def _made(self, call: ParsedCall) -> CallPart:
-        index = len(self.calls)
-        own = call.id or self._new_id(index)
-        self.calls.append(Called(own, CalledFunction(call.name, call.arguments)))
-        return CallPart(index, own, call.name, call.arguments)
+    def _no_call(self, form: Form) -> Piece:
+        self.malformed = True
+        return self._mentioned(form.opens)
 
+    def _tried(self, form: Form, text: str) -> list[ParsedCall]:
+        found = self._calls.believed(form.parse, text)
+        if not found:
+            self._left_tries -= len(text) + 1
+        return found
 
-class _Call:
-    """One call that is being written: the text between its markers."""
-
-    def __init__(self, marker: str, end: str, *, is_json: bool) -> None:
-        self.marker = marker
-        self.end = end
-        self.name: str | None = None
-        self._is_json = is_json
-        self._chars: list[str] = []
-        self._arguments: list[str] = []
-        self._in_string = self._escaped = False
-        self._depth: int | None = None  # of braces in the arguments; 0 after their end
-        self._num_told = 0
-        self._has_told_name = False
-
-    @property
-    def text(self) -> str:
-        """The text between the markers."""
-        return "".join(self._chars)
-
-    @property
-    def arguments(self) -> str:
-        """The arguments, as they are written; empty if `name` is None."""
-        return "".join(self._arguments)
-
-    def push(self, held: str) -> tuple[str, bool]:
-        """Add text up to the end marker; return the rest, and whether the call is over.
-
-        Otherwise the rest may be the beginning of the end marker. Within a string of JSON there is none.
-        """
-        for at, char in enumerate(held):
-            if self.end and not self._in_string and char == self.end[0]:
-                if held.startswith(self.end, at):
-                    return held[at + len(self.end) :], True
-                if self.end.startswith(held[at:]):
-                    return held[at:], False
-            self.add(char)
-        return "", False
-
-    def add(self, text: str) -> None:
-        """Add text of the call."""
-        for char in text:
-            self._chars.append(char)
-            if self._is_json:
-                self._scan(char)
-
-    def news(self) -> tuple[str | None, str]:
-        """Return the name, if it was not told yet, and the arguments since the last time."""
-        name = None if self._has_told_name else self.name
-        self._has_told_name = self.name is not None
-        told, self._num_told = self._num_told, len(self._arguments)
-        return name, "".join(self._arguments[told:])
-
-    def _scan(self, char: str) -> None:
-        """Follow the JSON: where strings are, and which part are the arguments."""
-        if self._depth is None and not self._in_string and char == "{" and len(self._chars) < _MOST_HEAD:
-            head = _HEAD.match(self.text)
-            if head and head.end() == len(self._chars) - 1:
-                self.name, self._depth = head[1], 0
-        if self._depth is not None and not (self._depth == 0 and self._arguments):
-            self._arguments.append(char)
-            if not self._in_string:
-                self._depth += (char == "{") - (char == "}")
-        if self._escaped:
-            self._escaped = False
-        elif char == "\\" and self._in_string:
-            self._escaped = True
-        elif char == '"':
-            self._in_string = not self._in_string
+    def _ends(self, form: Form, text: str) -> Iterator[tuple[int, int]]:
+        """Yield where a call may end, at its marker or before the next call, and what is behind it begins."""
+        if form.value is not None:
+            if self._scan is None and (value := form.value.match(text)):
+                self._scan = _Scan(value.end())
+            if self._scan is not None and (end := self._scan.end(text)) is not None:
+                yield end, end
+        elif form.closes is not None:
+            while True:
+                at, marker = first_marker(text[self._seen :], (form.closes, form.opens))
+                end = self._seen = self._seen + at
+                if marker is None:
+                    return
+                self._seen += len(marker)
+                yield end, self._seen if marker == form.closes else end
 
 
-def _values(text: str, marker: str) -> str:
-    """Return the beginning of `text` that consists of calls with JSON, each but the first with its marker.
+class _Scan:
+    """Finds where a value of JSON ends in a text that grows."""
 
-    All of the text, if there is no JSON.
-    """
-    decoder, at, end = json.JSONDecoder(), 0, 0
-    while (begin := _BRACKET.search(text, at)) is not None:
-        between = text[end : begin.start()].strip(_SPACE + ",;")
-        if end and between and not (marker and between.startswith(marker)):
-            break
-        try:
-            _, at = decoder.raw_decode(text, begin.start())
-            end = at
-        except (ValueError, RecursionError):
-            at = begin.end()
-    return text[:end] if end else text
+    def __init__(self, at: int) -> None:
+        self._at = at
+        self._depth = 0
+        self._in_string = False
+
+    def end(self, text: str) -> int | None:
+        """Return where the value ends; None if the text does not have its end yet."""
+        for found in _JSON.finditer(text, self._at):
+            self._at, char = found.end(), found[0]
+            if char == '"':
+                self._in_string = not self._in_string
+            elif not self._in_string and len(char) == 1:
+                self._depth += 1 if char in "{[" else -1
+                if self._depth <= 0:
+                    return self._at
+        self._at = len(text) - text.endswith("\\", self._at)  # which escapes what comes next
+        return None
+
+
+def _begins(text: str, reasoning: tuple[str, str] | None) -> bool:
+    """Say whether a text begins, or may begin, with the marker of reasoning."""
+    text, marker = text.lstrip(), reasoning[0] if reasoning else ""
+    return bool(text and marker) and (text.startswith(marker) or marker.startswith(text))
+
+
+def _without_beginning_of(marker: str, text: str) -> str:
+    """Return a text without the beginning of a marker at its end."""
+    sizes = range(len(marker) - 1, 0, -1)
+    size = next((size for size in sizes if text.endswith(marker[:size])), 0)
+    return text[: len(text) - size]
 
 
 def first_marker(text: str, markers: Sequence[str]) -> tuple[int, str | None]:

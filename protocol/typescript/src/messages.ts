@@ -116,8 +116,7 @@ export interface ChoiceFormat {
  * A part of an answer: some of its tokens, and what is said of them; `i` is the index of the first.
  *
  * `text` has only whole characters. `logprobs` has an item for each token, if the request asks for them.
- * `reasoning` and `tool_calls` are not in the text; parts of a call that turns out to be malformed have no
- * counterpart in the result.
+ * `reasoning` and `tool_calls` are not in the text; a call is told when it is complete.
  *
  * `seq` is the generate's stream sequence, or that of the one it repeats: ignore chunks with another `seq`.
  */
@@ -343,10 +342,11 @@ export interface Generate {
  * Answer to `generate`. `tokens` are all ids that were added. `text` leaves out the stop string (`stop`).
  *
  * With `logprobs`, the field of that name has an item for each token; with `echo`, `prompt_logprobs` for each
- * token that the request added before them. `reasoning` and `tool_calls` are not in the text. A call that
- * cannot be parsed is in the text, and the `finish_reason` is then `tool_calls_malformed`. `warnings` say what
- * of the request had no effect. `prefix_tokens` is how many of the prompt's tokens, its last ones, are the
- * request's `prefix`; `resumed_tokens` is how many of the answer's an earlier worker had published.
+ * token that the request added before them. `reasoning` and `tool_calls` are not in the text. A call of no
+ * offered tool, or that does not fit its schema, or cannot be parsed, is in the text; an answer with no other
+ * call then has the `finish_reason` `tool_calls_malformed`. `warnings` say what of the request had no effect.
+ * `prefix_tokens` is how many of the prompt's tokens, its last ones, are the request's `prefix`;
+ * `resumed_tokens` is how many of the answer's an earlier worker had published.
  */
 export interface Generated {
   type: "generated";

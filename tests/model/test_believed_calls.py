@@ -1,0 +1,606 @@
+"""What is believed to be a call: a tool that was offered, a block that is all understood, arguments that fit.
+
+A wrong call is executed, so what is in doubt stays text.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import jsonschema
+import pytest
+from hypothesis import given
+from test_splitting import FAMILIES, dialect, outcome, splitter, wide, written
+
+from worker.models.calls import Written
+from worker.models.dialect import dialect_of
+from worker.text.arguments import NoCallError, Offered
+from worker.text.splitting import call_id
+
+
+def tool(name: str, required: tuple[str, ...] = (), **properties: Any) -> dict[str, Any]:
+    schema = {"type": "object", "properties": properties, "required": list(required)}
+    return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+
+TEXT = {"type": "string"}
+TOOLS = [
+    tool("bash", ("command",), command=TEXT, timeout={"type": "integer"}),
+    tool("write", ("path", "content"), path=TEXT, content=TEXT),
+    tool("clock"),
+]
+
+
+def calls_in(family: str, text: str, tools: Any = TOOLS, **more: Any) -> list[tuple[str, Any]]:
+    """Return the calls in an answer, which are the same whole and by one character; nothing vanishes."""
+    text = wide(text)
+    found = outcome(splitter(family, tools=tools, **more), [text])
+    assert outcome(splitter(family, tools=tools, **more), text) == found
+    if not found[2] and not more and family != "harmony":
+        assert found[0] == text, "what is no call is text, as it was written"
+    return [(name, json.loads(arguments)) for _, name, arguments in found[2]]
+
+
+LS = ("<function=bash>", "<parameter=command>", "ls", "</parameter>")
+
+
+def coder(*lines: str) -> str:
+    return "\n".join(("<tool_call>", *lines, "</tool_call>"))
+
+
+# Qwen's coders
+
+
+@pytest.mark.parametrize("mark", ["</parameter>", "</tool_call>", "</function>", "<tool_call>"])
+def test_an_argument_may_have_marks_of_the_format(mark: str) -> None:
+    command = f"echo '{mark}' > a\nls"
+    lines = ("<function=bash>", "<parameter=command>", command, "</parameter>", "</function>")
+    assert calls_in("qwen3_coder", coder(*lines)) == [("bash", {"command": command})]
+
+
+def test_two_functions_in_one_block_are_two_calls() -> None:
+    one = ("<function=bash>", "<parameter=command>", "ls", "</parameter>", "</function>")
+    other = ("<function=write>", "<parameter=path>", "a", "</parameter>")
+    other += ("<parameter=content>", "b", "</parameter>", "</function>")
+    wanted = [("bash", {"command": "ls"}), ("write", {"path": "a", "content": "b"})]
+    assert calls_in("qwen3_coder", coder(*one, *other)) == wanted
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        (
+            "<function=write>",
+            "<parameter=path>",
+            "a",
+            "<parameter=content>",
+            "b",
+            "</parameter>",
+            "</function>",
+        ),
+        ("<function=bash>", "<parameter=command>", "ls", "</function>"),
+        ("<function=bash>", "I list.", "<parameter=command>", "ls", "</parameter>", "</function>"),
+        ("<function=bash>", "<parameter=command>", "ls", "</parameter>", "</function>", "Done."),
+        ("<function=bash>", "<parameter=command>", "ls", "</parameter>"),
+        ("<function=bash>", "</function>"),
+        ("<function=zsh>", "<parameter=command>", "ls", "</parameter>", "</function>"),
+        (*LS, "<parameter=command>", "rm", "</parameter>", "</function>"),
+        (*LS, "<parameter=timeout>", "soon", "</parameter>", "</function>"),
+    ],
+    ids=["swallowed", "no-end", "words", "more", "no-tail", "missing", "unknown", "twice", "no-number"],
+)
+def test_a_block_of_a_coder_that_is_not_all_understood_is_text(lines: tuple[str, ...]) -> None:
+    assert calls_in("qwen3_coder", coder(*lines)) == []
+
+
+# GLM and MiniMax
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        "bash is what I call now\n<arg_key>command</arg_key><arg_value>ls</arg_value>",
+        "I would list the files",
+        "clock is what I would call",
+        "bash\n<arg_key>command</arg_key>ls",
+        "bash\n<arg_key>command</arg_key>",
+        "bash\n<arg_key>command</arg_key><arg_value>ls",
+        "bash\n<arg_key>command</arg_key><arg_value>ls</arg_value>, and then",
+        "bash\n<arg_key>command</arg_key><arg_value>a<arg_key>timeout</arg_key><arg_value>1</arg_value>",
+    ],
+)
+def test_a_block_of_glm_that_is_not_all_understood_is_text(block: str) -> None:
+    assert calls_in("glm47", f"<tool_call>{block}</tool_call>") == []
+
+
+def test_white_space_of_an_argument_is_kept() -> None:
+    content = "    indented:\n\tand more\n\n"
+    pairs = "".join(
+        f"<arg_key>{key}</arg_key><arg_value>{value}</arg_value>"
+        for key, value in (("path", " a"), ("content", content))
+    )
+    wanted = [("write", {"path": " a", "content": content})]
+    assert calls_in("glm47", f"<tool_call>write\n{pairs}</tool_call>") == wanted
+    parameters = f'<parameter name="path"> a</parameter>\n<parameter name="content">{content}</parameter>'
+    text = f'<minimax:tool_call>\n<invoke name="write">\n{parameters}\n</invoke>\n</minimax:tool_call>'
+    assert calls_in("minimax_m2", text) == wanted
+    lines = ("<function=write>", "<parameter=path>", " a", "</parameter>")
+    lines += ("<parameter=content>", content, "</parameter>", "</function>")
+    assert calls_in("qwen3_coder", coder(*lines)) == wanted
+
+
+# Mistral
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ('[TOOL_CALLS]bash[ARGS]{"command": "ls"}', [("bash", {"command": "ls"})]),
+        ('[TOOL_CALLS]bash[CALL_ID]a1b2c3d4e[ARGS]{"command": "ls"}', [("bash", {"command": "ls"})]),
+        ('[TOOL_CALLS]fs.bash[ARGS]{"command": "ls"}', []),
+        ('[TOOL_CALLS]a1[CALL_ID]bash[ARGS]{"command": "ls"}', []),
+        ('[TOOL_CALLS]my bash[ARGS]{"command": "ls"}', []),
+        ('[TOOL_CALLS]bash[ARGS]["ls"]', []),
+        ('[TOOL_CALLS]bash{"command": "ls"}', []),
+    ],
+)
+def test_the_name_of_mistrals_call_is_the_whole_name(text: str, wanted: Any) -> None:
+    assert calls_in("mistral_args", text) == wanted
+    assert calls_in("mistral", text) == wanted
+    if wanted:
+        assert calls_in("mistral_args", text + text.replace("ls", "pwd")) == [
+            *wanted,
+            ("bash", {"command": "pwd"}),
+        ]
+
+
+def test_a_dotted_name_is_a_call_if_it_was_offered() -> None:
+    text = '[TOOL_CALLS]fs.bash[ARGS]{"command": "ls"}'
+    assert calls_in("mistral_args", text, [tool("fs.bash", command=TEXT)]) == [("fs.bash", {"command": "ls"})]
+
+
+def test_mistrals_id_of_a_call_is_the_calls_id() -> None:
+    text = "[TOOL_CALLS]clock[CALL_ID]a1b2c3d4e[ARGS]{}"
+    ((own, _, _), (other, _, _)) = outcome(splitter("mistral_args", tools=TOOLS), [text + text])[2]
+    assert own == "a1b2c3d4e"
+    assert other != own, "two calls never have one id"
+
+
+# Python's syntax
+
+
+@pytest.mark.parametrize(
+    "text", ['bash("ls")', "bash(command='ls', **more)", "bash('ls', timeout=1)", "[]", "bash"]
+)
+def test_a_call_in_python_has_only_arguments_with_names(text: str) -> None:
+    assert calls_in("pythonic", f"<|tool_call_start|>[{text}]<|tool_call_end|>") == []
+
+
+def test_python_is_read_as_python() -> None:
+    text = r"""[write(path="a\td", content='[true, (")")]'), bash(command="ls", timeout=3)]"""
+    wanted = [
+        ("write", {"path": "a\td", "content": '[true, (")")]'}),
+        ("bash", {"command": "ls", "timeout": 3}),
+    ]
+    assert calls_in("pythonic", f"<|tool_call_start|>{text}<|tool_call_end|>") == wanted
+
+
+# JSON
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        '{"name": "bash", "arguments": {"command": "ls"}}}',
+        '{"name": "bash", "arguments": {"command": "ls"}} and more',
+        '{"name": "bash", "arguments": {"command": "ls"}, "reason": "why not"}',
+        '{"name": "bash", "name": "write", "arguments": {"command": "ls"}}',
+        '{"name": "bash", "arguments": {"command": "ls", "command": "rm -r /"}}',
+        '{"name": "bash", "arguments": {"command": "ls"}, "parameters": {"command": "rm"}}',
+        '{"name": "bash", "arguments": ["ls"]}',
+        '{"name": "bash", "arguments": {}}',
+        '{"name": "bash", "arguments": {"command": 3}}',
+        '{"name": "bash", "arguments": {"command": "ls", "timeout": 1.5}}',
+        '{"name": "bash", "arguments": {"command": "ls", "timeout": NaN}}',
+        '{"name": "zsh", "arguments": {"command": "ls"}}',
+        '{"name": "Bash", "arguments": {"command": "ls"}}',
+        "[]",
+    ],
+)
+def test_an_object_that_is_not_quite_a_call_is_text(body: str) -> None:
+    text = f"<tool_call>\n{body}\n</tool_call>"
+    assert calls_in("generic", text) == []
+    assert outcome(splitter("generic", tools=TOOLS), text)[3], "which is a malformed call"
+
+
+def test_line_breaks_in_a_string_and_arguments_as_text_are_understood() -> None:
+    wanted = [("bash", {"command": "ls\npwd"})]
+    assert (
+        calls_in("generic", '<tool_call>{"name": "bash", "arguments": {"command": "ls\npwd"}}</tool_call>')
+        == wanted
+    )
+    text = json.dumps({"name": "bash", "arguments": json.dumps({"command": "ls\npwd"})})
+    assert calls_in("generic", f"<tool_call>{text}</tool_call>") == wanted
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"name":"Ada","age":36}',
+        '{"name": "clock", "age": 36}',
+        '{"name": "clock"}',
+        '{"name": "bash", "parameters": 3}',
+    ],
+)
+@pytest.mark.parametrize("family", ["llama_bare", "generic", "json_tools"])
+def test_data_is_no_call_and_is_not_lost(family: str, text: str) -> None:
+    assert calls_in(family, text) == []
+    assert not outcome(splitter(family, tools=TOOLS), text)[3], "nor a malformed one"
+
+
+@pytest.mark.parametrize("family", ["llama_bare", "generic", "json_tools"])
+@pytest.mark.parametrize("around", ["{}", "```json\n{}\n```", "```\n{}\n```\n", "\n {} \n", "```json\n{}"])
+def test_an_answer_that_is_nothing_but_a_call_is_one(family: str, around: str) -> None:
+    body = json.dumps({"name": "bash", "arguments": {"command": "echo '```' \n"}}, indent=2)
+    text = around.replace("{}", body)
+    assert calls_in(family, text) == [("bash", {"command": "echo '```' \n"})]
+    assert calls_in(family, f"Like this:\n{text}") == []
+    assert calls_in(family, f"{text}\nThat is it.") == []
+
+
+def test_an_answer_of_data_is_told_while_it_is_written() -> None:
+    one = splitter("generic", tools=TOOLS)
+    assert one.push('{"name": "Ada", "age"').text
+    assert splitter("generic", tools=TOOLS).push('```python\nprint("x")').text
+    assert splitter("generic", tools=TOOLS).push("[1, 2").text
+
+
+def test_a_call_without_a_marker_may_stand_behind_reasoning() -> None:
+    text = '<think>Hm.</think>\n\n{"name": "clock", "arguments": {}}'
+    assert calls_in("json_tools", text) == [("clock", {})]
+
+
+# Other families
+
+NESTED = [tool("fs.set", key=TEXT, of={"type": "object"}, all={"type": "array"})]
+
+
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        (
+            "gemma4",
+            '<|tool_call>call:fs.set{key:<|"|>a}, b:{<|"|>,of:{x:{y:1}},all:[true,<|"|>"<|"|>]}<tool_call|>',
+        ),
+        (
+            "function_gemma",
+            (
+                "<start_function_call>call:fs.set{key:<escape>a}, b:{<escape>,of:{x:{y:1}},"
+                'all:[true,<escape>"<escape>]}<end_function_call>'
+            ),
+        ),
+    ],
+)
+def test_gemmas_values_may_nest_and_names_have_dots(family: str, text: str) -> None:
+    wanted = {"key": "a}, b:{", "of": {"x": {"y": 1}}, "all": [True, '"']}
+    assert calls_in(family, text, NESTED) == [("fs.set", wanted)]
+    for old, new in (("y:1}", "y:1"), (":1", ":one"), (",all", " all"), ("call:", "call "), ("all:", "key:")):
+        assert calls_in(family, text.replace(old, new), NESTED) == []
+
+
+def test_a_stray_end_of_gemmas_reasoning_is_no_text() -> None:
+    text = "<channel|>" + written("gemma4", "run", {"code": "x"}) + "<channel|>Well."
+    said, thought, calls, _ = outcome(splitter("gemma4"), [text])
+    assert (said, thought, len(calls)) == ("Well.", "", 1)
+    assert outcome(splitter("gemma4"), text) == (said, thought, calls, False)
+
+
+def test_kimis_id_is_kept_if_it_has_its_counter() -> None:
+    begin, middle, end = "<|tool_call_begin|>", "<|tool_call_argument_begin|>{}", "<|tool_call_end|>"
+    body = "".join(
+        f"{begin}{name}{middle}{end}" for name in ("functions.clock:0", "functions.clock", "clock:2")
+    )
+    text = f"<|tool_calls_section_begin|>{body}<|tool_calls_section_end|>"
+    calls = outcome(splitter("kimi_k2", tools=TOOLS), [text])[2]
+    assert [name for _, name, _ in calls] == ["clock"] * 3
+    assert (calls[0][0], calls[1][0] == call_id("r", 1), calls[2][0]) == (
+        "functions.clock:0",
+        True,
+        "clock:2",
+    )
+
+
+def test_llama_4_writes_python_or_json() -> None:
+    for text in (
+        "[clock()]",
+        '{"name": "clock", "parameters": {}}',
+        "<|python_start|>[clock()]<|python_end|>",
+    ):
+        assert calls_in("llama4_bare", text) == [("clock", {})]
+    assert calls_in("llama4_bare", "[clock()] is how I would call") == []
+
+
+def test_values_of_minicpm_may_stand_in_cdata() -> None:
+    params = '<param name="path">a</param><param name="content"><![CDATA[<b></param>\n]]></param>'
+    text = f'<function name="write">{params}</function>'
+    assert calls_in("minicpm5", text) == [("write", {"path": "a", "content": "<b></param>\n"})]
+
+
+def test_every_parser_of_mlx_lm_is_known() -> None:
+    folder = Path(find_spec("mlx_lm.tool_parsers").submodule_search_locations[0])  # type: ignore[union-attr,index]
+    for name in sorted(one.stem for one in folder.glob("*.py") if one.stem != "__init__"):
+        module = import_module(f"mlx_lm.tool_parsers.{name}")
+        assert dialect_of("tools", set(), name).calls == (module.tool_call_start, module.tool_call_end), name
+
+
+# Harmony
+
+
+@pytest.mark.parametrize(
+    ("to", "wanted"),
+    [
+        ("functions.bash", [("bash", {"command": "ls"})]),
+        ("assistant", []),
+        ("python", []),
+        ("functions.zsh", []),
+        ("browser.search", []),
+    ],
+)
+def test_in_harmony_only_functions_that_were_offered_are_called(to: str, wanted: Any) -> None:
+    text = f'<|channel|>commentary to={to} <|constrain|>json<|message|>{{"command": "ls"}}<|call|>'
+    assert calls_in("harmony", text) == wanted
+    if not wanted:
+        assert '{"command": "ls"}' in outcome(splitter("harmony", tools=TOOLS), text)[0]
+
+
+# Markers that are mentioned, and calls that are none
+
+
+def good(family: str, command: str) -> str:
+    return written(family, "run", {"code": command})
+
+
+MARKED = [name for name in FAMILIES if name not in ("llama_bare", "llama4_bare", "llama", "harmony")]
+
+
+@pytest.mark.parametrize("family", MARKED)
+def test_good_bad_good_are_two_calls(family: str) -> None:
+    found = dialect(family)
+    opens, closes = found.calls
+    bad = written(family, "unknown", {"code": "x"})
+    for between in (bad, f"{opens}{closes}", f"`{opens}` is the marker", f"I write {opens} first"):
+        text = f"{good(family, 'a')}\n{between}\n{good(family, 'b')}"
+        said, _, calls, _ = outcome(splitter(family), [text])
+        assert [json.loads(one[2])["code"] for one in calls] == ["a", "b"], between
+        assert between in said
+        assert outcome(splitter(family), text) == outcome(splitter(family), [text])
+
+
+def test_good_bad_good_in_harmony() -> None:
+    again = "<|start|>assistant"
+    bad = written("harmony", "unknown").removesuffix("<|call|>") + "<|end|>"
+    text = again.join([good("harmony", "a"), bad, good("harmony", "b")])
+    assert [call[0] for call in calls_in("harmony", text, [tool("run", code=TEXT)])] == ["run", "run"]
+
+
+def test_a_broken_string_does_not_swallow_the_next_call() -> None:
+    bad = '<tool_call>\n{"name": "bash", "arguments": {"command": "ls}}\n</tool_call>\n'
+    text = bad + '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+    assert calls_in("generic", text) == [("clock", {})]
+
+
+def test_a_call_in_backticks_is_an_example() -> None:
+    text = 'Write `<tool_call>{"name": "clock", "arguments": {}}</tool_call>` to know the time.'
+    assert calls_in("generic", text) == []
+
+
+def test_text_behind_a_mentioned_marker_is_told_while_it_is_written() -> None:
+    one = splitter("generic", tools=TOOLS)
+    assert one.push("The marker `<tool_call>` begins a call").text == "The marker `<tool_call>` begins a call"
+    assert one.push(", and <tool_call> ends it no").text == ", and <tool_call> ends it no"
+
+
+def test_many_markers_are_answered_in_bounded_time() -> None:
+    for text in ('<tool_call>{"' * 20_000, "<tool_call>{" * 20_000, '<tool_call>{"</tool_call>' * 10_000):
+        assert outcome(splitter("generic"), [text])[0] == text
+
+
+# The end of an answer
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "harmony"])
+def test_a_complete_call_without_its_end_marker_is_a_call(family: str) -> None:
+    closes = dialect(family).calls[1]
+    text = written(family).removesuffix(closes)
+    for cut in (text, text + ("" if family.endswith("_bare") else closes[:3]), text + "\n"):
+        assert len(outcome(splitter(family), [cut])[2]) == 1, cut
+
+
+def test_a_call_of_glm_that_was_cut_may_have_had_more_arguments() -> None:
+    one = splitter("glm47")
+    one.push(written("glm47").removesuffix("</tool_call>"))
+    one.finish(is_cut=True)
+    assert one.calls == []
+    whole = splitter("generic")
+    whole.push(written("generic").removesuffix("</tool_call>"))
+    whole.finish(is_cut=True)
+    assert len(whole.calls) == 1, "an object shows that it is complete"
+
+
+# How many calls
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_answer_has_no_more_calls_than_it_may(family: str) -> None:
+    again = "<|start|>assistant" if family == "harmony" else ";" if family.startswith("llama") else ""
+    text = again.join(good(family, code).replace("<|python_tag|>", "") for code in "abc")
+    if family == "llama":
+        text = f"<|python_tag|>{text}"
+    one = outcome(splitter(family, max_calls=1), [text])
+    assert [json.loads(call[2])["code"] for call in one[2]] == ["a"]
+    assert (one[0], outcome(splitter(family, max_calls=1), text)) == ("", one)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_where_a_call_is_required_one_like_the_one_before_ends_the_answer(family: str) -> None:
+    again = "<|start|>assistant" if family == "harmony" else ";" if family.startswith("llama") else "\n"
+    text = again.join(good(family, code).replace("<|python_tag|>", "") for code in "abbbba")
+    if family == "llama":
+        text = f"<|python_tag|>{text}"
+    one = splitter(family, ends_at_repeat=True)
+    said, _, calls, _ = outcome(one, text)
+    assert ([json.loads(call[2])["code"] for call in calls], said) == (["a", "b"], "")
+    assert one.is_full
+
+
+# Arguments and schemas
+
+
+def fitted(value: Any, schema: Any, *, is_text: bool = False) -> Any:
+    """Return an argument as it is converted; raises `NoCallError`."""
+    offered = Offered([{"function": {"name": "f", "parameters": {"properties": {"x": schema}}}}])
+    return json.loads(offered.believed(Written("f", {"x": value}, is_text=is_text)).arguments)["x"]
+
+
+WHOLE, NUMBER, NULL = {"type": "integer"}, {"type": "number"}, {"type": "null"}
+
+
+@pytest.mark.parametrize(
+    ("value", "schema", "wanted"),
+    [
+        ("3", WHOLE, 3),
+        (3.0, WHOLE, 3),
+        ("3", {"anyOf": [WHOLE, NULL]}, 3),
+        ("null", {"anyOf": [WHOLE, NULL]}, None),
+        ("3", {"anyOf": [WHOLE, TEXT]}, "3"),
+        ("3", {"type": ["integer", "string"]}, "3"),
+        ("true", {"type": "boolean"}, True),
+        ("True", {"type": "boolean"}, True),
+        ("[1]", {"type": "array", "items": WHOLE}, [1]),
+        (["1"], {"type": "array", "items": WHOLE}, [1]),
+        ('{"a": "1"}', {"type": "object", "properties": {"a": WHOLE}}, {"a": 1}),
+        ("null", TEXT, "null"),
+        ("3", {}, "3"),
+        (None, {"type": "string", "nullable": True}, None),
+        ("2", {"enum": [1, 2]}, 2),
+        ("2", {"type": "int"}, 2),
+        ("2", {"type": "any"}, "2"),
+        ("3", {"$ref": "#/$defs/none"}, "3"),
+    ],
+)
+def test_values_are_converted_where_the_schema_leaves_no_doubt(value: Any, schema: Any, wanted: Any) -> None:
+    found = fitted(value, schema)
+    assert (found, type(found)) == (wanted, type(wanted))
+
+
+@pytest.mark.parametrize(
+    ("text", "schema", "wanted"),
+    [
+        ("3", WHOLE, 3),
+        (" 3\n", WHOLE, 3),
+        ("3", TEXT, "3"),
+        ("3", {"anyOf": [WHOLE, TEXT]}, "3"),
+        ("3", {"anyOf": [WHOLE, NULL]}, 3),
+        ("null", {"anyOf": [TEXT, NULL]}, None),
+        ("null", TEXT, "null"),
+        ("true", TEXT, "true"),
+        ('{"a": 1}', TEXT, '{"a": 1}'),
+        ('{"a": 1}', {"type": "object"}, {"a": 1}),
+        ('{"a": 1}', {}, {"a": 1}),
+        ("3", {}, "3"),
+        ("  x\n", TEXT, "  x\n"),
+        ("False", {"type": "boolean"}, False),
+        ("2", {"enum": [1, 2, "a"]}, 2),
+    ],
+)
+def test_text_is_read_as_the_schema_says(text: str, schema: Any, wanted: Any) -> None:
+    found = fitted(text, schema, is_text=True)
+    assert (found, type(found)) == (wanted, type(wanted))
+
+
+@pytest.mark.parametrize(
+    ("value", "schema"),
+    [
+        ("three", WHOLE),
+        (3, TEXT),
+        (True, WHOLE),
+        (1, {"enum": [True]}),
+        (3.5, WHOLE),
+        ("c", {"enum": ["a", "b"]}),
+        ([1, "x"], {"type": "array", "items": WHOLE}),
+        ({"b": 1}, {"type": "object", "additionalProperties": False, "properties": {"a": {}}}),
+        ({}, {"type": "object", "required": ["a"]}),
+        (11, {"type": "integer", "maximum": 10}),
+        ("", {"type": "string", "minLength": 1}),
+        ([], {"type": "array", "minItems": 1}),
+        (None, TEXT),
+        ("x", {"anyOf": [WHOLE, NULL]}),
+        (1, False),
+    ],
+)
+def test_what_does_not_fit_the_schema_is_no_call(value: Any, schema: Any) -> None:
+    with pytest.raises(NoCallError):
+        fitted(value, schema)
+
+
+def test_a_schema_that_refers_to_itself_is_followed_and_bounded() -> None:
+    tree = {"type": "object", "properties": {"of": {"$ref": "#/$defs/tree"}, "n": WHOLE}}
+    parameters = {"properties": {"x": {"$ref": "#/$defs/tree"}}, "$defs": {"tree": tree}}
+    offered = Offered([{"function": {"name": "f", "parameters": parameters}}])
+    found = offered.believed(Written("f", {"x": {"of": {"n": "3"}}}))
+    assert json.loads(found.arguments) == {"x": {"of": {"n": 3}}}
+    both = {"anyOf": [{"$ref": "#/$defs/x"}, {"$ref": "#/$defs/x"}], "type": "object"}
+    endless = Offered(
+        [{"function": {"name": "f", "parameters": {"$ref": "#/$defs/x", "$defs": {"x": both}}}}]
+    )
+    with pytest.raises(NoCallError):
+        endless.believed(Written("f", {}))
+
+
+def test_a_lone_surrogate_stays_json() -> None:
+    found = Offered(TOOLS).believed(Written("bash", json.loads(r'{"command": "\ud800"}')))
+    assert found.arguments.encode()
+    assert json.loads(found.arguments) == {"command": "\ud800"}
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3) | st.sampled_from(["", "a", "b", "2", "true"]),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from("ab"), inner, max_size=2),
+    max_leaves=4,
+)
+KINDS = st.sampled_from(["string", "integer", "number", "boolean", "null", "array", "object"])
+SCHEMAS = st.recursive(
+    st.fixed_dictionaries({}, optional={"type": KINDS | st.lists(KINDS, min_size=1, max_size=2)})
+    | st.fixed_dictionaries({"enum": st.lists(VALUES, min_size=1, max_size=2)})
+    | st.fixed_dictionaries({"minimum": st.integers(-1, 1)})
+    | st.fixed_dictionaries({"maxLength": st.integers(0, 1)})
+    | st.booleans(),
+    lambda inner: (
+        st.fixed_dictionaries({"anyOf": st.lists(inner, min_size=1, max_size=2)})
+        | st.fixed_dictionaries({"allOf": st.lists(inner, min_size=1, max_size=2)})
+        | st.fixed_dictionaries({"items": inner})
+        | st.fixed_dictionaries(
+            {"properties": st.dictionaries(st.sampled_from("ab"), inner, max_size=2)},
+            optional={"required": st.just(["a"]), "additionalProperties": inner},
+        )
+    ),
+    max_leaves=4,
+)
+
+
+@given(value=VALUES, schema=SCHEMAS)
+def test_what_is_believed_fits_the_schema_and_what_fits_is_believed_as_it_is(value: Any, schema: Any) -> None:
+    checker = jsonschema.Draft202012Validator(schema)
+    try:
+        found = fitted(value, schema)
+    except NoCallError:
+        assert not checker.is_valid(value)
+    else:
+        assert checker.is_valid(found)
+        if checker.is_valid(value):
+            assert found == value

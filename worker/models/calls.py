@@ -1,0 +1,367 @@
+"""Parses tool calls, in the format of each family of models. Pure.
+
+A parser takes the whole text between a call's markers, and raises `ValueError` unless it understands all of
+it: mlx-lm's parsers take what they find, and leave out the rest. Whether the tool was offered, and its
+arguments fit, is decided by `worker.text.arguments`.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from typing import TypeAlias
+
+    Parser: TypeAlias = "Callable[[str], list[Written]]"
+
+
+class Written(NamedTuple):
+    """One call as a model wrote it. With `is_text`, the format does not tell numbers and the like from text.
+
+    `id` is the model's own, mostly None.
+    """
+
+    name: str
+    arguments: Mapping[str, Any]
+    id: str | None = None
+    is_text: bool = False
+
+
+class ParsedCall(NamedTuple):
+    """One tool call of an answer. `arguments` is JSON as text."""
+
+    name: str
+    arguments: str
+    id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How calls are written: between two markers.
+
+    If `closes` is empty, a call ends with its value of JSON, which begins where `value` ends; if it is None,
+    with the answer. Behind `opens`, a call begins as `begins` says: other text only mentions the marker.
+    `quotes` begin and end strings, in which a marker ends nothing. With `is_framed`, a call can be seen to be
+    complete even if the answer was cut before its end marker.
+    """
+
+    opens: str
+    closes: str | None
+    parse: Parser
+    begins: re.Pattern[str]
+    quotes: tuple[str, str] = ('"', '"')
+    value: re.Pattern[str] | None = None
+    is_framed: bool = True
+
+    def is_in_string(self, text: str) -> bool:
+        """Whether the text of a call ends within a string, so that the call may go on behind a marker."""
+        begin, end = self.quotes
+        if begin == '"':
+            return '"' in _STRING.sub("", text)
+        if begin == end:
+            return text.count(begin) % 2 == 1
+        return text.rfind(begin) > text.rfind(end)
+
+
+_STRING: Final = re.compile(r'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
+_SPACE: Final = re.compile(r"\s*")
+
+
+def _without_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key is there twice")
+    return found
+
+
+def _refused(word: str) -> None:
+    raise ValueError(f"{word} is no JSON")
+
+
+#: Models write line breaks into strings as they are; nothing else than a string can be meant.
+_DECODER: Final = json.JSONDecoder(object_pairs_hook=_without_twice, parse_constant=_refused, strict=False)
+
+
+def read_json(text: str) -> Any:
+    """Read a value of JSON. Raises `ValueError` or `RecursionError`."""
+    return _DECODER.decode(text)
+
+
+def _call(value: Any, id_: str | None = None) -> Written:
+    """Read a call from an object of JSON, which must have nothing else."""
+    if isinstance(value, dict) and isinstance(value.get("function"), dict):  # as in OpenAI's API
+        if value.keys() - {"type", "id", "index", "function"}:
+            raise ValueError("a call has more than a function")
+        value, id_ = value["function"], value.get("id")
+    if not isinstance(value, dict) or value.keys() - {"name", "arguments", "parameters", "id", "type"}:
+        raise ValueError("a call has a name and arguments, and nothing else")
+    if "arguments" in value and "parameters" in value:
+        raise ValueError("a call has its arguments once")
+    name, id_ = value.get("name"), value.get("id", id_)
+    arguments = value.get("arguments", value.get("parameters"))
+    if isinstance(arguments, str):
+        arguments = read_json(arguments) if arguments.strip() else {}
+    arguments = {} if arguments is None else arguments
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        raise ValueError("a call has a name, and an object as its arguments")  # noqa: TRY004
+    return Written(name, arguments, id_ if isinstance(id_, str) and id_ else None)
+
+
+def parse_json(text: str) -> list[Written]:
+    """Parse a call, or a list of calls, of JSON."""
+    value = read_json(text)
+    return [_call(one) for one in (value if isinstance(value, list) else [value])]
+
+
+def parse_several(text: str) -> list[Written]:
+    """Parse objects of JSON, which may be separated by semicolons."""
+    calls, at, text = list[Written](), 0, text.strip()
+    while at < len(text) or not calls:
+        value, at = _DECODER.raw_decode(text, at)
+        calls.append(_call(value))
+        at = _SEPARATORS.match(text, at).end()  # type: ignore[union-attr]  # it matches nothing, too
+    return calls
+
+
+def parse_bare(text: str) -> list[Written]:
+    """Parse an answer that is nothing but a call of JSON, perhaps fenced, with its arguments."""
+    fenced = _FENCED.fullmatch(text)
+    value = read_json(fenced[1] if fenced else text.strip())
+    if not isinstance(value, dict) or not {"arguments", "parameters", "function"} & value.keys():
+        raise ValueError("it has no arguments")
+    return [_call(value)]
+
+
+def parse_bare_several(text: str) -> list[Written]:
+    """Parse an answer that is nothing but calls of JSON, as Llama's models write them."""
+    fenced = _FENCED.fullmatch(text)
+    calls = parse_several(fenced[1] if fenced else text)
+    if '"arguments"' not in text and '"parameters"' not in text:
+        raise ValueError("they have no arguments")
+    return calls
+
+
+_SEPARATORS: Final = re.compile(r"[;\s]*")
+_FENCED: Final = re.compile(r"\s*```(?:json)?\s(.*?)(?:```\s*)?", re.DOTALL)
+
+
+def either(*parsers: Parser) -> Parser:
+    """Return a parser that understands what one of these does."""
+
+    def parse(text: str) -> list[Written]:
+        for one in parsers[:-1]:
+            try:
+                return one(text)
+            except ValueError:
+                continue
+        return parsers[-1](text)
+
+    return parse
+
+
+def framed(head: str, tail: str) -> Parser:
+    """Return a parser of calls that are JSON between two texts.
+
+    `head` has a group `name`, or several that begin so, and perhaps `id`.
+    """
+    begins, ends = re.compile(head, re.DOTALL), re.compile(tail)
+
+    def parse(text: str) -> list[Written]:
+        calls, at = list[Written](), 0
+        while at < len(text) or not calls:
+            begin = begins.match(text, at)
+            if begin is None:
+                raise ValueError("no call begins here")
+            arguments, at = _DECODER.raw_decode(text, begin.end())
+            end = ends.match(text, at)
+            if end is None or not isinstance(arguments, dict):
+                raise ValueError("the call does not end behind its arguments")
+            found = begin.groupdict()
+            name = next(one for key, one in found.items() if key.startswith("name") and one is not None)
+            calls.append(Written(name.strip(), arguments, found.get("id") or None))
+            at = end.end()
+        return calls
+
+    return parse
+
+
+def tagged(head: str, key: str, close: str, tail: str, *, trims: bool = False) -> Parser:
+    """Return a parser of calls whose arguments stand between tags, as text.
+
+    `head` has the group `name`, `key` the group `key`, and perhaps `type` if JSON is told from strings. A
+    value ends at the first `close` behind which another one begins, or `tail`, the end of a call. With
+    `trims`, one line break at either end is not of the value.
+    """
+    begins, opens, ends = re.compile(head), re.compile(key), re.compile(tail)
+
+    def end_of_value(text: str, at: int) -> tuple[int, int]:
+        while (found := text.find(close, at)) >= 0:
+            at = _SPACE.match(text, found + len(close)).end()  # type: ignore[union-attr]
+            if opens.match(text, at) or ends.match(text, at):
+                return found, at
+        raise ValueError("a value does not end")
+
+    def parse(text: str) -> list[Written]:
+        calls, at = list[Written](), 0
+        while at < len(text) or not calls:
+            begin = begins.match(text, at)
+            if begin is None:
+                raise ValueError("no call begins here")
+            at, arguments, is_text = begin.end(), dict[str, Any](), True
+            while (opened := opens.match(text, at)) is not None:
+                end, at = end_of_value(text, opened.end())
+                value = text[opened.end() : end]
+                if opens.search(value):
+                    raise ValueError("a value does not end before the next one")
+                if opened["key"] in arguments:
+                    raise ValueError("an argument is there twice")
+                if trims:
+                    value = value.removeprefix("\n").removesuffix("\n")
+                kind = opened.groupdict().get("type")
+                is_text = kind is None
+                is_string = is_text or kind in ("string", "true")
+                arguments[opened["key"]] = value if is_string else read_json(value)
+            ended = ends.match(text, at)
+            if ended is None:
+                raise ValueError("the call does not end behind its arguments")
+            at = ended.end()
+            calls.append(Written(begin["name"].strip(), arguments, is_text=is_text))
+        return calls
+
+    return parse
+
+
+def parse_cdata(text: str) -> list[Written]:
+    """Parse a call of MiniCPM's, whose values may stand in CDATA."""
+    return [
+        one._replace(arguments={name: _CDATA.sub(r"\1", value) for name, value in one.arguments.items()})
+        for one in _MINICPM(text)
+    ]
+
+
+_MINICPM: Final = tagged(
+    r'\s*"(?P<name>[^"<>]+)"\s*>\s*', r'<param\s+name\s*=\s*"(?P<key>[^"<>]+)"\s*>', "</param>", r"\Z"
+)
+_CDATA: Final = re.compile(r"\A\s*<!\[CDATA\[(.*)\]\]>\s*\Z", re.DOTALL)
+
+
+def parse_python(text: str) -> list[Written]:
+    """Parse calls in Python's syntax: a list of them, or one a line, perhaps fenced."""
+    fenced = _PYTHON.fullmatch(text)
+    nodes: list[ast.expr] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about escapes that Python does not know
+        parsed = ast.parse((fenced[1] if fenced else text).strip())
+    for statement in parsed.body:
+        if not isinstance(statement, ast.Expr):
+            raise ValueError("it is no call")  # noqa: TRY004
+        nodes += statement.value.elts if isinstance(statement.value, ast.List) else [statement.value]
+    return [_of_python(node) for node in nodes]
+
+
+def parse_bare_python(text: str) -> list[Written]:
+    """Parse an answer that is nothing but a list of calls in Python's syntax."""
+    if not text.lstrip().startswith("["):
+        raise ValueError("it is no list")
+    return parse_python(text)
+
+
+_PYTHON: Final = re.compile(r"\s*```(?:python)?\s*\n(.*)\n\s*```\s*", re.DOTALL)
+
+
+def _of_python(node: ast.expr) -> Written:
+    if not isinstance(node, ast.Call) or node.args:
+        raise ValueError("a call has only arguments with names")
+    arguments = {}
+    for keyword in node.keywords:
+        if keyword.arg is None:
+            raise ValueError("a call has only arguments with names")
+        arguments[keyword.arg] = ast.literal_eval(_JsonWords().visit(keyword.value))
+    return Written(ast.unparse(node.func), arguments)
+
+
+class _JsonWords(ast.NodeTransformer):
+    """Takes JSON's words for Python's, since templates write lists and objects as JSON."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:  # ast calls it by this name
+        words = {"true": True, "false": False, "null": None}
+        return ast.Constant(words[node.id]) if node.id in words else node
+
+
+def gemma(quote: str) -> Parser:
+    """Return a parser of `call:NAME{key:value}`, whose strings stand between two `quote`s."""
+
+    def parse(text: str) -> list[Written]:
+        calls, at = list[Written](), 0
+        while at < len(text) or not calls:
+            begin = _GEMMA.match(text, at)
+            if begin is None:
+                raise ValueError("no call begins here")
+            arguments, at = _gemma_object(text, begin.end(), quote)
+            at = _SPACE.match(text, at).end()  # type: ignore[union-attr]
+            calls.append(Written(begin["name"], arguments))
+        return calls
+
+    return parse
+
+
+_GEMMA: Final = re.compile(r"\s*call:(?P<name>[^\s{}]+)\s*\{")
+_GEMMA_KEY: Final = re.compile(r"\s*([^\s:,{}\[\]<>\"]+)\s*:")
+_CLOSES: Final = {"}": re.compile(r"\s*\}"), "]": re.compile(r"\s*\]")}
+_PLAIN: Final = re.compile(r"[^\s,{}\[\]]+")
+
+
+def _gemma_object(text: str, at: int, quote: str) -> tuple[dict[str, Any], int]:
+    """Read an object behind its brace; return it, and where it ends."""
+    pairs: list[tuple[str, Any]] = []
+    while not (end := _CLOSES["}"].match(text, at)):
+        if pairs:
+            at = _comma(text, at)
+        if text.startswith(quote, at):
+            key, at = _gemma_value(text, at, quote)
+            if not text.startswith(":", at):
+                raise ValueError("a key has no value")
+            at += 1
+        elif found := _GEMMA_KEY.match(text, at):
+            key, at = found[1], found.end()
+        else:
+            raise ValueError("an object has no key here")
+        value, at = _gemma_value(text, at, quote)
+        pairs.append((key, value))
+    return _without_twice(pairs), end.end()
+
+
+def _gemma_value(text: str, at: int, quote: str) -> tuple[Any, int]:
+    at = _SPACE.match(text, at).end()  # type: ignore[union-attr]
+    if text.startswith(quote, at):
+        end = text.index(quote, at + len(quote))
+        return text[at + len(quote) : end], end + len(quote)
+    if text.startswith("{", at):
+        return _gemma_object(text, at + 1, quote)
+    if text.startswith("[", at):
+        values: list[Any] = []
+        at += 1
+        while not (ended := _CLOSES["]"].match(text, at)):
+            value, at = _gemma_value(text, _comma(text, at) if values else at, quote)
+            values.append(value)
+        return values, ended.end()
+    if text.startswith('"', at):
+        string, at = _DECODER.raw_decode(text, at)
+        return string, at
+    plain = _PLAIN.match(text, at)
+    if plain is None:
+        raise ValueError("a value is missing")
+    return read_json(plain[0]), plain.end()
+
+
+def _comma(text: str, at: int) -> int:
+    at = _SPACE.match(text, at).end()  # type: ignore[union-attr]
+    if not text.startswith(",", at):
+        raise ValueError("a comma is missing")
+    return _SPACE.match(text, at + 1).end()  # type: ignore[union-attr]

@@ -1,0 +1,306 @@
+"""Decides whether what a model wrote is a call of an offered tool, and converts its arguments. Pure.
+
+A wrong call is executed, so a call is believed only if its tool was offered and its arguments fit the tool's
+schema. Conversions are made only where the schema leaves no doubt: text becomes a number, say, only where it
+allows no text. Not checked: `pattern` and `format` (a pattern of a tenant's could take hours on a model's
+text), `not`, `if`, `propertyNames`, and how many alternatives of `oneOf` fit.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, Final
+
+from worker.models.calls import ParsedCall, read_json
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from worker.models.calls import Written
+
+#: Steps of one check, as references and alternatives may multiply; 50 KB of JSON take some thousands.
+_MOST_STEPS: Final = 20_000
+_MOST_DEPTH: Final = 100
+_KINDS: Final = frozenset(("string", "integer", "number", "boolean", "null", "array", "object"))
+#: As some tools write types, which are not JSON schema's.
+_OTHER_KINDS: Final = {
+    "str": "string",
+    "int": "integer",
+    "float": "number",
+    "bool": "boolean",
+    "list": "array",
+    "dict": "object",
+}
+_WORDS: Final = {"True": True, "False": False, "None": None}
+_LIMITS: Final[tuple[tuple[str, Callable[[float, float], bool]], ...]] = (
+    ("minimum", lambda value, limit: value >= limit),
+    ("maximum", lambda value, limit: value <= limit),
+    ("exclusiveMinimum", lambda value, limit: value > limit),
+    ("exclusiveMaximum", lambda value, limit: value < limit),
+    ("multipleOf", lambda value, limit: abs(value / limit - round(value / limit)) < 1e-9),
+)
+_SIZES: Final = (
+    (str, "minLength", "maxLength"),
+    (list, "minItems", "maxItems"),
+    (dict, "minProperties", "maxProperties"),
+)
+
+
+class NoCallError(ValueError):
+    """What looks like a call is none; the text says why."""
+
+
+class Offered:
+    """The tools that an answer may call."""
+
+    def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
+        """Take tools in OpenAI's shape."""
+        functions = [tool["function"] for tool in tools]
+        self._schemas = {one["name"]: one.get("parameters") or {} for one in functions}
+
+    def __bool__(self) -> bool:
+        """Say whether there are any."""
+        return bool(self._schemas)
+
+    @property
+    def names(self) -> Iterable[str]:
+        """Their names."""
+        return self._schemas.keys()
+
+    def believed(self, written: Written) -> ParsedCall:
+        """Return what a model wrote as a call of a tool; raises `NoCallError`, or what JSON raises."""
+        schema = self._schemas.get(written.name)
+        if schema is None:
+            raise NoCallError(f"{written.name} was not offered")
+        fit = _Fit(schema)
+        arguments = dict(written.arguments)
+        if written.is_text:
+            arguments = {name: fit.read(text, fit.of_property(name)) for name, text in arguments.items()}
+        arguments = fit.converted(arguments, {"type": "object", "allOf": [schema]})
+        return ParsedCall(written.name, _as_json(arguments), written.id)
+
+
+def _as_json(arguments: Mapping[str, Any]) -> str:
+    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    # A lone surrogate, which JSON can write, is no text in UTF-8.
+    return text if text.isascii() or _is_utf8(text) else json.dumps(arguments, allow_nan=False)
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+class _Fit:
+    """One check of arguments. `schema` is the tool's, to which references refer."""
+
+    def __init__(self, schema: Any) -> None:
+        self._root = schema
+        self._left_steps = _MOST_STEPS
+
+    def read(self, text: str, schema: Any) -> Any:
+        """Return the value that a format without types has written as `text`, if any fits."""
+        kinds = self._kinds(schema)
+        plain = text.strip()
+        try:
+            value = _WORDS[plain] if plain in _WORDS else read_json(plain)
+        except (ValueError, RecursionError):
+            value = text
+        if kinds is None:  # no schema says what it is
+            return value if isinstance(value, dict | list) else text
+        if value is None and "null" in kinds and plain == "null":
+            return None
+        if "string" not in kinds:
+            return value
+        try:
+            self.converted(text, schema)
+        except NoCallError:
+            return value
+        return text
+
+    def of_property(self, name: str) -> Any:
+        """Return the schema of an argument."""
+        pending, seen = [self._root], 0
+        while pending and seen < _MOST_DEPTH:
+            one, seen = pending.pop(0), seen + 1
+            if not isinstance(one, dict):
+                continue
+            if name in (one.get("properties") or {}):
+                return one["properties"][name]
+            if "$ref" in one:
+                pending.append(self._referred(one["$ref"]))
+            for word in ("allOf", "anyOf", "oneOf"):
+                pending += one.get(word) or ()
+        more = self._root.get("additionalProperties") if isinstance(self._root, dict) else None
+        return more if isinstance(more, dict) else {}
+
+    def converted(self, value: Any, schema: Any, depth: int = 0, *, converts: bool = True) -> Any:
+        """Return a value that fits a schema: this one, or what the schema lets it be converted to.
+
+        Raises `NoCallError` if there is none.
+        """
+        self._left_steps -= 1
+        if self._left_steps < 0 or depth > _MOST_DEPTH:
+            raise NoCallError("the schema takes too long to check")
+        if not isinstance(schema, dict):
+            if schema is False:
+                raise NoCallError("the schema allows nothing here")
+            return value
+        try:
+            return self._checked(value, schema, depth, converts=converts)
+        except NoCallError:
+            kinds = self._kinds(schema) if converts and isinstance(value, str) else None
+            if kinds is None or "string" in kinds:
+                raise
+        try:
+            read = _WORDS[value] if value in _WORDS else read_json(value)
+        except (ValueError, RecursionError) as error:
+            raise NoCallError(f"{value!r} is no {' or '.join(sorted(kinds))}") from error
+        return self._checked(read, schema, depth, converts=converts)
+
+    def _checked(self, value: Any, schema: Mapping[str, Any], depth: int, *, converts: bool) -> Any:
+        if value is None and schema.get("nullable") is True:
+            return value
+        kinds = _types(schema)
+        if kinds and not any(_is(value, kind) for kind in kinds):
+            raise NoCallError(f"{value!r} is no {' or '.join(sorted(kinds))}")
+        if isinstance(value, float) and kinds and "integer" in kinds and "number" not in kinds:
+            value = int(value)
+        allowed = [schema["const"]] if "const" in schema else schema.get("enum")
+        if allowed is not None and not any(_same(value, one) for one in allowed):
+            raise NoCallError(f"{value!r} is none of the allowed values")
+        _check_limits(value, schema)
+        if isinstance(value, dict):
+            value = self._object(value, schema, depth, converts=converts)
+        elif isinstance(value, list):
+            value = self._list(value, schema, depth, converts=converts)
+        if "$ref" in schema:
+            value = self.converted(value, self._referred(schema["$ref"]), depth + 1, converts=converts)
+        for one in schema.get("allOf") or ():
+            value = self.converted(value, one, depth + 1, converts=converts)
+        for word in ("anyOf", "oneOf"):
+            if schema.get(word):
+                value = self._any(value, schema[word], depth, converts=converts)
+        return value
+
+    def _any(self, value: Any, choices: Sequence[Any], depth: int, *, converts: bool) -> Any:
+        """Return the value as the first alternative that it fits as it is; else that converts it."""
+        for tries_to_convert in (False, True)[: 1 + converts]:
+            for one in choices:
+                if tries_to_convert and isinstance(value, str):
+                    break  # where one alternative is text, another must not convert it
+                try:
+                    return self.converted(value, one, depth + 1, converts=tries_to_convert)
+                except NoCallError:
+                    if self._left_steps < 0:
+                        raise
+        raise NoCallError(f"{value!r} fits no alternative")
+
+    def _object(
+        self, value: dict[str, Any], schema: Mapping[str, Any], depth: int, *, converts: bool
+    ) -> dict[str, Any]:
+        missing = [name for name in schema.get("required") or () if name not in value]
+        if missing:
+            raise NoCallError(f"{', '.join(missing)} is missing")
+        known, more = schema.get("properties") or {}, schema.get("additionalProperties", True)
+        if schema.get("patternProperties"):
+            more = True
+        return {
+            name: self.converted(one, known.get(name, more), depth + 1, converts=converts)
+            for name, one in value.items()
+        }
+
+    def _list(self, value: list[Any], schema: Mapping[str, Any], depth: int, *, converts: bool) -> list[Any]:
+        first, rest = schema.get("prefixItems") or (), schema.get("items", True)
+        if isinstance(rest, list):  # as drafts before 2020-12 have it
+            first, rest = rest, schema.get("additionalItems", True)
+        return [
+            self.converted(one, first[at] if at < len(first) else rest, depth + 1, converts=converts)
+            for at, one in enumerate(value)
+        ]
+
+    def _kinds(self, schema: Any, depth: int = 0) -> set[str] | None:
+        """Return the types that a schema allows; None if it does not say."""
+        self._left_steps -= 1
+        if not isinstance(schema, dict) or depth > _MOST_DEPTH // 10 or self._left_steps < 0:
+            return None
+        found: set[str] | None = None
+        if "type" in schema:
+            found = _types(schema)
+        elif "const" in schema or "enum" in schema:
+            found = {_kind(one) for one in ([schema["const"]] if "const" in schema else schema["enum"])}
+        elif "$ref" in schema:
+            found = self._kinds(self._referred(schema["$ref"]), depth + 1)
+        for word in ("anyOf", "oneOf"):
+            if found is None and schema.get(word):
+                each = [self._kinds(one, depth + 1) for one in schema[word]]
+                found = None if None in each else {kind for one in each for kind in one or ()}
+        for one in schema.get("allOf") or ():
+            found = self._kinds(one, depth + 1) if found is None else found
+        if found is None:
+            words = (("properties", "object"), ("items", "array"))
+            found = {kind for word, kind in words if word in schema} or None
+        return found | {"null"} if found is not None and schema.get("nullable") is True else found
+
+    def _referred(self, reference: Any) -> Any:
+        """Return what a reference within the schema refers to; what others refer to is not known."""
+        found = self._root
+        if not isinstance(reference, str) or not reference.startswith("#"):
+            return True
+        for part in reference[1:].split("/")[1:]:
+            if not isinstance(found, dict):
+                return True
+            found = found.get(part.replace("~1", "/").replace("~0", "~"), True)
+        return found
+
+
+def _check_limits(value: Any, schema: Mapping[str, Any]) -> None:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        for word, holds in _LIMITS:
+            limit = schema.get(word)
+            if isinstance(limit, int | float) and not isinstance(limit, bool) and not holds(value, limit):
+                raise NoCallError(f"{value} is against {word} {limit}")
+    for kind, least, most in _SIZES:
+        if isinstance(value, kind) and not schema.get(least, 0) <= len(value) <= schema.get(most, len(value)):
+            raise NoCallError(f"its size is {len(value)}")
+
+
+def _types(schema: Mapping[str, Any]) -> set[str] | None:
+    """Return what a schema has as its types; None if nothing, or other words than JSON schema's."""
+    given = schema.get("type")
+    found = {_OTHER_KINDS.get(one, one) for one in ([given] if isinstance(given, str) else given or ())}
+    return found if found and found <= _KINDS else None
+
+
+def _kind(value: Any) -> str:
+    """Return the type of a value in JSON."""
+    if isinstance(value, bool):
+        return "boolean"
+    if value is None:
+        return "null"
+    kinds = {int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+    return kinds.get(type(value), "nothing of JSON")
+
+
+def _is(value: Any, kind: object) -> bool:
+    if kind == "number":
+        return _kind(value) in ("integer", "number")
+    if kind == "integer":
+        return _kind(value) == "integer" or (isinstance(value, float) and value.is_integer())
+    return _kind(value) == kind
+
+
+def _same(value: Any, other: Any) -> bool:
+    """Compare as JSON does, where True is not 1."""
+    if isinstance(value, list) and isinstance(other, list):
+        return len(value) == len(other) and all(map(_same, value, other))
+    if isinstance(value, dict) and isinstance(other, dict):
+        return (
+            len(value) == len(other)
+            and all(name in other for name in value)
+            and all(_same(value[name], other[name]) for name in value)
+        )
+    return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
