@@ -261,7 +261,8 @@ def _check_rendering(tools: Tools, variables: dict[str, Any]) -> list[str]:
     """Check what a chat template gets besides messages; return the names of the tools."""
     if own := next((name for name in _OWN_VARIABLES if name in variables), None):
         raise ValueError(f"the request has {own} in chat_template_kwargs, which the template gets otherwise")
-    names = [tool.function.name for tool in tools]
+    # Those of a decoded request are objects: it may be copied.
+    names = [tool["function"]["name"] if isinstance(tool, dict) else tool.function.name for tool in tools]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ValueError(f"the request has two tools of the name {twice}")
     return names

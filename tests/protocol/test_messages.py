@@ -329,3 +329,22 @@ def test_what_json_cannot_hold_is_refused() -> None:
 
 def test_defaults_are_left_out() -> None:
     assert encode(Generate(id="g1", text="hi")) == b'{"type":"generate","text":"hi","id":"g1"}'
+
+
+@pytest.mark.parametrize("kind", ["append", "generate"])
+def test_tools_of_a_decoded_request_keep_the_order_of_their_keys_and_it_can_be_copied(kind: str) -> None:
+    tools = b'[{"function":{"parameters":{"b":1,"a":2},"name":"f"},"type":"function"}]'
+    request = decode_request(b'{"type":"%s","id":"a","text":"x","tools":%s}' % (kind.encode(), tools))
+    assert tools in encode(msgspec.structs.replace(request, priority=1))
+    with pytest.raises(InvalidMessageError, match="two tools of the name f"):
+        decode_request(
+            b'{"type":"%s","id":"a","text":"x","tools":%s}'
+            % (kind.encode(), tools.replace(b"}]", b"}," + tools[1:]))
+        )
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt"])
+def test_a_variable_that_the_template_gets_from_the_worker_is_refused(name: str) -> None:
+    body = b'{"type":"generate","id":"a","text":"x","chat_template_kwargs":{"%s":1}}' % name.encode()
+    with pytest.raises(InvalidMessageError, match=f"has {name} in chat_template_kwargs"):
+        decode_request(body)
