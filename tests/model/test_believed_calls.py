@@ -6,6 +6,7 @@ A wrong call is executed, so what is in doubt stays text.
 from __future__ import annotations
 
 import json
+import shutil
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +20,7 @@ from test_splitting import FAMILIES, dialect, outcome, splitter, wide, written
 
 from worker.models.calls import Written
 from worker.models.dialect import dialect_of
+from worker.models.tokenizer import Tokenizer
 from worker.text.arguments import NoCallError, Offered
 from worker.text.splitting import call_id
 
@@ -336,6 +338,18 @@ def test_every_parser_of_mlx_lm_is_known() -> None:
     for name in sorted(one.stem for one in folder.glob("*.py") if one.stem != "__init__"):
         module = import_module(f"mlx_lm.tool_parsers.{name}")
         assert dialect_of("tools", set(), name).calls == (module.tool_call_start, module.tool_call_end), name
+
+
+def test_the_parser_that_a_model_folder_names_is_used(tiny_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "named"
+    shutil.copytree(tiny_model, folder)
+    template = "{% for tool in tools or [] %}{{ tool }}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    for file in folder.glob("chat_template*"):
+        file.write_text(template)
+    config = json.loads((folder / "tokenizer_config.json").read_text()) | {"chat_template": template}
+    for more, opens in (({}, "<tool_call>"), ({"tool_parser_type": "gemma4"}, "<|tool_call>")):
+        (folder / "tokenizer_config.json").write_text(json.dumps(config | more))
+        assert Tokenizer.from_folder(folder).dialect.calls[0] == opens
 
 
 # Harmony

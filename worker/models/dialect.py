@@ -351,7 +351,7 @@ def _family(template: str, vocabulary: Container[str], parser: str | None) -> st
     found = next((family for mark, family in _MARKS if mark in template), None)
     if found == "deepseek_v31" and "```json" in template:
         return "deepseek_v3"
-    if parser in _FAMILIES and not (parser == "mistral" and found == "mistral_args"):
+    if isinstance(parser, str) and parser in _FAMILIES and found != "mistral_args":
         return parser
     if found is not None:
         return found
