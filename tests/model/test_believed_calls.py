@@ -343,7 +343,7 @@ def test_every_parser_of_mlx_lm_is_known() -> None:
 def test_the_parser_that_a_model_folder_names_is_used(tiny_model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "named"
     shutil.copytree(tiny_model, folder)
-    template = "{% for tool in tools or [] %}{{ tool }}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    template = "{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}"
     for file in folder.glob("chat_template*"):
         file.write_text(template)
     config = json.loads((folder / "tokenizer_config.json").read_text()) | {"chat_template": template}
