@@ -220,6 +220,15 @@ def test_an_object_that_is_not_quite_a_call_is_text(body: str) -> None:
     assert outcome(splitter("generic", tools=TOOLS), text)[3], "which is a malformed call"
 
 
+def test_two_objects_in_one_block_are_two_calls() -> None:
+    one, other = '{"name": "clock", "arguments": {}}', '{"name": "bash", "arguments": {"command": "ls"}}'
+    wanted = [("clock", {}), ("bash", {"command": "ls"})]
+    for between in ("\n", ", "):
+        found = calls_in("generic", f"<tool_call>\n{one}{between}{other}\n</tool_call>")
+        assert found == (wanted if between == "\n" else [])
+    assert calls_in("generic", f"<tool_call>[{one}, {other}]</tool_call>") == wanted
+
+
 def test_line_breaks_in_a_string_and_arguments_as_text_are_understood() -> None:
     wanted = [("bash", {"command": "ls\npwd"})]
     assert (
@@ -433,6 +442,19 @@ def test_a_complete_call_without_its_end_marker_is_a_call(family: str) -> None:
     text = written(family).removesuffix(closes)
     for cut in (text, text + ("" if family.endswith("_bare") else closes[:3]), text + "\n"):
         assert len(outcome(splitter(family), [cut])[2]) == 1, cut
+
+
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>clock:0<|tool_call_argument_begin|>{}"),
+        ("deepseek_v31", "<~tool▁calls▁begin~><~tool▁call▁begin~>clock<~tool▁sep~>{}"),
+        ("generic", '<tool_call>{"name": "clock", "arguments": {}}'),
+    ],
+)
+def test_a_call_whose_json_is_complete_needs_no_marker_at_all(family: str, text: str) -> None:
+    assert calls_in(family, text) == [("clock", {})]
+    assert calls_in(family, text[:-1]) == []
 
 
 def test_a_call_of_glm_that_was_cut_may_have_had_more_arguments() -> None:

@@ -99,7 +99,7 @@ _FUNCTIONS: Final = tagged(
 
 
 def _json_form(opens: str, closes: str) -> Form:
-    return Form(opens, closes, parse_json, _JSON)
+    return Form(opens, closes, either(parse_json, parse_several), _JSON)
 
 
 def _keys_form(prefix: str) -> Form:
@@ -121,7 +121,7 @@ def _kimi_form(section: str) -> Form:
         r"(?:(?P<id>(?:functions\.)?(?P<name>[^\s<>:]+):\d+)|(?:functions\.)?(?P<name_alone>[^\s<>:]+))"
         r"\s*<\|tool_call_argument_begin\|>\s*"
     )
-    parse = framed(head, r"\s*<\|tool_call_end\|>\s*")
+    parse = framed(head, r"\s*(?:<\|tool_call_end\|>\s*|\Z)")
     return Form(f"<|{section}_begin|>", f"<|{section}_end|>", parse, _TAG)
 
 
@@ -141,7 +141,7 @@ _DEEPSEEK: Final = Form(
     _deepseek("tool calls end"),
     either(
         framed(rf"\s*{_BEGIN}function{_SEP}(?P<name>[^\n]+)\n```json\s*\n\s*", rf"\s*```\s*{_END}\s*"),
-        framed(rf"\s*{_BEGIN}(?P<name>[^<>\n]+){_SEP}\s*", rf"\s*{_END}\s*"),
+        framed(rf"\s*{_BEGIN}(?P<name>[^<>\n]+){_SEP}\s*", rf"\s*(?:{_END}\s*|\Z)"),
     ),
     _TAG,
 )
