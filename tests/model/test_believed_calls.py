@@ -6,6 +6,7 @@ A wrong call is executed, so what is in doubt stays text.
 from __future__ import annotations
 
 import json
+import shutil
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +20,7 @@ from test_splitting import FAMILIES, dialect, outcome, splitter, wide, written
 
 from worker.models.calls import Written
 from worker.models.dialect import dialect_of
+from worker.models.tokenizer import Tokenizer
 from worker.text.arguments import NoCallError, Offered
 from worker.text.splitting import call_id
 
@@ -218,6 +220,15 @@ def test_an_object_that_is_not_quite_a_call_is_text(body: str) -> None:
     assert outcome(splitter("generic", tools=TOOLS), text)[3], "which is a malformed call"
 
 
+def test_two_objects_in_one_block_are_two_calls() -> None:
+    one, other = '{"name": "clock", "arguments": {}}', '{"name": "bash", "arguments": {"command": "ls"}}'
+    wanted = [("clock", {}), ("bash", {"command": "ls"})]
+    for between in ("\n", ", "):
+        found = calls_in("generic", f"<tool_call>\n{one}{between}{other}\n</tool_call>")
+        assert found == (wanted if between == "\n" else [])
+    assert calls_in("generic", f"<tool_call>[{one}, {other}]</tool_call>") == wanted
+
+
 def test_line_breaks_in_a_string_and_arguments_as_text_are_understood() -> None:
     wanted = [("bash", {"command": "ls\npwd"})]
     assert (
@@ -338,6 +349,18 @@ def test_every_parser_of_mlx_lm_is_known() -> None:
         assert dialect_of("tools", set(), name).calls == (module.tool_call_start, module.tool_call_end), name
 
 
+def test_the_parser_that_a_model_folder_names_is_used(tiny_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "named"
+    shutil.copytree(tiny_model, folder)
+    template = "{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    for file in folder.glob("chat_template*"):
+        file.write_text(template)
+    config = json.loads((folder / "tokenizer_config.json").read_text()) | {"chat_template": template}
+    for more, opens in (({}, "<tool_call>"), ({"tool_parser_type": "gemma4"}, "<|tool_call>")):
+        (folder / "tokenizer_config.json").write_text(json.dumps(config | more))
+        assert Tokenizer.from_folder(folder).dialect.calls[0] == opens
+
+
 # Harmony
 
 
@@ -419,6 +442,19 @@ def test_a_complete_call_without_its_end_marker_is_a_call(family: str) -> None:
     text = written(family).removesuffix(closes)
     for cut in (text, text + ("" if family.endswith("_bare") else closes[:3]), text + "\n"):
         assert len(outcome(splitter(family), [cut])[2]) == 1, cut
+
+
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>clock:0<|tool_call_argument_begin|>{}"),
+        ("deepseek_v31", "<~tool▁calls▁begin~><~tool▁call▁begin~>clock<~tool▁sep~>{}"),
+        ("generic", '<tool_call>{"name": "clock", "arguments": {}}'),
+    ],
+)
+def test_a_call_whose_json_is_complete_needs_no_marker_at_all(family: str, text: str) -> None:
+    assert calls_in(family, text) == [("clock", {})]
+    assert calls_in(family, text[:-1]) == []
 
 
 def test_a_call_of_glm_that_was_cut_may_have_had_more_arguments() -> None:

@@ -100,7 +100,7 @@ _FUNCTIONS: Final = tagged(
 
 
 def _json_form(opens: str, closes: str) -> Form:
-    return Form(opens, closes, parse_json, _JSON)
+    return Form(opens, closes, either(parse_json, parse_several), _JSON)
 
 
 def _keys_form(prefix: str) -> Form:
@@ -122,7 +122,7 @@ def _kimi_form(section: str) -> Form:
         r"(?:(?P<id>(?:functions\.)?(?P<name>[^\s<>:]+):\d+)|(?:functions\.)?(?P<name_alone>[^\s<>:]+))"
         r"\s*<\|tool_call_argument_begin\|>\s*"
     )
-    parse = framed(head, r"\s*<\|tool_call_end\|>\s*")
+    parse = framed(head, r"\s*(?:<\|tool_call_end\|>\s*|\Z)")
     return Form(f"<|{section}_begin|>", f"<|{section}_end|>", parse, _TAG)
 
 
@@ -142,7 +142,7 @@ _DEEPSEEK: Final = Form(
     _deepseek("tool calls end"),
     either(
         framed(rf"\s*{_BEGIN}function{_SEP}(?P<name>[^\n]+)\n```json\s*\n\s*", rf"\s*```\s*{_END}\s*"),
-        framed(rf"\s*{_BEGIN}(?P<name>[^<>\n]+){_SEP}\s*", rf"\s*{_END}\s*"),
+        framed(rf"\s*{_BEGIN}(?P<name>[^<>\n]+){_SEP}\s*", rf"\s*(?:{_END}\s*|\Z)"),
     ),
     _TAG,
 )
@@ -352,7 +352,7 @@ def _family(template: str, vocabulary: Container[str], parser: str | None) -> st
     found = next((family for mark, family in _MARKS if mark in template), None)
     if found == "deepseek_v31" and "```json" in template:
         return "deepseek_v3"
-    if parser in _FAMILIES and not (parser == "mistral" and found == "mistral_args"):
+    if isinstance(parser, str) and parser in _FAMILIES and found != "mistral_args":
         return parser
     if found is not None:
         return found

@@ -49,8 +49,12 @@ class Tokenizer:
     the model's files say. The added tokens, `added_ids`, are found in a text before the rest is tokenised.
     """
 
-    def __init__(self, hf: LoadedTokenizer, eos_ids: Iterable[int] = ()) -> None:
+    def __init__(
+        self, hf: LoadedTokenizer, eos_ids: Iterable[int] = (), *, tool_parser: str | None = None
+    ) -> None:
+        """Take a loaded tokenizer, and the name of mlx-lm's parser for the model's calls."""
         self._hf = hf
+        self._tool_parser = tool_parser
         self._rust = hf.backend_tokenizer
         self._rust.no_truncation()
         self._rust.no_padding()
@@ -86,7 +90,9 @@ class Tokenizer:
         generation_path = folder / "generation_config.json"
         generation = read_json(generation_path) if generation_path.exists() else {}
         ends = [_end_ids(part) for part in (config, config.get("text_config") or {}, generation)]
-        return cls(load(folder, store, progress), frozenset().union(*ends))
+        named_path = folder / "tokenizer_config.json"
+        named = read_json(named_path).get("tool_parser_type") if named_path.exists() else None
+        return cls(load(folder, store, progress), frozenset().union(*ends), tool_parser=named)
 
     def control_id(self, text: str) -> int | None:
         """Return the id of the control token with this text; None if there is none."""
@@ -144,7 +150,8 @@ class Tokenizer:
         """How the model writes reasoning and tool calls; found on first use."""
         if self._dialect is None:
             template = self.template if self.has_template and self.template else ""
-            self._dialect = dialect_of(template, self._rust.get_vocab(with_added_tokens=True))
+            vocabulary = self._rust.get_vocab(with_added_tokens=True)
+            self._dialect = dialect_of(template, vocabulary, self._tool_parser)
         return self._dialect
 
     def adapted(self, messages: Sequence[dict[str, Any]], *, is_begun: bool) -> list[dict[str, Any]]:

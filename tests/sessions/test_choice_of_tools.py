@@ -1,0 +1,70 @@
+"""How many calls an answer has, by what the request says of tools, and what an answer with a bad call is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from test_tools import CALL, CLOCK, WEATHER, WITH_TOOLS, ask, generated, user, world_of
+
+from turnkeep_client.messages import NamedTool, _ChosenFunction
+from worker.models.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+OTHER = CALL.replace("Rome", "Oslo")
+UNKNOWN = CALL.replace("weather", "whether")
+
+
+@pytest.fixture(scope="module")
+def with_tools(model_with_template: Callable[[str, str], Path]) -> Tokenizer:
+    return Tokenizer.from_folder(model_with_template("with-tools", WITH_TOOLS))
+
+
+async def test_a_named_tool_is_called_once(with_tools: Tokenizer) -> None:
+    world = world_of(with_tools, CALL + OTHER + OTHER)
+    named = NamedTool(function=_ChosenFunction(name="weather"))
+    one = await generated(world, ask(1, user("a"), tools=(WEATHER, CLOCK), tool_choice=named))
+    assert [call.function.arguments for call in one.tool_calls] == ['{"city": "Rome"}']
+    assert (one.text, one.finish_reason) == ("", "tool_calls")
+
+
+async def test_no_other_tool_than_the_named_one_is_called(with_tools: Tokenizer) -> None:
+    named = NamedTool(function=_ChosenFunction(name="clock"))
+    world = world_of(with_tools, CALL)
+    one = await generated(world, ask(1, user("a"), tools=(WEATHER, CLOCK), tool_choice=named))
+    assert (one.text, one.tool_calls, one.finish_reason) == (CALL, (), "tool_calls_malformed")
+
+
+async def test_where_a_call_is_required_its_repetition_ends_the_answer(with_tools: Tokenizer) -> None:
+    text = f"{CALL}\n{OTHER}\n{OTHER}\n{OTHER}\n{CALL}"
+    for choice, cities in (
+        ("required", ["Rome", "Oslo"]),
+        ("auto", ["Rome", "Oslo", "Oslo", "Oslo", "Rome"]),
+    ):
+        world = world_of(with_tools, text)
+        one = await generated(world, ask(1, user("a"), tools=(WEATHER,), tool_choice=choice, max_tokens=900))
+        arguments = [call.function.arguments for call in one.tool_calls]
+        assert arguments == [f'{{"city": "{city}"}}' for city in cities]
+        assert (one.text, one.finish_reason) == ("", "tool_calls")
+
+
+async def test_an_answer_with_a_good_call_is_not_malformed(with_tools: Tokenizer) -> None:
+    world = world_of(with_tools, f"{CALL}\n{UNKNOWN}\n{OTHER}", UNKNOWN)
+    first = await generated(world, ask(1, user("a"), tools=(WEATHER,)))
+    assert [call.function.name for call in first.tool_calls] == ["weather", "weather"]
+    assert (first.text, first.finish_reason) == (UNKNOWN, "tool_calls")
+    second = await generated(world, ask(2, user("b")))
+    assert (second.text, second.tool_calls) == (UNKNOWN, ())
+    assert second.finish_reason == "tool_calls_malformed"
+
+
+async def test_an_answer_that_is_nothing_but_a_call_is_told_as_one(with_tools: Tokenizer) -> None:
+    bare = CALL.removeprefix("<tool_call>").removesuffix("</tool_call>")
+    world = world_of(with_tools, f"```json{bare}```", '{"name": "Ada", "age": 36}')
+    first = await generated(world, ask(1, user("a"), tools=(WEATHER,)))
+    assert (first.text, len(first.tool_calls), first.finish_reason) == ("", 1, "tool_calls")
+    second = await generated(world, ask(2, user("b")))
+    assert (second.text, second.finish_reason) == ('{"name": "Ada", "age": 36}', "stop")
