@@ -100,6 +100,11 @@ def test_blocks_of_the_system_prompt_of_answers_and_of_results_of_tools() -> Non
     turn = read("chat", user("Edit."), {"role": "assistant", "tool_calls": [custom]}, user([FOUND]))
     assert turn.messages is not None
     assert turn.messages[1].tool_calls[0].function.arguments == '{"input":"x"}'
+    other = {"id": "a", "type": "web_search", "web_search": {}}
+    turn = read("chat", user("Hi."), {"role": "assistant", "tool_calls": [other]}, user("And?"))
+    assert turn.messages is not None
+    assert turn.messages[1].content == "[web_search: this model cannot read it]"
+    assert [one.where for one in turn.warnings] == ["messages[1].tool_calls[0]"]
 
 
 def test_items_of_all_types_are_taken() -> None:
