@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from .turn import Warned
 
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool")
+#: Calls and results as they were before there were tools have no ids.
+_OLD_ID: Final = "call_0"
 #: Calls of other types are told as text.
 _CALLS: Final = ("function", "custom")
 #: Fields that would change the answer, and that no worker knows.
@@ -52,6 +54,7 @@ class _Message(Struct, frozen=True):
     name: str | None = None
     tool_calls: list[_Call] | None = None
     tool_call_id: str | None = None
+    function_call: _Function | None = None
 
 
 class _ToolFunction(Struct, frozen=True, omit_defaults=True):
@@ -147,13 +150,17 @@ def _tools(asked: _Request) -> dict[str, Any]:
 
 
 def _message(given: _Message, where: str, warnings: list[Warned]) -> Message:
+    if given.role == "function":
+        result = _Message("tool", given.content or "", tool_call_id=_OLD_ID)
+        return _message(result, where, warnings)
     if given.role not in _ROLES:
         raise refused(f"the role {given.role!r} is not one of {', '.join(_ROLES)}", f"{where}.role")
     content = given.refusal
     if given.content is not None:
         content = text_of(given.content, f"{where}.content", warnings)
     calls = []
-    for index, one in enumerate(given.tool_calls or ()):
+    old = [_Call(given.function_call, id=_OLD_ID)] if given.function_call else []
+    for index, one in enumerate(given.tool_calls or old):
         at = f"{where}.tool_calls[{index}]"
         if one.type in _CALLS:
             calls.append(_call(one, index, at))
