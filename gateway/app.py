@@ -499,7 +499,7 @@ def _name_in(origin: str) -> str:
 
 def _is_loopback(address: str) -> bool:
     with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(address).is_loopback
+        return ipaddress.ip_address(address.removeprefix("::ffff:")).is_loopback  # IPv4 on a socket of IPv6
     return False
 
 

@@ -11,7 +11,7 @@ from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.messages import Function, Message, ToolCall, encode
 
 from . import openai
-from .blocks import text_of
+from .blocks import other_text, text_of
 from .turn import Turn, Whole, as_whole, check, prefilled, refused
 
 if TYPE_CHECKING:
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from .turn import Warned
 
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool")
+#: Calls and results as they were before there were tools have no ids.
+_OLD_ID: Final = "call_0"
+#: Calls of other types are told as text.
+_CALLS: Final = ("function", "custom")
 #: Fields that would change the answer, and that no worker knows.
 _REFUSED: Final = ("audio", "functions", "function_call", "web_search_options")
 
@@ -50,6 +54,7 @@ class _Message(Struct, frozen=True):
     name: str | None = None
     tool_calls: list[_Call] | None = None
     tool_call_id: str | None = None
+    function_call: _Function | None = None
 
 
 class _ToolFunction(Struct, frozen=True, omit_defaults=True):
@@ -160,18 +165,28 @@ def _as_sent(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _message(given: _Message, where: str, warnings: list[Warned]) -> Message:
+    if given.role == "function":
+        result = _Message("tool", given.content or "", tool_call_id=_OLD_ID)
+        return _message(result, where, warnings)
     if given.role not in _ROLES:
         raise refused(f"the role {given.role!r} is not one of {', '.join(_ROLES)}", f"{where}.role")
-    calls = tuple(_call(call, index, where) for index, call in enumerate(given.tool_calls or ()))
     content = given.refusal
     if given.content is not None:
         content = text_of(given.content, f"{where}.content", warnings)
+    calls = []
+    old = [_Call(given.function_call, id=_OLD_ID)] if given.function_call else []
+    for index, one in enumerate(given.tool_calls or old):
+        at = f"{where}.tool_calls[{index}]"
+        if one.type in _CALLS:
+            calls.append(_call(one, index, at))
+        else:
+            content = (content or "") + other_text({}, one.type, at, warnings)
     if content is None and not calls:
         if given.role != "assistant":
             raise refused("the message has no content", f"{where}.content")
         content = ""  # some clients keep answers without text
     try:
-        return Message(given.role, content, given.name, calls, given.tool_call_id)  # type: ignore[arg-type]
+        return Message(given.role, content, given.name, tuple(calls), given.tool_call_id)  # type: ignore[arg-type]
     except ValueError as error:
         raise refused(str(error), where) from None
 
@@ -181,7 +196,7 @@ def _call(given: _Call, index: int, where: str) -> ToolCall:
     if given.type == "custom" and given.custom is not None:
         called = _Function(given.custom.name, {"input": given.custom.input})
     if called is None:
-        raise refused(f"a call of the type {given.type} has no function", f"{where}.tool_calls[{index}]")
+        raise refused(f"a call of the type {given.type} must have the field {given.type}", where)
     arguments = called.arguments
     if isinstance(arguments, dict):  # OpenAI's are text, but some clients send the object
         try:

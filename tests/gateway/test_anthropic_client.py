@@ -75,6 +75,7 @@ async def test_models_counting_and_errors(client: AsyncAnthropic) -> None:
     assert 0 < counted.input_tokens < TINY_CONTEXT
     with pytest.raises(anthropic.BadRequestError, match=rf"prompt is too long: \d+ tokens > {TINY_CONTEXT}"):
         await client.messages.create(model="m", max_tokens=1, messages=[long])
-    with pytest.raises(anthropic.NotFoundError, match="there is no model") as refused:
-        await client.models.retrieve("other")
+    assert (await client.models.retrieve("other")).id == "other", "a request may use this name"
+    with pytest.raises(anthropic.NotFoundError, match="is not served") as refused:
+        await client.get("/v1/nothing", cast_to=object)
     assert refused.value.body["type"] == "error", "in this API's shape"

@@ -9,7 +9,6 @@ import pytest
 
 from gateway import boundaries, chat
 from gateway.index import MOST_SESSIONS, Asked, Held, Index, RequestName, base_of, tags
-from gateway.turn import Fault
 from turnkeep_client.messages import Called, CalledFunction, Generated, Seconds, Usage
 
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "a": 1}}}
@@ -169,8 +168,6 @@ def test_old_sessions_and_those_beyond_the_most_are_to_be_removed() -> None:
     assert [held.name for held in index.old(5.0)] == ["2", "3", "4"]
 
 
-def test_a_conversation_of_any_depth_is_hashed_or_refused() -> None:
+def test_a_conversation_of_any_depth_is_hashed() -> None:
     deep = '{"a":' * 5000 + "1" + "}" * 5000
     assert chain(user("a"), called(deep)) != chain(user("a"), called("{}"))
-    with pytest.raises(Fault, match="surrogate"):
-        chat.read(b'{"messages": [{"role": "user", "content": "\\udc00"}]}')

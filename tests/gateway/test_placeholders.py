@@ -100,6 +100,22 @@ def test_blocks_of_the_system_prompt_of_answers_and_of_results_of_tools() -> Non
     turn = read("chat", user("Edit."), {"role": "assistant", "tool_calls": [custom]}, user([FOUND]))
     assert turn.messages is not None
     assert turn.messages[1].tool_calls[0].function.arguments == '{"input":"x"}'
+    old = {"name": "look", "arguments": "{}"}
+    turn = read(
+        "chat",
+        user("Hi."),
+        {"role": "assistant", "content": None, "function_call": old},
+        {"role": "function", "name": "look", "content": "Red."},
+    )
+    assert turn.messages is not None
+    call, result = turn.messages[1:]
+    assert call.tool_calls[0].function.name == "look"
+    assert (result.role, result.content, result.tool_call_id) == ("tool", "Red.", call.tool_calls[0].id)
+    other = {"id": "a", "type": "web_search", "web_search": {}}
+    turn = read("chat", user("Hi."), {"role": "assistant", "tool_calls": [other]}, user("And?"))
+    assert turn.messages is not None
+    assert turn.messages[1].content == "[web_search: this model cannot read it]"
+    assert [one.where for one in turn.warnings] == ["messages[1].tool_calls[0]"]
 
 
 def test_items_of_all_types_are_taken() -> None:

@@ -73,7 +73,7 @@ async def test_what_would_change_the_answer_and_is_not_there_is_refused_by_name(
         (said(temperature=-1), "temperature", "temperature"),
         (said(stop=["a"] * 17), "stop", "stop"),
         (said(messages=[]), "empty", "messages"),
-        (said(messages=[{"role": "function", "content": "a"}]), "role", "messages[0].role"),
+        (said(messages=[{"role": "critic", "content": "a"}]), "role", "messages[0].role"),
         (said(messages=[{"role": "user"}]), "no content", "messages[0].content"),
         (said(messages=[call]), "custom", "messages[0].tool_calls[0]"),
         (said(logit_bias={"99999": 1}), "99999", "logit_bias"),
