@@ -515,8 +515,8 @@ def _split(name: str) -> tuple[str, str]:
 def _memory(copies: list[mx.array]) -> list[memoryview]:
     """Evaluate contiguous arrays; return their bytes.
 
-    On CUDA each array whose bytes the host reads is moved to managed memory: 72 arrays of 256 KiB took 6.6 ms,
-    one array with all of them 1.4 ms. So there all are joined first.
+    On CUDA each array whose bytes the host reads is moved to managed memory: 72 arrays of 256 KiB took 6.6
+    ms, one array with all of them 1.4 ms. So there all are joined first.
     """
     if not mx.cuda.is_available():
         mx.eval(copies)
