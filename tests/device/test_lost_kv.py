@@ -58,7 +58,7 @@ class Buffers:
                 cache.keys, cache.values = mx.zeros_like(cache.keys), mx.zeros_like(cache.values)
 
     def in_cut(self, frame: Any) -> bool:
-        return frame.f_code.co_name == "cut"
+        return frame.f_code.co_name == "_memory"
 
     def in_mixed_step(self, frame: Any) -> bool:
         return is_step(frame) and bool(frame.f_locals["pieces"]) and bool(frame.f_locals["self"].rows)

@@ -160,6 +160,19 @@ def name_a_missing_shard(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+def nullify(folder: Path, name: str) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: None}))
+
+
+def shorten_vocabulary(folder: Path, num_rows: int) -> None:
+    path = str(folder / "model.safetensors")
+    weights: dict[str, mx.array] = mx.load(path)  # type: ignore[assignment]
+    table = "model.embed_tokens.weight"
+    mx.save_safetensors(path, {name: w[:num_rows] if name == table else w for name, w in weights.items()})
+    change(folder, vocab_size=num_rows)
+
+
 BREAKAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config": (lambda f: (f / "config.json").unlink(), r"has no config\.json"),
     "junk config": (lambda f: write_junk(f, "config.json"), r"config\.json cannot be read as JSON"),
@@ -179,6 +192,22 @@ BREAKAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a field of another kind": (
         lambda f: change(f, hidden_size="256"),
         r"config\.json has hidden_size '256'; it must be a number$",
+    ),
+    "no base of positions": (
+        lambda f: nullify(f, "rope_theta"),
+        r"config\.json has rope_theta null; it must be a number$",
+    ),
+    "a base of no kind": (
+        lambda f: change(f, rope_theta={"base": 1}),
+        r"config\.json has rope_theta {'base': 1}; it must be a number$",
+    ),
+    "a smaller vocabulary": (
+        lambda f: shorten_vocabulary(f, 300),
+        r"has vocab_size 300, its tokenizer has 320 tokens \('.+' is 300\); they must agree$",
+    ),
+    "a smaller vocabulary but for the end token": (
+        lambda f: shorten_vocabulary(f, 318),
+        r"has vocab_size 318, its tokenizer has 320 tokens \('</s>' is 318\); they must agree$",
     ),
     "wrong shape": (
         lambda f: change(f, intermediate_size=64),
@@ -216,6 +245,30 @@ BREAKAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "junk tokenizer": (lambda f: write_junk(f, "tokenizer.json"), "has no tokenizer that can be read"),
 }
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        (
+            {"sliding_window_pattern": 6},
+            "num_hidden_layers 2, and 6 in its sliding_window_pattern; they must agree",
+        ),
+        ({}, "num_hidden_layers 2, too few for the kinds of layers of a gemma3_text model"),
+    ],
+    ids=["said", "by default"],
+)
+def test_fewer_layers_than_their_pattern_has_are_one_clear_line(
+    folder: Path, fields: dict[str, Any], complaint: str
+) -> None:
+    from mlx_lm.models import gemma3_text
+
+    change(folder, model_type="gemma3_text", sliding_window=8, head_dim=32, **fields)
+    config = json.loads((folder / "config.json").read_text())
+    built = gemma3_text.Model(gemma3_text.ModelArgs.from_dict(config))
+    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(built.parameters())))
+    with pytest.raises(ModelError, match=f"cannot be loaded: config.json has {complaint}$"):
+        model.load(folder, dtype="float32")
 
 
 @pytest.mark.parametrize("name", BREAKAGES)

@@ -101,7 +101,11 @@ _ELSEWHERE: Final = {
             " program."
         ),
     ),
-    "model": ("worker.commands.model_cli", "model", "Models: list, describe, download and remove them."),
+    "model": (
+        "worker.commands.model_cli",
+        "model",
+        "Models: list, describe, download, convert and remove them.",
+    ),
     "replay": (
         "worker.commands.replay",
         "replay",

@@ -37,11 +37,19 @@ _CL100K_WORDS: Final = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
+#: Mistral's: a capital letter begins a word, digits and contractions are words of their own.
+_TEKKEN_WORDS: Final = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
 #: The values of `tokenizer.ggml.pre`, grouped by how text is split before the merges.
 _SINGLE_DIGITS: Final = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
 _GPT2: Final = ("gpt-2", "mpt", "olmo", "jais", "default")
 _LLAMA3: Final = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral")
 _QWEN2: Final = ("qwen2", "stablelm2", "deepseek-r1-qwen")
+_TEKKEN: Final = ("tekken",)
 
 #: Control tokens that end an answer in some model family, even if the file does not name them as its end.
 _ANSWER_ENDS: Final = frozenset(
@@ -108,8 +116,8 @@ def build(fields: Mapping[str, Any], architecture: str) -> GgufTokenizer:
 def _byte_level(fields: Mapping[str, Any], tokens: Sequence[str]) -> Tokenizer:
     pre = fields.get("tokenizer.ggml.pre", "default")
     merges = [tuple(merge.split(" ", 1)) for merge in fields.get("tokenizer.ggml.merges") or ()]
-    # Llama 3 uses a word that is itself a token, even if no merges produce it.
-    ignore_merges = pre in _LLAMA3
+    # Llama 3 and Mistral use a word that is itself a token, even if no merges produce it.
+    ignore_merges = pre in _LLAMA3 + _TEKKEN
     try:
         tokenizer = Tokenizer(models.BPE(_ids(tokens), merges, ignore_merges=ignore_merges))
     except Exception as error:  # noqa: BLE001  the library raises plain Exception for inconsistent merges
@@ -125,11 +133,11 @@ def _splitters(pre: str) -> list[Any]:
         return [pre_tokenizers.Digits(individual_digits=True), gpt2_words]
     if pre in _GPT2:
         return [gpt2_words]
-    if pre in _LLAMA3 or pre in _QWEN2:
-        words = Regex(_CL100K_WORDS % (3 if pre in _LLAMA3 else 1))
+    if pre in _LLAMA3 + _QWEN2 + _TEKKEN:
+        words = Regex(_TEKKEN_WORDS if pre in _TEKKEN else _CL100K_WORDS % (3 if pre in _LLAMA3 else 1))
         as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         return [pre_tokenizers.Split(words, "isolated"), as_bytes]
-    known = ", ".join(_SINGLE_DIGITS + _GPT2 + _LLAMA3 + _QWEN2)
+    known = ", ".join(_SINGLE_DIGITS + _GPT2 + _LLAMA3 + _QWEN2 + _TEKKEN)
     raise ModelError(f"the GGUF file's pre-tokenizer {pre!r} is unknown; known are {known}")
 
 
@@ -199,4 +207,4 @@ def _token_id(fields: Mapping[str, Any], name: str, tokens: Sequence[str]) -> in
 
 def _adds_bos(fields: Mapping[str, Any]) -> bool:
     """Say whether the model family adds a beginning-of-sequence token; for files that do not say it."""
-    return fields["tokenizer.ggml.model"] == "llama" or fields.get("tokenizer.ggml.pre") in _LLAMA3
+    return fields["tokenizer.ggml.model"] == "llama" or fields.get("tokenizer.ggml.pre") in _LLAMA3 + _TEKKEN

@@ -1,4 +1,4 @@
-"""Explains in one sentence why config.json and weights do not match, and which field to correct.
+"""Explains in one sentence why config.json, weights and tokenizer do not match, and which field to correct.
 
 The errors of MLX and mlx-lm name classes, arguments and a hundred tensors. This module parses such errors;
 the text of an unknown error stays unchanged. Must not import MLX.
@@ -13,6 +13,8 @@ from .model_files import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from .tokenizer import Tokenizer
 
 _SHAPE: Final = re.compile(
     r"Expected shape \(([\d, ]+)\) but received shape \(([\d, ]+)\) for parameter (\S+)"
@@ -32,21 +34,29 @@ _HEADS: Final = {
 _NUMBERS: Final = (
     *_NUM_LAYERS,
     *("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "num_key_value_heads"),
-    *("head_dim", "sliding_window", "rms_norm_eps", "max_position_embeddings"),
+    *("head_dim", "sliding_window", "rms_norm_eps", "max_position_embeddings", "rope_theta"),
 )
+#: Fields that say how layers of several kinds alternate, as a number or with a part for each layer.
+_PATTERNS: Final = ("sliding_window_pattern", "layer_types", "full_attention_interval", "block_types")
 
 
 def explain(config: Mapping[str, Any], error: Exception) -> str:
     """Return one sentence that explains a loading error; `config` is the language model's configuration."""
     said = one_line(error)
     for name in _NUMBERS:
-        if isinstance(config.get(name), str | list | dict):
+        if isinstance(config.get(name), str | dict) or (
+            type(config.get(name)) is list and name != "rope_theta"
+        ):
             return f"config.json has {name} {config[name]!r}; it must be a number"
     if found := _SHAPE.search(said):
         expected, received = ([int(n) for n in shape.split(",") if n.strip()] for shape in found.group(1, 2))
         return _shape(config, expected, received, found[3])
     if found := _OTHERS.search(said):
         return _others(config, found[1] == "Received", int(found[2]), found[3].split(", "))
+    if isinstance(error, IndexError) or " is not in list" in said:
+        return _kinds_of_layers(config) or said
+    if "rope_theta" in config and config["rope_theta"] is None:
+        return "config.json has rope_theta null; it must be a number"
     lacking = _LACKING.search(said)
     missing = re.findall(r"\w+", lacking[1].replace(" and ", " ")) if lacking else []
     missing = missing or [
@@ -55,6 +65,36 @@ def explain(config: Mapping[str, Any], error: Exception) -> str:
     if missing:
         return f"config.json lacks {missing[0]}; a {config.get('model_type')} model needs it"
     return said
+
+
+def _kinds_of_layers(config: Mapping[str, Any]) -> str | None:
+    """Say that the layers do not fit the pattern in which their kinds alternate."""
+    field = next((name for name in _NUM_LAYERS if isinstance(config.get(name), int)), "")
+    if not field:
+        return None
+    for name in _PATTERNS:
+        value = config.get(name)
+        length = len(value) if isinstance(value, str | list) else value if isinstance(value, int) else 0
+        if length > config[field] or (name == "layer_types" and 0 < length < config[field]):
+            return f"config.json has {field} {config[field]}, and {length} in its {name}; they must agree"
+    kind = config.get("model_type")
+    return f"config.json has {field} {config[field]}, too few for the kinds of layers of a {kind} model"
+
+
+def surplus_tokens(num_rows: int, tokenizer: Tokenizer) -> str | None:
+    """Say that a tokenizer has tokens that a model of `num_rows` tokens does not know; None if it has none.
+
+    Added tokens beyond are no fault unless the chat template writes them: Gemma 3 has one, for images.
+    """
+    template = tokenizer.template or ""
+    for token in range(num_rows, tokenizer.vocab_size):
+        text = tokenizer.decode([token])
+        if token not in tokenizer.added_ids or text in template or token in tokenizer.eos_ids:
+            return (
+                f"config.json has vocab_size {num_rows}, its tokenizer has {tokenizer.vocab_size} tokens"
+                f" ({text!r} is {token}); they must agree"
+            )
+    return None
 
 
 def _shape(config: Mapping[str, Any], expected: Sequence[int], received: Sequence[int], tensor: str) -> str:

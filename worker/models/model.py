@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from . import blas, catalog, converted, hub, positions
 from .catalog import ModelEntry, list_models, packaged_gguf
-from .misfits import explain
+from .misfits import explain, surplus_tokens
 from .model_files import (
     Hold,
     ModelError,
@@ -158,23 +158,27 @@ def load(
     with ThreadPoolExecutor(1) as beside:
         reading = beside.submit(Tokenizer.from_folder, folder, store, progress)
         try:
-            model, config, weights = _load_weights(folder, dtype, progress, lazy=lazy)
+            model, config, weights, kv = _load_weights(folder, dtype, progress, lazy=lazy)
         except Exception as error:  # noqa: BLE001  # architectures raise anything for a config that does not fit
             raise ModelError(f"{folder} cannot be loaded: {explain(text_config(written), error)}") from None
         tokenizer = reading.result()
+    vocab_size = text_config(config).get("vocab_size") or tokenizer.vocab_size
+    if surplus := surplus_tokens(vocab_size, tokenizer):
+        raise ModelError(f"{folder} cannot be loaded: {surplus}")
     if kv_bits is not None:
         from .quantised import quantise_kv
 
         quantise_kv(model, kv_bits)
+        kv = cache_sizes(model)
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
         config=config,
         name=_name(folder),
         folder=folder,
-        kv=cache_sizes(model),
+        kv=kv,
         context_tokens=context_tokens(config),
-        vocab_size=text_config(config).get("vocab_size") or tokenizer.vocab_size,
+        vocab_size=vocab_size,
         eos_ids=tokenizer.eos_ids,
         weight_bytes=sum(array.nbytes for array in weights),
         sampling=own_sampling(folder),
@@ -184,8 +188,8 @@ def load(
 
 def _load_weights(
     folder: Path, dtype: str, progress: Progress | None, *, lazy: bool
-) -> tuple[Module, dict[str, Any], list[mx.array]]:
-    """Return a folder's model, its configuration and its weights, converted to the wanted dtype."""
+) -> tuple[Module, dict[str, Any], list[mx.array], KvSize]:
+    """Return a folder's model, its configuration, its weights in the wanted dtype, and the size of KV."""
     import mlx.core as mx
     from mlx.utils import tree_flatten
     from mlx_lm import utils
@@ -193,17 +197,18 @@ def _load_weights(
     written = utils.load_config(folder)
     changes = positions.translate(written)
     model, config = utils.load_model(folder, lazy=True, model_config=changes)
-    positions.check(model, config)
-    as_written = {key: written[key] for key in changes if key in written}
-    config = {key: value for key, value in config.items() if key not in changes} | as_written
     if dtype != "keep":
         model = utils.dequantize_model(model)
         model.set_dtype(getattr(mx, dtype))
+    kv = cache_sizes(model)  # before the weights are read: some misfits show in a pass
+    positions.check(model, config)
+    as_written = {key: written[key] for key in changes if key in written}
+    config = {key: value for key, value in config.items() if key not in changes} | as_written
     leaves: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
     weights = list(leaves.values())
     if not lazy:
         _evaluate(weights, progress)
-    return model, config, weights
+    return model, config, weights, kv
 
 
 def cache_sizes(model: Module) -> KvSize:
