@@ -285,6 +285,8 @@ class Tokenizer:
             said = self._probe([{"role": "user", "content": "question"}, _ANSWER])
         behind = said[said.rindex(_PROBE) + len(_PROBE) :].lstrip() if _PROBE in said else ""
         added = self._rust.get_added_tokens_decoder()
+        if {"<|channel|>", "<|message|>"}.issubset(token.content for token in added.values()):
+            return frozenset()  # in harmony an answer has several messages, and templates end each alike
         fits = [i for i, token in added.items() if token.content.strip() and behind.startswith(token.content)]
         return frozenset([max(fits, key=lambda i: len(added[i].content))] if fits else [])
 
