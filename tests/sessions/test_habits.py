@@ -55,9 +55,14 @@ REFUSING = """
 {%- for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}{{ '<|im_end|>\n' }}
 {%- endfor %}{# tools #}
 """
-#: Ids of nine characters, no text beside calls, and system messages all at the head.
+#: Roles in turns without calls and results, ids of nine characters, no text beside calls, and system messages
+#: all at the head.
 MISTRAL_SMALL = """
 {%- for m in messages if m.role == 'system' %}[SYSTEM]{{ m.content }}{% endfor %}
+{%- set ns = namespace(number=0) %}
+{%- for m in messages if m.role in ('user', 'assistant') and not m.tool_calls %}
+{%- if (m.role == 'user') != (ns.number % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}
+{%- set ns.number = ns.number + 1 %}{% endfor %}
 {%- for m in messages %}
 {%- if m.role == 'user' %}[INST]{{ m.content }}[/INST]
 {%- elif m.tool_calls is defined %}[TOOL_CALLS]
@@ -145,6 +150,7 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
         say("tool", "found", tool_call_id="call_1"),
         say("tool", "without-id"),
     ],
+    "text before a call": [ASKED, ANSWERED, CALLING, result("found"), say("assistant", "more-said")],
     "text beside a call": [ASKED, {**CALLING, "content": "I-look"}, result("found"), ANSWERED],
     "broken call": [ASKED, BROKEN, result("found"), ANSWERED],
     "array for arguments": [ASKED, say("assistant", "", tool_calls=[call('["in-a-list"]')]), result("found")],

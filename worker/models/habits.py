@@ -108,7 +108,8 @@ def habits_of(render: Render, source: str, *, renders_tools: bool) -> Habits:
     several_calls = shows(asked, several)
     free = [_call(name, calls[0]["function"]["arguments"]) for name in ("a", "call_0123456789abcdef")]
     result, second = _said("tool", "8", one["id"]), _said("tool", "9", other["id"])
-    results, asks = shows(asked, called, result), _said("user", "9")
+    says, asks = _said("assistant", "9"), _said("user", "9")
+    results = shows(asked, called, result, says)
     rows: dict[tuple[str, str], list[dict[str, Any]]] = {
         ("user", "user"): [asked, asks],
         ("assistant", "assistant"): [asked, answered, _said("assistant", "3"), asks],
@@ -130,7 +131,7 @@ def habits_of(render: Render, source: str, *, renders_tools: bool) -> Habits:
         any_ids=not (knows and results)
         or (shows(asked, called, _said("tool", "8")) and all(map(takes, free))),
         results=results,
-        results_alone=not results or shows(asked, answered, result),
+        results_alone=not results or shows(asked, answered, result, says),
         answer_first=shows(answered, _said("user", "3")),
         empty=shows(_said("user", None)) and shows(asked, _said("assistant", None), _said("user", "3")),
         joined=frozenset(

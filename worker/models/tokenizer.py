@@ -166,6 +166,8 @@ class Tokenizer:
             message, role = self._with_calls(given), given["role"]
             if role == "developer" and not habits.developer:
                 message, role = {**message, "role": "system"}, "system"
+            if message.get("tool_calls") and found and not self._may_follow(found[-1], message):
+                message = with_calls(given)
             if role != "tool":
                 has_call = bool(message.get("tool_calls"))
             elif not habits.results or not (has_call or habits.results_alone):
@@ -208,6 +210,13 @@ class Tokenizer:
             return made
         return message if habits.texts else with_calls(message)
 
+    def _may_follow(self, before: Mapping[str, Any], message: Mapping[str, Any]) -> bool:
+        """Say whether a message may be joined to the one before it, if the template wants that."""
+        pair, has_calls = (before.get("role"), message.get("role")), bool(message.get("tool_calls"))
+        if pair not in self.habits.joined:
+            return True
+        return not before.get("tool_calls") and (not has_calls or self.habits.text_with_calls)
+
     def _probe(self, messages: Sequence[Mapping[str, Any]], *, header: bool = False) -> str:
         """Render messages as they are; raises any error."""
         return self._compiled().render(messages, add_generation_prompt=header, started=datetime.now(UTC))
@@ -220,7 +229,7 @@ class Tokenizer:
             before, role = found[-1] if found else None, message.get("role")
             if role == "assistant" and not habits.answer_first and not _has_others(found):
                 found.append({"role": "user", "content": ""})
-            elif before and (before.get("role"), role) in habits.joined and not before.get("tool_calls"):
+            elif before and (before.get("role"), role) in habits.joined and self._may_follow(before, message):
                 texts = (found.pop().get("content"), message.get("content"))
                 own = message if role == before.get("role") else before
                 message = {**own, "content": "\n\n".join(text for text in texts if text)}  # noqa: PLW2901
@@ -283,6 +292,8 @@ class Tokenizer:
             said = self._probe([{"role": "user", "content": "question"}, _ANSWER])
         behind = said[said.rindex(_PROBE) + len(_PROBE) :].lstrip() if _PROBE in said else ""
         added = self._rust.get_added_tokens_decoder()
+        if {"<|channel|>", "<|message|>"}.issubset(token.content for token in added.values()):
+            return frozenset()  # in harmony an answer has several messages, and templates end each alike
         fits = [i for i, token in added.items() if token.content.strip() and behind.startswith(token.content)]
         return frozenset([max(fits, key=lambda i: len(added[i].content))] if fits else [])
 
