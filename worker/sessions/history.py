@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
-from msgspec.structs import replace as replace_fields
 
 from cache.names.policy import FULL
 from cache.names.tokens import as_tokens
@@ -27,7 +26,6 @@ from turnkeep_client.messages import (
     Parent,
     Rewind,
     Rewound,
-    ToolFunction,
 )
 from worker.text.harmony import FINAL
 from worker.text.templates import Addition, Conversation, TemplateError
@@ -189,17 +187,16 @@ class Fold:
                 f"cannot rewind to {request.position}: the session is at position {history.position}",
             )
 
-    def extend(self, history: History, request: Append | Generate, *, as_before: bool = False) -> Input:
+    def extend(self, history: History, request: Append | Generate) -> Input:
         """Add a request's input, and for a generate the template's answer header.
 
-        With `as_before`, as versions did that passed tool calls and system messages on as they were, and put
-        the keys of tools in another order. Raises `RefusedError` for tokens outside the vocabulary and for
-        messages that the chat template refuses, and `CutOffError`.
+        Raises `RefusedError` for tokens outside the vocabulary and for messages that the chat template
+        refuses, and `CutOffError`.
         """
         kept, num_added = history.position, 0
         state = replace(history, exists=True)
         try:
-            for edit in self._edits(history, request, as_before=as_before):
+            for edit in self._edits(history, request):
                 conversation, addition = edit(state)
                 kept, num_added = min(kept, addition.keep), len(addition.tokens)
                 tokens = state.tokens[: addition.keep] + addition.tokens
@@ -264,10 +261,10 @@ class Fold:
             case Open(), Opened():
                 raise DivergedError("the tokens that this fork took from its parent are gone from the log")
             case Append(), Appended():
-                after = self._replay_extend(_begun(history, result), request, result.position)
+                after = self._replay_extend(_begun(history, result), request)
             case Generate(), Generated(tokens=tokens):
                 begun = _begun(history, result)
-                extended = self._replay_extend(begun, request, result.position - len(tokens))
+                extended = self._replay_extend(begun, request)
                 after = self.answered(extended, request, tokens)
             case Rewind(position=position), Rewound():
                 after = self.rewound(history, position)
@@ -285,29 +282,20 @@ class Fold:
             )
         return after
 
-    def _replay_extend(self, history: History, request: Append | Generate, position: int) -> History:
-        """Add the input of a request that brought the session to `position`."""
+    def _replay_extend(self, history: History, request: Append | Generate) -> History:
+        """Add the input of a request that was answered."""
         try:
-            extended = self.extend(history, request).history
-            if extended.position != position and request.messages:
-                as_then = self.extend(history, request, as_before=True).history
-                if as_then.position == position:
-                    return as_then
-            if extended.position != position and request.messages and request.special_tokens is None:
-                # Earlier versions parsed special tokens in messages.
-                parsed = replace_fields(request, special_tokens=True)
-                return self.extend(history, parsed, as_before=True).history
+            return self.extend(history, request).history
         except RefusedError as error:
             raise DivergedError(f"a request that was answered is refused now: {error}") from None
-        return extended
 
-    def _edits(self, history: History, request: Append | Generate, *, as_before: bool) -> Iterator[Edit]:
+    def _edits(self, history: History, request: Append | Generate) -> Iterator[Edit]:
         """List the edits of a request: tools, its input, then for a generate the answer header."""
         if request.tools is not None or request.chat_template_kwargs is not None:
             tools, variables = history.conversation.tools, history.conversation.variables
             if request.tools is not None:
                 given = msgspec.to_builtins(request.tools)
-                tools = self._tokenizer.as_tools([_as_before(tool) for tool in given] if as_before else given)
+                tools = self._tokenizer.as_tools(given)
             if request.chat_template_kwargs is not None:
                 variables = self._tokenizer.as_tools(request.chat_template_kwargs)
             yield lambda state: state.conversation.set_rendering(state.tokens, tools, variables)
@@ -317,9 +305,7 @@ class Fold:
                 {"role": message.role, "content": "", **msgspec.to_builtins(message)}
                 for message in request.messages
             ]
-            if not as_before:
-                is_begun = history.conversation.has_messages
-                messages = self._tokenizer.adapted(messages, is_begun=is_begun)
+            messages = self._tokenizer.adapted(messages, is_begun=history.conversation.has_messages)
             if not request.special_tokens:
                 messages = [self._tokenizer.as_content(message) for message in messages]
             yield lambda state: state.conversation.add_messages(state.tokens, messages)
@@ -367,12 +353,6 @@ class Fold:
                     "invalid_request",
                     f"token id {token} is outside of the vocabulary: ids go from 0 to {vocabulary - 1}",
                 )
-
-
-def _as_before(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool with its keys as earlier versions had them."""
-    function = msgspec.convert(tool["function"], ToolFunction)
-    return {"function": msgspec.to_builtins(function), "type": "function"}
 
 
 def _begun(history: History, result: Appended | Generated) -> History:
