@@ -145,6 +145,13 @@ class Device:
         del self._disk[key]
         return Forgotten(1, settled=True)
 
+    async def mend(self) -> None:
+        """Leave what the disk has not taken as it is."""
+        await Event().wait()
+
+    async def store_missing(self, within_s: float) -> None:
+        """Leave it at the end too."""
+
     def _fails(self) -> bool:
         return self._loop.random.random() < _DISK_FAILS
 
