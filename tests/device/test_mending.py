@@ -85,18 +85,23 @@ async def test_a_worker_that_stops_stores_what_was_dropped(
         assert found.num_prefilled <= 2
 
 
+@pytest.mark.parametrize("num_passes", [0, 1, 2, 4, 8, 16, 32])
 async def test_a_session_that_was_forgotten_is_not_stored_again(
-    make_model: Callable[..., Any], tmp_path: Path, trials: Path
+    make_model: Callable[..., Any], tmp_path: Path, trials: Path, num_passes: int
 ) -> None:
     model = make_model("llama")
     async with small_queue(model, tmp_path, 2, trials) as process:
         _, said, _ = await process.generate(PROMPT, 4)
         mending = asyncio.create_task(process.engine.mend())
-        await asyncio.sleep(0)  # it has begun
+        while process.engine.progress(key("s")) is None:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        for _ in range(num_passes):  # erased at different points of its mending
+            await asyncio.sleep(0)
         erased = await process.engine.erase(key("s"), as_tokens([*PROMPT, *said]), 0)
         assert erased.settled
         await quiet(process)
         assert process.store.stats().stored == 0
+        assert process.engine.live_bytes(key("s"), as_tokens([*PROMPT, *said])) == 0
         mending.cancel()
 
 

@@ -37,7 +37,7 @@ async def until_served(http: httpx2.AsyncClient, *, served: bool) -> None:
 async def test_it_serves_as_soon_as_the_worker_does_and_ends_with_it(
     worker_process: Any, tiny_model: Path
 ) -> None:
-    """Also with a worker that is killed, so that the port is free for the next one."""
+    """Also a worker that starts while the gateway of the killed one is still there."""
     port = free_port()
     process = worker_process("--gateway", str(port), model=tiny_model)
     process.start()

@@ -268,13 +268,13 @@ def serve(
     from worker.observe.bare_structlog import import_structlog
 
     import_structlog()
-    from worker.wire.broker import check_port
+    from worker.wire.broker import wait_for_port
 
     from .serve import Manner, supervise
     from .serve import serve as run
 
     if gateway_port:
-        check_port(gateway_port, "choose another with --gateway PORT")
+        wait_for_port(gateway_port, "choose another with --gateway PORT")
 
     own = flags if models else flags | {"prefix": settings.prefix}
     manner = Manner(

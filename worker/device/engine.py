@@ -293,15 +293,19 @@ class Engine:
         )
         with contextlib.suppress(DeviceFaultError, NoMemoryError, CutOffError, StoppingError):
             await self._run_to_end(run, partial(Turn, key, policy=policy), tokens + _UNUSED)
+        if run.is_forgotten:
+            self.forget(key)  # at its end the device kept the KV again
+            return False
         after = len(self._store.wanted(chain, tokens, 0, len(tokens)))
         return run.is_stopped or 0 < after < before
 
-    def _cancel_mending(self, key: SessionKey) -> None:
+    def _cancel_mending(self, key: SessionKey, *, forgotten: bool = False) -> None:
         """Let nothing more of a session be stored by mending."""
         if self._mending is not None:
             self._mending.discard(key)
         for run in self._runs.values():
             if run.mends and run.key == key:
+                run.is_forgotten |= forgotten
                 self._cancel(run)
 
     def cancel(self, key: SessionKey) -> None:
@@ -320,20 +324,28 @@ class Engine:
 
     def forget(self, key: SessionKey) -> None:
         """Drop a session's KV from the device. Its snapshots stay on SSD."""
-        self._cancel_mending(key)
+        self._cancel_mending(key, forgotten=True)
         if self._residency.pop(key):
             self._device.drop(key)
         self._apply(self._admission.decide())
 
     async def erase(self, key: SessionKey, tokens: Tokens, shared: int) -> Forgotten:
-        """Drop a session's KV from the device and its snapshots from SSD. Takes 2 s at most.
+        """Drop a session's KV from the device and its snapshots from SSD. Takes 5 s at most.
 
         The snapshots of the first `shared` tokens stay. Drops the rest before the first wait.
         """
         self.forget(key)
         if self._store is None:
             return Forgotten(0, settled=not self._has_unopened)
-        return await self._store.erase(key.tenant, tokens, shared=shared)
+        is_mended = self._mending is not None and self._is_at_work(key)
+        forgotten = await self._store.erase(key.tenant, tokens, shared=shared)
+        if self._mending is not None and is_mended and not forgotten.settled:  # it held snapshots
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1):
+                    await self._mending.ended(key)
+            again = await self._store.erase(key.tenant, tokens, shared=shared)
+            forgotten = Forgotten(forgotten.num_snapshots + again.num_snapshots, again.settled)
+        return forgotten
 
     def stop(self) -> None:
         """End every turn; each `run` raises `StoppingError` after its last KV has been copied for the SSD."""

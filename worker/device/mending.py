@@ -48,7 +48,7 @@ class Mending:
         self._some.set()
 
     def discard(self, key: SessionKey) -> None:
-        """Forget a session, whose KV has left the device or must not be stored any more."""
+        """Forget a session: its KV has left the device or must not be stored. Also while it is mended."""
         self._lacking.pop(key, None)
 
     async def ended(self, key: SessionKey) -> None:
@@ -82,14 +82,10 @@ class Mending:
         if key is None:
             return False
         self._ended[key] = ended = asyncio.Event()
-        del self._lacking[key]
         try:
-            lacks_more = await self._mend(key)
+            if not await self._mend(key):
+                self.discard(key)  # what could not be cut is not tried again before the session's next turn
         finally:
             del self._ended[key]
             ended.set()
-        if lacks_more:
-            self.note(key)
-        else:
-            self.discard(key)  # what could not be cut is not tried again before the session's next turn
         return True

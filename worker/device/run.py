@@ -63,6 +63,7 @@ class Run(Claim):
     num_generated: int = 0
     is_halted: bool = False  # told to end, or to pause
     is_cancelled: bool = False
+    is_forgotten: bool = False  # the KV that it leaves on the device must go, too
     is_abandoned: bool = False  # no task waits for its end
     is_complete: bool = False  # the whole context has its KV
     has_lost: bool = False  # KV that was to be read from disk, and was not there

@@ -18,6 +18,7 @@ import shutil
 import socket
 import subprocess
 import sysconfig
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
@@ -59,6 +60,7 @@ _BACKOFF_S: Final = (0.1, 10.0)
 SERVER_PREFIX: Final = "turnkeep-"
 _MAX_GREETING_BYTES: Final = 64 * 2**10
 _TOKEN: Final = re.compile("[A-Za-z0-9_-]{16,}")  # such that a URL can hold it
+_PORT_FREED_S: Final = 2.0
 _STABLE_S: Final = 30.0  # after this uptime, the backoff starts from its minimum
 
 log = structlog.get_logger(__name__)
@@ -103,6 +105,16 @@ def check_port(port: int, mend: str | None = None) -> None:
                     reason = f"is taken by the NATS server of Turnkeep's {whose}"
                     helps = f"choose another with --nats-port, or use that worker: --data-dir {root}"
             raise BrokerError(f"port {port} of {HOST} {reason}; {mend or helps}") from None
+
+
+def wait_for_port(port: int, mend: str) -> None:
+    """Do as `check_port`, but give the gateway of a worker that was just killed 2 s to leave the port."""
+    until_s = time.monotonic() + _PORT_FREED_S
+    while time.monotonic() < until_s:
+        with contextlib.suppress(BrokerError):
+            return check_port(port, mend)
+        time.sleep(0.05)
+    return check_port(port, mend)
 
 
 def _served_by(port: int) -> Path | None:
