@@ -77,6 +77,8 @@ log = structlog.get_logger()
 LIKELY_TOKENS = GROWTH_TOKENS
 #: An append leaves its context's last token, without KV, to the next turn.
 _UNUSED = as_tokens([0])
+#: A `close` with `forget` is answered within this time.
+_ERASE_S = 2.0
 
 
 class DeviceFaultError(Exception):
@@ -330,20 +332,21 @@ class Engine:
         self._apply(self._admission.decide())
 
     async def erase(self, key: SessionKey, tokens: Tokens, shared: int) -> Forgotten:
-        """Drop a session's KV from the device and its snapshots from SSD. Takes 5 s at most.
+        """Drop a session's KV from the device and its snapshots from SSD. Takes 2 s at most.
 
         The snapshots of the first `shared` tokens stay. Drops the rest before the first wait.
         """
         self.forget(key)
         if self._store is None:
             return Forgotten(0, settled=not self._has_unopened)
-        is_mended = self._mending is not None and self._is_at_work(key)
-        forgotten = await self._store.erase(key.tenant, tokens, shared=shared)
+        until_s = monotonic() + _ERASE_S
+        is_mended = self._is_at_work(key)
+        forgotten = await self._store.erase(key.tenant, tokens, _ERASE_S, shared=shared)
         if self._mending is not None and is_mended and not forgotten.settled:  # it held snapshots
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(1):
+                async with asyncio.timeout(until_s - monotonic()):
                     await self._mending.ended(key)
-            again = await self._store.erase(key.tenant, tokens, shared=shared)
+            again = await self._store.erase(key.tenant, tokens, until_s - monotonic(), shared=shared)
             forgotten = Forgotten(forgotten.num_snapshots + again.num_snapshots, again.settled)
         return forgotten
 
