@@ -317,12 +317,12 @@ async def test_an_answer_goes_on_within_its_schema_after_a_crash(
     items = {
         "type": "array",
         "items": {"type": "string", "minLength": 3, "maxLength": 6},
-        "minItems": 15,
-        "maxItems": 20,
+        "minItems": 40,
+        "maxItems": 45,
     }
     options = {
         "text": "x",
-        "max_tokens": 400,
+        "max_tokens": 900,
         "temperature": 0.9,
         "seed": 5,
         "response_format": by_schema(items),
