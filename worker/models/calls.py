@@ -165,12 +165,8 @@ def either(*parsers: Parser) -> Parser:
     return parse
 
 
-def framed(head: str, tail: str) -> Parser:
-    """Return a parser of calls that are JSON between two texts.
-
-    `head` has a group `name`, or several that begin so, and perhaps `id`.
-    """
-    begins, ends = re.compile(head, re.DOTALL), re.compile(tail)
+def _each(begins: re.Pattern[str], read: Callable[[re.Match[str]], tuple[Written, int]]) -> Parser:
+    """Return a parser of calls that follow each other; `read` takes a call's beginning, and returns its end too."""
 
     def parse(text: str) -> list[Written]:
         calls, at = list[Written](), 0
@@ -178,17 +174,30 @@ def framed(head: str, tail: str) -> Parser:
             begin = begins.match(text, at)
             if begin is None:
                 raise ValueError("no call begins here")
-            arguments, at = _DECODER.raw_decode(text, begin.end())
-            end = ends.match(text, at)
-            if end is None or not isinstance(arguments, dict):
-                raise ValueError("the call does not end behind its arguments")
-            found = begin.groupdict()
-            name = next(one for key, one in found.items() if key.startswith("name") and one is not None)
-            calls.append(Written(name.strip(), arguments, found.get("id") or None))
-            at = end.end()
+            call, at = read(begin)
+            calls.append(call)
         return calls
 
     return parse
+
+
+def framed(head: str, tail: str) -> Parser:
+    """Return a parser of calls that are JSON between two texts.
+
+    `head` has a group `name`, or several that begin so, and perhaps `id`.
+    """
+    begins, ends = re.compile(head, re.DOTALL), re.compile(tail)
+
+    def read(begin: re.Match[str]) -> tuple[Written, int]:
+        arguments, at = _DECODER.raw_decode(begin.string, begin.end())
+        end = ends.match(begin.string, at)
+        if end is None or not isinstance(arguments, dict):
+            raise ValueError("the call does not end behind its arguments")
+        found = begin.groupdict()
+        name = next(one for key, one in found.items() if key.startswith("name") and one is not None)
+        return Written(name.strip(), arguments, found.get("id") or None), end.end()
+
+    return _each(begins, read)
 
 
 def tagged(head: str, key: str, close: str, tail: str, *, trims: bool = False) -> Parser:
@@ -207,34 +216,28 @@ def tagged(head: str, key: str, close: str, tail: str, *, trims: bool = False) -
                 return found, at
         raise ValueError("a value does not end")
 
-    def parse(text: str) -> list[Written]:
-        calls, at = list[Written](), 0
-        while at < len(text) or not calls:
-            begin = begins.match(text, at)
-            if begin is None:
-                raise ValueError("no call begins here")
-            at, arguments, is_text = begin.end(), dict[str, Any](), True
-            while (opened := opens.match(text, at)) is not None:
-                end, at = end_of_value(text, opened.end())
-                value = text[opened.end() : end]
-                if opens.search(value):
-                    raise ValueError("a value does not end before the next one")
-                if opened["key"] in arguments:
-                    raise ValueError("an argument is there twice")
-                if trims:
-                    value = value.removeprefix("\n").removesuffix("\n")
-                kind = opened.groupdict().get("type")
-                is_text = kind is None
-                is_string = is_text or kind in ("string", "true")
-                arguments[opened["key"]] = value if is_string else read_json(value)
-            ended = ends.match(text, at)
-            if ended is None:
-                raise ValueError("the call does not end behind its arguments")
-            at = ended.end()
-            calls.append(Written(begin["name"].strip(), arguments, is_text=is_text))
-        return calls
+    def read(begin: re.Match[str]) -> tuple[Written, int]:
+        text = begin.string
+        at, arguments, is_text = begin.end(), dict[str, Any](), True
+        while (opened := opens.match(text, at)) is not None:
+            end, at = end_of_value(text, opened.end())
+            value = text[opened.end() : end]
+            if opens.search(value):
+                raise ValueError("a value does not end before the next one")
+            if opened["key"] in arguments:
+                raise ValueError("an argument is there twice")
+            if trims:
+                value = value.removeprefix("\n").removesuffix("\n")
+            kind = opened.groupdict().get("type")
+            is_text = kind is None
+            is_string = is_text or kind in ("string", "true")
+            arguments[opened["key"]] = value if is_string else read_json(value)
+        ended = ends.match(text, at)
+        if ended is None:
+            raise ValueError("the call does not end behind its arguments")
+        return Written(begin["name"].strip(), arguments, is_text=is_text), ended.end()
 
-    return parse
+    return _each(begins, read)
 
 
 def parse_cdata(text: str) -> list[Written]:
@@ -297,18 +300,12 @@ class _JsonWords(ast.NodeTransformer):
 def gemma(quote: str) -> Parser:
     """Return a parser of `call:NAME{key:value}`, whose strings stand between two `quote`s."""
 
-    def parse(text: str) -> list[Written]:
-        calls, at = list[Written](), 0
-        while at < len(text) or not calls:
-            begin = _GEMMA.match(text, at)
-            if begin is None:
-                raise ValueError("no call begins here")
-            arguments, at = _gemma_object(text, begin.end(), quote)
-            at = _SPACE.match(text, at).end()  # type: ignore[union-attr]
-            calls.append(Written(begin["name"], arguments))
-        return calls
+    def read(begin: re.Match[str]) -> tuple[Written, int]:
+        arguments, at = _gemma_object(begin.string, begin.end(), quote)
+        end = _SPACE.match(begin.string, at).end()  # type: ignore[union-attr]
+        return Written(begin["name"], arguments), end
 
-    return parse
+    return _each(_GEMMA, read)
 
 
 _GEMMA: Final = re.compile(r"\s*call:(?P<name>[^\s{}]+)\s*\{")
