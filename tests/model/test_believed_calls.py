@@ -471,12 +471,18 @@ def test_a_call_of_glm_that_was_cut_may_have_had_more_arguments() -> None:
 # How many calls
 
 
+def in_a_row(family: str, codes: str, between: str) -> str:
+    if family == "harmony":
+        between = "<|start|>assistant"
+    elif family.startswith("llama"):
+        between = ";"
+    text = between.join(good(family, code).replace("<|python_tag|>", "") for code in codes)
+    return f"<|python_tag|>{text}" if family == "llama" else text
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_answer_has_no_more_calls_than_it_may(family: str) -> None:
-    again = "<|start|>assistant" if family == "harmony" else ";" if family.startswith("llama") else ""
-    text = again.join(good(family, code).replace("<|python_tag|>", "") for code in "abc")
-    if family == "llama":
-        text = f"<|python_tag|>{text}"
+    text = in_a_row(family, "abc", "")
     one = outcome(splitter(family, max_calls=1), [text])
     assert [json.loads(call[2])["code"] for call in one[2]] == ["a"]
     assert (one[0], outcome(splitter(family, max_calls=1), text)) == ("", one)
@@ -484,10 +490,7 @@ def test_an_answer_has_no_more_calls_than_it_may(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_where_a_call_is_required_one_like_the_one_before_ends_the_answer(family: str) -> None:
-    again = "<|start|>assistant" if family == "harmony" else ";" if family.startswith("llama") else "\n"
-    text = again.join(good(family, code).replace("<|python_tag|>", "") for code in "abbbba")
-    if family == "llama":
-        text = f"<|python_tag|>{text}"
+    text = in_a_row(family, "abbbba", "\n")
     one = splitter(family, ends_at_repeat=True)
     said, _, calls, _ = outcome(one, text)
     assert ([json.loads(call[2])["code"] for call in calls], said) == (["a", "b"], "")
