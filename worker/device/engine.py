@@ -340,9 +340,11 @@ class Engine:
         if self._store is None:
             return Forgotten(0, settled=not self._has_unopened)
         until_s = monotonic() + _ERASE_S
-        is_mended = self._is_at_work(key)
+        was_at_work = self._is_at_work(key)
         forgotten = await self._store.erase(key.tenant, tokens, _ERASE_S, shared=shared)
-        if self._mending is not None and is_mended and not forgotten.settled:  # it held snapshots
+        if (
+            self._mending is not None and was_at_work and not forgotten.settled
+        ):  # mending may have held snapshots
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(until_s - monotonic()):
                     await self._mending.ended(key)
