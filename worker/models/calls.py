@@ -166,7 +166,7 @@ def either(*parsers: Parser) -> Parser:
 
 
 def _each(begins: re.Pattern[str], read: Callable[[re.Match[str]], tuple[Written, int]]) -> Parser:
-    """Return a parser of calls that follow each other; `read` takes a call's beginning, and returns its end too."""
+    """Return a parser of calls that follow each other; `read` takes how one begins, and returns its end."""
 
     def parse(text: str) -> list[Written]:
         calls, at = list[Written](), 0
