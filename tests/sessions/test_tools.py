@@ -380,24 +380,6 @@ async def test_tools_reach_the_template_as_they_were_sent(with_tools: Tokenizer)
     await world.assert_fold_is_life()
 
 
-async def test_a_log_of_an_earlier_version_gives_the_tokens_that_its_tools_had_then(
-    model_with_template: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    template = "{% for tool in tools or [] %}{{ tool | list | join(',') }}{{ tool | first }};{% endfor %}"
-    keys = Tokenizer.from_folder(model_with_template("keys", template + CHAT_TEMPLATE))
-    world = world_of(keys, "Yes.", "No.")
-    with monkeypatch.context() as patched:  # as it was: the function before the type
-        patched.setattr(
-            Tokenizer, "as_tools", lambda _, tools: [dict(reversed(one.items())) for one in tools]
-        )
-        await world.ask(ask(1, user("a"), tools=(WEATHER,)))
-    assert text_of(world).startswith("function,typefunction;")
-    await world.assert_fold_is_life()
-    await world.ask(ask(2, user("b"), tools=(CLOCK,)))
-    assert text_of(world).startswith("type,functiontype;")
-    await world.assert_fold_is_life()
-
-
 async def test_arguments_are_objects_for_the_template(with_tools: Tokenizer) -> None:
     call = {"id": "abc", "type": "function", "function": {"name": "weather", "arguments": '{"city":"Rome"}'}}
     given = Message(role="assistant", content=None, tool_calls=[call])  # type: ignore[arg-type]
