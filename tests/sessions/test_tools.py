@@ -12,7 +12,6 @@ from test_checkpoints import opened, resumed_at, stored
 from test_checkpoints import tokenizer as tokenizer  # noqa: PLC0414  # a fixture
 from test_fold import STORED, Formula, World
 
-from tests.parts import CHAT_TEMPLATE
 from turnkeep_client.messages import (
     Chunk,
     Failed,
