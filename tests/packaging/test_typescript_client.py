@@ -159,9 +159,9 @@ class Page:
         class Handler(SimpleHTTPRequestHandler):
             def do_POST(self) -> None:
                 line = self.rfile.read(int(self.headers["Content-Length"]))
-                self.send_response(204)
-                self.end_headers()
                 loop.call_soon_threadsafe(lines.put_nowait, line)
+                self.send_response(204)  # last: the page sends its next line then, to another thread
+                self.end_headers()
 
             def log_message(self, *_: object) -> None: ...
 

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-import pytest
 from raw_wire import Wire, append, generate
-
-from turnkeep_client.messages import Append, Appended, Message
-from worker.models.tokenizer import Tokenizer
-from worker.sessions.history import DivergedError, Fold
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
-    from pathlib import Path
 
     Start = Callable[..., Awaitable[Wire]]
 
@@ -73,34 +66,3 @@ async def test_injected_content_stays_text_over_checkpoints_of_the_session(wire:
             await w.worker.stop()
             w = await wire()
             assert await w.position("s") == position
-
-
-@pytest.fixture(scope="module")
-def fold(tiny_model: Path) -> Fold:
-    return Fold(Tokenizer.from_folder(tiny_model))
-
-
-def test_a_log_from_when_content_was_parsed_folds_to_what_it_was(fold: Fold) -> None:
-    """Such a log has a position that its message comes to only with its special tokens read as such."""
-    history = fold.begin(datetime(2025, 1, 1, tzinfo=UTC))
-    request = Append(id="a", messages=(Message(role="user", content=INJECTION),))
-    data = fold.extend(history, request).history
-    parsed = fold.extend(history, Append(id="a", messages=request.messages, special_tokens=True)).history
-    assert parsed.position < data.position
-    for then in (data, parsed):
-        assert fold.replay(history, request, appended(then.position)).tokens == then.tokens
-    with pytest.raises(DivergedError):
-        fold.replay(history, request, appended(data.position + 1))
-
-
-def appended(position: int) -> Appended:
-    return Appended(
-        id="a",
-        seq=1,
-        position=position,
-        tokens=0,
-        cached_tokens=0,
-        prefilled_tokens=0,
-        kv_live_bytes=0,
-        seconds=0.0,
-    )
