@@ -18,14 +18,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import structlog
-from anyio import Event, current_time, sleep, to_thread
+from anyio import Event, Semaphore, current_time, sleep, to_thread
 from msgspec import structs
 
 from cache.names.errors import CacheError
-from cache.names.identity import folder_identity, hash_weights
+from cache.names.identity import folder_identity, hash_weights, model_digest
 from cache.store import Store, may_hold
 from turnkeep_client.errors import TurnkeepError
-from turnkeep_client.messages import FEATURES
+from turnkeep_client.messages import FEATURES, Model
 from turnkeep_client.messages import VERSION as PROTOCOL
 from turnkeep_client.redact import shown
 from turnkeep_client.subjects import Subjects
@@ -38,7 +38,6 @@ from worker.models.partial_import import import_mlx_lm
 from worker.sessions.attempts import Attempts, SharedLock
 from worker.sessions.control import Control
 from worker.sessions.execution import Execution
-from worker.sessions.gate import Gate
 from worker.sessions.history import Fold
 from worker.sessions.policies import misfit
 from worker.sessions.services import Services
@@ -92,8 +91,8 @@ VERSION = importlib.metadata.version("turnkeep")
 #: The settings that a reload may change.
 _RELOADED = frozenset({"max_disk", "min_free_disk"})
 
-#: Limit of concurrent folds: each takes a thread, and memory for a page or two of the log.
-_MAX_FOLDS = 4
+#: Limit of logs that are read at once: each takes memory for a page or two of the log.
+_MAX_READINGS = 4
 
 #: Limit of threads for work that would block the event loop, tokenising above all.
 _MAX_THREADS = 6
@@ -185,6 +184,7 @@ class App:
             loaded = loaded or await self._load_model(directory, stack)
             await taken_back
             names = await streams.ensure(js, self._subjects, settings)
+            self._maker = await self._name_model(directory, loaded)
             await self._open_store(directory, loaded, access, stack)
             if self._store is None:
                 self._has_unopened = await in_thread(may_hold, directory.snapshots)
@@ -352,6 +352,13 @@ class App:
         stack.push_async_callback(shielded, self._store.close, discard=discard)
         self._device.cut_snapshots(self._store.room)
 
+    async def _name_model(self, directory: DataDir, loaded: LoadedModel) -> Model:
+        """Name the model for the results."""
+        await self._hashed
+        digest = partial(model_digest, loaded.folder, directory.models / "digests.json")
+        tokenizer = await self._in_thread(getattr, loaded.tokenizer, "fingerprint")
+        return Model(name=loaded.name, weights=await self._in_thread(digest), tokenizer=tokenizer.hex())
+
     async def _identity(self, directory: DataDir, loaded: LoadedModel) -> Identity:
         """Name the model for its snapshots."""
         await self._hashed
@@ -481,7 +488,7 @@ class App:
     def _services(self, journal: Journal, outbox: Outbox, trails: Trails, intake: Intake) -> Services:
         """Collect the services that all sessions share."""
         settings, loaded = self._settings, self._loaded
-        fold = Fold(loaded.tokenizer, settings.cache_policy)
+        fold = Fold(loaded.tokenizer, settings.cache_policy, self._maker)
         execution = Execution(
             journal=journal,
             engine=self._engine,
@@ -505,7 +512,7 @@ class App:
             telemetry=self._telemetry,
             trails=trails,
             ack=intake.ack,
-            fold_gate=Gate(_MAX_FOLDS),
+            reading=Semaphore(_MAX_READINGS),
             shares=Shares(settings.max_batch),
             attempts=Attempts(journal, settings.max_attempts),
             retention=self._retention,

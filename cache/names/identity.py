@@ -121,6 +121,16 @@ def hash_weights(folder: Path, memo: Path) -> None:
         files_digest(sorted(folder.glob("*.safetensors")), memo=memo)
 
 
+def model_digest(folder: Path, memo: Path) -> str:
+    """Name what a folder's model computes by its weights and configuration, 16 bytes as hex.
+
+    Reads the weights that `memo` has no digest of. Raises `OSError`.
+    """
+    weights = files_digest(sorted(folder.glob("*.safetensors")), memo=memo)
+    config = config_digest(json.loads((folder / "config.json").read_bytes()))
+    return hashlib.sha256(f"{weights} {config}".encode()).hexdigest()[:32]
+
+
 def config_digest(config: dict[str, Any]) -> str:
     """Hash a model's configuration without the fields that only name the model's origin."""
     relevant = {name: value for name, value in config.items() if name not in _PROVENANCE}

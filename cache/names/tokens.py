@@ -8,9 +8,11 @@ from __future__ import annotations
 import hashlib
 import sys
 from array import array
+from base64 import b64decode, b64encode
 from collections.abc import Sequence
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Final, NamedTuple, overload
+
+import numpy as np
 
 from . import blocks
 from .errors import CutOffError
@@ -27,6 +29,10 @@ TOKEN_BYTES: Final = 4
 #: Tokens of a part of `Tokens`: to append copies one part at the most, and a reference to each other one.
 _PART: Final = 4096
 
+#: Where a number in LEB128 takes a further byte.
+_LEB_LIMITS: Final = np.array([1 << bits for bits in (7, 14, 21, 28)], np.uint32)
+#: Up to so many bytes a loop is faster than numpy.
+_FEW: Final = 512
 _DIGESTED: Final = 16
 _PLAIN: Final = hashlib.blake2b(digest_size=_DIGESTED)
 _BEHIND: Final = hashlib.blake2b(digest_size=_DIGESTED, person=b"turnkeep.behind")
@@ -171,10 +177,6 @@ class Tokens(Sequence[int]):
         """Return the 16-byte digest of the tokens, as hex: a hash of all parts' digests and of the rest."""
         return _digest(self._parts, self._rest).hexdigest()
 
-    def plain_digest(self) -> str:
-        """Return the digest of all ids at once, which earlier versions used. Raises `CutOffError`."""
-        return _digest((), self.ids()).hexdigest()
-
     def alone(self) -> Tokens:
         """Return a copy without `chains`, so that a chain can keep a reference to it."""
         return Tokens(self._parts, self._rest)
@@ -194,14 +196,6 @@ class Tokens(Sequence[int]):
         behind = (chain.boundary(self, num * _PART) for chain in self.chains.values())
         found = tuple(one for one in behind if one is not None)
         return Tokens(parts, self._rest, self.chains, found)
-
-    def filled(self, other: Tokens) -> Tokens:
-        """Return these tokens, with left-out ids filled in from other tokens."""
-        pairs = zip_longest(self._parts, other._parts[: len(self._parts)])
-        parts = (
-            theirs if theirs is not None and theirs.digest == mine.digest else mine for mine, theirs in pairs
-        )
-        return Tokens(tuple(parts), self._rest, self.chains, self.boundaries)
 
     def pack_shortened(self) -> tuple[bytes, bytes, bytes]:
         """Pack the ids at the beginning, the digests of the left-out ids, and the ids at the end."""
@@ -297,6 +291,58 @@ def unpack(packed: bytes) -> Tokens:
     ids.frombytes(packed)
     if sys.byteorder == "big":
         ids.byteswap()
+    return as_tokens(ids)
+
+
+def to_compact(tokens: Sequence[int]) -> str:
+    """Encode token ids for a result: base64 of LEB128 numbers, some two to three characters each.
+
+    LEB128 writes a number in groups of seven bits, the lowest first; the high bit of a byte says that more
+    follow.
+    """
+    ids = np.frombuffer(pack(tokens), "<u4")
+    sizes = 1 + np.searchsorted(_LEB_LIMITS, ids, side="right")
+    starts = np.cumsum(sizes) - sizes
+    found = np.zeros(int(sizes.sum()), np.uint8)
+    for number in range(1 + len(_LEB_LIMITS)):
+        at = sizes > number
+        group = (ids[at] >> np.uint32(7 * number)) & np.uint32(0x7F)
+        found[starts[at] + number] = group | np.where(sizes[at] > number + 1, 0x80, 0).astype(np.uint32)
+    return b64encode(found.tobytes()).decode()
+
+
+def from_compact(text: str) -> Tokens:
+    """Decode the result of `to_compact`. Raises `ValueError`."""
+    packed = b64decode(text, validate=True)
+    if packed and packed[-1] >= 0x80:
+        raise ValueError("a token id is cut off")
+    if len(packed) <= _FEW:
+        return _of_few(packed)
+    found = np.frombuffer(packed, np.uint8)
+    ends = np.flatnonzero(found < 0x80)
+    starts = np.concatenate([[0], ends[:-1] + 1])
+    sizes = ends - starts + 1
+    if sizes.max() > 1 + len(_LEB_LIMITS):
+        raise ValueError("a token id is too large")
+    ids = np.zeros(len(ends), np.uint64)
+    for number in range(int(sizes.max())):
+        at = sizes > number
+        ids[at] |= (found[starts[at] + number] & np.uint8(0x7F)).astype(np.uint64) << np.uint64(7 * number)
+    if ids.max() >> np.uint64(32):
+        raise ValueError("a token id is too large")
+    return unpack(ids.astype("<u4").tobytes())
+
+
+def _of_few(packed: bytes) -> Tokens:
+    ids, value, shift = array("I"), 0, 0
+    for byte in packed:
+        value |= (byte & 0x7F) << shift
+        shift += 7
+        if byte < 0x80:
+            if value >> 32:
+                raise ValueError("a token id is too large")
+            ids.append(value)
+            value = shift = 0
     return as_tokens(ids)
 
 

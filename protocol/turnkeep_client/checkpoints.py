@@ -1,4 +1,4 @@
-"""The messages on a session's subject `checkpoint`: bytes in parts, each of which names the part before it.
+"""The messages on a session's subject `checkpoint`: values in parts, each of which names the part before it.
 
 A result in the log names the last part. So the bytes are as trustworthy as the log, and a message that no
 chain from a result reaches is never read. What the bytes mean is known to workers only.
@@ -37,13 +37,12 @@ class Link(NamedTuple):
 
 
 class CheckpointMessage(Struct, frozen=True, tag_field="type", tag="checkpoint", omit_defaults=True):
-    """One message of a checkpoint: a part of its bytes, and the `Link` of the message `before`, as text.
+    """One message: a part of a value's bytes, and the `Link` of the message `before`, as text.
 
-    `begins` is true in a checkpoint's first message. Encoded as JSON, like all messages of a session.
+    Encoded as JSON, like all messages of a session.
     """
 
     part: bytes
-    begins: bool
     before: str = ""
 
     def pack(self) -> bytes:

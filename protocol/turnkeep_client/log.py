@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 HISTORY_HEADER: Final = "Turnkeep-History"
 #: Header of a result: the last checkpoint of the session's history, by its stream sequence and digest.
 CHECKPOINT_HEADER: Final = "Turnkeep-Checkpoint"
-#: Header of the result of a fork's `open`: the message with the tokens that the fork took from its parent.
-BASE_HEADER: Final = "Turnkeep-Base"
+#: Header of a result: the message with what the result has no room for. For a fork's `open` that is what the
+#: fork took from its parent, else the ids that the request's input added.
+PARTS_HEADER: Final = "Turnkeep-Parts"
 #: Header of a session's first request that was copied from another log: when that log stored it.
 BEGAN_HEADER: Final = "Turnkeep-Began"
 #: Header of a result: the model that made it.
@@ -39,7 +40,7 @@ class Entry(NamedTuple):
     """One message of the log, stored at the server's time `stored`. Requests lack the last four fields.
 
     `history` is the digest of the session's tokens after the result. `build` names the `worker` that made the
-    result, its `version`, `dtype`, `device` and `kv` precision. `base` is the value of `BASE_HEADER`.
+    result, its `version`, `dtype`, `device` and `kv` precision. `parts` is the value of `PARTS_HEADER`.
     """
 
     seq: int
@@ -50,7 +51,7 @@ class Entry(NamedTuple):
     model: str | None
     history: str | None
     build: Mapping[str, str] = {}
-    base: str | None = None
+    parts: str | None = None
 
 
 def entry(subjects: Subjects, seq: int, body: bytes, headers: Mapping[str, str]) -> Entry | None:
@@ -71,7 +72,7 @@ def entry(subjects: Subjects, seq: int, body: bytes, headers: Mapping[str, str])
         headers.get(MODEL_HEADER),
         headers.get(HISTORY_HEADER),
         words(headers.get(BUILD_HEADER, "")),
-        headers.get(BASE_HEADER),
+        headers.get(PARTS_HEADER),
     )
 
 

@@ -42,6 +42,7 @@ FEATURES: Final = (
     "response_format",
     "echo",
     "chat_template_kwargs",
+    "other_model",
 )
 
 #: The options of a generate that a model's authors may recommend, in the model's `generation_config.json`.
@@ -462,6 +463,28 @@ class SessionCache(Struct, frozen=True, kw_only=True, omit_defaults=True):
         return f"{self.policy} (the first {self.sink} tokens and the last {self.window})"
 
 
+class Model(Struct, frozen=True, kw_only=True):
+    """A model by its name, and by digests of its weights and of its tokenizer, as hex."""
+
+    name: str
+    weights: str = ""
+    tokenizer: str = ""
+
+
+class Change(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a request did to the session's tokens: so workers read a log without a model.
+
+    The first `kept` tokens stay; behind them come those of the `input`, then the answer's. `input` is base64
+    of the ids as LEB128 numbers; if it is long, other messages of the log have it, which the result's header
+    `Turnkeep-Parts` names. If the session was tokenised anew for another tokenizer, the first `raw` tokens
+    are raw content.
+    """
+
+    kept: int
+    input: str = ""
+    raw: int = 0
+
+
 class _Bounded(_Result, frozen=True, kw_only=True):
     """The fields `cache` and `visible_from`, set if the session's policy is not `full`.
 
@@ -483,9 +506,10 @@ class Parent(Struct, frozen=True, kw_only=True):
 class Opened(_Bounded, frozen=True, tag="opened"):
     """Answer to `open`. `cache` is the session's policy; it is left out if the policy is `full`.
 
-    A fork has a `parent`, and `position` counts the tokens that it took from it.
+    A fork has a `parent`, and `position` counts the tokens that it took from it; `model` is its parent's.
     """
 
+    model: Model | None = None
     parent: Parent | None = None
     tags: tuple[str, ...] = ()
 
@@ -508,13 +532,26 @@ class Closed(_Result, frozen=True, tag="closed"):
     settled: bool = True
 
 
-class Appended(_Bounded, frozen=True, tag="appended"):
+class _Turned(_Bounded, frozen=True, kw_only=True):
+    """What a turn did to the tokens, and with which `model`.
+
+    `previous_model` is that of the session's turn before, if it was another one.
+    """
+
+    change: Change | None = None
+    model: Model | None = None
+    previous_model: Model | None = None
+    rewritten_from: int | None = None
+
+
+class Appended(_Turned, frozen=True, tag="appended"):
     """Answer to `append`; `tokens = cached_tokens + prefilled_tokens`: all session tokens but the last.
 
     The following generate runs the last token, whose logits give the answer's first token. After an empty
     append the counts are zero. `kv_live_bytes` is the size of the KV that the next token sees; under `paged`
     it includes the sketches (2-bit copies of the keys) of all tokens. `rewritten_from` is set if the chat
-    template changed earlier text: the tokens from that position on were replaced and prefilled again.
+    template changed earlier text, or the model has another tokenizer than the one before: the tokens from
+    that position on were replaced and prefilled again.
     """
 
     tokens: int
@@ -522,7 +559,6 @@ class Appended(_Bounded, frozen=True, tag="appended"):
     prefilled_tokens: int
     kv_live_bytes: int
     seconds: float
-    rewritten_from: int | None = None
 
 
 _OPEN: Final = "later versions have other values too"
@@ -599,7 +635,7 @@ class Called(Struct, frozen=True):
     type: str = "function"
 
 
-class Generated(_Bounded, frozen=True, tag="generated"):
+class Generated(_Turned, frozen=True, tag="generated"):
     """Answer to `generate`. `tokens` are all ids that were added. `text` leaves out the stop string (`stop`).
 
     With `logprobs`, the field of that name has an item for each token; with `echo`, `prompt_logprobs` for
@@ -617,7 +653,6 @@ class Generated(_Bounded, frozen=True, tag="generated"):
     seconds: Seconds
     kv_live_bytes: int
     stop: str | None = None
-    rewritten_from: int | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[PromptToken, ...] = ()
     reasoning: str = ""

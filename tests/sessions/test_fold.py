@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 import hypothesis.strategies as st
 import msgspec
 import pytest
-from anyio import TaskHandle
+from anyio import Semaphore, TaskHandle
 from hypothesis import given
 
 from cache.names.policy import FULL, Policy
-from turnkeep_client.log import HISTORY_HEADER, MODEL_HEADER
+from turnkeep_client.log import HISTORY_HEADER
 from turnkeep_client.messages import (
     Append,
     CachePolicy,
@@ -41,7 +41,6 @@ from worker.observe.telemetry import Telemetry
 from worker.sessions import session
 from worker.sessions.attempts import Attempts, SharedLock
 from worker.sessions.execution import Execution
-from worker.sessions.gate import Gate
 from worker.sessions.history import Fold, History
 from worker.sessions.services import Services
 from worker.sessions.session import Session
@@ -261,7 +260,7 @@ class World:
             trails=self.trails,
             outbox=self.outbox,  # type: ignore[arg-type]
             ack=self._release,
-            fold_gate=Gate(2),
+            reading=Semaphore(2),
             shares=Shares(4),
             attempts=Attempts(self.log, 3),
             device_lock=SharedLock(),
@@ -324,7 +323,7 @@ class World:
 def assert_same(one: History, other: History) -> None:
     """Two histories are the same, of which either may have a conversation that is shortened."""
     assert one.tokens == other.tokens
-    assert (one.exists, one.closed) == (other.exists, other.closed)
+    assert (one.exists, one.closed, one.model) == (other.exists, other.closed, other.model)
     assert not one.exists or one.policy == other.policy
     steps, others = one.conversation._segments, other.conversation._segments
     num_common = min(len(steps), len(others))
@@ -631,16 +630,16 @@ async def diverged(world: World, entries: list[Entry]) -> str:
     refused = world.result(before)
     assert refused.code == "history_diverged"
     assert not refused.retryable
-    assert "serve that one" in refused.message
+    assert "go on in a new session" in refused.message
     return refused.message
 
 
-async def test_a_log_whose_tokens_this_model_makes_otherwise_is_not_continued(world) -> None:
+async def test_a_log_that_comes_to_other_tokens_than_its_last_result_states_is_not_continued(world) -> None:
     """The digest of the last result decides; what was answered before is still repeated."""
     await world.ask(Append(id="a", text="one"))
     await world.ask(Append(id="b", text="two"))
-    entries = tampered(world.log.entries, -1, headers={HISTORY_HEADER: "0" * 32, MODEL_HEADER: "elder-model"})
-    assert "elder-model" in await diverged(world, entries)
+    entries = tampered(world.log.entries, -1, headers={HISTORY_HEADER: "0" * 32})
+    assert "damaged at sequence 4" in await diverged(world, entries)
     repeated = await world.ask(Append(id="a", text="one"))
     assert repeated.repeat_of == 1
 
@@ -661,14 +660,25 @@ async def test_a_result_of_another_kind_than_its_request_is_found(world) -> None
     await world.ask(Rewind(id="r", position=1))
     rewound = world.log.entries[-1].body
     entries = tampered(world.log.entries[:2], 0, body=rewound.replace(b'"seq":3', b'"seq":1'))
-    assert "Append with a Rewound" in await diverged(world, entries)
+    assert "of an Append is no such result: Rewound" in await diverged(world, entries)
 
 
-async def test_a_log_with_tokens_that_the_vocabulary_does_not_have_is_not_continued(world) -> None:
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"kept": 9}, "keeps more tokens than there are"),
+        ({"kept": 0, "input": "gA=="}, "cut off"),
+        ({"kept": 0, "input": "//////8B"}, "too large"),
+        ({"kept": 0, "input": "?"}, "cannot be read"),
+        (None, "is no such result: Appended"),
+    ],
+)
+async def test_a_result_that_cannot_be_carried_out_is_found(world, change: Any, why: str) -> None:
     await world.ask(Append(id="a", tokens=(1, 2)))
-    entries = world.log.entries
-    entries[0] = Entry(1, "in", STORED, entries[0].body.replace(b"[1,2]", b"[1,2000]"), {})
-    assert "refused now" in await diverged(world, entries)
+    body = json.loads(world.log.entries[-1].body)
+    body["change"] = change
+    entries = tampered(world.log.entries, -1, body=json.dumps(body).encode())
+    assert why in await diverged(world, entries)
 
 
 async def test_what_is_no_result_on_out_is_ignored_and_its_place_in_the_fence_is_kept(world) -> None:

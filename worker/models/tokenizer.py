@@ -299,11 +299,9 @@ class Tokenizer:
 
     @property
     def fingerprint(self) -> bytes:
-        """A digest of everything that determines a conversation's tokens; computed on first use."""
+        """A digest of what makes tokens of a text, so without the chat template; computed on first use."""
         if self._fingerprint is None:
-            named = blake2b(self._rust.to_str().encode(), digest_size=16)
-            named.update(repr((self._hf.chat_template, sorted(self.eos_ids))).encode())
-            self._fingerprint = named.digest()
+            self._fingerprint = blake2b(self._rust.to_str().encode(), digest_size=16).digest()
         return self._fingerprint
 
     @property

@@ -6,8 +6,6 @@ compare its id.
 
 from __future__ import annotations
 
-import sys
-from array import array
 from hashlib import blake2b
 from typing import Final, NamedTuple
 
@@ -30,7 +28,6 @@ class AnsweredIds:
     def __init__(self) -> None:
         self._sorted = np.empty((0, 3), np.uint64)  # hash, request, result; by the hash
         self._recent: dict[int, AnsweredAt] = {}
-        self._added = array("Q")  # rows since `drain_added`
 
     def __len__(self) -> int:
         return len(self._sorted) + len(self._recent)
@@ -48,7 +45,6 @@ class AnsweredIds:
         if key in self._recent:
             self._sort()
         self._recent[key] = answered
-        self._added.extend((key, *answered))
         if len(self._recent) > max(_FEW, len(self._sorted) // 4):
             self._sort()
 
@@ -64,18 +60,8 @@ class AnsweredIds:
         self._sort()
         return self._sorted.astype("<u8").tobytes()
 
-    def drain_added(self) -> bytes:
-        """Return, for `load`, the ids added since the last call."""
-        noted, self._added = self._added, array("Q")
-        if sys.byteorder == "big":
-            noted.byteswap()
-        return noted.tobytes()
-
     def load(self, added: bytes) -> None:
-        """Replace all ids by the concatenated results of `pack` and `drain_added`.
-
-        Raises `ValueError` if they are truncated.
-        """
+        """Replace all ids by the result of `pack`. Raises `ValueError` if it is truncated."""
         rows = np.frombuffer(added, "<u8").astype(np.uint64).reshape(-1, 3)
         self._sorted = rows[np.argsort(rows[:, 0], kind="stable")]
 

@@ -1,19 +1,19 @@
-"""Counts attempts that may have crashed a worker: to answer a request, or to read a session's log.
+"""Counts attempts to answer a request that may have crashed a worker.
 
 The count is stored in the log, beside the session's entries. The first attempt at a request stores nothing.
 Before each later attempt a note is stored, with the number of tokens published so far. An attempt that
 published more tokens than the previous one does not count. The last attempt runs alone on the device, so that
-a crash harms no other request. A reading of a log counts only if the worker ended during it.
+a crash harms no other request.
 """
 
 from __future__ import annotations
 
 import contextlib
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import msgspec
-from anyio import Event, move_on_after
+from anyio import Event
 from msgspec import Struct
 
 if TYPE_CHECKING:
@@ -24,23 +24,15 @@ if TYPE_CHECKING:
     from worker.wire.journal import Journal
 
 
-#: Patience with the log to take back a reading, also while the worker stops.
-_STORE_S: Final = 5.0
-
-
 class AttemptNote(Struct, frozen=True, omit_defaults=True):
     """Counts attempts at the request at `seq` that may have crashed a worker.
 
-    `tokens` is the number of the answer's tokens that were published before the last attempt. `reads` counts
-    how often a worker began to read the session's log but ended before it was done, `whole_reads` how often
-    it did so with all of the log, also the part before a checkpoint.
+    `tokens` is the number of the answer's tokens that were published before the last attempt.
     """
 
     seq: int = 0
     attempts: int = 0
     tokens: int = 0
-    reads: int = 0
-    whole_reads: int = 0
 
     def then(self, seq: int, num_tokens: int, *, is_first: bool = False) -> AttemptNote:
         """Return the note of the next attempt at the request at `seq`, with `num_tokens` published by now.
@@ -57,28 +49,7 @@ class Attempts:
 
     def __init__(self, journal: Journal, max_attempts: int) -> None:
         self._journal = journal
-        self._readings = SharedLock()
         self.max_attempts = max_attempts
-
-    @asynccontextmanager
-    async def reading(self, key: SessionKey, *, whole: bool) -> AsyncIterator[tuple[AttemptNote, int]]:
-        """Record in the log that this worker reads a session's log, until the block ends.
-
-        So if the reading crashes the worker, the next worker knows. Yields the note of earlier readings, and
-        how many of this kind (all of the log, or less) have ended a worker. A log whose earlier reading did
-        not end is in doubt. Logs in doubt are read one at a time, so that if `max_attempts` more readings do
-        not end, only this log can be the cause.
-        """
-        note = await self.note(key)
-        kind, num = ("whole_reads", note.whole_reads) if whole else ("reads", note.reads)
-        async with self._readings.enter(lambda: False, alone=num > 0):
-            if num <= self.max_attempts:
-                await self.store(key, msgspec.structs.replace(note, **{kind: num + 1}))
-            try:
-                yield note, num
-            finally:  # the worker has survived it, also if it failed or is being stopped
-                with move_on_after(_STORE_S, shield=True):
-                    await self.store(key, msgspec.structs.replace(note, **{kind: 0}))
 
     async def note(self, key: SessionKey) -> AttemptNote:
         """Read the note of a session; an empty one if no worker has written any."""
@@ -122,12 +93,6 @@ class Doubt:
     async def begin(self) -> None:
         """Raise the doubt, and read the note."""
         self.is_raised, self.note = True, await self._attempts.note(self._key)
-
-    @asynccontextmanager
-    async def reading(self, *, whole: bool) -> AsyncIterator[int]:
-        """Do `Attempts.reading`, and remember the note; yields how many such readings have ended a worker."""
-        async with self._attempts.reading(self._key, whole=whole) as (self.note, num_ended):
-            yield num_ended
 
     def is_new(self, seq: int) -> bool:
         """Whether an attempt at the request at `seq` has to be stored, and is not stored yet."""

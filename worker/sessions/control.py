@@ -193,7 +193,7 @@ class Control:
             return _refused(f"the session holds {history.position} tokens: a position must be from 1 to that")
         chain = store.chain(key.tenant, history.policy)
         try:
-            tokens = (await session.log.whole_tokens())[:num_tokens]
+            tokens = (await session.log.whole_history()).tokens[:num_tokens]
             if isinstance(request, UnpinRequest):
                 gone = store.unpin(chain, tokens, exactly=request.position is not None)
                 return Unpinned(prefixes=tuple(gone), pinned_bytes=store.stats().kept_bytes)

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 from msgspec import UNSET, structs
 
 from cache.names.policy import FULL
+from cache.names.tokens import to_compact
 from turnkeep_client.log import derived_seed
 from turnkeep_client.messages import (
     RECOMMENDED,
     Append,
     Appended,
+    Change,
     Chunk,
     Close,
     Closed,
@@ -47,7 +49,7 @@ from worker.wire.journal import FencedError
 
 from .echo import echo_of, told
 from .formats import Formats, is_prefix_final
-from .history import RefusedError, seen
+from .history import RefusedError, seen, spoken
 from .policies import chosen, misfit
 
 if TYPE_CHECKING:
@@ -63,7 +65,6 @@ if TYPE_CHECKING:
     from worker.models.tokenizer import Tokenizer
     from worker.observe.telemetry import Telemetry
     from worker.text.splitting import Splitter
-    from worker.text.templates import Conversation
     from worker.wire.journal import Journal
     from worker.wire.retention import Retention
 
@@ -78,9 +79,9 @@ _LITTLE: Final = 256
 #: Cache policies that clients may choose until the worker restarts: each takes memory, and time of a forget.
 MOST_POLICIES: Final = 64
 
-#: Size of a result and its headers without the answer's tokens and text, and with text held back for a stop
-#: string: 256 characters of up to 6 bytes each as JSON.
-_RESULT_BYTES: Final = 4096
+#: Size of a result and its headers without the answer's tokens and text, but with the input's tokens, and
+#: with text held back for a stop string: 256 characters of up to 6 bytes each as JSON.
+_RESULT_BYTES: Final = 12_288
 
 
 @dataclass(slots=True)
@@ -226,7 +227,7 @@ class Execution:
             prefilled_tokens=prefilled,
             kv_live_bytes=live_bytes,
             seconds=monotonic() - pending.received_s,
-            rewritten_from=extended.rewritten_from,
+            **_turned(history, extended),
             **seen(extended.history),
         )
         return result, extended.history
@@ -259,9 +260,10 @@ class Execution:
         most = len(prompt) + request.max_tokens if policy.is_endless else self._context_tokens
         most = self._engine.most_tokens(most, policy) - len(prompt)
         most = max(most, published.num_tokens)
-        conversation = extended.history.conversation
-        splitter = self._splitter(key, request, pending, conversation)
-        grammar, warnings = await self._formats.grammar(request, conversation, splits=splitter is not None)
+        splitter = self._splitter(key, request, pending, extended.history)
+        grammar, warnings = await self._formats.grammar(
+            request, extended.history, splits=splitter is not None
+        )
         stream = TextStream(self._tokenizer, request.stop)
         answer = Answer(
             stream,
@@ -290,8 +292,9 @@ class Execution:
             await self._journal.seal(key, request.id, pending.seq, stream_end.seq, server=pending.server)
         if not answer.tokens and answer.finish_reason != "length":
             return withdrawn(pending, history, history.position), history
-        after = self._fold.answered(extended.history, request, answer.tokens)
-        result = self._generated(key, pending, answer, turn, extended, after)
+        message = spoken(answer.text, answer.reasoning, answer.calls)
+        after = self._fold.answered(extended.history, request, answer.tokens, message)
+        result = self._generated(key, pending, answer, turn, extended, after, history)
         echoed = told(scores, extended, answer)
         return structs.replace(result, warnings=warnings, prompt_logprobs=echoed), after
 
@@ -318,12 +321,13 @@ class Execution:
         return turn
 
     def _splitter(
-        self, key: SessionKey, request: Generate, pending: Pending, conversation: Conversation
+        self, key: SessionKey, request: Generate, pending: Pending, prompt: History
     ) -> Splitter | None:
         """Return what splits the answer into its parts; None if it is all text.
 
         Raises `RefusedError` if the session lacks the tools that the request wants to be called.
         """
+        conversation = prompt.conversation
         tools = conversation.plain_tools
         names = [tool["function"]["name"] for tool in tools]
         choice = request.tool_choice
@@ -356,7 +360,7 @@ class Execution:
             return harmony
         if not calls.offered and dialect.reasoning is None:
             return None
-        return MarkedSplitter(dialect, calls, in_reasoning=conversation.in_reasoning())
+        return MarkedSplitter(dialect, calls, in_reasoning=conversation.in_reasoning(prompt.tokens))
 
     async def _extend(self, history: History, request: Append | Generate) -> Input:
         """Add a request's input, on a thread unless it is small; raises `RefusedError`."""
@@ -434,6 +438,7 @@ class Execution:
         turn: TurnResult | None,
         extended: Input,
         after: History,
+        before: History,
     ) -> Generated:
         now_s, begun_s = monotonic(), pending.received_s
         # The beginning of an interrupted answer is in the context, but not in the prompt.
@@ -466,9 +471,9 @@ class Execution:
             kv_live_bytes=(
                 turn.live_bytes if turn else self._engine.live_bytes(key, after.tokens, after.policy)
             ),
-            rewritten_from=extended.rewritten_from,
             prefix_tokens=extended.num_given,
             resumed_tokens=pending.num_resumed,
+            **_turned(before, extended),
             **seen(after),
         )
 
@@ -553,8 +558,22 @@ def _opened(request: Open, pending: Pending, after: History) -> Opened:
         position=after.position,
         parent=after.parent,
         tags=after.tags,
+        model=after.model,
         **seen(after),
     )
+
+
+def _turned(before: History, extended: Input) -> dict[str, Any]:
+    """Build the fields of a result about the tokens and the model; `before` is the session before it."""
+    tokens, model = extended.history.tokens, extended.history.model
+    change = Change(kept=extended.kept, input=to_compact(tokens[extended.kept :]), raw=extended.num_raw)
+    previous = before.model if before.position and before.model != model else None
+    return {
+        "change": change,
+        "model": model,
+        "previous_model": previous,
+        "rewritten_from": extended.rewritten_from,
+    }
 
 
 def withdrawn(pending: Pending, history: History, position: int) -> Result:

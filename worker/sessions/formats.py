@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from turnkeep_client.messages import Generate
     from worker.batch.chooser import Grammar
     from worker.models.tokenizer import Tokenizer
-    from worker.text.templates import Conversation
+
+    from .history import History
 
 #: The markers of a reasoning in harmony; more messages may stand between it and the text.
 _ANALYSIS: Final = ("<|channel|>analysis<|message|>", "<|end|>")
@@ -42,13 +43,13 @@ class Formats:
         self._grammars = Grammars(tokenizer)
 
     async def grammar(
-        self, request: Generate, conversation: Conversation, *, splits: bool
+        self, request: Generate, prompt: History, *, splits: bool
     ) -> tuple[Grammar | None, tuple[str, ...]]:
         """Return what the answer must follow, None if anything, and warnings about what has no effect.
 
         `splits` says that reasoning and calls are told apart from text. Raises `RefusedError`.
         """
-        tools = conversation.plain_tools if splits and request.tool_choice != "none" else []
+        tools = prompt.conversation.plain_tools if splits and request.tool_choice != "none" else []
         is_forced = request.tool_choice == "required" or isinstance(request.tool_choice, NamedTool)
         has_strict = any(tool["function"].get("strict") for tool in tools)
         asked = None if isinstance(request.response_format, TextFormat) else request.response_format
@@ -68,7 +69,7 @@ class Formats:
             warnings = (*warnings, "this model marks no reasoning: its budget has no effect")
         if splits:
             may_call = bool(tools) and found is not None
-            found = self._behind_reasoning(request, conversation, found, may_call=may_call)
+            found = self._behind_reasoning(request, prompt, found, may_call=may_call)
         return found, warnings
 
     async def _of_calls(
@@ -118,12 +119,12 @@ class Formats:
         return found, found.warnings if found is not None else ()
 
     def _behind_reasoning(
-        self, request: Generate, conversation: Conversation, grammar: Grammar | None, *, may_call: bool
+        self, request: Generate, prompt: History, grammar: Grammar | None, *, may_call: bool
     ) -> Grammar | None:
         """Let a grammar, of calls if `may_call`, begin behind the reasoning, which ends after its budget."""
         tokenizer, budget = self._tokenizer, request.reasoning.budget
         is_harmony = tokenizer.dialect.is_harmony
-        pair, is_begun = tokenizer.dialect.reasoning, conversation.in_reasoning()
+        pair, is_begun = tokenizer.dialect.reasoning, prompt.conversation.in_reasoning(prompt.tokens)
         if is_harmony:  # without a grammar of calls, anything may stand before the text
             pair, is_begun = (_ANALYSIS, False) if may_call else (("", FINAL), True)
         is_over = is_harmony and is_prefix_final(request)

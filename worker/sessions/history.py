@@ -1,7 +1,8 @@
 """A session's tokens and conversation, and how requests and results change them. Pure: no I/O, no device.
 
 A session is the fold of its log: its answered requests are applied in the order of their sequences, each with
-its result. Live requests and the replay of a log use the same functions, so both lead to the same tokens.
+its result. Results have the tokens, so that is arithmetic: no text is rendered or tokenised. Live requests
+find their tokens with the model's tokenizer (`extend`), and come to the same history.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from cache.names.policy import FULL
-from cache.names.tokens import as_tokens
+from cache.names.tokens import as_tokens, from_compact
 from turnkeep_client.messages import (
     Append,
     Appended,
@@ -21,6 +22,7 @@ from turnkeep_client.messages import (
     Failed,
     Generate,
     Generated,
+    Model,
     Open,
     Opened,
     Parent,
@@ -28,7 +30,7 @@ from turnkeep_client.messages import (
     Rewound,
 )
 from worker.text.harmony import FINAL
-from worker.text.templates import Addition, Conversation, TemplateError
+from worker.text.templates import Addition, Conversation, Said, TemplateError
 
 from .policies import in_words, recorded
 
@@ -40,8 +42,8 @@ if TYPE_CHECKING:
     from cache.names.policy import Policy
     from cache.names.tokens import Tokens
     from turnkeep_client.errors import ErrorCode
-    from turnkeep_client.messages import Request, Result
-    from worker.text.templates import Tokenizer
+    from turnkeep_client.messages import Called, Change, Request, Result
+    from worker.text.templates import Message, Tokenizer
 
     Edit: TypeAlias = Callable[["History"], tuple[Conversation, Addition]]
 
@@ -58,7 +60,7 @@ class RefusedError(Exception):
 
 
 class DivergedError(Exception):
-    """The log gives other tokens than its results state: another model or template has written it."""
+    """The log contradicts itself: a result does not follow from the entries before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,7 @@ class History:
     """A session's tokens and the state of its conversation.
 
     `policy` says which of the tokens the model sees; while the session does not exist, it is the default. A
-    fork has a `parent`; `tags` are those of the session's `open`.
+    fork has a `parent`; `tags` are those of the session's `open`. `model` is that of the last turn.
     """
 
     conversation: Conversation
@@ -76,6 +78,7 @@ class History:
     policy: Policy = FULL
     parent: Parent | None = None
     tags: tuple[str, ...] = ()
+    model: Model | None = None
 
     @property
     def position(self) -> int:
@@ -86,34 +89,18 @@ class History:
         """Return the 16-byte digest of the tokens, as hex."""
         return self.tokens.digest()
 
-    def has_digest(self, digest: str) -> bool:
-        """Whether `digest` is the digest of the tokens, in this or an earlier format.
-
-        Raises `CutOffError`.
-        """
-        return digest == self.tokens.digest() or digest == self.tokens.plain_digest()
-
-    def shortened(self) -> History:
+    def shortened(self, *, tokens: bool = True) -> History:
         """Return the history without the parts that only a rewind or a prefill after lost KV needs.
 
         This saves memory, and the time to read them; those operations then raise `CutOffError`. Under a
-        policy for endless sessions, tokens that the model no longer sees are left out too, except the last
+        policy for endless sessions, `tokens` that the model no longer sees are left out too, except the last
         `KEPT`.
         """
-        conversation = self.conversation.shortened()
-        tokens, policy = self.tokens, self.policy
-        if policy.is_endless and not conversation.looks_back:
-            seen_from = min(policy.visible_from(len(tokens)), len(tokens) - KEPT)
-            tokens = tokens.shortened(min(seen_from, conversation.begins))
-        return replace(self, conversation=conversation, tokens=tokens)
-
-    def filled(self, whole: History) -> History:
-        """Return the history with the parts that were left out, from an earlier `whole` history.
-
-        Raises `CutOffError` if that history lacks them too.
-        """
-        conversation = self.conversation.filled(whole.conversation)
-        return replace(self, conversation=conversation, tokens=self.tokens.filled(whole.tokens))
+        conversation, held, policy = self.conversation.shortened(), self.tokens, self.policy
+        if tokens and policy.is_endless and not conversation.looks_back:
+            seen_from = min(policy.visible_from(len(held)), len(held) - KEPT)
+            held = held.shortened(min(seen_from, conversation.begins))
+        return replace(self, conversation=conversation, tokens=held)
 
     @property
     def is_whole(self) -> bool:
@@ -129,17 +116,29 @@ def seen(history: History) -> dict[str, Any]:
     return {"cache": cache, "visible_from": history.policy.visible_from(history.position)}
 
 
+def spoken(text: str, reasoning: str, calls: Sequence[Called]) -> Message:
+    """Return the message of an answer, for a chat template."""
+    message: Message = {"role": "assistant", "content": text}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = msgspec.to_builtins(calls)
+    return message
+
+
 @dataclass(frozen=True, slots=True)
 class Input:
     """A history with a request's input added; its first `kept` tokens are unchanged.
 
-    Its last `num_given` tokens are the beginning of the answer, which the request gives.
+    Its last `num_given` tokens are the beginning of the answer, which the request gives. If the session was
+    tokenised anew, for another tokenizer, its first `num_raw` tokens are raw content.
     """
 
     history: History
     kept: int
     rewritten_from: int | None
     num_given: int = 0
+    num_raw: int = 0
 
 
 class Fold:
@@ -148,9 +147,10 @@ class Fold:
     Tokenising a long text takes long, so call `extend` on a thread, not on the event loop.
     """
 
-    def __init__(self, tokenizer: Tokenizer, policy: Policy = FULL) -> None:
-        """Sessions that choose no cache policy begin with `policy`."""
+    def __init__(self, tokenizer: Tokenizer, policy: Policy = FULL, model: Model | None = None) -> None:
+        """Sessions that choose no cache policy begin with `policy`. The tokenizer is that of `model`."""
         self.policy = policy
+        self.model = model or Model(name="model")
         self._tokenizer = tokenizer
 
     def begin(self, started: datetime) -> History:
@@ -190,13 +190,18 @@ class Fold:
     def extend(self, history: History, request: Append | Generate) -> Input:
         """Add a request's input, and for a generate the template's answer header.
 
+        The tokens of another tokenizer are replaced: what was said is rendered and tokenised anew.
+
         Raises `RefusedError` for tokens outside the vocabulary and for messages that the chat template
         refuses, and `CutOffError`.
         """
-        kept, num_added = history.position, 0
+        kept, num_added, num_raw = history.position, 0, 0
         state = replace(history, exists=True)
         try:
-            for edit in self._edits(history, request):
+            if _is_foreign(history, self.model):
+                state, num_raw = self._tokenised_anew(state)
+                kept = 0
+            for edit in self._edits(state, request):
                 conversation, addition = edit(state)
                 kept, num_added = min(kept, addition.keep), len(addition.tokens)
                 tokens = state.tokens[: addition.keep] + addition.tokens
@@ -205,17 +210,22 @@ class Fold:
             raise RefusedError("invalid_request", str(error)) from None
         except RecursionError:
             raise RefusedError("invalid_request", "a tool or the arguments of a call nest too deep") from None
+        num_given = num_added if isinstance(request, Generate) and request.prefix else 0
+        after = self._after_input(history, request, state.tokens, kept, num_given, num_raw, self.model)
         return Input(
-            history=state,
+            history=after,
             kept=kept,
             rewritten_from=kept if kept < history.position else None,
-            num_given=num_added if isinstance(request, Generate) and request.prefix else 0,
+            num_given=num_given,
+            num_raw=num_raw,
         )
 
-    def answered(self, extended: History, request: Generate, tokens: Sequence[int]) -> History:
-        """Add an answer's tokens."""
+    def answered(
+        self, extended: History, request: Generate, tokens: Sequence[int], message: Message
+    ) -> History:
+        """Add an answer's tokens, and what they say."""
         keeps = request.reasoning.keep
-        conversation = extended.conversation.add_answer(extended.tokens, tokens, keeps_reasoning=keeps)
+        conversation = extended.conversation.answered(extended.tokens, tokens, message, keeps_reasoning=keeps)
         return replace(extended, conversation=conversation, tokens=extended.tokens + tokens, exists=True)
 
     def opened(self, history: History, policy: Policy, tags: tuple[str, ...] = ()) -> History:
@@ -241,13 +251,19 @@ class Fold:
         return replace(history, conversation=conversation, tokens=history.tokens[:position])
 
     def replay(
-        self, history: History, request: Request, result: Result, base: History | None = None
+        self,
+        history: History,
+        request: Request,
+        result: Result,
+        base: History | None = None,
+        packed: str | None = None,
     ) -> History:
         """Return the history after a request, given its result and the `history` before the request.
 
-        `base` is what the request, if it opened a fork, took from the parent.
+        `base` is what the request, if it opened a fork, took from the parent; `packed` its input, if that is
+        not in the result. Tokenises nothing.
 
-        Raises `DivergedError` if the new position is not the one in the result, and `CutOffError`.
+        Raises `DivergedError` if the result does not follow from the history, and `CutOffError`.
         """
         match request, result:
             case _, Failed():
@@ -257,16 +273,16 @@ class Fold:
             case Open(from_=None), Opened():
                 after = self.opened(history, _recorded(result), result.tags)
             case Open(), Opened(parent=Parent() as parent) if base is not None:
-                after = self.forked(base, parent, result.tags)
+                after = replace(base, parent=parent, tags=result.tags, exists=True, model=result.model)
             case Open(), Opened():
                 raise DivergedError("the tokens that this fork took from its parent are gone from the log")
-            case Append(), Appended():
-                after = self._replay_extend(_begun(history, result), request)
-            case Generate(), Generated(tokens=tokens):
-                begun = _begun(history, result)
-                extended = self._replay_extend(begun, request)
-                after = self.answered(extended, request, tokens)
-            case Rewind(position=position), Rewound():
+            case Append(), Appended(change=change) if change is not None:
+                after = self._replay_input(_begun(history, result), request, result, change, packed)
+            case Generate(), Generated(tokens=tokens, change=change) if change is not None:
+                extended = self._replay_input(_begun(history, result), request, result, change, packed)
+                message = spoken(result.text, result.reasoning, result.tool_calls)
+                after = self.answered(extended, request, tokens, message)
+            case Rewind(position=position), Rewound() if position <= history.position:
                 after = self.rewound(history, position)
             case Close(), Closed() if not history.exists:
                 return self.closed(history)  # a forgotten session: its earlier entries have left the log
@@ -274,41 +290,106 @@ class Fold:
                 after = self.closed(history)
             case _:
                 raise DivergedError(
-                    f"a {type(request).__name__} with a {type(result).__name__} as its result"
+                    f"the result of an {type(request).__name__} is no such result: {type(result).__name__}"
                 )
         if after.position != result.position:
             raise DivergedError(
-                f"the log says position {result.position}, this model makes it {after.position}"
+                f"a result says position {result.position}, the entries before it come to {after.position}"
             )
         return after
 
-    def _replay_extend(self, history: History, request: Append | Generate) -> History:
-        """Add the input of a request that was answered."""
+    def _replay_input(
+        self,
+        history: History,
+        request: Append | Generate,
+        result: Appended | Generated,
+        change: Change,
+        packed: str | None,
+    ) -> History:
+        """Add the input of a request that was answered, as its result has it."""
         try:
-            return self.extend(history, request).history
-        except RefusedError as error:
-            raise DivergedError(f"a request that was answered is refused now: {error}") from None
+            added = from_compact(change.input if packed is None else packed)
+        except ValueError as error:
+            raise DivergedError(f"the input of a result cannot be read: {error}") from None
+        num_given = result.prefix_tokens if isinstance(result, Generated) else 0
+        if change.kept > history.position or num_given > len(added):
+            raise DivergedError("a result keeps more tokens than there are")
+        tokens = history.tokens[: change.kept] + added
+        return self._after_input(history, request, tokens, change.kept, num_given, change.raw, result.model)
+
+    def _after_input(
+        self,
+        history: History,
+        request: Append | Generate,
+        tokens: Tokens,
+        kept: int,
+        num_given: int,
+        num_raw: int,
+        model: Model | None,
+    ) -> History:
+        """Return the history with a request's input, given the `tokens` with it. Tokenises nothing."""
+        tools = None if request.tools is None else msgspec.to_builtins(request.tools)
+        conversation = history.conversation.with_extras(tools, request.chat_template_kwargs)
+        end, is_rewritten = len(tokens) - num_given, kept < history.position
+        if _is_foreign(history, model):
+            conversation = conversation.tokenised_anew(num_raw)
+        if request.text or request.tokens:
+            conversation = conversation.with_raw(kept, end, request.text)
+        else:
+            said = self._said(request, conversation)
+            opens = isinstance(request, Generate) and not request.raw
+            opens = opens and (bool(said) or conversation.opens_answer() or is_rewritten)
+            if said or opens or end != history.position:
+                conversation = conversation.given(said, kept, end, opens_answer=opens)
+        if isinstance(request, Generate) and num_given:
+            begun = {"role": "assistant", "content": request.prefix}
+            keeps = request.reasoning.keep
+            conversation = conversation.answered(tokens[:end], tokens[end:], begun, keeps_reasoning=keeps)
+        return replace(history, conversation=conversation, tokens=tokens, exists=True, model=model)
+
+    def _said(self, request: Append | Generate, conversation: Conversation) -> list[Said]:
+        """Return a request's messages in the form that the template renders."""
+        # A template may require the content that a message with only tool calls lacks.
+        messages = [
+            {"role": message.role, "content": "", **msgspec.to_builtins(message)}
+            for message in request.messages or ()
+        ]
+        adapted = self._tokenizer.adapted(messages, is_begun=conversation.has_messages)
+        return [Said(message, request.special_tokens is True) for message in adapted]
+
+    def _tokenised_anew(self, history: History) -> tuple[History, int]:
+        """Render and tokenise all that was said, for this tokenizer; also count the raw content at the start.
+
+        Raises `RefusedError` if some of it is known as tokens only, `TemplateError`, and `CutOffError`.
+        """
+        conversation, tokens, num_raw = history.conversation.emptied(), as_tokens(), 0
+        for part in history.conversation.parts():
+            if part is None:
+                raise RefusedError(
+                    "history_diverged",
+                    f"the session was begun with {history.model.name if history.model else 'another model'},"
+                    " whose tokenizer is another one, and some of it is known as tokens only (given so, or"
+                    " the session was rewound into an answer): serve that model, or go on in a new session",
+                )
+            if isinstance(part, str):
+                ids = self._tokenizer.encode(part, at_start=not tokens)
+                conversation, addition = conversation.add_raw(tokens, ids, part)
+                num_raw = len(tokens) + len(ids)
+            else:
+                messages = self._tokenizer.adapted([one.message for one in part], is_begun=False)
+                trusted = all(one.trusted for one in part)
+                conversation, addition = conversation.add_messages(tokens, messages, trusted=trusted)
+            tokens = tokens[: addition.keep] + addition.tokens
+        return replace(history, conversation=conversation, tokens=tokens), num_raw
 
     def _edits(self, history: History, request: Append | Generate) -> Iterator[Edit]:
         """List the edits of a request: tools, its input, then for a generate the answer header."""
         if request.tools is not None or request.chat_template_kwargs is not None:
-            tools, variables = history.conversation.tools, history.conversation.variables
-            if request.tools is not None:
-                given = msgspec.to_builtins(request.tools)
-                tools = self._tokenizer.as_tools(given)
-            if request.chat_template_kwargs is not None:
-                variables = self._tokenizer.as_tools(request.chat_template_kwargs)
-            yield lambda state: state.conversation.set_rendering(state.tokens, tools, variables)
-        if request.messages:
-            # A template may require the content that a message with only tool calls lacks.
-            messages = [
-                {"role": message.role, "content": "", **msgspec.to_builtins(message)}
-                for message in request.messages
-            ]
-            messages = self._tokenizer.adapted(messages, is_begun=history.conversation.has_messages)
-            if not request.special_tokens:
-                messages = [self._tokenizer.as_content(message) for message in messages]
-            yield lambda state: state.conversation.add_messages(state.tokens, messages)
+            tools = None if request.tools is None else msgspec.to_builtins(request.tools)
+            variables = request.chat_template_kwargs
+            yield lambda state: state.conversation.set_extras(state.tokens, tools, variables)
+        if said := self._said(request, history.conversation):
+            yield lambda state: state.conversation.add_said(state.tokens, said)
         if request.text:
             text = (
                 request.text if request.special_tokens is not False else self._tokenizer.as_text(request.text)
@@ -334,7 +415,7 @@ class Fold:
         if request.reasoning.budget == 0 and state.conversation.has_messages and not request.raw:
             if dialect.is_harmony:
                 lead = FINAL
-            elif dialect.reasoning and state.conversation.in_reasoning():
+            elif dialect.reasoning and state.conversation.in_reasoning(state.tokens):
                 lead = f"{dialect.reasoning[1]}\n\n"
         if lead:
             tokens = self._tokenizer.encode(lead, at_start=False) + tokens
@@ -353,6 +434,14 @@ class Fold:
                     "invalid_request",
                     f"token id {token} is outside of the vocabulary: ids go from 0 to {vocabulary - 1}",
                 )
+
+
+def _is_foreign(history: History, model: Model | None) -> bool:
+    """Whether a session has tokens, and they are those of another tokenizer than the model's."""
+    last = history.model
+    if last is None or model is None or not history.position:
+        return False
+    return last.tokenizer != model.tokenizer
 
 
 def _begun(history: History, result: Appended | Generated) -> History:

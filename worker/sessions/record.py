@@ -16,13 +16,14 @@ import structlog
 from anyio import Event
 
 from turnkeep_client.errors import InvalidMessageError
-from turnkeep_client.log import BASE_HEADER, BEGAN_HEADER, BUILD_HEADER, HISTORY_HEADER, MODEL_HEADER, words
+from turnkeep_client.log import BEGAN_HEADER, BUILD_HEADER, HISTORY_HEADER, PARTS_HEADER, words
 from turnkeep_client.messages import (
     Append,
     Closed,
     Failed,
     Generate,
     Generated,
+    Open,
     UnknownResult,
     decode_answered,
     decode_request,
@@ -32,7 +33,7 @@ from worker.observe.traces import trace_headers
 from worker.process.clock import monotonic, time
 
 from .answered import AnsweredAt, AnsweredIds
-from .checkpoint import Delta, Start
+from .checkpoint import Checkpoint
 from .history import DivergedError
 
 if TYPE_CHECKING:
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
     from worker.observe.traces import Phase
     from worker.wire.journal import Entry, Published
 
-    from .checkpoint import Checkpoint
     from .history import Fold, History
 
 
@@ -119,7 +119,7 @@ class Pending:
 
 
 #: Results between two checkpoints; to open a session folds about as many.
-_CHECKPOINT_EVERY: Final = 64
+_CHECKPOINT_EVERY: Final = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ class Record:
         self.num_foreign = 0
         #: Why this worker cannot continue the log; None if it can.
         self.diverged: str | None = None
-        #: The last folded request, if its result has a digest of the history; else 0.
+        #: The last folded request whose result has a digest of the history; 0 if there is none.
         self.proven_seq = 0
         #: The last result's sequence, its request, and the result.
         self.last: tuple[int, Pending, Result] | None = None
@@ -165,17 +165,14 @@ class Record:
         self._proof: Entry | None = None  # the last result that proves the history
         self._last_position = 0  # as the last result that changed the history says
         self._checkpoint_seq = 0  # the request of the checkpoint that the record started from
-        self._last_checkpointed = self.history.conversation  # at the last checkpoint
         self._num_since_checkpoint = 0  # results since then
-        self._bytes_since_start = 0  # of checkpoints since the last one that a session can be opened from
+        self._num_committed = 0  # by this worker
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Start from a checkpoint, instead of the beginning of the log."""
         self.history, self.answered_ids = checkpoint.history, checkpoint.answered
         if not self.history.exists:  # the default may have changed since
             self.history = replace(self.history, policy=self._fold.policy)
-        self._last_checkpointed = self.history.conversation
-        self._bytes_since_start = checkpoint.bytes_since_start
         self._last_position = 0 if self.history.closed else self.history.position
         # Not the sequence of the checkpoint's result: results of later requests may lie before it.
         self.in_seq = self.out_seq = self._checkpoint_seq = checkpoint.in_seq
@@ -200,30 +197,20 @@ class Record:
             return self._proof.headers[HISTORY_HEADER]
         return history.digest()
 
-    def next_delta(self, in_seq: int) -> Delta | None:
+    def next_checkpoint(self, in_seq: int) -> Checkpoint | None:
         """Return the next checkpoint, of the history after the request at `in_seq`; None if none is due.
 
         The result of that request must contain a digest of the history. No checkpoint is due while an earlier
-        request is pending.
+        request is pending. What a checkpoint leaves out leaves the memory too.
         """
         waits = self.pending[0].seq < in_seq if self.pending else False
         if self._num_since_checkpoint < _CHECKPOINT_EVERY or self.diverged or waits or in_seq > self.in_seq:
             return None
-        delta = Delta.of(in_seq, self.history, self._last_checkpointed, self.answered_ids.drain_added())
-        if self.folded:
-            self.history = self.history.shortened()
-        elif not self.whole:
-            # No tokens while the log is read: their blocks have no names yet.
-            conversation = self.history.conversation.shortened()
-            self.history = replace(self.history, conversation=conversation)
-        # Nor a start: results of earlier versions have another digest.
-        if self.folded and self.history.tokens.held_from:
-            start = Start.of(self.history.tokens, self.answered_ids)
-            self._bytes_since_start += delta.size_bytes
-            if self._bytes_since_start > start.size_bytes:
-                delta, self._bytes_since_start = replace(delta, start=start), 0
-        self._last_checkpointed, self._num_since_checkpoint = self.history.conversation, 0
-        return delta
+        if not self.whole:
+            # All tokens of a log that was just read: their blocks have no names yet.
+            self.history = self.history.shortened(tokens=self._num_committed > 0)
+        self._num_since_checkpoint = 0
+        return Checkpoint(in_seq, self.history, self.answered_ids)
 
     @property
     def unread_seq(self) -> int:
@@ -260,19 +247,16 @@ class Record:
         """Whether a request still has no result, as far as the log was read."""
         return pending in self.pending or (pending.seq > self.in_seq and not self.has_result(pending.seq))
 
-    def bases(self, entries: Sequence[Entry]) -> dict[int, str]:
-        """Return the bases of the forks that these requests have opened, as their results name them."""
-        found = ((entry.seq, self._early.get(entry.seq)) for entry in entries)
-        named = ((seq, early.entry.headers.get(BASE_HEADER)) for seq, early in found if early)
-        return {seq: base for seq, base in named if base is not None}
+    def parts_of(self, seq: int) -> str | None:
+        """Return where the log has what the result of the unread request at `seq` has no room for."""
+        early = self._early.get(seq)
+        return early.entry.headers.get(PARTS_HEADER) if early else None
 
-    def add_requests(self, entries: Sequence[Entry], bases: Mapping[int, History | None]) -> None:
+    def add_requests(self, entries: Sequence[Entry], parts: Mapping[int, History | str | None]) -> None:
         """Add the next requests: apply those with a result, queue the others.
 
-        `bases` has what forks took from their parents, by the sequence of the request that opened the fork.
-
-        Applying requests tokenises text, so call this on a thread. Requests without a result are only
-        decoded.
+        `parts` has what their results have no room for, by the sequence of the request: what a fork took from
+        its parent, or an input's tokens; None if that is gone.
         """
         if self.in_seq == 0 and entries:
             self.history = self._fold.begin(_began(entries[0]))
@@ -280,18 +264,15 @@ class Record:
             if entry.seq in self._answered_unread:
                 self._answered_unread.remove(entry.seq)  # its id was added when it was answered
             else:
-                self._add_request(entry, self._early.pop(entry.seq, None), bases.get(entry.seq))
+                self._add_request(entry, self._early.pop(entry.seq, None), parts.get(entry.seq))
             self.in_seq = max(self.in_seq, entry.seq)
 
     def end_fold(self) -> None:
-        """Finish the first reading of the log: compare the history with the digest in the last result.
-
-        Raises `CutOffError`.
-        """
+        """Finish the first reading of the log: compare the history with the digest in the last result."""
         self.folded = True
         proof = self._proof
-        if self.diverged is None and proof and not self.history.has_digest(proof.headers[HISTORY_HEADER]):
-            self._diverge("this model makes other tokens of the same log", proof)
+        if self.diverged is None and proof and self.history.digest() != proof.headers[HISTORY_HEADER]:
+            self._diverge("the entries up to a result come to other tokens than it states", proof)
 
     def mark_diverged(self, why: str) -> None:
         """Stop reading the log; from now on requests fail with `history_diverged`."""
@@ -306,10 +287,11 @@ class Record:
         self.out_seq = out_seq
         self.history = history
         self._num_since_checkpoint += 1
+        self._num_committed += 1
         if pending.request is not None and _is_first(result):
             self.answered_ids.add(pending.request.id, AnsweredAt(pending.seq, out_seq))
 
-    def _add_request(self, entry: Entry, recorded: _EarlyResult | None, base: History | None) -> None:
+    def _add_request(self, entry: Entry, recorded: _EarlyResult | None, parts: History | str | None) -> None:
         if recorded is not None and self.pending and not _changes_nothing(recorded.result):
             self._ignore(recorded.entry)  # a worker answers out of order only to cancel or expire a request
             recorded = None
@@ -320,13 +302,13 @@ class Record:
         request, result, out = pending.request, recorded.result, recorded.entry
         # A close without a session before it belongs to a forgotten session with its entries gone: its digest
         # proves nothing here. Nor does that of a request cancelled behind an unanswered close, or of a
-        # repeat: earlier versions answered repeats with an empty history, if they could not read the log.
+        # repeat.
         is_of_forgotten = isinstance(result, Closed) and not self.history.exists
         changes = result.repeat_of is None and not _changes_nothing(result)
         proves = HISTORY_HEADER in out.headers and not is_of_forgotten and changes
         if changes:
             self._last_position = 0 if isinstance(result, Closed) else result.position or 0
-        self.proven_seq = entry.seq if proves else 0
+        self.proven_seq = entry.seq if proves else self.proven_seq
         self._num_since_checkpoint += 1
         if self.last is None or self.last[0] < out.seq:
             self.last = (out.seq, pending, result)
@@ -339,8 +321,12 @@ class Record:
         if request is None or isinstance(result, UnknownResult):
             self._diverge_by_version(entry, result, out)
             return
+        base, packed = (None, parts) if isinstance(parts, str) else (parts, None)
+        if parts is None and PARTS_HEADER in out.headers and not isinstance(request, Open):
+            self._diverge("the tokens of a result's input are gone from the log", out)
+            return
         try:
-            self.history = self._fold.replay(self.history, request, result, base)
+            self.history = self._fold.replay(self.history, request, result, base, packed)
         except DivergedError as error:
             self._diverge(str(error), out)
 
@@ -359,8 +345,7 @@ class Record:
         )
 
     def _diverge(self, why: str, entry: Entry) -> None:
-        model = entry.headers.get(MODEL_HEADER, "an unknown model")
-        self.diverged = f"{why}; it was written with {model}: serve that one, or go on in a new session"
+        self.diverged = f"the log is damaged at sequence {entry.seq}: {why}; go on in a new session"
 
 
 def pending_at(entry: Entry, decode: Callable[[bytes], Request] = decode_request) -> Pending:

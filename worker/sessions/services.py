@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
     from typing import Any
 
+    from anyio import Semaphore
+
     from turnkeep_client.subjects import SessionKey
     from worker.device.engine import Engine
     from worker.observe.otlp import Traces
@@ -19,7 +21,6 @@ if TYPE_CHECKING:
 
     from .attempts import Attempts, SharedLock
     from .execution import Execution
-    from .gate import Gate
     from .history import Fold
     from .shares import Shares
     from .trail import Trails
@@ -30,7 +31,7 @@ class Services:
     """What every session gets.
 
     `ack` acknowledges the deliveries of a session that has answered all its requests. `shares` limits how
-    many sessions of a tenant work at once, `fold_gate` how many logs are read at once. `build` is a header of
+    many sessions of a tenant work at once, `reading` how many logs are read at once. `build` is a header of
     every result.
     """
 
@@ -42,7 +43,7 @@ class Services:
     telemetry: Telemetry
     trails: Trails
     ack: Callable[[SessionKey], Coroutine[Any, Any, None]]
-    fold_gate: Gate
+    reading: Semaphore
     shares: Shares
     attempts: Attempts
     retention: Retention

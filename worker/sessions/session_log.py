@@ -10,13 +10,22 @@ from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from anyio import Lock, sleep
+from msgspec.structs import replace
 
 from cache.names.errors import CutOffError
 from turnkeep_client.checkpoints import Link
 from turnkeep_client.errors import InvalidMessageError
-from turnkeep_client.log import BASE_HEADER, BUILD_HEADER, CHECKPOINT_HEADER, HISTORY_HEADER, MODEL_HEADER
-from turnkeep_client.messages import Failed, Opened, decode_answered, encode, encode_repeat
-from worker.process.concurrency import in_thread
+from turnkeep_client.log import BUILD_HEADER, CHECKPOINT_HEADER, HISTORY_HEADER, MODEL_HEADER, PARTS_HEADER
+from turnkeep_client.messages import (
+    Appended,
+    Failed,
+    Generated,
+    Open,
+    Opened,
+    decode_answered,
+    encode,
+    encode_repeat,
+)
 from worker.wire.journal import FencedError, TooLargeError
 
 from .execution import failed
@@ -24,7 +33,6 @@ from .record import Record, pending_at
 from .trail import Trail
 
 if TYPE_CHECKING:
-    from cache.names.tokens import Tokens
     from turnkeep_client.messages import Request, Result
     from turnkeep_client.subjects import SessionKey
     from worker.wire.intake import Delivery
@@ -32,13 +40,14 @@ if TYPE_CHECKING:
 
     from .answered import AnsweredAt
     from .attempts import Doubt
-    from .checkpoint import Delta
     from .history import History
     from .record import Pending
     from .services import Services
 
 #: Pause until a replica that lags is read again.
 LAG_S: Final = 0.05
+#: Characters of an input's tokens in a result; longer ones are stored before it.
+_MOST_INPUT: Final = 8192
 
 
 class AnsweredRequest(NamedTuple):
@@ -112,7 +121,7 @@ class SessionLog:
             num_foreign = record.num_foreign
             if not record.folded:
                 services, key = self._services, self.key
-                async with services.fold_gate.enter(key.tenant), services.retention.lock(key):
+                async with services.reading, services.retention.lock(key):
                     try:
                         try:
                             await self._fold(record)
@@ -128,8 +137,8 @@ class SessionLog:
 
     async def _fold(self, record: Record) -> None:
         """Read requests with their results, page by page, up to the first request without a result."""
-        doubt, max_attempts = self._doubt, self._services.attempts.max_attempts
-        if doubt.num_failures >= max_attempts:
+        doubt = self._doubt
+        if doubt.num_failures >= self._services.attempts.max_attempts:
             record.mark_diverged("its log cannot be read, this worker's log says why")
         if not doubt.is_raised:
             await self._read_log(record, self._rung_seq)
@@ -139,22 +148,18 @@ class SessionLog:
             # A new request came before the redelivery of the old one, which may have crashed a worker.
             await doubt.begin()
             return
+        await doubt.begin()
         # A dead worker may have acknowledged requests behind the delivered one, and just answered some.
         journal = self._services.journal
         until = max(self._rung_seq, await journal.last_seq(self.key, "in"))
-        answered = await journal.last_seq(self.key, "out")
-        async with doubt.reading(whole=record.whole) as num_ended:
-            if num_ended > max_attempts:
-                record.mark_diverged(f"reading its log has ended {num_ended} workers")
-            await self._read_log(record, until, answered)
+        await self._read_log(record, until, await journal.last_seq(self.key, "out"))
 
     async def _read_log(self, record: Record, until: int, answered: int = 0) -> None:
         """Do the work of `_fold`; the log has, or had, a request at `until` and a result at `answered`."""
         journal = self._services.journal
-        deltas: list[Delta] = []
         first_seq = 0  # the first request that was read, or the checkpoint's
         record.has_more = more_results = True
-        if record.diverged is None and (found := await self._trail.find(whole=record.whole)):
+        if record.diverged is None and not record.whole and (found := await self._trail.find()):
             record.resume(found.checkpoint)
             record.add_results(found.results)
             first_seq = found.checkpoint.in_seq
@@ -167,10 +172,7 @@ class SessionLog:
                         self.key, "out", record.out_seq, until=answered
                     )
                     record.add_results(results)
-                # Tokenises all messages of the page: too long for the event loop.
-                await in_thread(record.add_requests, requests, await self._bases(record, requests))
-                if record.proven_seq and (delta := record.next_delta(record.proven_seq)):
-                    deltas.append(delta)
+                record.add_requests(requests, await self._parts(record, requests))
             while more_results:
                 results, more_results = await journal.page(self.key, "out", record.out_seq, until=answered)
                 record.add_results(results)
@@ -186,9 +188,8 @@ class SessionLog:
         record.end_fold()
         if first_seq and first_seq != self._fresh_seq:  # removals begin with the first
             await self._check_is_there(first_seq)
-        if deltas and record.diverged is None:
-            for delta in deltas:
-                self._trail.add(delta)
+        if record.proven_seq and (checkpoint := record.next_checkpoint(record.proven_seq)):
+            self._trail.add(checkpoint)
             # The next result must name it: a session may be put away after each, and would read ever more.
             await self._trail.stored()
         if not record.has_more:
@@ -208,15 +209,22 @@ class SessionLog:
         requests, record.has_more = await journal.page(self.key, "in", record.in_seq, until=until)
         if requests and requests[0].seq != self._fresh_seq:
             await self._check_is_there(requests[0].seq)
-        # Mostly only queued, so not worth a thread; a replica that lagged may have shown results before them.
-        record.add_requests(requests, await self._bases(record, requests))
+        record.add_requests(requests, await self._parts(record, requests))
         if not record.has_more:
             record.in_seq = max(record.in_seq, until)
 
-    async def _bases(self, record: Record, requests: list[Entry]) -> dict[int, History | None]:
-        """Read what the forks that these requests have opened took from their parents."""
-        named = record.bases(requests).items()
-        return {seq: await self._trail.base(Link.parse(link)) for seq, link in named}
+    async def _parts(self, record: Record, requests: list[Entry]) -> dict[int, History | str | None]:
+        """Read what the results of these requests have no room for."""
+        found: dict[int, History | str | None] = {}
+        for entry in requests:
+            if (link := record.parts_of(entry.seq)) is not None:
+                packed = await self._trail.read(Link.parse(link))
+                opens = isinstance(pending_at(entry, decode_answered).request, Open)
+                if packed is None or opens:
+                    found[entry.seq] = await self._trail.base(packed)
+                else:
+                    found[entry.seq] = packed.decode()
+        return found
 
     async def _check_is_there(self, seq: int) -> None:
         """Raise `FencedError` if a request that was read has left the log.
@@ -241,27 +249,30 @@ class SessionLog:
             pending.done.set()
         return self.record
 
-    async def whole_tokens(self) -> Tokens:
-        """Return all tokens of the session.
-
-        Tokens that are no longer in memory are read from a stored checkpoint, if it has them.
-        """
-        tokens = self.record.history.tokens
-        whole = await self._trail.whole() if tokens.held_from else None
-        return tokens.filled(whole.tokens) if whole else tokens
-
     async def whole_history(self) -> History:
         """Return the history with all of its tokens and all of its conversation.
 
-        What is no longer in memory is read from a stored checkpoint. Raises `CutOffError` if that lacks it.
+        If a part is no longer in memory, reads the log from its beginning. Raises `CutOffError` if the log no
+        longer has the session as this worker knows it.
         """
-        history = self.record.history
-        if history.is_whole:
-            return history
-        whole = await self._trail.whole()
-        if whole is None:
-            raise CutOffError("no checkpoint has all of the session")
-        return history.filled(whole)
+        async with self._lock:
+            record = self.record
+            if record.history.is_whole:
+                return record.history
+            whole = Record(self._services.fold, whole=True)
+            more = has_results = True
+            while more and whole.in_seq < record.in_seq:
+                requests, more = await self._services.journal.page(self.key, "in", whole.in_seq)
+                requests = [entry for entry in requests if entry.seq <= record.in_seq]
+                while has_results and not all(whole.has_result(entry.seq) for entry in requests):
+                    results, has_results = await self._services.journal.page(self.key, "out", whole.out_seq)
+                    whole.add_results(results)
+                whole.add_requests(requests, await self._parts(whole, requests))
+                if whole.pending or not requests:
+                    break
+            if whole.history.digest() != record.history.digest() or not whole.history.is_whole:
+                raise CutOffError("the log no longer has all of the session")
+            return whole.history
 
     async def waiting(self, active: Pending | None, skip: int, limit: int) -> tuple[list[str], int]:
         """Return the ids of up to `limit` waiting requests after the first `skip`, and how many wait in all.
@@ -342,8 +353,10 @@ class SessionLog:
                 result = failed(pending, record.position, "invalid_request", message)
                 out_seq = await self._store(pending, result, history)
             record.committed(pending, result, out_seq, history)
-            if in_turn and not isinstance(result, Failed) and (delta := record.next_delta(pending.seq)):
-                self._trail.add(delta)
+            if in_turn and not isinstance(result, Failed):
+                record.proven_seq = pending.seq
+                if checkpoint := record.next_checkpoint(pending.seq):
+                    self._trail.add(checkpoint)
             return Committed(result, out_seq)
 
     async def _store(self, pending: Pending, result: Result, history: History) -> int:
@@ -363,7 +376,12 @@ class SessionLog:
         if self._trail.link is not None:
             headers[CHECKPOINT_HEADER] = str(self._trail.link)
         if isinstance(result, Opened) and result.parent and result.repeat_of is None:
-            headers[BASE_HEADER] = str(await self._trail.store_base(pending.seq, history))
+            headers[PARTS_HEADER] = str(await self._trail.store_base(pending.seq, history))
+        elif isinstance(result, Appended | Generated) and result.change and result.repeat_of is None:
+            packed = result.change.input
+            if len(packed) > min(_MOST_INPUT, self._services.trails.part_bytes // 8):
+                headers[PARTS_HEADER] = str(await self._trail.store(packed.encode()))
+                body = encode(replace(result, change=replace(result.change, input="")))
         while True:
             try:
                 return await journal.commit(self.key, body, record.out_seq, headers, server=self.server)

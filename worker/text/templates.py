@@ -1,42 +1,45 @@
 """Renders a session with the model's chat template, and finds the tokens that each turn adds.
 
-A turn adds the tokens that a render of the whole conversation would add. If the template now renders earlier
-messages to another text (trims an answer, drops its thoughts), the `Addition` says from which position on the
-history is replaced. Pure: no device, no broker, no clock.
+A conversation is a sequence of segments: prompts, answers, raw content. They say which tokens came from which
+messages, and are built from requests and results alone (`given`, `answered`), so reading a log renders and
+tokenises nothing. Only a turn that adds messages renders (`add_messages`, `start_answer`).
 
-The history is a sequence of segments: prompts, answers, raw content. Answers keep their sampled tokens, as
-the tokenizer might choose others for the same text. Prompts between two answers are tokenised as one text: a
-token may span two turns.
+What the model was given stays: a turn adds the text by which a render of all messages differs from a render
+of the earlier ones. If the template now renders earlier messages to another text (trims an answer, drops its
+thoughts), the `Addition` says from which position on the session's tokens are replaced. Both renders are by
+today's template, so one that was corrected continues the sessions of the old one.
 
-With a local template (`locality`) the cost of a turn depends on its size only: the last messages are rendered
-twice, without most earlier messages: first without the new messages, then with them. The first render must
-match the end of the session's text. The text that the second render adds is the text that a full render would
-add.
+Answers keep their sampled tokens, as the tokenizer might choose others for the same text. Prompts between two
+answers are tokenised as one text: a token may span two turns.
+
+With a local template (`locality`) the cost of a turn depends on its size only: only the last messages are
+rendered. Pure: no device, no broker, no clock.
 """
 
 from __future__ import annotations
 
-import json
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from itertools import takewhile
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
+from itertools import groupby, takewhile
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import msgspec
 from msgspec import Struct, structs
 
 from cache.names.errors import CutOffError
+from cache.names.tokens import pack, unpack
 from worker.models.content import index_after, unmarked
 from worker.models.tokenizer import TemplateError, Tokenizer
 
 from .locality import num_first
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 Message: TypeAlias = dict[str, Any]
 
-__all__ = ["Addition", "Conversation", "TemplateError", "Tokenizer"]
+__all__ = ["Addition", "Conversation", "Said", "TemplateError", "Tokenizer"]
 
 #: The date for templates that ask for it, if the session's start is unknown.
 _SOME_DAY: Final = datetime(2025, 1, 1, tzinfo=UTC)
@@ -56,24 +59,59 @@ class Addition:
     tokens: list[int]
 
 
+class Said(Struct, frozen=True, array_like=True, omit_defaults=True, dict=True):
+    """One message of a conversation, as a request or a result has it.
+
+    Special tokens that are spelled out in its texts are such if it is `trusted`. An answer has its tokens,
+    packed, as `ids`; its message is for tokenizers that do not know them, and empty for a part of an answer.
+    `thoughts` are an answer's reasoning: kept, or `leaving` with the next user message, or gone.
+    """
+
+    message: Message
+    trusted: bool = False
+    ids: bytes = b""
+    thoughts: Literal["kept", "leaving", "gone"] = "kept"
+
+
+#: Stands for the answer after its header.
+_EMPTY: Final = Said({"role": "assistant", "content": ""}, trusted=True)
+
+
 class Segment(Struct, frozen=True, array_like=True):
-    """The tokens `[start, end)` of a session and their text.
+    """The tokens `[start, end)` of a session, and where they come from.
 
     A prompt holds its messages and may end with the header of an answer. An end-of-turn token closes an
-    answer. Messages after raw content start a new conversation; `num_before` counts its messages before this
-    segment. The first `num_thought` characters of an answer's content are reasoning that leaves the session
-    when the next user message comes.
+    answer. Raw content has its text, unless it was given as tokens. Messages after it start a new
+    conversation; `num_before` counts its messages before this segment.
     """
 
     kind: Literal["prompt", "answer", "raw"]
     start: int
     end: int
-    text: str = ""
-    messages: tuple[Message, ...] = ()
+    said: tuple[Said, ...] = ()
     opens_answer: bool = False
     closed: bool = False
     num_before: int = 0
-    num_thought: int = 0
+    text: str | None = None
+
+
+class _Extras(Struct, frozen=True, array_like=True, dict=True):
+    """What is rendered beside the messages: tools, and further variables of the template."""
+
+    tools: tuple[Message, ...] = ()
+    variables: Message = {}
+
+
+class _Packed(Struct, frozen=True, array_like=True):
+    """A conversation in a checkpoint."""
+
+    started: datetime
+    segments: tuple[Segment, ...]
+    first: int
+    num_cut: int
+    base: int
+    head: tuple[Said, ...]
+    extras: _Extras
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,21 +122,12 @@ class _Target:
     text: str
 
 
-class Changes(NamedTuple):
-    """The difference between two conversations: numbers of kept segments and tokens, and new segments."""
-
-    kept_segments: int
-    kept_tokens: int
-    segments: list[Segment]
-
-
 @dataclass(frozen=True, slots=True)
 class Conversation:
     """A session's state besides its tokens. Immutable: every change returns a new object.
 
     The argument `history` is always the session's tokens before the change. `started` is the date that the
-    template may print: one date per session, so that a replay of its log gives the same tokens. `tools` are
-    rendered with the messages, and `variables` are further variables of the template.
+    template may print: one date per session, so that it does not change tomorrow.
     """
 
     tokenizer: Tokenizer
@@ -108,9 +137,8 @@ class Conversation:
     # What `shortened` left out: number of segments, position of their end, the first messages if among them.
     _num_cut: int = 0
     _base: int = 0
-    _head: tuple[Message, ...] = ()
-    tools: tuple[Message, ...] = ()
-    variables: dict[str, Any] = field(default_factory=dict)
+    _head: tuple[Said, ...] = ()
+    _extras: _Extras = field(default_factory=_Extras)
 
     @property
     def position(self) -> int:
@@ -122,81 +150,190 @@ class Conversation:
         """Whether the next messages continue a conversation, so that they are rendered with earlier ones."""
         return self._first < len(self._segments)
 
-    def add_messages(
-        self, history: Sequence[int], messages: Sequence[Message]
-    ) -> tuple[Conversation, Addition]:
-        """Add messages, after closing an answer that ended without its end-of-turn token.
-
-        Raises `TemplateError` if the template refuses them, and `CutOffError`.
-        """
-        if not messages:
-            return self, Addition(len(history), [])
-        return self._extend(history, messages, opens_answer=False)
-
-    def set_rendering(
-        self, history: Sequence[int], tools: Sequence[Message], variables: dict[str, Any]
-    ) -> tuple[Conversation, Addition]:
-        """Change tools and variables; earlier messages are rendered again, as these may stand before them.
-
-        Raises `TemplateError` and `CutOffError`.
-        """
-        changed = replace(self, tools=tuple(tools), variables=variables)
-        if not self.has_messages or (changed.tools, variables) == (self.tools, self.variables):
-            return changed, Addition(len(history), [])
-        return changed._extend(history, (), opens_answer=False, whole=True)  # noqa: SLF001  # of this class
+    @property
+    def tools(self) -> tuple[Message, ...]:
+        """The tools, as a request gave them."""
+        return self._extras.tools
 
     @property
-    def plain_tools(self) -> list[dict[str, Any]]:
-        """The tools as the request gave them, without marks."""
-        found: list[dict[str, Any]] = json.loads(unmarked(json.dumps(self.tools, ensure_ascii=False)))
-        return found
+    def plain_tools(self) -> list[Message]:
+        """A copy of the tools."""
+        return deepcopy(list(self.tools))
 
-    def start_answer(self, history: Sequence[int], *, raw: bool = False) -> tuple[Conversation, Addition]:
-        """Add the assistant header that a generate needs.
+    @property
+    def variables(self) -> Message:
+        """Further variables of the template, as a request gave them."""
+        return self._extras.variables
 
-        Adds nothing with `raw`, in a session without messages, after raw content, and after an answer without
-        its end-of-turn token: the generate continues that answer. Raises `TemplateError` and `CutOffError`.
-        """
-        segments = self._segments[self._first :]
-        if (
-            raw
-            or not segments
-            or segments[-1].opens_answer
-            or (segments[-1].kind == "answer" and not segments[-1].closed)
-        ):
-            return self, Addition(len(history), [])
-        return self._extend(history, (), opens_answer=True)
+    # What requests and results say, by which a log is read.
 
-    def add_answer(
-        self, history: Sequence[int], tokens: Sequence[int], *, keeps_reasoning: bool = True
+    def with_extras(
+        self, tools: Sequence[Message] | None, variables: Mapping[str, Any] | None
     ) -> Conversation:
-        """Add generated tokens; the last one may be an end-of-turn token.
+        """Change what is rendered beside the messages; None leaves it as it is."""
+        extras = _Extras(
+            self.tools if tools is None else tuple(tools),
+            self.variables if variables is None else dict(variables),
+        )
+        return self if extras == self._extras else replace(self, _extras=extras)
+
+    def given(self, said: Sequence[Said], keep: int, end: int, *, opens_answer: bool) -> Conversation:
+        """Add messages and perhaps the header of an answer, which left `keep` tokens and ended at `end`.
+
+        Messages whose tokens did not stay belong to the new prompt, with the answers among them.
+        """
+        num_kept = len(self._segments)
+        while num_kept > self._first and self._segments[num_kept - 1].end > keep:
+            num_kept -= 1
+        kept, gone = list(self._segments[:num_kept]), self._segments[num_kept:]
+        before = kept[self._first :]
+        if gone:
+            last = before[-1:] if before and before[-1].opens_answer else []
+            earlier = _said_in([*last, *gone], drops=_has_question(said))
+            if last:  # the answer becomes a message of the new segment
+                kept[-1] = structs.replace(kept[-1], opens_answer=False)
+                earlier = earlier[len(last[0].said) :]
+            said = [*earlier, *said]
+        num_before = _num_up_to(kept[-1]) if before else 0
+        start = kept[-1].end if kept else self._base
+        added = Segment("prompt", start, end, tuple(said), opens_answer=opens_answer, num_before=num_before)
+        return replace(self, _segments=(*kept, added))
+
+    def opens_answer(self, *, raw: bool = False) -> bool:
+        """Whether a generate needs the header of an answer.
+
+        Not with `raw`, in a session without messages, after raw content, after a header, and after an answer
+        without its end-of-turn token: the generate continues that answer.
+        """
+        if raw or not self.has_messages:
+            return False
+        last = self._segments[-1]
+        return not (last.opens_answer or (last.kind == "answer" and not last.closed))
+
+    def answered(
+        self,
+        history: Sequence[int],
+        tokens: Sequence[int],
+        message: Message,
+        *,
+        keeps_reasoning: bool = True,
+    ) -> Conversation:
+        """Add generated tokens, and the message that they say; the last one may be an end-of-turn token.
 
         Without `keeps_reasoning` the answer's reasoning leaves the session with the next user message. After
         an assistant header or an unfinished answer the tokens belong to the assistant; otherwise they are raw
         content.
         """
         last = self._segments[-1] if self._segments else None
-        if (
-            not tokens
-            or last is None
-            or not (last.opens_answer or (last.kind == "answer" and not last.closed))
-        ):
-            return self.add_raw(history, tokens)[0]
+        if not tokens:
+            return self
+        if last is None or not (last.opens_answer or (last.kind == "answer" and not last.closed)):
+            end = len(history) + len(tokens)
+            return self.with_raw(len(history), end, message.get("content"))
         if last.kind == "prompt":
-            answer = self._answer(len(history), tokens, _num_up_to(last) - 1, keeps_reasoning=keeps_reasoning)
-            return self._with(answer)
+            num_before = _num_up_to(last) - 1
+            answer = self._answer(len(history), tokens, num_before, message, keeps=keeps_reasoning)
+            return replace(self, _segments=(*self._segments, answer))
         whole = [*history[last.start :], *tokens]
-        answer = self._answer(last.start, whole, last.num_before, keeps_reasoning=keeps_reasoning)
+        both = _joined(last.said[0].message, message)
+        answer = self._answer(last.start, whole, last.num_before, both, keeps=keeps_reasoning)
         return replace(self, _segments=(*self._segments[:-1], answer))
 
-    def add_raw(self, history: Sequence[int], tokens: Sequence[int]) -> tuple[Conversation, Addition]:
-        """Add text or tokens without the template; later messages start a new conversation after them."""
-        if not tokens:
+    def with_raw(self, keep: int, end: int, text: str | None) -> Conversation:
+        """Add raw content, with its text unless it was given as tokens; later messages start a new one.
+
+        It left `keep` tokens and ended at `end`.
+        """
+        if keep == end:
+            return self
+        kept = [segment for segment in self._segments if segment.end <= keep]
+        texts = [one.text if one.kind == "raw" else None for one in self._segments[len(kept) :]]
+        known = [one for one in (*texts, text) if one is not None]
+        whole = "".join(known) if len(known) == len(texts) + 1 else None
+        start = kept[-1].end if kept else self._base
+        segments = (*kept, Segment("raw", start, end, text=whole))
+        return replace(self, _segments=segments, _first=len(segments), _head=())
+
+    def tokenised_anew(self, num_raw: int) -> Conversation:
+        """Return the conversation for another tokenizer, before its input is added: see `parts`.
+
+        The first `num_raw` tokens are raw content.
+        """
+        said = [Said(one.message, one.trusted) for one in _said_in(self._segments[self._first :])]
+        raw = [one.text or "" for one in self._segments[: self._first]]
+        segments = [Segment("raw", 0, num_raw, text="".join(raw))] if num_raw else []
+        first = len(segments)
+        if said:  # of no tokens yet: `given` puts them into the new prompt
+            segments.append(Segment("prompt", num_raw, num_raw + 1, tuple(said)))
+        return replace(self, _segments=tuple(segments), _first=first, _num_cut=0, _base=0, _head=())
+
+    def parts(self) -> Iterator[str | list[Said] | None]:
+        """Yield what was said, without tokens: texts, and messages; None for what is known as tokens only.
+
+        Raises `CutOffError`.
+        """
+        if self._base:
+            raise CutOffError("what was said at the beginning was left out")
+        for is_raw, run in groupby(self._segments, lambda segment: segment.kind == "raw"):
+            segments = list(run)
+            if is_raw:
+                yield from (segment.text for segment in segments)
+                continue
+            said = [one for one in _said_in(segments) if one is not _EMPTY]
+            if not all(one.message for one in said):
+                yield None
+            yield [Said(one.message, one.trusted) for one in said]
+
+    # What a turn adds to the tokens.
+
+    def add_messages(
+        self, history: Sequence[int], messages: Sequence[Message], *, trusted: bool = True
+    ) -> tuple[Conversation, Addition]:
+        """Add messages, after closing an answer that ended without its end-of-turn token.
+
+        Raises `TemplateError` if the template refuses them, and `CutOffError`.
+        """
+        return self.add_said(history, [Said(one, trusted) for one in messages])
+
+    def add_said(self, history: Sequence[int], said: Sequence[Said]) -> tuple[Conversation, Addition]:
+        """Do `add_messages`."""
+        if not said:
             return self, Addition(len(history), [])
-        addition = Addition(len(history), list(tokens))
-        segments = (*self._segments, Segment("raw", len(history), len(history) + len(tokens)))
-        return replace(self, _segments=segments, _first=len(segments), _head=()), addition
+        return self._extend(history, said, opens_answer=False)
+
+    def set_extras(
+        self, history: Sequence[int], tools: Sequence[Message] | None, variables: Mapping[str, Any] | None
+    ) -> tuple[Conversation, Addition]:
+        """Do `with_extras`; earlier messages are rendered again, as these may stand before them.
+
+        Raises `TemplateError` and `CutOffError`.
+        """
+        changed = self.with_extras(tools, variables)
+        if changed is self or not self.has_messages:
+            return changed, Addition(len(history), [])
+        return changed._extend(history, (), opens_answer=False, anew=True)  # noqa: SLF001  # of this class
+
+    def start_answer(self, history: Sequence[int], *, raw: bool = False) -> tuple[Conversation, Addition]:
+        """Add the assistant header that a generate needs, if `opens_answer`.
+
+        Raises `TemplateError` and `CutOffError`.
+        """
+        if not self.opens_answer(raw=raw):
+            return self, Addition(len(history), [])
+        return self._extend(history, (), opens_answer=True)
+
+    def add_answer(
+        self, history: Sequence[int], tokens: Sequence[int], *, keeps_reasoning: bool = True
+    ) -> Conversation:
+        """Do `answered` for tokens alone."""
+        return self.answered(history, tokens, {}, keeps_reasoning=keeps_reasoning)
+
+    def add_raw(
+        self, history: Sequence[int], tokens: Sequence[int], text: str | None = None
+    ) -> tuple[Conversation, Addition]:
+        """Add text or tokens without the template; later messages start a new conversation after them."""
+        start = len(history)
+        return self.with_raw(start, start + len(tokens), text), Addition(start, list(tokens))
 
     def rewind(self, history: Sequence[int], position: int) -> Conversation:
         """Drop everything from `position` on.
@@ -205,15 +342,15 @@ class Conversation:
         content. Raises `CutOffError`.
         """
         if not position:
-            return Conversation(self.tokenizer, self.started, tools=self.tools, variables=self.variables)
+            return self.emptied()
         if position <= self._base:
             raise CutOffError("the part to rewind to was left out")
         segments = [segment for segment in self._segments if segment.end <= position]
         if len(segments) < len(self._segments):
             cut = self._segments[len(segments)]
             if cut.start < position and cut.kind == "answer":
-                kept, keeps = history[cut.start : position], not cut.num_thought
-                segments.append(self._answer(cut.start, kept, cut.num_before, keeps_reasoning=keeps))
+                kept, keeps = history[cut.start : position], cut.said[0].thoughts == "kept"
+                segments.append(self._answer(cut.start, kept, cut.num_before, {}, keeps=keeps))
             elif cut.start < position:
                 segments.append(Segment("raw", cut.start, position))
         first = _first(segments)
@@ -221,16 +358,20 @@ class Conversation:
             raise CutOffError("the beginning of the conversation was left out")
         return replace(self, _segments=tuple(segments), _first=first)
 
-    def in_reasoning(self) -> bool:
+    def in_reasoning(self, history: Sequence[int]) -> bool:
         """Whether the next token of the answer belongs to its reasoning."""
         pair, last = self.tokenizer.dialect.reasoning, self._segments[-1] if self._segments else None
         if pair is None or last is None:
             return False
         if last.kind == "answer":  # unfinished; the header before it may have opened the reasoning
-            before = self._segments[-2].text if len(self._segments) > 1 else ""
-            text = unmarked(before[-len(pair[0]) - 8 :] + last.text)
+            before = self._text(history, self._segments[-2]) if len(self._segments) > 1 else ""
+            text = before[-len(pair[0]) - 8 :] + self._text(history, last)
             return not last.closed and text.rfind(pair[0]) > text.rfind(pair[1])
-        return last.opens_answer and last.text.rstrip().endswith(pair[0])
+        return last.opens_answer and self._text(history, last).rstrip().endswith(pair[0])
+
+    def emptied(self) -> Conversation:
+        """Return the conversation before anything was said, with the same extras."""
+        return Conversation(self.tokenizer, self.started, _extras=self._extras)
 
     @property
     def begins(self) -> int:
@@ -264,7 +405,7 @@ class Conversation:
             start = max(self._first - 1, 0)  # keep the raw content before the conversation
         if not start:
             return self
-        head = self._head or tuple(self._first_messages(num_head)) if start > self._first else ()
+        head = self._head or tuple(self._first_said(num_head)) if start > self._first else ()
         return replace(
             self,
             _segments=segments[start:],
@@ -274,162 +415,128 @@ class Conversation:
             _head=head,
         )
 
-    def filled(self, whole: Conversation) -> Conversation:
-        """Return the conversation with what `shortened` left out, from an earlier state that has it.
-
-        Raises `CutOffError` if that state lacks it too.
-        """
-        if not self._num_cut:
-            return self
-        before = whole._segments[: self._num_cut]  # of this class
-        if whole.begins or len(before) < self._num_cut or before[-1].end != self._base:
-            raise CutOffError("the earlier state lacks the beginning of the conversation too")
-        segments = (*before, *self._segments)
-        return replace(self, _segments=segments, _first=_first(segments), _num_cut=0, _base=0, _head=())
-
-    def changes(self, since: Conversation) -> Changes:
-        """Return the changes since an earlier state. If it was shortened since, all segments count as new."""
-        if self._num_cut != since._num_cut:
-            return Changes(0, 0, list(self._segments))  # shortened since: all have changed
-        kept = 0
-        for mine, earlier in zip(self._segments, since._segments, strict=False):
-            if mine is not earlier:
-                break
-            kept += 1
-        end = self._segments[kept - 1].end if kept else self._base
-        return Changes(self._num_cut + kept, end, list(self._segments[kept:]))
-
     def pack(self) -> bytes:
         """Encode for `unpack`."""
-        started, first = self.started.isoformat(), self._first
-        return pack_segments((started, first, self._num_cut, self._base, self._head, self._segments))
+        parts = (self._segments, self._first, self._num_cut, self._base, self._head, self._extras)
+        return msgspec.msgpack.encode(_Packed(self.started, *parts))
 
     @classmethod
     def unpack(cls, tokenizer: Tokenizer, packed: bytes) -> Conversation:
-        """Decode what `pack` returned. Raises `ValueError` and `MsgspecError`."""
-        started, first, num_cut, base, head, segments = msgspec.convert(json.loads(packed), _Packed)
-        return cls(tokenizer, datetime.fromisoformat(started), segments, first, num_cut, base, head)
-
-    @classmethod
-    def of(cls, tokenizer: Tokenizer, started: datetime, segments: Sequence[Segment]) -> Conversation:
-        """Build the conversation of these segments, without tools."""
-        return cls(tokenizer, started, tuple(segments), _first(segments))
-
-    def pack_rendering(self) -> bytes | None:
-        """Encode tools and variables, for `with_rendering`; None if there are none."""
-        if self.variables:
-            return pack_segments({"tools": self.tools, "variables": self.variables})
-        return pack_segments(self.tools) if self.tools else None
-
-    def with_rendering(self, packed: bytes) -> Conversation:
-        """Return the conversation with what `pack_rendering` encoded. Raises `ValueError`."""
-        found = json.loads(packed)
-        variables = {}
-        if isinstance(found, dict):
-            found, variables = found["tools"], found["variables"]
-        return replace(self, tools=tuple(found), variables=variables)
-
-    def _with(self, segment: Segment) -> Conversation:
-        return replace(self, _segments=(*self._segments, segment))
+        """Decode what `pack` returned. Raises `MsgspecError`."""
+        return cls(tokenizer, *structs.astuple(msgspec.msgpack.decode(packed, type=_Packed)))
 
     def _answer(
-        self, start: int, tokens: Sequence[int], num_before: int, *, keeps_reasoning: bool
+        self, start: int, tokens: Sequence[int], num_before: int, message: Message, *, keeps: bool
     ) -> Segment:
-        closed = tokens[-1] in self.tokenizer.eos_ids
-        lead, content = self.tokenizer.answer_content(tokens[:-1] if closed else tokens)
-        num_thought = 0
-        if not keeps_reasoning and (pair := self.tokenizer.dialect.reasoning):
-            at = content.rfind(pair[1])
-            rest = content[at + len(pair[1]) :].lstrip() if at >= 0 else ""
-            num_thought = len(content) - len(rest) if at >= 0 or content.startswith(pair[0]) else 0
-        return Segment(
-            "answer",
-            start,
-            start + len(tokens),
-            lead + content + (self.tokenizer.decode(tokens[-1:]) if closed else ""),
-            ({"role": "assistant", "content": content},),
-            closed=closed,
-            num_before=num_before,
-            num_thought=num_thought,
-        )
+        said = Said(message, ids=pack(tokens), thoughts="kept" if keeps else "leaving")
+        end, closed = start + len(tokens), tokens[-1] in self.tokenizer.eos_ids
+        return Segment("answer", start, end, (said,), closed=closed, num_before=num_before)
 
-    def _messages(self, segments: Sequence[Segment], *, drops: bool = False) -> list[Message]:
-        """List the messages of the segments; a header without an answer counts as an empty message.
-
-        With `drops`, without the reasoning that is not to be kept.
-        """
-        messages: list[Message] = []
-        for segment in segments:
-            if segment.kind == "answer":
-                messages.pop()
-            if drops and segment.num_thought:
-                said = str(segment.messages[0]["content"])[segment.num_thought :]
-                messages.append({**segment.messages[0], "content": said})
+    def _ready(self, said: Said) -> Message:
+        """Return a message as the template gets it. Kept with the message, as marking it takes time."""
+        found: Message | None = said.__dict__.get("ready")
+        if found is None:
+            if said.ids:
+                found = self._answer_message(said)
             else:
-                messages += segment.messages
-            if segment.opens_answer:
-                messages.append({"role": "assistant", "content": ""})
-        return messages
+                found = said.message if said.trusted else self.tokenizer.as_content(said.message)
+            said.__dict__["ready"] = found
+        return found
 
-    def _render(self, messages: Sequence[Message], *, header: bool) -> str:
+    def _answer_message(self, said: Said) -> Message:
+        tokens = unpack(said.ids)
+        closed = tokens[-1] in self.tokenizer.eos_ids
+        _, content = self.tokenizer.answer_content(tokens[:-1] if closed else tokens)
+        if said.thoughts == "gone" and (pair := self.tokenizer.dialect.reasoning):
+            at = content.rfind(pair[1])
+            if at >= 0:
+                content = content[at + len(pair[1]) :].lstrip()
+            elif content.startswith(pair[0]):
+                content = ""
+        return {"role": "assistant", "content": content}
+
+    def _render(self, said: Sequence[Said], *, header: bool) -> str:
+        ready = self._extras.__dict__
+        if not ready:
+            tools = [_rendered(tool) for tool in self.tools]
+            ready["tools"], ready["variables"] = map(self.tokenizer.as_tools, (tools, self.variables))
         return self.tokenizer.render(
-            messages,
+            [self._ready(one) for one in said],
             add_generation_prompt=header,
             started=self.started,
-            tools=[_rendered(tool) for tool in self.tools],
-            variables=self.variables,
+            tools=ready["tools"],
+            variables=ready["variables"],
         )
+
+    def _text(self, history: Sequence[int], segment: Segment) -> str:
+        return self.tokenizer.decode(history[segment.start : segment.end])
 
     def _extend(
         self,
         history: Sequence[int],
-        messages: Sequence[Message],
+        said: Sequence[Said],
         *,
         opens_answer: bool,
-        whole: bool = False,
+        anew: bool = False,
     ) -> tuple[Conversation, Addition]:
         """Extend the conversation by messages as the template renders it.
 
-        Keeps as many tokens as possible. With `whole` any part of the text may have changed.
+        Keeps as many tokens as possible. With `anew` any part of the text may have changed.
         """
-        near = None if whole else self._near_target(messages, header=opens_answer)
-        extended = near and self._reach(near, history, messages, opens_answer=opens_answer)
-        if extended:
-            return extended
-        if self._head:
-            raise CutOffError("the template needs messages that were left out")
-        every = [*self._messages(self._segments[self._first :], drops=_has_question(messages)), *messages]
-        target = _Target(self._first, self._render(every, header=opens_answer))
-        extended = self._reach(target, history, messages, opens_answer=opens_answer)
-        if extended is None:
+        near = None if anew else self._near_target(history, said, header=opens_answer)
+        addition = None if near is None else self._reach(near, history)
+        if addition is None:
+            if self._head:
+                raise CutOffError("the template needs messages that were left out")
+            addition = self._reach(self._whole_target(history, said, header=opens_answer, anew=anew), history)
+        if addition is None:
             raise AssertionError("a render from the first segment cannot fail")
-        return extended
+        end = addition.keep + len(addition.tokens)
+        return self.given(said, addition.keep, end, opens_answer=opens_answer), addition
 
-    def _near_target(self, messages: Sequence[Message], *, header: bool) -> _Target | None:
+    def _whole_target(
+        self, history: Sequence[int], said: Sequence[Said], *, header: bool, anew: bool
+    ) -> _Target:
+        """Return the text of the whole conversation."""
+        segments = self._segments[self._first :]
+        every = [*_said_in(segments, drops=_has_question(said)), *said]
+        wanted = self._render(every, header=header)
+        prompts = _without_last_answer(segments)
+        own = "".join(self._text(history, one) for one in prompts)
+        if prompts and not anew and not unmarked(wanted).startswith(own):
+            more = self._more(_said_in(prompts), wanted, opened=prompts[-1].opens_answer)
+            wanted = wanted if more is None else own + more
+        return _Target(self._first, wanted)
+
+    def _more(self, said: Sequence[Said], wanted: str, *, opened: bool) -> str | None:
+        """Return what `wanted` has behind the render of earlier messages; None if it does not begin so."""
+        try:
+            known = self._render(said[:-1] if opened else said, header=opened)
+        except TemplateError:
+            return None
+        return wanted[len(known) :] if wanted.startswith(known) else None
+
+    def _near_target(self, history: Sequence[int], said: Sequence[Said], *, header: bool) -> _Target | None:
         """Find the text after the second last answer, without rendering the text before it.
 
-        None if the conversation is short, the template looks back, or the session's text differs from what
-        the template renders.
+        None if the conversation is short, or the template looks back.
         """
         segments, num_head = self._segments, num_first(self.tokenizer.template)
         if num_head is None or (found := self._near(num_head)) is None:
             return None
         lead, start, end = found
         odd = (segments[lead].num_before - num_head) % 2  # leave out an even number: indices stay odd or even
-        head = self._head or self._first_messages(num_head)
-        before = self._messages(segments[lead:end])[odd:]
-        opened = segments[end - 1].opens_answer
-        after = [*self._messages(segments[lead:], drops=_has_question(messages))[odd:], *messages]
+        head = self._head or self._first_said(num_head)
+        before = _said_in(segments[lead:end])[odd:]
+        after = [*_said_in(segments[lead:], drops=_has_question(said))[odd:], *said]
         try:
-            known = self._render([*head, *(before[:-1] if opened else before)], header=opened)
             wanted = self._render([*head, *after], header=header)
         except TemplateError:
             return None
-        own = "".join(segment.text for segment in segments[start:end])
-        shared = len(known) - len(own)
-        if shared < 0 or known[shared:] != own or wanted[:shared] != known[:shared]:
+        more = self._more([*head, *before], wanted, opened=segments[end - 1].opens_answer)
+        if more is None:
             return None
-        return _Target(start, wanted[shared:])
+        return _Target(start, "".join(self._text(history, one) for one in segments[start:end]) + more)
 
     def _near(self, num_head: int) -> tuple[int, int, int] | None:
         """Find the segments to render again: where rendering starts, where the text is needed, and its end.
@@ -437,8 +544,7 @@ class Conversation:
         The template may use the first `num_head` messages for any text. None if the conversation is short.
         """
         first, segments = self._first, self._segments
-        # The last render ended with a prompt; the template may still change an answer after it.
-        end = len(segments) - (bool(segments) and segments[-1].kind == "answer")
+        end = len(_without_last_answer(segments))
         if end <= first or segments[end - 1].kind != "prompt":
             return None
         start = end - 1
@@ -462,60 +568,35 @@ class Conversation:
             return None
         return lead, start, end
 
-    def _first_messages(self, num_messages: int) -> list[Message]:
+    def _first_said(self, num_messages: int) -> list[Said]:
         """List the conversation's first messages."""
-        head: list[Message] = []
+        head: list[Said] = []
         first = self._first
         for end in range(first + 1, len(self._segments)):
-            head = self._messages(self._segments[first:end])
+            head = _said_in(self._segments[first:end])
             if len(head) > num_messages:  # the last message may be an answer's header
                 break
         return head[:num_messages]
 
-    def _reach(
-        self, target: _Target, history: Sequence[int], messages: Sequence[Message], *, opens_answer: bool
-    ) -> tuple[Conversation, Addition] | None:
-        """Replace the segments from the target's start on, so that they have the target's text.
+    def _reach(self, target: _Target, history: Sequence[int]) -> Addition | None:
+        """Replace the tokens from the target's start on, so that they have the target's text.
 
         Returns None if earlier segments could change too.
         """
         before, segments = self._segments[: target.start], self._segments[target.start :]
         base = before[-1].end if before else self._base
-        agreeing, agreed_chars = _agreement(segments, target.text)
-        seam, seam_chars = self._seam(segments, agreeing, agreed_chars, target.text, base, history)
+        plain = unmarked(target.text)
+        seam, seam_chars = self._seam(segments, plain, base, history)
         if seam == base and target.start > self._first and before[-1].kind == "prompt":
             return None  # its last token and the first one here may merge
-        wanted = self._encode(target.text[seam_chars:], seam, history)
+        wanted = self._encode(target.text[index_after(target.text, seam_chars) :], seam, history)
         same = sum(
             1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(history[seam:], wanted, strict=False))
         )
-        addition = Addition(seam + same, wanted[same:])
-
-        kept = [segment for segment in segments[:agreeing] if segment.end <= addition.keep]
-        if kept and kept[-1].opens_answer and len(kept) < len(segments):
-            # The answer becomes a message of the new segment.
-            kept[-1] = structs.replace(kept[-1], opens_answer=False)
-        every = [*self._messages(segments, drops=_has_question(messages)), *messages]
-        num_kept = len(self._messages(kept))
-        added = Segment(
-            "prompt",
-            kept[-1].end if kept else base,
-            addition.keep + len(addition.tokens),
-            target.text[sum(len(segment.text) for segment in kept) :],
-            tuple(every[num_kept:]),
-            opens_answer=opens_answer,
-            num_before=num_kept + (segments[0].num_before if segments else 0),
-        )
-        return replace(self, _segments=(*before, *kept, added)), addition
+        return Addition(seam + same, wanted[same:])
 
     def _seam(
-        self,
-        segments: Sequence[Segment],
-        agreeing: int,
-        agreed_chars: int,
-        target: str,
-        base: int,
-        history: Sequence[int],
+        self, segments: Sequence[Segment], target: str, base: int, history: Sequence[int]
     ) -> tuple[int, int]:
         """Find where tokenising starts: the position and the number of characters of `target` before it.
 
@@ -523,20 +604,23 @@ class Conversation:
         does not grow with the session. Else it is the end of the last answer before the first difference, or
         a position inside the answer that differs.
         """
+        ends = [0]  # of the segments whose text `target` starts with
+        for segment in segments:
+            text = self._text(history, segment)
+            if not target.startswith(text, ends[-1]):
+                break
+            ends.append(ends[-1] + len(text))
+        agreeing = len(ends) - 1
         if agreeing < len(segments) and segments[agreeing].kind == "answer":
             answer = segments[agreeing]
             tokens = history[answer.start : answer.end]
-            num_tokens, num_chars = self._common(tokens, target[agreed_chars:])
-            return answer.start + num_tokens, agreed_chars + num_chars
+            num_tokens, num_chars = self._common(tokens, target[ends[-1] :])
+            return answer.start + num_tokens, ends[-1] + num_chars
         if agreeing == len(segments) and (border := self._last_border(segments, history)) is not None:
-            tail = self.tokenizer.decode(history[border:])
-            # A tokenizer may lose characters that it does not know.
-            if target.endswith(tail, 0, agreed_chars):
-                return border, agreed_chars - len(tail)
+            return border, ends[-1] - len(self.tokenizer.decode(history[border:]))
         while agreeing and segments[agreeing - 1].kind == "prompt":
             agreeing -= 1
-            agreed_chars -= len(segments[agreeing].text)
-        return segments[agreeing - 1].end if agreeing else base, agreed_chars
+        return segments[agreeing - 1].end if agreeing else base, ends[agreeing]
 
     def _last_border(self, segments: Sequence[Segment], history: Sequence[int]) -> int | None:
         """Find the last added token of a prompt at the end; later text cannot change the tokens before it."""
@@ -547,7 +631,7 @@ class Conversation:
 
     def _common(self, tokens: Sequence[int], text: str) -> tuple[int, int]:
         """Count the tokens whose text `text` starts with, and their characters, up to a whole character."""
-        target = unmarked(text).encode()
+        target = text.encode()
         num_bytes = best_tokens = best_bytes = 0
         for count, token in enumerate(tokens, 1):
             piece = self.tokenizer.token_bytes(token)
@@ -556,7 +640,7 @@ class Conversation:
             num_bytes += len(piece)
             if target[num_bytes : num_bytes + 1] < b"\x80" or target[num_bytes] >= 0xC0:
                 best_tokens, best_bytes = count, num_bytes
-        return best_tokens, index_after(text, len(target[:best_bytes].decode()))
+        return best_tokens, len(target[:best_bytes].decode())
 
     def _encode(self, text: str, position: int, history: Sequence[int]) -> list[int]:
         """Tokenise `text`, which starts at `position`."""
@@ -569,17 +653,40 @@ class Conversation:
         return self.tokenizer.encode(text, at_start=position == 0)
 
 
-_Packed: TypeAlias = tuple[str, int, int, int, tuple[Message, ...], tuple[Segment, ...]]
+def _said_in(segments: Sequence[Segment], *, drops: bool = False) -> list[Said]:
+    """List the messages of segments; a header without an answer counts as an empty message.
+
+    With `drops`, without the reasoning that is not to be kept.
+    """
+    said: list[Said] = []
+    for segment in segments:
+        if segment.kind == "answer":
+            said.pop()
+        if drops and segment.kind == "answer" and segment.said[0].thoughts == "leaving":
+            said.append(structs.replace(segment.said[0], thoughts="gone"))
+        else:
+            said += segment.said
+        if segment.opens_answer:
+            said.append(_EMPTY)
+    return said
 
 
-def pack_segments(what: Any) -> bytes:
-    """Encode a value with segments as JSON. Not with msgspec, since marked text is not valid UTF-8."""
-    return json.dumps(msgspec.to_builtins(what), separators=(",", ":")).encode()
+def _without_last_answer(segments: Sequence[Segment]) -> Sequence[Segment]:
+    """Return the segments without an answer at the end, which the template may still change."""
+    return segments[:-1] if segments and segments[-1].kind == "answer" else segments
 
 
-def unpack_segments(packed: bytes) -> list[Segment]:
-    """Decode the result of `pack_segments`. Raises `ValueError` and `MsgspecError`."""
-    return msgspec.convert(json.loads(packed), list[Segment])
+def _joined(one: Message, other: Message) -> Message:
+    """Return the message of an answer in two parts; empty if the message of one is not known."""
+    if not one or not other:
+        return {}
+    joined = {**one, **other}
+    for name in ("content", "reasoning_content"):
+        if text := (one.get(name) or "") + (other.get(name) or ""):
+            joined[name] = text
+    if calls := [*one.get("tool_calls", ()), *other.get("tool_calls", ())]:
+        joined["tool_calls"] = calls
+    return joined
 
 
 def _first(segments: Sequence[Segment]) -> int:
@@ -593,20 +700,10 @@ def _rendered(tool: Message) -> Message:
     return {**tool, "function": function}
 
 
-def _has_question(messages: Sequence[Message]) -> bool:
-    return any(message.get("role") == "user" for message in messages)
+def _has_question(said: Sequence[Said]) -> bool:
+    return any(one.message.get("role") == "user" for one in said)
 
 
 def _num_up_to(segment: Segment) -> int:
-    """Count the messages up to the end of a prompt; a header counts as an empty message."""
-    return segment.num_before + len(segment.messages) + segment.opens_answer
-
-
-def _agreement(segments: Sequence[Segment], target: str) -> tuple[int, int]:
-    """Count the segments whose text `target` starts with, and the characters of that text."""
-    chars = 0
-    for index, segment in enumerate(segments):
-        if not target.startswith(segment.text, chars):
-            return index, chars
-        chars += len(segment.text)
-    return len(segments), chars
+    """Count the messages up to the end of a segment; a header counts as an empty message."""
+    return segment.num_before + len(segment.said) + segment.opens_answer
