@@ -188,11 +188,11 @@ class Console:
         name = request.path_params["name"]
         key = session_key(self._client.tenant, name)
         entries = await self._client.log(name)
-        bases = await copies.read_bases(self._client, key, entries)
+        parts = await copies.read_parts(self._client, key, entries)
         folder = Path(tempfile.mkdtemp(prefix="turnkeep-"))
         remove = BackgroundTask(shutil.rmtree, folder)
         try:
-            await asyncio.to_thread(copies.export, folder / "session", key, entries, bases)
+            await asyncio.to_thread(copies.export, folder / "session", key, entries, parts)
         except BaseException:
             await remove()
             raise

@@ -1,9 +1,9 @@
 """One file that holds a session's log, and perhaps its KV: written, checked and read.
 
 The file is a plain tar: `session.json`, `log.jsonl` with a line for each request and its result, then KV
-snapshots as `turnkeep cache export` writes them. The line of a fork's `open` has what the fork took from its
-parent. Requests without a result are left out: after an import,
-the workers of both logs would answer such a request.
+snapshots as `turnkeep cache export` writes them. A line also has what its result has no room for, such as
+what a fork took from its parent. Requests without a result are left out: after an import, the workers of both
+logs would answer such a request.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from .record import Exchange
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 #: Members that are no snapshots.
 OWN: Final = ("session.json", "log.jsonl")
 _SESSION, _LOG = OWN
@@ -80,7 +80,7 @@ class _Form(Struct):
 class Line(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A request and its result, with their sequences and times in the log that they come from.
 
-    `base` is what a fork took from its parent, for workers.
+    `parts` is what the result has no room for, for workers.
     """
 
     seq: int
@@ -90,11 +90,11 @@ class Line(Struct, frozen=True, kw_only=True, omit_defaults=True):
     answered: _Time
     result: msgspec.Raw
     headers: dict[str, str]
-    base: bytes | None = None
+    parts: bytes | None = None
 
 
-async def read_bases(client: Client, key: SessionKey, entries: Sequence[Entry]) -> dict[int, bytes]:
-    """Read what the forks of a log took from their parents, by the sequence of the result of the `open`.
+async def read_parts(client: Client, key: SessionKey, entries: Sequence[Entry]) -> dict[int, bytes]:
+    """Read what the results of a log have no room for, by the sequence of the result.
 
     Raises `CopyError`.
     """
@@ -105,11 +105,13 @@ async def read_bases(client: Client, key: SessionKey, entries: Sequence[Entry]) 
 
     found: dict[int, bytes] = {}
     for entry in entries:
-        if entry.base is not None:
-            messages = [one async for one in backwards(Link.parse(entry.base), read)]
+        if entry.parts is not None:
+            messages = [one async for one in backwards(Link.parse(entry.parts), read)]
             parts = [one.part for one in messages[::-1] if one is not None]
             if len(parts) != len(messages) or not parts:
-                raise CopyError(f"{key} is a fork, and what it took from its parent is gone from the log")
+                raise CopyError(
+                    f"a part of {key} is gone from the log, which the result at sequence {entry.seq} names"
+                )
             found[entry.seq] = b"".join(parts)
     return found
 
@@ -118,17 +120,17 @@ def export(
     target: Path,
     key: SessionKey,
     entries: Sequence[Entry],
-    bases: Mapping[int, bytes],
+    parts: Mapping[int, bytes],
     kv: Path | None = None,
 ) -> Manifest:
-    """Write a session to a file, with the snapshots of the archive `kv`, and with `bases` of `read_bases`.
+    """Write a session to a file, with the snapshots of the archive `kv`, and with `parts` of `read_parts`.
 
     Raises `CopyError`, `OSError`.
     """
     exchanges = list(pair_up(entries))
     if not exchanges:
         raise CopyError(f"the log has no session {key} with answered requests; see turnkeep sessions")
-    log = _lines(exchanges, bases)
+    log = _lines(exchanges, parts)
     with contextlib.ExitStack() as stack:
         snapshots = stack.enter_context(tarfile.open(kv, "r:")) if kv else None
         members = snapshots.getmembers() if snapshots else []
@@ -159,7 +161,7 @@ def export(
     return manifest
 
 
-def _lines(exchanges: Sequence[Exchange], bases: Mapping[int, bytes]) -> bytes:
+def _lines(exchanges: Sequence[Exchange], parts: Mapping[int, bytes]) -> bytes:
     """Return the file's log: a line of JSON for each request with its result."""
     encoder = msgspec.json.Encoder()
     return b"".join(
@@ -172,7 +174,7 @@ def _lines(exchanges: Sequence[Exchange], bases: Mapping[int, bytes]) -> bytes:
                 answered=one.answered.stored,
                 result=msgspec.Raw(one.answered.body),
                 headers=_headers(one.answered),
-                base=bases.get(one.answered.seq),
+                parts=parts.get(one.answered.seq),
             )
         )
         + b"\n"

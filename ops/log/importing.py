@@ -9,7 +9,7 @@ import msgspec
 
 from turnkeep_client.checkpoints import CheckpointMessage, Link, digest
 from turnkeep_client.errors import TurnkeepError
-from turnkeep_client.log import BASE_HEADER, BEGAN_HEADER
+from turnkeep_client.log import BEGAN_HEADER, PARTS_HEADER
 from turnkeep_client.messages import Close, Closed, decode_answered, decode_result
 from turnkeep_client.stream import LastSequenceError, Unsent
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
     from .copies import Line
 
-#: Exchanges that are stored together; JetStream takes 1,000 messages at most, and an exchange is up to three.
-_TOGETHER: Final = 300
+#: Messages that are stored together; JetStream takes 1,000 at most.
+_TOGETHER: Final = 900
 #: Attempts to store some exchanges in a log that others write too, with half as many from time to time.
 _ATTEMPTS: Final = 60
-#: Bytes of a base in one message.
+#: Bytes of what a result has no room for, in one message.
 _PART_BYTES: Final = 128 * 2**10
 
 
@@ -47,13 +47,13 @@ class Import:
             )
 
     async def run(self, lines: Sequence[Line], progress: Callable[[int, int, str], None]) -> None:
-        """Store all exchanges, or none; batches of up to 300 are atomic. Raises `CopyError`."""
+        """Store all exchanges, or none. Raises `CopyError`."""
         await self.check()
         await self._stream.allow_batches()
         done = 0
         try:
             while done < len(lines):
-                done += await self._store(lines[done : done + _TOGETHER], first=done == 0)
+                done += await self._store(_together(lines[done:]), first=done == 0)
                 progress(done, len(lines), "importing")
         except BaseException as error:
             await self._remove(error, is_begun=done > 0)
@@ -118,13 +118,23 @@ class Import:
                 yield Unsent(self._subjects.of(self._key, "closed"), b"", {})
                 seq += 1
             headers = {name: line.headers[name] for name in HEADERS if name in line.headers}
-            if line.base is not None:
+            if line.parts is not None:
                 link: Link | None = None
-                for start in range(0, len(line.base), _PART_BYTES):
-                    part, before = line.base[start : start + _PART_BYTES], str(link) if link else ""
-                    message = CheckpointMessage(part, begins=start == 0, before=before).pack()
+                for start in range(0, len(line.parts), _PART_BYTES):
+                    part, before = line.parts[start : start + _PART_BYTES], str(link) if link else ""
+                    message = CheckpointMessage(part, before=before).pack()
                     yield Unsent(self._subjects.of(self._key, "checkpoint"), message, {})
                     link, seq = Link(seq, digest(message)), seq + 1
-                headers[BASE_HEADER] = str(link)
+                headers[PARTS_HEADER] = str(link)
             yield Unsent(self._subjects.of(self._key, "commit"), msgspec.json.encode(result), headers)
             seq += 1
+
+
+def _together(lines: Sequence[Line]) -> Sequence[Line]:
+    """Return the first lines, at least one, whose messages can be stored together."""
+    num = 0
+    for index, line in enumerate(lines):
+        num += 3 + len(line.parts or b"") // _PART_BYTES + 1
+        if index and num > _TOGETHER:
+            return lines[:index]
+    return lines

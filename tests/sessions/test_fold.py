@@ -639,7 +639,7 @@ async def test_a_log_that_comes_to_other_tokens_than_its_last_result_states_is_n
     await world.ask(Append(id="a", text="one"))
     await world.ask(Append(id="b", text="two"))
     entries = tampered(world.log.entries, -1, headers={HISTORY_HEADER: "0" * 32})
-    assert "damaged at sequence 4" in await diverged(world, entries)
+    assert "continued from sequence 4 on" in await diverged(world, entries)
     repeated = await world.ask(Append(id="a", text="one"))
     assert repeated.repeat_of == 1
 

@@ -19,7 +19,7 @@ from turnkeep_client.calls import Call
 from turnkeep_client.client import connect
 from turnkeep_client.errors import InvalidMessageError, RequestFailedError, StreamBrokenError, TurnkeepError
 from turnkeep_client.generation import Generation
-from turnkeep_client.log import BASE_HEADER, HISTORY_HEADER
+from turnkeep_client.log import HISTORY_HEADER, PARTS_HEADER
 from turnkeep_client.messages import (
     Append,
     Close,
@@ -319,7 +319,7 @@ class Asker:
                 "deadline_s": None,
                 "text": None,
                 "messages": None,
-                "tokens": [POISON if poison == "poison" else 5],
+                "tokens": [POISON],
             }
         given = {name: value for name, value in named.items() if value is not None}
         return key, decode_request(encode(given))
@@ -488,11 +488,9 @@ class History:
         self.num_faults = 0
         #: Which worker began when.
         self.lives: list[tuple[str, float]] = []
-        #: What the next append does that is poison: its id begins so. And when poisoned logs ended a worker.
+        #: What the next append does that is poison: its id begins so.
         self.poison = ""
-        self.poisoned_s: list[float] = []
-        #: The fresh worker that reads the sessions at the end, and what it has read.
-        self.reader: Process | None = None
+        #: What a fresh worker has read of the sessions at the end.
         self.read: dict[SessionKey, Read] = {}
         self.deeds: list[asyncio.Task[Any]] = []
         #: Which requests were imported: the session and the sequence that they had before.
@@ -506,11 +504,6 @@ class History:
             return None
         self.acts.append(act)
         return random.Random(f"{self.seed} {act}")
-
-    def kill_reader(self, process: Process) -> None:
-        """A worker reads a log that ends whoever reads it."""
-        self.poisoned_s.append(self.loop.time())
-        process.kill()
 
     def check_client(self, client: Client) -> None:
         held = len(client._feeds._feeds) + len(client._wire.watchers)
@@ -612,13 +605,6 @@ async def _poison(history: History, _: Random) -> None:
     history.poison = "poison"
 
 
-async def _poison_log(history: History, random: Random) -> None:
-    """Let the next append end every worker that reads it in the log; stop a worker, as else none does."""
-    history.poison = "poisonlog"
-    await asyncio.sleep(0.3)
-    await _stop(history, random)
-
-
 def _waiting(stream: Stream, subject: str) -> list[Message]:
     """Return the requests on a subject `in` that have no result."""
     answered = {decode_result(one.data).seq for one in stream.matching(f"{subject[:-3]}.out")}
@@ -642,15 +628,15 @@ async def _newer(history: History, random: Random) -> None:
 async def _rot(history: History, _: Random) -> None:
     """A checkpoint is not what it was: an older one, or one of another session, is in its place.
 
-    Bases of forks stay: nothing else has their tokens. The result that names a base is stored after it, so a
-    session with an open that waits may have one that has no name yet.
+    Bases of forks and long inputs stay: nothing else has their tokens. The result that names one is stored
+    after it, so a session with a request that waits may have one that has no name yet.
     """
     stream = history.server.jetstream.streams[SUBJECTS.log_stream]
-    bases = {one.headers[BASE_HEADER].partition(" ")[0] for one in stream.all if BASE_HEADER in one.headers}
+    bases = {one.headers[PARTS_HEADER].partition(" ")[0] for one in stream.all if PARTS_HEADER in one.headers}
     opening = {
         f"{subject[:-3]}.checkpoint"
         for subject in stream.counts(SUBJECTS.every("in"))
-        if any(isinstance(decode_request(one.data), Open) for one in _waiting(stream, subject))
+        if _waiting(stream, subject)
     }
     found = [
         one
@@ -671,7 +657,6 @@ def _for_a_while(name: str, *most_s: float) -> Fault:
 FAULTS: Final[dict[str, Fault]] = {
     "operator": operate,
     "poison": _poison,
-    "poison log": _poison_log,
     "crash": _crash,
     "crash at": _crash_at,
     "stall": _stall,

@@ -34,7 +34,7 @@ from turnkeep_client.messages import (
     decode_request,
     decode_result,
 )
-from worker.sessions.history import Fold
+from worker.sessions.history import Fold, spoken
 from worker.sessions.history import History as State
 
 from .actors import SUBJECTS
@@ -298,14 +298,11 @@ def _check_failure(
     is_innocent = not request.id.startswith("poison")
     is_innocent = is_innocent and POISON not in (getattr(request, "tokens", None) or ())
     asked_s = log.asked[seq].stored_s
-    if "has ended every worker" in result.message or "reading its log has ended" in result.message:
+    if "has ended every worker" in result.message:
         # By chance so many workers ended beside it: nobody can tell that from its doing.
         num_ended = sum(asked_s < begun_s < message.stored_s for _, begun_s in history.lives)
-        if "reading its log" in result.message:  # a log in doubt is read alone
-            num_ended -= sum(asked_s < one < message.stored_s for one in history.poisoned_s)
-        is_poisoned = any(one.id.startswith("poisonlog") for one in log.requests.values())
         most = 2 if "operator" in history.plan.kinds else history.plan.settings["max_attempts"]
-        is_innocent = is_innocent and num_ended < most and not is_poisoned
+        is_innocent = is_innocent and num_ended < most
         is_innocent = (
             is_innocent and history.plan.leases
         )  # a worker that has lost its messages counts as dead
@@ -355,7 +352,8 @@ def _apply(
                 if token not in [next_token(prompt, result.tokens[:i], seed, way) for way in (0, 1)]:
                     yield f"token {i} of {request.id} at {seq} does not follow from its session"
                     break
-            log.state = FOLD.answered(state, request, result.tokens)
+            said = spoken(result.text, result.reasoning, result.tool_calls)
+            log.state = FOLD.answered(state, request, result.tokens, said)
         case _, Rewound():
             log.state = FOLD.rewound(log.state, result.position)
         case Close(), Closed():

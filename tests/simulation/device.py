@@ -21,7 +21,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from cache.names.tokens import as_tokens
 from cache.store import Forgotten
-from turnkeep_client.messages import Histogram, Metrics, Progress, SnapshotCounters, joined
+from turnkeep_client.messages import Histogram, Metrics, Model, Progress, SnapshotCounters, joined
 from worker import app
 from worker.app import App
 from worker.device.engine import StoppingError, TurnResult
@@ -271,7 +271,7 @@ class Worker(App):
         loaded = LoadedModel(
             *(None, tokens, {}, "hashes", Path(), None, CONTEXT, tokens.vocab_size, tokens.eos_ids, 0, {})  # type: ignore[arg-type]
         )
-        self._dtype = "float32"
+        self._dtype, self._maker = "float32", Model(name="hashes")
         self._device: Any = SimpleNamespace(kv_layers={}, name="hashes", busy_s=0.0)
         self._context_tokens, self._kv_bytes = CONTEXT, 10**9
         async with task_group() as self._starting, contextlib.AsyncExitStack() as stack:
@@ -324,6 +324,6 @@ class Worker(App):
             "runs": len(self.device_of_hashes.runs),
             "at work": len(self._sessions._at_work),
             "shares": sum(one.num_at_work + len(one.waiting) for one in shares),
-            "readers": services.fold_gate._num_free - app._MAX_FOLDS,
-            "alone": services.device_lock._num + services.attempts._readings._num,
+            "readers": services.reading.value - app._MAX_READINGS,
+            "alone": services.device_lock._num,
         }

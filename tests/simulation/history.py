@@ -18,9 +18,8 @@ from turnkeep_client.messages import Closed, Opened, Rewound
 from turnkeep_client.subjects import CONSUMER
 from worker import app
 from worker.observe import telemetry
+from worker.sessions import execution, record, sessions
 from worker.sessions import history as sessions_history
-from worker.sessions import record, sessions
-from worker.sessions.history import Fold
 from worker.sessions.session_log import SessionLog
 from worker.wire import desk, intake, journal, retention
 
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 
 #: A worker that reads one log at a time, answers one question, keeps no idle session and no closed one.
 _TIGHT: Final[tuple[tuple[Any, str, Any], ...]] = (
-    (app, "_MAX_FOLDS", 1),
+    (app, "_MAX_READINGS", 1),
     (desk, "_MAX_OPEN", 1),
     (sessions, "_MAX_IDLE_BYTES", 0),
     (retention, "_NEARLY_FULL", 0.0),
@@ -158,19 +157,12 @@ def _set(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def patched(history: History) -> Iterator[None]:
-    """Set what is a constant for long sessions to what short ones reach; let poisoned logs end workers."""
-    replay, plan = Fold.replay, history.plan
-
-    def poisonous(self: Fold, before: Any, request: Any, *args: Any) -> Any:
-        process = _process.get()
-        if request.id.startswith("poisonlog") and process is not None and process is not history.reader:
-            history.kill_reader(process)
-        return replay(self, before, request, *args)
-
+    """Set what is a constant for long sessions to what short ones reach."""
+    plan = history.plan
     with ExitStack() as stack:
-        stack.enter_context(_set(Fold, "replay", poisonous))
         for owner, name, value in (
             (record, "_CHECKPOINT_EVERY", plan.checkpoint_every),
+            (execution, "_MOST_INPUT", 16),
             (journal, "_BATCH", plan.batch),
             (turnkeep_client.client, "READ_BATCH", plan.batch),
             (tokens, "_PART", 4),
@@ -228,7 +220,6 @@ async def _read_anew(history: History) -> None:
     """
     reader = Supervisor(history, len(history.supervisors))
     worker = reader.prepare(leases=False)
-    history.reader = reader.process
     assert reader.process is not None
     running = reader.process.start(worker.run())
     await worker.ready.wait()

@@ -85,10 +85,10 @@ async def _copy(history: History, client: Client, random: Random) -> None:
         return
     key = client.session(random.choice(sorted(row.session for row in rows))).key
     entries = await client.log(key.session)
-    bases = await copies.read_bases(client, key, entries)
+    parts = await copies.read_parts(client, key, entries)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "copy"
-        copies.export(file, key, entries, bases)
+        copies.export(file, key, entries, parts)
         _, lines = copies.read(file)
     into = SessionKey("t", random.choice(("copy", "copy", "b", key.session)))
     if random.random() < 0.5:

@@ -44,6 +44,8 @@ from turnkeep_client.messages import (  # noqa: E402
     Generated,
     Open,
     Opened,
+    Request,
+    decode_answered,
     decode_chunk,
     decode_request,
     decode_result,
@@ -51,15 +53,14 @@ from turnkeep_client.messages import (  # noqa: E402
 from turnkeep_client.nats_client import Nats  # noqa: E402
 from turnkeep_client.subjects import SessionKey, Subjects, session_key  # noqa: E402
 from worker.models.tokenizer import Tokenizer  # noqa: E402
-from worker.sessions.checkpoint import restore  # noqa: E402
-from worker.sessions.history import Fold  # noqa: E402
+from worker.sessions.checkpoint import Checkpoint  # noqa: E402
+from worker.sessions.history import Fold, History  # noqa: E402
 from worker.sessions.record import Record  # noqa: E402
 from worker.wire.journal import Entry  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Mapping
 
-    from worker.sessions.history import History
 
 SUBJECTS = Subjects()
 #: Long enough for any answer on a busy machine; what takes longer is counted as unanswered.
@@ -300,11 +301,13 @@ def judge(
         if fold is not None and tokenizer is not None:
             record = Record(fold, whole=True)
             record.add_results(told[key])
-            bases = {
-                seq: _base(link, checkpoints, tokenizer) for seq, link in record.bases(asked[key]).items()
+            parts = {
+                one.seq: _part(link, checkpoints, decode_answered(one.body), tokenizer)
+                for one in asked[key]
+                if (link := record.parts_of(one.seq)) is not None
             }
-            _judge_bases(verdict, key, asked[key], told, bases, forgotten)
-            record.add_requests(asked[key], bases)
+            _judge_bases(verdict, key, asked[key], told, parts, forgotten)
+            record.add_requests(asked[key], parts)
             record.end_fold()
             if record.diverged or record.num_foreign:
                 verdict.blame(
@@ -313,15 +316,20 @@ def judge(
     return verdict
 
 
-def _base(text: str, checkpoints: Mapping[int, bytes], tokenizer: Tokenizer) -> History | None:
-    """Read what a fork took from its parent."""
+def _part(
+    text: str, checkpoints: Mapping[int, bytes], request: Request, tokenizer: Tokenizer
+) -> History | str | None:
+    """Read what a fork took from its parent, or the tokens of a long input."""
     parts: list[bytes] = []
     link = Link.parse(text)
     while link is not None:
         message = CheckpointMessage.unpack(checkpoints.get(link.seq, b""), link)
         parts.append(message.part if message else b"")
         link = Link.parse(message.before) if message else None
-    found = restore([b"".join(reversed(parts))], tokenizer, None, whole=True)
+    packed = b"".join(reversed(parts))
+    if not isinstance(request, Open):
+        return packed.decode()
+    found = Checkpoint.unpack(packed, tokenizer)
     return found.history if found else None
 
 
@@ -330,7 +338,7 @@ def _judge_bases(
     key: SessionKey,
     asked: Iterable[Entry],
     told: Mapping[SessionKey, list[Entry]],
-    bases: Mapping[int, History | None],
+    parts: Mapping[int, History | str | None],
     forgotten: Mapping[SessionKey, int],
 ) -> None:
     """Check what forks took: of a parent's end, its digest must be that of one of the parent's results."""
@@ -339,9 +347,9 @@ def _judge_bases(
         opened = decode_result(entry.body)
         if not isinstance(opened, Opened) or opened.parent is None or opened.repeat_of is not None:
             continue
-        parent, base = SessionKey(key.tenant, opened.parent.session), bases.get(opened.seq or 0)
+        parent, base = SessionKey(key.tenant, opened.parent.session), parts.get(opened.seq or 0)
         verdict.outcomes["forked"] += 1
-        if base is None or base.position != opened.position:
+        if not isinstance(base, History) or base.position != opened.position:
             verdict.blame("contradicting", f"{key} {entry.seq} has no base of {opened.position} tokens")
         elif not forgotten.get(parent):
             request = decode_request(bodies[opened.seq or 0])

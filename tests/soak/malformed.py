@@ -102,7 +102,7 @@ REQUESTS: list[dict[str, Any]] = [
     },
     {"type": "failed", "id": "r", "seq": 1, "code": "internal", "message": "x", "retryable": True},
     {"i": 0, "tokens": [1], "text": "x", "seq": 1},
-    {"seq": 1, "attempts": 99, "reads": 99, "tokens": 1},
+    {"seq": 1, "attempts": 99, "tokens": 1},
 ]
 
 

@@ -79,7 +79,7 @@ def export(
         entries = await client.log(session)
         if not entries:
             raise await no_session(client, session)
-        bases = await copies.read_bases(client, key, entries)
+        parts = await copies.read_parts(client, key, entries)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             snapshots = Path(folder) / "kv.tar"
             if kv:
@@ -88,7 +88,7 @@ def export(
                     raise copies.CopyError(f"the worker has stored no KV of {session} yet; leave out --kv")
                 place = settings.data_dir / "snapshots"
                 archive.export(place, [info.snapshot], snapshots, cache_access(settings))
-            return copies.export(target, key, entries, bases, snapshots if kv else None)
+            return copies.export(target, key, entries, parts, snapshots if kv else None)
 
     with _one_line():
         written = talk(settings, tenant, run)

@@ -79,7 +79,7 @@ class Checkpoint:
 
     @classmethod
     def unpack(cls, packed: bytes, tokenizer: Tokenizer) -> Checkpoint | None:
-        """Decode; None if a worker of this version cannot have written it. Call it on a thread."""
+        """Decode; None if a worker of this version cannot have written it."""
         try:
             stream = zlib.decompressobj()
             body = msgspec.msgpack.decode(stream.decompress(packed, _MAX_BYTES), type=_Body)

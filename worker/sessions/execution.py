@@ -79,9 +79,12 @@ _LITTLE: Final = 256
 #: Cache policies that clients may choose until the worker restarts: each takes memory, and time of a forget.
 MOST_POLICIES: Final = 64
 
-#: Size of a result and its headers without the answer's tokens and text, but with the input's tokens, and
-#: with text held back for a stop string: 256 characters of up to 6 bytes each as JSON.
-_RESULT_BYTES: Final = 12_288
+#: Size of a result and its headers without the tokens of input and answer, and without text, but with text
+#: held back for a stop string: 256 characters of up to 6 bytes each as JSON.
+_RESULT_BYTES: Final = 4096
+
+
+_MOST_INPUT: Final = 8192
 
 
 @dataclass(slots=True)
@@ -127,6 +130,8 @@ class Execution:
         self._context_tokens = context_tokens
         self._block_tokens = block_tokens
         self._max_answer_bytes = max(max_result_bytes - _RESULT_BYTES, max_result_bytes // 4)
+        #: Characters of an input's tokens in a result; longer ones are stored before it.
+        self.most_input = min(_MOST_INPUT, max_result_bytes // 16)
         self._vocab_size = vocab_size
         self._kv_bits = kv_bits
         self._own_sampling = own_sampling
@@ -227,7 +232,7 @@ class Execution:
             prefilled_tokens=prefilled,
             kv_live_bytes=live_bytes,
             seconds=monotonic() - pending.received_s,
-            **_turned(history, extended),
+            **_turned(history, extended, _change(extended)),
             **seen(extended.history),
         )
         return result, extended.history
@@ -260,6 +265,8 @@ class Execution:
         most = len(prompt) + request.max_tokens if policy.is_endless else self._context_tokens
         most = self._engine.most_tokens(most, policy) - len(prompt)
         most = max(most, published.num_tokens)
+        change = _change(extended)
+        room = self._max_answer_bytes - echo_bytes - min(len(change.input), self.most_input)
         splitter = self._splitter(key, request, pending, extended.history)
         grammar, warnings = await self._formats.grammar(
             request, extended.history, splits=splitter is not None
@@ -269,7 +276,7 @@ class Execution:
             stream,
             splitter=splitter,
             max_tokens=min(request.max_tokens, most),
-            max_bytes=self._max_answer_bytes - echo_bytes,
+            max_bytes=room,
             end_tokens=frozenset() if request.ignore_eos else self._tokenizer.eos_ids,
         )
         self._resume(published.chunks, answer)
@@ -294,7 +301,7 @@ class Execution:
             return withdrawn(pending, history, history.position), history
         message = spoken(answer.text, answer.reasoning, answer.calls)
         after = self._fold.answered(extended.history, request, answer.tokens, message)
-        result = self._generated(key, pending, answer, turn, extended, after, history)
+        result = self._generated(key, pending, answer, turn, extended, after, history, change)
         echoed = told(scores, extended, answer)
         return structs.replace(result, warnings=warnings, prompt_logprobs=echoed), after
 
@@ -439,6 +446,7 @@ class Execution:
         extended: Input,
         after: History,
         before: History,
+        change: Change,
     ) -> Generated:
         now_s, begun_s = monotonic(), pending.received_s
         # The beginning of an interrupted answer is in the context, but not in the prompt.
@@ -473,7 +481,7 @@ class Execution:
             ),
             prefix_tokens=extended.num_given,
             resumed_tokens=pending.num_resumed,
-            **_turned(before, extended),
+            **_turned(before, extended, change),
             **seen(after),
         )
 
@@ -563,10 +571,14 @@ def _opened(request: Open, pending: Pending, after: History) -> Opened:
     )
 
 
-def _turned(before: History, extended: Input) -> dict[str, Any]:
+def _change(extended: Input) -> Change:
+    tokens = extended.history.tokens[extended.kept :]
+    return Change(kept=extended.kept, input=to_compact(tokens), raw=extended.num_raw)
+
+
+def _turned(before: History, extended: Input, change: Change) -> dict[str, Any]:
     """Build the fields of a result about the tokens and the model; `before` is the session before it."""
-    tokens, model = extended.history.tokens, extended.history.model
-    change = Change(kept=extended.kept, input=to_compact(tokens[extended.kept :]), raw=extended.num_raw)
+    model = extended.history.model
     previous = before.model if before.position and before.model != model else None
     return {
         "change": change,

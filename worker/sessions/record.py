@@ -345,7 +345,9 @@ class Record:
         )
 
     def _diverge(self, why: str, entry: Entry) -> None:
-        self.diverged = f"the log is damaged at sequence {entry.seq}: {why}; go on in a new session"
+        self.diverged = (
+            f"the log cannot be continued from sequence {entry.seq} on: {why}; go on in a new session"
+        )
 
 
 def pending_at(entry: Entry, decode: Callable[[bytes], Request] = decode_request) -> Pending:

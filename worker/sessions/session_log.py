@@ -46,8 +46,6 @@ if TYPE_CHECKING:
 
 #: Pause until a replica that lags is read again.
 LAG_S: Final = 0.05
-#: Characters of an input's tokens in a result; longer ones are stored before it.
-_MOST_INPUT: Final = 8192
 
 
 class AnsweredRequest(NamedTuple):
@@ -220,10 +218,8 @@ class SessionLog:
             if (link := record.parts_of(entry.seq)) is not None:
                 packed = await self._trail.read(Link.parse(link))
                 opens = isinstance(pending_at(entry, decode_answered).request, Open)
-                if packed is None or opens:
-                    found[entry.seq] = await self._trail.base(packed)
-                else:
-                    found[entry.seq] = packed.decode()
+                if packed is not None:
+                    found[entry.seq] = self._trail.base(packed) if opens else packed.decode()
         return found
 
     async def _check_is_there(self, seq: int) -> None:
@@ -379,7 +375,7 @@ class SessionLog:
             headers[PARTS_HEADER] = str(await self._trail.store_base(pending.seq, history))
         elif isinstance(result, Appended | Generated) and result.change and result.repeat_of is None:
             packed = result.change.input
-            if len(packed) > min(_MOST_INPUT, self._services.trails.part_bytes // 8):
+            if len(packed) > self._services.execution.most_input:
                 headers[PARTS_HEADER] = str(await self._trail.store(packed.encode()))
                 body = encode(replace(result, change=replace(result.change, input="")))
         while True:

@@ -118,11 +118,9 @@ class Trail:
         """
         return await self._read(link, self._trails.journal.get)
 
-    async def base(self, packed: bytes | None) -> History | None:
+    def base(self, packed: bytes) -> History | None:
         """Decode a fork's base; None if it is none."""
-        if packed is None:
-            return None
-        found = await in_thread(Checkpoint.unpack, packed, self._trails.tokenizer)
+        found = Checkpoint.unpack(packed, self._trails.tokenizer)
         return found.history if found else None
 
     async def find(self) -> Found | None:
@@ -134,7 +132,7 @@ class Trail:
             return None
         link = Link.parse(text)
         packed = await self._read(link, journal.checkpoint)
-        checkpoint = await in_thread(Checkpoint.unpack, packed, self._trails.tokenizer) if packed else None
+        checkpoint = Checkpoint.unpack(packed, self._trails.tokenizer) if packed else None
         found = await self._confirmed(checkpoint, named) if checkpoint else None
         if found is None:
             log.warning("reading a session's whole log: its checkpoint is not one of this log")
