@@ -180,7 +180,10 @@ async def test_a_close_that_comes_again_removes_nothing_of_the_next_life(
     assert not removed
 
 
-async def test_a_close_that_is_refused_does_not_end_the_checkpoints(world: World) -> None:
+async def test_a_close_that_is_refused_does_not_end_the_checkpoints(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.sessions.record._CHECKPOINT_EVERY", 64)
     for n in range(40):
         await world.ask(Append(id=f"a{n}", text="a"))
     assert (await world.ask(Close(id="c", expect_position=7))).code == "position_conflict"
@@ -326,7 +329,9 @@ async def test_the_base_of_a_fork_is_not_taken_for_gone_where_the_log_does_not_a
     trail, history = world.session.log._trail, world.session.history
     link = await trail.store_base(1, history)
     monkeypatch.setattr(world.log, "checkpoint", lambda _: asyncio.sleep(0))
-    found = await trail.base(link)
+    packed = await trail.read(link)
+    assert packed is not None
+    found = trail.base(packed)
     assert found is not None
     assert found.position == history.position
 
