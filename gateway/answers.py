@@ -23,7 +23,12 @@ if TYPE_CHECKING:
     from .turn import Fault, Turn
 
 #: Statuses other than `completed`.
-_STATUSES: Final = {"length": "incomplete", "expired": "incomplete", "cancelled": "cancelled"}
+_STATUSES: Final = {
+    "length": "incomplete",
+    "expired": "incomplete",
+    "model_changed": "incomplete",
+    "cancelled": "cancelled",
+}
 #: What grows in an item: the name of its events, and of the field with all of it.
 _REASONING: Final = ("reasoning_text", "text")
 _TEXT: Final = ("output_text", "text")

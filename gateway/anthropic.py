@@ -14,7 +14,12 @@ if TYPE_CHECKING:
 
     from .turn import Fault
 
-_REASONS: Final = {"length": "max_tokens", "expired": "max_tokens", "tool_calls": "tool_use"}
+_REASONS: Final = {
+    "length": "max_tokens",
+    "expired": "max_tokens",
+    "model_changed": "max_tokens",
+    "tool_calls": "tool_use",
+}
 #: Anthropic's words for the kind of error; other statuses are an `api_error` or an invalid request.
 _KINDS: Final = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"} | {
     408: "timeout_error",

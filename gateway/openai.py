@@ -35,7 +35,12 @@ _R = TypeVar("_R", bound=Struct)
 _BUDGETS: Final = {"none": 0, "minimal": 64, "low": 512, "medium": 2048}
 
 #: The `finish_reason` of OpenAI's for those that it lacks.
-_REASONS: Final = {"tool_calls_malformed": "stop", "cancelled": "stop", "expired": "length"}
+_REASONS: Final = {
+    "tool_calls_malformed": "stop",
+    "cancelled": "stop",
+    "expired": "length",
+    "model_changed": "length",
+}
 
 
 class StreamOptions(Struct, frozen=True):

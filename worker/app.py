@@ -38,7 +38,7 @@ from worker.models.partial_import import import_mlx_lm
 from worker.sessions.attempts import Attempts, SharedLock
 from worker.sessions.control import Control
 from worker.sessions.execution import Execution
-from worker.sessions.history import Fold
+from worker.sessions.history import Fold, digests_of
 from worker.sessions.policies import misfit
 from worker.sessions.services import Services
 from worker.sessions.sessions import Sessions
@@ -441,7 +441,13 @@ class App:
         settings, loaded, subjects = self._settings, self._loaded, self._subjects
         self._engine = self._make_engine()
         lease, outbox = self._lease, Outbox(nc, subjects)
-        journal = Journal(nc, js, subjects, is_alone=lambda: lease is not None and lease.is_unbroken)
+        journal = Journal(
+            nc,
+            js,
+            subjects,
+            is_alone=lambda: lease is not None and lease.is_unbroken,
+            model=digests_of(self._maker),
+        )
         self._retention = Retention(
             journal, closed_ttl_s=settings.closed_ttl_s, max_bytes=settings.log_max_bytes
         )
@@ -488,7 +494,8 @@ class App:
     def _services(self, journal: Journal, outbox: Outbox, trails: Trails, intake: Intake) -> Services:
         """Collect the services that all sessions share."""
         settings, loaded = self._settings, self._loaded
-        fold = Fold(loaded.tokenizer, settings.cache_policy, self._maker)
+        goes_on = settings.other_model == "continue"
+        fold = Fold(loaded.tokenizer, settings.cache_policy, self._maker, takes_over=goes_on)
         execution = Execution(
             journal=journal,
             engine=self._engine,

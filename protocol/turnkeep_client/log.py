@@ -25,7 +25,7 @@ CHECKPOINT_HEADER: Final = "Turnkeep-Checkpoint"
 PARTS_HEADER: Final = "Turnkeep-Parts"
 #: Header of a session's first request that was copied from another log: when that log stored it.
 BEGAN_HEADER: Final = "Turnkeep-Began"
-#: Header of a result: the model that made it.
+#: Header of a result: the name of the model that made it. Of an answer's first chunk: digests of the model.
 MODEL_HEADER: Final = "Turnkeep-Model"
 #: Header of a result: the worker that made it, and what else its tokens may depend on, as `name=value` words.
 BUILD_HEADER: Final = "Turnkeep-Build"

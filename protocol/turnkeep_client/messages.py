@@ -477,12 +477,14 @@ class Change(Struct, frozen=True, kw_only=True, omit_defaults=True):
     The first `kept` tokens stay; behind them come those of the `input`, then the answer's. `input` is base64
     of the ids as LEB128 numbers; if it is long, other messages of the log have it, which the result's header
     `Turnkeep-Parts` names. If the session was tokenised anew for another tokenizer, the first `raw` tokens
-    are raw content.
+    are raw content. With `holds_answer`, the input ends with the answer: the result's tokens are another
+    tokenizer's.
     """
 
     kept: int
     input: str = ""
     raw: int = 0
+    holds_answer: bool = False
 
 
 class _Bounded(_Result, frozen=True, kw_only=True):
@@ -562,7 +564,9 @@ class Appended(_Turned, frozen=True, tag="appended"):
 
 
 _OPEN: Final = "later versions have other values too"
-FinishReason = Literal["stop", "length", "cancelled", "expired", "tool_calls", "tool_calls_malformed"]
+FinishReason = Literal[
+    "stop", "length", "cancelled", "expired", "tool_calls", "tool_calls_malformed", "model_changed"
+]
 _OpenReason = Annotated[str, Meta(description=_OPEN, examples=list(get_args(FinishReason)))]
 _OpenCode = Annotated[str, Meta(description=_OPEN, examples=list(ERROR_CODES))]
 
@@ -643,7 +647,8 @@ class Generated(_Turned, frozen=True, tag="generated"):
     no offered tool, or that does not fit its schema, or cannot be parsed, is in the text; an answer with no
     other call then has the `finish_reason` `tool_calls_malformed`. `warnings` say what of the request had no
     effect. `prefix_tokens` is how many of the prompt's tokens, its last ones, are the request's `prefix`;
-    `resumed_tokens` is how many of the answer's an earlier worker had published.
+    `resumed_tokens` is how many of the answer's an earlier worker had published. An answer that another model
+    had begun ends as it was streamed, with the `finish_reason` `model_changed`.
     """
 
     text: str

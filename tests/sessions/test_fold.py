@@ -29,8 +29,12 @@ from turnkeep_client.messages import (
     Failed,
     Generate,
     Message,
+    Model,
     Open,
+    Reasoning,
     Rewind,
+    Tool,
+    ToolFunction,
     decode_result,
     encode,
 )
@@ -225,15 +229,25 @@ class World:
 
     max_message_bytes = 2**20
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, model: Model | None = None, others: tuple[Tokenizer, ...] = ()
+    ) -> None:
+        """`others` are the tokenizers of other models that may serve the session."""
         self.log = Log()
-        self.engine = Formula(tokenizer)
+        self.takes_over = True
+        self._others = (tokenizer, tokenizer, *others)
+        self.serve(tokenizer, model)
+
+    def serve(self, tokenizer: Tokenizer, model: Model | None = None) -> None:
+        """Go on with another model."""
         self._tokenizer = tokenizer
+        self.model = model or Model(name="tiny", weights="1", tokenizer=tokenizer.fingerprint.hex())
         self.crash()
 
     def crash(self, policy: Policy = FULL) -> None:
         """Forget everything but the log; `policy` is the default from then on."""
-        self.fold = Fold(self._tokenizer, policy)
+        self.engine = Formula(self._tokenizer)
+        self.fold = Fold(self._tokenizer, policy, self.model, takes_over=self.takes_over)
         self.outbox = Outbox()
         self.num_released = 0
         parts: Any = {
@@ -303,7 +317,7 @@ class World:
 
         The default policy is none that any session here has begun with.
         """
-        other = World(self._tokenizer)
+        other = World(self._tokenizer, self.model)
         other.log = self.log
         other.crash(Policy(9, 999))
         await other.session.log.catch_up()
@@ -347,8 +361,10 @@ MESSAGES = st.lists(
     max_size=2,
 ).map(tuple)
 TOKENS = st.lists(st.integers(0, 300), max_size=4).map(tuple)  # 259 and above are outside of the vocabulary
+TOOL = Tool(function=ToolFunction(name="look", parameters={"type": "object"}))
+EXTRAS = st.sampled_from([{}, {}, {}, {"tools": (TOOL,)}, {"chat_template_kwargs": {"mood": "grim"}}])
 INPUTS = st.one_of(
-    st.fixed_dictionaries({"messages": MESSAGES}),
+    st.builds(dict.__or__, st.fixed_dictionaries({"messages": MESSAGES}), EXTRAS),
     st.fixed_dictionaries({"text": TEXTS}),
     st.fixed_dictionaries({"tokens": TOKENS}),
 )
@@ -363,10 +379,13 @@ EXPECTED = st.sampled_from([{}, {}, {}, {"expect_position": 0}, {"expect_positio
 REQUESTS = st.one_of(
     st.builds(lambda given, expected: lambda id_: Append(id=id_, **given, **expected), INPUTS, EXPECTED),
     st.builds(
-        lambda given, n, raw: lambda id_: Generate(id=id_, max_tokens=n, raw=raw, stop=("ba",), **given),
+        lambda given, n, raw, more: (
+            lambda id_: Generate(id=id_, max_tokens=n, raw=raw, stop=("ba",), **given, **more)
+        ),
         st.one_of(st.just({}), INPUTS),
         st.integers(1, 6),
         st.booleans(),
+        st.sampled_from([{}, {}, {"prefix": "so "}, {"reasoning": Reasoning(keep=False)}]),
     ),
     st.builds(lambda position: lambda id_: Rewind(id=id_, position=position), st.integers(0, 60)),
     st.builds(lambda cache: lambda id_: Open(id=id_, cache=cache), st.sampled_from(CACHES)),
@@ -383,6 +402,7 @@ OPERATIONS = st.lists(
         st.tuples(st.just("cancel waiting"), st.integers(0, 5)),
         st.tuples(st.just("run, cancelled after"), st.integers(0, 4)),
         st.tuples(st.just("crash"), st.sampled_from([FULL, FULL, Policy(4, 64)])),
+        st.tuples(st.just("serve"), st.integers(0, 4)),
     ),
     max_size=24,
 )
@@ -413,6 +433,10 @@ async def live(world: World, operations: list[tuple[str, Any]]) -> None:
                 assert isinstance(await world.session.cancel(id_), Failed) == known
         elif operation == "crash":
             world.crash(argument)
+        elif operation == "serve":
+            tokenizer = world._others[argument % len(world._others)]
+            fingerprint = tokenizer.fingerprint.hex()
+            world.serve(tokenizer, Model(name="other", weights=str(argument), tokenizer=fingerprint))
         world.engine.cancel_after = argument if operation == "run, cancelled after" else None
         if "run" in operation:
             await world.session.run()

@@ -492,6 +492,11 @@ class Settings:
     max_message_bytes: int = _setting(
         _size(_KIB, 32 * _MIB), _MIB, "maximum size of one NATS message, headers included"
     )
+    other_model: str = _setting(
+        _choice("continue", "refuse"),
+        "continue",
+        "what to do with a session that another model has answered last",
+    )
     closed_ttl_s: float | None = _setting(
         _or("off", None, _duration(0, 10 * 365 * 86400)),
         7 * 86400.0,

@@ -6,8 +6,10 @@ commits both, so a failure in this module changes nothing but the KV on the devi
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
@@ -20,6 +22,8 @@ from turnkeep_client.messages import (
     RECOMMENDED,
     Append,
     Appended,
+    Called,
+    CalledFunction,
     Change,
     Chunk,
     Close,
@@ -36,6 +40,7 @@ from turnkeep_client.messages import (
     Seconds,
     Usage,
     failure,
+    joined,
 )
 from worker.batch.chooser import Sampling
 from worker.process.clock import monotonic
@@ -49,15 +54,15 @@ from worker.wire.journal import FencedError
 
 from .echo import echo_of, told
 from .formats import Formats, is_prefix_final
-from .history import RefusedError, seen, spoken
+from .history import RefusedError, digests_of, seen, spoken
 from .policies import chosen, misfit
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from cache.names.policy import Policy
     from turnkeep_client.errors import ErrorCode
-    from turnkeep_client.messages import CachePolicy, ForkPoint, Result, TokenLogprob
+    from turnkeep_client.messages import CachePolicy, CallPart, ForkPoint, Result, TokenLogprob
     from turnkeep_client.subjects import SessionKey
     from worker.batch.chooser import Grammar
     from worker.batch.rows import Scores
@@ -65,7 +70,7 @@ if TYPE_CHECKING:
     from worker.models.tokenizer import Tokenizer
     from worker.observe.telemetry import Telemetry
     from worker.text.splitting import Splitter
-    from worker.wire.journal import Journal
+    from worker.wire.journal import Journal, Published
     from worker.wire.retention import Retention
 
     from .history import Fold, History, Input
@@ -253,6 +258,10 @@ class Execution:
             raise FencedError("the answer has a result already")  # which a replica that lags did not show
         if published.is_sealed:  # another worker ends it too, or has died over it
             pending.cancelled = True
+        own = digests_of(self._fold.model)
+        is_begun_by_other = published.num_tokens > 0 and published.model not in ("", own)
+        if is_begun_by_other and published.model.split()[-1:] != [self._fold.model.tokenizer]:
+            return await self._end_foreign(key, request, pending, history, published)
         prompt = extended.history.tokens
         if not prompt:
             raise RefusedError(
@@ -282,8 +291,9 @@ class Execution:
         self._resume(published.chunks, answer)
         pending.num_resumed = len(answer.tokens)
         stream_end = _StreamEnd(published.last_seq)
-        turn = await self._score(key, pending, extended.history, scores) if scores is not None else None
-        is_scored = scores is None or scores.end >= len(prompt)
+        asks = scores is not None and not is_begun_by_other
+        turn = await self._score(key, pending, extended.history, scores) if scores and asks else None
+        is_scored = not is_begun_by_other and (scores is None or scores.end >= len(prompt))
         if is_scored and request.max_tokens:
             sampled = await self._sample(key, request, pending, extended.history, answer, grammar, stream_end)
             turn = _together(turn, sampled)
@@ -295,7 +305,9 @@ class Execution:
                 answer.finish_reason = "length"
         if answer.finish_reason is None:
             late = pending.expired and not pending.cancelled
-            pending.held = answer.cancel("expired" if late else "cancelled")
+            pending.held = answer.cancel(
+                "model_changed" if is_begun_by_other else "expired" if late else "cancelled"
+            )
             await self._journal.seal(key, request.id, pending.seq, stream_end.seq, server=pending.server)
         if not answer.tokens and answer.finish_reason != "length":
             return withdrawn(pending, history, history.position), history
@@ -304,6 +316,40 @@ class Execution:
         result = self._generated(key, pending, answer, turn, extended, after, history, change)
         echoed = told(scores, extended, answer)
         return structs.replace(result, warnings=warnings, prompt_logprobs=echoed), after
+
+    async def _end_foreign(
+        self, key: SessionKey, request: Generate, pending: Pending, history: History, published: Published
+    ) -> tuple[Result, History]:
+        """End an answer that a model with another tokenizer has begun, as it was streamed.
+
+        The session gets it as a message, in tokens of its own.
+        """
+        await self._journal.seal(key, request.id, pending.seq, published.last_seq, server=pending.server)
+        chunk = joined(published.chunks)
+        calls = _whole_calls(chunk.tool_calls)
+        message = spoken(chunk.text, chunk.reasoning, calls)
+        extended = await in_thread(self._fold.extend, history, request, message)
+        after, now_s = extended.history, monotonic() - pending.received_s
+        result = Generated(
+            id=request.id,
+            seq=pending.seq,
+            position=after.position,
+            text=chunk.text,
+            tokens=chunk.tokens,
+            logprobs=chunk.logprobs,
+            reasoning=chunk.reasoning,
+            tool_calls=calls,
+            finish_reason="model_changed",
+            usage=Usage(
+                prompt_tokens=0, cached_tokens=0, prefilled_tokens=0, completion_tokens=len(chunk.tokens)
+            ),
+            seconds=Seconds(queued=now_s, prefill=0.0, first_token=now_s, total=now_s),
+            kv_live_bytes=0,
+            resumed_tokens=len(chunk.tokens),
+            **_turned(history, extended, structs.replace(_change(extended), holds_answer=True)),
+            **seen(after),
+        )
+        return result, after
 
     async def _score(
         self, key: SessionKey, pending: Pending, prompt: History, scores: Scores
@@ -610,6 +656,18 @@ def withdrawn(pending: Pending, history: History, position: int) -> Result:
         kv_live_bytes=0,
         **seen(history),
     )
+
+
+def _whole_calls(parts: Sequence[CallPart]) -> tuple[Called, ...]:
+    """Return the calls that were published whole."""
+    found = []
+    for _, run in groupby(parts, lambda part: part.index):
+        first, *rest = run
+        arguments = "".join(part.arguments for part in (first, *rest))
+        with suppress(ValueError):
+            if first.id is not None and first.name is not None and isinstance(json.loads(arguments), dict):
+                found.append(Called(first.id, CalledFunction(first.name, arguments)))
+    return tuple(found)
 
 
 def _together(scored: TurnResult | None, sampled: TurnResult | None) -> TurnResult | None:

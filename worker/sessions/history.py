@@ -116,6 +116,11 @@ def seen(history: History) -> dict[str, Any]:
     return {"cache": cache, "visible_from": history.policy.visible_from(history.position)}
 
 
+def digests_of(model: Model) -> str:
+    """Return what identifies a model, whatever its name."""
+    return f"{model.weights} {model.tokenizer}".strip()
+
+
 def spoken(text: str, reasoning: str, calls: Sequence[Called]) -> Message:
     """Return the message of an answer, for a chat template."""
     message: Message = {"role": "assistant", "content": text}
@@ -147,11 +152,22 @@ class Fold:
     Tokenising a long text takes long, so call `extend` on a thread, not on the event loop.
     """
 
-    def __init__(self, tokenizer: Tokenizer, policy: Policy = FULL, model: Model | None = None) -> None:
-        """Sessions that choose no cache policy begin with `policy`. The tokenizer is that of `model`."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        policy: Policy = FULL,
+        model: Model | None = None,
+        *,
+        takes_over: bool = True,
+    ) -> None:
+        """Sessions that choose no cache policy begin with `policy`. The tokenizer is that of `model`.
+
+        Unless it `takes_over`, it refuses to extend sessions of other models.
+        """
         self.policy = policy
         self.model = model or Model(name="model")
         self._tokenizer = tokenizer
+        self._takes_over = takes_over
 
     def begin(self, started: datetime) -> History:
         """Return the history of a session without entries; chat templates may print the date `started`."""
@@ -187,21 +203,22 @@ class Fold:
                 f"cannot rewind to {request.position}: the session is at position {history.position}",
             )
 
-    def extend(self, history: History, request: Append | Generate) -> Input:
-        """Add a request's input, and for a generate the template's answer header.
+    def extend(self, history: History, request: Append | Generate, answer: Message | None = None) -> Input:
+        """Add a request's input, and for a generate the answer header, or its `answer` as a message.
 
         The tokens of another tokenizer are replaced: what was said is rendered and tokenised anew.
 
         Raises `RefusedError` for tokens outside the vocabulary and for messages that the chat template
         refuses, and `CutOffError`.
         """
+        self._check_model(history)
         kept, num_added, num_raw = history.position, 0, 0
         state = replace(history, exists=True)
         try:
             if _is_foreign(history, self.model):
                 state, num_raw = self._tokenised_anew(state)
                 kept = 0
-            for edit in self._edits(state, request):
+            for edit in self._edits(state, request, answer):
                 conversation, addition = edit(state)
                 kept, num_added = min(kept, addition.keep), len(addition.tokens)
                 tokens = state.tokens[: addition.keep] + addition.tokens
@@ -210,8 +227,11 @@ class Fold:
             raise RefusedError("invalid_request", str(error)) from None
         except RecursionError:
             raise RefusedError("invalid_request", "a tool or the arguments of a call nest too deep") from None
-        num_given = num_added if isinstance(request, Generate) and request.prefix else 0
-        after = self._after_input(history, request, state.tokens, kept, num_given, num_raw, self.model)
+        has_prefix = answer is None and isinstance(request, Generate) and bool(request.prefix)
+        num_given = num_added if has_prefix else 0
+        after = self._after_input(
+            history, request, state.tokens, kept, num_given, num_raw, self.model, answer
+        )
         return Input(
             history=after,
             kept=kept,
@@ -281,7 +301,8 @@ class Fold:
             case Generate(), Generated(tokens=tokens, change=change) if change is not None:
                 extended = self._replay_input(_begun(history, result), request, result, change, packed)
                 message = spoken(result.text, result.reasoning, result.tool_calls)
-                after = self.answered(extended, request, tokens, message)
+                held = change.holds_answer
+                after = extended if held else self.answered(extended, request, tokens, message)
             case Rewind(position=position), Rewound() if position <= history.position:
                 after = self.rewound(history, position)
             case Close(), Closed() if not history.exists:
@@ -315,7 +336,12 @@ class Fold:
         if change.kept > history.position or num_given > len(added):
             raise DivergedError("a result keeps more tokens than there are")
         tokens = history.tokens[: change.kept] + added
-        return self._after_input(history, request, tokens, change.kept, num_given, change.raw, result.model)
+        answer = None
+        if change.holds_answer and isinstance(result, Generated):
+            answer = spoken(result.text, result.reasoning, result.tool_calls)
+        return self._after_input(
+            history, request, tokens, change.kept, num_given, change.raw, result.model, answer
+        )
 
     def _after_input(
         self,
@@ -326,6 +352,7 @@ class Fold:
         num_given: int,
         num_raw: int,
         model: Model | None,
+        answer: Message | None,
     ) -> History:
         """Return the history with a request's input, given the `tokens` with it. Tokenises nothing."""
         tools = None if request.tools is None else msgspec.to_builtins(request.tools)
@@ -333,12 +360,15 @@ class Fold:
         end, is_rewritten = len(tokens) - num_given, kept < history.position
         if _is_foreign(history, model):
             conversation = conversation.tokenised_anew(num_raw)
-        if request.text or request.tokens:
-            conversation = conversation.with_raw(kept, end, request.text)
+        said = self._said(request, conversation)
+        if request.text or request.tokens or (answer and not (said or conversation.has_messages)):
+            more = answer["content"] if answer else ""
+            text = None if request.tokens else (request.text or "") + more
+            conversation = conversation.with_raw(kept, end, text)
         else:
-            said = self._said(request, conversation)
-            opens = isinstance(request, Generate) and not request.raw
+            opens = isinstance(request, Generate) and not request.raw and answer is None
             opens = opens and (bool(said) or conversation.opens_answer() or is_rewritten)
+            said += self._answer_said(answer) if answer else []
             if said or opens or end != history.position:
                 conversation = conversation.given(said, kept, end, opens_answer=opens)
         if isinstance(request, Generate) and num_given:
@@ -356,6 +386,20 @@ class Fold:
         ]
         adapted = self._tokenizer.adapted(messages, is_begun=conversation.has_messages)
         return [Said(message, request.special_tokens is True) for message in adapted]
+
+    def _answer_said(self, answer: Message) -> list[Said]:
+        return [Said(one) for one in self._tokenizer.adapted([answer], is_begun=True)]
+
+    def _check_model(self, history: History) -> None:
+        """Raise `RefusedError` if the session is another model's, and not to be taken over."""
+        last, own = history.model, self.model
+        if self._takes_over or not history.position or last is None or digests_of(last) == digests_of(own):
+            return
+        raise RefusedError(
+            "history_diverged",
+            f"{last.name} has answered this session, with other weights or another tokenizer than {own.name},"
+            " and this worker has --other-model refuse: serve that model, or go on in a new session",
+        )
 
     def _tokenised_anew(self, history: History) -> tuple[History, int]:
         """Render and tokenise all that was said, for this tokenizer; also count the raw content at the start.
@@ -382,8 +426,8 @@ class Fold:
             tokens = tokens[: addition.keep] + addition.tokens
         return replace(history, conversation=conversation, tokens=tokens), num_raw
 
-    def _edits(self, history: History, request: Append | Generate) -> Iterator[Edit]:
-        """List the edits of a request: tools, its input, then for a generate the answer header."""
+    def _edits(self, history: History, request: Append | Generate, answer: Message | None) -> Iterator[Edit]:
+        """List the edits of a request: tools, its input, for a generate the answer header or the answer."""
         if request.tools is not None or request.chat_template_kwargs is not None:
             tools = None if request.tools is None else msgspec.to_builtins(request.tools)
             variables = request.chat_template_kwargs
@@ -399,7 +443,9 @@ class Fold:
             tokens = list(request.tokens)
             self._check_vocabulary(tokens)
             yield lambda state: self._raw(state, tokens)
-        if isinstance(request, Generate):
+        if answer is not None:
+            yield lambda state: self._as_message(state, answer)
+        elif isinstance(request, Generate):
             yield lambda state: state.conversation.start_answer(state.tokens, raw=request.raw)
             if request.prefix:
                 yield lambda state: self._begin_answer(state, request)
@@ -422,6 +468,12 @@ class Fold:
         keeps = request.reasoning.keep
         begun = state.conversation.add_answer(state.tokens, tokens, keeps_reasoning=keeps)
         return begun, Addition(state.position, tokens)
+
+    def _as_message(self, state: History, answer: Message) -> tuple[Conversation, Addition]:
+        """Add an answer that the session has no tokens of."""
+        if state.conversation.has_messages:
+            return state.conversation.add_said(state.tokens, self._answer_said(answer))
+        return self._raw(state, self._tokenizer.encode(answer["content"], at_start=not state.tokens))
 
     def _raw(self, state: History, tokens: list[int]) -> tuple[Conversation, Addition]:
         return state.conversation.add_raw(state.tokens, tokens)

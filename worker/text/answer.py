@@ -159,7 +159,7 @@ class Answer:
         logprob = max(logprob, -sys.float_info.max)
         return text, logprob, None if text.encode() == spelled else tuple(spelled)
 
-    def cancel(self, reason: Literal["cancelled", "expired"] = "cancelled") -> Chunk:
+    def cancel(self, reason: Literal["cancelled", "expired", "model_changed"] = "cancelled") -> Chunk:
         """End the answer here; returns a chunk without tokens, with what was held back."""
         self.finish_reason = reason
         piece = self._finish()

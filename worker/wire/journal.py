@@ -20,7 +20,7 @@ from nats.js.errors import APIError, NotFoundError
 
 from turnkeep_client.direct import DirectGets
 from turnkeep_client.errors import InvalidMessageError
-from turnkeep_client.log import ENDED_HEADER, SEALED_HEADER
+from turnkeep_client.log import ENDED_HEADER, MODEL_HEADER, SEALED_HEADER
 from turnkeep_client.messages import Chunk, decode_chunk, decode_result, encode, failure
 from turnkeep_client.nats_client import server_id
 from turnkeep_client.subjects import REFUSED, SessionKey, check_id
@@ -83,13 +83,14 @@ class Published(NamedTuple):
     """The chunks of an answer that clients may have seen, and the sequence of its subject's last message.
 
     `has_ended` says that a worker has closed the token stream, so the answer has a result; `is_sealed` that
-    one is about to end it as cancelled or expired, or has died over it.
+    one is about to end it as cancelled or expired, or has died over it. `model` is that of the first chunk.
     """
 
     chunks: list[Chunk]
     last_seq: int = 0
     has_ended: bool = False
     is_sealed: bool = False
+    model: str = ""
 
     @property
     def num_tokens(self) -> int:
@@ -111,11 +112,16 @@ class Journal:
         subjects: Subjects,
         *,
         is_alone: Callable[[], bool] = lambda: False,
+        model: str = "",
     ) -> None:
-        """`is_alone` says whether no other worker can have served the prefix since this one began."""
+        """`is_alone` says whether no other worker can have served the prefix since this one began.
+
+        `model` identifies the model in the answers that this worker publishes.
+        """
         self._nc = nc
         self._js = js
         self._is_alone = is_alone
+        self._model = model
         self._subjects = subjects
         self._gets = DirectGets(nc, timeout_s=_TIMEOUT_S)
         self._name = uuid4().hex  # in seals, as a worker's own seals do not stop it
@@ -161,6 +167,7 @@ class Journal:
         chunks: list[Chunk] = []
         num_tokens = num_foreign = last_seq = 0
         has_gap = has_ended = is_sealed = False
+        model = ""
         async for entry in self._direct(
             self._subjects.token_stream, self._subjects.tokens(key, request_id), 0
         ):
@@ -179,11 +186,12 @@ class Journal:
             is_sealed = False  # whoever sealed it has seen that it goes on
             has_gap = has_gap or chunk.i > num_tokens
             if chunk.i == num_tokens and not has_gap:
+                model = model or entry.headers.get(MODEL_HEADER, "")
                 chunks.append(chunk)
                 num_tokens += len(chunk.tokens)
         if num_foreign:
             log.warning("ignoring chunks that are not of this request", request=request_id, num=num_foreign)
-        return Published(chunks, last_seq, has_ended, is_sealed)
+        return Published(chunks, last_seq, has_ended, is_sealed, model)
 
     async def publish_chunk(
         self, key: SessionKey, request_id: str, chunk: Chunk, after: int, *, server: str
@@ -219,13 +227,15 @@ class Journal:
         is_first: bool = False,
     ) -> int:
         subject, pause_s = self._subjects.tokens(key, request_id, "chunk"), 0.1
-        sealed = {} if body else {SEALED_HEADER: f"{seq} {self._name}"}
+        headers = {} if body else {SEALED_HEADER: f"{seq} {self._name}"}
+        if is_first and self._model:
+            headers[MODEL_HEADER] = self._model
         while True:
             await self._check_server(server)
             is_first = is_first or not after
             try:
                 ack = await self._js.publish(
-                    subject, body, timeout=_TIMEOUT_S, headers={**sealed, _EXPECT_HEADER: str(after)}
+                    subject, body, timeout=_TIMEOUT_S, headers={**headers, _EXPECT_HEADER: str(after)}
                 )
                 stored = ack.seq
             except (APIError, nats.errors.MaxPayloadError) as error:

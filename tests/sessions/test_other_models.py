@@ -1,0 +1,219 @@
+"""A session goes on with another template, other weights, another tokenizer; or says in one line why not."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from test_fold import OPERATIONS, World, live
+
+from cache.names.policy import Policy
+from turnkeep_client.messages import Append, Chunk, Failed, Generate, Message, Model, Rewind
+from worker.models.tokenizer import Tokenizer
+from worker.sessions import record
+from worker.wire.journal import Published
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+#: Writes other markers than the tiny model's template, and trims.
+OTHER_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>[{{ m.role }}] {{ m.content | trim }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>[assistant] {% endif %}"
+)
+NUMBERED = "{% for m in messages %}{{ messages | length }}. {{ m.content }}\n{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model: Path) -> Tokenizer:
+    return Tokenizer.from_folder(tiny_model)
+
+
+@pytest.fixture(scope="module")
+def corrected(model_with_template: Callable[[str, str], Path]) -> Tokenizer:
+    """The same tokenizer with another template."""
+    return Tokenizer.from_folder(model_with_template("corrected", OTHER_TEMPLATE))
+
+
+@pytest.fixture(scope="module")
+def foreign(packaged_folder: Path) -> Tokenizer:
+    """Another tokenizer, with a template of its own."""
+    return Tokenizer.from_folder(packaged_folder)
+
+
+@pytest.fixture
+def world(tokenizer: Tokenizer) -> World:
+    return World(tokenizer)
+
+
+def asks(number: int, text: str = "so?", **more: Any) -> Generate:
+    return Generate(
+        id=f"q{number}",
+        messages=(Message(role="user", content=text),),
+        **{"max_tokens": 4, "ignore_eos": True, **more},
+    )
+
+
+def text_of(world: World) -> str:
+    return world._tokenizer.decode(world.session.history.tokens)
+
+
+@given(operations=OPERATIONS)
+def test_the_log_folds_to_what_the_session_was_whatever_models_served_it(
+    tokenizer: Tokenizer, corrected: Tokenizer, foreign: Tokenizer, operations: list[tuple[str, Any]]
+) -> None:
+    """Templates, weights and tokenizers change in between, with checkpoints and without."""
+    for every in (2, 10_000):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(record, "_CHECKPOINT_EVERY", every)
+            asyncio.run(live(World(tokenizer, others=(corrected, foreign)), operations))
+
+
+async def test_a_session_goes_on_when_its_template_changes(world: World, corrected: Tokenizer) -> None:
+    """What the model was given stays; what is new is rendered by the new template."""
+    for number in range(3):
+        await world.ask(asks(number))
+    before = world.session.history.tokens
+    world.serve(corrected)
+    result = await world.ask(asks(3, "and now?"))
+    assert result.rewritten_from is None
+    assert result.previous_model is None
+    assert world.session.history.tokens[: len(before)] == before
+    added = world._tokenizer.decode(world.session.history.tokens.ids(len(before)))
+    assert added.startswith("<|im_end|><|im_start|>[user] and now?<|im_end|><|im_start|>[assistant] ")
+    await world.assert_fold_is_life()
+
+
+async def test_a_template_that_looks_back_says_from_where_it_has_rewritten(
+    world: World, model_with_template: Callable[[str, str], Path]
+) -> None:
+    await world.ask(asks(0))
+    world.serve(Tokenizer.from_folder(model_with_template("numbered", NUMBERED)))
+    result = await world.ask(asks(1, "more"))
+    assert result.rewritten_from == 0
+    assert text_of(world).startswith("3. so?\n")
+    await world.assert_fold_is_life()
+
+
+async def test_a_session_goes_on_with_other_weights_and_says_whose_it_was(
+    world: World, tokenizer: Tokenizer
+) -> None:
+    await world.ask(asks(0))
+    first = world.model
+    world.serve(tokenizer, Model(name="fine-tuned", weights="2", tokenizer=first.tokenizer))
+    result = await world.ask(asks(1))
+    assert (result.model, result.previous_model, result.rewritten_from) == (world.model, first, None)
+    assert (await world.ask(asks(2))).previous_model is None
+    await world.assert_fold_is_life()
+
+
+@pytest.mark.parametrize("policy", ["full", "window"])
+async def test_a_session_is_tokenised_anew_for_another_tokenizer(
+    world: World, foreign: Tokenizer, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    """Also a long one, of which the worker has a part in memory only."""
+    monkeypatch.setattr(record, "_CHECKPOINT_EVERY", 4)
+    monkeypatch.setattr("worker.text.templates._KEPT", 4)
+    if policy == "window":
+        world.crash(Policy(2, 40))
+    texts = [(await world.ask(asks(number, f"question {number}"))).text for number in range(20)]
+    first = world.model
+    world.serve(foreign, Model(name="large", weights="3", tokenizer=foreign.fingerprint.hex()))
+    result = await world.ask(asks(20, "the last"))
+    assert (result.rewritten_from, result.previous_model) == (0, first)
+    said = text_of(world)
+    assert said.startswith("<|im_start|>")
+    for number, text in enumerate(texts):
+        assert f"user\nquestion {number}<|im_end|>\n<|im_start|>assistant\n{text}<|im_end|>" in said
+    assert (await world.ask(asks(21))).rewritten_from is None
+    await world.assert_fold_is_life()
+
+
+async def test_raw_text_is_tokenised_anew_too(world: World, foreign: Tokenizer) -> None:
+    first = await world.ask(Generate(id="a", text="Once upon ", max_tokens=4, ignore_eos=True))
+    world.serve(foreign)
+    await world.ask(Append(id="b", text=" and then"))
+    assert text_of(world).endswith(f"Once upon {first.text} and then")
+    world.serve(world._others[0])
+    await world.ask(Append(id="c", text="!"))
+    assert text_of(world).endswith(f"Once upon {first.text} and then!")
+    await world.assert_fold_is_life()
+
+
+@pytest.mark.parametrize("known_as_tokens", [Append(id="t", tokens=(40, 41)), Rewind(id="r", position=24)])
+async def test_what_is_known_as_tokens_only_is_refused_in_one_line(
+    world: World, foreign: Tokenizer, known_as_tokens: Any
+) -> None:
+    await world.ask(asks(0))
+    await world.ask(known_as_tokens)
+    position = world.session.history.position
+    world.serve(foreign)
+    refused = await world.ask(asks(1))
+    assert isinstance(refused, Failed)
+    assert (refused.code, refused.position) == ("history_diverged", position)
+    assert "was begun with tiny, whose tokenizer is another one" in refused.message
+    assert "\n" not in refused.message
+    assert (await world.ask(Rewind(id="back", position=0))).position == 0
+    assert (await world.ask(asks(2))).text
+
+
+async def test_a_worker_may_refuse_the_sessions_of_other_models(world: World, tokenizer: Tokenizer) -> None:
+    await world.ask(asks(0))
+    fingerprint = tokenizer.fingerprint.hex()
+    world.takes_over = False
+    world.serve(tokenizer, Model(name="fine-tuned", weights="2", tokenizer=fingerprint))
+    refused = await world.ask(asks(1))
+    assert refused.code == "history_diverged"
+    assert "tiny has answered this session" in refused.message
+    assert "--other-model refuse" in refused.message
+    world.serve(tokenizer, Model(name="renamed", weights="1", tokenizer=fingerprint))
+    assert (await world.ask(asks(2))).text
+
+
+def published(world: World, text: str, model: Model) -> None:
+    """Another worker has published the beginning of the next answer."""
+    tokens = tuple(world._tokenizer.encode(text, at_start=False))
+    by = f"{model.weights} {model.tokenizer}"
+
+    async def read(*_: Any) -> Published:
+        seq = world.log.entries[-1].seq
+        return Published([Chunk(0, tokens, text, seq=seq)], 1, model=by)
+
+    world.log.published = read  # type: ignore[method-assign]
+
+
+async def test_an_answer_that_other_weights_began_ends_as_it_was_streamed(
+    world: World, tokenizer: Tokenizer
+) -> None:
+    await world.ask(asks(0))
+    published(world, "I was", world.model)
+    world.serve(tokenizer, Model(name="other", weights="2", tokenizer=tokenizer.fingerprint.hex()))
+    result = await world.ask(asks(1, max_tokens=9))
+    assert (result.text, result.finish_reason) == ("I was", "model_changed")
+    assert result.tokens == tuple(tokenizer.encode("I was", at_start=False))
+    assert text_of(world).endswith("<assistant\nI was")
+    await world.assert_fold_is_life()
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [asks(1), Generate(id="q1", max_tokens=9), Generate(id="q1", text="Then ", max_tokens=9)],
+    ids=["messages", "nothing", "text"],
+)
+async def test_an_answer_of_another_tokenizer_ends_as_it_was_streamed_and_is_tokenised_anew(
+    world: World, tokenizer: Tokenizer, foreign: Tokenizer, request_: Generate
+) -> None:
+    await world.ask(asks(0))
+    published(world, "I was", world.model)
+    world.serve(foreign, Model(name="other", weights="2", tokenizer=foreign.fingerprint.hex()))
+    result = await world.ask(request_)
+    assert (result.text, result.finish_reason, result.rewritten_from) == ("I was", "model_changed", 0)
+    assert result.tokens == tuple(tokenizer.encode("I was", at_start=False))
+    assert "I was" in text_of(world)
+    await world.assert_fold_is_life()
+    world.log.published = type(world.log).published.__get__(world.log)  # type: ignore[method-assign]
+    assert (await world.ask(asks(2))).rewritten_from is None
+    await world.assert_fold_is_life()
