@@ -1073,6 +1073,7 @@ class SessionInfo(Struct, frozen=True, kw_only=True, tag_field="type", tag="sess
     snapshot: str | UnsetType = UNSET
     parent: Parent | UnsetType = UNSET
     tags: tuple[str, ...] | UnsetType = UNSET
+    answered_by: Model | UnsetType = UNSET
     model: str
     worker: Metrics
 

@@ -279,7 +279,7 @@ async def test_a_damaged_file_is_one_line_and_imports_nothing(local_worker: Star
         (whole[: log_at + 100], "is no sound export of a session"),
         (whole[:-40_000], "is no sound export of a session"),
         (whole.replace(b"What is red?", b"What is bad?"), "its content is not what was written"),
-        (whole.replace(b'"format":1', b'"format":2'), "has format 2, and this version reads 1"),
+        (whole.replace(b'"format":2', b'"format":1'), "has format 1, and this version reads 2"),
     ):
         file.write_bytes(damaged)
         done = await command("import", file, "--as", "copy", *where(worker))

@@ -124,15 +124,15 @@ async def test_a_member_that_is_no_plain_file_is_not_read(tmp_path: Path, head: 
     [
         b"[]",
         b"7",
-        b'{"format":1}',
-        b'{"format":1,"x":' + b"[" * 100_000,
+        b'{"format":2}',
+        b'{"format":2,"x":' + b"[" * 100_000,
         b"[" * 100_000,
-        b'{"format":1,"tenant":"\xff"}',
+        b'{"format":2,"tenant":"\xff"}',
         b"\xff\xfe\xfd",
         b"\xff\xfe[\0]\0",
-        b'{"format":1e400}',
+        b'{"format":2e400}',
         json.dumps(
-            {"format": 1, "version": "1\nroot:", "tenant": "a", "session": "b", "model": None}
+            {"format": 2, "version": "1\nroot:", "tenant": "a", "session": "b", "model": None}
             | {"began": "2026-11-20T08:00:00Z", "exchanges": 2, "digest": ""}
         ).encode(),
     ],

@@ -182,11 +182,19 @@ async def test_two_prefixes_that_share_a_stream_name_do_not_steal_from_each_othe
         await ensure(js, Subjects("a_b"), settings)
 
 
-async def test_a_stream_of_an_earlier_version_gets_the_subjects_that_it_lacks(js, settings):
-    await js.add_stream(name="turnkeep_log", subjects=[SUBJECTS.every("in"), SUBJECTS.every("commit")])
-    await js.publish(SUBJECTS.of(KEY, "in"), b"kept")
+async def test_a_log_of_another_version_is_refused_unless_it_is_empty(js, settings):
+    subjects = [SUBJECTS.every("in"), SUBJECTS.every("commit")]
+    await js.add_stream(name="turnkeep_log", subjects=subjects, metadata={"owner": "ops"})
     await ensure(js, SUBJECTS, settings)
-    assert (await js.publish(SUBJECTS.of(KEY, "checkpoint"), b"x")).seq == 2
+    assert (await js.publish(SUBJECTS.of(KEY, "checkpoint"), b"x")).seq == 1
+    config = (await js.stream_info("turnkeep_log")).config
+    assert config.metadata["owner"] == "ops"
+    await ensure(js, SUBJECTS, settings)
+    await js.delete_stream("turnkeep_log")
+    await js.add_stream(name="turnkeep_log", subjects=subjects)
+    await js.publish(SUBJECTS.of(KEY, "in"), b"kept")
+    with pytest.raises(BrokerError, match=r"turnkeep_log was written by another version.*another --prefix"):
+        await ensure(js, SUBJECTS, settings)
 
 
 async def test_a_token_stream_of_an_earlier_version_takes_what_is_published_on_chunk(client, js, settings):

@@ -194,7 +194,7 @@ async def test_an_answer_that_other_weights_began_ends_as_it_was_streamed(
     result = await world.ask(asks(1, max_tokens=9))
     assert (result.text, result.finish_reason) == ("I was", "model_changed")
     assert result.tokens == tuple(tokenizer.encode("I was", at_start=False))
-    assert text_of(world).endswith("<assistant\nI was")
+    assert text_of(world).endswith("<|im_start|>assistant\nI was")
     await world.assert_fold_is_life()
 
 

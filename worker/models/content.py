@@ -97,9 +97,18 @@ class ControlTokens:
 
         Control tokens that the model sampled stay unmarked. Text that only spells a control token is marked.
         """
+        return self._marked(tokens, decode, self._special)
+
+    def mark_tokens(self, tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> str:
+        """Do `mark_answer` for a session's tokens."""
+        return self._marked(tokens, decode, self._all)
+
+    def _marked(
+        self, tokens: Sequence[int], decode: Callable[[Sequence[int]], str], forbidden: frozenset[int]
+    ) -> str:
         runs = groupby(tokens, self._all.__contains__)
         return "".join(
-            decode(list(run)) if control else self._mark(decode(list(run)), self._special)
+            decode(list(run)) if control else self._mark(decode(list(run)), forbidden)
             for control, run in runs
         )
 

@@ -129,6 +129,10 @@ class Tokenizer:
         """Return a text, for `encode`, none of which becomes a special token."""
         return self._controls.mark_text(text)
 
+    def marked(self, tokens: Sequence[int]) -> str:
+        """Return the text of a session's tokens, for `encode`: what only spells a special token is none."""
+        return self._controls.mark_tokens(tokens, self.decode)
+
     def answer_content(self, tokens: Sequence[int]) -> tuple[str, str]:
         """Split an answer into the `answer_lead` at its start and its content for `render`.
 

@@ -165,6 +165,7 @@ class Control:
             snapshot=self._snapshot(key, history) if request.snapshot else UNSET,
             parent=history.parent or UNSET,
             tags=history.tags or UNSET,
+            answered_by=history.model or UNSET,
             model=self._model,
             worker=self._metrics(),
         )

@@ -18,6 +18,7 @@ rendered. Pure: no device, no broker, no clock.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -116,10 +117,14 @@ class _Packed(Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """The text that the conversation must have from the segment at index `start` on."""
+    """The text that the conversation must have from the segment at index `start` on.
+
+    It begins with the tokens' own text if `is_own`, else with the template's.
+    """
 
     start: int
     text: str
+    is_own: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -488,7 +493,8 @@ class Conversation:
         if addition is None:
             if self._head:
                 raise CutOffError("the template needs messages that were left out")
-            addition = self._reach(self._whole_target(history, said, header=opens_answer, anew=anew), history)
+            target = self._whole_target(history, said, header=opens_answer, anew=anew)
+            addition = self._reach(target, history) if isinstance(target, _Target) else target
         if addition is None:
             raise AssertionError("a render from the first segment cannot fail")
         end = addition.keep + len(addition.tokens)
@@ -496,17 +502,46 @@ class Conversation:
 
     def _whole_target(
         self, history: Sequence[int], said: Sequence[Said], *, header: bool, anew: bool
-    ) -> _Target:
-        """Return the text of the whole conversation."""
+    ) -> _Target | Addition:
+        """Return the text of the whole conversation, or what it adds if the session's text is another."""
         segments = self._segments[self._first :]
         every = [*_said_in(segments, drops=_has_question(said)), *said]
         wanted = self._render(every, header=header)
         prompts = _without_last_answer(segments)
-        own = "".join(self._text(history, one) for one in prompts)
-        if prompts and not anew and not unmarked(wanted).startswith(own):
-            more = self._more(_said_in(prompts), wanted, opened=prompts[-1].opens_answer)
-            wanted = wanted if more is None else own + more
-        return _Target(self._first, wanted)
+        if anew or not prompts or unmarked(wanted).startswith(self._texts(history, prompts)):
+            return _Target(self._first, wanted)
+        more = self._more(_said_in(prompts), wanted, opened=prompts[-1].opens_answer)
+        if more is None:
+            return _Target(self._first, wanted)
+        # The tokenizer may lose characters, so that its text is another; or the template was another one.
+        again = self._retokenised(history, segments, wanted) if len(prompts) == len(segments) else None
+        return again or self._target_of(history, self._first, prompts, more)
+
+    def _retokenised(
+        self, history: Sequence[int], segments: Sequence[Segment], wanted: str
+    ) -> Addition | None:
+        """Tokenise what is behind the last answer; None if that changes more than the last token there."""
+        at = next((i for i in range(len(segments), 0, -1) if segments[i - 1].kind == "answer"), 0)
+        start = segments[at - 1].end if at else segments[0].start
+        before = ""
+        if at:
+            with suppress(TemplateError):
+                before = self._render(_said_in(segments[:at]), header=False)
+            if not before or not wanted.startswith(before):
+                return None
+        ids = self._encode(wanted[len(before) :], start, history)
+        same = _num_same(history[start:], ids)
+        return Addition(start + same, ids[same:]) if start + same >= len(history) - 1 else None
+
+    def _target_of(
+        self, history: Sequence[int], start: int, segments: Sequence[Segment], more: str
+    ) -> _Target:
+        """Return the target that leaves segments as they are, with `more` behind them."""
+        own = "".join(self.tokenizer.marked(history[one.start : one.end]) for one in segments)
+        return _Target(start, own + more, is_own=True)
+
+    def _texts(self, history: Sequence[int], segments: Sequence[Segment]) -> str:
+        return "".join(self._text(history, one) for one in segments)
 
     def _more(self, said: Sequence[Said], wanted: str, *, opened: bool) -> str | None:
         """Return what `wanted` has behind the render of earlier messages; None if it does not begin so."""
@@ -536,7 +571,11 @@ class Conversation:
         more = self._more([*head, *before], wanted, opened=segments[end - 1].opens_answer)
         if more is None:
             return None
-        return _Target(start, "".join(self._text(history, one) for one in segments[start:end]) + more)
+        known = wanted[: len(wanted) - len(more)]
+        plain, own = unmarked(known), self._texts(history, segments[start:end])
+        if plain.endswith(own):
+            return _Target(start, wanted[index_after(known, len(plain) - len(own)) :])
+        return self._target_of(history, start, segments[start:end], more)
 
     def _near(self, num_head: int) -> tuple[int, int, int] | None:
         """Find the segments to render again: where rendering starts, where the text is needed, and its end.
@@ -586,17 +625,21 @@ class Conversation:
         before, segments = self._segments[: target.start], self._segments[target.start :]
         base = before[-1].end if before else self._base
         plain = unmarked(target.text)
-        seam, seam_chars = self._seam(segments, plain, base, history)
+        seam, seam_chars = self._seam(segments, plain, base, history, is_own=target.is_own)
         if seam == base and target.start > self._first and before[-1].kind == "prompt":
             return None  # its last token and the first one here may merge
         wanted = self._encode(target.text[index_after(target.text, seam_chars) :], seam, history)
-        same = sum(
-            1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(history[seam:], wanted, strict=False))
-        )
+        same = _num_same(history[seam:], wanted)
         return Addition(seam + same, wanted[same:])
 
     def _seam(
-        self, segments: Sequence[Segment], target: str, base: int, history: Sequence[int]
+        self,
+        segments: Sequence[Segment],
+        target: str,
+        base: int,
+        history: Sequence[int],
+        *,
+        is_own: bool,
     ) -> tuple[int, int]:
         """Find where tokenising starts: the position and the number of characters of `target` before it.
 
@@ -618,6 +661,8 @@ class Conversation:
             return answer.start + num_tokens, ends[-1] + num_chars
         if agreeing == len(segments) and (border := self._last_border(segments, history)) is not None:
             return border, ends[-1] - len(self.tokenizer.decode(history[border:]))
+        if is_own and agreeing == len(segments):
+            return len(history), ends[-1]  # its text may come to other tokens
         while agreeing and segments[agreeing - 1].kind == "prompt":
             agreeing -= 1
         return segments[agreeing - 1].end if agreeing else base, ends[agreeing]
@@ -651,6 +696,10 @@ class Conversation:
             if ids[:1] == [end]:
                 return ids[1:]
         return self.tokenizer.encode(text, at_start=position == 0)
+
+
+def _num_same(one: Sequence[int], other: Sequence[int]) -> int:
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 def _said_in(segments: Sequence[Segment], *, drops: bool = False) -> list[Said]:

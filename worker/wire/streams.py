@@ -44,6 +44,9 @@ _NO_SPACE: Final = {10002, 10023, 10028, 10047}  # limits of the account and of 
 #: The kinds of subjects of the log stream; `commit` is stored as `out`.
 _LOGGED: Final[tuple[SessionKind, ...]] = ("in", "commit", "checkpoint", "attempt", "dead", "closed")
 
+#: In the metadata of the log stream: what its entries are. An earlier version's results have no tokens.
+_FORMAT: Final = {"turnkeep-log": "2"}
+
 #: The fields that the settings decide; all others are the operator's.
 _OWNED: Final = frozenset(
     {"subjects", "discard", "max_bytes", "max_age", "max_msg_size", "allow_direct", "duplicate_window"}
@@ -114,6 +117,7 @@ def _log_stream(subjects: Subjects, settings: Settings) -> api.StreamConfig:
         num_replicas=settings.log_replicas,
         allow_direct=True,
         duplicate_window=DEDUPE_S,
+        metadata=_FORMAT,
     )
 
 
@@ -169,7 +173,7 @@ async def ensure_stream(js: JetStreamContext, wanted: api.StreamConfig) -> bool:
             else:
                 log.info("created stream", stream=name)
                 return False
-        _check_identity(wanted, info.config)
+        _check_identity(wanted, info)
         if changes := _differences(wanted, info.config):
             await js.update_stream(info.config.evolve(**changes))
             log.info("updated stream", stream=name, **changes)
@@ -199,11 +203,14 @@ async def _copied(look: Callable[[], Awaitable[Any]], num_replicas: int | None) 
             await sleep(_LOOK_S)
 
 
-def _check_identity(wanted: api.StreamConfig, found: api.StreamConfig) -> None:
-    """Refuse a stream that belongs to another program, or differs in a setting that cannot be changed.
-
-    A stream of an earlier version has some of the subjects, or the subject that is republished now.
-    """
+def _check_identity(wanted: api.StreamConfig, info: api.StreamInfo) -> None:
+    """Refuse a stream that belongs to another program, or has what this version cannot read or change."""
+    found = info.config
+    if info.state.messages and not (wanted.metadata or {}).items() <= (found.metadata or {}).items():
+        raise BrokerError(
+            f"the stream {wanted.name} was written by another version, whose results have no tokens; serve it"
+            " with that version, remove it, or choose another --prefix"
+        )
     ours = {*(wanted.subjects or ()), wanted.republish.src if wanted.republish else ""}
     if not found.subjects or not set(found.subjects) <= ours:
         raise BrokerError(
@@ -252,11 +259,14 @@ async def take_back(js: JetStreamContext, subjects: Subjects) -> None:
 def _differences(wanted: Any, found: Any) -> dict[str, Any]:
     """Return the fields that Turnkeep sets and that differ in `found`; None in `wanted` does not count."""
     asked = {field.name: getattr(wanted, field.name) for field in dataclasses.fields(wanted)}
-    return {
+    changes = {
         name: value
         for name, value in asked.items()
         if name in _OWNED and value is not None and value != getattr(found, name)
     }
+    if (wanted_notes := asked.get("metadata")) and not wanted_notes.items() <= (found.metadata or {}).items():
+        changes["metadata"] = {**(found.metadata or {}), **wanted_notes}
+    return changes
 
 
 async def _explain(js: JetStreamContext, wanted: api.StreamConfig, error: Exception) -> str:

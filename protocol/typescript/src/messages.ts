@@ -33,7 +33,8 @@ export interface Append {
  * The following generate runs the last token, whose logits give the answer's first token. After an empty
  * append the counts are zero. `kv_live_bytes` is the size of the KV that the next token sees; under `paged` it
  * includes the sketches (2-bit copies of the keys) of all tokens. `rewritten_from` is set if the chat template
- * changed earlier text: the tokens from that position on were replaced and prefilled again.
+ * changed earlier text, or the model has another tokenizer than the one before: the tokens from that position
+ * on were replaced and prefilled again.
  */
 export interface Appended {
   type: "appended";
@@ -42,13 +43,16 @@ export interface Appended {
   prefilled_tokens: number;
   kv_live_bytes: number;
   seconds: number;
-  rewritten_from?: number | null;
   id: string;
   seq: number;
   position: number;
   repeat_of?: number | null;
   cache?: SessionCache | null;
   visible_from?: number | null;
+  change?: Change | null;
+  model?: Model | null;
+  previous_model?: Model | null;
+  rewritten_from?: number | null;
 }
 
 /**
@@ -104,6 +108,22 @@ export interface Cancelled {
   id: string;
   /** later versions have other values too */
   was: "waiting" | "running" | (string & {});
+}
+
+/**
+ * What a request did to the session's tokens: so workers read a log without a model.
+ *
+ * The first `kept` tokens stay; behind them come those of the `input`, then the answer's. `input` is base64 of
+ * the ids as LEB128 numbers; if it is long, other messages of the log have it, which the result's header
+ * `Turnkeep-Parts` names. If the session was tokenised anew for another tokenizer, the first `raw` tokens are
+ * raw content. With `holds_answer`, the input ends with the answer: the result's tokens are another
+ * tokenizer's.
+ */
+export interface Change {
+  kept: number;
+  input?: string;
+  raw?: number;
+  holds_answer?: boolean;
 }
 
 /** The answer is one of some texts. */
@@ -346,19 +366,19 @@ export interface Generate {
  * offered tool, or that does not fit its schema, or cannot be parsed, is in the text; an answer with no other
  * call then has the `finish_reason` `tool_calls_malformed`. `warnings` say what of the request had no effect.
  * `prefix_tokens` is how many of the prompt's tokens, its last ones, are the request's `prefix`;
- * `resumed_tokens` is how many of the answer's an earlier worker had published.
+ * `resumed_tokens` is how many of the answer's an earlier worker had published. An answer that another model
+ * had begun ends as it was streamed, with the `finish_reason` `model_changed`.
  */
 export interface Generated {
   type: "generated";
   text: string;
   tokens: readonly number[];
   /** later versions have other values too */
-  finish_reason: "stop" | "length" | "cancelled" | "expired" | "tool_calls" | "tool_calls_malformed" | (string & {});
+  finish_reason: "stop" | "length" | "cancelled" | "expired" | "tool_calls" | "tool_calls_malformed" | "model_changed" | (string & {});
   usage: Usage;
   seconds: Seconds;
   kv_live_bytes: number;
   stop?: string | null;
-  rewritten_from?: number | null;
   logprobs?: readonly TokenLogprob[];
   prompt_logprobs?: readonly PromptToken[];
   reasoning?: string;
@@ -372,6 +392,10 @@ export interface Generated {
   repeat_of?: number | null;
   cache?: SessionCache | null;
   visible_from?: number | null;
+  change?: Change | null;
+  model?: Model | null;
+  previous_model?: Model | null;
+  rewritten_from?: number | null;
 }
 
 /** Counts by upper bound; `counts` has one more entry than `bounds`, for values above the last. */
@@ -520,6 +544,13 @@ export interface MetricsRequest {
   type: "metrics";
 }
 
+/** A model by its name, and by digests of its weights and of its tokenizer, as hex. */
+export interface Model {
+  name: string;
+  weights?: string;
+  tokenizer?: string;
+}
+
 /** The tool that an answer must call, in OpenAI's shape. */
 export interface NamedTool {
   function: ChosenFunction;
@@ -546,10 +577,11 @@ export interface Open {
 /**
  * Answer to `open`. `cache` is the session's policy; it is left out if the policy is `full`.
  *
- * A fork has a `parent`, and `position` counts the tokens that it took from it.
+ * A fork has a `parent`, and `position` counts the tokens that it took from it; `model` is its parent's.
  */
 export interface Opened {
   type: "opened";
+  model?: Model | null;
   parent?: Parent | null;
   tags?: readonly string[];
   id: string;
@@ -702,6 +734,7 @@ export interface SessionInfo {
   snapshot?: string;
   parent?: Parent;
   tags?: readonly string[];
+  answered_by?: Model;
   model: string;
   worker: Metrics;
 }
