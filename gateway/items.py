@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from msgspec import Struct
 
+from turnkeep_client.blocks import other_text, text_of
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.messages import Function, Message, ToolCall, encode
 
-from .blocks import other_text, text_of
 from .turn import Fault, refused
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from .turn import Warned
+    from turnkeep_client.blocks import Warned
 
 _ROLES: Final = ("system", "developer", "user", "assistant")
 #: Items that tell this model nothing: what other models thought, and searches without their results.

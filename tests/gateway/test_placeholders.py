@@ -195,3 +195,18 @@ async def test_a_count_of_tokens_names_what_it_replaced(local_worker: Start, doo
         answer = await http.post("/v1/messages/count_tokens", json=asked)
         assert answer.json()["input_tokens"] > 30
         assert answer.headers["x-turnkeep-warnings"].endswith("; and 10 more")
+
+
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
+async def test_what_the_worker_told_the_model_in_another_form_is_in_the_header(
+    is_streamed: bool, local_worker: Start, door: Start
+) -> None:
+    worker = await local_worker()
+    served = await door(worker.settings.nats, worker.settings.prefix)
+    async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
+        told = [{"role": "developer", "content": "Be brief."}, user([PICTURES["chat"]])]
+        answer = await http.post(PATHS["chat"], json=body("chat", told, stream=is_streamed))
+        assert answer.headers["x-turnkeep-warnings"] == (
+            "messages[1].content[0]: image_url replaced by a placeholder;"
+            " answer: 1 message is told to the model in another form: developer as system"
+        )

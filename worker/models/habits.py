@@ -51,17 +51,24 @@ class Habits:
 
     def in_words(self) -> list[str]:
         """Say what is done for a template that does not render each kind of message as it is."""
-        said = [words for field, words in _INSTEAD.items() if not getattr(self, field)]
-        if not self.objects:
-            said.append("arguments of calls as text" if self.texts else "calls as text")
-        return said + [f"{before} and {after} in a row joined" for before, after in sorted(self.joined)]
+        said = [words for field, words in INSTEAD.items() if not getattr(self, field)]
+        if self.texts and not self.objects:
+            said.append("arguments of calls as text")
+        return said + [joined_in_words(*pair) for pair in sorted(self.joined)]
 
 
-_INSTEAD: Final = {
+def joined_in_words(before: str, after: str) -> str:
+    """Say that messages of these roles are joined."""
+    return f"{before} and {after} in a row joined"
+
+
+#: What is done instead of what a template does not render.
+INSTEAD: Final = {
     "system": "system at the head of the first user message",
     "system_alone": "an empty user message after a system message alone",
     "late_system": "late system within user messages",
     "developer": "developer as system",
+    "calls": "calls as text",
     "several_calls": "several calls of a message as text",
     "text_with_calls": "calls beside text as text",
     "any_ids": "ids of calls of nine characters",

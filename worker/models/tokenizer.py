@@ -11,17 +11,19 @@ import re
 from contextlib import suppress
 from datetime import UTC, datetime
 from hashlib import blake2b
+from itertools import pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from .chat_template import ChatTemplate, template_of
 from .content import ControlTokens, index_after, is_marked, unmarked
 from .dialect import dialect_of, renders_tools, with_calls, with_objects, with_short_ids, with_tools
-from .habits import habits_of
+from .habits import INSTEAD, habits_of, joined_in_words
 from .model_files import one_line, read_json
 from .tokenizer_files import load
 
 if TYPE_CHECKING:
+    from collections import Counter
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
@@ -154,25 +156,31 @@ class Tokenizer:
             self._dialect = dialect_of(template, vocabulary, self._tool_parser)
         return self._dialect
 
-    def adapted(self, messages: Sequence[dict[str, Any]], *, is_begun: bool) -> list[dict[str, Any]]:
+    def adapted(
+        self, messages: Sequence[dict[str, Any]], before: Mapping[str, Any] | None, noted: Counter[str]
+    ) -> list[dict[str, Any]]:
         """Return messages in the form that the template renders (`Habits`), so that none is left out.
 
         Tool calls have their arguments as objects or as text, or stand in the content. A system message that
-        the template does not render becomes a part of the user's next message, or a user message. `is_begun`
-        says that messages come before these.
+        the template does not render becomes a part of the user's next message, or a user message. `before` is
+        the message before these. `noted` counts what is changed, in the words of `Habits`.
         """
         habits, found, goes_on, has_call = self.habits, list[dict[str, Any]](), False, False
+        is_begun = before is not None
         for given in messages:
-            message, role = self._with_calls(given), given["role"]
+            message, role = self._with_calls(given, noted), given["role"]
             if role == "developer" and not habits.developer:
                 message, role = {**message, "role": "system"}, "system"
+                noted[INSTEAD["developer"]] += 1
             if message.get("tool_calls") and found and not self._may_follow(found[-1], message):
                 message = with_calls(given)
+                noted[INSTEAD["calls"]] += 1
             if role != "tool":
                 has_call = bool(message.get("tool_calls"))
             elif not habits.results or not (has_call or habits.results_alone):
                 said = f"<tool_response>\n{message['content']}\n</tool_response>"
                 message = {"role": "user", "content": said}
+                noted[INSTEAD["results"]] += 1
             if not habits.any_ids:
                 message = with_short_ids(message)
             leads = not is_begun and all(one["role"] in ("system", "developer") for one in found)
@@ -180,35 +188,44 @@ class Tokenizer:
             if role in ("system", "developer"):
                 if leads and found and not habits.late_system:
                     message = {**found[-1], "content": f"{found.pop()['content']}\n\n{message['content']}"}
+                    noted[joined_in_words("system", "system")] += 1
                 elif not leads and not habits.late_system:
                     message = {"role": "user", "content": f"<system>\n{message['content']}\n</system>"}
                     goes_on = True
+                    noted[INSTEAD["late_system"]] += 1
             elif role == "user" and was_system:
                 message = {**message, "content": f"{found.pop()['content']}\n\n{message['content']}"}
             found.append(message)
         if found and not is_begun and found[0]["role"] == "system" and not habits.system:
             head = found.pop(0)["content"]
+            noted[INSTEAD["system"]] += 1
             if found and found[0]["role"] == "user":
                 found[0] = {**found[0], "content": f"{head}\n\n{found[0]['content']}"}
             else:
                 found.insert(0, {"role": "user", "content": head})
+        for earlier, later in pairwise([before or {}, *found]):
+            pair = str(earlier.get("role")), str(later.get("role"))
+            if pair in habits.joined and self._may_follow(earlier, later):
+                noted[joined_in_words(*pair)] += 1
         return found
 
-    def _with_calls(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _with_calls(self, message: dict[str, Any], noted: Counter[str]) -> dict[str, Any]:
         """Return a message with its tool calls in the form that the template can render."""
         if not message.get("tool_calls"):
             return message
         habits, made = self.habits, with_objects(message)
         are_objects = all(isinstance(call["function"]["arguments"], dict) for call in made["tool_calls"])
-        if (
-            not habits.calls
-            or not (habits.several_calls or len(made["tool_calls"]) == 1)
-            or not (habits.text_with_calls or not message.get("content"))
-        ):
-            return with_calls(message)
-        if habits.objects and (are_objects or habits.texts):
+        if habits.calls and not habits.several_calls and len(made["tool_calls"]) > 1:
+            noted[INSTEAD["several_calls"]] += 1
+        elif habits.calls and not habits.text_with_calls and message.get("content"):
+            noted[INSTEAD["text_with_calls"]] += 1
+        elif habits.objects and (are_objects or habits.texts):
             return made
-        return message if habits.texts else with_calls(message)
+        elif habits.texts:
+            return message
+        else:
+            noted[INSTEAD["calls"]] += 1
+        return with_calls(message)
 
     def _may_follow(self, before: Mapping[str, Any], message: Mapping[str, Any]) -> bool:
         """Say whether a message may be joined to the one before it, if the template wants that."""

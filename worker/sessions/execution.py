@@ -33,6 +33,7 @@ from turnkeep_client.messages import (
     Rewound,
     Seconds,
     Usage,
+    encode,
     failure,
 )
 from worker.batch.chooser import Sampling
@@ -47,7 +48,7 @@ from worker.wire.journal import FencedError
 
 from .echo import echo_of, told
 from .formats import Formats, is_prefix_final
-from .history import RefusedError, seen
+from .history import RefusedError, seen, unread
 from .policies import chosen, misfit
 
 if TYPE_CHECKING:
@@ -108,10 +109,12 @@ class Execution:
         vocab_size: int,
         kv_bits: int | None,
         own_sampling: Mapping[str, float],
+        placeholders: bool,
     ) -> None:
         """`context_tokens` is the most that a session under `full` or `paged` may hold.
 
         `vocab_size` bounds token ids. `own_sampling` are the options that the model's authors recommend.
+        Without `placeholders`, messages with images and the like are refused.
 
         An answer ends before its result takes more than `max_result_bytes` of the log. `kv_bits` is the
         precision of this worker's KV; None is full precision. A `sink_window` is refused if its window is
@@ -129,6 +132,7 @@ class Execution:
         self._vocab_size = vocab_size
         self._kv_bits = kv_bits
         self._own_sampling = own_sampling
+        self._placeholders = placeholders
         self._formats = Formats(tokenizer)
         self._policies: set[Policy] = set()  # under which sessions were opened
 
@@ -227,6 +231,7 @@ class Execution:
             kv_live_bytes=live_bytes,
             seconds=monotonic() - pending.received_s,
             rewritten_from=extended.rewritten_from,
+            warnings=extended.warnings,
             **seen(extended.history),
         )
         return result, extended.history
@@ -262,12 +267,13 @@ class Execution:
         conversation = extended.history.conversation
         splitter = self._splitter(key, request, pending, conversation)
         grammar, warnings = await self._formats.grammar(request, conversation, splits=splitter is not None)
+        warnings = extended.warnings + warnings
         stream = TextStream(self._tokenizer, request.stop)
         answer = Answer(
             stream,
             splitter=splitter,
             max_tokens=min(request.max_tokens, most),
-            max_bytes=self._max_answer_bytes - echo_bytes,
+            max_bytes=self._max_answer_bytes - echo_bytes - len(encode({"warnings": warnings})),
             end_tokens=frozenset() if request.ignore_eos else self._tokenizer.eos_ids,
         )
         self._resume(published.chunks, answer)
@@ -276,7 +282,9 @@ class Execution:
         turn = await self._score(key, pending, extended.history, scores) if scores is not None else None
         is_scored = scores is None or scores.end >= len(prompt)
         if is_scored and request.max_tokens:
-            sampled = await self._sample(key, request, pending, extended.history, answer, grammar, stream_end)
+            sampled = await self._sample(
+                key, request, pending, extended.history, answer, grammar, stream_end, warnings
+            )
             turn = _together(turn, sampled)
         elif is_scored:
             answer.finish_reason = "length"
@@ -360,6 +368,9 @@ class Execution:
 
     async def _extend(self, history: History, request: Append | Generate) -> Input:
         """Add a request's input, on a thread unless it is small; raises `RefusedError`."""
+        for one in [] if self._placeholders else unread(request.messages or ()):
+            if one.is_lost:
+                raise RefusedError("invalid_request", f"{one.where}: {one.refusal}")
         num_given = len(request.text or request.tokens or ()) + len(getattr(request, "prefix", ""))
         if request.messages or num_given > _LITTLE or history.conversation.has_messages:
             return await in_thread(self._fold.extend, history, request)
@@ -389,10 +400,12 @@ class Execution:
         answer: Answer,
         grammar: Grammar | None,
         stream_end: _StreamEnd,
+        warnings: tuple[str, ...],
     ) -> TurnResult | None:
         """Run the answer to its end.
 
-        Returns None if it is already complete, or was cancelled before its turn began.
+        Its first chunk has the `warnings`. Returns None if it is already complete, or was cancelled before
+        its turn began.
         """
         if answer.finish_reason is not None:
             return None
@@ -402,7 +415,8 @@ class Execution:
         async def publish(chunk: Chunk) -> None:
             nonlocal is_heard
             if is_heard:
-                chunk = structs.replace(chunk, seq=pending.seq)
+                told = () if chunk.i else warnings
+                chunk = structs.replace(chunk, seq=pending.seq, warnings=told)
                 seq = await self._journal.publish_chunk(
                     key, request.id, chunk, stream_end.seq, server=pending.server
                 )

@@ -6,6 +6,7 @@ its result. Live requests and the replay of a log use the same functions, so bot
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -13,6 +14,7 @@ import msgspec
 
 from cache.names.policy import FULL
 from cache.names.tokens import as_tokens
+from turnkeep_client.blocks import Warned, sentences, text_of
 from turnkeep_client.messages import (
     Append,
     Appended,
@@ -40,13 +42,26 @@ if TYPE_CHECKING:
     from cache.names.policy import Policy
     from cache.names.tokens import Tokens
     from turnkeep_client.errors import ErrorCode
-    from turnkeep_client.messages import Request, Result
+    from turnkeep_client.messages import Message, Request, Result
     from worker.text.templates import Tokenizer
 
     Edit: TypeAlias = Callable[["History"], tuple[Conversation, Addition]]
 
 #: Last tokens that a session under a window keeps for guesses at its answers, which match earlier text.
 KEPT: Final = 16_384
+
+
+def unread(messages: Sequence[Message]) -> list[Warned]:
+    """List the parts of messages that are no text."""
+    found: list[Warned] = []
+    for number, message in enumerate(messages):
+        if message.sent is not None and isinstance(content := message.sent.get("content"), list):
+            text_of(content, f"messages[{number}].content", found)
+    return found
+
+
+def _counted(number: int) -> str:
+    return "1 message is" if number == 1 else f"{number} messages are"
 
 
 class RefusedError(Exception):
@@ -133,13 +148,15 @@ def seen(history: History) -> dict[str, Any]:
 class Input:
     """A history with a request's input added; its first `kept` tokens are unchanged.
 
-    Its last `num_given` tokens are the beginning of the answer, which the request gives.
+    Its last `num_given` tokens are the beginning of the answer, which the request gives. `warnings` say what
+    the model is told in another form than the request has.
     """
 
     history: History
     kept: int
     rewritten_from: int | None
     num_given: int = 0
+    warnings: tuple[str, ...] = ()
 
 
 class Fold:
@@ -193,10 +210,10 @@ class Fold:
         Raises `RefusedError` for tokens outside the vocabulary and for messages that the chat template
         refuses, and `CutOffError`.
         """
-        kept, num_added = history.position, 0
+        kept, num_added, warnings = history.position, 0, list[str]()
         state = replace(history, exists=True)
         try:
-            for edit in self._edits(history, request):
+            for edit in self._edits(history, request, warnings):
                 conversation, addition = edit(state)
                 kept, num_added = min(kept, addition.keep), len(addition.tokens)
                 tokens = state.tokens[: addition.keep] + addition.tokens
@@ -210,6 +227,7 @@ class Fold:
             kept=kept,
             rewritten_from=kept if kept < history.position else None,
             num_given=num_added if isinstance(request, Generate) and request.prefix else 0,
+            warnings=tuple(warnings),
         )
 
     def answered(self, extended: History, request: Generate, tokens: Sequence[int]) -> History:
@@ -289,23 +307,26 @@ class Fold:
         except RefusedError as error:
             raise DivergedError(f"a request that was answered is refused now: {error}") from None
 
-    def _edits(self, history: History, request: Append | Generate) -> Iterator[Edit]:
+    def _edits(self, history: History, request: Append | Generate, warnings: list[str]) -> Iterator[Edit]:
         """List the edits of a request: tools, its input, then for a generate the answer header."""
         if request.tools is not None or request.chat_template_kwargs is not None:
             tools, variables = history.conversation.tools, history.conversation.variables
             if request.tools is not None:
                 given = msgspec.to_builtins(request.tools)
                 tools = self._tokenizer.as_tools(given)
+                if given and not self._tokenizer.dialect.renders_tools:
+                    warnings.append("the chat template knows no tools: the first message describes them")
             if request.chat_template_kwargs is not None:
                 variables = self._tokenizer.as_tools(request.chat_template_kwargs)
             yield lambda state: state.conversation.set_rendering(state.tokens, tools, variables)
         if request.messages:
-            # A template may require the content that a message with only tool calls lacks.
-            messages = [
-                {"role": message.role, "content": "", **msgspec.to_builtins(message)}
-                for message in request.messages
+            warnings += sentences(unread(request.messages))
+            given, noted = [message.as_sent() for message in request.messages], Counter[str]()
+            messages = self._tokenizer.adapted(given, history.conversation.last_message, noted)
+            warnings += [
+                f"{_counted(number)} told to the model in another form: {what}"
+                for what, number in noted.items()
             ]
-            messages = self._tokenizer.adapted(messages, is_begun=history.conversation.has_messages)
             if not request.special_tokens:
                 messages = [self._tokenizer.as_content(message) for message in messages]
             yield lambda state: state.conversation.add_messages(state.tokens, messages)

@@ -122,6 +122,14 @@ class Conversation:
         """Whether the next messages continue a conversation, so that they are rendered with earlier ones."""
         return self._first < len(self._segments)
 
+    @property
+    def last_message(self) -> Message | None:
+        """The last message of the conversation that the next ones continue."""
+        if not self.has_messages:
+            return None
+        last = self._segments[-1]
+        return last.messages[-1] if last.messages and not last.opens_answer else {"role": "assistant"}
+
     def add_messages(
         self, history: Sequence[int], messages: Sequence[Message]
     ) -> tuple[Conversation, Addition]:
