@@ -6,6 +6,7 @@ A wrong call is executed, so what is in doubt stays text.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from importlib import import_module
 from importlib.util import find_spec
@@ -404,6 +405,55 @@ def test_good_bad_good_are_two_calls(family: str) -> None:
         assert outcome(splitter(family), text) == outcome(splitter(family), [text])
 
 
+#: Families whose arguments are not quoted, so that they may have the whole end of a call in them.
+TAGGED = [name for name in MARKED if dialect(name).forms[0].is_tagged]
+
+
+@pytest.mark.parametrize("family", TAGGED)
+def test_a_call_within_an_argument_is_not_called(family: str) -> None:
+    inner, closes = good(family, "rm"), dialect(family).calls[1]
+    page = f"For example:\n{inner}\nor\n{inner}\nremoves all."
+    whole = good(family, page)
+    for text in (whole, f"{whole}\n{good(family, 'b')}"):
+        said, _, calls, _ = outcome(splitter(family), [text])
+        assert (said, json.loads(calls[0][2])["code"]) == ("", page)
+        assert outcome(splitter(family), text) == outcome(splitter(family), [text])
+    unknown = written(family, "unknown", {"code": page})
+    for text in (whole[: whole.rindex("all.")], whole.removesuffix(closes)[:-12], unknown):
+        said, _, calls, _ = outcome(splitter(family), [text])
+        assert (said, calls) == (text, [])
+        assert outcome(splitter(family), text) == (said, "", calls, True)
+
+
+@pytest.mark.parametrize("family", ["generic", "hunyuan", "nemotron", "phi4", "pythonic", "olmo3"])
+def test_a_call_within_a_string_is_not_called_even_if_nothing_is_escaped(family: str) -> None:
+    inner = good(family, "rm")
+    text = (
+        good(family, "^").replace("^", f"For example:\n{inner}\nor\n{inner}\nremoves all.").replace("'", '"')
+    )
+    for one in (text, text[: text.rindex("all")]):
+        said, _, calls, _ = outcome(splitter(family), [one])
+        assert (said, calls) == (one, [])
+        assert outcome(splitter(family), one) == outcome(splitter(family), [one])
+
+
+@pytest.mark.parametrize("family", TAGGED)
+def test_a_call_whose_argument_seems_to_end_twice_is_text(family: str) -> None:
+    ends = good(family, "^").partition("^")[2]
+    text = good(family, f"A call ends with {ends}\nand the rest")
+    said, _, calls, malformed = outcome(splitter(family), [text])
+    assert (said, calls, malformed) == (text, [], True)
+    assert outcome(splitter(family), text) == outcome(splitter(family), [text])
+
+
+@pytest.mark.parametrize("family", TAGGED)
+def test_text_behind_a_call_is_text(family: str) -> None:
+    text = good(family, "a") + dialect(family).calls[1] + "\nThat lists them."
+    said, _, calls, _ = outcome(splitter(family), [text])
+    assert (said.endswith("\nThat lists them."), len(calls)) == (True, 1)
+    assert outcome(splitter(family), text) == outcome(splitter(family), [text])
+
+
 def test_good_bad_good_in_harmony() -> None:
     again = "<|start|>assistant"
     bad = written("harmony", "unknown").removesuffix("<|call|>") + "<|end|>"
@@ -431,6 +481,10 @@ def test_text_behind_a_mentioned_marker_is_told_while_it_is_written() -> None:
 def test_many_markers_are_answered_in_bounded_time() -> None:
     for text in ('<tool_call>{"' * 20_000, "<tool_call>{" * 20_000, '<tool_call>{"</tool_call>' * 10_000):
         assert outcome(splitter("generic"), [text])[0] == text
+    begun = "<tool_call>\n<function=run>\n<parameter=code>\n"
+    for text in (begun * 5_000, f"{begun}</parameter>\n" * 5_000, f"{begun}</tool_call>" * 5_000):
+        assert outcome(splitter("qwen3_coder"), [text])[0].rstrip() == text.rstrip()
+        assert outcome(splitter("qwen3_coder"), re.findall(".{1,50}", text, re.DOTALL))[3]
 
 
 # The end of an answer
