@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections import Counter
+from datetime import UTC, datetime
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +22,9 @@ from hypothesis import given
 from test_splitting import FAMILIES, dialect, outcome, splitter, wide, written
 
 from worker.models.calls import Written
+from worker.models.catalog import habits, named
 from worker.models.dialect import dialect_of
+from worker.models.model_files import ModelError
 from worker.models.tokenizer import Tokenizer
 from worker.text.arguments import NoCallError, Offered
 from worker.text.splitting import call_id
@@ -360,6 +364,45 @@ def test_the_parser_that_a_model_folder_names_is_used(tiny_model: Path, tmp_path
     for more, opens in (({}, "<tool_call>"), ({"tool_parser_type": "gemma4"}, "<|tool_call>")):
         (folder / "tokenizer_config.json").write_text(json.dumps(config | more))
         assert Tokenizer.from_folder(folder).dialect.calls[0] == opens
+
+
+def test_the_template_that_a_model_folder_names_is_mlx_lms(tiny_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "as-code"
+    shutil.copytree(tiny_model, folder)
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"chat_template_type": "deepseek_v32"}))
+    tokenizer = Tokenizer.from_folder(folder)
+    call = {
+        "id": "a",
+        "type": "function",
+        "function": {"name": "bash", "arguments": '{"command": "ls", "n": 1}'},
+    }
+    said: list[dict[str, Any]] = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "What is there?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "made.txt", "tool_call_id": "a"},
+    ]
+    expected = import_module("mlx_lm.chat_templates.deepseek_v32").apply_chat_template
+    day = datetime(2026, 1, 1, tzinfo=UTC)
+    for variables in ({}, {"enable_thinking": False}):
+        found = tokenizer.render(
+            tokenizer.adapted(said, None, Counter()),
+            add_generation_prompt=True,
+            started=day,
+            tools=TOOLS,
+            variables=variables,
+        )
+        assert found == expected(said, add_generation_prompt=True, tools=TOOLS, **variables)
+    alone = tokenizer.render(said[1:2], add_generation_prompt=True, started=day, tools=TOOLS)
+    assert "$FUNCTION_NAME" in alone, "the tools are there without a system message, too"
+    assert tokenizer.dialect.calls == (wide("<~DSML~function_calls>"), wide("</~DSML~function_calls>"))
+    entry = named(str(folder), tmp_path / "data")
+    assert (entry.tools, habits(entry)) == (True, tokenizer.habits)
+    path.write_text(json.dumps(config | {"chat_template_type": "of_a_later_day"}))
+    with pytest.raises(ModelError, match="chat_template_type of_a_later_day, which mlx-lm does not know"):
+        Tokenizer.from_folder(folder)
 
 
 # Harmony

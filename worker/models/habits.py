@@ -116,7 +116,8 @@ def habits_of(render: Render, source: str, *, renders_tools: bool) -> Habits:
     free = [_call(name, calls[0]["function"]["arguments"]) for name in ("a", "call_0123456789abcdef")]
     result, second = _said("tool", "8", one["id"]), _said("tool", "9", other["id"])
     says, asks = _said("assistant", "9"), _said("user", "9")
-    results = shows(asked, called, result, says)
+    # Some templates want the reasoning of a last answer, and of no earlier one.
+    results = any(shows(asked, called, result, *rest) for rest in ([says], [says, asks]))
     rows: dict[tuple[str, str], list[dict[str, Any]]] = {
         ("user", "user"): [asked, asks],
         ("assistant", "assistant"): [asked, answered, _said("assistant", "3"), asks],

@@ -15,7 +15,7 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
-from .chat_template import ChatTemplate, template_of
+from .chat_template import ChatTemplate, CodeTemplate, template_of
 from .content import ControlTokens, index_after, is_marked, unmarked
 from .dialect import dialect_of, renders_tools, with_calls, with_objects, with_short_ids, with_tools
 from .habits import INSTEAD, habits_of, joined_in_words
@@ -52,9 +52,14 @@ class Tokenizer:
     """
 
     def __init__(
-        self, hf: LoadedTokenizer, eos_ids: Iterable[int] = (), *, tool_parser: str | None = None
+        self,
+        hf: LoadedTokenizer,
+        eos_ids: Iterable[int] = (),
+        *,
+        tool_parser: str | None = None,
+        code: CodeTemplate | None = None,
     ) -> None:
-        """Take a loaded tokenizer, and the name of mlx-lm's parser for the model's calls."""
+        """Take a loaded tokenizer, the name of mlx-lm's parser for calls, and a template that is code."""
         self._hf = hf
         self._tool_parser = tool_parser
         self._rust = hf.backend_tokenizer
@@ -63,17 +68,18 @@ class Tokenizer:
         own = hf.eos_token_id
         self.vocab_size: int = self._rust.get_vocab_size(with_added_tokens=True)
         self.added_ids: frozenset[int] = frozenset(self._rust.get_added_tokens_decoder())
-        self.has_template = bool(hf.chat_template)
+        self.has_template = bool(code or hf.chat_template)
         #: The chat template's source; None if there is none, or several without a default.
-        self.template = template_of(hf.chat_template)
-        self._chat: ChatTemplate | None = None
+        self.template = code.source if code else template_of(hf.chat_template)
+        self._chat: ChatTemplate | CodeTemplate | None = code
         self.eos_ids: frozenset[int] = (
             frozenset(eos_ids) | (frozenset() if own is None else {int(own)}) | self._turn_ends()
         )
         source = self.template or ""
         #: What the chat template does with each kind of message.
         self.habits = habits_of(self._probe, source, renders_tools=renders_tools(source))
-        self._controls = ControlTokens(self._rust, self.eos_ids, str(hf.chat_template))
+        self._written = source if code else hf.chat_template
+        self._controls = ControlTokens(self._rust, self.eos_ids, str(self._written))
         self._bytes: dict[int, bytes] = {}
         self._lead: str | None = None
         self._dialect: Dialect | None = None
@@ -94,7 +100,8 @@ class Tokenizer:
         ends = [_end_ids(part) for part in (config, config.get("text_config") or {}, generation)]
         named_path = folder / "tokenizer_config.json"
         named = read_json(named_path).get("tool_parser_type") if named_path.exists() else None
-        return cls(load(folder, store, progress), frozenset().union(*ends), tool_parser=named)
+        code = CodeTemplate.of_folder(folder)
+        return cls(load(folder, store, progress), frozenset().union(*ends), tool_parser=named, code=code)
 
     def control_id(self, text: str) -> int | None:
         """Return the id of the control token with this text; None if there is none."""
@@ -293,7 +300,7 @@ class Tokenizer:
         except Exception as error:  # noqa: BLE001  # a template is foreign code that can raise anything
             raise TemplateError(f"the chat template refuses these messages: {one_line(error)}") from None
 
-    def _compiled(self) -> ChatTemplate:
+    def _compiled(self) -> ChatTemplate | CodeTemplate:
         """Return the chat template, compiled on first use; raises any error."""
         if self._chat is None:
             if self.template is None:
@@ -319,7 +326,7 @@ class Tokenizer:
         """A digest of everything that determines a conversation's tokens; computed on first use."""
         if self._fingerprint is None:
             named = blake2b(self._rust.to_str().encode(), digest_size=16)
-            named.update(repr((self._hf.chat_template, sorted(self.eos_ids))).encode())
+            named.update(repr((self._written, sorted(self.eos_ids))).encode())
             self._fingerprint = named.digest()
         return self._fingerprint
 
