@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from typing import TypeAlias
 
     Parser: TypeAlias = "Callable[[str], list[Written]]"
@@ -236,9 +236,8 @@ def tagged(head: str, key: str, close: str, tail: str, *, trims: bool = False) -
     """
     begins, opens, ends = re.compile(head), re.compile(key), re.compile(tail)
 
-    def end_of_value(text: str, start: int) -> tuple[int, int]:
-        at, num_ended = start, 0
-        begun = [one.start() for one in opens.finditer(text, start)]
+    def end_of_value(text: str, at: int, begun: Sequence[int]) -> tuple[int, int]:
+        num_ended = bisect_left(begun, at)  # those before this one
         while (found := text.find(close, at)) >= 0:
             at = _SPACE.match(text, found + len(close)).end()  # type: ignore[union-attr]
             if (opens.match(text, at) or ends.match(text, at)) and bisect_left(begun, found) <= num_ended:
@@ -249,8 +248,9 @@ def tagged(head: str, key: str, close: str, tail: str, *, trims: bool = False) -
     def read(begin: re.Match[str]) -> tuple[Written, int]:
         text = begin.string
         at, arguments, is_text = begin.end(), dict[str, Any](), True
+        begun = [one.start() for one in opens.finditer(text, at)]
         while (opened := opens.match(text, at)) is not None:
-            end, at = end_of_value(text, opened.end())
+            end, at = end_of_value(text, opened.end(), begun)
             value = text[opened.end() : end]
             if opened["key"] in arguments:
                 raise ValueError("an argument is there twice")
