@@ -6,10 +6,13 @@ the manner of families that do.
 
 from __future__ import annotations
 
+import ast
 import json
 import random
 from collections import Counter
 from datetime import UTC, datetime
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -27,7 +30,6 @@ from worker.models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 pytestmark = pytest.mark.model
 
@@ -87,6 +89,24 @@ KNOWS_DEVELOPER = """
 {%- for m in messages %}{{ '<|start|>' + ('developer' if m.role == 'system' else m.role) }}
 {{- m.content + '<|end|>' }}{% endfor %}
 """
+
+
+def installed() -> dict[str, str]:
+    """Return the chat templates that transformers has in its code: of Llama 4, and of models that see."""
+    folder = Path(find_spec("transformers").submodule_search_locations[0])  # type: ignore[union-attr,index]
+    found: dict[str, str] = {}
+    for path in folder.glob("models/*/processing_*.py"):
+        if "{%" in (source := path.read_text("utf-8")):
+            for node in ast.walk(ast.parse(source)):
+                if (
+                    isinstance(node, ast.Constant)
+                    and "{%" in str(node.value)
+                    and "messages" in str(node.value)
+                ):
+                    found[path.stem] = max(found.get(path.stem, ""), str(node.value), key=len)
+    return found
+
+
 ALL = (
     {"packaged": CHAT_TEMPLATE, "parts": CHAT_TEMPLATE, "with_tools": WITH_TOOLS, "strict": STRICT}
     | {
@@ -98,6 +118,7 @@ ALL = (
     }
     | TEMPLATES
     | KINDS
+    | installed()
 )
 
 
@@ -302,6 +323,22 @@ def test_a_message_is_joined_to_one_of_an_earlier_request(tokenizers: dict[str, 
     noted = Counter[str]()
     tokenizers["ids"].adapted([say("user", "again")], ASKED, noted)
     assert noted == {"user and user in a row joined": 1}
+
+
+def test_contents_are_parts_where_the_template_wants_no_text(tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers["processing_smolvlm"]
+    assert tokenizer.habits.in_words() == [
+        "contents as lists of parts",
+        "developer as system",
+        "calls as text",
+    ]
+    assert "User: asked<end_of_utterance>\nAssistant: answered" in prompt(tokenizer, ASKED, ANSWERED)
+
+
+def test_a_system_message_may_come_alone_with_tools(tokenizers: dict[str, Tokenizer]) -> None:
+    said = prompt(tokenizers["processing_llama4"], say("system", "told"), tools=[TOOL])
+    assert "told" in said
+    assert "what-it-does" in said
 
 
 def test_what_a_template_renders_is_left_as_it_is(tokenizers: dict[str, Tokenizer]) -> None:

@@ -258,7 +258,7 @@ def habits(entry: ModelEntry) -> Habits:
         return Habits()
     now = datetime.now(UTC)
     return habits_of(
-        lambda messages: chat.render(messages, add_generation_prompt=False, started=now),
+        lambda messages, tools: chat.render(messages, add_generation_prompt=False, started=now, tools=tools),
         template,
         renders_tools=renders_tools(template),
     )

@@ -7,30 +7,34 @@ asks once, and gives the template only what it renders.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from .dialect import with_calls
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    #: Renders messages; raises any error.
-    Render = Callable[[Sequence[dict[str, Any]]], str]
+    #: Renders messages, with tools; raises any error.
+    Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]], str]
 
 
 @dataclass(frozen=True, slots=True)
 class Habits:
     """Which kinds of message a template renders: without refusing them, and with all of their text.
 
-    `developer` needs a template that names this role, as models know no other. Calls may have their arguments
-    as `objects`, or as any `texts`. A message may have `several_calls`, or `text_with_calls`. With `any_ids`
-    calls may have these, and results none. `results` of tools are `results_alone` behind an answer whose call
-    is only in its text. `joined` has pairs of roles that may not follow each other: their texts are joined.
+    Contents are `plain` text, else lists of parts. `tools_alone` says that tools may stand beside a system
+    message alone. `developer` needs a template that names this role, as models know no other. Calls may have
+    their arguments as `objects`, or as any `texts`. A message may have `several_calls`, or `text_with_calls`.
+    With `any_ids` calls may have these, and results none. `results` of tools are `results_alone` behind an
+    answer whose call is only in its text. `joined` has pairs of roles that may not follow each other: their
+    texts are joined.
     """
 
+    plain: bool = True
     system: bool = True
     system_alone: bool = True
+    tools_alone: bool = True
     late_system: bool = True
     developer: bool = True
     objects: bool = True
@@ -64,8 +68,10 @@ def joined_in_words(before: str, after: str) -> str:
 
 #: What is done instead of what a template does not render.
 INSTEAD: Final = {
+    "plain": "contents as lists of parts",
     "system": "system at the head of the first user message",
     "system_alone": "an empty user message after a system message alone",
+    "tools_alone": "an empty user message after a system message alone, if there are tools",
     "late_system": "late system within user messages",
     "developer": "developer as system",
     "calls": "calls as text",
@@ -82,9 +88,9 @@ INSTEAD: Final = {
 def habits_of(render: Render, source: str, *, renders_tools: bool) -> Habits:
     """Ask a template, whose text is `source`; what renders no plain conversation at all is not asked."""
 
-    def shows(*messages: dict[str, Any]) -> bool:
+    def shows(*messages: dict[str, Any], tools: Sequence[Mapping[str, Any]] = ()) -> bool:
         try:
-            said = render(messages)
+            said = render(messages, tools)
         except Exception:  # noqa: BLE001  # a template is foreign code that can raise anything
             return False
         at = 0
@@ -96,7 +102,12 @@ def habits_of(render: Render, source: str, *, renders_tools: bool) -> Habits:
 
     asked, answered = _said("user", "1"), _said("assistant", "2")
     if not shows(asked) or not shows(asked, answered, _said("user", "3")):
-        return Habits()
+        if not shows(*in_parts([asked, answered])):
+            return Habits()
+        found = habits_of(
+            lambda told, tools: render(in_parts(told), tools), source, renders_tools=renders_tools
+        )
+        return replace(found, plain=False)
 
     def takes(call: dict[str, Any]) -> bool:
         return shows(asked, _calling(call), _said("tool", "8", call["id"]))
@@ -128,6 +139,7 @@ def habits_of(render: Render, source: str, *, renders_tools: bool) -> Habits:
     return Habits(
         system=shows(system, asked),
         system_alone=shows(system) or not shows(system, asked),
+        tools_alone=not renders_tools or not shows(system) or shows(system, tools=[_TOOL]),
         late_system=shows(asked, answered, system, _said("user", "5")),
         developer=re.search(r"\bdeveloper\b", source) is not None
         and shows(developer, asked)
@@ -148,6 +160,27 @@ def habits_of(render: Render, source: str, *, renders_tools: bool) -> Habits:
     )
 
 
+def in_parts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages with lists of parts as contents."""
+    return [
+        {**one, "content": [{"type": "text", "text": one["content"]}]}
+        if isinstance(one.get("content"), str)
+        else {**one}
+        for one in messages
+    ]
+
+
+_PARAMETERS: Final = {
+    "type": "object",
+    "properties": {"key": {"type": "string", "description": "a key"}},
+    "required": ["key"],
+}
+_TOOL: Final = {
+    "type": "function",
+    "function": {"name": "probe", "description": "probes", "parameters": _PARAMETERS},
+}
+
+
 def _said(role: str, number: str | None, call_id: str | None = None) -> dict[str, Any]:
     of_call = {"tool_call_id": call_id} if call_id else {}
     return {"role": role, "content": "" if number is None else f"probe-{number}", **of_call}
@@ -163,7 +196,8 @@ def _calling(*calls: dict[str, Any]) -> dict[str, Any]:
 
 def _texts(message: dict[str, Any]) -> list[str]:
     """List what a render of a message must have."""
-    found = [message["content"]] if message["content"] else []
+    content = message["content"]
+    found = [part["text"] for part in content] if isinstance(content, list) else [content] if content else []
     for call in message.get("tool_calls") or ():
         function = call["function"]
         given = function["arguments"]

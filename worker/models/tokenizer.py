@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 from .chat_template import ChatTemplate, CodeTemplate, template_of
 from .content import ControlTokens, index_after, is_marked, unmarked
 from .dialect import dialect_of, renders_tools, with_calls, with_objects, with_short_ids, with_tools
-from .habits import INSTEAD, habits_of, joined_in_words
+from .habits import INSTEAD, Habits, habits_of, in_parts, joined_in_words
 from .model_files import one_line, read_json
 from .tokenizer_files import load
 
@@ -72,12 +72,17 @@ class Tokenizer:
         #: The chat template's source; None if there is none, or several without a default.
         self.template = code.source if code else template_of(hf.chat_template)
         self._chat: ChatTemplate | CodeTemplate | None = code
+        source = self.template or ""
+        #: What the chat template does with each kind of message.
+        self.habits = Habits()
+        self.habits = habits_of(
+            lambda messages, tools: self._probe(messages, tools=tools),
+            source,
+            renders_tools=renders_tools(source),
+        )
         self.eos_ids: frozenset[int] = (
             frozenset(eos_ids) | (frozenset() if own is None else {int(own)}) | self._turn_ends()
         )
-        source = self.template or ""
-        #: What the chat template does with each kind of message.
-        self.habits = habits_of(self._probe, source, renders_tools=renders_tools(source))
         self._written = source if code else hf.chat_template
         self._controls = ControlTokens(self._rust, self.eos_ids, str(self._written))
         self._bytes: dict[int, bytes] = {}
@@ -241,11 +246,21 @@ class Tokenizer:
             return True
         return not before.get("tool_calls") and (not has_calls or self.habits.text_with_calls)
 
-    def _probe(self, messages: Sequence[Mapping[str, Any]], *, header: bool = False) -> str:
+    def _probe(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        header: bool = False,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
         """Render messages as they are; raises any error."""
-        return self._compiled().render(messages, add_generation_prompt=header, started=datetime.now(UTC))
+        day = datetime.now(UTC)
+        told = messages if self.habits.plain else in_parts(messages)
+        return self._compiled().render(told, add_generation_prompt=header, started=day, tools=tools)
 
-    def _arranged(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    def _arranged(
+        self, messages: Sequence[Mapping[str, Any]], *, has_tools: bool
+    ) -> Sequence[Mapping[str, Any]]:
         """Return a conversation in an order of roles that the template renders."""
         habits = self.habits
         found: list[Mapping[str, Any]] = []
@@ -258,9 +273,10 @@ class Tokenizer:
                 own = message if role == before.get("role") else before
                 message = {**own, "content": "\n\n".join(text for text in texts if text)}  # noqa: PLW2901
             found.append(message)
-        if found and not habits.system_alone and not _has_others(found):
+        alone = habits.system_alone and (habits.tools_alone or not has_tools)
+        if found and not alone and not _has_others(found):
             found.append({"role": "user", "content": ""})
-        return found
+        return found if habits.plain else in_parts(found)
 
     def as_tools(self, tools: Any) -> Any:
         """Return a copy of tools, for `render`, no text of which can become a special token."""
@@ -291,7 +307,7 @@ class Tokenizer:
                 role = "system" if self.habits.system else "user"
                 messages, tools = with_tools(messages, tools, role), ()
             return chat.render(
-                self._arranged(messages),
+                self._arranged(messages, has_tools=bool(tools)),
                 add_generation_prompt=add_generation_prompt,
                 started=started,
                 tools=tools,
