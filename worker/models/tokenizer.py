@@ -24,7 +24,7 @@ from .tokenizer_files import load
 
 if TYPE_CHECKING:
     from collections import Counter
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from .dialect import Dialect
@@ -215,11 +215,15 @@ class Tokenizer:
                 found[0] = {**found[0], "content": f"{head}\n\n{found[0]['content']}"}
             else:
                 found.insert(0, {"role": "user", "content": head})
-        for earlier, later in pairwise([before or {}, *found]):
-            pair = str(earlier.get("role")), str(later.get("role"))
-            if pair in habits.joined and self._may_follow(earlier, later):
-                noted[joined_in_words(*pair)] += 1
+        noted.update(self._joined_pairs([before or {}, *found]))
         return found
+
+    def _joined_pairs(self, messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+        """Say which messages will be joined to those before them."""
+        for earlier, later in pairwise(messages):
+            pair = str(earlier.get("role")), str(later.get("role"))
+            if pair in self.habits.joined and self._may_follow(earlier, later):
+                yield joined_in_words(*pair)
 
     def _with_calls(self, message: dict[str, Any], noted: Counter[str]) -> dict[str, Any]:
         """Return a message with its tool calls in the form that the template can render."""
