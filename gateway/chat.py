@@ -188,9 +188,9 @@ def _message(given: _Message, where: str, warnings: list[Warned]) -> Message:
         else:
             content = (content or "") + other_text({}, one.type, at, warnings)
     if content is None and not calls:
-        if given.role != "assistant":
+        if given.role not in ("assistant", "tool"):
             raise refused("the message has no content", f"{where}.content")
-        content = ""  # some clients keep answers without text
+        content = ""  # some clients keep answers without text, and results of tools that returned nothing
     try:
         return Message(given.role, content, given.name, tuple(calls), given.tool_call_id)  # type: ignore[arg-type]
     except ValueError as error:

@@ -88,7 +88,7 @@ def _message(item: Item, where: str, warnings: list[Warned]) -> Message:
         case "local_shell_call":
             return _call(item, "local_shell", item.action)
         case "function_call_output" | "custom_tool_call_output" | "local_shell_call_output":
-            text = text_of(item.output, f"{where}.output", warnings)
+            text = text_of(item.output or "", f"{where}.output", warnings)
             return Message("tool", text, None, (), item.call_id or item.id)
         case "item_reference":
             raise Fault(404, f"Item with id '{item.id}' not found.", param=f"{where}.id")

@@ -118,6 +118,19 @@ def test_blocks_of_the_system_prompt_of_answers_and_of_results_of_tools() -> Non
     assert [one.where for one in turn.warnings] == ["messages[1].tool_calls[0]"]
 
 
+def test_a_tool_may_have_returned_nothing() -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    said = [user("Go."), {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "a"}]
+    assert [one.content for one in read("chat", *said).messages or ()] == ["Go.", None, ""]
+    called = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
+    nothing = {"type": "function_call_output", "call_id": "a", "output": None}
+    assert [one.content for one in read("responses", called, nothing).messages or ()] == [None, ""]
+    used = {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": None}
+    told = read("messages", user("Go."), used, user([result]))
+    assert [one.content for one in told.messages or ()] == ["Go.", "", ""]
+
+
 def test_items_of_all_types_are_taken() -> None:
     turn = read(
         "responses",
