@@ -497,6 +497,12 @@ def test_text_behind_a_call_is_text(family: str) -> None:
     assert outcome(splitter(family), text) == outcome(splitter(family), [text])
 
 
+def test_reasoning_behind_a_call_is_told_as_it_comes() -> None:
+    one = splitter("minimax_m2")
+    told = one.push(good("minimax_m2", "a") + "<think>Then")
+    assert (len(told.calls), told.reasoning, one.in_reasoning) == (1, "Then", True)
+
+
 def test_good_bad_good_in_harmony() -> None:
     again = "<|start|>assistant"
     bad = written("harmony", "unknown").removesuffix("<|call|>") + "<|end|>"

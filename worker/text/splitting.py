@@ -292,10 +292,11 @@ class MarkedSplitter:
     ) -> Piece:
         """Tell a call, unless an argument that nothing quotes may go on behind what looks like its end.
 
-        That is so if a value ends there, before another call. Until this is known nothing is told.
+        That is so if a value ends there, before another call or reasoning. Until then nothing is told.
         """
         if found and form.is_tagged:
-            at, marker = first_marker(text[self._seen :], (form.opens, form.quotes[1]))
+            markers = (form.opens, form.quotes[1], *(self._dialect.reasoning or ())[:1])
+            at, marker = first_marker(text[self._seen :], markers)
             self._seen += at
             if marker is None and not is_over:
                 return Piece()
