@@ -22,6 +22,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
+from turnkeep_client.blocks import printed
 from turnkeep_client.errors import NoWorkerError, TurnkeepError
 from turnkeep_client.subjects import DEFAULT_TENANT
 
@@ -29,7 +30,7 @@ from . import answers, anthropic, chat, completions, guide, messages, openai, re
 from .conversations import Conversations
 from .metrics import Counters
 from .sending import Answer, Asker, Dialect
-from .turn import WARNINGS, Fault, Turn, all_read, decoded, fault_of, printed, refused, told
+from .turn import WARNINGS, Fault, Turn, all_read, decoded, fault_of, refused, told
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence

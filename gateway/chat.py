@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from msgspec import Struct
 
+from turnkeep_client.blocks import other_text, text_of
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.messages import Function, Message, ToolCall, encode
 
 from . import openai
-from .blocks import other_text, text_of
-from .turn import Turn, Whole, as_whole, check, prefilled, refused
+from .turn import Turn, Whole, as_whole, check, decoded, parts_checked, prefilled, refused
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from turnkeep_client.blocks import Warned
     from turnkeep_client.messages import CallPart, Chunk, Generated, TokenLogprob
 
-    from .turn import Warned
 
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 #: Calls and results as they were before there were tools have no ids.
@@ -91,8 +91,9 @@ class _Request(openai.Sampled, frozen=True, kw_only=True):
 
 
 class _Sent(Struct, frozen=True):
-    """The tools with their keys in the order of the request, which is that of the prompt too."""
+    """What the prompt has with its keys in the order of the request."""
 
+    messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
 
 
@@ -100,6 +101,7 @@ DECODER: Final = msgspec.json.Decoder(_Request, dec_hook=as_whole)
 _SENT: Final = msgspec.json.Decoder(_Sent)
 
 
+@parts_checked()
 def read(body: bytes) -> Turn:
     """Read a request. Raises `Fault`."""
     asked, warnings = openai.request(DECODER, body)
@@ -108,15 +110,19 @@ def read(body: bytes) -> Turn:
         raise refused("only the modality text is supported", "modalities")
     if not asked.messages:
         raise refused("messages is empty", "messages")
+    sent = decoded(_SENT, body)
     most = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
-    options = openai.sampling(asked, most) | _tools(asked, body)
+    options = openai.sampling(asked, most) | _tools(asked, sent)
     if asked.logprobs:
         options |= {"logprobs": True, "top_logprobs": int(asked.top_logprobs or 0)}
     elif asked.top_logprobs:
         raise refused("top_logprobs needs logprobs: true", "top_logprobs")
     options |= openai.reasoning(asked.reasoning_effort)
     streamed = asked.stream_options
-    said = [_message(one, f"messages[{number}]", warnings) for number, one in enumerate(asked.messages)]
+    said = [
+        _message(one, f"messages[{number}]", warnings).of_keys(sent.messages[number])
+        for number, one in enumerate(asked.messages)
+    ]
     messages, options = prefilled(said, options)
     turn = Turn(
         messages=messages,
@@ -130,7 +136,7 @@ def read(body: bytes) -> Turn:
     return check(turn, {})
 
 
-def _tools(asked: _Request, body: bytes) -> dict[str, Any]:
+def _tools(asked: _Request, sent: _Sent) -> dict[str, Any]:
     """Return the fields about tools. They are the session's: equal tools change nothing."""
     if not asked.tools:
         if asked.tool_choice in (None, "auto", "none"):
@@ -141,7 +147,7 @@ def _tools(asked: _Request, body: bytes) -> dict[str, Any]:
             raise refused(f"tools of the type {tool.type} are not supported", f"tools[{number}]")
         if tool.function is None:
             raise refused("a tool needs the field function, with its name", f"tools[{number}]")
-    options: dict[str, Any] = {"tools": [_as_sent(tool) for tool in _SENT.decode(body).tools or ()]}
+    options: dict[str, Any] = {"tools": [_as_sent(tool) for tool in sent.tools or ()]}
     choice = asked.tool_choice
     if isinstance(choice, _Chosen):
         if choice.type != "function" or choice.function is None:
@@ -182,9 +188,9 @@ def _message(given: _Message, where: str, warnings: list[Warned]) -> Message:
         else:
             content = (content or "") + other_text({}, one.type, at, warnings)
     if content is None and not calls:
-        if given.role != "assistant":
+        if given.role not in ("assistant", "tool"):
             raise refused("the message has no content", f"{where}.content")
-        content = ""  # some clients keep answers without text
+        content = ""  # some clients keep answers without text, and results of tools that returned nothing
     try:
         return Message(given.role, content, given.name, tuple(calls), given.tool_call_id)  # type: ignore[arg-type]
     except ValueError as error:

@@ -101,6 +101,7 @@ class _Sent(NamedTuple):
     num_messages: int
     position: int
     num_prefilled: int
+    warnings: tuple[str, ...] = ()
 
 
 class Answering:
@@ -317,7 +318,7 @@ class Conversations:
                 self.index.drop(held)  # whether it was answered is unknown
             raise
         else:
-            return _with_appended(result, sent.num_prefilled)
+            return _with_appended(result, sent)
         finally:
             self._note_opened(asked)
             self._leave(asked, answering)
@@ -340,7 +341,12 @@ class Conversations:
             appended = await self._append_piece(asked, boundary, sent.position, piece, rendering)
             self.index.append(held, boundary, appended)
             num_new = 0 if appended.repeat_of is not None else appended.prefilled_tokens
-            sent = _Sent(sent.num_messages + len(piece), appended.position, sent.num_prefilled + num_new)
+            sent = _Sent(
+                sent.num_messages + len(piece),
+                appended.position,
+                sent.num_prefilled + num_new,
+                sent.warnings + appended.warnings,
+            )
             asked.bases, asked.expected = {boundary}, sent.position
         asked.appending = None
         return sent
@@ -488,10 +494,11 @@ def _rendering(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: options.get(name) for name in ("tools", "chat_template_kwargs")}
 
 
-def _with_appended(result: Generated, num_prefilled: int) -> Generated:
-    """Count tokens that were appended for an answer as prefilled, and not as cached."""
+def _with_appended(result: Generated, sent: _Sent) -> Generated:
+    """Count tokens that were appended for an answer as prefilled, and not as cached; add their warnings."""
     used = result.usage
-    num_new = min(num_prefilled, used.cached_tokens)
+    num_new = min(sent.num_prefilled, used.cached_tokens)
     counts = {"cached_tokens": -num_new, "prefilled_tokens": num_new}
     changed = {name: getattr(used, name) + count for name, count in counts.items()}
-    return structs.replace(result, usage=structs.replace(used, **changed)) if num_new else result
+    warnings = tuple(dict.fromkeys(sent.warnings + result.warnings))
+    return structs.replace(result, usage=structs.replace(used, **changed), warnings=warnings)

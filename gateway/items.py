@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from msgspec import Struct
 
+from turnkeep_client.blocks import other_text, text_of
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.messages import Function, Message, ToolCall, encode
 
-from .blocks import other_text, text_of
 from .turn import Fault, refused
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from .turn import Warned
+    from turnkeep_client.blocks import Warned
 
 _ROLES: Final = ("system", "developer", "user", "assistant")
 #: Items that tell this model nothing: what other models thought, and searches without their results.
@@ -88,7 +88,7 @@ def _message(item: Item, where: str, warnings: list[Warned]) -> Message:
         case "local_shell_call":
             return _call(item, "local_shell", item.action)
         case "function_call_output" | "custom_tool_call_output" | "local_shell_call_output":
-            text = text_of(item.output, f"{where}.output", warnings)
+            text = text_of(item.output or "", f"{where}.output", warnings)
             return Message("tool", text, None, (), item.call_id or item.id)
         case "item_reference":
             raise Fault(404, f"Item with id '{item.id}' not found.", param=f"{where}.id")

@@ -8,19 +8,20 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import msgspec
 from msgspec import Struct
 
+from turnkeep_client.blocks import block_text, text_of
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.messages import Function, Message, ToolCall, encode
 
 from . import anthropic, openai
-from .blocks import block_text, text_of
-from .turn import Turn, Whole, as_whole, check, prefilled, refused
+from .turn import Turn, Whole, as_whole, check, parts_checked, prefilled, refused
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from turnkeep_client.blocks import Warned
     from turnkeep_client.messages import CallPart, Chunk, Generated
 
-    from .turn import Fault, Warned
+    from .turn import Fault
 
 #: A line of some clients' system prompts that changes by request, and tells the model nothing.
 _BILLING: Final = re.compile(r"x-anthropic-billing-header[^\n]*\n*")
@@ -93,6 +94,7 @@ class _Request(openai.Sampled, frozen=True, kw_only=True):
 DECODER: Final = msgspec.json.Decoder(_Request, dec_hook=as_whole)
 
 
+@parts_checked()
 def read(body: bytes) -> Turn:
     """Read a request. Raises `Fault`."""
     asked, warnings = openai.request(DECODER, body, ("n",))

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import msgspec
 from msgspec import Struct
 
-from .turn import ALL_THAT_FITS, Warned, Whole, decoded, printed, refused
+from turnkeep_client.blocks import Warned, printed
+
+from .turn import ALL_THAT_FITS, Whole, decoded, refused
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

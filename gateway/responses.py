@@ -15,7 +15,7 @@ from turnkeep_client.messages import Message
 
 from . import openai
 from .items import Item, called_name, messages
-from .turn import Turn, Whole, as_whole, check, refused
+from .turn import Turn, Whole, as_whole, check, parts_checked, refused
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -98,6 +98,7 @@ def referred(body: bytes) -> set[str]:
     return found
 
 
+@parts_checked()
 def read(body: bytes, known: Mapping[str, dict[str, Any]] = _NONE) -> Turn:
     """Read a request; `known` has items that it only refers to. Raises `Fault`."""
     asked, warnings = openai.request(DECODER, body, ("max_tokens", "n"))

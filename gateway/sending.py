@@ -11,12 +11,13 @@ from uuid import uuid4
 import msgspec
 from starlette.responses import Response
 
+from turnkeep_client.blocks import Warned
 from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.messages import Chunk, Generated
 
 from . import recorded
 from .conversations import Found
-from .turn import Fault, Warned, fault_of, renamed, told
+from .turn import Fault, fault_of, renamed, told
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -101,6 +102,8 @@ class Answer(Response):
         self._note = recorded.new_note(self._own_id, self._created, turn)
         self._found: dict[int, Found] = {}
         self._results: dict[int, Generated] = {}
+        #: The worker's: known with the first part of an answer.
+        self._warnings: dict[str, None] = {}
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answers, while the client is there."""
@@ -132,12 +135,8 @@ class Answer(Response):
             fault = self._fault(error)
             await self._write_json(send, fault.status, self._dialect.error(fault), fault.headers)
             return
-        results = self._in_order()
-        whole = self._dialect.whole(self._turn, self._id, self._created, results)
-        found = (
-            Warned("answer", one) for one in dict.fromkeys(one for got in results for one in got.warnings)
-        )
-        await self._write_json(send, 200, whole, told((*self._turn.warnings, *found)))
+        whole = self._dialect.whole(self._turn, self._id, self._created, self._in_order())
+        await self._write_json(send, 200, whole)
 
     async def _write_events(self, answering: Answering, send: Send) -> None:
         """Send a stream of events. Raises `TurnkeepError` before the stream has begun."""
@@ -190,7 +189,10 @@ class Answer(Response):
                 raise event
             case Found():
                 self._found[index] = event
+            case Chunk():
+                self._warnings |= dict.fromkeys(event.warnings)
             case Generated():
+                self._warnings |= dict.fromkeys(event.warnings)
                 self._results[index] = event
 
     def _in_order(self) -> list[Generated]:
@@ -198,7 +200,8 @@ class Answer(Response):
 
     def _own_headers(self) -> dict[str, str]:
         found = self._found.get(0)
-        headers = {"cache-control": "no-store", **told(self._turn.warnings)}
+        warnings = (*self._turn.warnings, *(Warned("answer", one) for one in self._warnings))
+        headers = {"cache-control": "no-store", **told(warnings)}
         if found and self._asker.explain:
             headers["x-turnkeep-explain"] = str(found)
         return headers | ({"x-turnkeep-session": f"{found.session} {found.how}"} if found else {})

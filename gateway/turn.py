@@ -5,13 +5,15 @@ A result needs no form of its own: dialects write the protocol's `Chunk` and `Ge
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 from msgspec import Struct
 
+from turnkeep_client.blocks import ContentError, sentences
 from turnkeep_client.errors import (
     InvalidMessageError,
     MessageTooLargeError,
@@ -24,8 +26,9 @@ from turnkeep_client.messages import Generate
 from turnkeep_client.session import build
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
+    from turnkeep_client.blocks import Warned
     from turnkeep_client.messages import Message
 
 #: More than any context has: a worker cuts `max_tokens` to what is left of the session's.
@@ -35,15 +38,12 @@ MOST_ANSWERS: Final = 16
 
 #: The header of an answer that says what of its request was not taken as it is.
 WARNINGS: Final = "x-turnkeep-warnings"
-_MOST_WARNINGS: Final = 20
 _MOST_SHOWN: Final = 4_000
 _UNSHOWN: Final = re.compile(r"[^ -~]+")
 
 #: How long who is one too many should wait, and who finds no worker.
 _PAUSE_S: Final = 1.0
 _START_S: Final = 5.0
-_UNPRINTED: Final = re.compile(r"[^\w.:/-]+", re.ASCII)
-_MOST_PRINTED: Final = 64
 #: Of a worker's `context_exceeded`: the prompt's tokens and the context.
 _OVERFLOW = re.compile(r"would hold (\d+) tokens .* the context is (\d+)")
 _PATH = re.compile(r".* - at `\$\.?(?P<path>[^`]*)`", re.DOTALL)
@@ -62,14 +62,6 @@ _ESCAPE: Final = re.compile(
 _REPLACEMENT: Final = rb"\ufffd"
 
 _T = TypeVar("_T")
-
-
-class Warned(NamedTuple):
-    """What of a request is not as its client may think; if it `is_lost`, the model is not told it."""
-
-    where: str
-    what: str
-    is_lost: bool = False
 
 
 class Whole(int):
@@ -137,22 +129,26 @@ def refused(message: str, param: str | None = None, code: str | None = None) -> 
     return Fault(400, message, param=param, code=code)
 
 
+@contextlib.contextmanager
+def parts_checked() -> Iterator[None]:
+    """Raise `Fault` for a content that is none."""
+    try:
+        yield
+    except ContentError as error:
+        raise refused(str(error), error.where) from None
+
+
 def told(warnings: Sequence[Warned]) -> dict[str, str]:
     """Return the header of an answer that has the warnings of its request."""
-    shown = [f"{one.where}: {one.what}" for one in warnings[:_MOST_WARNINGS]]
-    if more := len(warnings) - len(shown):
-        shown.append(f"and {more} more")
-    return {WARNINGS: _UNSHOWN.sub("?", "; ".join(shown))[:_MOST_SHOWN]} if shown else {}
+    shown = _UNSHOWN.sub("?", "; ".join(sentences(warnings)))
+    return {WARNINGS: shown[:_MOST_SHOWN]} if shown else {}
 
 
 def all_read(turn: Turn) -> Turn:
     """Return `turn` if nothing of it is lost, else raise `Fault`."""
     for one in turn.warnings:
         if one.is_lost:
-            kind = one.what.partition(" ")[0]
-            raise refused(
-                f"the model cannot read {kind}, and placeholders are off here: send text", one.where
-            )
+            raise refused(one.refusal, one.where)
     return turn
 
 
@@ -184,11 +180,6 @@ def as_whole(kind: type, given: Any) -> Any:
         return Whole(given)
     found = {str: "str", bool: "bool", float: "float", list: "array", dict: "object"}.get(type(given))
     raise ValueError(f"Expected `int | null`, got `{found}`")
-
-
-def printed(name: str) -> str:
-    """Return a name that a client sent so that it fits in a header and in a sentence."""
-    return _UNPRINTED.sub("_", name)[:_MOST_PRINTED]
 
 
 def prefilled(messages: list[Message], options: dict[str, Any]) -> tuple[tuple[Message, ...], dict[str, Any]]:

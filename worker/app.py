@@ -509,6 +509,7 @@ class App:
             vocab_size=loaded.vocab_size,
             kv_bits=settings.kv_bits,
             own_sampling=loaded.sampling,
+            placeholders=settings.placeholders == "on",
         )
         return Services(
             journal=journal,

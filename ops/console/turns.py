@@ -104,12 +104,8 @@ def _said(turn: Turn) -> Iterator[Said]:
 
 
 def _message(message: Message) -> Said:
-    return Said(role=message.role, text=_text(message), calls=_calls(message.tool_calls or ()))
-
-
-def _text(message: Message) -> str:
-    content = message.content or ""
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+    text = str(message.content or "")
+    return Said(role=message.role, text=text, calls=_calls(message.tool_calls or ()))
 
 
 def _calls(calls: Iterable[ToolCall | Called]) -> tuple[Call, ...]:

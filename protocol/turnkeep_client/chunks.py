@@ -75,6 +75,7 @@ class Assembly:
             logprobs=chunk.logprobs[num_known:],
             reasoning=self._reasoning.new(chunk, chunk.reasoning),
             tool_calls=self._calls.new(chunk, chunk.tool_calls),
+            warnings=() if self._tokens else chunk.warnings,
         )
         if len(chunk.tokens) > num_known:
             self.has_gap = False
@@ -93,6 +94,7 @@ class Assembly:
                 logprobs=result.logprobs[num_known:],
                 reasoning=self._reasoning.rest(result.reasoning, result.id),
                 tool_calls=_missing(self._calls.known, result.tool_calls),
+                warnings=() if self._tokens else result.warnings,
             )
         )
 

@@ -9,12 +9,13 @@ changes a session.
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, TypeVar, get_args
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 from msgspec.structs import force_setattr, replace
 
+from .blocks import ContentError, text_of
 from .errors import ERROR_CODES, RETRYABLE, AnswerNotParsedError, ErrorCode, InvalidMessageError
 from .explain import explain
 from .subjects import ID_PATTERN, ID_RULE
@@ -121,32 +122,60 @@ class Reasoning(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=T
     budget: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
 
 
-class TextPart(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
-    """A part of a message's content, in OpenAI's shape. Images and sound are refused."""
+Part = Annotated[
+    dict[str, Any],
+    Meta(description="with a type: a text has its text; a placeholder stands for images and the like"),
+]
 
-    text: str
 
-
-class Message(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class Message(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, dict=True):
     """One chat message in OpenAI's shape; rendered by the model's chat template.
 
-    The text parts of a content are joined on construction, so `content` is a string, or null if an assistant
-    only calls tools.
+    The parts of a content are joined on construction, so `content` is a string, or null if an assistant only
+    calls tools.
     """
 
+    #: A decoded message as it was sent, which is how a request is encoded again.
+    sent: ClassVar[dict[str, Any] | None] = None
     role: Role
-    content: str | tuple[TextPart, ...] | None = None
+    content: str | tuple[Part, ...] | None = None
     name: str | None = None
     tool_calls: tuple[ToolCall, ...] | None = ()
     tool_call_id: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.content, tuple):
-            force_setattr(self, "content", "".join(part.text for part in self.content))
+            try:
+                force_setattr(self, "content", text_of(self.content, "content", []))
+            except ContentError as error:
+                raise ValueError(f"has no valid {error.where}: {error}") from None
         if self.tool_calls is None:
             force_setattr(self, "tool_calls", ())
         if self.content is None and not (self.role == "assistant" and self.tool_calls):
             raise ValueError("needs content; only an assistant message with tool_calls may have none")
+
+    def as_sent(self) -> dict[str, Any]:
+        """Return the message as a chat template wants it, with its keys in the order in which they were sent.
+
+        A template may require the content that a message with only tool calls lacks.
+        """
+        return _in_order({"role": self.role, "content": "", **msgspec.to_builtins(self)}, self.sent)  # type: ignore[no-any-return]
+
+    def of_keys(self, given: Any) -> Message:
+        """Return the message, encoded with its keys in the order of those that were `given`."""
+        force_setattr(self, "sent", _in_order(msgspec.to_builtins(self), given))
+        return self
+
+
+def _in_order(value: Any, given: Any) -> Any:
+    """Return a value of JSON with the keys of its objects in the order of another one like it."""
+    match value, given:
+        case dict(), dict():
+            names = dict.fromkeys((*given, *value))
+            return {name: _in_order(value[name], given.get(name)) for name in names if name in value}
+        case list() | tuple(), list() if len(value) == len(given):
+            return [_in_order(*both) for both in zip(value, given, strict=True)]
+    return value
 
 
 #: What a `sink_window` or `paged` keeps where the `open` does not say it.
@@ -554,6 +583,7 @@ class Appended(_Turned, frozen=True, tag="appended"):
     it includes the sketches (2-bit copies of the keys) of all tokens. `rewritten_from` is set if the chat
     template changed earlier text, or the model has another tokenizer than the one before: the tokens from
     that position on were replaced and prefilled again.
+    `warnings` are as in a `Generated`.
     """
 
     tokens: int
@@ -561,6 +591,7 @@ class Appended(_Turned, frozen=True, tag="appended"):
     prefilled_tokens: int
     kv_live_bytes: int
     seconds: float
+    warnings: tuple[str, ...] = ()
 
 
 _OPEN: Final = "later versions have other values too"
@@ -646,7 +677,8 @@ class Generated(_Turned, frozen=True, tag="generated"):
     each token that the request added before them. `reasoning` and `tool_calls` are not in the text. A call of
     no offered tool, or that does not fit its schema, or cannot be parsed, is in the text; an answer with no
     other call then has the `finish_reason` `tool_calls_malformed`. `warnings` say what of the request had no
-    effect. `prefix_tokens` is how many of the prompt's tokens, its last ones, are the request's `prefix`;
+    effect, or was told to the model in another form: placeholders, and messages as the chat template renders
+    them. `prefix_tokens` is how many of the prompt's tokens, its last ones, are the request's `prefix`;
     `resumed_tokens` is how many of the answer's an earlier worker had published. An answer that another model
     had begun ends as it was streamed, with the `finish_reason` `model_changed`.
     """
@@ -752,7 +784,8 @@ class Chunk(Struct, frozen=True, omit_defaults=True):
     """A part of an answer: some of its tokens, and what is said of them; `i` is the index of the first.
 
     `text` has only whole characters. `logprobs` has an item for each token, if the request asks for them.
-    `reasoning` and `tool_calls` are not in the text; a call is told when it is complete.
+    `reasoning` and `tool_calls` are not in the text; a call is told when it is complete. The first chunk has
+    the `warnings` of the result.
 
     `seq` is the generate's stream sequence, or that of the one it repeats: ignore chunks with another `seq`.
     """
@@ -764,6 +797,7 @@ class Chunk(Struct, frozen=True, omit_defaults=True):
     logprobs: tuple[TokenLogprob, ...] = ()
     reasoning: str = ""
     tool_calls: tuple[CallPart, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 def joined(chunks: Sequence[Chunk]) -> Chunk:
@@ -1089,6 +1123,7 @@ class _Sent(Struct):
     """What of a request a chat template gets as it was sent."""
 
     tools: tuple[dict[str, Any], ...] | None = None
+    messages: tuple[dict[str, Any], ...] | None = None
 
 
 _REQUEST: Final[msgspec.json.Decoder[Request]] = msgspec.json.Decoder(Request)
@@ -1110,6 +1145,8 @@ def encode(message: Struct | dict[str, Any]) -> bytes:
     """Encode as JSON; raises `InvalidMessageError` for values that JSON cannot hold."""
     if isinstance(message, UnknownResult):
         return message.body
+    if isinstance(message, Append | Generate | CountRequest) and message.messages:
+        message = replace(message, messages=[one.sent or one for one in message.messages])
     try:
         return _ENCODER.encode(message)
     except UnicodeEncodeError:
@@ -1123,7 +1160,8 @@ def encode(message: Struct | dict[str, Any]) -> bytes:
 def decode_request(body: bytes) -> Request:
     """Decode a body from `in`; raises `InvalidMessageError` with a sentence for the sender.
 
-    The request's `tools` are checked, but stay objects whose keys have the order that the sender chose.
+    The request's `tools` are checked, but stay objects whose keys have the order that the sender chose; its
+    messages have it in `sent`.
     """
     return _as_sent(_decode(_REQUEST, body, "a request"), body)
 
@@ -1210,9 +1248,16 @@ def decode_gateway_metrics(body: bytes) -> GatewayMetrics:
 
 
 def _as_sent(request: _T, body: bytes) -> _T:
-    """Give a decoded request the tools as they were sent: a `Tool` would put their keys in its own order."""
-    if isinstance(request, Append | Generate | CountRequest) and request.tools:
-        force_setattr(request, "tools", _SENT.decode(body).tools)
+    """Give a decoded request the tools as they were sent: a `Tool` would put their keys in its own order.
+
+    Its messages note how they were sent.
+    """
+    if isinstance(request, Append | Generate | CountRequest) and (request.tools or request.messages):
+        sent = _SENT.decode(body)
+        if request.tools:
+            force_setattr(request, "tools", sent.tools)
+        for message, one in zip(request.messages or (), sent.messages or (), strict=True):
+            force_setattr(message, "sent", one)
     return request
 
 

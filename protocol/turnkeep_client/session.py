@@ -442,6 +442,9 @@ def build(kind: type[_Q], request_id: str | None = None, **fields: Any) -> _Q:
     given = {name: value for name, value in fields.items() if value is not None}
     if "response_format" in given:
         given["response_format"] = as_format(given["response_format"])
+    if "messages" in given:
+        messages = given["messages"]
+        given["messages"] = [one.sent or one if isinstance(one, Message) else one for one in messages]
     tag = kind.__struct_config__.tag
     request = decode_request(encode({"type": tag, "id": request_id or uuid4().hex, **given}))
     if not isinstance(request, kind):  # the tag says that it is

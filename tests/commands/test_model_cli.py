@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from command_runs import command, turnkeep
 
+from worker.models.quantising import quantise
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
@@ -117,12 +119,23 @@ async def test_a_converted_model_is_listed_smaller_and_answers(
     assert twice.stderr == f"turnkeep: {folder} is quantised already (8-bit); convert the original model\n"
 
 
+def test_a_conversion_counts_each_weight_that_it_has_made(tmp_path: Path, tiny_model: Path) -> None:
+    told: list[tuple[int, int, str]] = []
+    quantise(tiny_model, tmp_path / "new", 4, lambda *report: told.append(report))
+    counts = [done for done, *_ in told]
+    assert counts == sorted({*counts})
+    assert len(counts) > 20, "it is not done at once"
+    assert (counts[0], {one[1:] for one in told}) == (0, {(counts[-1], "quantising weights")})
+    size = (tmp_path / "new" / "model.safetensors").stat().st_size
+    assert 0.9 * size < counts[-1] <= size
+
+
 def test_a_conversion_that_fails_leaves_nothing_behind(tmp_path: Path, tiny_model: Path) -> None:
     source = shutil.copytree(tiny_model, tmp_path / "odd")
     (source / "config.json").write_text((source / "config.json").read_text().replace("llama", "no_such"))
     done = turnkeep("model", "convert", source, "--name", "new", "--data-dir", tmp_path)
     assert done.returncode == 1
-    assert done.stderr.splitlines()[1:] == [
+    assert done.stderr.splitlines() == [
         f"turnkeep: {source} cannot be converted: Model type no_such not supported."
     ]
     assert [*(tmp_path / "models").iterdir()] == []

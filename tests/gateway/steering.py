@@ -40,6 +40,7 @@ class Steering:
         self.requests: list[tuple[str, dict[str, Any]]] = []
         self.faults: list[str] = []
         self.found: list[str] = []
+        self.warnings: list[str] = []
         self._tool = tool
         self._arguments = arguments
         self._http = httpx2.AsyncClient(base_url=url, timeout=600)
@@ -67,6 +68,7 @@ class Steering:
             await answer.aread()
             self.faults.append(f"{request.url.path}: {answer.status_code} {answer.text}")
         self.found.append(answer.headers.get("x-turnkeep-session", ""))
+        self.warnings.append(answer.headers.get("x-turnkeep-warnings", ""))
 
         async def parts() -> AsyncIterator[bytes]:
             async for part in answer.aiter_raw():

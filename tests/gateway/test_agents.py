@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
 import os
@@ -29,12 +30,15 @@ pytestmark = [pytest.mark.soak, pytest.mark.process, pytest.mark.registry("npm")
 SYSTEM = "You are a careful assistant. " + "Work in small steps, say what you did, and use the tools. " * 60
 COMMAND = "echo kept > made.txt"
 TASK = "{task}"
+#: One pixel.
+PICTURE = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAQAAAC1HAwCAAAAC0lEQVR42mNk+A8AAQUBAScY42YAAAAASUVORK5CYII="
 
 
 class Agent(NamedTuple):
     """How an agent is installed and told a task; `again` comes before further ones in the same conversation.
 
-    `tool` runs a command of the shell, with these arguments. `files` are in the project.
+    `tool` runs a command of the shell, with these arguments. `files` are in the project. `looks` shows a
+    picture in the first message; `develops` says that the agent's prompt is of the role `developer`.
     """
 
     package: str
@@ -43,6 +47,8 @@ class Agent(NamedTuple):
     again: Sequence[str]
     arguments: Mapping[str, str] = MappingProxyType({"command": COMMAND})
     files: Mapping[str, str] = MappingProxyType({})
+    looks: Sequence[str] = ()
+    develops: bool = False
 
 
 AGENTS = {
@@ -83,6 +89,8 @@ AGENTS = {
         ["resume", "--last"],
         {"cmd": COMMAND},
         {"instructions.md": SYSTEM},
+        looks=["--image=picture.png"],
+        develops=True,
     ),
     "cn": Agent("@continuedev/cli@1.5.47", "Bash", ["-p", TASK, "--auto"], ["--resume"]),
 }
@@ -115,6 +123,7 @@ class Desk:
         self.project.mkdir()
         for file, text in self.agent.files.items():
             (self.project / file).write_text(text)
+        (self.project / "picture.png").write_bytes(base64.b64decode(PICTURE))
 
     async def ask(self, text: str, *before: str) -> str:
         """Run the agent until it ends; return what it said."""
@@ -175,9 +184,13 @@ async def test_an_agent_does_a_task_and_goes_on_after_a_restart_and_a_kill(
     agent = AGENTS[name]
     async with Steering(served.url, agent.tool, agent.arguments) as steering:
         desk = Desk(name, tmp_path, programs, steering, steering.url)
-        assert await desk.ask("Please make the file.")
+        assert await desk.ask("Please make the file.", *agent.looks)
         assert (desk.project / "made.txt").read_text() == "kept\n"
+        shown = any("replaced by a placeholder" in one for one in steering.warnings)
+        assert shown == bool(agent.looks)
         first = await answers(client)
+        told = [one for result in first for one in result.warnings]
+        assert any("developer as system" in one for one in told) == agent.develops
         before, seen = longest(first), len(first)
 
         steering.calls = False

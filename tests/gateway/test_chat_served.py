@@ -467,7 +467,7 @@ async def test_variables_of_the_template_reach_it_and_stay_with_the_conversation
         await ask(served, told, extra_body={"chat_template_kwargs": {"messages": []}})
 
 
-async def test_tools_reach_the_template_with_their_keys_in_the_requests_order(
+async def test_tools_and_messages_reach_the_template_with_their_keys_in_the_requests_order(
     local_worker: Start, door: Start, model_with_template: Callable[[str, str], Path]
 ) -> None:
     template = CHAT_TEMPLATE + "{% for tool in tools or [] %}{{ (tool | tojson)[:40] }}{% endfor %}"
@@ -477,7 +477,10 @@ async def test_tools_reach_the_template_with_their_keys_in_the_requests_order(
         {"type": "function", "function": {"description": "d", "name": "f", "x": 1}},
         {"function": {"name": "g", "strict": None}, "type": "function"},
     ]
-    _, session, _ = await ask(served, [user("Hello.")], tools=tools)
+    call = {"function": {"arguments": "{}", "name": "f"}, "id": "c1", "type": "function"}
+    told = [{"content": "Hi.", "role": "user"}, {"tool_calls": [call], "role": "assistant", "content": ""}]
+    _, session, _ = await ask(served, [*told, user("Hello.")], tools=tools)
     body = (await worker.client.log(session))[0].body
     assert b'[{"type":"function","function":{"description":"d","name":"f"}},' in body
     assert b'{"function":{"name":"g"},"type":"function"}]' in body
+    assert b'"messages":' + json.dumps(told, separators=(",", ":")).encode()[:-1] + b"," in body

@@ -119,7 +119,9 @@ async def test_a_path_may_end_with_a_slash(http: httpx2.AsyncClient) -> None:
 
 async def test_half_a_surrogate_pair_is_replaced(http: httpx2.AsyncClient) -> None:
     for text in (rb"a\ud800", rb"\udc00b", rb"\ud83d\u0041", rb"\\\ud83d", rb"\ud800\ud83d\ude00"):
-        body = b'{"max_tokens": 2, "messages": [{"role": "user", "content": "%b"}]}' % text
+        said = b'"messages": [{"role": "user", "content": "%b"}]' % text
+        tools = b'"tools": [{"type": "function", "function": {"name": "f", "description": "%b"}}]' % text
+        body = b'{"max_tokens": 2, %b, %b}' % (said, tools)
         assert (await http.post(CHAT, content=body)).status_code == 200, text
 
 

@@ -118,6 +118,19 @@ def test_blocks_of_the_system_prompt_of_answers_and_of_results_of_tools() -> Non
     assert [one.where for one in turn.warnings] == ["messages[1].tool_calls[0]"]
 
 
+def test_a_tool_may_have_returned_nothing() -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    said = [user("Go."), {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "a"}]
+    assert [one.content for one in read("chat", *said).messages or ()] == ["Go.", None, ""]
+    called = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
+    nothing = {"type": "function_call_output", "call_id": "a", "output": None}
+    assert [one.content for one in read("responses", called, nothing).messages or ()] == [None, ""]
+    used = {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": None}
+    told = read("messages", user("Go."), used, user([result]))
+    assert [one.content for one in told.messages or ()] == ["Go.", "", ""]
+
+
 def test_items_of_all_types_are_taken() -> None:
     turn = read(
         "responses",
@@ -195,3 +208,18 @@ async def test_a_count_of_tokens_names_what_it_replaced(local_worker: Start, doo
         answer = await http.post("/v1/messages/count_tokens", json=asked)
         assert answer.json()["input_tokens"] > 30
         assert answer.headers["x-turnkeep-warnings"].endswith("; and 10 more")
+
+
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
+async def test_what_the_worker_told_the_model_in_another_form_is_in_the_header(
+    is_streamed: bool, local_worker: Start, door: Start
+) -> None:
+    worker = await local_worker()
+    served = await door(worker.settings.nats, worker.settings.prefix)
+    async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
+        told = [{"role": "developer", "content": "Be brief."}, user([PICTURES["chat"]])]
+        answer = await http.post(PATHS["chat"], json=body("chat", told, stream=is_streamed))
+        assert answer.headers["x-turnkeep-warnings"] == (
+            "messages[1].content[0]: image_url replaced by a placeholder;"
+            " answer: 1 message is told to the model in another form: developer as system"
+        )

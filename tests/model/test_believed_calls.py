@@ -6,7 +6,10 @@ A wrong call is executed, so what is in doubt stays text.
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from collections import Counter
+from datetime import UTC, datetime
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +22,9 @@ from hypothesis import given
 from test_splitting import FAMILIES, dialect, outcome, splitter, wide, written
 
 from worker.models.calls import Written
+from worker.models.catalog import habits, named
 from worker.models.dialect import dialect_of
+from worker.models.model_files import ModelError
 from worker.models.tokenizer import Tokenizer
 from worker.text.arguments import NoCallError, Offered
 from worker.text.splitting import call_id
@@ -361,6 +366,45 @@ def test_the_parser_that_a_model_folder_names_is_used(tiny_model: Path, tmp_path
         assert Tokenizer.from_folder(folder).dialect.calls[0] == opens
 
 
+def test_the_template_that_a_model_folder_names_is_mlx_lms(tiny_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "as-code"
+    shutil.copytree(tiny_model, folder)
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"chat_template_type": "deepseek_v32"}))
+    tokenizer = Tokenizer.from_folder(folder)
+    call = {
+        "id": "a",
+        "type": "function",
+        "function": {"name": "bash", "arguments": '{"command": "ls", "n": 1}'},
+    }
+    said: list[dict[str, Any]] = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "What is there?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "made.txt", "tool_call_id": "a"},
+    ]
+    expected = import_module("mlx_lm.chat_templates.deepseek_v32").apply_chat_template
+    day = datetime(2026, 1, 1, tzinfo=UTC)
+    for variables in ({}, {"enable_thinking": False}):
+        found = tokenizer.render(
+            tokenizer.adapted(said, None, Counter()),
+            add_generation_prompt=True,
+            started=day,
+            tools=TOOLS,
+            variables=variables,
+        )
+        assert found == expected(said, add_generation_prompt=True, tools=TOOLS, **variables)
+    alone = tokenizer.render(said[1:2], add_generation_prompt=True, started=day, tools=TOOLS)
+    assert "$FUNCTION_NAME" in alone, "the tools are there without a system message, too"
+    assert tokenizer.dialect.calls == (wide("<~DSML~function_calls>"), wide("</~DSML~function_calls>"))
+    entry = named(str(folder), tmp_path / "data")
+    assert (entry.tools, habits(entry)) == (True, tokenizer.habits)
+    path.write_text(json.dumps(config | {"chat_template_type": "of_a_later_day"}))
+    with pytest.raises(ModelError, match="chat_template_type of_a_later_day, which mlx-lm does not know"):
+        Tokenizer.from_folder(folder)
+
+
 # Harmony
 
 
@@ -404,6 +448,61 @@ def test_good_bad_good_are_two_calls(family: str) -> None:
         assert outcome(splitter(family), text) == outcome(splitter(family), [text])
 
 
+#: Families whose arguments are not quoted, so that they may have the whole end of a call in them.
+TAGGED = [name for name in MARKED if dialect(name).forms[0].is_tagged]
+
+
+@pytest.mark.parametrize("family", TAGGED)
+def test_a_call_within_an_argument_is_not_called(family: str) -> None:
+    inner, closes = good(family, "rm"), dialect(family).calls[1]
+    page = f"For example:\n{inner}\nor\n{inner}\nremoves all."
+    whole = good(family, page)
+    for text in (whole, f"{whole}\n{good(family, 'b')}"):
+        said, _, calls, _ = outcome(splitter(family), [text])
+        assert (said, json.loads(calls[0][2])["code"]) == ("", page)
+        assert outcome(splitter(family), text) == outcome(splitter(family), [text])
+    unknown = written(family, "unknown", {"code": page})
+    for text in (whole[: whole.rindex("all.")], whole.removesuffix(closes)[:-12], unknown):
+        said, _, calls, _ = outcome(splitter(family), [text])
+        assert (said, calls) == (text, [])
+        assert outcome(splitter(family), text) == (said, "", calls, True)
+
+
+@pytest.mark.parametrize("family", ["generic", "hunyuan", "nemotron", "phi4", "pythonic", "olmo3"])
+def test_a_call_within_a_string_is_not_called_even_if_nothing_is_escaped(family: str) -> None:
+    inner = good(family, "rm")
+    text = (
+        good(family, "^").replace("^", f"For example:\n{inner}\nor\n{inner}\nremoves all.").replace("'", '"')
+    )
+    for one in (text, text[: text.rindex("all")]):
+        said, _, calls, _ = outcome(splitter(family), [one])
+        assert (said, calls) == (one, [])
+        assert outcome(splitter(family), one) == outcome(splitter(family), [one])
+
+
+@pytest.mark.parametrize("family", TAGGED)
+def test_a_call_whose_argument_seems_to_end_twice_is_text(family: str) -> None:
+    ends = good(family, "^").partition("^")[2]
+    text = good(family, f"A call ends with {ends}\nand the rest")
+    said, _, calls, malformed = outcome(splitter(family), [text])
+    assert (said, calls, malformed) == (text, [], True)
+    assert outcome(splitter(family), text) == outcome(splitter(family), [text])
+
+
+@pytest.mark.parametrize("family", TAGGED)
+def test_text_behind_a_call_is_text(family: str) -> None:
+    text = good(family, "a") + dialect(family).calls[1] + "\nThat lists them."
+    said, _, calls, _ = outcome(splitter(family), [text])
+    assert (said.endswith("\nThat lists them."), len(calls)) == (True, 1)
+    assert outcome(splitter(family), text) == outcome(splitter(family), [text])
+
+
+def test_reasoning_behind_a_call_is_told_as_it_comes() -> None:
+    one = splitter("minimax_m2")
+    told = one.push(good("minimax_m2", "a") + "<think>Then")
+    assert (len(told.calls), told.reasoning, one.in_reasoning) == (1, "Then", True)
+
+
 def test_good_bad_good_in_harmony() -> None:
     again = "<|start|>assistant"
     bad = written("harmony", "unknown").removesuffix("<|call|>") + "<|end|>"
@@ -431,6 +530,10 @@ def test_text_behind_a_mentioned_marker_is_told_while_it_is_written() -> None:
 def test_many_markers_are_answered_in_bounded_time() -> None:
     for text in ('<tool_call>{"' * 20_000, "<tool_call>{" * 20_000, '<tool_call>{"</tool_call>' * 10_000):
         assert outcome(splitter("generic"), [text])[0] == text
+    begun = "<tool_call>\n<function=run>\n<parameter=code>\n"
+    for text in (begun * 5_000, f"{begun}</parameter>\n" * 5_000, f"{begun}</tool_call>" * 5_000):
+        assert outcome(splitter("qwen3_coder"), [text])[0].rstrip() == text.rstrip()
+        assert outcome(splitter("qwen3_coder"), re.findall(".{1,50}", text, re.DOTALL))[3]
 
 
 # The end of an answer
@@ -562,6 +665,35 @@ def test_text_is_read_as_the_schema_says(text: str, schema: Any, wanted: Any) ->
     assert (found, type(found)) == (wanted, type(wanted))
 
 
+PATH_OF_FILES = {
+    "type": "object",
+    "if": {"properties": {"mode": {"const": "file"}}, "required": ["mode"]},
+    "then": {"required": ["path"]},
+    "else": {"properties": {"path": False}},
+}
+
+
+@pytest.mark.parametrize(
+    ("value", "schema"),
+    [
+        ("a", {"pattern": "a"}),
+        ("2026-11-26", {"format": "date"}),
+        ("x", {"format": "of-our-own"}),
+        ("ab", {"pattern": "^(?=a)"}),
+        ("ab", {"not": {"pattern": "^(?=b)"}}),
+        ([1], {"not": {"contains": {"type": "string"}}}),
+        (1, {"not": {"$ref": "other.json"}}),
+        ("a", {"if": {"format": "of-our-own"}, "then": False, "else": False}),
+        ({"mode": "file", "path": "a"}, PATH_OF_FILES),
+        ({"mode": "all"}, PATH_OF_FILES),
+        ("\ud800", {"pattern": "."}),
+        ({"n": 3}, {"if": {"required": ["n"]}, "then": {"properties": {"n": WHOLE}}}),
+    ],
+)
+def test_what_fits_or_cannot_be_checked_is_believed(value: Any, schema: Any) -> None:
+    assert fitted(value, schema) == value
+
+
 @pytest.mark.parametrize(
     ("value", "schema"),
     [
@@ -580,6 +712,13 @@ def test_text_is_read_as_the_schema_says(text: str, schema: Any, wanted: Any) ->
         (None, TEXT),
         ("x", {"anyOf": [WHOLE, NULL]}),
         (1, False),
+        ("a-1", {"type": "string", "pattern": "^[a-z]+$"}),
+        ("aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaab!", {"pattern": "^(a+)+$"}),
+        ("soon", {"type": "string", "format": "date"}),
+        ("rm", {"not": {"enum": ["rm"]}}),
+        ({"mode": "file"}, PATH_OF_FILES),
+        ({"A": 1}, {"propertyNames": {"pattern": "^[a-z]$"}}),
+        ([1, {"a": 1, "b": 2}, {"b": 2, "a": 1}], {"uniqueItems": True}),
     ],
 )
 def test_what_does_not_fit_the_schema_is_no_call(value: Any, schema: Any) -> None:
@@ -618,11 +757,16 @@ SCHEMAS = st.recursive(
     | st.fixed_dictionaries({"enum": st.lists(VALUES, min_size=1, max_size=2)})
     | st.fixed_dictionaries({"minimum": st.integers(-1, 1)})
     | st.fixed_dictionaries({"maxLength": st.integers(0, 1)})
+    | st.fixed_dictionaries({"pattern": st.sampled_from(["a", "^a?$", "^(?=a)"])})
+    | st.fixed_dictionaries({"uniqueItems": st.booleans()})
     | st.booleans(),
     lambda inner: (
         st.fixed_dictionaries({"anyOf": st.lists(inner, min_size=1, max_size=2)})
         | st.fixed_dictionaries({"allOf": st.lists(inner, min_size=1, max_size=2)})
         | st.fixed_dictionaries({"items": inner})
+        | st.fixed_dictionaries({"not": inner})
+        | st.fixed_dictionaries({"if": inner, "then": inner, "else": inner})
+        | st.fixed_dictionaries({"propertyNames": inner})
         | st.fixed_dictionaries(
             {"properties": st.dictionaries(st.sampled_from("ab"), inner, max_size=2)},
             optional={"required": st.just(["a"]), "additionalProperties": inner},
@@ -640,6 +784,6 @@ def test_what_is_believed_fits_the_schema_and_what_fits_is_believed_as_it_is(val
     except NoCallError:
         assert not checker.is_valid(value)
     else:
-        assert checker.is_valid(found)
+        assert checker.is_valid(found) or "(?=" in str(schema)  # which is not checked
         if checker.is_valid(value):
             assert found == value

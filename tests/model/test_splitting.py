@@ -84,6 +84,14 @@ FAMILIES: dict[str, tuple[str, set[str], str]] = {
             "<~tool▁calls▁end~>"
         ),
     ),
+    "deepseek_v32": (
+        "tools ~DSML~",
+        {"<think>", "</think>"},
+        (
+            '<~DSML~function_calls>\n<~DSML~invoke name="{name}">\n{dsml}</~DSML~invoke>\n'
+            "</~DSML~function_calls>"
+        ),
+    ),
     "minimax_m2": (
         "tools <minimax:tool_call>",
         {"<think>", "</think>"},
@@ -174,6 +182,7 @@ ENDED = [
     "kimi_k2",
     "deepseek_v3",
     "deepseek_v31",
+    "deepseek_v32",
     "minimax_m2",
     "gemma4",
     "function_gemma",
@@ -199,6 +208,7 @@ def dialect(family: str) -> Dialect:
 
 def wide(text: str) -> str:
     """Write the bars of DeepSeek's special tokens as they are."""
+    text = text.replace("~DSML~", "\uff5cDSML\uff5c")
     return text.replace("<~", "<\uff5c").replace("~>", "\uff5c>")
 
 
@@ -220,6 +230,11 @@ def written(family: str, name: str = "weather", arguments: dict[str, Any] = ARGU
         gemma=gemma(arguments, '<|"|>'),
         function_gemma=gemma(arguments, "<escape>"),
         invoke=tags('<parameter name="{}">{}</parameter>\n', arguments),
+        dsml="".join(
+            wide(f'<~DSML~parameter name="{key}" string="{str(isinstance(value, str)).lower()}">{value}')
+            + wide("</~DSML~parameter>\n")
+            for key, value in arguments.items()
+        ),
         param=tags('<param name="{}">{}</param>', arguments),
         atem=tags('<atem:parameter name="{}">{}</atem:parameter>\n', arguments),
         long=tags(

@@ -9,6 +9,7 @@ import pytest
 
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.messages import Append, Generate, decode_ask, decode_control, decode_request, encode
+from turnkeep_client.session import build
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"at": "Rome"}'}}
 
@@ -56,10 +57,37 @@ def test_text_parts_are_the_text_that_they_are_joined() -> None:
         ("file", {"file_id": "f"}),
     ],
 )
-def test_a_part_that_is_no_text_is_refused_by_its_kind(kind: str, value: object) -> None:
+def test_a_placeholder_stands_for_a_part_that_is_no_text_and_the_part_is_sent(
+    kind: str, value: object
+) -> None:
     parts = [{"type": "text", "text": "what is this?"}, {"type": kind, kind: value}]
-    said = refusal({"role": "user", "content": parts})
-    assert said == f"the type of messages[0].content[1] must be text, not {kind!r}"
+    request = append({"role": "user", "content": parts})
+    assert request.messages is not None
+    sense = {"image_url": "image: this model cannot see images", "file": "file: this model cannot read files"}
+    what = sense.get(kind, "audio: this model cannot hear audio")
+    assert request.messages[0].content == f"what is this?[{what}]"
+    assert json.loads(encode(request))["messages"][0]["content"] == parts
+
+
+def test_a_part_without_its_text_is_refused() -> None:
+    said = refusal({"role": "user", "content": [{"type": "text"}]})
+    assert said == "messages[0] has no valid content[0]: a part of the type text must have a text"
+
+
+def test_messages_and_their_calls_are_sent_with_their_keys_in_the_order_of_the_client() -> None:
+    call = {"function": {"arguments": "{}", "name": "f"}, "type": "function", "id": "c1"}
+    messages = [
+        {"content": "Hi.", "role": "user"},
+        {"tool_calls": [call], "content": "", "role": "assistant"},
+    ]
+    request = append(*messages)
+    assert json.dumps(messages, separators=(",", ":")).encode() in encode(request)
+    assert request.messages is not None
+    again = build(Append, "b", messages=request.messages)
+    assert json.dumps(messages, separators=(",", ":")).encode() in encode(again)
+    assert json.dumps([one.as_sent() for one in request.messages]) == json.dumps(messages)
+    (plain,) = append({"role": "assistant", "tool_calls": [call]}).messages or ()
+    assert plain.as_sent() == {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 def test_a_stop_string_alone_is_a_list_of_one() -> None:

@@ -263,6 +263,7 @@ class World:
             "vocab_size": 2**20,
             "kv_bits": None,
             "own_sampling": {},
+            "placeholders": True,
         }
         retention = Retention(self.log, closed_ttl_s=None, max_bytes=2**30)  # type: ignore[arg-type]
         execution = Execution(tokenizer=self._tokenizer, retention=retention, **limits, **parts)

@@ -6,9 +6,13 @@ the manner of families that do.
 
 from __future__ import annotations
 
+import ast
 import json
 import random
+from collections import Counter
 from datetime import UTC, datetime
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -26,7 +30,6 @@ from worker.models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 pytestmark = pytest.mark.model
 
@@ -86,6 +89,24 @@ KNOWS_DEVELOPER = """
 {%- for m in messages %}{{ '<|start|>' + ('developer' if m.role == 'system' else m.role) }}
 {{- m.content + '<|end|>' }}{% endfor %}
 """
+
+
+def installed() -> dict[str, str]:
+    """Return the chat templates that transformers has in its code: of Llama 4, and of models that see."""
+    folder = Path(find_spec("transformers").submodule_search_locations[0])  # type: ignore[union-attr,index]
+    found: dict[str, str] = {}
+    for path in folder.glob("models/*/processing_*.py"):
+        if "{%" in (source := path.read_text("utf-8")):
+            for node in ast.walk(ast.parse(source)):
+                if (
+                    isinstance(node, ast.Constant)
+                    and "{%" in str(node.value)
+                    and "messages" in str(node.value)
+                ):
+                    found[path.stem] = max(found.get(path.stem, ""), str(node.value), key=len)
+    return found
+
+
 ALL = (
     {"packaged": CHAT_TEMPLATE, "parts": CHAT_TEMPLATE, "with_tools": WITH_TOOLS, "strict": STRICT}
     | {
@@ -97,6 +118,7 @@ ALL = (
     }
     | TEMPLATES
     | KINDS
+    | installed()
 )
 
 
@@ -111,8 +133,8 @@ def tokenizers(
     }
 
 
-def prompt(tokenizer: Tokenizer, *messages: dict[str, Any], is_begun: bool = False, **more: Any) -> str:
-    told = tokenizer.adapted([*messages], is_begun=is_begun)
+def prompt(tokenizer: Tokenizer, *messages: dict[str, Any], **more: Any) -> str:
+    told = tokenizer.adapted([*messages], None, Counter())
     day = datetime(2026, 1, 1, tzinfo=UTC)
     return tokenizer.render(told, add_generation_prompt=False, started=day, **more)
 
@@ -265,10 +287,58 @@ def test_arguments_that_are_no_object_are_written_as_the_call_had_them(
 def test_a_call_and_its_result_have_one_id_where_the_template_wants_short_ones(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
-    (_, calling, found, *_) = tokenizers["ids"].adapted(CONVERSATIONS["ids of any length"], is_begun=False)
+    (_, calling, found, *_) = tokenizers["ids"].adapted(CONVERSATIONS["ids of any length"], None, Counter())
     assert calling["tool_calls"][0]["id"] == found["tool_call_id"]
-    kept = tokenizers["ids"].adapted([ASKED, CALLING, result("found")], is_begun=False)
+    kept = tokenizers["ids"].adapted([ASKED, CALLING, result("found")], None, Counter())
     assert kept[2]["tool_call_id"] == "abcdefgh0"
+
+
+@pytest.mark.parametrize(
+    ("name", "messages", "noted"),
+    [
+        ("silent", CONVERSATIONS["developer"], {"developer as system": 1}),
+        ("silent", CONVERSATIONS["two calls"], {"tool results as user messages": 2}),
+        ("silent", CONVERSATIONS["broken call"], {"calls as text": 1, "tool results as user messages": 1}),
+        ("no_system", CONVERSATIONS["system"], {"system at the head of the first user message": 1}),
+        ("refusing", CONVERSATIONS["late system"], {"late system within user messages": 1}),
+        ("refusing", CONVERSATIONS["user after result"], {"tool and user in a row joined": 1}),
+        ("ids", CONVERSATIONS["users in a row"], {"user and user in a row joined": 2}),
+        (
+            "ids",
+            CONVERSATIONS["text beside a call"],
+            {"calls beside text as text": 1, "tool results as user messages": 1},
+        ),
+        ("with_tools", CONVERSATIONS["system"], {}),
+    ],
+)
+def test_what_is_changed_is_counted(
+    tokenizers: dict[str, Tokenizer], name: str, messages: list[dict[str, Any]], noted: dict[str, int]
+) -> None:
+    found = Counter[str]()
+    tokenizers[name].adapted(messages, None, found)
+    assert found == noted
+
+
+def test_a_message_is_joined_to_one_of_an_earlier_request(tokenizers: dict[str, Tokenizer]) -> None:
+    noted = Counter[str]()
+    tokenizers["ids"].adapted([say("user", "again")], ASKED, noted)
+    assert noted == {"user and user in a row joined": 1}
+
+
+def test_contents_are_parts_where_the_template_wants_no_text(tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers["processing_smolvlm"]
+    assert tokenizer.habits.in_words() == [
+        "contents as lists of parts",
+        "developer as system",
+        "calls as text",
+    ]
+    assert "User: asked<end_of_utterance>\nAssistant: answered" in prompt(tokenizer, ASKED, ANSWERED)
+
+
+def test_a_system_message_may_come_alone_with_tools(tokenizers: dict[str, Tokenizer]) -> None:
+    said = prompt(tokenizers["processing_llama4"], say("system", "told"), tools=[TOOL])
+    assert "told" in said
+    assert "what-it-does" in said
 
 
 def test_what_a_template_renders_is_left_as_it_is(tokenizers: dict[str, Tokenizer]) -> None:

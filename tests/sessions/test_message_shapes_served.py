@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+from typing import TYPE_CHECKING, Any
 
-from raw_wire import Wire, generate
+from raw_wire import Wire, append, generate
 
 from tests.parts import CHAT_TEMPLATE
 
@@ -38,3 +39,96 @@ async def test_a_conversation_with_tool_calls_and_parts_is_rendered_and_survives
     w = await wire(model=model)
     assert await w.position("s") == first["position"]
     assert (await w.send("s", generate("b", messages=chat[:1])))["type"] == "generated"
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+LOOK = {"role": "user", "content": [{"type": "text", "text": "Look: "}, IMAGE]}
+#: Of two users in a row it renders the first, of a tool nothing.
+PICKY = """
+{%- for m in messages %}{% if m.role in ('system', 'user', 'assistant') %}
+{%- if loop.first or m.role != messages[loop.index0 - 1].role %}
+{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
+"""
+REPLACED = "messages[0].content[1]: image_url replaced by a placeholder"
+
+
+def told(how: str) -> str:
+    return f"1 message is told to the model in another form: {how}"
+
+
+async def test_a_result_says_what_was_told_to_the_model_in_another_form(
+    wire: Start, model_with_template: Callable[[str, str], Path]
+) -> None:
+    model = str(model_with_template("picky", PICKY))
+    w = await wire(model=model)
+    chat = [
+        LOOK,
+        {"role": "user", "content": "Well?"},
+        {"role": "assistant", "content": "A cat."},
+        {"role": "tool", "content": "found"},
+    ]
+    tool = {"type": "function", "function": {"name": "look"}}
+    first = await w.send(
+        "s", append("a", messages=[{"role": "developer", "content": "Be brief."}], text=None)
+    )
+    assert first["warnings"] == [told("developer as system")]
+    heard: list[dict[str, Any]] = []
+
+    async def hear(message: Any) -> None:
+        heard.extend([json.loads(message.data)] if message.data else [])
+
+    await w.nc.subscribe(w.subject("s", "tok.b"), cb=hear)
+    second = await w.send("s", generate("b", messages=chat, tools=[tool], logit_bias={"68": 100}))
+    assert second["warnings"] == [
+        "the chat template knows no tools: the first message describes them",
+        REPLACED,
+        told("tool results as user messages"),
+        told("user and user in a row joined"),
+    ]
+    assert [one.get("warnings") for one in heard] == [second["warnings"]] + [None] * (len(heard) - 1)
+    assert heard
+    third = await w.send("s", generate("c", messages=[{"role": "user", "content": "Thanks."}]))
+    assert "warnings" not in third
+    await w.worker.stop()
+    w = await wire(model=model)
+    assert await w.position("s") == third["position"]
+    seen = (await w.worker.client.session("s").history()).turns[1].messages[0].content
+    assert seen == "Look: [image: this model cannot see images]"
+
+
+async def test_a_setting_refuses_what_the_model_cannot_read(wire: Start) -> None:
+    w = await wire()
+    assert (await w.send("s", generate("a", messages=[LOOK])))["warnings"] == [REPLACED]
+    await w.worker.stop()
+    w = await wire(placeholders="off")
+    refused = await w.send("s", generate("b", messages=[LOOK]))
+    assert (refused["code"], refused["message"]) == (
+        "invalid_request",
+        "messages[0].content[1]: the model cannot read image_url, and placeholders are off here: send text",
+    )
+    found = {"type": "search_result", "content": [{"type": "text", "text": "It is red."}]}
+    taken = await w.send("s", generate("c", messages=[{"role": "user", "content": [found]}]))
+    assert taken["warnings"] == ["messages[0].content[0]: search_result read as text"]
+
+
+async def test_many_placeholders_are_told_in_few_words(wire: Start) -> None:
+    w = await wire()
+    result = await w.send("s", generate("a", messages=[{"role": "user", "content": [IMAGE] * 30}]))
+    assert (len(result["warnings"]), result["warnings"][-1]) == (21, "and 10 more")
+
+
+async def test_the_template_sees_messages_and_calls_with_their_keys_as_sent(
+    wire: Start, model_with_template: Callable[[str, str], Path]
+) -> None:
+    template = (
+        "{% for m in messages %}{% for call in m.tool_calls or [] %}{{ call | tojson }}{% endfor %}"
+        "{{ m.role }}{{ m.content }}{% endfor %}{# tools #}"
+    )
+    w = await wire(model=str(model_with_template("calls-as-sent", template)))
+    call = {"function": {"arguments": '{"b": 1, "a": 2}', "name": "f"}, "type": "function", "id": "c1"}
+    chat = [{"role": "user", "content": "?"}, {"tool_calls": [call], "role": "assistant"}]
+    result = await w.send("s", generate("a", messages=chat, echo=True, max_tokens=0))
+    said = "".join(one["token"] for one in result["prompt_logprobs"])
+    seen = '{"function": {"arguments": {"b": 1, "a": 2}, "name": "f"}, "type": "function", "id": "c1"}'
+    assert said.endswith(f"user?{seen}assistant")

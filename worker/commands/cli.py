@@ -280,7 +280,7 @@ def serve(
     manner = Manner(
         options=options_of(config, flags),
         gateway_port=gateway_port,
-        gateway_options=options_of(config, own, CLIENT_SETTINGS),
+        gateway_options=options_of(config, own, (*CLIENT_SETTINGS, "placeholders")),
         of=of,
         until_eof=until_eof,
     )

@@ -55,13 +55,8 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Say in a header, and in the log, what was found of each conversation, and what differs.",
 )
-@click.option(
-    "--no-placeholders",
-    is_flag=True,
-    help="Refuse images, documents and the like. [default: a placeholder tells the model of each]",
-)
 @click.option("--until-eof", is_flag=True, hidden=True, help="End when standard input does.")
-@with_settings(*CLIENT_SETTINGS)
+@with_settings(*CLIENT_SETTINGS, "placeholders")
 def gateway(
     config: Path | None,
     listen: tuple[str, int],
@@ -69,7 +64,6 @@ def gateway(
     idle_hours: float,
     cors: list[str],
     explain: bool,
-    no_placeholders: bool,
     until_eof: bool,
     **flags: Any,
 ) -> None:
@@ -111,7 +105,7 @@ def gateway(
             idle_s=3600 * idle_hours,
             cors=cors,
             explain=explain,
-            placeholders=not no_placeholders,
+            placeholders=settings.placeholders == "on",
             name=f"{default_worker()[:50]}-{at}",
         )
         running = server(gateway)

@@ -11,11 +11,12 @@ import ast
 import json
 import re
 import warnings
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from typing import TypeAlias
 
     Parser: TypeAlias = "Callable[[str], list[Written]]"
@@ -59,14 +60,40 @@ class Form:
     value: re.Pattern[str] | None = None
     is_framed: bool = True
 
+    @property
+    def is_tagged(self) -> bool:
+        """Whether strings are text between tags, in which nothing is escaped."""
+        return self.quotes[0] not in ('"', self.quotes[1])
+
     def is_in_string(self, text: str) -> bool:
         """Whether the text of a call ends within a string, so that the call may go on behind a marker."""
         begin, end = self.quotes
         if begin == '"':
-            return '"' in _STRING.sub("", text)
+            is_open = '"' in _STRING.sub("", text)
+            return is_open or (
+                self._holds_another(text) and text.count(self.opens) > text.count(self.closes or "")
+            )
         if begin == end:
             return text.count(begin) % 2 == 1
-        return text.rfind(begin) > text.rfind(end)
+        return text.rfind(begin) > text.rfind(end) or text.count(begin) > text.count(end)
+
+    def _holds_another(self, text: str) -> bool:
+        """Whether another call begins in a string, as the quotes within it may not be escaped."""
+        head, opens, _ = text.partition(self.opens)
+        return bool(opens) and (self.closes or "") not in head and '"' in _STRING.sub("", head)
+
+    def num_own(self, text: str) -> int:
+        """Count the characters behind the marker of what is no call that are of no other call either."""
+        if not self.is_tagged:
+            return len(text) if self._holds_another(text) else 0
+        depth, last = 0, ""
+        for found in re.finditer("|".join(map(re.escape, (*self.quotes, self.opens))), text):
+            if found[0] == self.opens and depth <= 0 and last != self.quotes[0]:
+                return found.start()
+            if found[0] != self.opens:
+                last = found[0]
+                depth += 1 if last == self.quotes[0] else -1
+        return len(text)
 
 
 _STRING: Final = re.compile(r'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
@@ -204,26 +231,27 @@ def tagged(head: str, key: str, close: str, tail: str, *, trims: bool = False) -
     """Return a parser of calls whose arguments stand between tags, as text.
 
     `head` has the group `name`, `key` the group `key`, and perhaps `type` if JSON is told from strings. A
-    value ends at the first `close` behind which another one begins, or `tail`, the end of a call. With
-    `trims`, one line break at either end is not of the value.
+    value ends at the first `close` behind which another one begins, or `tail`, the end of a call, and before
+    which as many values have ended as begun. With `trims`, one line break at either end is not of the value.
     """
     begins, opens, ends = re.compile(head), re.compile(key), re.compile(tail)
 
-    def end_of_value(text: str, at: int) -> tuple[int, int]:
+    def end_of_value(text: str, at: int, begun: Sequence[int]) -> tuple[int, int]:
+        num_ended = bisect_left(begun, at)  # those before this one
         while (found := text.find(close, at)) >= 0:
             at = _SPACE.match(text, found + len(close)).end()  # type: ignore[union-attr]
-            if opens.match(text, at) or ends.match(text, at):
+            if (opens.match(text, at) or ends.match(text, at)) and bisect_left(begun, found) <= num_ended:
                 return found, at
+            at, num_ended = found + len(close), num_ended + 1
         raise ValueError("a value does not end")
 
     def read(begin: re.Match[str]) -> tuple[Written, int]:
         text = begin.string
         at, arguments, is_text = begin.end(), dict[str, Any](), True
+        begun = [one.start() for one in opens.finditer(text, at)]
         while (opened := opens.match(text, at)) is not None:
-            end, at = end_of_value(text, opened.end())
+            end, at = end_of_value(text, opened.end(), begun)
             value = text[opened.end() : end]
-            if opens.search(value):
-                raise ValueError("a value does not end before the next one")
             if opened["key"] in arguments:
                 raise ValueError("an argument is there twice")
             if trims:

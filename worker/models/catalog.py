@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from . import architectures, converted, hub
-from .chat_template import ChatTemplate, template_of
+from .chat_template import ChatTemplate, CodeTemplate, template_of
 from .dialect import reasons, renders_tools
 from .gguf_family import FAMILIES, mlx_name, quantisation_of
 from .habits import Habits, habits_of
@@ -252,12 +252,13 @@ def habits(entry: ModelEntry) -> Habits:
     """Ask a model's chat template what it does with each kind of message; one that is broken is not asked."""
     template = _of_gguf(entry.path)[1] if entry.path.suffix == ".gguf" else _template(entry.path)
     try:
-        chat = ChatTemplate(template, {"bos_token": "", "eos_token": ""})
+        code = CodeTemplate.of_folder(entry.path)
+        chat = code or ChatTemplate(template, {"bos_token": "", "eos_token": ""})
     except Exception:  # noqa: BLE001  # a template is foreign code; Jinja raises many errors for one that it cannot read
         return Habits()
     now = datetime.now(UTC)
     return habits_of(
-        lambda messages: chat.render(messages, add_generation_prompt=False, started=now),
+        lambda messages, tools: chat.render(messages, add_generation_prompt=False, started=now, tools=tools),
         template,
         renders_tools=renders_tools(template),
     )
@@ -319,6 +320,8 @@ class _Words:
 
 def _template(folder: Path) -> str:
     """Return the source of a folder's chat template, or of all if there are several."""
+    if code := CodeTemplate.of_folder(folder):
+        return code.source
     path = folder / "chat_template.jinja"
     if path.exists():
         return path.read_text("utf-8", errors="replace")

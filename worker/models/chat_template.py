@@ -11,6 +11,8 @@ from __future__ import annotations
 import json
 import re
 from datetime import datetime
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
 from time import monotonic
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NoReturn
@@ -21,8 +23,10 @@ from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+from .model_files import ModelError, read_json
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from jinja2.parser import Parser
 
@@ -89,6 +93,66 @@ class ChatTemplate:
                     f"it writes more than {_MAX_CHARS} characters; send fewer or shorter messages"
                 )
         return "".join(pieces)
+
+
+class CodeTemplate:
+    """A template that mlx-lm has as code, for models that name it. Thread-safe."""
+
+    def __init__(self, source: str, apply: Callable[..., str]) -> None:
+        self.source = source
+        self._apply = apply
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> CodeTemplate | None:
+        """Find the template that a model names as its `chat_template_type`; None if it is no code.
+
+        mlx-lm's package is not imported, which would import MLX. Raises `ModelError`.
+        """
+        config = folder / "tokenizer_config.json"
+        name = read_json(config).get("chat_template_type") if config.exists() else None
+        if not isinstance(name, str):
+            return None
+        package = find_spec("mlx_lm")
+        path = Path((package.origin if package else None) or "").parent / "chat_templates" / f"{name}.py"
+        if not name.isidentifier() or not path.is_file():
+            raise ModelError(f"the model has the chat_template_type {name}, which mlx-lm does not know")
+        spec = spec_from_file_location(f"turnkeep_template_{name}", path)
+        if spec is None or spec.loader is None:
+            raise ModelError(f"{path} cannot be imported")
+        module = module_from_spec(spec)
+        spec.loader.exec_module(module)
+        apply = getattr(module, "apply_chat_template", None)
+        return None if apply is None else cls(path.read_text("utf-8"), apply)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        started: datetime,  # noqa: ARG002  # as of other templates
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
+        """Return the text of a conversation, as `ChatTemplate` does. Raises any error."""
+        told = [_with_text_arguments(one) for one in messages]
+        if tools and not any(one["role"] in ("system", "developer") for one in told):
+            told.insert(0, {"role": "system", "content": ""})  # which has the tools
+        more = {**variables, **({"tools": [*tools]} if tools else {})}
+        return str(self._apply(told, add_generation_prompt=add_generation_prompt, **more))
+
+
+def _with_text_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
+    found = dict(message)
+    if calls := message.get("tool_calls"):
+        found["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": _as_text(call["function"]["arguments"])}}
+            for call in calls
+        ]
+    return found
+
+
+def _as_text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def template_of(given: Any) -> str | None:

@@ -85,6 +85,7 @@ def _deepseek(name: str) -> str:
 
 
 _BEGIN, _SEP, _END = map(_deepseek, ("tool call begin", "tool sep", "tool call end"))
+_DSML: Final = _deepseek("DSML")[1:-1]
 _JSON_LIST: Final = ('[{"name": "NAME", "arguments": ', "}]")
 _JSON: Final = re.compile(r"\s*[{\[]")
 _WORD: Final = re.compile(r"\n*[\w.{-]")
@@ -254,6 +255,23 @@ _FAMILIES: Final[dict[str, _Family]] = {
         ),
         ("", None),
     ),
+    "deepseek_v32": _Family(
+        (
+            Form(
+                f"<{_DSML}function_calls>",
+                f"</{_DSML}function_calls>",
+                tagged(
+                    rf'\s*<{_DSML}invoke name="(?P<name>[^"<>]+)">\s*',
+                    rf'<{_DSML}parameter name="(?P<key>[^"<>]+)" string="(?P<type>true|false)">',
+                    f"</{_DSML}parameter>",
+                    rf"</{_DSML}invoke>\s*",
+                ),
+                _TAG,
+                (f"<{_DSML}parameter ", f"</{_DSML}parameter>"),
+            ),
+        ),
+        (f'\n<{_DSML}invoke name="NAME">\n', None),
+    ),
     "mistral": _Family((_MISTRAL,), _JSON_LIST),
     "mistral_args": _Family((_MISTRAL,), ("NAME[ARGS]", "")),
     "deepseek_v3": _Family((_DEEPSEEK,), (f"{_BEGIN}function{_SEP}NAME\n```json\n", f"\n```{_END}")),
@@ -270,6 +288,7 @@ _FAMILIES: Final[dict[str, _Family]] = {
 }
 #: What in a chat template tells families apart, the first that is there.
 _MARKS: Final = (
+    (_DSML, "deepseek_v32"),
     (_deepseek("tool calls begin"), "deepseek_v31"),
     ("<minimax:tool_call>", "minimax_m2"),
     ("<|tool_call>", "gemma4"),

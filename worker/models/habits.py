@@ -7,30 +7,34 @@ asks once, and gives the template only what it renders.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from .dialect import with_calls
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    #: Renders messages; raises any error.
-    Render = Callable[[Sequence[dict[str, Any]]], str]
+    #: Renders messages, with tools; raises any error.
+    Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]], str]
 
 
 @dataclass(frozen=True, slots=True)
 class Habits:
     """Which kinds of message a template renders: without refusing them, and with all of their text.
 
-    `developer` needs a template that names this role, as models know no other. Calls may have their arguments
-    as `objects`, or as any `texts`. A message may have `several_calls`, or `text_with_calls`. With `any_ids`
-    calls may have these, and results none. `results` of tools are `results_alone` behind an answer whose call
-    is only in its text. `joined` has pairs of roles that may not follow each other: their texts are joined.
+    Contents are `plain` text, else lists of parts. `tools_alone` says that tools may stand beside a system
+    message alone. `developer` needs a template that names this role, as models know no other. Calls may have
+    their arguments as `objects`, or as any `texts`. A message may have `several_calls`, or `text_with_calls`.
+    With `any_ids` calls may have these, and results none. `results` of tools are `results_alone` behind an
+    answer whose call is only in its text. `joined` has pairs of roles that may not follow each other: their
+    texts are joined.
     """
 
+    plain: bool = True
     system: bool = True
     system_alone: bool = True
+    tools_alone: bool = True
     late_system: bool = True
     developer: bool = True
     objects: bool = True
@@ -51,17 +55,26 @@ class Habits:
 
     def in_words(self) -> list[str]:
         """Say what is done for a template that does not render each kind of message as it is."""
-        said = [words for field, words in _INSTEAD.items() if not getattr(self, field)]
-        if not self.objects:
-            said.append("arguments of calls as text" if self.texts else "calls as text")
-        return said + [f"{before} and {after} in a row joined" for before, after in sorted(self.joined)]
+        said = [words for field, words in INSTEAD.items() if not getattr(self, field)]
+        if self.texts and not self.objects:
+            said.append("arguments of calls as text")
+        return said + [joined_in_words(*pair) for pair in sorted(self.joined)]
 
 
-_INSTEAD: Final = {
+def joined_in_words(before: str, after: str) -> str:
+    """Say that messages of these roles are joined."""
+    return f"{before} and {after} in a row joined"
+
+
+#: What is done instead of what a template does not render.
+INSTEAD: Final = {
+    "plain": "contents as lists of parts",
     "system": "system at the head of the first user message",
     "system_alone": "an empty user message after a system message alone",
+    "tools_alone": "an empty user message after a system message alone, if there are tools",
     "late_system": "late system within user messages",
     "developer": "developer as system",
+    "calls": "calls as text",
     "several_calls": "several calls of a message as text",
     "text_with_calls": "calls beside text as text",
     "any_ids": "ids of calls of nine characters",
@@ -75,9 +88,9 @@ _INSTEAD: Final = {
 def habits_of(render: Render, source: str, *, renders_tools: bool) -> Habits:
     """Ask a template, whose text is `source`; what renders no plain conversation at all is not asked."""
 
-    def shows(*messages: dict[str, Any]) -> bool:
+    def shows(*messages: dict[str, Any], tools: Sequence[Mapping[str, Any]] = ()) -> bool:
         try:
-            said = render(messages)
+            said = render(messages, tools)
         except Exception:  # noqa: BLE001  # a template is foreign code that can raise anything
             return False
         at = 0
@@ -89,7 +102,12 @@ def habits_of(render: Render, source: str, *, renders_tools: bool) -> Habits:
 
     asked, answered = _said("user", "1"), _said("assistant", "2")
     if not shows(asked) or not shows(asked, answered, _said("user", "3")):
-        return Habits()
+        if not shows(*in_parts([asked, answered])):
+            return Habits()
+        found = habits_of(
+            lambda told, tools: render(in_parts(told), tools), source, renders_tools=renders_tools
+        )
+        return replace(found, plain=False)
 
     def takes(call: dict[str, Any]) -> bool:
         return shows(asked, _calling(call), _said("tool", "8", call["id"]))
@@ -109,7 +127,8 @@ def habits_of(render: Render, source: str, *, renders_tools: bool) -> Habits:
     free = [_call(name, calls[0]["function"]["arguments"]) for name in ("a", "call_0123456789abcdef")]
     result, second = _said("tool", "8", one["id"]), _said("tool", "9", other["id"])
     says, asks = _said("assistant", "9"), _said("user", "9")
-    results = shows(asked, called, result, says)
+    # Some templates want the reasoning of a last answer, and of no earlier one.
+    results = any(shows(asked, called, result, *rest) for rest in ([says], [says, asks]))
     rows: dict[tuple[str, str], list[dict[str, Any]]] = {
         ("user", "user"): [asked, asks],
         ("assistant", "assistant"): [asked, answered, _said("assistant", "3"), asks],
@@ -120,6 +139,7 @@ def habits_of(render: Render, source: str, *, renders_tools: bool) -> Habits:
     return Habits(
         system=shows(system, asked),
         system_alone=shows(system) or not shows(system, asked),
+        tools_alone=not renders_tools or not shows(system) or shows(system, tools=[_TOOL]),
         late_system=shows(asked, answered, system, _said("user", "5")),
         developer=re.search(r"\bdeveloper\b", source) is not None
         and shows(developer, asked)
@@ -140,6 +160,27 @@ def habits_of(render: Render, source: str, *, renders_tools: bool) -> Habits:
     )
 
 
+def in_parts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages with lists of parts as contents."""
+    return [
+        {**one, "content": [{"type": "text", "text": one["content"]}]}
+        if isinstance(one.get("content"), str)
+        else {**one}
+        for one in messages
+    ]
+
+
+_PARAMETERS: Final = {
+    "type": "object",
+    "properties": {"key": {"type": "string", "description": "a key"}},
+    "required": ["key"],
+}
+_TOOL: Final = {
+    "type": "function",
+    "function": {"name": "probe", "description": "probes", "parameters": _PARAMETERS},
+}
+
+
 def _said(role: str, number: str | None, call_id: str | None = None) -> dict[str, Any]:
     of_call = {"tool_call_id": call_id} if call_id else {}
     return {"role": role, "content": "" if number is None else f"probe-{number}", **of_call}
@@ -155,7 +196,8 @@ def _calling(*calls: dict[str, Any]) -> dict[str, Any]:
 
 def _texts(message: dict[str, Any]) -> list[str]:
     """List what a render of a message must have."""
-    found = [message["content"]] if message["content"] else []
+    content = message["content"]
+    found = [part["text"] for part in content] if isinstance(content, list) else [content] if content else []
     for call in message.get("tool_calls") or ():
         function = call["function"]
         given = function["arguments"]

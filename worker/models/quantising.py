@@ -1,4 +1,4 @@
-"""Makes a model with weights of few bits from another one, by mlx-lm's own conversion.
+"""Makes a model with weights of few bits from another one, by the functions of mlx-lm's own conversion.
 
 `turnkeep model convert` calls it. It knows nothing of how the result is served. The result appears in the
 models' folder as a whole: until then it is in a hidden one, which the next conversion to this name removes.
@@ -11,7 +11,6 @@ import fcntl
 import io
 import os
 import shutil
-import threading
 from typing import TYPE_CHECKING, Any, Final
 
 from worker.process.formatting import size
@@ -26,8 +25,8 @@ from .model_files import (
     num_parameters,
     one_line,
     text_config,
-    weight_files,
 )
+from .partial_import import import_mlx_lm
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from .model_files import Progress
 
 BITS: Final = (2, 3, 4, 5, 6, 8)
-_POLL_S: Final = 0.2
+_WHAT: Final = "quantising weights"
 #: A scale and a bias of 16 bits for each group of 64 weights.
 _BITS_OF_SCALES: Final = 0.5
 
@@ -44,7 +43,7 @@ _BITS_OF_SCALES: Final = 0.5
 def quantise(source: Path, folder: Path, bits: int, progress: Progress) -> None:
     """Write the model folder `source` to `folder`, with weights of so many bits. Raises `ModelError`.
 
-    `progress` counts the bytes of the weights that are read and written, on a thread of its own.
+    `progress` counts the bytes of the new weights as they are made.
     """
     config = check_folder(source)
     check_tokenizer(source)
@@ -52,27 +51,32 @@ def quantise(source: Path, folder: Path, bits: int, progress: Progress) -> None:
         raise ModelError(f"{source} is quantised already ({dtype_name(config)}); convert the original model")
     if folder.exists():
         raise ModelError(f"{folder} is there already; remove it, or give another name with --name")
-    read_bytes = sum(path.stat().st_size for path in weight_files(source))
     written_bytes = int(num_parameters(source) * (bits + _BITS_OF_SCALES) / 8)
     try:
         with _unfinished(folder) as unfinished:
             if written_bytes > (free := shutil.disk_usage(folder.parent).free):
                 raise ModelError(f"{folder} needs {size(written_bytes)} on disk; there are {size(free)}")
-            with _counted(unfinished, read_bytes, written_bytes, progress):
-                _convert(source, unfinished, bits, config)
+            _convert(source, unfinished, bits, config, progress)
             _copy_others(source, unfinished)
             unfinished.rename(folder)
     except OSError as error:
         raise ModelError(f"{source} cannot be converted to {folder}: {one_line(error)}") from None
 
 
-def _convert(source: Path, unfinished: Path, bits: int, config: dict[str, Any]) -> None:
+def _convert(source: Path, unfinished: Path, bits: int, config: dict[str, Any], progress: Progress) -> None:
     blas.preload()
-    from mlx_lm.convert import convert
+    import_mlx_lm()
+    from mlx_lm.utils import load_model, quantize_model, save_config, save_model
 
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # it prints its steps
-            convert(str(source), str(unfinished), quantize=True, q_bits=bits)
+            model, written = load_model(source, lazy=True)
+            _cast(model, config)
+            model, written = quantize_model(model, written, None, bits)
+            _make(model, progress)
+            has_vision = "vision_tower" in getattr(model, "model", {})
+            save_model(unfinished, model, donate_model=True)
+            save_config(written, unfinished / "config.json", keep_vision_config=has_vision)
     except OSError:
         raise
     except Exception as error:  # noqa: BLE001  # architectures raise anything for a config that does not fit
@@ -108,30 +112,32 @@ def _copy_others(source: Path, unfinished: Path) -> None:
             shutil.copyfile(path, unfinished / path.name)
 
 
-@contextlib.contextmanager
-def _counted(unfinished: Path, read_bytes: int, written_bytes: int, progress: Progress) -> Iterator[None]:
-    """Report progress while a block runs: mlx-lm itself says nothing of it."""
-    import psutil
+def _cast(model: Any, config: dict[str, Any]) -> None:
+    """Give weights the type that the configuration names, as mlx-lm does."""
+    import mlx.core as mx
+    from mlx.utils import tree_map_with_path
 
-    process, done = psutil.Process(), threading.Event()
-    total, what = read_bytes + written_bytes, "quantising weights"
+    name = config.get("torch_dtype") or (config.get("text_config") or {}).get("dtype")
+    if name not in {"float16", "bfloat16", "float32"}:
+        return
+    may_cast = getattr(model, "cast_predicate", lambda _: True)
 
-    def read() -> int:  # macOS does not count it
-        return process.io_counters().read_chars if hasattr(process, "io_counters") else 0
+    def cast(path: str, weight: Any) -> Any:
+        is_cast = may_cast(path) and mx.issubdtype(weight.dtype, mx.floating)
+        return weight.astype(getattr(mx, name)) if is_cast else weight
 
-    before = read()
+    model.update(tree_map_with_path(cast, model.parameters()))
 
-    def watch() -> None:
-        while not done.wait(_POLL_S):
-            written = sum(path.stat().st_size for path in unfinished.glob("*.safetensors"))
-            progress(min(read() - before, read_bytes) + min(written, written_bytes - 1), total, what)
 
-    progress(0, total, what)
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        done.set()
-        watcher.join()
-    progress(total, total, what)
+def _make(model: Any, progress: Progress) -> None:
+    """Compute the weights one after the other: none is read before, and what was read is freed."""
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+
+    weights: list[Any] = [*dict(tree_flatten(model.parameters())).values()]
+    done, total = 0, sum(weight.nbytes for weight in weights)
+    for weight in weights:
+        progress(done, total, _WHAT)
+        mx.eval(weight)
+        done += weight.nbytes
+    progress(total, total, _WHAT)

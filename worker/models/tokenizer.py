@@ -11,18 +11,20 @@ import re
 from contextlib import suppress
 from datetime import UTC, datetime
 from hashlib import blake2b
+from itertools import pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
-from .chat_template import ChatTemplate, template_of
+from .chat_template import ChatTemplate, CodeTemplate, template_of
 from .content import ControlTokens, index_after, is_marked, unmarked
 from .dialect import dialect_of, renders_tools, with_calls, with_objects, with_short_ids, with_tools
-from .habits import habits_of
+from .habits import INSTEAD, Habits, habits_of, in_parts, joined_in_words
 from .model_files import one_line, read_json
 from .tokenizer_files import load
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections import Counter
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from .dialect import Dialect
@@ -50,9 +52,14 @@ class Tokenizer:
     """
 
     def __init__(
-        self, hf: LoadedTokenizer, eos_ids: Iterable[int] = (), *, tool_parser: str | None = None
+        self,
+        hf: LoadedTokenizer,
+        eos_ids: Iterable[int] = (),
+        *,
+        tool_parser: str | None = None,
+        code: CodeTemplate | None = None,
     ) -> None:
-        """Take a loaded tokenizer, and the name of mlx-lm's parser for the model's calls."""
+        """Take a loaded tokenizer, the name of mlx-lm's parser for calls, and a template that is code."""
         self._hf = hf
         self._tool_parser = tool_parser
         self._rust = hf.backend_tokenizer
@@ -61,17 +68,23 @@ class Tokenizer:
         own = hf.eos_token_id
         self.vocab_size: int = self._rust.get_vocab_size(with_added_tokens=True)
         self.added_ids: frozenset[int] = frozenset(self._rust.get_added_tokens_decoder())
-        self.has_template = bool(hf.chat_template)
+        self.has_template = bool(code or hf.chat_template)
         #: The chat template's source; None if there is none, or several without a default.
-        self.template = template_of(hf.chat_template)
-        self._chat: ChatTemplate | None = None
+        self.template = code.source if code else template_of(hf.chat_template)
+        self._chat: ChatTemplate | CodeTemplate | None = code
+        source = self.template or ""
+        #: What the chat template does with each kind of message.
+        self.habits = Habits()
+        self.habits = habits_of(
+            lambda messages, tools: self._probe(messages, tools=tools),
+            source,
+            renders_tools=renders_tools(source),
+        )
         self.eos_ids: frozenset[int] = (
             frozenset(eos_ids) | (frozenset() if own is None else {int(own)}) | self._turn_ends()
         )
-        source = self.template or ""
-        #: What the chat template does with each kind of message.
-        self.habits = habits_of(self._probe, source, renders_tools=renders_tools(source))
-        self._controls = ControlTokens(self._rust, self.eos_ids, str(hf.chat_template))
+        self._written = source if code else hf.chat_template
+        self._controls = ControlTokens(self._rust, self.eos_ids, str(self._written))
         self._bytes: dict[int, bytes] = {}
         self._lead: str | None = None
         self._dialect: Dialect | None = None
@@ -92,7 +105,8 @@ class Tokenizer:
         ends = [_end_ids(part) for part in (config, config.get("text_config") or {}, generation)]
         named_path = folder / "tokenizer_config.json"
         named = read_json(named_path).get("tool_parser_type") if named_path.exists() else None
-        return cls(load(folder, store, progress), frozenset().union(*ends), tool_parser=named)
+        code = CodeTemplate.of_folder(folder)
+        return cls(load(folder, store, progress), frozenset().union(*ends), tool_parser=named, code=code)
 
     def control_id(self, text: str) -> int | None:
         """Return the id of the control token with this text; None if there is none."""
@@ -158,25 +172,31 @@ class Tokenizer:
             self._dialect = dialect_of(template, vocabulary, self._tool_parser)
         return self._dialect
 
-    def adapted(self, messages: Sequence[dict[str, Any]], *, is_begun: bool) -> list[dict[str, Any]]:
+    def adapted(
+        self, messages: Sequence[dict[str, Any]], before: Mapping[str, Any] | None, noted: Counter[str]
+    ) -> list[dict[str, Any]]:
         """Return messages in the form that the template renders (`Habits`), so that none is left out.
 
         Tool calls have their arguments as objects or as text, or stand in the content. A system message that
-        the template does not render becomes a part of the user's next message, or a user message. `is_begun`
-        says that messages come before these.
+        the template does not render becomes a part of the user's next message, or a user message. `before` is
+        the message before these. `noted` counts what is changed, in the words of `Habits`.
         """
         habits, found, goes_on, has_call = self.habits, list[dict[str, Any]](), False, False
+        is_begun = before is not None
         for given in messages:
-            message, role = self._with_calls(given), given["role"]
+            message, role = self._with_calls(given, noted), given["role"]
             if role == "developer" and not habits.developer:
                 message, role = {**message, "role": "system"}, "system"
+                noted[INSTEAD["developer"]] += 1
             if message.get("tool_calls") and found and not self._may_follow(found[-1], message):
                 message = with_calls(given)
+                noted[INSTEAD["calls"]] += 1
             if role != "tool":
                 has_call = bool(message.get("tool_calls"))
             elif not habits.results or not (has_call or habits.results_alone):
                 said = f"<tool_response>\n{message['content']}\n</tool_response>"
                 message = {"role": "user", "content": said}
+                noted[INSTEAD["results"]] += 1
             if not habits.any_ids:
                 message = with_short_ids(message)
             leads = not is_begun and all(one["role"] in ("system", "developer") for one in found)
@@ -184,35 +204,48 @@ class Tokenizer:
             if role in ("system", "developer"):
                 if leads and found and not habits.late_system:
                     message = {**found[-1], "content": f"{found.pop()['content']}\n\n{message['content']}"}
+                    noted[joined_in_words("system", "system")] += 1
                 elif not leads and not habits.late_system:
                     message = {"role": "user", "content": f"<system>\n{message['content']}\n</system>"}
                     goes_on = True
+                    noted[INSTEAD["late_system"]] += 1
             elif role == "user" and was_system:
                 message = {**message, "content": f"{found.pop()['content']}\n\n{message['content']}"}
             found.append(message)
         if found and not is_begun and found[0]["role"] == "system" and not habits.system:
             head = found.pop(0)["content"]
+            noted[INSTEAD["system"]] += 1
             if found and found[0]["role"] == "user":
                 found[0] = {**found[0], "content": f"{head}\n\n{found[0]['content']}"}
             else:
                 found.insert(0, {"role": "user", "content": head})
+        noted.update(self._joined_pairs([before or {}, *found]))
         return found
 
-    def _with_calls(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _joined_pairs(self, messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+        """Say which messages will be joined to those before them."""
+        for earlier, later in pairwise(messages):
+            pair = str(earlier.get("role")), str(later.get("role"))
+            if pair in self.habits.joined and self._may_follow(earlier, later):
+                yield joined_in_words(*pair)
+
+    def _with_calls(self, message: dict[str, Any], noted: Counter[str]) -> dict[str, Any]:
         """Return a message with its tool calls in the form that the template can render."""
         if not message.get("tool_calls"):
             return message
         habits, made = self.habits, with_objects(message)
         are_objects = all(isinstance(call["function"]["arguments"], dict) for call in made["tool_calls"])
-        if (
-            not habits.calls
-            or not (habits.several_calls or len(made["tool_calls"]) == 1)
-            or not (habits.text_with_calls or not message.get("content"))
-        ):
-            return with_calls(message)
-        if habits.objects and (are_objects or habits.texts):
+        if habits.calls and not habits.several_calls and len(made["tool_calls"]) > 1:
+            noted[INSTEAD["several_calls"]] += 1
+        elif habits.calls and not habits.text_with_calls and message.get("content"):
+            noted[INSTEAD["text_with_calls"]] += 1
+        elif habits.objects and (are_objects or habits.texts):
             return made
-        return message if habits.texts else with_calls(message)
+        elif habits.texts:
+            return message
+        else:
+            noted[INSTEAD["calls"]] += 1
+        return with_calls(message)
 
     def _may_follow(self, before: Mapping[str, Any], message: Mapping[str, Any]) -> bool:
         """Say whether a message may be joined to the one before it, if the template wants that."""
@@ -221,11 +254,21 @@ class Tokenizer:
             return True
         return not before.get("tool_calls") and (not has_calls or self.habits.text_with_calls)
 
-    def _probe(self, messages: Sequence[Mapping[str, Any]], *, header: bool = False) -> str:
+    def _probe(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        header: bool = False,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
         """Render messages as they are; raises any error."""
-        return self._compiled().render(messages, add_generation_prompt=header, started=datetime.now(UTC))
+        day = datetime.now(UTC)
+        told = messages if self.habits.plain else in_parts(messages)
+        return self._compiled().render(told, add_generation_prompt=header, started=day, tools=tools)
 
-    def _arranged(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    def _arranged(
+        self, messages: Sequence[Mapping[str, Any]], *, has_tools: bool
+    ) -> Sequence[Mapping[str, Any]]:
         """Return a conversation in an order of roles that the template renders."""
         habits = self.habits
         found: list[Mapping[str, Any]] = []
@@ -238,9 +281,10 @@ class Tokenizer:
                 own = message if role == before.get("role") else before
                 message = {**own, "content": "\n\n".join(text for text in texts if text)}  # noqa: PLW2901
             found.append(message)
-        if found and not habits.system_alone and not _has_others(found):
+        alone = habits.system_alone and (habits.tools_alone or not has_tools)
+        if found and not alone and not _has_others(found):
             found.append({"role": "user", "content": ""})
-        return found
+        return found if habits.plain else in_parts(found)
 
     def as_tools(self, tools: Any) -> Any:
         """Return a copy of tools, for `render`, no text of which can become a special token."""
@@ -271,7 +315,7 @@ class Tokenizer:
                 role = "system" if self.habits.system else "user"
                 messages, tools = with_tools(messages, tools, role), ()
             return chat.render(
-                self._arranged(messages),
+                self._arranged(messages, has_tools=bool(tools)),
                 add_generation_prompt=add_generation_prompt,
                 started=started,
                 tools=tools,
@@ -280,7 +324,7 @@ class Tokenizer:
         except Exception as error:  # noqa: BLE001  # a template is foreign code that can raise anything
             raise TemplateError(f"the chat template refuses these messages: {one_line(error)}") from None
 
-    def _compiled(self) -> ChatTemplate:
+    def _compiled(self) -> ChatTemplate | CodeTemplate:
         """Return the chat template, compiled on first use; raises any error."""
         if self._chat is None:
             if self.template is None:

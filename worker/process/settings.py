@@ -477,6 +477,11 @@ class Settings:
         None,
         "tokens that one session may hold; auto is the model's limit",
     )
+    placeholders: str = _setting(
+        _choice("on", "off"),
+        "on",
+        "whether a text stands for images and the like, which no model here can read; off refuses them",
+    )
     idle_timeout_s: float = _setting(
         _duration(0, 30 * 86400),
         300.0,

@@ -39,6 +39,7 @@ from turnkeep_client.messages import (
     Rewound,
     Seconds,
     Usage,
+    encode,
     failure,
     joined,
 )
@@ -54,7 +55,7 @@ from worker.wire.journal import FencedError
 
 from .echo import echo_of, told
 from .formats import Formats, is_prefix_final
-from .history import RefusedError, digests_of, seen, spoken
+from .history import RefusedError, digests_of, seen, spoken, unread
 from .policies import chosen, misfit
 
 if TYPE_CHECKING:
@@ -117,10 +118,12 @@ class Execution:
         vocab_size: int,
         kv_bits: int | None,
         own_sampling: Mapping[str, float],
+        placeholders: bool,
     ) -> None:
         """`context_tokens` is the most that a session under `full` or `paged` may hold.
 
         `vocab_size` bounds token ids. `own_sampling` are the options that the model's authors recommend.
+        Without `placeholders`, messages with images and the like are refused.
 
         An answer ends before its result takes more than `max_result_bytes` of the log. `kv_bits` is the
         precision of this worker's KV; None is full precision. A `sink_window` is refused if its window is
@@ -140,6 +143,7 @@ class Execution:
         self._vocab_size = vocab_size
         self._kv_bits = kv_bits
         self._own_sampling = own_sampling
+        self._placeholders = placeholders
         self._formats = Formats(tokenizer)
         self._policies: set[Policy] = set()  # under which sessions were opened
 
@@ -238,6 +242,7 @@ class Execution:
             kv_live_bytes=live_bytes,
             seconds=monotonic() - pending.received_s,
             **_turned(history, extended, _change(extended)),
+            warnings=extended.warnings,
             **seen(extended.history),
         )
         return result, extended.history
@@ -275,11 +280,13 @@ class Execution:
         most = self._engine.most_tokens(most, policy) - len(prompt)
         most = max(most, published.num_tokens)
         change = _change(extended)
-        room = self._max_answer_bytes - echo_bytes - min(len(change.input), self.most_input)
         splitter = self._splitter(key, request, pending, extended.history)
         grammar, warnings = await self._formats.grammar(
             request, extended.history, splits=splitter is not None
         )
+        warnings = extended.warnings + warnings
+        room = self._max_answer_bytes - echo_bytes - min(len(change.input), self.most_input)
+        room -= len(encode({"warnings": warnings}))
         stream = TextStream(self._tokenizer, request.stop)
         answer = Answer(
             stream,
@@ -295,7 +302,9 @@ class Execution:
         turn = await self._score(key, pending, extended.history, scores) if scores and asks else None
         is_scored = not is_begun_by_other and (scores is None or scores.end >= len(prompt))
         if is_scored and request.max_tokens:
-            sampled = await self._sample(key, request, pending, extended.history, answer, grammar, stream_end)
+            sampled = await self._sample(
+                key, request, pending, extended.history, answer, grammar, stream_end, warnings
+            )
             turn = _together(turn, sampled)
         elif is_scored:
             answer.finish_reason = "length"
@@ -346,6 +355,7 @@ class Execution:
             seconds=Seconds(queued=now_s, prefill=0.0, first_token=now_s, total=now_s),
             kv_live_bytes=0,
             resumed_tokens=len(chunk.tokens),
+            warnings=extended.warnings,
             **_turned(history, extended, structs.replace(_change(extended), holds_answer=True)),
             **seen(after),
         )
@@ -417,6 +427,9 @@ class Execution:
 
     async def _extend(self, history: History, request: Append | Generate) -> Input:
         """Add a request's input, on a thread unless it is small; raises `RefusedError`."""
+        for one in [] if self._placeholders else unread(request.messages or ()):
+            if one.is_lost:
+                raise RefusedError("invalid_request", f"{one.where}: {one.refusal}")
         num_given = len(request.text or request.tokens or ()) + len(getattr(request, "prefix", ""))
         if request.messages or num_given > _LITTLE or history.conversation.has_messages:
             return await in_thread(self._fold.extend, history, request)
@@ -446,10 +459,12 @@ class Execution:
         answer: Answer,
         grammar: Grammar | None,
         stream_end: _StreamEnd,
+        warnings: tuple[str, ...],
     ) -> TurnResult | None:
         """Run the answer to its end.
 
-        Returns None if it is already complete, or was cancelled before its turn began.
+        Its first chunk has the `warnings`. Returns None if it is already complete, or was cancelled before
+        its turn began.
         """
         if answer.finish_reason is not None:
             return None
@@ -459,7 +474,8 @@ class Execution:
         async def publish(chunk: Chunk) -> None:
             nonlocal is_heard
             if is_heard:
-                chunk = structs.replace(chunk, seq=pending.seq)
+                told = () if chunk.i else warnings
+                chunk = structs.replace(chunk, seq=pending.seq, warnings=told)
                 seq = await self._journal.publish_chunk(
                     key, request.id, chunk, stream_end.seq, server=pending.server
                 )

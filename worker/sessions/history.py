@@ -7,6 +7,7 @@ find their tokens with the model's tokenizer (`extend`), and come to the same hi
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,6 +15,7 @@ import msgspec
 
 from cache.names.policy import FULL
 from cache.names.tokens import as_tokens, from_compact
+from turnkeep_client.blocks import Warned, sentences, text_of
 from turnkeep_client.messages import (
     Append,
     Appended,
@@ -43,12 +45,26 @@ if TYPE_CHECKING:
     from cache.names.tokens import Tokens
     from turnkeep_client.errors import ErrorCode
     from turnkeep_client.messages import Called, Change, Request, Result
+    from turnkeep_client.messages import Message as ChatMessage
     from worker.text.templates import Message, Tokenizer
 
     Edit: TypeAlias = Callable[["History"], tuple[Conversation, Addition]]
 
 #: Last tokens that a session under a window keeps for guesses at its answers, which match earlier text.
 KEPT: Final = 16_384
+
+
+def unread(messages: Sequence[ChatMessage]) -> list[Warned]:
+    """List the parts of messages that are no text."""
+    found: list[Warned] = []
+    for number, message in enumerate(messages):
+        if message.sent is not None and isinstance(content := message.sent.get("content"), list):
+            text_of(content, f"messages[{number}].content", found)
+    return found
+
+
+def _counted(number: int) -> str:
+    return "1 message is" if number == 1 else f"{number} messages are"
 
 
 class RefusedError(Exception):
@@ -136,7 +152,8 @@ class Input:
     """A history with a request's input added; its first `kept` tokens are unchanged.
 
     Its last `num_given` tokens are the beginning of the answer, which the request gives. If the session was
-    tokenised anew, for another tokenizer, its first `num_raw` tokens are raw content.
+    tokenised anew, for another tokenizer, its first `num_raw` tokens are raw content. `warnings` say
+    what the model is told in another form than the request has.
     """
 
     history: History
@@ -144,6 +161,7 @@ class Input:
     rewritten_from: int | None
     num_given: int = 0
     num_raw: int = 0
+    warnings: tuple[str, ...] = ()
 
 
 class Fold:
@@ -212,13 +230,13 @@ class Fold:
         refuses, and `CutOffError`.
         """
         self._check_model(history)
-        kept, num_added, num_raw = history.position, 0, 0
+        kept, num_added, num_raw, warnings = history.position, 0, 0, list[str]()
         state = replace(history, exists=True)
         try:
             if _is_foreign(history, self.model):
                 state, num_raw = self._tokenised_anew(state)
                 kept = 0
-            for edit in self._edits(state, request, answer):
+            for edit in self._edits(state, request, answer, warnings):
                 conversation, addition = edit(state)
                 kept, num_added = min(kept, addition.keep), len(addition.tokens)
                 tokens = state.tokens[: addition.keep] + addition.tokens
@@ -238,6 +256,7 @@ class Fold:
             rewritten_from=kept if kept < history.position else None,
             num_given=num_given,
             num_raw=num_raw,
+            warnings=tuple(warnings),
         )
 
     def answered(
@@ -360,7 +379,7 @@ class Fold:
         end, is_rewritten = len(tokens) - num_given, kept < history.position
         if _is_foreign(history, model):
             conversation = conversation.tokenised_anew(num_raw)
-        said = self._said(request, conversation)
+        said = self._said(request, conversation, Counter())
         if request.text or request.tokens or (answer and not (said or conversation.has_messages)):
             more = answer["content"] if answer else ""
             text = None if request.tokens else (request.text or "") + more
@@ -377,18 +396,16 @@ class Fold:
             conversation = conversation.answered(tokens[:end], tokens[end:], begun, keeps_reasoning=keeps)
         return replace(history, conversation=conversation, tokens=tokens, exists=True, model=model)
 
-    def _said(self, request: Append | Generate, conversation: Conversation) -> list[Said]:
-        """Return a request's messages in the form that the template renders."""
-        # A template may require the content that a message with only tool calls lacks.
-        messages = [
-            {"role": message.role, "content": "", **msgspec.to_builtins(message)}
-            for message in request.messages or ()
-        ]
-        adapted = self._tokenizer.adapted(messages, is_begun=conversation.has_messages)
+    def _said(
+        self, request: Append | Generate, conversation: Conversation, noted: Counter[str]
+    ) -> list[Said]:
+        """Return a request's messages in the form that the template renders; `noted` counts what differs."""
+        messages = [message.as_sent() for message in request.messages or ()]
+        adapted = self._tokenizer.adapted(messages, conversation.last_message, noted)
         return [Said(message, request.special_tokens is True) for message in adapted]
 
     def _answer_said(self, answer: Message) -> list[Said]:
-        return [Said(one) for one in self._tokenizer.adapted([answer], is_begun=True)]
+        return [Said(one) for one in self._tokenizer.adapted([answer], {"role": "user"}, Counter())]
 
     def _check_model(self, history: History) -> None:
         """Raise `RefusedError` if the session is another model's, and not to be taken over."""
@@ -420,19 +437,33 @@ class Fold:
                 conversation, addition = conversation.add_raw(tokens, ids, part)
                 num_raw = len(tokens) + len(ids)
             else:
-                messages = self._tokenizer.adapted([one.message for one in part], is_begun=False)
+                messages = self._tokenizer.adapted([one.message for one in part], None, Counter())
                 trusted = all(one.trusted for one in part)
                 conversation, addition = conversation.add_messages(tokens, messages, trusted=trusted)
             tokens = tokens[: addition.keep] + addition.tokens
         return replace(history, conversation=conversation, tokens=tokens), num_raw
 
-    def _edits(self, history: History, request: Append | Generate, answer: Message | None) -> Iterator[Edit]:
+    def _edits(
+        self,
+        history: History,
+        request: Append | Generate,
+        answer: Message | None,
+        warnings: list[str],
+    ) -> Iterator[Edit]:
         """List the edits of a request: tools, its input, for a generate the answer header or the answer."""
         if request.tools is not None or request.chat_template_kwargs is not None:
             tools = None if request.tools is None else msgspec.to_builtins(request.tools)
+            if tools and not self._tokenizer.dialect.renders_tools:
+                warnings.append("the chat template knows no tools: the first message describes them")
             variables = request.chat_template_kwargs
             yield lambda state: state.conversation.set_extras(state.tokens, tools, variables)
-        if said := self._said(request, history.conversation):
+        warnings += sentences(unread(request.messages or ()))
+        noted = Counter[str]()
+        if said := self._said(request, history.conversation, noted):
+            warnings += [
+                f"{_counted(number)} told to the model in another form: {what}"
+                for what, number in noted.items()
+            ]
             yield lambda state: state.conversation.add_said(state.tokens, said)
         if request.text:
             text = (

@@ -2,8 +2,8 @@
 
 A wrong call is executed, so a call is believed only if its tool was offered and its arguments fit the tool's
 schema. Conversions are made only where the schema leaves no doubt: text becomes a number, say, only where it
-allows no text. Not checked: `pattern` and `format` (a pattern of a tenant's could take hours on a model's
-text), `not`, `if`, `propertyNames`, and how many alternatives of `oneOf` fit.
+allows no text. A keyword that is not checked makes a schema allow more, and what depends on it (`not`, `if`)
+is left out; patterns and formats are checked if a grammar can have them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import json
 from typing import TYPE_CHECKING, Any, Final
 
 from worker.models.calls import ParsedCall, read_json
+
+from .grammar import text_matcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,6 +33,13 @@ _OTHER_KINDS: Final = {
     "list": "array",
     "dict": "object",
 }
+#: Keywords that are not checked, or not all of what they say.
+_UNCHECKED: Final = frozenset(
+    (
+        *("oneOf", "contains", "patternProperties", "dependentRequired", "dependentSchemas", "dependencies"),
+        *("unevaluatedItems", "unevaluatedProperties", "$dynamicRef", "$recursiveRef"),
+    )
+)
 _WORDS: Final = {"True": True, "False": False, "None": None}
 _LIMITS: Final[tuple[tuple[str, Callable[[float, float], bool]], ...]] = (
     ("minimum", lambda value, limit: value >= limit),
@@ -100,6 +109,8 @@ class _Fit:
     def __init__(self, schema: Any) -> None:
         self._root = schema
         self._left_steps = _MOST_STEPS
+        #: Whether all of the schema was checked, for what depends on it.
+        self._is_sure = True
 
     def read(self, text: str, schema: Any) -> Any:
         """Return the value that a format without types has written as `text`, if any fits."""
@@ -173,18 +184,49 @@ class _Fit:
         if allowed is not None and not any(_same(value, one) for one in allowed):
             raise NoCallError(f"{value!r} is none of the allowed values")
         _check_limits(value, schema)
+        self._is_sure &= schema.keys().isdisjoint(_UNCHECKED) and (kinds is not None or "type" not in schema)
+        if isinstance(value, str):
+            self._check_text(value, schema)
         if isinstance(value, dict):
             value = self._object(value, schema, depth, converts=converts)
         elif isinstance(value, list):
             value = self._list(value, schema, depth, converts=converts)
         if "$ref" in schema:
-            value = self.converted(value, self._referred(schema["$ref"]), depth + 1, converts=converts)
+            referred = self._referred(schema["$ref"])
+            self._is_sure &= referred is not True
+            value = self.converted(value, referred, depth + 1, converts=converts)
         for one in schema.get("allOf") or ():
             value = self.converted(value, one, depth + 1, converts=converts)
         for word in ("anyOf", "oneOf"):
             if schema.get(word):
                 value = self._any(value, schema[word], depth, converts=converts)
+        if "not" in schema and self._fits(value, schema["not"], depth):
+            raise NoCallError(f"{value!r} is what must not be")
+        if "if" in schema and (is_so := self._fits(value, schema["if"], depth)) is not None:
+            one = schema.get("then" if is_so else "else", True)
+            value = self.converted(value, one, depth + 1, converts=converts)
         return value
+
+    def _fits(self, value: Any, schema: Any, depth: int) -> bool | None:
+        """Say whether a value fits a schema as it is; None if that depends on what is not checked."""
+        before, self._is_sure = self._is_sure, True
+        try:
+            self.converted(value, schema, depth + 1, converts=False)
+        except NoCallError:
+            fits: bool | None = False
+        else:
+            fits = True if self._is_sure else None
+        self._is_sure = before and fits is not None
+        return fits
+
+    def _check_text(self, text: str, schema: Mapping[str, Any]) -> None:
+        for word in ("pattern", "format"):
+            if not isinstance(asked := schema.get(word), str):
+                continue
+            matches = text_matcher(word, asked)
+            self._is_sure &= matches is not None
+            if matches is not None and not matches(text):
+                raise NoCallError(f"{text!r} has not the {word} {asked}")
 
     def _any(self, value: Any, choices: Sequence[Any], depth: int, *, converts: bool) -> Any:
         """Return the value as the first alternative that it fits as it is; else that converts it."""
@@ -208,6 +250,8 @@ class _Fit:
         known, more = schema.get("properties") or {}, schema.get("additionalProperties", True)
         if schema.get("patternProperties"):
             more = True
+        for name in value if "propertyNames" in schema else ():
+            self.converted(name, schema["propertyNames"], depth + 1, converts=False)
         return {
             name: self.converted(one, known.get(name, more), depth + 1, converts=converts)
             for name, one in value.items()
@@ -217,6 +261,10 @@ class _Fit:
         first, rest = schema.get("prefixItems") or (), schema.get("items", True)
         if isinstance(rest, list):  # as drafts before 2020-12 have it
             first, rest = rest, schema.get("additionalItems", True)
+        if schema.get("uniqueItems") is True:
+            written = [json.dumps(one, sort_keys=True) for one in value]
+            if len({*written}) < len(written):
+                raise NoCallError("an item is there twice")
         return [
             self.converted(one, first[at] if at < len(first) else rest, depth + 1, converts=converts)
             for at, one in enumerate(value)

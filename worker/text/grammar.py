@@ -31,7 +31,7 @@ from turnkeep_client.messages import (
 from worker.process.concurrency import in_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from typing import TypeAlias
 
     from turnkeep_client.messages import ResponseFormat
@@ -272,6 +272,30 @@ def _is_regular(pattern: str) -> bool:
     source = check.grammar_from_json_schema(_text({"type": "string", "pattern": pattern}))
     is_error, _ = check.validate_grammar_with_warnings(source)
     return not is_error
+
+
+@lru_cache(256)
+def text_matcher(word: str, asked: str) -> Callable[[str], bool] | None:
+    """Return what says whether a text has a `pattern` or `format` of a schema; None if nobody can say.
+
+    It takes a time that grows with the text only, as grammars have no regular expressions that backtrack.
+    """
+    try:
+        import llguidance
+    except ImportError:
+        return None
+    limits = llguidance.LLParserLimits(max_lexer_states=_MOST_STATES, verbose_errors=False)
+    source = llguidance.LLMatcher.grammar_from_json_schema(_text({"type": "string", word: asked}))
+    first = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), source, limits=limits, log_level=0)
+    if first.is_error():
+        return None
+
+    def matches(text: str) -> bool:
+        matcher, written = first.deep_copy(), json.dumps(text, ensure_ascii=False).encode("utf-8", "replace")
+        num_taken = matcher.try_consume_tokens(list(written))
+        return matcher.is_error() or (num_taken == len(written) and matcher.is_accepting())
+
+    return matches
 
 
 def _json_source(schema: dict[str, Any], *, lenient: bool) -> str:

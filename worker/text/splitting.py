@@ -8,6 +8,7 @@ markers. Until a call is complete nothing of it is told, so that clients never s
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from hashlib import blake2b
 from string import ascii_letters, digits
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
@@ -92,12 +93,13 @@ class Calls:
         self._max_calls = max_calls
         self._ends_at_repeat = ends_at_repeat
 
-    def believed(self, parse: Parser, text: str) -> list[ParsedCall]:
-        """Parse calls; empty if one of them cannot be believed."""
-        try:
-            return [self.offered.believed(one) for one in parse(text)]
-        except Exception:  # noqa: BLE001  # what a model writes, under any schema, may raise anything
-            return []
+    def believed(self, parse: Parser, text: str) -> list[ParsedCall] | None:
+        """Parse calls; empty if one of them cannot be believed, None if the text is not understood."""
+        found: list[ParsedCall] | None = None
+        with suppress(Exception):  # what a model writes, under any schema, may raise anything
+            written, found = parse(text), []
+            found = [self.offered.believed(one) for one in written]
+        return found
 
     def add(self, found: Sequence[ParsedCall]) -> Piece:
         """Add calls, as many as the answer may have, and return them."""
@@ -145,8 +147,10 @@ class MarkedSplitter:
         self._last = ""  # character of the text
         self._has_text = self._has_reasoning = False
         self._form: Form | None = None  # of the call that `_held` begins with
-        self._seen = 0  # characters of the call in which its end was looked for
+        self._seen = 0  # characters of the call in which its end was looked for, or what follows it
         self._scan: _Scan | None = None
+        #: A call whose argument may go on behind its end, and the number of its characters.
+        self._whole: tuple[list[ParsedCall], int] | None = None
         self._left_tries = _MOST_TRIED
 
     @property
@@ -206,7 +210,7 @@ class MarkedSplitter:
             piece += self._mentioned(marker)
         else:
             self._form = next(one for one in self._forms if one.opens == marker)
-            self._seen, self._scan = 0, None
+            self._seen, self._scan, self._whole = 0, None, None
         return piece
 
     def _if_bare(self, parse: Parser, *, is_over: bool) -> Piece | None:
@@ -244,7 +248,7 @@ class MarkedSplitter:
         return Piece(text)
 
     def _mentioned(self, marker: str) -> Piece:
-        """Return a marker as text; behind it there may be others."""
+        """Return a marker, or what begins with one, as text; behind it there may be others."""
         self._form, self._held = None, self._held[len(marker) :]
         return self._said(marker)
 
@@ -266,28 +270,49 @@ class MarkedSplitter:
         text = self._held[len(form.opens) :]
         if text.strip() and not form.begins.match(text):
             return self._mentioned(form.opens)
-        for end, behind in self._ends(form, text):
-            if found := self._tried(form, text[:end]):
-                return self._called(found, text[behind:])
-            if self._left_tries <= 0 or form.value or not form.is_in_string(text[:end]):
-                return self._no_call(form)
+        if self._whole is None:
+            for end, behind in self._ends(form, text):
+                if (found := self._tried(form, text[:end])) is not None:
+                    self._whole, self._seen = (found, behind), behind
+                    break
+                if self._left_tries <= 0 or form.value or not form.is_in_string(text[:end]):
+                    return self._no_call(form, form.num_own(text[:end]))
+        if self._whole is not None:
+            return self._behind_call(form, text, *self._whole, is_over=is_over)
         if not is_over:
             return Piece()
         if form.is_framed or not is_cut:
             whole = _without_beginning_of(form.closes or "", text)
             if found := self._tried(form, whole):
                 return self._called(found, "")
-        return self._no_call(form)
+        return self._no_call(form, form.num_own(text))
+
+    def _behind_call(
+        self, form: Form, text: str, found: Sequence[ParsedCall], behind: int, *, is_over: bool
+    ) -> Piece:
+        """Tell a call, unless an argument that nothing quotes may go on behind what looks like its end.
+
+        That is so if a value ends there, before another call or reasoning. Until then nothing is told.
+        """
+        if found and form.is_tagged:
+            markers = (form.opens, form.quotes[1], *(self._dialect.reasoning or ())[:1])
+            at, marker = first_marker(text[self._seen :], markers)
+            self._seen += at
+            if marker is None and not is_over:
+                return Piece()
+            found = [] if marker == form.quotes[1] else found
+        return self._called(found, text[behind:]) if found else self._no_call(form, behind)
 
     def _called(self, found: Sequence[ParsedCall], rest: str) -> Piece:
         self._form, self._held, self._space, self._last = None, rest, "", ""
         return self._calls.add(found)
 
-    def _no_call(self, form: Form) -> Piece:
+    def _no_call(self, form: Form, num_chars: int) -> Piece:
+        """Return a marker, and so many characters behind it, as text."""
         self.malformed = True
-        return self._mentioned(form.opens)
+        return self._mentioned(self._held[: len(form.opens) + num_chars])
 
-    def _tried(self, form: Form, text: str) -> list[ParsedCall]:
+    def _tried(self, form: Form, text: str) -> list[ParsedCall] | None:
         found = self._calls.believed(form.parse, text)
         if not found:
             self._left_tries -= len(text) + 1

@@ -161,6 +161,15 @@ class Conversation:
         return self._extras.tools
 
     @property
+    def last_message(self) -> Message | None:
+        """The last message of the conversation that the next ones continue; of an answer, its role alone."""
+        if not self.has_messages:
+            return None
+        last = self._segments[-1]
+        is_prompt = last.kind == "prompt" and last.said and not last.opens_answer
+        return last.said[-1].message if is_prompt else {"role": "assistant"}
+
+    @property
     def plain_tools(self) -> list[Message]:
         """A copy of the tools."""
         return deepcopy(list(self.tools))

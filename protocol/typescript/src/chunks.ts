@@ -15,6 +15,8 @@ export interface Piece {
   readonly reasoning: string;
   readonly tool_calls: readonly CallPart[];
   readonly logprobs: readonly TokenLogprob[];
+  /** Those of the result, in the first piece. */
+  readonly warnings: readonly string[];
 }
 
 type Sliceable<T> = { length: number; slice(start: number, end?: number): T };
@@ -98,6 +100,7 @@ export class Assembly {
       reasoning: this.#reasoning.fresh(i, tokens.length, chunk.reasoning ?? ""),
       tool_calls: this.#calls.fresh(i, tokens.length, chunk.tool_calls ?? []),
       logprobs: (chunk.logprobs ?? []).slice(numKnown),
+      warnings: this.#tokens.length > 0 ? [] : (chunk.warnings ?? []),
     };
     if (tokens.length > numKnown) this.hasGap = false;
     return this.#extend(piece);
@@ -116,6 +119,7 @@ export class Assembly {
       reasoning: this.#reasoning.rest(result.reasoning ?? "", result.id),
       tool_calls: missing(this.#calls.known, result.tool_calls ?? []),
       logprobs: (result.logprobs ?? []).slice(numKnown),
+      warnings: numKnown > 0 ? [] : (result.warnings ?? []),
     });
   }
 

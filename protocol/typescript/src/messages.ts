@@ -34,7 +34,7 @@ export interface Append {
  * append the counts are zero. `kv_live_bytes` is the size of the KV that the next token sees; under `paged` it
  * includes the sketches (2-bit copies of the keys) of all tokens. `rewritten_from` is set if the chat template
  * changed earlier text, or the model has another tokenizer than the one before: the tokens from that position
- * on were replaced and prefilled again.
+ * on were replaced and prefilled again. `warnings` are as in a `Generated`.
  */
 export interface Appended {
   type: "appended";
@@ -43,6 +43,7 @@ export interface Appended {
   prefilled_tokens: number;
   kv_live_bytes: number;
   seconds: number;
+  warnings?: readonly string[];
   id: string;
   seq: number;
   position: number;
@@ -136,7 +137,8 @@ export interface ChoiceFormat {
  * A part of an answer: some of its tokens, and what is said of them; `i` is the index of the first.
  *
  * `text` has only whole characters. `logprobs` has an item for each token, if the request asks for them.
- * `reasoning` and `tool_calls` are not in the text; a call is told when it is complete.
+ * `reasoning` and `tool_calls` are not in the text; a call is told when it is complete. The first chunk has
+ * the `warnings` of the result.
  *
  * `seq` is the generate's stream sequence, or that of the one it repeats: ignore chunks with another `seq`.
  */
@@ -148,6 +150,7 @@ export interface Chunk {
   logprobs?: readonly TokenLogprob[];
   reasoning?: string;
   tool_calls?: readonly CallPart[];
+  warnings?: readonly string[];
 }
 
 /**
@@ -364,7 +367,8 @@ export interface Generate {
  * With `logprobs`, the field of that name has an item for each token; with `echo`, `prompt_logprobs` for each
  * token that the request added before them. `reasoning` and `tool_calls` are not in the text. A call of no
  * offered tool, or that does not fit its schema, or cannot be parsed, is in the text; an answer with no other
- * call then has the `finish_reason` `tool_calls_malformed`. `warnings` say what of the request had no effect.
+ * call then has the `finish_reason` `tool_calls_malformed`. `warnings` say what of the request had no effect,
+ * or was told to the model in another form: placeholders, and messages as the chat template renders them.
  * `prefix_tokens` is how many of the prompt's tokens, its last ones, are the request's `prefix`;
  * `resumed_tokens` is how many of the answer's an earlier worker had published. An answer that another model
  * had begun ends as it was streamed, with the `finish_reason` `model_changed`.
@@ -462,12 +466,12 @@ export interface LikelyToken {
 /**
  * One chat message in OpenAI's shape; rendered by the model's chat template.
  *
- * The text parts of a content are joined on construction, so `content` is a string, or null if an assistant
- * only calls tools.
+ * The parts of a content are joined on construction, so `content` is a string, or null if an assistant only
+ * calls tools.
  */
 export interface Message {
   role: "assistant" | "developer" | "system" | "tool" | "user";
-  content?: string | readonly TextPart[] | null;
+  content?: string | readonly (Record<string, unknown>)[] | null;
   name?: string | null;
   tool_calls?: readonly ToolCall[] | null;
   tool_call_id?: string | null;
@@ -789,12 +793,6 @@ export interface TenantFigures {
 /** The answer is any text, as without a format. */
 export interface TextFormat {
   type: "text";
-}
-
-/** A part of a message's content, in OpenAI's shape. Images and sound are refused. */
-export interface TextPart {
-  type: "text";
-  text: string;
 }
 
 /** One token of an answer. `top` are the `top_logprobs` likeliest tokens in its place, likeliest first. */

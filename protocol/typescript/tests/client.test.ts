@@ -45,6 +45,15 @@ test("the pieces of an answer are its result, and a repeated id gets the record"
   await assert.rejects(session.generate({ ...asked, max_tokens: 41 }).result, failsWith("id_conflict", false));
 });
 
+test("a placeholder stands for a picture, and the result and the first piece say so", async () => {
+  const content = [{ type: "image_url", image_url: { url: "data:image/png;base64,AAAA" } }];
+  const answer = client.session("looked").generate({ messages: [{ role: "user", content }], max_tokens: 8, ignore_eos: true });
+  const [first, ...more] = await all(answer);
+  const warnings = ["messages[0].content[0]: image_url replaced by a placeholder"];
+  assert.deepEqual((await answer.result).warnings, warnings);
+  assert.deepEqual([first?.warnings, more.flatMap((piece) => piece.warnings)], [warnings, []]);
+});
+
 test("whoever leaves an answer and comes back gets all of it", async () => {
   const session = client.session("left");
   const answer = session.generate({ text: "x", max_tokens: 300, ignore_eos: true });

@@ -1,15 +1,18 @@
-"""The text of a content, in every dialect; placeholders stand for blocks that no model here can read. Pure.
+"""The text of a message's content; placeholders stand for blocks that no model here can read. Pure.
 
 Clients send a conversation again with each request, so a block that is refused ends it for good. The
-placeholder says the same each time: the digests of the conversation depend on it.
+placeholder says the same each time: the digests of the gateway's conversations depend on it.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from .turn import Warned, printed, refused
+from .errors import TurnkeepError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _TEXTS: Final = ("text", "input_text", "output_text", "refusal")
 #: Reasoning that comes back: it makes no difference to a conversation.
@@ -23,30 +26,67 @@ _SENSES: Final = {
     "file": "read files",
 }
 _KIND: Final = re.compile(r"(?:input_)?([a-z]+?)(?:_url)?")
+_UNPRINTED: Final = re.compile(r"[^\w.:/-]+", re.ASCII)
+_MOST_PRINTED: Final = 64
+_MOST_TOLD: Final = 20
+
+
+class Warned(NamedTuple):
+    """What of a request is not as its client may think; if it `is_lost`, the model is not told it."""
+
+    where: str
+    what: str
+    is_lost: bool = False
+
+    @property
+    def refusal(self) -> str:
+        """Why a worker or gateway that puts no placeholder refuses this."""
+        kind = self.what.partition(" ")[0]
+        return f"the model cannot read {kind}, and placeholders are off here: send text"
+
+
+class ContentError(TurnkeepError):
+    """A part of a content is none; `where` it is."""
+
+    def __init__(self, message: str, where: str) -> None:
+        super().__init__(message)
+        self.where = where
+
+
+def sentences(warnings: Sequence[Warned]) -> list[str]:
+    """Return the first warnings as sentences, and how many more there are."""
+    shown = [f"{one.where}: {one.what}" for one in warnings[:_MOST_TOLD]]
+    more = len(warnings) - len(shown)
+    return [*shown, f"and {more} more"] if more else shown
+
+
+def printed(name: str) -> str:
+    """Return a name that a client sent so that it fits in a header and in a sentence."""
+    return _UNPRINTED.sub("_", name)[:_MOST_PRINTED]
 
 
 def text_of(content: Any, where: str, warnings: list[Warned]) -> str:
-    """Return the text of a content; `warnings` get the blocks that are none. Raises `Fault`."""
+    """Return the text of a content; `warnings` get the blocks that are none. Raises `ContentError`."""
     if isinstance(content, str):
         return content
-    if not isinstance(content, list):
-        raise refused("the content is neither a string nor a list of parts", where)
+    if not isinstance(content, list | tuple):
+        raise ContentError("the content is neither a string nor a list of parts", where)
     return "".join(block_text(block, f"{where}[{at}]", warnings) for at, block in enumerate(content))
 
 
 def block_text(block: Any, where: str, warnings: list[Warned]) -> str:
-    """Return the text of a block, or what stands for it. Raises `Fault`."""
+    """Return the text of a block, or what stands for it. Raises `ContentError`."""
     if isinstance(block, str):
         return block
     kind = block.get("type", "text") if isinstance(block, dict) else None
     if not isinstance(kind, str):
-        raise refused("a part of a content must be an object with a type", where)
+        raise ContentError("a part of a content must be an object with a type", where)
     if kind in _SILENT:
         return ""
     if kind in _TEXTS:
         text = block.get("refusal" if kind == "refusal" else "text")
         if not isinstance(text, str):
-            raise refused(f"a part of the type {kind} must have a text", where)
+            raise ContentError(f"a part of the type {kind} must have a text", where)
         return text
     return other_text(block, kind, where, warnings)
 
