@@ -51,7 +51,7 @@ from worker.sessions.session import Session
 from worker.sessions.shares import Shares
 from worker.sessions.trail import Trails
 from worker.wire.intake import Delivery
-from worker.wire.journal import Entry, FencedError, Published
+from worker.wire.journal import EXPECT_HEADER, Entry, FencedError, Published
 from worker.wire.retention import Retention
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class Log:
         last = max((entry.seq for entry in self.entries if entry.kind == "out"), default=0)
         if last != after:
             raise FencedError(str(last))
-        return self.add("out", body, headers)
+        return self.add("out", body, {**headers, EXPECT_HEADER: str(after)})
 
     async def last_seq(self, _: SessionKey, kind: str) -> int:
         return max((entry.seq for entry in self.entries if entry.kind == kind), default=0)
@@ -725,3 +725,19 @@ async def test_another_workers_result_sends_this_one_back_to_the_log(world) -> N
     result = await world.ask(Append(id="c", text="three"))
     assert result.position == 3 + 3 + 5
     await world.assert_fold_is_life()
+
+
+@pytest.mark.parametrize(
+    ("lost", "why"),
+    [
+        (4, "has lost the result at sequence 4"),
+        (3, "from sequence 6 on: a result keeps more tokens than there are"),
+    ],
+)
+async def test_a_log_with_a_hole_is_not_continued(world, lost: int, why: str) -> None:
+    """A server that lost a block of its store says nothing; each result names the one before it."""
+    for id_ in "abc":
+        await world.ask(Append(id=id_, text="one"))
+    hole = Entry(lost, "checkpoint", STORED, b"", {})
+    assert why in await diverged(world, [*world.log.entries[: lost - 1], hole, *world.log.entries[lost:]])
+    assert all(isinstance(result, Failed) for result in world.results if result.seq > 5 or result.id == "b")

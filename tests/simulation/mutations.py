@@ -144,7 +144,7 @@ def _begun_if_queued(_: Any) -> Any:
 _NO_LOOK: Final[Change] = (overlooked.Overlooked, "run", lambda _: _never)
 
 MUTATIONS: Final[dict[str, tuple[Change, ...]]] = {
-    "no fence": ((journal, "_EXPECT_HEADER", lambda _: "Nats-Expected-Nothing"),),
+    "no fence": ((journal, "EXPECT_HEADER", lambda _: "Nats-Expected-Nothing"),),
     "ack before commit": ((intake.Intake, "_deliver", _ack_at_once), _NO_LOOK),
     "no idempotency": ((session_log.SessionLog, "find_answered", lambda _: _unknown),),
     "chunks not read back": ((journal.Journal, "published", lambda _: _no_chunks),),

@@ -31,6 +31,7 @@ from turnkeep_client.messages import (
 )
 from worker.observe.traces import trace_headers
 from worker.process.clock import monotonic, time
+from worker.wire.journal import EXPECT_HEADER
 
 from .answered import AnsweredAt, AnsweredIds
 from .checkpoint import Checkpoint
@@ -160,6 +161,10 @@ class Record:
         self.proven_seq = 0
         #: The last result's sequence, its request, and the result.
         self.last: tuple[int, Pending, Result] | None = None
+        self._first_in = 0  # the first request that was read, or the checkpoint's
+        self._last_out = 0  # the entry of `out` that was read or stored last; 0 if unknown
+        self._is_begun = False  # whether a result was read that changed the session
+        self._lost_results: list[int] = []
         self._early: dict[int, _EarlyResult] = {}
         self._answered_unread: set[int] = set()  # unread requests that this worker has answered
         self._proof: Entry | None = None  # the last result that proves the history
@@ -175,7 +180,8 @@ class Record:
             self.history = replace(self.history, policy=self._fold.policy)
         self._last_position = 0 if self.history.closed else self.history.position
         # Not the sequence of the checkpoint's result: results of later requests may lie before it.
-        self.in_seq = self.out_seq = self._checkpoint_seq = checkpoint.in_seq
+        self.in_seq = self.out_seq = self._checkpoint_seq = self._first_in = checkpoint.in_seq
+        self._is_begun = True
 
     @property
     def position(self) -> int:
@@ -232,6 +238,7 @@ class Record:
         for entry in entries:
             self.out_seq = max(self.out_seq, entry.seq)
             recorded = _early_result(entry)
+            self._note_holes(entry, recorded.result if recorded else None)
             seq = recorded.result.seq if recorded else None
             if seq and seq <= self._checkpoint_seq:
                 continue  # the checkpoint has it
@@ -242,6 +249,19 @@ class Record:
                 self._ignore(entry)
         self.overtaken = self.overtaken or (found and self.folded)
         return found
+
+    def _note_holes(self, entry: Entry, result: Result | None) -> None:
+        """Note which results the log has lost: each names the one that it was stored behind.
+
+        Up to the removal of a closed session those may be gone that changed it, and its close.
+        """
+        before, self._last_out = self._last_out, entry.seq
+        fence = entry.headers.get(EXPECT_HEADER, "")
+        if isinstance(result, Closed):
+            self._lost_results.clear()
+        elif self._is_begun and before and fence.isdecimal() and int(fence) > before:
+            self._lost_results.append(int(fence))
+        self._is_begun = self._is_begun or (result is not None and not _changes_nothing(result))
 
     def lacks_result(self, pending: Pending) -> bool:
         """Whether a request still has no result, as far as the log was read."""
@@ -260,6 +280,7 @@ class Record:
         """
         if self.in_seq == 0 and entries:
             self.history = self._fold.begin(_began(entries[0]))
+            self._first_in = entries[0].seq
         for entry in entries:
             if entry.seq in self._answered_unread:
                 self._answered_unread.remove(entry.seq)  # its id was added when it was answered
@@ -268,11 +289,18 @@ class Record:
             self.in_seq = max(self.in_seq, entry.seq)
 
     def end_fold(self) -> None:
-        """Finish the first reading of the log: compare the history with the digest in the last result."""
+        """Finish the first reading of the log: look for results whose request is gone."""
         self.folded = True
-        proof = self._proof
-        if self.diverged is None and proof and self.history.digest() != proof.headers[HISTORY_HEADER]:
-            self._diverge("the entries up to a result come to other tokens than it states", proof)
+        # Of a session that is being removed, the first requests go before their results.
+        lost = [
+            seq
+            for seq, early in self._early.items()
+            if self._first_in < seq <= self.in_seq and not _changes_nothing(early.result)
+        ]
+        if self._lost_results and self.diverged is None:
+            self.mark_diverged(f"the log has lost the result at sequence {self._lost_results[0]}")
+        if lost and self.diverged is None:
+            self.mark_diverged(f"the log has a result of the request at sequence {min(lost)}, which is gone")
 
     def mark_diverged(self, why: str) -> None:
         """Stop reading the log; from now on requests fail with `history_diverged`."""
@@ -284,7 +312,7 @@ class Record:
             self.pending.remove(pending)
         else:
             self._answered_unread.add(pending.seq)
-        self.out_seq = out_seq
+        self.out_seq = self._last_out = out_seq
         self.history = history
         self._num_since_checkpoint += 1
         self._num_committed += 1
@@ -329,6 +357,9 @@ class Record:
             self.history = self._fold.replay(self.history, request, result, base, packed)
         except DivergedError as error:
             self._diverge(str(error), out)
+            return
+        if proves and self.history.digest() != out.headers[HISTORY_HEADER]:
+            self._diverge("the entries up to a result come to other tokens than it states", out)
 
     def _ignore(self, entry: Entry) -> None:
         self.num_foreign += 1

@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-_EXPECT_HEADER: Final = "Nats-Expected-Last-Subject-Sequence"
+#: Header of what is stored only behind a subject's message at a sequence: the fence.
+EXPECT_HEADER: Final = "Nats-Expected-Last-Subject-Sequence"
 _WRONG_LAST_SEQUENCE: Final = 10071
 _OVERTAKEN: Final = (_WRONG_LAST_SEQUENCE, 10164)  # with several copies, a write that is still in process
 #: The message is larger than the stream permits.
@@ -235,7 +236,7 @@ class Journal:
             is_first = is_first or not after
             try:
                 ack = await self._js.publish(
-                    subject, body, timeout=_TIMEOUT_S, headers={**headers, _EXPECT_HEADER: str(after)}
+                    subject, body, timeout=_TIMEOUT_S, headers={**headers, EXPECT_HEADER: str(after)}
                 )
                 stored = ack.seq
             except (APIError, nats.errors.MaxPayloadError) as error:
@@ -411,7 +412,7 @@ class Journal:
             await self._check_server(server)
             try:
                 ack = await self._js.publish(
-                    subject, body, timeout=_TIMEOUT_S, headers={**headers, _EXPECT_HEADER: str(after)}
+                    subject, body, timeout=_TIMEOUT_S, headers={**headers, EXPECT_HEADER: str(after)}
                 )
             except nats.errors.MaxPayloadError as error:
                 raise TooLargeError(f"{len(body)} bytes") from error
@@ -560,7 +561,7 @@ class Journal:
             except (nats.errors.Error, APIError, OSError) as error:
                 await self._pause_after("reading the log", error, 1.0)
                 continue
-            fence = (last.headers or {}).get(_EXPECT_HEADER)
+            fence = (last.headers or {}).get(EXPECT_HEADER)
             if last.data == body and fence == str(after) and last.seq is not None:
                 return last.seq
             break
