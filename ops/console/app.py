@@ -24,7 +24,7 @@ from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from ops.log import conversation, copies
+from ops.log import conversation, copies, searching, written
 from ops.log.costs import Costs
 from ops.log.sessions import begun, find_session, list_sessions, order, running
 from ops.log.tree import trees
@@ -35,18 +35,19 @@ from turnkeep_client.subjects import session_key
 
 from .actions import ACTIONS, PATIENCE_S, Act, Details
 from .door import PAGE, Door
+from .streams import events
 from .turns import shown
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
     from starlette.requests import Request
     from starlette.types import Receive, Scope, Send
 
     from ops.log.conversation import Turn
     from turnkeep_client.client import Client
-    from turnkeep_client.messages import Chunk, Message
-    from turnkeep_client.session import Sampling, Session
+    from turnkeep_client.messages import Message
+    from turnkeep_client.session import Sampling
 
     from .live import Live
 
@@ -62,8 +63,6 @@ _READ: Final = 1000
 #: Answers that are streamed at once, and how long a reader may take for an event.
 MAX_STREAMS: Final = 16
 _SLOW_S: Final = 20.0
-#: How often a stream without a token says so.
-_QUIET_S: Final = 3
 _MAX_BODY_BYTES: Final = 2**20
 _AWAY: Final = "NATS does not answer; what is shown may be old, and goes on when it is back"
 
@@ -74,6 +73,17 @@ class _Question(Struct, frozen=True, forbid_unknown_fields=True):
     system: str = ""
     max_tokens: int | None = None
     temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    schema: dict[str, Any] | None = None
+
+    def options(self) -> Any:
+        """Return the sampling options that were chosen."""
+        names = ("max_tokens", "temperature", "top_p", "seed")
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if self.schema is not None:
+            given["response_format"] = {"type": "json_schema", "json_schema": {"schema": self.schema}}
+        return given
 
 
 class Console:
@@ -139,18 +149,28 @@ class Console:
         return _json(self._about | figures)
 
     async def _sessions(self, request: Request) -> Response:
+        """Return a page of the sessions with `words` in the name or the first words; if `whole`, in any."""
         asked = request.query_params
         words, state = asked.get("words", "").strip().casefold(), asked.get("state", "")
-        found = await running(self._client, await list_sessions(self._client, self._client.tenant))
-        rows = [row for row in found if (row.state == state if state else row.state != "forgotten")]
+        listed = await running(self._client, await list_sessions(self._client, self._client.tenant))
+        rows = [row for row in listed if (row.state == state if state else row.state != "forgotten")]
         rows = order(rows, "name" if asked.get("sort") == "name" else "last")
+        found: dict[str, str] = {}
+        is_whole = True
         if words:
+            if asked.get("whole"):
+                found, is_whole = await searching.said(self._client, words, PATIENCE_S / 4)
             rows = [*await begun(self._client, rows[:_READ]), *rows[_READ:]]
-            rows = [row for row in rows if words in f"{row.session} {row.begins or ''}".casefold()]
+            rows = [
+                row
+                for row in rows
+                if row.session in found or words in f"{row.session} {row.begins or ''}".casefold()
+            ]
         skip = _number(asked.get("skip")) or 0
         page = await begun(self._client, rows[skip : skip + _SESSIONS])
-        costs = await self._costs.of(page)
-        return _json({"total": len(rows), "rows": page, "costs": costs, "each": _SESSIONS})
+        costs = [] if asked.get("brief") else await self._costs.of(page)
+        part = {"total": len(rows), "rows": page, "costs": costs, "each": _SESSIONS}
+        return _json(part | {"found": found, "is_whole": is_whole})
 
     async def _session(self, request: Request) -> Response:
         name, asked = request.path_params["name"], request.query_params
@@ -161,7 +181,9 @@ class Console:
         turns, more = await conversation.part(self._client, name, _TURNS, mark)
         cost = (await self._costs.of([row]))[0] if row else None
         inherited = await self._inherited(name, turns)
-        there = [shown(turn, inherited.get(turn.seq, ())) for turn in turns]
+        there = await asyncio.to_thread(  # Markdown takes time
+            lambda: [shown(turn, inherited.get(turn.seq, ())) for turn in turns]
+        )
         return _json({"row": row, "cost": cost, "turns": there, "more": more})
 
     async def _inherited(self, name: str, turns: Sequence[Turn]) -> dict[int, tuple[Message, ...]]:
@@ -186,6 +208,8 @@ class Console:
 
     async def _export(self, request: Request) -> Response:
         name = request.path_params["name"]
+        if form := request.query_params.get("form"):
+            return await self._written(name, form)
         key = session_key(self._client.tenant, name)
         entries = await self._client.log(name)
         bases = await copies.read_bases(self._client, key, entries)
@@ -199,18 +223,30 @@ class Console:
         media_type = "application/octet-stream"
         return FileResponse(folder / "session", 200, None, media_type, remove, f"{name}.turnkeep")
 
+    async def _written(self, name: str, form: str) -> Response:
+        history = await self._client.session(name).history()
+        if not history.turns:
+            raise HTTPException(404, f"the log has no conversation of {name}")
+        match form:
+            case "md":
+                body, kind = written.as_markdown(name, history).encode(), "text/markdown"
+            case "json":
+                body, kind = written.as_json(history), "application/json"
+            case _:
+                raise HTTPException(404, f"there is no form {form!r}; there are md and json")
+        attached = {"Content-Disposition": f'attachment; filename="{name}.{form}"'}
+        return Response(body, 200, attached, kind)
+
     async def _ask(self, request: Request) -> Response:
         """Store a question in the log, where it waits for a worker."""
         key = session_key(self._client.tenant, request.path_params["name"])
         question = await _body(request, _Question)
         messages = [("system", question.system), ("user", question.text)]
-        given: Any = {"max_tokens": question.max_tokens, "temperature": question.temperature}
-        given = {name: value for name, value in given.items() if value is not None}
         generate = build(
             Generate,
             question.id,
             messages=[{"role": role, "content": text} for role, text in messages if text],
-            **await self._sampling(self._client, given),
+            **await self._sampling(self._client, question.options()),
         )
         try:
             async with asyncio.timeout(PATIENCE_S):
@@ -236,40 +272,18 @@ class Console:
         if self._num_streams >= MAX_STREAMS:
             raise HTTPException(503, f"{MAX_STREAMS} answers are being streamed already")
         self._num_streams += 1
-        return _Events(self._events(self._client.session(name), asked, seq), self._close_stream)
+        sent = events(self._client.session(name), asked, seq, self.is_stopping)
+        return _Events(sent, self._close_stream)
 
     def _close_stream(self) -> None:
         self._num_streams -= 1
-
-    async def _events(self, session: Session, asked: Generate, seq: int) -> AsyncGenerator[bytes]:
-        chunks = aiter(session.follow(asked, seq))
-        yield _event("begin", {})
-        following, quiet_s = asyncio.create_task(_next(chunks)), 0
-        try:
-            while not self.is_stopping():
-                done, _ = await asyncio.wait({following}, timeout=1)
-                if done:
-                    chunk, quiet_s = following.result(), 0
-                    if chunk is None:
-                        yield _event("end", {})
-                        return
-                    following = asyncio.create_task(_next(chunks))
-                    parts = {"text": chunk.text, "reasoning": chunk.reasoning, "calls": chunk.tool_calls}
-                    yield _event("chunk", parts)
-                elif (quiet_s := quiet_s + 1) % _QUIET_S == 0:
-                    yield _event("quiet", {"seconds": quiet_s})
-        except TurnkeepError as error:
-            yield _event("end", {"error": str(error)})
-        finally:
-            following.cancel()
-            await asyncio.gather(following, return_exceptions=True)
 
 
 class _Events(StreamingResponse):
     """Server-sent events. A reader that does not read is left."""
 
-    def __init__(self, events: AsyncIterator[bytes], on_end: Callable[[], None]) -> None:
-        super().__init__(events, media_type="text/event-stream")
+    def __init__(self, sent: AsyncIterator[bytes], on_end: Callable[[], None]) -> None:
+        super().__init__(sent, media_type="text/event-stream")
         self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -284,14 +298,6 @@ class _Events(StreamingResponse):
                 await super().__call__(scope, receive, in_time)
         finally:
             self._on_end()
-
-
-async def _next(chunks: AsyncIterator[Chunk]) -> Chunk | None:
-    return await anext(chunks, None)
-
-
-def _event(kind: str, content: Any) -> bytes:
-    return b"event: %s\ndata: %s\n\n" % (kind.encode(), msgspec.json.encode(content))
 
 
 async def _body(request: Request, kind: type[T]) -> T:

@@ -25,7 +25,7 @@ from ops.console.door import PAGE
 from ops.console.live import Live
 from ops.console.serving import ConsoleError, listening, server
 from ops.console.turns import shown
-from ops.log import copies
+from ops.log import copies, searching
 from ops.log.conversation import Turn, part
 from tests.commands.command_runs import command, environment
 from tests.ops.test_operating_page import block
@@ -275,7 +275,13 @@ def test_reasoning_calls_and_costs_are_shown_apart() -> None:
     found = json.loads(encode(shown(turn)))
     assert found["said"] == [
         {"role": "tool", "text": "21"},
-        {"role": "assistant", "text": "So.", "reasoning": "Let me see.", "calls": [["f", '{"a": 1}']]},
+        {
+            "role": "assistant",
+            "text": "So.",
+            "blocks": [["p", {}, "So."]],
+            "reasoning": "Let me see.",
+            "calls": [["f", '{"a": 1}']],
+        },
     ]
     assert found["spent"] == {
         "found": 40,
@@ -315,6 +321,88 @@ async def test_actions_do_what_their_commands_do(local_worker: Start, tmp_path: 
         with pytest.raises(RequestFailedError, match="unknown_session"):
             await client.session("a").info()
         assert [row["session"] for row in (await page.get("sessions"))["rows"]] == ["b"]
+
+
+async def test_a_search_finds_what_was_said_anywhere(local_worker: Start) -> None:
+    worker = await local_worker()
+    client = worker.client
+    garden = client.session("garden")
+    await garden.generate(messages=[{"role": "user", "content": "What grows?"}], max_tokens=2)
+    parts = [{"type": "text", "text": f"{'far ' * 30}Where is the Rhubarb"}]
+    raw = await nats.connect(worker.settings.nats)
+    append = encode({"type": "append", "id": "p", "messages": [{"role": "user", "content": parts}]})
+    await raw.jetstream().publish(f"{worker.settings.prefix}.default.garden.in", append)
+    await raw.close()
+    answer = await client.session("other").generate(
+        text="zz", max_tokens=20, response_format={"type": "choice", "choices": ["Übermut"]}
+    )
+    async with opened(client) as page:
+
+        async def found(words: str, **more: Any) -> tuple[list[str], dict[str, str]]:
+            told = await page.get("sessions", words=words, brief=1, **more)
+            assert told["is_whole"]
+            assert told["costs"] == []
+            return [row["session"] for row in told["rows"]], told["found"]
+
+        assert await found("rhubarb") == ([], {})
+        assert await found("rhubarb", whole=1) == (
+            ["garden"],
+            {"garden": "...ar far Where is the Rhubarb"},
+        )
+        assert await found("üb", whole=1) == (["other"], {"other": answer.text})
+        assert await found('"text"', whole=1) == ([], {})
+
+
+async def test_a_search_that_takes_too_long_says_that_it_has_not_read_all(local_worker: Start) -> None:
+    client = (await local_worker()).client
+    await client.session("a").append(text="abc")
+    assert await searching.said(client, "abc", 0) == ({}, False)
+
+
+async def test_a_conversation_is_exported_as_markdown_and_as_json(local_worker: Start) -> None:
+    client = (await local_worker()).client
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    told = [
+        {"role": "system", "content": "S"},
+        {"role": "user", "content": "Q"},
+        {"role": "assistant", "content": "**A**", "tool_calls": [call]},
+        {"role": "tool", "content": "21", "tool_call_id": "c"},
+    ]
+    await client.session("a").append(messages=told)
+    async with opened(client) as page:
+        answer = await page.http.get("/api/sessions/a/export", params={"form": "md"})
+        assert answer.headers["content-disposition"] == 'attachment; filename="a.md"'
+        assert answer.text == (
+            "# a\n\n## System\n\nS\n\n## You\n\nQ\n\n## Model\n\n**A**\n\n```json\n"
+            '{"name":"f","arguments":"{}"}\n```\n\n## Result of a tool\n\n21\n'
+        )
+        assert (await page.http.get("/api/sessions/a/export", params={"form": "json"})).json() == told
+        for name, form in (("a", "pdf"), ("none", "md")):
+            answer = await page.http.get(f"/api/sessions/{name}/export", params={"form": form})
+            assert answer.status_code == 404
+
+
+async def test_a_question_takes_sampling_and_a_schema(local_worker: Start) -> None:
+    client = (await local_worker()).client
+    async with opened(client) as page:
+        schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+        options = {"seed": 7, "top_p": 0.5, "temperature": 0.9, "max_tokens": 30}
+        await page.post("s/ask", {"id": "q", "text": "x", "schema": schema, **options})
+        (entry,) = [entry for entry in await client.log("s") if entry.kind == "in"]
+        asked = decode_request(entry.body)
+        assert isinstance(asked, Generate)
+        assert (asked.seed, asked.top_p, asked.temperature, asked.max_tokens) == (7, 0.5, 0.9, 30)
+        assert asked.response_format is not None
+
+
+async def test_a_given_beginning_of_an_answer_is_shown(local_worker: Start) -> None:
+    client = (await local_worker()).client
+    await client.session("s").generate(
+        messages=[{"role": "user", "content": "x"}], prefix="**So**", max_tokens=2
+    )
+    async with opened(client) as page:
+        (turn,) = (await page.get("sessions/s"))["turns"]
+        assert turn["said"][-1]["text"].startswith("**So**")
 
 
 async def test_a_fork_shows_the_conversation_that_it_has_inherited(local_worker: Start) -> None:
@@ -400,6 +488,7 @@ async def test_a_question_is_answered_as_events_that_join_to_the_record(local_wo
         assert await page.events(f"new/answers/{asked['seq']}") == [
             events[0],
             *([("chunk", {"text": joined, "reasoning": "", "calls": []})] if joined else []),
+            *([("blocks", {"first": 0, "blocks": turn["said"][2]["blocks"]})] if joined else []),
             ("end", {}),
         ]
         # Asked again under the same id, it is not asked twice.
@@ -431,7 +520,7 @@ async def test_streams_are_limited_and_a_reader_that_goes_makes_room(
                 await asyncio.sleep(0.05)
         assert (await page.post("s/cancel", {"id": "q"}))["said"] == "cancelled an answer that was running"
         assert (await page.events(f"s/answers/{asked['seq']}"))[-1] == ("end", {})
-        assert "ended: cancelled" in (await page.get("sessions/s"))["turns"][0]["note"]
+        assert (await page.get("sessions/s"))["turns"][0]["note"] == "stopped"
 
 
 async def test_a_reader_that_does_not_read_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

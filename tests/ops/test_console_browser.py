@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.packaging, pytest.mark.timeout(400)]
 
-ANSWER = "document.querySelector('.turn:last-child .assistant .text')?.textContent ?? ''"
+ANSWER = "document.querySelector('.turn:last-child .assistant')?.source ?? ''"
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ async def test_a_chat_outlives_its_worker_and_its_session_can_be_forked_and_forg
             browser.open(url)
             browser.click("Sessions")
             browser.wait_for("document.querySelector('.words')?.textContent === 'What grows?'")
-            browser.click("garden")
+            browser.click("garden", ".sessions a")
             browser.wait_for("document.querySelectorAll('.turn').length === 1")
             browser.click("Options")
             browser.type("input[type=number]", "3000")
@@ -115,16 +115,109 @@ def act(browser: Browser) -> None:
     browser.wait_for("document.querySelector('.tree li')?.innerText.startsWith('garden')")
     browser.click("garden", ".tree a")
     browser.wait_for("document.querySelector('h1')?.textContent === 'garden'")
-    browser.click("Forget", "main button")
+    browser.click("Delete", "main button")
     browser.type("dialog", "\ue00c")  # Escape
-    browser.click("Forget", "main button")
+    browser.click("Delete", "main button")
     browser.click("Cancel", "dialog button")
     browser.wait_for("document.querySelectorAll('.turn').length === 2")
-    browser.click("Forget", "main button")
-    browser.click("Forget", "#dialog-yes")
-    browser.wait_for("location.hash === '#/sessions'")
-    browser.wait_for("document.querySelectorAll('.sessions tbody tr').length === 1")
-    assert browser.text(".sessions tbody a") == "garden-2"
+    browser.click("Delete", "main button")
+    browser.click("Delete", "#dialog-yes")
+    browser.wait_for("location.hash === '#/'")
+    browser.wait_for("document.querySelectorAll('.side li').length === 1")
+    assert browser.text(".side .name") == "garden-2"
+
+
+MARKDOWN = "1. a **b**\n\n```python\nreturn 1\n```\n\n| a |\n|---|\n| 1 |\n\n[out](https://a.example)\n\n"
+
+
+async def test_a_conversation_is_titled_searched_asked_again_and_stopped(
+    browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]], endless_model: Path
+) -> None:
+    worker = await local_worker(model=str(endless_model))
+    client = worker.client
+    await client.session("notes").generate(
+        messages=[{"role": "user", "content": "Rhubarb?"}], prefix=MARKDOWN, max_tokens=3
+    )
+
+    def names() -> list[str]:
+        return browser.run("return [...document.querySelectorAll('.side .name')].map((one) => one.innerText)")
+
+    def begin(url: str) -> str:
+        """Ask in a new chat, with the keyboard alone."""
+        browser.open(f"{url}/?token={TOKEN}")
+        browser.wait_for("document.activeElement.id === 'message'")
+        browser.click("Options")
+        browser.type("input[placeholder='what fits']", "5")
+        browser.type("#message", "What grows?\ue007")
+        browser.wait_for("location.hash.startsWith('#/session/chat-')")
+        browser.wait_for("document.querySelector('.turn.done')")
+        browser.wait_for("document.querySelector('h1').innerText === 'What grows?'")
+        assert names() == ["What grows?", "notes"]
+        browser.click("Rename")
+        browser.type("#dialog-name", "My <b>garden</b>\ue007")
+        browser.wait_for("document.querySelector('h1').innerText === 'My <b>garden</b>'")
+        browser.wait_for("document.querySelector('.side .name').innerText === 'My <b>garden</b>'")
+        return str(browser.run("return location.hash")).removeprefix("#/session/")
+
+    def again(name: str) -> None:
+        browser.click("Regenerate")
+        browser.wait_for("location.hash === arguments[0]", f"#/session/{name}-v2")
+        browser.wait_for("document.querySelectorAll('.turn.done').length === 2")
+        assert "begins anew, beside another session" in browser.text(".turn")
+        assert browser.text(".turn .meta a") == name
+        browser.click("Edit")
+        browser.type(".edit textarea", " And why?")
+        browser.click("Ask in a fork")
+        browser.wait_for("location.hash === arguments[0]", f"#/session/{name}-v3")
+        browser.wait_for(
+            "document.querySelector('.turn:last-child .user')?.innerText === 'What grows? And why?'"
+        )
+
+    def stop() -> None:
+        browser.click("Options")
+        browser.type("input[placeholder='what fits']", "0000")  # it still has the 5
+        browser.type("#message", "On and on\ue007")
+        browser.wait_for(f"({ANSWER}).length > 20")
+        browser.type("#message", "And then?\ue007")
+        browser.wait_for("document.querySelectorAll('.turn.waiting').length === 2")
+        browser.type("body", "\ue00c")  # Escape
+        browser.wait_for("!document.querySelector('.turn.waiting')")
+        assert "stopped" in browser.text(".turn:nth-last-child(2)")
+        assert not browser.run("return document.querySelector('.composer button').checkVisibility()")
+
+    def search() -> None:
+        browser.type(".side input", "rhub")
+        browser.wait_for("document.querySelectorAll('.side li').length === 1")
+        browser.click("notes", ".side .name")
+        browser.wait_for("document.querySelector('.rich td')?.innerText === '1'")
+        assert browser.text(".rich li strong") == "b"
+        assert browser.text(".code .code-k").strip() == "return"
+        assert browser.run("return document.querySelector('.rich a').rel") == "noreferrer"
+        browser.click("Copy", ".code button")
+        browser.wait_for("document.querySelector('#toast').innerText === 'Copied'")
+        assert browser.run("return navigator.clipboard.readText()") == "return 1\n"
+        browser.click("Copy", ".meta button")
+        deadline = f"navigator.clipboard.readText().then((text) => text.startsWith({MARKDOWN!r}))"
+        assert browser.run(f"return {deadline}")
+
+    def export() -> None:
+        browser.click("Export", "summary")
+        links = browser.run("return [...document.querySelectorAll('.menu a')].map((one) => one.href)")
+        read = "return fetch(arguments[0]).then((answer) => answer.text())"
+        assert browser.run(read, links[0]).startswith("# notes\n\n## You\n\nRhubarb?\n")
+        assert '"role": "user"' in browser.run(read, links[1])
+
+    async with serving(client) as url:
+        browser.cdp(
+            "Browser.grantPermissions",
+            origin=url,
+            permissions=["clipboardReadWrite", "clipboardSanitizedWrite"],
+        )
+        name = await asyncio.to_thread(begin, url)
+        assert re.fullmatch(r"chat-\d{8}-\d{6}", name)
+        await asyncio.to_thread(again, name)
+        for then in (stop, search, export):
+            await asyncio.to_thread(then)
 
 
 async def test_scripts_in_names_and_messages_are_text(
@@ -149,7 +242,7 @@ async def test_scripts_in_names_and_messages_are_text(
         browser.type("input[name=token]", TOKEN + "\n")
         browser.click("Sessions")
         browser.wait_for("document.querySelectorAll('.sessions tbody tr').length === 1")
-        browser.click("evil")
+        browser.click("evil", ".sessions a")
         browser.wait_for("document.querySelectorAll('.said').length === 2")
         assert browser.text(".user .text") == browser.text(".assistant .text") == EVIL
         browser.click(f"Calls {name}")
@@ -158,8 +251,8 @@ async def test_scripts_in_names_and_messages_are_text(
         browser.wait_for("document.body.innerText.includes('is not valid')")
         assert browser.text("h1") == name
         browser.run("location.hash = '#/session/%'")
-        browser.wait_for("document.querySelector('h1')?.textContent === 'Sessions'")
-        assert browser.run("return document.title") == "Sessions · Turnkeep"
+        browser.wait_for("document.querySelector('h1')?.textContent === 'There is no such page'")
+        assert browser.run("return document.title") == "There is no such page · Turnkeep"
         assert browser.run("return document.querySelectorAll('main script, main img').length") == 0
 
     async with serving(worker.client) as url:
@@ -174,6 +267,7 @@ async def test_the_workers_are_drawn_with_the_course_of_the_one_that_was_chosen(
 
     def look(url: str) -> None:
         browser.open(f"{url}/?token={TOKEN}")
+        browser.click("Workers")
         browser.click("<b>w2</b>")
         browser.wait_for("document.querySelector('h2')?.textContent === '<b>w2</b>'")
         browser.wait_for("document.body.dataset.points === '120'")
@@ -204,6 +298,7 @@ async def test_the_first_point_of_a_chart_is_a_short_line(
 
     def look(url: str) -> None:
         browser.open(f"{url}/?token={TOKEN}")
+        browser.click("Workers")
         browser.wait_for("document.body.dataset.points === '1'")
         paths = browser.run(
             "return [...document.querySelectorAll('figure path')].map((one) => one.getAttribute('d'))"
@@ -223,7 +318,7 @@ async def test_a_read_only_page_has_no_buttons_that_act(
     def look(url: str) -> None:
         browser.open(f"{url}/?token={TOKEN}")
         browser.click("Sessions")
-        browser.click("a")
+        browser.click("a", ".sessions a")
         browser.wait_for("document.querySelectorAll('.turn').length === 1")
         buttons = "return [...document.querySelectorAll('main :is(button, .button, textarea)')]"
         seen = browser.run(f"{buttons}.filter((one) => one.checkVisibility()).map((one) => one.innerText)")

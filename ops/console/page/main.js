@@ -6,6 +6,7 @@ import { sessions } from "./sessions.js";
 import { workers } from "./workers.js";
 
 const FRESH_MS = 5000;
+const PAGES = { "": "chat", session: "chat", worker: "workers" };
 const main = document.getElementById("main"), state = document.getElementById("state");
 const about = { prefix: "", tenant: "", read_only: true };
 let page = null, turn = 0, next;
@@ -15,18 +16,26 @@ function named() {
   try {
     return [kind, decodeURIComponent(rest.join("/"))];
   } catch {
-    return ["sessions", ""];
+    return ["?", ""];
   }
+}
+
+function nowhere() {
+  main.append(made("h1", {}, "There is no such page"), made("p", {}, `The address ends with ${location.hash}, which is none of this console's pages; `,
+    made("a", { href: "#/" }, "here is the first one"), "."));
+  return { refresh: () => {} };
 }
 
 function open() {
   const [kind, name] = named();
   page?.leave?.();
   main.replaceChildren();
-  if (kind === "session" && name) page = session(main, name, about);
-  else page = kind === "sessions" ? sessions(main, about) : workers(main, kind === "worker" ? name : null);
+  if ((kind === "session" && name) || (!kind && !about.read_only)) page = session(main, name || null, about);
+  else if (kind === "sessions") page = sessions(main, about);
+  else if (["", "worker", "workers"].includes(kind)) page = workers(main, name || null);
+  else page = nowhere();
   for (const link of document.querySelectorAll("nav a[data-page]")) {
-    const isHere = link.dataset.page === (kind.startsWith("session") ? "sessions" : "workers");
+    const isHere = link.dataset.page === (PAGES[kind] ?? kind);
     if (isHere) link.setAttribute("aria-current", "page"); else link.removeAttribute("aria-current");
   }
   document.title = `${main.querySelector("h1")?.textContent ?? "Workers"} · Turnkeep`;
@@ -68,6 +77,7 @@ try {
   Object.assign(about, { prefix: found.prefix, tenant: found.tenant, read_only: found.read_only });
   const words = [found.prefix, ...(found.tenant === "default" ? [] : [found.tenant]), ...(found.read_only ? ["read-only"] : [])];
   document.getElementById("about").textContent = words.join(" · ");
+  if (found.read_only) { PAGES[""] = "workers"; document.querySelector("nav [data-page=chat]").hidden = true; }
 } catch (error) {
   main.append(made("p", { class: "bad" }, error.message));
 }
