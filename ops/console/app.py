@@ -20,7 +20,7 @@ from starlette.applications import Starlette
 from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.responses import FileResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
@@ -28,7 +28,13 @@ from ops.log import conversation, copies, searching, written
 from ops.log.costs import Costs
 from ops.log.sessions import begun, find_session, list_sessions, order, running
 from ops.log.tree import trees
-from turnkeep_client.errors import InvalidMessageError, NoWorkerError, ResultTimeoutError, TurnkeepError
+from turnkeep_client.errors import (
+    InvalidMessageError,
+    NoAnswerError,
+    NoWorkerError,
+    ResultTimeoutError,
+    TurnkeepError,
+)
 from turnkeep_client.messages import Generate, Opened, decode_request
 from turnkeep_client.session import build
 from turnkeep_client.subjects import session_key
@@ -64,6 +70,8 @@ _READ: Final = 1000
 MAX_STREAMS: Final = 16
 _SLOW_S: Final = 20.0
 _MAX_BODY_BYTES: Final = 2**20
+#: How long a worker may take to say that it is there.
+_PING_S: Final = 0.5
 _AWAY: Final = "NATS does not answer; what is shown may be old, and goes on when it is back"
 
 
@@ -146,7 +154,21 @@ class Console:
 
     async def _workers(self, request: Request) -> Response:
         figures = self._live.shown(request.query_params.get("worker"))
-        return _json(self._about | figures)
+        is_served = await self._is_served() if figures["connected"] else False
+        if is_served is False:  # known at once; that a worker is silent is noticed later
+            figures["workers"] = {name: one | {"up": False} for name, one in figures["workers"].items()}
+        return _json(self._about | figures | {"is_served": is_served})
+
+    async def _is_served(self) -> bool | None:
+        """Whether a worker takes requests; None if it is too busy to say so, or if this user may not ask."""
+        with contextlib.suppress(TimeoutError, TurnkeepError):
+            async with asyncio.timeout(_PING_S):
+                try:
+                    await self._client.worker_metrics()
+                except NoAnswerError:
+                    return False
+                return True
+        return None
 
     async def _sessions(self, request: Request) -> Response:
         """Return a page of the sessions with `words` in the name or the first words; if `whole`, in any."""
@@ -337,6 +359,10 @@ async def _on_error(_: Request, error: Exception) -> Response:
     return _json({"error": str(error)}, status)
 
 
-async def _on_http(_: Request, error: Exception) -> Response:
+async def _on_http(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
+    if status == 404 and not request.url.path.startswith("/api/"):
+        return PlainTextResponse(
+            f"There is no page {request.url.path}; the console is at {request.base_url}\n", 404
+        )
     return _json({"error": getattr(error, "detail", str(error))}, status)

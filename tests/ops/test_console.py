@@ -29,6 +29,7 @@ from ops.log import copies, searching
 from ops.log.conversation import Turn, part
 from tests.commands.command_runs import command, environment
 from tests.ops.test_operating_page import block
+from tests.ops.test_workers_history import Watched
 from tests.parts import free_port
 from tests.protocol.scripted_worker import metrics
 from turnkeep_client.client import connect
@@ -440,6 +441,30 @@ async def test_while_nats_is_away_the_page_hears_so_at_once(
             answer = await page.http.get(f"/api/{path}", timeout=2)
             assert (answer.status_code, "NATS does not answer" in answer.json()["error"]) == (503, True)
         assert (await page.get("workers"))["connected"] is False
+
+
+async def test_that_no_worker_is_there_is_known_at_once(local_worker: Start) -> None:
+    worker = await local_worker()
+    async with opened(worker.client, live=Watched(5, "w1")) as page:
+        told = await page.get("workers")
+        assert (told["is_served"], told["workers"]["w1"]["up"]) == (True, True)
+        await worker.stop()
+        client = await connect(worker.settings.nats, prefix=worker.settings.prefix)
+    async with client, opened(client, live=Watched(5, "w1")) as page:
+        told = await page.get("workers")
+        assert (told["is_served"], told["workers"]["w1"]["up"]) == (False, False)
+
+
+async def test_a_mistyped_address_says_where_the_console_is(local_worker: Start) -> None:
+    worker = await local_worker()
+    async with opened(worker.client) as page:
+        answer = await page.http.get("/sesions")
+        url = str(page.http.base_url)
+        assert (answer.status_code, answer.text) == (
+            404,
+            f"There is no page /sesions; the console is at {url}/\n",
+        )
+        assert (await page.http.get("/api/nothing")).json() == {"error": "Not Found"}
 
 
 async def test_bad_requests_are_refused_in_one_sentence_and_change_nothing(local_worker: Start) -> None:

@@ -309,6 +309,76 @@ async def test_the_first_point_of_a_chart_is_a_short_line(
         await asyncio.to_thread(look, url)
 
 
+async def test_what_is_gone_is_said_in_words_and_comes_back_by_itself(
+    browser: Browser, worker_process: Callable[..., WorkerProcess]
+) -> None:
+    worker = worker_process("--metrics-interval-s", "60")  # so that its silence would be noticed late
+    worker.start()
+    gone = "document.querySelector('#gone').innerText"
+
+    def look(url: str) -> None:
+        browser.open(url)
+        browser.wait_for("document.querySelector('#state').innerText === '1 worker up'")
+        browser.run("location.hash = '#/session/notes'")
+        browser.wait_for("document.querySelectorAll('.turn').length === 1")
+        worker.kill()
+        browser.wait_for(f"{gone}.startsWith('No worker is up: turnkeep serve starts one')")
+        assert browser.text("#state") == "no worker"
+        worker.start()
+        browser.wait_for(f"!{gone}")
+        browser.wait_for("document.querySelector('#state').innerText === '1 worker up'")
+        worker.stop()
+        browser.wait_for(f"{gone}.startsWith('NATS does not answer')")
+        assert browser.run("return document.querySelectorAll('.turn').length") == 1, "what was shown stays"
+        browser.run("location.hash = '#/sesions'")
+        browser.wait_for("document.querySelector('h1')?.innerText === 'There is no such page'")
+        browser.click("here is the first one")
+        worker.start()
+        browser.wait_for(f"!{gone}")
+        browser.run("location.hash = '#/session/nots'")
+        browser.wait_for("document.body.innerText.includes('There is no session nots yet.')")
+
+    async with await worker.client() as client:
+        await client.session("notes").append(text="abc")
+    with console(worker) as url:
+        await asyncio.to_thread(look, url)
+    assert "The console does not answer" in browser.wait_for(gone)
+    assert browser.text("h1") == "nots"
+
+
+@pytest.mark.parametrize("dark", [False, True])
+async def test_texts_placeholders_and_borders_have_the_contrast_of_aa(
+    browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]], *, dark: bool
+) -> None:
+    client = (await local_worker()).client
+    await client.session("notes").generate(
+        messages=[{"role": "user", "content": "?"}], prefix=f"{MARKDOWN}> said `so`", max_tokens=3
+    )
+
+    def look(url: str) -> None:
+        for width in (1200, 400):
+            browser.look(width, 900, dark=dark)
+            browser.open(f"{url}/?token={TOKEN}")
+            for page, is_there in (
+                ("", "h1"),
+                ("session/notes", ".rich code"),
+                ("sessions", ".sessions td"),
+                ("workers", ".workers td"),
+                ("nothing", "h1 + p"),
+            ):
+                browser.run("location.hash = arguments[0]", f"#/{page}")
+                browser.wait_for("document.querySelector(arguments[0])", is_there)
+                browser.run("for (const one of document.querySelectorAll('details')) one.open = true")
+                assert browser.faint() == [], page
+                assert browser.run("return document.documentElement.scrollWidth") == width, (
+                    "nothing sticks out"
+                )
+        browser.look(1200, 900)
+
+    async with serving(client, Watched(60, "w1")) as url:
+        await asyncio.to_thread(look, url)
+
+
 async def test_a_read_only_page_has_no_buttons_that_act(
     browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]]
 ) -> None:

@@ -5,7 +5,7 @@ import { session } from "./session.js";
 import { sessions } from "./sessions.js";
 import { workers } from "./workers.js";
 
-const FRESH_MS = 5000;
+const FRESH_MS = 4000;
 const PAGES = { "": "chat", session: "chat", worker: "workers" };
 const main = document.getElementById("main"), state = document.getElementById("state");
 const about = { prefix: "", tenant: "", read_only: true };
@@ -44,11 +44,19 @@ function open() {
   look();
 }
 
+/* What is missing, in words, above what is shown; nothing if all is there. */
+function missing(words) {
+  const gone = document.getElementById("gone");
+  gone.hidden = !words;
+  tell(gone, words);
+}
+
 function told(found) {
-  const all = Object.values(found.workers), up = all.filter((one) => one.up).length;
+  const heard = Object.values(found.workers).filter((one) => one.up).length, up = heard || Number(found.is_served === true);
   state.className = found.connected && up ? "good" : "bad";
-  tell(state, !found.connected ? "no connection to NATS" : up ? `${up} worker${up > 1 ? "s" : ""} up`
-    : all.length ? "the worker is silent" : "no worker");
+  tell(state, !found.connected ? "no connection to NATS" : up ? `${up} worker${up > 1 ? "s" : ""} up` : "no worker");
+  missing(!found.connected ? "NATS does not answer. What is shown may be old, and goes on by itself when the server is back."
+    : up ? "" : "No worker is up: turnkeep serve starts one. Until then questions wait in the log.");
   state.title = `as of ${clock(new Date())}`;
 }
 
@@ -56,13 +64,15 @@ async function look() {
   const mine = ++turn, shown = page, began = Date.now();
   try {
     const found = await get(`/api/workers${shown.worker ? `?worker=${encodeURIComponent(shown.worker)}` : ""}`);
-    if (!found.connected) for (const one of Object.values(found.workers)) one.up = false;  // nobody knows
     told(found);
     if (mine === turn) await shown.refresh(found);
   } catch (error) {
     if (mine !== turn) return;
     state.className = "bad";
-    tell(state, error instanceof TypeError ? "the console does not answer" : error.message);
+    const isSilent = error instanceof TypeError;
+    tell(state, isSilent ? "no console" : "refused");
+    missing(isSilent ? "The console does not answer: is turnkeep console still running? What is shown stays, and goes on by itself when it is back."
+      : `${error.message}.`);
   }
   clearTimeout(next);  // a log that takes long to read is read less often
   next = setTimeout(() => { if (!document.hidden) look(); }, Math.min(Math.max(FRESH_MS, 5 * (Date.now() - began)), 4 * FRESH_MS));
@@ -70,6 +80,7 @@ async function look() {
 
 document.querySelector(".skip").onclick = (event) => { event.preventDefault(); main.focus(); };
 addEventListener("hashchange", open);
+addEventListener("doubt", look);  // an answer that is on its way has stopped
 addEventListener("resize", () => page?.resized?.());
 document.addEventListener("visibilitychange", () => { if (!document.hidden) look(); });
 try {

@@ -9,7 +9,7 @@ import { element, growing } from "./turns.js";
 export function session(main, given, about) {
   const name = given ?? newName();
   const turns = new Map();  // by sequence: what is shown, and its element
-  let more = null, stream = null, row = null, turn = 0, isFirst = true, models = "";
+  let more = null, stream = null, row = null, turn = 0, isFirst = true, models = "", listed = 0;
   const badge = made("span"), facts = made("dl", { class: "facts" }), tree = made("section", { class: "tree", hidden: true });
   const list = made("ol", { class: "talk" });
   const note = made("p", { class: "faint", role: "status" });
@@ -48,6 +48,7 @@ export function session(main, given, about) {
     const chosen = await asked({ title: "Title", text: `For ${name}. This browser keeps the title; empty removes it.`, yes: "Keep", name: titled(name) ?? "", isFree: true });
     if (chosen === null) return;
     entitle(name, chosen);
+    listed = 0;
     refresh();
   }
 
@@ -157,7 +158,7 @@ export function session(main, given, about) {
     on("begin", () => grown.begin());
     on("chunk", (chunk) => grown.add(chunk));
     on("blocks", (blocks) => grown.draw(blocks));
-    on("quiet", (told) => grown.quiet(told.seconds));
+    on("quiet", (told) => { grown.quiet(told.seconds); dispatchEvent(new Event("doubt")); });
     on("end", (told) => { ended(); if (told.error) toast(told.error, true); refresh(); });
     events.onerror = () => { if (events.readyState === EventSource.CLOSED) ended(); };  // the next refresh tries again
     return grown.box;
@@ -166,8 +167,7 @@ export function session(main, given, about) {
   async function refresh(all) {
     const mine = ++turn;
     if (all) models = [...new Set(Object.values(all.workers).filter((one) => one.up).map((one) => one.model))].join(" or ");
-    beside.refresh();
-    const found = given ? await get(path(name)).catch((error) => { tell(note, error.message); }) : { row: null, turns: [], more: null };
+    const found = given ? await get(path(name)).catch((error) => { if (isFirst) tell(note, error.message); }) : { row: null, turns: [], more: null };
     if (mine !== turn || !found) return;
     const isChanged = isFirst || row?.entries !== found.row?.entries;
     row = found.row;
@@ -183,6 +183,7 @@ export function session(main, given, about) {
     if (isFirst && !box.hidden) box.querySelector("textarea").focus({ preventScroll: true });
     isFirst = false;
     if (isChanged) drawTree();
+    if (isChanged || Date.now() > listed + 20000) { listed = Date.now(); beside.refresh(); }
   }
 
   async function before() {
