@@ -12,7 +12,7 @@ import shutil
 import tempfile
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -75,6 +75,15 @@ _PING_S: Final = 0.5
 _AWAY: Final = "NATS does not answer; what is shown may be old, and goes on when it is back"
 
 
+class Place(NamedTuple):
+    """The NATS server, and the gateway beside the worker, if one is known; commands that reach them."""
+
+    nats: str
+    gateway: str | None
+    launch: str
+    url: str
+
+
 class _Question(Struct, frozen=True, forbid_unknown_fields=True):
     id: str
     text: Annotated[str, Meta(min_length=1)]
@@ -103,16 +112,18 @@ class Console:
         live: Live,
         token: str,
         sampling: Callable[[Client, Sampling], Awaitable[dict[str, Any]]],
+        place: Callable[[], Place],
         *,
         prefix: str,
         read_only: bool,
     ) -> None:
-        """`sampling` completes the options of a question."""
+        """`sampling` completes the options of a question, `place` says where programs connect to."""
         #: Whether the server ends; streams end then.
         self.is_stopping: Callable[[], bool] = lambda: False
         self._client = client
         self._live = live
         self._sampling = sampling
+        self._place = place
         self._about = {"prefix": prefix, "tenant": client.tenant, "read_only": read_only}
         self._costs = Costs(client)
         self._num_streams = 0
@@ -124,6 +135,7 @@ class Console:
         self.app = Starlette(
             routes=[
                 Route("/api/workers", self._workers),
+                Route("/api/place", self._where),
                 *map(
                     self._connected,
                     (
@@ -158,6 +170,9 @@ class Console:
         if is_served is False:  # known at once; that a worker is silent is noticed later
             figures["workers"] = {name: one | {"up": False} for name, one in figures["workers"].items()}
         return _json(self._about | figures | {"is_served": is_served})
+
+    async def _where(self, _: Request) -> Response:
+        return _json((await asyncio.to_thread(self._place))._asdict())
 
     async def _is_served(self) -> bool | None:
         """Whether a worker takes requests; None if it is too busy to say so, or if this user may not ask."""

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from turnkeep_client.client import Client
     from turnkeep_client.session import Sampling
 
+    from .app import Place
+
 #: How long streams may take to end when the server does; pages take them up again.
 _DRAIN_S: Final = 3
 
@@ -42,10 +44,11 @@ async def run(
     prefix: str,
     read_only: bool,
     sampling: Callable[[Client, Sampling], Awaitable[dict[str, Any]]],
+    place: Callable[[], Place],
 ) -> None:
     """Serve until a signal comes. Raises `ConsoleError`, also if NATS closes the connection."""
     token, live = secrets.token_urlsafe(32), Live(client, keep_s)
-    console = Console(client, live, token, sampling, prefix=prefix, read_only=read_only)
+    console = Console(client, live, token, sampling, place, prefix=prefix, read_only=read_only)
     with contextlib.closing(listening(host, port)) as listener:
         address, at = listener.getsockname()[:2]
         shown = f"[{address}]" if ":" in address else address

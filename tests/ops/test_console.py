@@ -20,7 +20,7 @@ import pytest
 
 import ops.console
 from ops.console import app as console_app
-from ops.console.app import Console
+from ops.console.app import Console, Place
 from ops.console.door import PAGE
 from ops.console.live import Live
 from ops.console.serving import ConsoleError, listening, server
@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     Start = Callable[..., Awaitable[LocalWorker]]
 
 TOKEN = "of-these-tests"
+PLACE = Place("nats://127.0.0.1:4222", "http://127.0.0.1:8080", "turnkeep launch", "turnkeep url")
 EVIL = "<script>document.title='pwned'</script><img src=x onerror=alert(1)>"
 
 
@@ -69,7 +70,7 @@ async def plainly(_: Client, given: Any) -> dict[str, Any]:
 async def serving(client: Client, live: Any = None, *, read_only: bool = False) -> AsyncIterator[str]:
     """A console of a client in this process; yields its address."""
     live = live or Live(client, 60)
-    console = Console(client, live, TOKEN, plainly, prefix="turnkeep", read_only=read_only)
+    console = Console(client, live, TOKEN, plainly, lambda: PLACE, prefix="turnkeep", read_only=read_only)
     with listening("127.0.0.1", 0) as listener:
         running = server(console)
         task = asyncio.create_task(running.serve(sockets=[listener]))
@@ -661,6 +662,35 @@ async def test_the_command_shows_workers_of_the_metrics_subject(nats_url: str) -
         assert await asyncio.to_thread(process.wait, 30) == 130
         assert process.stderr.read() == "\n"
         process.stderr.close()
+
+
+async def test_the_console_knows_the_gateway_beside_its_worker(
+    worker_process: Callable[..., WorkerProcess],
+) -> None:
+    port = free_port()
+    worker = worker_process("--gateway", str(port))
+    worker.forks = False  # its command line is looked at
+    worker.start()
+    async with await worker.client():
+        pass
+    arguments = ("--data-dir", worker.data_dir, "--nats-port", worker.url.rpartition(":")[2])
+    process = subprocess.Popen(  # noqa: ASYNC220
+        [sys.executable, "-m", "worker", "console", "--listen", "127.0.0.1:0", *map(str, arguments)],
+        env=environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    url = (await asyncio.to_thread(process.stderr.readline)).split()[-1]
+    async with httpx2.AsyncClient() as http:
+        await http.get(url)
+        place = (await http.get(f"{url.partition('?')[0]}api/place")).json()
+    process.send_signal(signal.SIGTERM)
+    assert await asyncio.to_thread(process.wait, 30) == 143
+    process.stderr.close()
+    assert place["gateway"] == f"http://127.0.0.1:{port}"
+    assert place["nats"].rpartition(":")[2] == arguments[-1]
+    assert re.search(r"turnkeep launch --data-dir \S+ --nats-port \d+$", place["launch"])
 
 
 async def test_the_command_ends_quietly_while_an_answer_is_streamed(local_worker: Start) -> None:

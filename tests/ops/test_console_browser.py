@@ -220,6 +220,32 @@ async def test_a_conversation_is_titled_searched_asked_again_and_stopped(
             await asyncio.to_thread(then)
 
 
+async def test_lines_to_connect_are_there_to_copy(
+    browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]]
+) -> None:
+    worker = await local_worker()
+
+    def look(url: str) -> None:
+        browser.open(f"{url}/?token={TOKEN}")
+        browser.click("Connect")
+        browser.wait_for("document.querySelectorAll('.examples .code').length === 6")
+        assert "base URL, OpenAI\nhttp://127.0.0.1:8080/v1" in browser.text(".facts")
+        assert "NATS\nnats://127.0.0.1:4222; turnkeep url prints it with its token" in browser.text(".facts")
+        browser.click("Copy")
+        browser.wait_for("document.querySelector('#toast').innerText === 'Copied'")
+        read = browser.run("return navigator.clipboard.readText()")
+        assert read.startswith("turnkeep launch claude")
+        texts = browser.run(
+            "return [...document.querySelectorAll('.examples pre')].map((one) => one.innerText)"
+        )
+        assert all('"tiny"' in text for text in texts[1:5])
+
+    async with serving(worker.client, Watched(5, "w1")) as url:
+        may = ["clipboardReadWrite", "clipboardSanitizedWrite"]
+        browser.cdp("Browser.grantPermissions", origin=url, permissions=may)
+        await asyncio.to_thread(look, url)
+
+
 async def test_scripts_in_names_and_messages_are_text(
     browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]]
 ) -> None:
@@ -364,6 +390,7 @@ async def test_texts_placeholders_and_borders_have_the_contrast_of_aa(
                 ("session/notes", ".rich code"),
                 ("sessions", ".sessions td"),
                 ("workers", ".workers td"),
+                ("connect", ".examples pre"),
                 ("nothing", "h1 + p"),
             ):
                 browser.run("location.hash = arguments[0]", f"#/{page}")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 import click
 
 from turnkeep_client.errors import TurnkeepError
-from turnkeep_client.redact import redact
+from turnkeep_client.redact import redact, shown
 from worker.process.datadir import TOKEN_NAME
 from worker.process.installed import as_installed
 from worker.process.keys import cache_access
@@ -660,11 +660,23 @@ def console(
         if library not in {"starlette", "uvicorn", "h11"}:
             raise
         raise TurnkeepError(f"{library} is missing; pip install 'turnkeep[ops]' brings it") from None
+    from ops.console.app import Place
+
+    from .launch_cli import own_gateway
     from .sampling import asked
+    from .talking import command_line, url_of
 
     settings = load_settings(config, flags)
+
+    def place() -> Place:
+        port = own_gateway(settings.data_dir)
+        gateway = f"http://127.0.0.1:{port}" if port else None
+        return Place(
+            shown(url_of(settings)), gateway, *(command_line(settings, one) for one in ("launch", "url"))
+        )
+
     options: dict[str, Any] = {"keep_s": keep_s, "prefix": settings.prefix, "read_only": read_only}
-    talk(settings, tenant, lambda client: run(client, *listen, sampling=asked, **options))
+    talk(settings, tenant, lambda client: run(client, *listen, sampling=asked, place=place, **options))
 
 
 def _show_whole_sentences(group: click.Group) -> None:

@@ -73,7 +73,7 @@ def launch(
     changed. All arguments after its name are the agent's, as in `turnkeep launch pi -p "Say hello"`.
     """
     settings = load_settings(config, flags)
-    own = _own_gateway(settings.data_dir)
+    own = own_gateway(settings.data_dir)
     url = url or f"http://127.0.0.1:{own or _PORT}"
     door = _awaited_door(url.rstrip("/").removesuffix("/v1"), key, model, settings.data_dir, own)
     start = start_of(Path(agent).name, door)
@@ -99,7 +99,7 @@ def launch(
     os.execve(found, command, {**os.environ, **start.environment})  # noqa: S606  # the user's own program
 
 
-def _own_gateway(data_dir: Path) -> int | None:
+def own_gateway(data_dir: Path) -> int | None:
     """Return the port of the gateway that the worker on a data directory was started with; None if none."""
     arguments = list[str]()
     with suppress(psutil.Error):  # it has just ended

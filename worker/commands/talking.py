@@ -58,7 +58,7 @@ async def connected(settings: Settings, tenant: str, prefix: str | None = None) 
 
     from turnkeep_client.client import connect
 
-    url = over_tls(settings, settings.nats or f"nats://127.0.0.1:{settings.nats_port}")
+    url = url_of(settings)
     is_told = False
     try:
         while True:
@@ -87,6 +87,11 @@ async def connected(settings: Settings, tenant: str, prefix: str | None = None) 
         raise NotPermittedError(
             f"the NATS server at {url} {why}; name its worker's data directory by --data-dir"
         ) from None
+
+
+def url_of(settings: Settings) -> str:
+    """Return the address of the NATS server."""
+    return over_tls(settings, settings.nats or f"nats://127.0.0.1:{settings.nats_port}")
 
 
 def talk(settings: Settings, tenant: str, say: Callable[[Client], Coroutine[Any, Any, _T]]) -> _T:

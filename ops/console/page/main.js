@@ -1,5 +1,6 @@
 /* Shows the page that the address names, and keeps it fresh while somebody looks. */
 
+import { connect } from "./connect.js";
 import { clock, get, made, tell } from "./dom.js";
 import { session } from "./session.js";
 import { sessions } from "./sessions.js";
@@ -33,7 +34,7 @@ function open() {
   if ((kind === "session" && name) || (!kind && !about.read_only)) page = session(main, name || null, about);
   else if (kind === "sessions") page = sessions(main, about);
   else if (["", "worker", "workers"].includes(kind)) page = workers(main, name || null);
-  else page = nowhere();
+  else page = kind === "connect" ? connect(main, about) : nowhere();
   for (const link of document.querySelectorAll("nav a[data-page]")) {
     const isHere = link.dataset.page === (PAGES[kind] ?? kind);
     if (isHere) link.setAttribute("aria-current", "page"); else link.removeAttribute("aria-current");
