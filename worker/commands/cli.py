@@ -228,6 +228,15 @@ def main() -> None:
     flag_value=8080,
     help="Run a gateway too, on this machine's loopback address. [default port: 8080]",
 )
+@click.option(
+    "--console",
+    "console_port",
+    metavar="[PORT]",
+    type=click.IntRange(0, 65535),
+    is_flag=False,
+    flag_value=9423,
+    help="Run a console too, a page to chat in, on the loopback address. [default port: 9423]",
+)
 @click.option("--of", metavar="NAME", hidden=True, help="Serve one of [models], until standard input ends.")
 @click.option("--weigh", is_flag=True, hidden=True, help="Print what the model needs, and end.")
 @click.option("--until-eof", is_flag=True, hidden=True, help="End when standard input does.")
@@ -236,6 +245,7 @@ def serve(
     config: Path | None,
     check: bool,
     gateway_port: int | None,
+    console_port: int | None,
     of: str | None,
     weigh: bool,
     until_eof: bool,
@@ -273,14 +283,16 @@ def serve(
     from .serve import Manner, supervise
     from .serve import serve as run
 
-    if gateway_port:
-        wait_for_port(gateway_port, "choose another with --gateway PORT")
+    for name, port in (("gateway", gateway_port), ("console", console_port)):
+        if port:
+            wait_for_port(port, f"choose another with --{name} PORT")
 
     own = flags if models else flags | {"prefix": settings.prefix}
     manner = Manner(
         options=options_of(config, flags),
         gateway_port=gateway_port,
-        gateway_options=options_of(config, own, CLIENT_SETTINGS),
+        console_port=console_port,
+        client_options=options_of(config, own, CLIENT_SETTINGS),
         of=of,
         until_eof=until_eof,
     )
@@ -638,6 +650,8 @@ def top(config: Path | None, tenant: str, **flags: Any) -> None:
     9423, 60, 3600.0, "Length of the history, and time until a silent worker is forgotten.", _OF_PAGE
 )
 @click.option("--read-only", is_flag=True, help="Show everything, and let nothing be done.")
+@click.option("--open", "opens", is_flag=True, help="Open the page in the browser, too.")
+@click.option("--until-eof", is_flag=True, hidden=True, help="End when standard input does.")
 @tenant_option
 @with_settings(*CLIENT_SETTINGS)
 def console(
@@ -645,6 +659,8 @@ def console(
     listen: tuple[str, int],
     keep_s: float,
     read_only: bool,
+    opens: bool,
+    until_eof: bool,
     tenant: str,
     **flags: Any,
 ) -> None:
@@ -676,6 +692,7 @@ def console(
         )
 
     options: dict[str, Any] = {"keep_s": keep_s, "prefix": settings.prefix, "read_only": read_only}
+    options |= {"opens": opens, "until_eof": until_eof}
     talk(settings, tenant, lambda client: run(client, *listen, sampling=asked, place=place, **options))
 
 
