@@ -12,7 +12,7 @@ import shutil
 import tempfile
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, Protocol, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -84,6 +84,20 @@ class Place(NamedTuple):
     url: str
 
 
+class Shelf(Protocol):
+    """The models of this machine."""
+
+    def listed(self) -> dict[str, Any]:
+        """Return the models that are here, others that are good, and what is downloaded. Blocks."""
+
+    def pull(self, name: str) -> str:
+        """Begin to download a model; say so. Raises `TurnkeepError`."""
+
+
+class _Wanted(Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+
+
 class _Question(Struct, frozen=True, forbid_unknown_fields=True):
     id: str
     text: Annotated[str, Meta(min_length=1)]
@@ -113,6 +127,7 @@ class Console:
         token: str,
         sampling: Callable[[Client, Sampling], Awaitable[dict[str, Any]]],
         place: Callable[[], Place],
+        shelf: Shelf,
         *,
         prefix: str,
         read_only: bool,
@@ -124,6 +139,7 @@ class Console:
         self._live = live
         self._sampling = sampling
         self._place = place
+        self._shelf = shelf
         self._about = {"prefix": prefix, "tenant": client.tenant, "read_only": read_only}
         self._costs = Costs(client)
         self._num_streams = 0
@@ -132,10 +148,13 @@ class Console:
             Route(f"{one}/ask", self._ask, methods=["POST"]),
             Route(f"{one}/{{action}}", self._act, methods=["POST"]),
         ]
+        pulling = Route("/api/models", self._pull, methods=["POST"])
         self.app = Starlette(
             routes=[
                 Route("/api/workers", self._workers),
                 Route("/api/place", self._where),
+                Route("/api/models", self._models),
+                *([] if read_only else [pulling]),
                 *map(
                     self._connected,
                     (
@@ -173,6 +192,13 @@ class Console:
 
     async def _where(self, _: Request) -> Response:
         return _json((await asyncio.to_thread(self._place))._asdict())
+
+    async def _models(self, _: Request) -> Response:
+        return _json(await asyncio.to_thread(self._shelf.listed))
+
+    async def _pull(self, request: Request) -> Response:
+        wanted = await _body(request, _Wanted)
+        return _json({"said": self._shelf.pull(wanted.name)})
 
     async def _is_served(self) -> bool | None:
         """Whether a worker takes requests; None if it is too busy to say so, or if this user may not ask."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from turnkeep_client.client import Client
     from turnkeep_client.session import Sampling
 
-    from .app import Place
+    from .app import Place, Shelf
 
 #: How long streams may take to end when the server does; pages take them up again.
 _DRAIN_S: Final = 3
@@ -49,13 +49,14 @@ async def run(
     until_eof: bool,
     sampling: Callable[[Client, Sampling], Awaitable[dict[str, Any]]],
     place: Callable[[], Place],
+    shelf: Shelf,
 ) -> None:
     """Serve until a signal comes, or standard input ends if `until_eof`; `opens` the page in a browser.
 
     Raises `ConsoleError`, also if NATS closes the connection.
     """
     token, live = secrets.token_urlsafe(32), Live(client, keep_s)
-    console = Console(client, live, token, sampling, place, prefix=prefix, read_only=read_only)
+    console = Console(client, live, token, sampling, place, shelf, prefix=prefix, read_only=read_only)
     with contextlib.closing(listening(host, port)) as listener:
         address, at = listener.getsockname()[:2]
         shown = f"[{address}]" if ":" in address else address

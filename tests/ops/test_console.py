@@ -33,7 +33,7 @@ from tests.ops.test_workers_history import Watched
 from tests.parts import free_port
 from tests.protocol.scripted_worker import metrics
 from turnkeep_client.client import connect
-from turnkeep_client.errors import RequestFailedError
+from turnkeep_client.errors import RequestFailedError, TurnkeepError
 from turnkeep_client.messages import (
     Called,
     CalledFunction,
@@ -58,7 +58,42 @@ if TYPE_CHECKING:
     Start = Callable[..., Awaitable[LocalWorker]]
 
 TOKEN = "of-these-tests"
+
+
+class OnShelf:
+    """Two models that are here, one that is known, and a download at its middle."""
+
+    def __init__(self) -> None:
+        self.pulled = list[str]()
+
+    def listed(self) -> dict[str, Any]:
+        size = {"size_bytes": 2**30, "needed_bytes": 2**31}
+        here = {
+            "dtype": "4 bits",
+            "context_tokens": 8192,
+            "in_use": True,
+            "serve": "turnkeep serve --model a",
+        }
+        known = {"memory_gb": 8, "use": "chat", "sources": ["its card"], "fits": True}
+        return {
+            "memory_bytes": 2**33,
+            "here": [
+                {"name": "a", "fits": True, **size, **here},
+                {"name": "b", "fits": False, **size, **here, "in_use": False, "context_tokens": None},
+            ],
+            "good": [{"name": "org/good", **size, **known}],
+            "pulls": {name: {"done": 2**29, "total": 2**30} for name in self.pulled},
+        }
+
+    def pull(self, name: str) -> str:
+        if "/" not in name:
+            raise TurnkeepError(f"{name} is no id of the hub")
+        self.pulled.append(name)
+        return f"downloading {name}"
+
+
 PLACE = Place("nats://127.0.0.1:4222", "http://127.0.0.1:8080", "turnkeep launch", "turnkeep url")
+SHELF = OnShelf()
 EVIL = "<script>document.title='pwned'</script><img src=x onerror=alert(1)>"
 
 
@@ -70,7 +105,9 @@ async def plainly(_: Client, given: Any) -> dict[str, Any]:
 async def serving(client: Client, live: Any = None, *, read_only: bool = False) -> AsyncIterator[str]:
     """A console of a client in this process; yields its address."""
     live = live or Live(client, 60)
-    console = Console(client, live, TOKEN, plainly, lambda: PLACE, prefix="turnkeep", read_only=read_only)
+    console = Console(
+        client, live, TOKEN, plainly, lambda: PLACE, SHELF, prefix="turnkeep", read_only=read_only
+    )
     with listening("127.0.0.1", 0) as listener:
         running = server(console)
         task = asyncio.create_task(running.serve(sockets=[listener]))
@@ -454,6 +491,22 @@ async def test_that_no_worker_is_there_is_known_at_once(local_worker: Start) -> 
     async with client, opened(client, live=Watched(5, "w1")) as page:
         told = await page.get("workers")
         assert (told["is_served"], told["workers"]["w1"]["up"]) == (False, False)
+
+
+async def test_models_are_listed_and_downloaded(local_worker: Start) -> None:
+    client = (await local_worker()).client
+    async with opened(client) as page:
+        assert [one["name"] for one in (await page.get("models"))["here"]] == ["a", "b"]
+        for name, status, says in (("x", 409, "no id of the hub"), ("org/good", 200, "downloading org/good")):
+            answer = await page.http.post("/api/models", json={"name": name})
+            assert (answer.status_code, says in answer.text) == (status, True)
+        assert (await page.get("models"))["pulls"]["org/good"]["total"] == 2**30
+        foreign = await page.http.post("/api/models", json={"name": "a/b"}, headers={"Origin": "null"})
+        assert foreign.status_code == 403
+    async with opened(client, read_only=True) as page:
+        assert (await page.http.post("/api/models", json={"name": "a/b"})).status_code == 405
+    assert SHELF.pulled == ["org/good"]
+    SHELF.pulled.clear()
 
 
 async def test_a_mistyped_address_says_where_the_console_is(local_worker: Start) -> None:

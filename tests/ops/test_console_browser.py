@@ -16,7 +16,7 @@ import pytest
 
 from tests.commands.command_runs import environment
 from tests.ops.browser import browsing
-from tests.ops.test_console import EVIL, TOKEN, serving
+from tests.ops.test_console import EVIL, SHELF, TOKEN, serving
 from tests.ops.test_workers_history import Watched
 from turnkeep_client.messages import Generated, decode_result
 
@@ -246,6 +246,32 @@ async def test_lines_to_connect_are_there_to_copy(
         await asyncio.to_thread(look, url)
 
 
+async def test_models_are_shown_with_what_fits_and_downloaded(
+    browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]]
+) -> None:
+    worker = await local_worker()
+
+    def look(url: str) -> None:
+        browser.open(f"{url}/?token={TOKEN}")
+        browser.click("Models")
+        browser.wait_for("document.querySelectorAll('.models tbody tr').length === 3")
+        seen = browser.text("main")
+        assert "This machine has 8 GiB of memory" in seen
+        assert ("fits: 2 GiB" in seen, "too large: 2 GiB" in seen) == (True, True)
+        browser.click("Copy line")
+        browser.wait_for("document.querySelector('#toast').innerText === 'Copied'")
+        browser.click("Download", ".models button")
+        browser.wait_for("document.querySelector('progress')?.position === 0.5")
+        browser.type("form input", "x\ue007")
+        browser.wait_for("document.querySelector('#toast').innerText === 'x is no id of the hub'")
+
+    async with serving(worker.client) as url:
+        may = ["clipboardReadWrite", "clipboardSanitizedWrite"]
+        browser.cdp("Browser.grantPermissions", origin=url, permissions=may)
+        await asyncio.to_thread(look, url)
+    SHELF.pulled.clear()
+
+
 async def test_scripts_in_names_and_messages_are_text(
     browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]]
 ) -> None:
@@ -391,6 +417,7 @@ async def test_texts_placeholders_and_borders_have_the_contrast_of_aa(
                 ("sessions", ".sessions td"),
                 ("workers", ".workers td"),
                 ("connect", ".examples pre"),
+                ("models", ".models td"),
                 ("nothing", "h1 + p"),
             ):
                 browser.run("location.hash = arguments[0]", f"#/{page}")

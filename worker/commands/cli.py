@@ -680,6 +680,7 @@ def console(
 
     from .launch_cli import own_gateway
     from .sampling import asked
+    from .shelf import Shelf
     from .talking import command_line, url_of
 
     settings = load_settings(config, flags)
@@ -692,8 +693,8 @@ def console(
         )
 
     options: dict[str, Any] = {"keep_s": keep_s, "prefix": settings.prefix, "read_only": read_only}
-    options |= {"opens": opens, "until_eof": until_eof}
-    talk(settings, tenant, lambda client: run(client, *listen, sampling=asked, place=place, **options))
+    options |= {"opens": opens, "until_eof": until_eof, "place": place, "shelf": Shelf(settings)}
+    talk(settings, tenant, lambda client: run(client, *listen, sampling=asked, **options))
 
 
 def _show_whole_sentences(group: click.Group) -> None:

@@ -2,6 +2,7 @@
 
 import { connect } from "./connect.js";
 import { clock, get, made, tell } from "./dom.js";
+import { models } from "./models.js";
 import { session } from "./session.js";
 import { sessions } from "./sessions.js";
 import { workers } from "./workers.js";
@@ -34,7 +35,7 @@ function open() {
   if ((kind === "session" && name) || (!kind && !about.read_only)) page = session(main, name || null, about);
   else if (kind === "sessions") page = sessions(main, about);
   else if (["", "worker", "workers"].includes(kind)) page = workers(main, name || null);
-  else page = kind === "connect" ? connect(main, about) : nowhere();
+  else page = kind === "connect" ? connect(main, about) : kind === "models" ? models(main, about) : nowhere();
   for (const link of document.querySelectorAll("nav a[data-page]")) {
     const isHere = link.dataset.page === (PAGES[kind] ?? kind);
     if (isHere) link.setAttribute("aria-current", "page"); else link.removeAttribute("aria-current");
