@@ -74,9 +74,9 @@ async def _watch(port: int, data_dir: Path) -> None:
 
         listener = asyncio.create_task(listen())
         await asyncio.sleep(WATCHED_S)
-        picture = draw(State(), fleet.sightings(), "", size=SIZE, title="turnkeep top  prefix turnkeep")
+        picture = draw(State(), fleet.sightings(), [], "", size=SIZE, title="turnkeep top  prefix turnkeep")
         save(picture, Path(__file__).with_name("top.svg"), SIZE[0])
-        await _photograph(f"{url}#/", "workers.png")
+        await _photograph(f"{url}#/workers", "workers.png")
         await _photograph(f"{url}#/session/garden", "console.png")
         console.terminate()
         await console.wait()
@@ -92,6 +92,10 @@ async def _garden(client: Client) -> None:
     )
     for question in GARDEN:
         await _ask(garden, question)
+    code = [
+        {"role": "user", "content": "Write a Python function that says how often to water a plant."}
+    ]
+    await garden.generate(messages=code, prefix="```python\ndef", max_tokens=90, stop=["\n```"])
     roses = await garden.fork("garden-roses")
     await _ask(roses, "And roses?")
     await roses.fork("garden-roses-red")

@@ -76,10 +76,11 @@ _AWAY: Final = "NATS does not answer; what is shown may be old, and goes on when
 
 
 class Place(NamedTuple):
-    """The NATS server, and the gateway beside the worker, if one is known; commands that reach them."""
+    """The NATS server, the gateway, or where one usually is, and commands that reach them."""
 
     nats: str
-    gateway: str | None
+    gateway: str
+    has_gateway: bool
     launch: str
     url: str
 

@@ -92,7 +92,7 @@ class OnShelf:
         return f"downloading {name}"
 
 
-PLACE = Place("nats://127.0.0.1:4222", "http://127.0.0.1:8080", "turnkeep launch", "turnkeep url")
+PLACE = Place("nats://127.0.0.1:4222", "http://127.0.0.1:8080", True, "turnkeep launch", "turnkeep url")
 SHELF = OnShelf()
 EVIL = "<script>document.title='pwned'</script><img src=x onerror=alert(1)>"
 
@@ -741,7 +741,7 @@ async def test_the_console_knows_the_gateway_beside_its_worker(
     process.send_signal(signal.SIGTERM)
     assert await asyncio.to_thread(process.wait, 30) == 143
     process.stderr.close()
-    assert place["gateway"] == f"http://127.0.0.1:{port}"
+    assert (place["gateway"], place["has_gateway"]) == (f"http://127.0.0.1:{port}", True)
     assert place["nats"].rpartition(":")[2] == arguments[-1]
     assert re.search(r"turnkeep launch --data-dir \S+ --nats-port \d+$", place["launch"])
 

@@ -687,10 +687,9 @@ def console(
 
     def place() -> Place:
         port = own_gateway(settings.data_dir)
-        gateway = f"http://127.0.0.1:{port}" if port else None
-        return Place(
-            shown(url_of(settings)), gateway, *(command_line(settings, one) for one in ("launch", "url"))
-        )
+        gateway = f"http://127.0.0.1:{port or 8080}"
+        launch, url = (command_line(settings, one) for one in ("launch", "url"))
+        return Place(shown(url_of(settings)), gateway, port is not None, launch, url)
 
     options: dict[str, Any] = {"keep_s": keep_s, "prefix": settings.prefix, "read_only": read_only}
     options |= {"opens": opens, "until_eof": until_eof, "place": place, "shelf": Shelf(settings)}

@@ -54,10 +54,10 @@ export function connect(main, about) {
     const models = [...new Set(Object.values(found.workers).map((one) => one.model))], model = models[0] ?? "any";
     if (!place || last === JSON.stringify([place, models])) return;
     last = JSON.stringify([place, models]);
-    const url = place.gateway ?? "http://127.0.0.1:8080";
-    tell(note, place.gateway ? "Agents and libraries for OpenAI's and Anthropic's APIs talk to the gateway."
+    const url = place.gateway;
+    tell(note, place.has_gateway ? "Agents and libraries for OpenAI's and Anthropic's APIs talk to the gateway."
       : "No gateway is known to run here. Agents and libraries for OpenAI's and Anthropic's APIs need one: turnkeep gateway starts it beside a worker, turnkeep serve --gateway together with one. The lines below are for its usual port.");
-    note.className = place.gateway ? "" : "bad";
+    note.className = place.has_gateway ? "" : "bad";
     const rows = [["base URL, OpenAI", `${url}/v1`], ["base URL, Anthropic", url], ["key", "any text, unless the gateway was started with --keys"],
       ["model", models.join(", ") || "the worker's; any name will do"], ["NATS", `${place.nats}; ${place.url} prints it with its token`]];
     facts.replaceChildren(...rows.map(([name, value]) => made("div", {}, made("dt", {}, name), made("dd", {}, made("code", {}, value)))));

@@ -34,7 +34,8 @@ async function refresh() {
   const focused = document.activeElement?.getAttribute("href");
   list.replaceChildren(...found.rows.map((row) => line(row, found.found[row.session])));
   if (focused) list.querySelector(`a[href="${CSS.escape(focused)}"]`)?.focus();
-  tell(note, found.total > found.rows.length ? `${found.rows.length} of ${found.total}; all are under Sessions`
+  tell(note, !found.is_whole ? "The log is long: only its older part was searched."
+    : found.total > found.rows.length ? `${found.rows.length} of ${found.total}; all are under Sessions`
     : found.total ? "" : search.value ? "Nothing was said like this." : "Conversations appear here.");
 }
 
