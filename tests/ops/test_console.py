@@ -746,6 +746,26 @@ async def test_the_console_knows_the_gateway_beside_its_worker(
     assert re.search(r"turnkeep launch --data-dir \S+ --nats-port \d+$", place["launch"])
 
 
+async def test_the_command_opens_its_page_in_the_browser(nats_url: str, tmp_path: Path) -> None:
+    browser, opened_ = tmp_path / "browser", tmp_path / "opened"
+    browser.write_text(f'#!/bin/sh\nprintf %s "$1" > "{opened_}"\n')
+    browser.chmod(0o755)
+    process = subprocess.Popen(  # noqa: ASYNC220
+        [sys.executable, "-m", "worker", "console", "--open", "--listen", "127.0.0.1:0", "--nats", nats_url],
+        env=environment() | {"BROWSER": str(browser)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    url = (await asyncio.to_thread(process.stderr.readline)).split()[-1]
+    async with asyncio.timeout(30):
+        while not opened_.exists() or opened_.read_text() != url:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert await asyncio.to_thread(process.wait, 30) == 143
+    process.stderr.close()
+
+
 async def test_the_command_ends_quietly_while_an_answer_is_streamed(local_worker: Start) -> None:
     worker = await local_worker()
     await worker.stop()
