@@ -129,12 +129,17 @@ def test_what_comes_is_seen_before_its_block_is_whole(monkeypatch: pytest.Monkey
     assert shown() == ["A **bold**"]
     screen.write("ord\n\n```\nx")
     assert shown() == ["A bold word", "", "```", ""]
+    screen.write("=1\n```\n\nThen")  # an empty line ends the code, but not a list
+    assert "\n".join(shown()).rstrip() == "A bold word\n\n x=1"
+    screen.write("\n\n1. one\n\nAn")
+    assert "\n".join(shown()).rstrip() == "A bold word\n\n x=1\n\nThen\n\n1. one"
 
 
 def test_a_block_taller_than_the_terminal_stays_as_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = terminal(monkeypatch, 5)
     screen = MarkdownScreen()
-    screen.write("```\n" + "x\n" * 9 + "```\n\n*Then*\n\n")
+    for piece in ("```\n", *["x\n"] * 9, "```\n\n", "*Then*\n\n"):
+        screen.write(piece)
     screen.end()
     assert "\n".join(shown()).rstrip().endswith("x\n```\n\nThen")
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from markdown_it import MarkdownIt
 
 _UP: Final = "\x1b[A\x1b[K"
+#: Blocks that an empty line ends.
+_ENDED: Final = frozenset({"blockquote_open", "fence", "heading_open", "hr", "paragraph_open", "table_open"})
 _PADDING: Final = re.compile(r" +$", re.MULTILINE)
 #: Lines before the first and behind the last visible character.
 _EMPTY: Final = re.compile(r"\A(?:(?:\x1b\[[\d;]*m| )*\n)+|(?:\n(?:\x1b\[[\d;]*m| )*)+\Z")
@@ -39,7 +41,7 @@ class MarkdownScreen(Screen):
             return
         self._block += printable(text)
         if begin := self._last_begin() if "\n" in text else 0:
-            self._replace(self._block[:begin], self._block[begin:])
+            self._replace(self._block[:begin], self._block[begin:], "\n")
 
     def end(self) -> None:
         """End the answer's last line."""
@@ -47,20 +49,27 @@ class MarkdownScreen(Screen):
             super().end()
         else:
             self._print(self._words.rest())
-            self._replace(self._block, "")
+            self._replace(self._block, "", "")
 
     def _print(self, text: str) -> None:
         super()._print(text)
         self._num_lines += text.count("\n")
 
     def _last_begin(self) -> int:
-        """Return where the last block begins, of those with a whole line: no text changes what is before.
+        """Return up to where no more text changes the blocks: to the last one, or behind it if it has ended.
 
-        The first characters of a line may be a paragraph, and with the next one an item of the list above.
+        Only whole lines count: the first characters of one may be a paragraph, and with the next one an item
+        of the list above.
         """
         whole = self._block[: self._block.rindex("\n") + 1]
-        tokens = self._parser.parse(whole)
-        begin = max(token.map[0] for token in tokens if token.level == 0 and token.map) if tokens else 0
+        spans = [
+            (token.map, token.type) for token in self._parser.parse(whole) if token.level == 0 and token.map
+        ]
+        if not spans:
+            return 0
+        (begin, end), kind = max(spans)
+        if kind in _ENDED and end < whole.count("\n"):
+            return len(whole)
         return sum(map(len, whole.split("\n")[:begin])) + begin
 
     @cached_property
@@ -69,13 +78,13 @@ class MarkdownScreen(Screen):
 
         return MarkdownIt().enable(["table", "strikethrough"])  # as rich has it
 
-    def _replace(self, whole: str, rest: str) -> None:
+    def _replace(self, whole: str, rest: str, between: str) -> None:
         """Draw a whole block over what was shown of it, and go on with the rest."""
         if self._num_lines < shutil.get_terminal_size().lines - 1:
             self._words = WordWrap()
-            more = f"\n{self._words.feed(rest)}" if rest else ""
+            more = f"{between}{self._words.feed(rest)}"
             self._print(f"\r\x1b[K{_UP * self._num_lines}{_drawn(whole)}{more}")
-        elif not rest:
+        elif not (rest or between):
             super().end()
         self._block = rest
         self._num_lines = WordWrap().feed(rest).count("\n")
