@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import secrets
 import socket
 import sys
 import webbrowser
@@ -47,6 +46,7 @@ async def run(
     read_only: bool,
     opens: bool,
     until_eof: bool,
+    token: str,
     sampling: Callable[[Client, Sampling], Awaitable[dict[str, Any]]],
     place: Callable[[], Place],
     shelf: Shelf,
@@ -55,7 +55,7 @@ async def run(
 
     Raises `ConsoleError`, also if NATS closes the connection.
     """
-    token, live = secrets.token_urlsafe(32), Live(client, keep_s)
+    live = Live(client, keep_s)
     console = Console(client, live, token, sampling, place, shelf, prefix=prefix, read_only=read_only)
     with contextlib.closing(listening(host, port)) as listener:
         address, at = listener.getsockname()[:2]

@@ -45,7 +45,8 @@ from turnkeep_client.messages import (
     encode,
 )
 from turnkeep_client.subjects import SessionKey, Subjects
-from worker.commands.cli import main
+from worker.commands.cli import _console_token, main
+from worker.process.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -741,9 +742,22 @@ async def test_the_console_knows_the_gateway_beside_its_worker(
     process.send_signal(signal.SIGTERM)
     assert await asyncio.to_thread(process.wait, 30) == 143
     process.stderr.close()
+    assert re.fullmatch(r"[\w-]{43}", url.partition("token=")[2])
     assert (place["gateway"], place["has_gateway"]) == (f"http://127.0.0.1:{port}", True)
     assert place["nats"].rpartition(":")[2] == arguments[-1]
     assert re.search(r"turnkeep launch --data-dir \S+ --nats-port \d+$", place["launch"])
+
+
+def test_each_tenant_and_way_has_a_token_of_its_own_that_needs_the_server_s(tmp_path: Path) -> None:
+    own, other = Settings(data_dir=tmp_path), Settings(data_dir=tmp_path, nats="nats://127.0.0.1:4222")
+    assert _console_token(own, "a") != _console_token(own, "a"), "there is no server yet: it is random"
+    (tmp_path / "nats-token").write_text("secret")
+    assert _console_token(own, "a") == _console_token(own, "a")
+    assert _console_token(own, "a") != _console_token(own, "b")
+    first = _console_token(own, "a")
+    (tmp_path / "nats-token").write_text("another")
+    assert _console_token(own, "a") != first
+    assert _console_token(other, "a") != _console_token(other, "a")
 
 
 async def test_the_command_opens_its_page_in_the_browser(nats_url: str, tmp_path: Path) -> None:

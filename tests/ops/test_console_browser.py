@@ -42,9 +42,10 @@ def browser() -> Iterator[Browser]:
 
 
 @contextmanager
-def console(worker: WorkerProcess) -> Iterator[str]:
+def console(worker: WorkerProcess, listen: str = "127.0.0.1:0") -> Iterator[str]:
     """`turnkeep console` as a process; yields the address that it prints."""
-    command = [sys.executable, "-m", "worker", "console", "--nats", worker.url, "--listen", "127.0.0.1:0"]
+    place = ["--data-dir", str(worker.data_dir), "--nats-port", worker.url.rpartition(":")[2]]
+    command = [sys.executable, "-m", "worker", "console", *place, "--listen", listen]
     with subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None
@@ -396,6 +397,9 @@ async def test_what_is_gone_is_said_in_words_and_comes_back_by_itself(
         await asyncio.to_thread(look, url)
     assert "The console does not answer" in browser.wait_for(gone)
     assert browser.text("h1") == "nots"
+    with console(worker, url.split("/")[2]) as again:
+        assert again == url
+        await asyncio.to_thread(browser.wait_for, f"!{gone}")
 
 
 @pytest.mark.parametrize("dark", [False, True])

@@ -6,8 +6,11 @@ that talk to a worker are ordinary clients; only `serve`, `model`, `cache` and `
 
 from __future__ import annotations
 
+import base64
+import hmac
 import importlib.metadata
 import json
+import secrets
 import sys
 from dataclasses import asdict
 from importlib import import_module
@@ -693,7 +696,20 @@ def console(
 
     options: dict[str, Any] = {"keep_s": keep_s, "prefix": settings.prefix, "read_only": read_only}
     options |= {"opens": opens, "until_eof": until_eof, "place": place, "shelf": Shelf(settings)}
+    options["token"] = _console_token(settings, f"console of {tenant}, {'read' if read_only else 'act'}")
     talk(settings, tenant, lambda client: run(client, *listen, sampling=asked, **options))
+
+
+def _console_token(settings: Settings, of: str) -> str:
+    """Return a console's token: with the worker's own server the same at each start, so that pages go on.
+
+    Who can read that server's token may do everything that the console may. Else it is random.
+    """
+    secret = None if settings.nats else own_token(settings.data_dir)
+    if secret is None:
+        return secrets.token_urlsafe(32)
+    digest = hmac.digest(secret.encode(), of.encode(), "sha256")
+    return base64.urlsafe_b64encode(digest).decode().rstrip("=")
 
 
 def _show_whole_sentences(group: click.Group) -> None:
