@@ -70,6 +70,8 @@ _READ: Final = 1000
 MAX_STREAMS: Final = 16
 _SLOW_S: Final = 20.0
 _MAX_BODY_BYTES: Final = 2**20
+#: The temperature of another answer to the same question, where the model's is 0.
+_VARIED: Final = 0.7
 #: How long a worker may take to say that it is there.
 _PING_S: Final = 0.5
 _AWAY: Final = "NATS does not answer; what is shown may be old, and goes on when it is back"
@@ -108,6 +110,7 @@ class _Question(Struct, frozen=True, forbid_unknown_fields=True):
     top_p: float | None = None
     seed: int | None = None
     schema: dict[str, Any] | None = None
+    vary: bool = False
 
     def options(self) -> Any:
         """Return the sampling options that were chosen."""
@@ -306,11 +309,14 @@ class Console:
         key = session_key(self._client.tenant, request.path_params["name"])
         question = await _body(request, _Question)
         messages = [("system", question.system), ("user", question.text)]
+        options = await self._sampling(self._client, question.options())
+        if question.vary and question.temperature is None:  # at 0 the answer would be the same again
+            options["temperature"] = options.get("temperature") or _VARIED
         generate = build(
             Generate,
             question.id,
             messages=[{"role": role, "content": text} for role, text in messages if text],
-            **await self._sampling(self._client, question.options()),
+            **options,
         )
         try:
             async with asyncio.timeout(PATIENCE_S):

@@ -435,6 +435,19 @@ async def test_a_question_takes_sampling_and_a_schema(local_worker: Start) -> No
         assert asked.response_format is not None
 
 
+@pytest.mark.parametrize(("chosen", "found"), [(None, 0.7), (0.0, 0.0), (0.3, 0.3)])
+async def test_another_answer_to_the_same_question_is_not_the_most_likely_one(
+    local_worker: Start, chosen: float | None, found: float
+) -> None:
+    client = (await local_worker()).client
+    async with opened(client) as page:
+        await page.post("s/ask", {"id": "q", "text": "x", "vary": True, "temperature": chosen})
+        (entry,) = [entry for entry in await client.log("s") if entry.kind == "in"]
+        asked = decode_request(entry.body)
+        assert isinstance(asked, Generate)
+        assert asked.temperature == found
+
+
 async def test_a_given_beginning_of_an_answer_is_shown(local_worker: Start) -> None:
     client = (await local_worker()).client
     await client.session("s").generate(

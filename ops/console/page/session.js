@@ -69,7 +69,7 @@ export function session(main, given, about) {
       while (taken.has(`${base}-v${number}`)) number += 1;
       const as = `${base}-v${number}`;
       await post(path(name, "/fork"), { name: as, position });
-      await post(path(as, "/ask"), { id: newId(), text: text ?? words("user"), system: words("system"), ...options() });
+      await post(path(as, "/ask"), { id: newId(), text: text ?? words("user"), system: words("system"), vary: text === undefined, ...options() });
       location.hash = address(as);
     } catch (error) {
       toast(error.message, true);
