@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 #: Lines, and words of lines, that a terminal does not show unless `--log-format console` asks for them.
 _OF_A_START: Final = frozenset({"created stream", "set up consumer", "nats-server is ready"})
+_CLOCKS: Final = ("%H:%M:%S.%f", "%H:%M:%S")
 _DETAILS: Final = frozenset(
     {
         *("cache_policy", "caches", "kv_bits", "kv_bounded_bytes", "kv_bytes_per_token"),
@@ -30,13 +31,13 @@ def configure(log_format: str, log_level: str) -> None:
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
-        structlog.processors.TimeStamper(fmt="%H:%M:%S.%f" if console else "iso", utc=not console),
+        structlog.processors.TimeStamper(fmt=_CLOCKS[is_brief] if console else "iso", utc=not console),
     ]
     rendered: list[Processor] = (
         # No rich tracebacks: they show the values of variables.
         [
             structlog.dev.ConsoleRenderer(
-                pad_event_to=36,
+                pad_event_to=16 if is_brief else 36,
                 colors=sys.stderr.isatty(),
                 exception_formatter=structlog.dev.plain_traceback,
             )
