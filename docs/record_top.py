@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ from record_demo import save
 from ops.fleet import Fleet
 from ops.screen import State, draw
 from ops.top import WINDOW_S
+from tests.ops.browser import browsing
 from turnkeep_client import connect
 from turnkeep_client.errors import NoWorkerError, TurnkeepError
 
@@ -74,10 +76,10 @@ async def _watch(port: int, data_dir: Path) -> None:
 
         listener = asyncio.create_task(listen())
         await asyncio.sleep(WATCHED_S)
-        picture = draw(State(), fleet.sightings(), "", size=SIZE, title="turnkeep top  prefix turnkeep")
+        picture = draw(State(), fleet.sightings(), [], "", size=SIZE, title="turnkeep top  prefix turnkeep")
         save(picture, Path(__file__).with_name("top.svg"), SIZE[0])
-        await _photograph(f"{url}#/", "workers.png")
-        await _photograph(f"{url}#/session/garden", "console.png")
+        await asyncio.to_thread(_photograph, f"{url}#/workers", "workers.png")
+        await asyncio.to_thread(_photograph, f"{url}#/session/garden", "console.png")
         console.terminate()
         await console.wait()
         for task in (listener, *talks):
@@ -92,6 +94,8 @@ async def _garden(client: Client) -> None:
     )
     for question in GARDEN:
         await _ask(garden, question)
+    code = [{"role": "user", "content": "Write a Python function that says how often to water a plant."}]
+    await garden.generate(messages=code, prefix="```python\ndef", max_tokens=90, stop=["\n```"])
     roses = await garden.fork("garden-roses")
     await _ask(roses, "And roses?")
     await roses.fork("garden-roses-red")
@@ -103,16 +107,15 @@ async def _ask(session: Session, question: str) -> None:
     await session.generate(messages=asked, max_tokens=120, repetition_penalty=1.1, stop=["."])
 
 
-async def _photograph(url: str, file: str) -> None:
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    if browser is None:
-        sys.stderr.write("no Chromium is installed: the console's pictures stay as they were\n")
+def _photograph(url: str, file: str) -> None:
+    if shutil.which("chromedriver") is None:
+        sys.stderr.write("no chromedriver is installed: the pictures of the console stay as they were\n")
         return
-    target = Path(__file__).with_name(file)
-    flags = ("--headless", "--no-sandbox", "--hide-scrollbars", "--virtual-time-budget=3000")
-    size = f"--window-size={PIXELS[0]},{PIXELS[1]}"
-    process = await asyncio.create_subprocess_exec(browser, *flags, size, f"--screenshot={target}", url)
-    await process.wait()
+    with browsing() as browser:
+        browser.look(*PIXELS)
+        browser.open(url)
+        time.sleep(3)
+        browser.photograph(Path(__file__).with_name(file))
 
 
 def _free_port() -> int:

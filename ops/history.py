@@ -71,6 +71,7 @@ class History:
                 "up": one.up,
                 "age_s": one.age_s,
                 "uptime_s": one.metrics.uptime_s,
+                "pinned_bytes": one.metrics.snapshots.kept_bytes,
                 **dict(zip(SERIES, values, strict=True)),
             }
         self._now, self._points = now, points

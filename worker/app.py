@@ -61,7 +61,7 @@ from .observe.metrics import collect
 from .observe.telemetry import Telemetry
 from .observe.tracing import start_traces
 from .process.concurrency import in_thread, shielded, task_group
-from .process.datadir import DataDir
+from .process.datadir import DataDir, DataDirInUseError
 from .process.formatting import size
 from .process.keys import cache_access
 
@@ -173,7 +173,11 @@ class App:
                 await stack.enter_async_context(self._background("health", health.serve))
             await self._start_traces(stack)
             access = cache_access(settings)
-            directory = stack.enter_context(DataDir.open(settings.data_dir, settings.worker))
+            try:
+                directory = stack.enter_context(DataDir.open(settings.data_dir, settings.worker))
+            except DataDirInUseError:
+                model.check_name(settings.model, settings.data_dir)  # else a worker is stopped for it
+                raise
             # A user's mistakes show first: no server is started and no stream made for a model that cannot be
             # loaded, and no model is fetched for a server that does not answer.
             join, is_running = self._join(directory, stack)

@@ -12,7 +12,7 @@ import shutil
 import tempfile
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, Protocol, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -20,33 +20,40 @@ from starlette.applications import Starlette
 from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.responses import FileResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from ops.log import conversation, copies
+from ops.log import conversation, copies, searching, written
 from ops.log.costs import Costs
 from ops.log.sessions import begun, find_session, list_sessions, order, running
 from ops.log.tree import trees
-from turnkeep_client.errors import InvalidMessageError, NoWorkerError, ResultTimeoutError, TurnkeepError
+from turnkeep_client.errors import (
+    InvalidMessageError,
+    NoAnswerError,
+    NoWorkerError,
+    ResultTimeoutError,
+    TurnkeepError,
+)
 from turnkeep_client.messages import Generate, Opened, decode_request
 from turnkeep_client.session import build
 from turnkeep_client.subjects import session_key
 
 from .actions import ACTIONS, PATIENCE_S, Act, Details
 from .door import PAGE, Door
+from .streams import events
 from .turns import shown
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
     from starlette.requests import Request
     from starlette.types import Receive, Scope, Send
 
     from ops.log.conversation import Turn
     from turnkeep_client.client import Client
-    from turnkeep_client.messages import Chunk, Message
-    from turnkeep_client.session import Sampling, Session
+    from turnkeep_client.messages import Message
+    from turnkeep_client.session import Sampling
 
     from .live import Live
 
@@ -62,10 +69,36 @@ _READ: Final = 1000
 #: Answers that are streamed at once, and how long a reader may take for an event.
 MAX_STREAMS: Final = 16
 _SLOW_S: Final = 20.0
-#: How often a stream without a token says so.
-_QUIET_S: Final = 3
 _MAX_BODY_BYTES: Final = 2**20
+#: The temperature of another answer to the same question, where the model's is 0.
+_VARIED: Final = 0.7
+#: How long a worker may take to say that it is there.
+_PING_S: Final = 0.5
 _AWAY: Final = "NATS does not answer; what is shown may be old, and goes on when it is back"
+
+
+class Place(NamedTuple):
+    """The NATS server, the gateway, or where one usually is, and commands that reach them."""
+
+    nats: str
+    gateway: str
+    has_gateway: bool
+    launch: str
+    url: str
+
+
+class Shelf(Protocol):
+    """The models of this machine."""
+
+    def listed(self) -> dict[str, Any]:
+        """Return the models that are here, others that are good, and what is downloaded. Blocks."""
+
+    def pull(self, name: str) -> str:
+        """Begin to download a model; say so. Raises `TurnkeepError`."""
+
+
+class _Wanted(Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
 
 
 class _Question(Struct, frozen=True, forbid_unknown_fields=True):
@@ -74,6 +107,18 @@ class _Question(Struct, frozen=True, forbid_unknown_fields=True):
     system: str = ""
     max_tokens: int | None = None
     temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    schema: dict[str, Any] | None = None
+    vary: bool = False
+
+    def options(self) -> Any:
+        """Return the sampling options that were chosen."""
+        names = ("max_tokens", "temperature", "top_p", "seed")
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if self.schema is not None:
+            given["response_format"] = {"type": "json_schema", "json_schema": {"schema": self.schema}}
+        return given
 
 
 class Console:
@@ -85,16 +130,20 @@ class Console:
         live: Live,
         token: str,
         sampling: Callable[[Client, Sampling], Awaitable[dict[str, Any]]],
+        place: Callable[[], Place],
+        shelf: Shelf,
         *,
         prefix: str,
         read_only: bool,
     ) -> None:
-        """`sampling` completes the options of a question."""
+        """`sampling` completes the options of a question, `place` says where programs connect to."""
         #: Whether the server ends; streams end then.
         self.is_stopping: Callable[[], bool] = lambda: False
         self._client = client
         self._live = live
         self._sampling = sampling
+        self._place = place
+        self._shelf = shelf
         self._about = {"prefix": prefix, "tenant": client.tenant, "read_only": read_only}
         self._costs = Costs(client)
         self._num_streams = 0
@@ -103,9 +152,13 @@ class Console:
             Route(f"{one}/ask", self._ask, methods=["POST"]),
             Route(f"{one}/{{action}}", self._act, methods=["POST"]),
         ]
+        pulling = Route("/api/models", self._pull, methods=["POST"])
         self.app = Starlette(
             routes=[
                 Route("/api/workers", self._workers),
+                Route("/api/place", self._where),
+                Route("/api/models", self._models),
+                *([] if read_only else [pulling]),
                 *map(
                     self._connected,
                     (
@@ -136,21 +189,55 @@ class Console:
 
     async def _workers(self, request: Request) -> Response:
         figures = self._live.shown(request.query_params.get("worker"))
-        return _json(self._about | figures)
+        is_served = await self._is_served() if figures["connected"] else False
+        if is_served is False:  # known at once; that a worker is silent is noticed later
+            figures["workers"] = {name: one | {"up": False} for name, one in figures["workers"].items()}
+        return _json(self._about | figures | {"is_served": is_served})
+
+    async def _where(self, _: Request) -> Response:
+        return _json((await asyncio.to_thread(self._place))._asdict())
+
+    async def _models(self, _: Request) -> Response:
+        return _json(await asyncio.to_thread(self._shelf.listed))
+
+    async def _pull(self, request: Request) -> Response:
+        wanted = await _body(request, _Wanted)
+        return _json({"said": self._shelf.pull(wanted.name)})
+
+    async def _is_served(self) -> bool | None:
+        """Whether a worker takes requests; None if it is too busy to say so, or if this user may not ask."""
+        with contextlib.suppress(TimeoutError, TurnkeepError):
+            async with asyncio.timeout(_PING_S):
+                try:
+                    await self._client.worker_metrics()
+                except NoAnswerError:
+                    return False
+                return True
+        return None
 
     async def _sessions(self, request: Request) -> Response:
+        """Return a page of the sessions with `words` in the name or the first words; if `whole`, in any."""
         asked = request.query_params
         words, state = asked.get("words", "").strip().casefold(), asked.get("state", "")
-        found = await running(self._client, await list_sessions(self._client, self._client.tenant))
-        rows = [row for row in found if (row.state == state if state else row.state != "forgotten")]
+        listed = await running(self._client, await list_sessions(self._client, self._client.tenant))
+        rows = [row for row in listed if (row.state == state if state else row.state != "forgotten")]
         rows = order(rows, "name" if asked.get("sort") == "name" else "last")
+        found: dict[str, str] = {}
+        is_whole = True
         if words:
+            if asked.get("whole"):
+                found, is_whole = await searching.said(self._client, words, PATIENCE_S / 4)
             rows = [*await begun(self._client, rows[:_READ]), *rows[_READ:]]
-            rows = [row for row in rows if words in f"{row.session} {row.begins or ''}".casefold()]
+            rows = [
+                row
+                for row in rows
+                if row.session in found or words in f"{row.session} {row.begins or ''}".casefold()
+            ]
         skip = _number(asked.get("skip")) or 0
         page = await begun(self._client, rows[skip : skip + _SESSIONS])
-        costs = await self._costs.of(page)
-        return _json({"total": len(rows), "rows": page, "costs": costs, "each": _SESSIONS})
+        costs = [] if asked.get("brief") else await self._costs.of(page)
+        part = {"total": len(rows), "rows": page, "costs": costs, "each": _SESSIONS}
+        return _json(part | {"found": found, "is_whole": is_whole})
 
     async def _session(self, request: Request) -> Response:
         name, asked = request.path_params["name"], request.query_params
@@ -161,7 +248,9 @@ class Console:
         turns, more = await conversation.part(self._client, name, _TURNS, mark)
         cost = (await self._costs.of([row]))[0] if row else None
         inherited = await self._inherited(name, turns)
-        there = [shown(turn, inherited.get(turn.seq, ())) for turn in turns]
+        there = await asyncio.to_thread(  # Markdown takes time
+            lambda: [shown(turn, inherited.get(turn.seq, ())) for turn in turns]
+        )
         return _json({"row": row, "cost": cost, "turns": there, "more": more})
 
     async def _inherited(self, name: str, turns: Sequence[Turn]) -> dict[int, tuple[Message, ...]]:
@@ -186,6 +275,8 @@ class Console:
 
     async def _export(self, request: Request) -> Response:
         name = request.path_params["name"]
+        if form := request.query_params.get("form"):
+            return await self._written(name, form)
         key = session_key(self._client.tenant, name)
         entries = await self._client.log(name)
         parts = await copies.read_parts(self._client, key, entries)
@@ -199,18 +290,33 @@ class Console:
         media_type = "application/octet-stream"
         return FileResponse(folder / "session", 200, None, media_type, remove, f"{name}.turnkeep")
 
+    async def _written(self, name: str, form: str) -> Response:
+        history = await self._client.session(name).history()
+        if not history.turns:
+            raise HTTPException(404, f"the log has no conversation of {name}")
+        match form:
+            case "md":
+                body, kind = written.as_markdown(name, history).encode(), "text/markdown"
+            case "json":
+                body, kind = written.as_json(history), "application/json"
+            case _:
+                raise HTTPException(404, f"there is no form {form!r}; there are md and json")
+        attached = {"Content-Disposition": f'attachment; filename="{name}.{form}"'}
+        return Response(body, 200, attached, kind)
+
     async def _ask(self, request: Request) -> Response:
         """Store a question in the log, where it waits for a worker."""
         key = session_key(self._client.tenant, request.path_params["name"])
         question = await _body(request, _Question)
         messages = [("system", question.system), ("user", question.text)]
-        given: Any = {"max_tokens": question.max_tokens, "temperature": question.temperature}
-        given = {name: value for name, value in given.items() if value is not None}
+        options = await self._sampling(self._client, question.options())
+        if question.vary and question.temperature is None:  # at 0 the answer would be the same again
+            options["temperature"] = options.get("temperature") or _VARIED
         generate = build(
             Generate,
             question.id,
             messages=[{"role": role, "content": text} for role, text in messages if text],
-            **await self._sampling(self._client, given),
+            **options,
         )
         try:
             async with asyncio.timeout(PATIENCE_S):
@@ -236,40 +342,18 @@ class Console:
         if self._num_streams >= MAX_STREAMS:
             raise HTTPException(503, f"{MAX_STREAMS} answers are being streamed already")
         self._num_streams += 1
-        return _Events(self._events(self._client.session(name), asked, seq), self._close_stream)
+        sent = events(self._client.session(name), asked, seq, self.is_stopping)
+        return _Events(sent, self._close_stream)
 
     def _close_stream(self) -> None:
         self._num_streams -= 1
-
-    async def _events(self, session: Session, asked: Generate, seq: int) -> AsyncGenerator[bytes]:
-        chunks = aiter(session.follow(asked, seq))
-        yield _event("begin", {})
-        following, quiet_s = asyncio.create_task(_next(chunks)), 0
-        try:
-            while not self.is_stopping():
-                done, _ = await asyncio.wait({following}, timeout=1)
-                if done:
-                    chunk, quiet_s = following.result(), 0
-                    if chunk is None:
-                        yield _event("end", {})
-                        return
-                    following = asyncio.create_task(_next(chunks))
-                    parts = {"text": chunk.text, "reasoning": chunk.reasoning, "calls": chunk.tool_calls}
-                    yield _event("chunk", parts)
-                elif (quiet_s := quiet_s + 1) % _QUIET_S == 0:
-                    yield _event("quiet", {"seconds": quiet_s})
-        except TurnkeepError as error:
-            yield _event("end", {"error": str(error)})
-        finally:
-            following.cancel()
-            await asyncio.gather(following, return_exceptions=True)
 
 
 class _Events(StreamingResponse):
     """Server-sent events. A reader that does not read is left."""
 
-    def __init__(self, events: AsyncIterator[bytes], on_end: Callable[[], None]) -> None:
-        super().__init__(events, media_type="text/event-stream")
+    def __init__(self, sent: AsyncIterator[bytes], on_end: Callable[[], None]) -> None:
+        super().__init__(sent, media_type="text/event-stream")
         self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -284,14 +368,6 @@ class _Events(StreamingResponse):
                 await super().__call__(scope, receive, in_time)
         finally:
             self._on_end()
-
-
-async def _next(chunks: AsyncIterator[Chunk]) -> Chunk | None:
-    return await anext(chunks, None)
-
-
-def _event(kind: str, content: Any) -> bytes:
-    return b"event: %s\ndata: %s\n\n" % (kind.encode(), msgspec.json.encode(content))
 
 
 async def _body(request: Request, kind: type[T]) -> T:
@@ -331,6 +407,10 @@ async def _on_error(_: Request, error: Exception) -> Response:
     return _json({"error": str(error)}, status)
 
 
-async def _on_http(_: Request, error: Exception) -> Response:
+async def _on_http(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
+    if status == 404 and not request.url.path.startswith("/api/"):
+        return PlainTextResponse(
+            f"There is no page {request.url.path}; the console is at {request.base_url}\n", 404
+        )
     return _json({"error": getattr(error, "detail", str(error))}, status)

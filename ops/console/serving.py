@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import logging
 import os
-import secrets
 import socket
+import sys
+import webbrowser
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from turnkeep_client.client import Client
     from turnkeep_client.session import Sampling
 
+    from .app import Place, Shelf
+
 #: How long streams may take to end when the server does; pages take them up again.
 _DRAIN_S: Final = 3
 
@@ -41,16 +44,29 @@ async def run(
     keep_s: float,
     prefix: str,
     read_only: bool,
+    opens: bool,
+    until_eof: bool,
+    token: str,
     sampling: Callable[[Client, Sampling], Awaitable[dict[str, Any]]],
+    place: Callable[[], Place],
+    shelf: Shelf,
 ) -> None:
-    """Serve until a signal comes. Raises `ConsoleError`, also if NATS closes the connection."""
-    token, live = secrets.token_urlsafe(32), Live(client, keep_s)
-    console = Console(client, live, token, sampling, prefix=prefix, read_only=read_only)
+    """Serve until a signal comes, or standard input ends if `until_eof`; `opens` the page in a browser.
+
+    Raises `ConsoleError`, also if NATS closes the connection.
+    """
+    live = Live(client, keep_s)
+    console = Console(client, live, token, sampling, place, shelf, prefix=prefix, read_only=read_only)
     with contextlib.closing(listening(host, port)) as listener:
         address, at = listener.getsockname()[:2]
         shown = f"[{address}]" if ":" in address else address
-        click.echo(f"the console is at http://{shown}:{at}/?token={token}", err=True)
+        url = f"http://{shown}:{at}/?token={token}"
+        click.echo(f"the console is at {url}", err=True)
         running = server(console)
+        if until_eof:
+            asyncio.get_running_loop().add_reader(sys.stdin, lambda: _end_at_eof(running))
+        if opens and not await asyncio.to_thread(webbrowser.open, url):
+            click.echo("turnkeep: no browser was found; open this address in one", err=True)
         serving = asyncio.create_task(running.serve(sockets=[listener]))
         try:
             await until_one_ends(live.listen(), live.keep(), _end_of(serving))
@@ -59,6 +75,13 @@ async def run(
             await serving
     if not client.connected:
         raise ConsoleError("the NATS server has closed the connection; its log says why")
+
+
+def _end_at_eof(running: uvicorn.Server) -> None:
+    """Stop the server if the process at the other end of standard input has ended."""
+    if not os.read(sys.stdin.fileno(), 4096):
+        running.should_exit = True
+        asyncio.get_running_loop().remove_reader(sys.stdin)
 
 
 async def _end_of(task: asyncio.Task[None]) -> None:

@@ -1,9 +1,9 @@
-"""What the page shows of a session's turns, without token ids. Pure."""
+"""What the page shows of a session's turns, without token ids; answers as Markdown. Pure."""
 
 from __future__ import annotations
 
 from datetime import datetime  # noqa: TC003  # msgspec reads the annotations
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from msgspec import Struct
 
@@ -19,11 +19,25 @@ from turnkeep_client.messages import (
     UnknownResult,
 )
 
+from .markdown import rendered
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from ops.log.conversation import Turn
     from turnkeep_client.messages import Called, Message, ToolCall
+
+    from .markdown import Node
+
+
+#: How an answer has ended, in words.
+_ENDS: Final = {
+    "stop": "",
+    "length": "cut: no more tokens were allowed",
+    "cancelled": "stopped",
+    "expired": "ended at its deadline",
+    "tool_calls": "",
+}
 
 
 class Call(NamedTuple):
@@ -34,10 +48,11 @@ class Call(NamedTuple):
 
 
 class Said(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one side has said."""
+    """What one side has said. An answer has its text as `blocks` of Markdown, too."""
 
     role: str
     text: str = ""
+    blocks: tuple[Node, ...] = ()
     reasoning: str = ""
     calls: tuple[Call, ...] = ()
 
@@ -95,9 +110,11 @@ def _said(turn: Turn) -> Iterator[Said]:
         if request.tokens:
             yield Said(role="tokens", text=f"{len(request.tokens)} tokens by their ids")
     if isinstance(result, Generated) and result.repeat_of is None:
+        text = (request.prefix if isinstance(request, Generate) else "") + result.text
         yield Said(
             role="assistant",
-            text=result.text,
+            text=text,
+            blocks=rendered(text),
             reasoning=result.reasoning,
             calls=_calls(result.tool_calls),
         )
@@ -105,7 +122,8 @@ def _said(turn: Turn) -> Iterator[Said]:
 
 def _message(message: Message) -> Said:
     text = str(message.content or "")
-    return Said(role=message.role, text=text, calls=_calls(message.tool_calls or ()))
+    blocks = rendered(text) if message.role == "assistant" else ()
+    return Said(role=message.role, text=text, blocks=blocks, calls=_calls(message.tool_calls or ()))
 
 
 def _calls(calls: Iterable[ToolCall | Called]) -> tuple[Call, ...]:
@@ -121,7 +139,7 @@ def _note(turn: Turn) -> str:
         case _, UnknownResult(type=kind):
             return f"{kind}, of a newer version"
         case _, Generated(repeat_of=None, finish_reason=reason):
-            return "" if reason == "stop" else f"ended: {reason}"
+            return _ENDS.get(reason, f"ended: {reason}")
         case _, None:
             return ""
         case _, result if result.repeat_of is not None:
@@ -130,6 +148,8 @@ def _note(turn: Turn) -> str:
             return f"went back to position {position}"
         case Open(from_=None), _:
             return "opened"
+        case Open(), Opened(position=0):
+            return "begins anew, beside another session"
         case Open(), Opened(position=position):
             return f"begins with {position} tokens of another session"
         case _, Appended():

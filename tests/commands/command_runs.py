@@ -174,7 +174,7 @@ class Terminal:
 
     @property
     def _text(self) -> str:
-        return re.sub(r"\x1b\[[0-9;]*m", "", self._output.decode(errors="replace"))
+        return without_styles(self._output.decode(errors="replace"))
 
     @property
     def echoes(self) -> bool:
@@ -182,30 +182,7 @@ class Terminal:
 
     def screen(self) -> list[str]:
         """What can be seen, of a command that moves its cursor as an answer does; nothing scrolls away."""
-        rows: list[list[str]] = [[]]
-        row = column = 0
-        for code, char in re.findall(rf"{_CONTROL}|(.|\n)", self._text):
-            if code == "[A":
-                row -= 1
-            elif code == "[K":
-                del rows[row][column:]
-            elif code.endswith("C"):
-                column += int(code[1:-1])
-            elif code:
-                raise AssertionError(f"no answer prints {code}")
-            elif char == "\r":
-                column = 0
-            elif char == "\n":
-                row += 1
-                rows += [[]] if row == len(rows) else []
-            elif not cell_len(char):
-                rows[row][column - 1] += char
-            else:
-                rows[row] += [" "] * (column - len(rows[row]))
-                rows[row][column : column + cell_len(char)] = [char] + [""] * (cell_len(char) - 1)
-                column += cell_len(char)
-                assert column <= self._columns, "beyond the terminal's edge"
-        return ["".join(cells).rstrip() for cells in rows]
+        return seen(self._output.decode(errors="replace"), self._columns)
 
     def _read(self, deadline: float) -> bool:
         ready, _, _ = select.select([self._control], [], [], max(deadline - time.monotonic(), 0))
@@ -213,3 +190,35 @@ class Terminal:
             with contextlib.suppress(OSError):
                 self._output += os.read(self._control, 65536)
         return bool(ready)
+
+
+def without_styles(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
+def seen(text: str, columns: int) -> list[str]:
+    """The lines on a terminal after what an answer prints; nothing scrolls away."""
+    rows: list[list[str]] = [[]]
+    row = column = 0
+    for code, char in re.findall(rf"{_CONTROL}|(.|\n)", without_styles(text)):
+        if code == "[A":
+            row -= 1
+        elif code == "[K":
+            del rows[row][column:]
+        elif code.endswith("C"):
+            column += int(code[1:-1])
+        elif code:
+            raise AssertionError(f"no answer prints {code}")
+        elif char == "\r":
+            column = 0
+        elif char == "\n":
+            row += 1
+            rows += [[]] if row == len(rows) else []
+        elif not cell_len(char):
+            rows[row][column - 1] += char
+        else:
+            rows[row] += [" "] * (column - len(rows[row]))
+            rows[row][column : column + cell_len(char)] = [char] + [""] * (cell_len(char) - 1)
+            column += cell_len(char)
+            assert column <= columns, "beyond the terminal's edge"
+    return ["".join(cells).rstrip() for cells in rows]

@@ -15,19 +15,26 @@ from tests.commands.command_runs import environment, turnkeep
 from tests.parts import free_port
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
+
+    from tests.parts import WorkerProcess
 
 pytestmark = pytest.mark.process
 
 
-def test_a_question_waits_for_the_worker_that_starts(tmp_path: Path, tiny_model: Path) -> None:
+@pytest.mark.parametrize("has_lock", [True, False])
+def test_a_question_waits_for_the_worker_that_starts(
+    tmp_path: Path, tiny_model: Path, *, has_lock: bool
+) -> None:
     data, port = tmp_path / "data", free_port()
     where = ["--data-dir", str(data), "--nats-port", str(port)]
     program = [sys.executable, "-m", "worker"]
     served = Popen([*program, "serve", *where, "--model", str(tiny_model)], env=environment(), stderr=DEVNULL)
     with served as worker:
         try:
-            while not (data / "worker.lock").exists() or not (data / "worker.lock").stat().st_size:
+            lock = data / "worker.lock"
+            while has_lock and not (lock.exists() and lock.stat().st_size):
                 time.sleep(0.01)
             worker.send_signal(signal.SIGSTOP)
             asked = [*program, "ask", *where, "--max-tokens", "2", "Hello?"]
@@ -54,3 +61,17 @@ def test_a_process_that_has_ended_is_not_waited_for(tmp_path: Path) -> None:
     (tmp_path / "worker.lock").write_text(f'{{"pid": {os.getpid()}, "worker": "w"}}')
     os.utime(tmp_path / "worker.lock", (0, 0))
     assert "start a worker with" in turnkeep("info", *where).stderr, "it has been there for long"
+
+
+def test_a_mistyped_model_is_told_though_the_directory_is_in_use(
+    worker_process: Callable[..., WorkerProcess],
+) -> None:
+    worker = worker_process()
+    worker.start()
+    where = ("--data-dir", worker.data_dir, "--nats-port", free_port())
+    while not worker.data_dir.joinpath("worker.lock").exists():
+        time.sleep(0.01)
+    assert turnkeep("serve", *where, "--model", "nosuch").stderr.startswith(
+        "turnkeep: there is no model nosuch; give a model folder"
+    )
+    assert "is in use by worker" in turnkeep("serve", *where, "--model", worker.data_dir).stderr

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+import httpx2
 import pytest
 from command_runs import Terminal, turnkeep
 
@@ -19,16 +21,25 @@ pytestmark = pytest.mark.process
 
 def test_a_start_says_what_it_does_and_ends_with_what_to_do_next(tmp_path: Path, tiny_model: Path) -> None:
     place = ("--data-dir", str(tmp_path / "data"), "--nats-port", str(free_port()))
-    with Terminal("serve", *place, "--model", tiny_model, columns=200) as terminal:
+    beside = ("--gateway", free_port(), "--console", "0")
+    with Terminal("serve", *place, *beside, "--model", tiny_model, columns=200) as terminal:
         terminal.wait_for("starting")
         terminal.wait_for("testing how this model runs best")
-        terminal.wait_for("ready ")
+        terminal.wait_for(r"loaded the model +context=\d+ model=tiny\s+\d")
+        terminal.wait_for(r"ready +nats=nats://127.0.0.1:\d+ worker=\w+\s")
         terminal.wait_for(f"In another terminal:\r?\n +turnkeep chat {' '.join(place)}\r?\n")
         terminal.wait_for("Ctrl-C stops")
+        terminal.wait_for(r"the (gateway|console) is at http://")
+        terminal.wait_for(r"the (gateway|console) is at http://")
         terminal.type("\x03")
         assert terminal.end() == 0
         assert terminal.transcript.count("testing how") == 1
         assert "trial=" not in terminal.transcript, "its figures are for the debug level"
+        assert "created stream" not in terminal.transcript
+        address = re.search(r"the console is at (http://\S+)", terminal.transcript)
+        assert address
+        with pytest.raises(httpx2.ConnectError):  # it has ended too
+            httpx2.get(address[1])
     with Terminal("serve", *place, "--model", tiny_model, "--log-format", "json", columns=2000) as terminal:
         terminal.wait_for('"ready"')
         terminal.type("\x03")

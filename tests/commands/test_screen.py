@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import pytest
+from command_runs import seen
 from rich.cells import cell_len
 
+from worker.commands.rendering import MarkdownScreen
 from worker.commands.screen import WordWrap, printable, wrapped
 
 TEXT = (
@@ -54,3 +59,94 @@ def test_control_characters_are_left_out_and_spaces_and_joiners_are_not() -> Non
     assert printable("a\x1b[2Jb\x07\r\n\tc\x9b\x7f") == "a[2Jb\n\tc"
     whole = "10\u202f000\u00a0km \U0001f468\u200d\U0001f469 \u0645\u06cc\u200c\u062e"
     assert printable(whole) == whole
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ANSWER = """A **bold** word, and words that go on behind the edge of it.
+
+1. one
+
+2. two
+- other
+
+```python
+x = 1
+```
+| a | b |
+|---|--:|
+| 1 | 2 |
+
+An end."""
+LOOKS = """A bold word, and words that go on
+behind the edge of it.
+
+ 1 one
+ 2 two
+
+ \u2022 other
+
+ x = 1
+
+ a  b
+ \u2500\u2500\u2500\u2500
+ 1  2
+
+An end."""
+
+
+def terminal(monkeypatch: pytest.MonkeyPatch, lines: int = 24) -> Callable[[], list[str]]:
+    """Print to a terminal of 40 columns; returns what is on it."""
+    printed = io.StringIO()
+    monkeypatch.setattr(printed, "isatty", lambda: True, raising=False)
+    for name, value in (("COLUMNS", "40"), ("LINES", str(lines)), ("TERM", "xterm")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "stdout", printed)
+    return lambda: seen(printed.getvalue().replace("\n", "\r\n"), 40)
+
+
+@pytest.mark.parametrize("piece", [1, 2, 3, 7, 1000])
+def test_each_block_of_markdown_is_drawn_where_it_came(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
+    shown = terminal(monkeypatch)
+    screen = MarkdownScreen()
+    screen.write("I think.", dim=True)
+    screen.write("\n\n")
+    for i in range(0, len(ANSWER), piece):
+        screen.write(ANSWER[i : i + piece])
+    screen.end()
+    lines = [line.rstrip() for line in shown()]
+    whole = "\n".join(
+        line for i, line in enumerate(lines) if line or lines[i - 1]
+    )  # one empty line is enough
+    assert whole.strip("\n") == f"I think.\n\n{LOOKS}"
+
+
+def test_what_comes_is_seen_before_its_block_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = terminal(monkeypatch)
+    screen = MarkdownScreen()
+    screen.write("A **bold** w")
+    assert shown() == ["A **bold**"]
+    screen.write("ord\n\n```\nx")
+    assert shown() == ["A bold word", "", "```", ""]
+    screen.write("=1\n```\n\nThen")  # an empty line ends the code, but not a list
+    assert "\n".join(shown()).rstrip() == "A bold word\n\n x=1"
+    screen.write("\n\n1. one\n\nAn")
+    assert "\n".join(shown()).rstrip() == "A bold word\n\n x=1\n\nThen\n\n1. one"
+
+
+def test_a_block_taller_than_the_terminal_stays_as_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = terminal(monkeypatch, 5)
+    screen = MarkdownScreen()
+    for piece in ("```\n", *["x\n"] * 9, "```\n\n", "*Then*\n\n"):
+        screen.write(piece)
+    screen.end()
+    assert "\n".join(shown()).rstrip().endswith("x\n```\n\nThen")
+
+
+def test_escapes_in_markdown_cannot_drive_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = terminal(monkeypatch)
+    screen = MarkdownScreen()
+    screen.write("&#27;[2J \x1b[2J `\x1b[2J` &#x9b;2J\n")
+    screen.end()
+    assert "[2J [2J [2J" in shown()[0].replace("\ufffd", "")

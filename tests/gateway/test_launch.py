@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import shlex
+import shutil
 import stat
 import sys
 from typing import TYPE_CHECKING, Any
@@ -85,6 +86,19 @@ async def test_a_prompt_that_was_shortened_is_not_called_too_long(url: str, tmp_
         assert complained == ""
     _, _, complained = await launched(tmp_path, "--gateway", url, "claude", "-p", "Which --tools have you?")
     assert "own prompt takes about 20,000 tokens" in complained
+    shown = ("serve --model mlx-community/Qwen3-", "serve another model,")  # by this machine's memory
+    assert any(one in complained for one in shown)
+
+
+async def test_a_prompt_too_long_for_the_model_names_one_that_is_here(
+    url: str, tmp_path: Path, tiny_model: Path
+) -> None:
+    there = tmp_path / "data" / "models" / "long"
+    shutil.copytree(tiny_model, there)
+    config = json.loads((there / "config.json").read_text()) | {"max_position_embeddings": 32_768}
+    (there / "config.json").write_text(json.dumps(config))
+    _, _, complained = await launched(tmp_path, "--gateway", url, "claude")
+    assert "; serve one that is here: --model long" in complained
 
 
 async def test_two_dashes_before_the_agent_s_arguments_are_not_its_own(url: str, tmp_path: Path) -> None:

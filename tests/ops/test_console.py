@@ -20,19 +20,20 @@ import pytest
 
 import ops.console
 from ops.console import app as console_app
-from ops.console.app import Console
+from ops.console.app import Console, Place
 from ops.console.door import PAGE
 from ops.console.live import Live
 from ops.console.serving import ConsoleError, listening, server
 from ops.console.turns import shown
-from ops.log import copies
+from ops.log import copies, searching
 from ops.log.conversation import Turn, part
 from tests.commands.command_runs import command, environment
 from tests.ops.test_operating_page import block
+from tests.ops.test_workers_history import Watched
 from tests.parts import free_port
 from tests.protocol.scripted_worker import metrics
 from turnkeep_client.client import connect
-from turnkeep_client.errors import RequestFailedError
+from turnkeep_client.errors import RequestFailedError, TurnkeepError
 from turnkeep_client.messages import (
     Called,
     CalledFunction,
@@ -44,7 +45,8 @@ from turnkeep_client.messages import (
     encode,
 )
 from turnkeep_client.subjects import SessionKey, Subjects
-from worker.commands.cli import main
+from worker.commands.cli import _console_token, main
+from worker.process.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -57,6 +59,42 @@ if TYPE_CHECKING:
     Start = Callable[..., Awaitable[LocalWorker]]
 
 TOKEN = "of-these-tests"
+
+
+class OnShelf:
+    """Two models that are here, one that is known, and a download at its middle."""
+
+    def __init__(self) -> None:
+        self.pulled = list[str]()
+
+    def listed(self) -> dict[str, Any]:
+        size = {"size_bytes": 2**30, "needed_bytes": 2**31}
+        here = {
+            "dtype": "4 bits",
+            "context_tokens": 8192,
+            "in_use": True,
+            "serve": "turnkeep serve --model a",
+        }
+        known = {"memory_gb": 8, "use": "chat", "sources": ["its card"], "fits": True}
+        return {
+            "memory_bytes": 2**33,
+            "here": [
+                {"name": "a", "fits": True, **size, **here},
+                {"name": "b", "fits": False, **size, **here, "in_use": False, "context_tokens": None},
+            ],
+            "good": [{"name": "org/good", **size, **known}],
+            "pulls": {name: {"done": 2**29, "total": 2**30} for name in self.pulled},
+        }
+
+    def pull(self, name: str) -> str:
+        if "/" not in name:
+            raise TurnkeepError(f"{name} is no id of the hub")
+        self.pulled.append(name)
+        return f"downloading {name}"
+
+
+PLACE = Place("nats://127.0.0.1:4222", "http://127.0.0.1:8080", True, "turnkeep launch", "turnkeep url")
+SHELF = OnShelf()
 EVIL = "<script>document.title='pwned'</script><img src=x onerror=alert(1)>"
 
 
@@ -68,7 +106,9 @@ async def plainly(_: Client, given: Any) -> dict[str, Any]:
 async def serving(client: Client, live: Any = None, *, read_only: bool = False) -> AsyncIterator[str]:
     """A console of a client in this process; yields its address."""
     live = live or Live(client, 60)
-    console = Console(client, live, TOKEN, plainly, prefix="turnkeep", read_only=read_only)
+    console = Console(
+        client, live, TOKEN, plainly, lambda: PLACE, SHELF, prefix="turnkeep", read_only=read_only
+    )
     with listening("127.0.0.1", 0) as listener:
         running = server(console)
         task = asyncio.create_task(running.serve(sockets=[listener]))
@@ -275,7 +315,13 @@ def test_reasoning_calls_and_costs_are_shown_apart() -> None:
     found = json.loads(encode(shown(turn)))
     assert found["said"] == [
         {"role": "tool", "text": "21"},
-        {"role": "assistant", "text": "So.", "reasoning": "Let me see.", "calls": [["f", '{"a": 1}']]},
+        {
+            "role": "assistant",
+            "text": "So.",
+            "blocks": [["p", {}, "So."]],
+            "reasoning": "Let me see.",
+            "calls": [["f", '{"a": 1}']],
+        },
     ]
     assert found["spent"] == {
         "found": 40,
@@ -317,6 +363,101 @@ async def test_actions_do_what_their_commands_do(local_worker: Start, tmp_path: 
         assert [row["session"] for row in (await page.get("sessions"))["rows"]] == ["b"]
 
 
+async def test_a_search_finds_what_was_said_anywhere(local_worker: Start) -> None:
+    worker = await local_worker()
+    client = worker.client
+    garden = client.session("garden")
+    await garden.generate(messages=[{"role": "user", "content": "What grows?"}], max_tokens=2)
+    parts = [{"type": "text", "text": f"{'far ' * 30}Where is the Rhubarb"}]
+    raw = await nats.connect(worker.settings.nats)
+    append = encode({"type": "append", "id": "p", "messages": [{"role": "user", "content": parts}]})
+    await raw.jetstream().publish(f"{worker.settings.prefix}.default.garden.in", append)
+    await raw.close()
+    answer = await client.session("other").generate(
+        text="zz", max_tokens=20, response_format={"type": "choice", "choices": ["Übermut"]}
+    )
+    async with opened(client) as page:
+
+        async def found(words: str, **more: Any) -> tuple[list[str], dict[str, str]]:
+            told = await page.get("sessions", words=words, brief=1, **more)
+            assert told["is_whole"]
+            assert told["costs"] == []
+            return [row["session"] for row in told["rows"]], told["found"]
+
+        assert await found("rhubarb") == ([], {})
+        assert await found("rhubarb", whole=1) == (
+            ["garden"],
+            {"garden": "...ar far Where is the Rhubarb"},
+        )
+        assert await found("üb", whole=1) == (["other"], {"other": answer.text})
+        assert await found('"text"', whole=1) == ([], {})
+
+
+async def test_a_search_that_takes_too_long_says_that_it_has_not_read_all(local_worker: Start) -> None:
+    client = (await local_worker()).client
+    await client.session("a").append(text="abc")
+    assert await searching.said(client, "abc", 0) == ({}, False)
+
+
+async def test_a_conversation_is_exported_as_markdown_and_as_json(local_worker: Start) -> None:
+    client = (await local_worker()).client
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    told = [
+        {"role": "system", "content": "S"},
+        {"role": "user", "content": "Q"},
+        {"role": "assistant", "content": "**A**", "tool_calls": [call]},
+        {"role": "tool", "content": "21", "tool_call_id": "c"},
+    ]
+    await client.session("a").append(messages=told)
+    async with opened(client) as page:
+        answer = await page.http.get("/api/sessions/a/export", params={"form": "md"})
+        assert answer.headers["content-disposition"] == 'attachment; filename="a.md"'
+        assert answer.text == (
+            "# a\n\n## System\n\nS\n\n## You\n\nQ\n\n## Model\n\n**A**\n\n```json\n"
+            '{"name":"f","arguments":"{}"}\n```\n\n## Result of a tool\n\n21\n'
+        )
+        assert (await page.http.get("/api/sessions/a/export", params={"form": "json"})).json() == told
+        for name, form in (("a", "pdf"), ("none", "md")):
+            answer = await page.http.get(f"/api/sessions/{name}/export", params={"form": form})
+            assert answer.status_code == 404
+
+
+async def test_a_question_takes_sampling_and_a_schema(local_worker: Start) -> None:
+    client = (await local_worker()).client
+    async with opened(client) as page:
+        schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+        options = {"seed": 7, "top_p": 0.5, "temperature": 0.9, "max_tokens": 30}
+        await page.post("s/ask", {"id": "q", "text": "x", "schema": schema, **options})
+        (entry,) = [entry for entry in await client.log("s") if entry.kind == "in"]
+        asked = decode_request(entry.body)
+        assert isinstance(asked, Generate)
+        assert (asked.seed, asked.top_p, asked.temperature, asked.max_tokens) == (7, 0.5, 0.9, 30)
+        assert asked.response_format is not None
+
+
+@pytest.mark.parametrize(("chosen", "found"), [(None, 0.7), (0.0, 0.0), (0.3, 0.3)])
+async def test_another_answer_to_the_same_question_is_not_the_most_likely_one(
+    local_worker: Start, chosen: float | None, found: float
+) -> None:
+    client = (await local_worker()).client
+    async with opened(client) as page:
+        await page.post("s/ask", {"id": "q", "text": "x", "vary": True, "temperature": chosen})
+        (entry,) = [entry for entry in await client.log("s") if entry.kind == "in"]
+        asked = decode_request(entry.body)
+        assert isinstance(asked, Generate)
+        assert asked.temperature == found
+
+
+async def test_a_given_beginning_of_an_answer_is_shown(local_worker: Start) -> None:
+    client = (await local_worker()).client
+    await client.session("s").generate(
+        messages=[{"role": "user", "content": "x"}], prefix="**So**", max_tokens=2
+    )
+    async with opened(client) as page:
+        (turn,) = (await page.get("sessions/s"))["turns"]
+        assert turn["said"][-1]["text"].startswith("**So**")
+
+
 async def test_a_fork_shows_the_conversation_that_it_has_inherited(local_worker: Start) -> None:
     client = (await local_worker()).client
     garden = client.session("garden")
@@ -352,6 +493,46 @@ async def test_while_nats_is_away_the_page_hears_so_at_once(
             answer = await page.http.get(f"/api/{path}", timeout=2)
             assert (answer.status_code, "NATS does not answer" in answer.json()["error"]) == (503, True)
         assert (await page.get("workers"))["connected"] is False
+
+
+async def test_that_no_worker_is_there_is_known_at_once(local_worker: Start) -> None:
+    worker = await local_worker()
+    async with opened(worker.client, live=Watched(5, "w1")) as page:
+        told = await page.get("workers")
+        assert (told["is_served"], told["workers"]["w1"]["up"]) == (True, True)
+        await worker.stop()
+        client = await connect(worker.settings.nats, prefix=worker.settings.prefix)
+    async with client, opened(client, live=Watched(5, "w1")) as page:
+        told = await page.get("workers")
+        assert (told["is_served"], told["workers"]["w1"]["up"]) == (False, False)
+
+
+async def test_models_are_listed_and_downloaded(local_worker: Start) -> None:
+    client = (await local_worker()).client
+    async with opened(client) as page:
+        assert [one["name"] for one in (await page.get("models"))["here"]] == ["a", "b"]
+        for name, status, says in (("x", 409, "no id of the hub"), ("org/good", 200, "downloading org/good")):
+            answer = await page.http.post("/api/models", json={"name": name})
+            assert (answer.status_code, says in answer.text) == (status, True)
+        assert (await page.get("models"))["pulls"]["org/good"]["total"] == 2**30
+        foreign = await page.http.post("/api/models", json={"name": "a/b"}, headers={"Origin": "null"})
+        assert foreign.status_code == 403
+    async with opened(client, read_only=True) as page:
+        assert (await page.http.post("/api/models", json={"name": "a/b"})).status_code == 405
+    assert SHELF.pulled == ["org/good"]
+    SHELF.pulled.clear()
+
+
+async def test_a_mistyped_address_says_where_the_console_is(local_worker: Start) -> None:
+    worker = await local_worker()
+    async with opened(worker.client) as page:
+        answer = await page.http.get("/sesions")
+        url = str(page.http.base_url)
+        assert (answer.status_code, answer.text) == (
+            404,
+            f"There is no page /sesions; the console is at {url}/\n",
+        )
+        assert (await page.http.get("/api/nothing")).json() == {"error": "Not Found"}
 
 
 async def test_bad_requests_are_refused_in_one_sentence_and_change_nothing(local_worker: Start) -> None:
@@ -400,6 +581,7 @@ async def test_a_question_is_answered_as_events_that_join_to_the_record(local_wo
         assert await page.events(f"new/answers/{asked['seq']}") == [
             events[0],
             *([("chunk", {"text": joined, "reasoning": "", "calls": []})] if joined else []),
+            *([("blocks", {"first": 0, "blocks": turn["said"][2]["blocks"]})] if joined else []),
             ("end", {}),
         ]
         # Asked again under the same id, it is not asked twice.
@@ -431,7 +613,7 @@ async def test_streams_are_limited_and_a_reader_that_goes_makes_room(
                 await asyncio.sleep(0.05)
         assert (await page.post("s/cancel", {"id": "q"}))["said"] == "cancelled an answer that was running"
         assert (await page.events(f"s/answers/{asked['seq']}"))[-1] == ("end", {})
-        assert "ended: cancelled" in (await page.get("sessions/s"))["turns"][0]["note"]
+        assert (await page.get("sessions/s"))["turns"][0]["note"] == "stopped"
 
 
 async def test_a_reader_that_does_not_read_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -547,6 +729,68 @@ async def test_the_command_shows_workers_of_the_metrics_subject(nats_url: str) -
         assert await asyncio.to_thread(process.wait, 30) == 130
         assert process.stderr.read() == "\n"
         process.stderr.close()
+
+
+async def test_the_console_knows_the_gateway_beside_its_worker(
+    worker_process: Callable[..., WorkerProcess],
+) -> None:
+    port = free_port()
+    worker = worker_process("--gateway", str(port))
+    worker.forks = False  # its command line is looked at
+    worker.start()
+    async with await worker.client():
+        pass
+    arguments = ("--data-dir", worker.data_dir, "--nats-port", worker.url.rpartition(":")[2])
+    process = subprocess.Popen(  # noqa: ASYNC220
+        [sys.executable, "-m", "worker", "console", "--listen", "127.0.0.1:0", *map(str, arguments)],
+        env=environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    url = (await asyncio.to_thread(process.stderr.readline)).split()[-1]
+    async with httpx2.AsyncClient() as http:
+        await http.get(url)
+        place = (await http.get(f"{url.partition('?')[0]}api/place")).json()
+    process.send_signal(signal.SIGTERM)
+    assert await asyncio.to_thread(process.wait, 30) == 143
+    process.stderr.close()
+    assert re.fullmatch(r"[\w-]{43}", url.partition("token=")[2])
+    assert (place["gateway"], place["has_gateway"]) == (f"http://127.0.0.1:{port}", True)
+    assert place["nats"].rpartition(":")[2] == arguments[-1]
+    assert re.search(r"turnkeep launch --data-dir \S+ --nats-port \d+$", place["launch"])
+
+
+def test_each_tenant_and_way_has_a_token_of_its_own_that_needs_the_server_s(tmp_path: Path) -> None:
+    own, other = Settings(data_dir=tmp_path), Settings(data_dir=tmp_path, nats="nats://127.0.0.1:4222")
+    assert _console_token(own, "a") != _console_token(own, "a"), "there is no server yet: it is random"
+    (tmp_path / "nats-token").write_text("secret")
+    assert _console_token(own, "a") == _console_token(own, "a")
+    assert _console_token(own, "a") != _console_token(own, "b")
+    first = _console_token(own, "a")
+    (tmp_path / "nats-token").write_text("another")
+    assert _console_token(own, "a") != first
+    assert _console_token(other, "a") != _console_token(other, "a")
+
+
+async def test_the_command_opens_its_page_in_the_browser(nats_url: str, tmp_path: Path) -> None:
+    browser, opened_ = tmp_path / "browser", tmp_path / "opened"
+    browser.write_text(f'#!/bin/sh\nprintf %s "$1" > "{opened_}"\n')
+    browser.chmod(0o755)
+    process = subprocess.Popen(  # noqa: ASYNC220
+        [sys.executable, "-m", "worker", "console", "--open", "--listen", "127.0.0.1:0", "--nats", nats_url],
+        env=environment() | {"BROWSER": str(browser)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    url = (await asyncio.to_thread(process.stderr.readline)).split()[-1]
+    async with asyncio.timeout(30):
+        while not opened_.exists() or opened_.read_text() != url:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert await asyncio.to_thread(process.wait, 30) == 143
+    process.stderr.close()
 
 
 async def test_the_command_ends_quietly_while_an_answer_is_streamed(local_worker: Start) -> None:

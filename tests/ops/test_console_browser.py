@@ -16,7 +16,7 @@ import pytest
 
 from tests.commands.command_runs import environment
 from tests.ops.browser import browsing
-from tests.ops.test_console import EVIL, TOKEN, serving
+from tests.ops.test_console import EVIL, SHELF, TOKEN, serving
 from tests.ops.test_workers_history import Watched
 from turnkeep_client.messages import Generated, decode_result
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.packaging, pytest.mark.timeout(400)]
 
-ANSWER = "document.querySelector('.turn:last-child .assistant .text')?.textContent ?? ''"
+ANSWER = "document.querySelector('.turn:last-child .assistant')?.source ?? ''"
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +42,10 @@ def browser() -> Iterator[Browser]:
 
 
 @contextmanager
-def console(worker: WorkerProcess) -> Iterator[str]:
+def console(worker: WorkerProcess, listen: str = "127.0.0.1:0") -> Iterator[str]:
     """`turnkeep console` as a process; yields the address that it prints."""
-    command = [sys.executable, "-m", "worker", "console", "--nats", worker.url, "--listen", "127.0.0.1:0"]
+    place = ["--data-dir", str(worker.data_dir), "--nats-port", worker.url.rpartition(":")[2]]
+    command = [sys.executable, "-m", "worker", "console", *place, "--listen", listen]
     with subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None
@@ -72,7 +73,7 @@ async def test_a_chat_outlives_its_worker_and_its_session_can_be_forked_and_forg
             browser.open(url)
             browser.click("Sessions")
             browser.wait_for("document.querySelector('.words')?.textContent === 'What grows?'")
-            browser.click("garden")
+            browser.click("garden", ".sessions a")
             browser.wait_for("document.querySelectorAll('.turn').length === 1")
             browser.click("Options")
             browser.type("input[type=number]", "3000")
@@ -115,16 +116,161 @@ def act(browser: Browser) -> None:
     browser.wait_for("document.querySelector('.tree li')?.innerText.startsWith('garden')")
     browser.click("garden", ".tree a")
     browser.wait_for("document.querySelector('h1')?.textContent === 'garden'")
-    browser.click("Forget", "main button")
+    browser.click("Delete", "main button")
     browser.type("dialog", "\ue00c")  # Escape
-    browser.click("Forget", "main button")
+    browser.click("Delete", "main button")
     browser.click("Cancel", "dialog button")
     browser.wait_for("document.querySelectorAll('.turn').length === 2")
-    browser.click("Forget", "main button")
-    browser.click("Forget", "#dialog-yes")
-    browser.wait_for("location.hash === '#/sessions'")
-    browser.wait_for("document.querySelectorAll('.sessions tbody tr').length === 1")
-    assert browser.text(".sessions tbody a") == "garden-2"
+    browser.click("Delete", "main button")
+    browser.click("Delete", "#dialog-yes")
+    browser.wait_for("location.hash === '#/'")
+    browser.wait_for("document.querySelectorAll('.side li').length === 1")
+    assert browser.text(".side .name") == "garden-2"
+
+
+MARKDOWN = "1. a **b**\n\n```python\nreturn 1\n```\n\n| a |\n|---|\n| 1 |\n\n[out](https://a.example)\n\n"
+
+
+async def test_a_conversation_is_titled_searched_asked_again_and_stopped(
+    browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]], endless_model: Path
+) -> None:
+    worker = await local_worker(model=str(endless_model))
+    client = worker.client
+    await client.session("notes").generate(
+        messages=[{"role": "user", "content": "Rhubarb?"}], prefix=MARKDOWN, max_tokens=3
+    )
+
+    def names() -> list[str]:
+        return browser.run("return [...document.querySelectorAll('.side .name')].map((one) => one.innerText)")
+
+    def begin(url: str) -> str:
+        """Ask in a new chat, with the keyboard alone."""
+        browser.open(f"{url}/?token={TOKEN}")
+        browser.wait_for("document.activeElement.id === 'message'")
+        browser.click("Options")
+        browser.type("input[placeholder='what fits']", "5")
+        browser.type("#message", "What grows?\ue007")
+        browser.wait_for("location.hash.startsWith('#/session/chat-')")
+        browser.wait_for("document.querySelector('.turn.done')")
+        browser.wait_for("document.querySelector('h1').innerText === 'What grows?'")
+        assert names() == ["What grows?", "notes"]
+        browser.click("Rename")
+        browser.type("#dialog-name", "My <b>garden</b>\ue007")
+        browser.wait_for("document.querySelector('h1').innerText === 'My <b>garden</b>'")
+        browser.wait_for("document.querySelector('.side .name').innerText === 'My <b>garden</b>'")
+        return str(browser.run("return location.hash")).removeprefix("#/session/")
+
+    def again(name: str) -> None:
+        browser.click("Regenerate")
+        browser.wait_for("location.hash === arguments[0]", f"#/session/{name}-v2")
+        browser.wait_for("document.querySelectorAll('.turn.done').length === 2")
+        assert "begins anew, beside another session" in browser.text(".turn")
+        assert browser.text(".turn .meta a") == name
+        browser.click("Edit")
+        browser.type(".edit textarea", " And why?")
+        browser.click("Ask in a fork")
+        browser.wait_for("location.hash === arguments[0]", f"#/session/{name}-v3")
+        browser.wait_for(
+            "document.querySelector('.turn:last-child .user')?.innerText === 'What grows? And why?'"
+        )
+
+    def stop() -> None:
+        browser.click("Options")
+        browser.type("input[placeholder='what fits']", "0000")  # it still has the 5
+        browser.type("#message", "On and on\ue007")
+        browser.wait_for(f"({ANSWER}).length > 20")
+        browser.type("#message", "And then?\ue007")
+        browser.wait_for("document.querySelectorAll('.turn.waiting').length === 2")
+        browser.type("body", "\ue00c")  # Escape
+        browser.wait_for("!document.querySelector('.turn.waiting')")
+        assert "stopped" in browser.text(".turn:nth-last-child(2)")
+        assert not browser.run("return document.querySelector('.composer button').checkVisibility()")
+
+    def search() -> None:
+        browser.type(".side input", "rhub")
+        browser.wait_for("document.querySelectorAll('.side li').length === 1")
+        browser.click("notes", ".side .name")
+        browser.wait_for("document.querySelector('.rich td')?.innerText === '1'")
+        assert browser.text(".rich li strong") == "b"
+        assert browser.text(".code .code-k").strip() == "return"
+        assert browser.run("return document.querySelector('.rich a').rel") == "noreferrer"
+        browser.click("Copy", ".code button")
+        browser.wait_for("document.querySelector('#toast').innerText === 'Copied'")
+        assert browser.run("return navigator.clipboard.readText()") == "return 1\n"
+        browser.click("Copy", ".meta button")
+        deadline = f"navigator.clipboard.readText().then((text) => text.startsWith({MARKDOWN!r}))"
+        assert browser.run(f"return {deadline}")
+
+    def export() -> None:
+        browser.click("Export", "summary")
+        links = browser.run("return [...document.querySelectorAll('.menu a')].map((one) => one.href)")
+        read = "return fetch(arguments[0]).then((answer) => answer.text())"
+        assert browser.run(read, links[0]).startswith("# notes\n\n## You\n\nRhubarb?\n")
+        assert '"role": "user"' in browser.run(read, links[1])
+
+    async with serving(client) as url:
+        browser.cdp(
+            "Browser.grantPermissions",
+            origin=url,
+            permissions=["clipboardReadWrite", "clipboardSanitizedWrite"],
+        )
+        name = await asyncio.to_thread(begin, url)
+        assert re.fullmatch(r"chat-\d{8}-\d{6}", name)
+        await asyncio.to_thread(again, name)
+        for then in (stop, search, export):
+            await asyncio.to_thread(then)
+
+
+async def test_lines_to_connect_are_there_to_copy(
+    browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]]
+) -> None:
+    worker = await local_worker()
+
+    def look(url: str) -> None:
+        browser.open(f"{url}/?token={TOKEN}")
+        browser.click("Connect")
+        browser.wait_for("document.querySelectorAll('.examples .code').length === 6")
+        assert "base URL, OpenAI\nhttp://127.0.0.1:8080/v1" in browser.text(".facts")
+        assert "NATS\nnats://127.0.0.1:4222; turnkeep url prints it with its token" in browser.text(".facts")
+        browser.click("Copy")
+        browser.wait_for("document.querySelector('#toast').innerText === 'Copied'")
+        read = browser.run("return navigator.clipboard.readText()")
+        assert read.startswith("turnkeep launch claude")
+        texts = browser.run(
+            "return [...document.querySelectorAll('.examples pre')].map((one) => one.innerText)"
+        )
+        assert all('"tiny"' in text for text in texts[1:5])
+
+    async with serving(worker.client, Watched(5, "w1")) as url:
+        may = ["clipboardReadWrite", "clipboardSanitizedWrite"]
+        browser.cdp("Browser.grantPermissions", origin=url, permissions=may)
+        await asyncio.to_thread(look, url)
+
+
+async def test_models_are_shown_with_what_fits_and_downloaded(
+    browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]]
+) -> None:
+    worker = await local_worker()
+
+    def look(url: str) -> None:
+        browser.open(f"{url}/?token={TOKEN}")
+        browser.click("Models")
+        browser.wait_for("document.querySelectorAll('.models tbody tr').length === 3")
+        seen = browser.text("main")
+        assert "This machine has 8 GiB of memory" in seen
+        assert ("fits: 2 GiB" in seen, "too large: 2 GiB" in seen) == (True, True)
+        browser.click("Copy line")
+        browser.wait_for("document.querySelector('#toast').innerText === 'Copied'")
+        browser.click("Download", ".models button")
+        browser.wait_for("document.querySelector('progress')?.position === 0.5")
+        browser.type("form input", "x\ue007")
+        browser.wait_for("document.querySelector('#toast').innerText === 'x is no id of the hub'")
+
+    async with serving(worker.client) as url:
+        may = ["clipboardReadWrite", "clipboardSanitizedWrite"]
+        browser.cdp("Browser.grantPermissions", origin=url, permissions=may)
+        await asyncio.to_thread(look, url)
+    SHELF.pulled.clear()
 
 
 async def test_scripts_in_names_and_messages_are_text(
@@ -149,7 +295,7 @@ async def test_scripts_in_names_and_messages_are_text(
         browser.type("input[name=token]", TOKEN + "\n")
         browser.click("Sessions")
         browser.wait_for("document.querySelectorAll('.sessions tbody tr').length === 1")
-        browser.click("evil")
+        browser.click("evil", ".sessions a")
         browser.wait_for("document.querySelectorAll('.said').length === 2")
         assert browser.text(".user .text") == browser.text(".assistant .text") == EVIL
         browser.click(f"Calls {name}")
@@ -158,8 +304,8 @@ async def test_scripts_in_names_and_messages_are_text(
         browser.wait_for("document.body.innerText.includes('is not valid')")
         assert browser.text("h1") == name
         browser.run("location.hash = '#/session/%'")
-        browser.wait_for("document.querySelector('h1')?.textContent === 'Sessions'")
-        assert browser.run("return document.title") == "Sessions · Turnkeep"
+        browser.wait_for("document.querySelector('h1')?.textContent === 'There is no such page'")
+        assert browser.run("return document.title") == "There is no such page · Turnkeep"
         assert browser.run("return document.querySelectorAll('main script, main img').length") == 0
 
     async with serving(worker.client) as url:
@@ -174,6 +320,7 @@ async def test_the_workers_are_drawn_with_the_course_of_the_one_that_was_chosen(
 
     def look(url: str) -> None:
         browser.open(f"{url}/?token={TOKEN}")
+        browser.click("Workers")
         browser.click("<b>w2</b>")
         browser.wait_for("document.querySelector('h2')?.textContent === '<b>w2</b>'")
         browser.wait_for("document.body.dataset.points === '120'")
@@ -204,6 +351,7 @@ async def test_the_first_point_of_a_chart_is_a_short_line(
 
     def look(url: str) -> None:
         browser.open(f"{url}/?token={TOKEN}")
+        browser.click("Workers")
         browser.wait_for("document.body.dataset.points === '1'")
         paths = browser.run(
             "return [...document.querySelectorAll('figure path')].map((one) => one.getAttribute('d'))"
@@ -211,6 +359,81 @@ async def test_the_first_point_of_a_chart_is_a_short_line(
         assert {path.partition("h")[2] for path in paths if path} == {"12"}
 
     async with serving(worker.client, Watched(5, "w1")) as url:
+        await asyncio.to_thread(look, url)
+
+
+async def test_what_is_gone_is_said_in_words_and_comes_back_by_itself(
+    browser: Browser, worker_process: Callable[..., WorkerProcess]
+) -> None:
+    worker = worker_process("--metrics-interval-s", "60")  # so that its silence would be noticed late
+    worker.start()
+    gone = "document.querySelector('#gone').innerText"
+
+    def look(url: str) -> None:
+        browser.open(url)
+        browser.wait_for("document.querySelector('#state').innerText === '1 worker up'")
+        browser.run("location.hash = '#/session/notes'")
+        browser.wait_for("document.querySelectorAll('.turn').length === 1")
+        worker.kill()
+        browser.wait_for(f"{gone}.startsWith('No worker is up: turnkeep serve starts one')")
+        assert browser.text("#state") == "no worker"
+        worker.start()
+        browser.wait_for(f"!{gone}")
+        browser.wait_for("document.querySelector('#state').innerText === '1 worker up'")
+        worker.stop()
+        browser.wait_for(f"{gone}.startsWith('NATS does not answer')")
+        assert browser.run("return document.querySelectorAll('.turn').length") == 1, "what was shown stays"
+        browser.run("location.hash = '#/sesions'")
+        browser.wait_for("document.querySelector('h1')?.innerText === 'There is no such page'")
+        browser.click("here is the first one")
+        worker.start()
+        browser.wait_for(f"!{gone}")
+        browser.run("location.hash = '#/session/nots'")
+        browser.wait_for("document.body.innerText.includes('There is no session nots yet.')")
+
+    async with await worker.client() as client:
+        await client.session("notes").append(text="abc")
+    with console(worker) as url:
+        await asyncio.to_thread(look, url)
+    assert "The console does not answer" in browser.wait_for(gone)
+    assert browser.text("h1") == "nots"
+    with console(worker, url.split("/")[2]) as again:
+        assert again == url
+        await asyncio.to_thread(browser.wait_for, f"!{gone}")
+
+
+@pytest.mark.parametrize("dark", [False, True])
+async def test_texts_placeholders_and_borders_have_the_contrast_of_aa(
+    browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]], *, dark: bool
+) -> None:
+    client = (await local_worker()).client
+    await client.session("notes").generate(
+        messages=[{"role": "user", "content": "?"}], prefix=f"{MARKDOWN}> said `so`", max_tokens=3
+    )
+
+    def look(url: str) -> None:
+        for width in (1200, 400):
+            browser.look(width, 900, dark=dark)
+            browser.open(f"{url}/?token={TOKEN}")
+            for page, is_there in (
+                ("", "h1"),
+                ("session/notes", ".rich code"),
+                ("sessions", ".sessions td"),
+                ("workers", ".workers td"),
+                ("connect", ".examples pre"),
+                ("models", ".models td"),
+                ("nothing", "h1 + p"),
+            ):
+                browser.run("location.hash = arguments[0]", f"#/{page}")
+                browser.wait_for("document.querySelector(arguments[0])", is_there)
+                browser.run("for (const one of document.querySelectorAll('details')) one.open = true")
+                assert browser.faint() == [], page
+                assert browser.run("return document.documentElement.scrollWidth") == width, (
+                    "nothing sticks out"
+                )
+        browser.look(1200, 900)
+
+    async with serving(client, Watched(60, "w1")) as url:
         await asyncio.to_thread(look, url)
 
 
@@ -223,7 +446,7 @@ async def test_a_read_only_page_has_no_buttons_that_act(
     def look(url: str) -> None:
         browser.open(f"{url}/?token={TOKEN}")
         browser.click("Sessions")
-        browser.click("a")
+        browser.click("a", ".sessions a")
         browser.wait_for("document.querySelectorAll('.turn').length === 1")
         buttons = "return [...document.querySelectorAll('main :is(button, .button, textarea)')]"
         seen = browser.run(f"{buttons}.filter((one) => one.checkVisibility()).map((one) => one.innerText)")

@@ -18,6 +18,7 @@ from . import control
 from .ask import decoded
 from .close_cli import start_of_last
 from .exchanges import last_exchanges
+from .rendering import MarkdownScreen
 from .sampling import cut, preferred, whole
 from .screen import printable, wrapped
 from .stream import stream
@@ -153,7 +154,7 @@ class _Chat:
         options = whole(self._sampling)
         generation = self._session.generate(messages=[{"role": "user", "content": question}], **options)
         self._unanswered = question
-        answered = await stream(self._session, generation, reasoning=self._reasoning)
+        answered = await stream(self._session, generation, reasoning=self._reasoning, screen=MarkdownScreen())
         if not answered or generation.result.tokens:
             self._unanswered = None
         why = cut(generation.result, options["max_tokens"]) if answered else ""

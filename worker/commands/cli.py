@@ -6,8 +6,11 @@ that talk to a worker are ordinary clients; only `serve`, `model`, `cache` and `
 
 from __future__ import annotations
 
+import base64
+import hmac
 import importlib.metadata
 import json
+import secrets
 import sys
 from dataclasses import asdict
 from importlib import import_module
@@ -17,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 import click
 
 from turnkeep_client.errors import TurnkeepError
-from turnkeep_client.redact import redact
+from turnkeep_client.redact import redact, shown
 from worker.process.datadir import TOKEN_NAME
 from worker.process.installed import as_installed
 from worker.process.keys import cache_access
@@ -228,6 +231,15 @@ def main() -> None:
     flag_value=8080,
     help="Run a gateway too, on this machine's loopback address. [default port: 8080]",
 )
+@click.option(
+    "--console",
+    "console_port",
+    metavar="[PORT]",
+    type=click.IntRange(0, 65535),
+    is_flag=False,
+    flag_value=9423,
+    help="Run a console too, a page to chat in, on the loopback address. [default port: 9423]",
+)
 @click.option("--of", metavar="NAME", hidden=True, help="Serve one of [models], until standard input ends.")
 @click.option("--weigh", is_flag=True, hidden=True, help="Print what the model needs, and end.")
 @click.option("--until-eof", is_flag=True, hidden=True, help="End when standard input does.")
@@ -236,6 +248,7 @@ def serve(
     config: Path | None,
     check: bool,
     gateway_port: int | None,
+    console_port: int | None,
     of: str | None,
     weigh: bool,
     until_eof: bool,
@@ -273,14 +286,19 @@ def serve(
     from .serve import Manner, supervise
     from .serve import serve as run
 
-    if gateway_port:
-        wait_for_port(gateway_port, "choose another with --gateway PORT")
+    for name, port in (("gateway", gateway_port), ("console", console_port)):
+        if port:
+            wait_for_port(port, f"choose another with --{name} PORT")
 
     own = flags if models else flags | {"prefix": settings.prefix}
+    beside = {
+        name: [*options_of(config, own, (*CLIENT_SETTINGS, *more)), "--listen", str(port)]
+        for name, port, more in (("gateway", gateway_port, ("placeholders",)), ("console", console_port, ()))
+        if port is not None
+    }
     manner = Manner(
         options=options_of(config, flags),
-        gateway_port=gateway_port,
-        gateway_options=options_of(config, own, (*CLIENT_SETTINGS, "placeholders")),
+        beside=beside,
         of=of,
         until_eof=until_eof,
     )
@@ -638,6 +656,8 @@ def top(config: Path | None, tenant: str, **flags: Any) -> None:
     9423, 60, 3600.0, "Length of the history, and time until a silent worker is forgotten.", _OF_PAGE
 )
 @click.option("--read-only", is_flag=True, help="Show everything, and let nothing be done.")
+@click.option("--open", "opens", is_flag=True, help="Open the page in the browser, too.")
+@click.option("--until-eof", is_flag=True, hidden=True, help="End when standard input does.")
 @tenant_option
 @with_settings(*CLIENT_SETTINGS)
 def console(
@@ -645,6 +665,8 @@ def console(
     listen: tuple[str, int],
     keep_s: float,
     read_only: bool,
+    opens: bool,
+    until_eof: bool,
     tenant: str,
     **flags: Any,
 ) -> None:
@@ -660,11 +682,37 @@ def console(
         if library not in {"starlette", "uvicorn", "h11"}:
             raise
         raise TurnkeepError(f"{library} is missing; pip install 'turnkeep[ops]' brings it") from None
+    from ops.console.app import Place
+
+    from .launch_cli import own_gateway
     from .sampling import asked
+    from .shelf import Shelf
+    from .talking import command_line, url_of
 
     settings = load_settings(config, flags)
+
+    def place() -> Place:
+        port = own_gateway(settings.data_dir)
+        gateway = f"http://127.0.0.1:{port or 8080}"
+        launch, url = (command_line(settings, one) for one in ("launch", "url"))
+        return Place(shown(url_of(settings)), gateway, port is not None, launch, url)
+
     options: dict[str, Any] = {"keep_s": keep_s, "prefix": settings.prefix, "read_only": read_only}
+    options |= {"opens": opens, "until_eof": until_eof, "place": place, "shelf": Shelf(settings)}
+    options["token"] = _console_token(settings, f"console of {tenant}, {'read' if read_only else 'act'}")
     talk(settings, tenant, lambda client: run(client, *listen, sampling=asked, **options))
+
+
+def _console_token(settings: Settings, of: str) -> str:
+    """Return a console's token: with the worker's own server the same at each start, so that pages go on.
+
+    Who can read that server's token may do everything that the console may. Else it is random.
+    """
+    secret = None if settings.nats else own_token(settings.data_dir)
+    if secret is None:
+        return secrets.token_urlsafe(32)
+    digest = hmac.digest(secret.encode(), of.encode(), "sha256")
+    return base64.urlsafe_b64encode(digest).decode().rstrip("=")
 
 
 def _show_whole_sentences(group: click.Group) -> None:

@@ -73,7 +73,7 @@ def launch(
     changed. All arguments after its name are the agent's, as in `turnkeep launch pi -p "Say hello"`.
     """
     settings = load_settings(config, flags)
-    own = _own_gateway(settings.data_dir)
+    own = own_gateway(settings.data_dir)
     url = url or f"http://127.0.0.1:{own or _PORT}"
     door = _awaited_door(url.rstrip("/").removesuffix("/v1"), key, model, settings.data_dir, own)
     start = start_of(Path(agent).name, door)
@@ -85,7 +85,7 @@ def launch(
     if door.context_tokens < (needed := own_prompt_tokens(Path(agent).name, arguments)):
         click.echo(
             f"turnkeep: {agent}'s own prompt takes about {needed:,} tokens, and {door.model} sees only"
-            f" {door.context_tokens:,}; serve another model, or shorten it as docs/agents.md says",
+            f" {door.context_tokens:,}; {_advice(settings.data_dir, needed)}",
             err=True,
         )
     folder = settings.data_dir / "agents"
@@ -99,7 +99,20 @@ def launch(
     os.execve(found, command, {**os.environ, **start.environment})  # noqa: S606  # the user's own program
 
 
-def _own_gateway(data_dir: Path) -> int | None:
+def _advice(data_dir: Path, needed: int) -> str:
+    """Name models whose context is long enough: some that are here, else known ones that fit this machine."""
+    from worker.models.catalog import list_models
+    from worker.models.known import fits, known, needed_bytes
+
+    here = [one.name for one in list_models(data_dir) if one.context_tokens >= needed and not one.instead]
+    if here:
+        return f"serve one that is here: --model {' or '.join(here[:3])}"
+    known_ = [one for one in known() if fits(needed_bytes(one.weights_gb * 1e9, one.parameters_b * 1e9))]
+    names = " or ".join(one.id for one in known_[-2:])
+    return f"serve {f'--model {names}' if names else 'another model'}, or shorten it as docs/agents.md says"
+
+
+def own_gateway(data_dir: Path) -> int | None:
     """Return the port of the gateway that the worker on a data directory was started with; None if none."""
     arguments = list[str]()
     with suppress(psutil.Error):  # it has just ended

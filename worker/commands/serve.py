@@ -7,7 +7,7 @@ import importlib.metadata
 import os
 import signal
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import anyio
@@ -25,7 +25,7 @@ from .progress import terminal_progress
 from .talking import command_line
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
     from worker.app import App
     from worker.process.settings import Settings
@@ -36,22 +36,21 @@ log = structlog.get_logger()
 #: The device thread holds the interpreter while it builds a step's graph; at the default of 5 ms the event
 #: loop would wait that long for each of its own turns.
 _SWITCH_INTERVAL_S = 0.001
-#: How long a gateway may take to end; its clients ask the next one again.
-_GATEWAY_S = 3.0
+#: How long a gateway or a console may take to end; its clients ask the next one again.
+_BESIDE_S = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manner:
     """How a worker is run beside its settings.
 
-    `options` of the command line say where the settings are from; a gateway gets its own `gateway_options` of
-    them. A worker `of` one of several models, and one that runs `until_eof`, says on its output when it
-    serves, and ends when its standard input does.
+    `options` of the command line say where the settings are from. `beside` has the options of commands that
+    run beside it, a gateway and a console. A worker `of` one of several models, and one that runs
+    `until_eof`, says on its output when it serves, and ends when its standard input does.
     """
 
     options: Sequence[str] = ()
-    gateway_port: int | None = None
-    gateway_options: Sequence[str] = ()
+    beside: Mapping[str, Sequence[str]] = field(default_factory=dict)
     of: str | None = None
     until_eof: bool = False
 
@@ -59,7 +58,7 @@ class Manner:
 def serve(settings: Settings, read_again: Callable[[], Settings], manner: Manner) -> None:
     """Run a worker until SIGINT or SIGTERM; a second signal ends the process at once.
 
-    With a gateway's port a gateway runs as a process of its own, which ends with this one.
+    What runs beside it has processes of its own, which end with this one.
     Without a terminal, SIGHUP applies the disk limits that `read_again` returns. On a terminal SIGHUP means
     that the terminal was closed, and stops the worker like SIGTERM.
     """
@@ -112,8 +111,8 @@ async def _run(app: App | Supervisor, settings: Settings, reload: Callable[[], N
                 tasks.start_soon(_serve_a_parent, app, starting)
             elif _for_people(settings):
                 tasks.start_soon(_say_what_next, settings, app)
-            if manner.gateway_port is not None:
-                tasks.start_soon(_run_gateway, app, manner)
+            for name, options in manner.beside.items():
+                tasks.start_soon(_run_beside, app, name, options)
             with starting:
                 await app.run()
             tasks.cancel_scope.cancel()
@@ -135,13 +134,13 @@ async def _say_what_next(settings: Settings, app: App | Supervisor) -> None:
     )
 
 
-async def _run_gateway(app: App | Supervisor, manner: Manner) -> None:
-    """Run a gateway once the worker serves."""
+async def _run_beside(app: App | Supervisor, name: str, options: Sequence[str]) -> None:
+    """Run a gateway or a console once the worker serves."""
     await app.ready.wait()
-    options = ["--listen", str(manner.gateway_port), "--until-eof"]
-    async with child(["gateway", *manner.gateway_options, *options], patience_s=_GATEWAY_S) as process:
+    async with child([name, *options, "--until-eof"], patience_s=_BESIDE_S) as process:
         code = await process.wait()
-        log.error("the gateway has ended, the worker goes on", code=code)
+        told = f"the {name} has ended, the worker goes on"
+        log.error(told, code=code)
 
 
 async def _serve_a_parent(app: App | Supervisor, starting: anyio.CancelScope) -> None:

@@ -31,6 +31,7 @@ async def stream(
     shown: bool = True,
     kept: bool = True,
     reasoning: str | None = None,
+    screen: Screen | None = None,
 ) -> bool:
     """Print an answer as it arrives; False if Ctrl-C ended the answer or the wait for it.
 
@@ -38,21 +39,29 @@ async def stream(
     line.
 
     Ctrl-C, SIGTERM and SIGHUP cancel the answer. If no worker runs, or at a second Ctrl-C, only the wait
-    ends, and the request stays in the log. `kept` is false if the caller then removes the session. Without
-    `shown` the text is not printed. Raises what the generation raises.
+    ends, and the request stays in the log. `kept` is false if the caller then removes the session. `screen`
+    shows the text; without `shown` nothing is printed. Raises what the generation raises.
     """
     told = sys.stdout.isatty() if reasoning is None else reasoning == "show"
-    return await _Stream(session, generation, shown=shown, kept=kept, shows_reasoning=told).run()
+    screen = screen or Screen()
+    return await _Stream(session, generation, screen, shown=shown, kept=kept, shows_reasoning=told).run()
 
 
 class _Stream:
     def __init__(
-        self, session: Session, generation: Generation, *, shown: bool, kept: bool, shows_reasoning: bool
+        self,
+        session: Session,
+        generation: Generation,
+        screen: Screen,
+        *,
+        shown: bool,
+        kept: bool,
+        shows_reasoning: bool,
     ) -> None:
         self._session = session
         self._shows_reasoning = shows_reasoning
         self._generation = generation
-        self._screen = Screen()
+        self._screen = screen
         self._shown = shown
         self._kept = kept
         self._loop = asyncio.get_running_loop()

@@ -11,6 +11,9 @@ import shlex
 import signal
 import sys
 import threading
+import time
+from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
@@ -43,6 +46,8 @@ _SECRETS: Final = frozenset({"nats_password", "nats_token"})
 _CONTROL_S: Final = 60.0
 #: Between two looks for the server of a worker that starts.
 _STARTING_S: Final = 0.2
+#: How long a `serve` may take until it locks its data directory.
+_IMPORTS_S: Final = 10.0
 _TERMINATED: Final = 143
 
 _T = TypeVar("_T")
@@ -58,7 +63,7 @@ async def connected(settings: Settings, tenant: str, prefix: str | None = None) 
 
     from turnkeep_client.client import connect
 
-    url = over_tls(settings, settings.nats or f"nats://127.0.0.1:{settings.nats_port}")
+    url = url_of(settings)
     is_told = False
     try:
         while True:
@@ -72,7 +77,11 @@ async def connected(settings: Settings, tenant: str, prefix: str | None = None) 
                     **client_options(settings),
                 )
             except NoServerError:
-                starting = None if settings.nats else starting_pid(settings.data_dir)
+                starting = (
+                    None
+                    if settings.nats
+                    else starting_pid(settings.data_dir) or _just_begun(settings.data_dir)
+                )
                 if starting is None:
                     raise
                 if not is_told:
@@ -87,6 +96,32 @@ async def connected(settings: Settings, tenant: str, prefix: str | None = None) 
         raise NotPermittedError(
             f"the NATS server at {url} {why}; name its worker's data directory by --data-dir"
         ) from None
+
+
+def _just_begun(data_dir: Path) -> int | None:
+    """Return a `serve` on a data directory that began a moment ago, and may not have locked it yet."""
+    import psutil
+
+    variable = "TURNKEEP_DATA_DIR"
+    for process in psutil.process_iter(["cmdline", "create_time"]):
+        words = process.info["cmdline"] or []
+        is_serve = (
+            any(Path(one).name in {"turnkeep", "worker"} for one in words[:4]) and "serve" in words[1:5]
+        )
+        if not is_serve or time.time() - process.info["create_time"] > _IMPORTS_S:
+            continue
+        with contextlib.suppress(psutil.Error):
+            given = next((after for one, after in pairwise(words) if one == "--data-dir"), None)
+            given = given or process.environ().get(variable)
+            is_same = Path(given).absolute() == data_dir.absolute() if given else variable not in os.environ
+            if is_same:
+                return process.pid
+    return None
+
+
+def url_of(settings: Settings) -> str:
+    """Return the address of the NATS server."""
+    return over_tls(settings, settings.nats or f"nats://127.0.0.1:{settings.nats_port}")
 
 
 def talk(settings: Settings, tenant: str, say: Callable[[Client], Coroutine[Any, Any, _T]]) -> _T:

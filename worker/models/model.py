@@ -86,6 +86,12 @@ def default_dtype() -> str:
     return "float32" if mx.default_device() == mx.Device(mx.cpu) else "keep"
 
 
+def check_name(spec: str | None, data_dir: Path) -> None:
+    """Check that a model of this name is here, or may be on the hub. Raises `ModelError`."""
+    if spec and not (Path(spec).expanduser().exists() or hub.is_id(spec) or catalog.find(spec, data_dir)):
+        raise catalog.missing(spec, data_dir)
+
+
 def resolve(spec: str | None, data_dir: Path, *, dtype: str, progress: Progress | None = None) -> Path:
     """Return the model folder for `spec`: a folder, a .gguf file, a (part of a) name, a hub id, or None.
 

@@ -4,29 +4,40 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
 from turnkeep_client.redact import redact
 
 if TYPE_CHECKING:
-    from structlog.typing import Processor
+    from structlog.typing import EventDict, Processor
+
+#: Lines, and words of lines, that a terminal does not show unless `--log-format console` asks for them.
+_OF_A_START: Final = frozenset({"created stream", "set up consumer", "nats-server is ready"})
+_CLOCKS: Final = ("%H:%M:%S.%f", "%H:%M:%S")
+_DETAILS: Final = frozenset(
+    {
+        *("cache_policy", "caches", "kv_bits", "kv_bounded_bytes", "kv_bytes_per_token"),
+        *("features", "folder", "kv_layers", "protocol"),
+    }
+)
 
 
 def configure(log_format: str, log_level: str) -> None:
-    """Set up logging for the process. `auto` is `console` on a terminal, else `json`."""
-    console = log_format == "console" or (log_format == "auto" and sys.stderr.isatty())
+    """Set up logging for the process. `auto` is `console` on a terminal, without details, else `json`."""
+    is_brief = log_format == "auto" and sys.stderr.isatty()
+    console = log_format == "console" or is_brief
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
-        structlog.processors.TimeStamper(fmt="%H:%M:%S.%f" if console else "iso", utc=not console),
+        structlog.processors.TimeStamper(fmt=_CLOCKS[is_brief] if console else "iso", utc=not console),
     ]
     rendered: list[Processor] = (
         # No rich tracebacks: they show the values of variables.
         [
             structlog.dev.ConsoleRenderer(
-                pad_event_to=36,
+                pad_event_to=16 if is_brief else 36,
                 colors=sys.stderr.isatty(),
                 exception_formatter=structlog.dev.plain_traceback,
             )
@@ -35,13 +46,20 @@ def configure(log_format: str, log_level: str) -> None:
         else [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     )
     structlog.configure(
-        processors=[*shared, *rendered, _redacted],
+        processors=[*shared, *([_brief] if is_brief else []), *rendered, _redacted],
         wrapper_class=structlog.make_filtering_bound_logger(
             logging.getLevelNamesMapping()[log_level.upper()]
         ),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )
+
+
+def _brief(_logger: object, method: str, event: EventDict) -> EventDict:
+    """Leave out what only a program, or whoever looks for a fault, wants to know of a start."""
+    if method == "info" and event["event"] in _OF_A_START:
+        raise structlog.DropEvent
+    return {name: value for name, value in event.items() if name not in _DETAILS}
 
 
 def _redacted(_logger: object, _method: str, line: Any) -> str:

@@ -4,35 +4,61 @@ import { made, path, post, toast } from "./dom.js";
 
 export const isNearEnd = () => innerHeight + scrollY > document.documentElement.scrollHeight - 160;
 export const toEnd = () => scrollTo(0, document.documentElement.scrollHeight);
-const newId = () => Array.from(crypto.getRandomValues(new Uint32Array(4)), (one) => one.toString(16).padStart(8, "0")).join("");
+export const newId = () => Array.from(crypto.getRandomValues(new Uint32Array(4)), (one) => one.toString(16).padStart(8, "0")).join("");
 
-export function composer(name, refresh) {
+/* What was chosen stays for the next conversation, until the page is loaded again. */
+const chosen = {};
+const number = (label, name, attributes) => {
+  const field = made("input", { type: "number", step: "any", ...attributes, input: () => { chosen[name] = field.value; } });
+  field.value = chosen[name] ?? "";
+  return made("label", {}, label, field);
+};
+const area = (label, name, attributes) => {
+  const field = made("textarea", { rows: 1, ...attributes, input: () => { chosen[name] = field.value; } });
+  field.value = chosen[name] ?? "";
+  return made("label", { class: "grow" }, label, field);
+};
+
+/* The options of a question. Raises an error if the schema is no JSON. */
+export function options() {
+  const given = {};
+  for (const name of ["max_tokens", "temperature", "top_p", "seed"]) if (chosen[name]) given[name] = Number(chosen[name]);
+  if (!chosen.schema?.trim()) return given;
+  try {
+    return { ...given, schema: JSON.parse(chosen.schema) };
+  } catch (error) {
+    throw new Error(`the JSON schema is no JSON: ${error.message}`);
+  }
+}
+
+/* `sent` is called when a question is in the log, `stop` to cancel what waits and runs. */
+export function composer(name, sent, stop) {
   let id = newId();  // kept until the question has arrived, so that the same one is not asked twice
   const text = made("textarea", { id: "message", rows: 1, placeholder: "Message", required: true, input: () => { id = newId(); }, keydown: (event) => {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
     event.preventDefault();
     form.requestSubmit();
   } });
-  const number = (attributes) => made("input", { type: "number", ...attributes });
-  const most = number({ min: 1, max: 2 ** 31 - 1, placeholder: "what fits" });
-  const temperature = number({ min: 0, max: 100, step: "any", placeholder: "the model's" });
-  const rules = made("textarea", { rows: 1 }), system = made("label", { class: "grow" }, "System message", rules);
+  const system = area("System message", "system", { placeholder: "for example: Answer in one sentence." });
   const send = made("button", { class: "main" }, "Send");
+  const stopping = made("button", { type: "button", hidden: true, click: stop, title: "Esc" }, "Stop");
   const form = made("form", { class: "composer", hidden: true, submit: ask },
-    made("div", { class: "row" }, made("label", { class: "grow" }, made("span", { class: "hidden" }, "Message"), text), send),
+    made("div", { class: "row" }, made("label", { class: "grow" }, made("span", { class: "hidden" }, "Message"), text), stopping, send),
     made("details", {}, made("summary", {}, "Options"), made("div", { class: "row" }, system,
-      made("label", {}, "Tokens at most", most), made("label", {}, "Temperature", temperature))));
-  const given = (field) => field.value ? field.valueAsNumber : null;
+      number("Tokens at most", "max_tokens", { min: 1, max: 2 ** 31 - 1, step: 1, placeholder: "what fits" }),
+      number("Temperature", "temperature", { min: 0, max: 100, placeholder: "the model's" }),
+      number("Top p", "top_p", { min: 0.001, max: 1, placeholder: "the model's" }),
+      number("Seed", "seed", { min: 0, max: 2 ** 53 - 1, step: 1, placeholder: "any" }),
+      area("JSON schema of the answer", "schema", { placeholder: '{"type": "object", ...}', spellcheck: "false" }))));
 
   async function ask(event) {
     event.preventDefault();
     if (!text.value.trim() || send.disabled) return;
     send.disabled = true;
     try {
-      await post(path(name, "/ask"), { id, text: text.value, system: system.hidden ? "" : rules.value,
-        max_tokens: given(most), temperature: given(temperature) });
-      [text.value, rules.value] = ["", ""];
-      await refresh();
+      await post(path(name, "/ask"), { id, text: text.value, system: system.hidden ? "" : chosen.system ?? "", ...options() });
+      text.value = "";
+      await sent();
       toEnd();
     } catch (error) {
       toast(error.message, true);
@@ -41,5 +67,5 @@ export function composer(name, refresh) {
       text.focus();
     }
   }
-  return { form, begins: (isNew) => { system.hidden = !isNew; } };
+  return { form, text, begins: (isNew) => { system.hidden = !isNew; }, busy: (isBusy) => { stopping.hidden = !isBusy; } };
 }

@@ -13,6 +13,39 @@ export function made(name, attributes = {}, ...children) {
   return element;
 }
 
+/* A node of Markdown, as the console has parsed it: a text, or [tag, attributes, node, ...]. */
+const TAGS = new Set(["a", "blockquote", "br", "code", "em", "h3", "h4", "h5", "h6", "hr", "li", "ol", "p", "pre", "s", "span", "strong",
+  "table", "tbody", "td", "th", "thead", "tr", "ul"]);
+export function tree(node) {
+  if (typeof node === "string") return node;
+  const [tag, { language, ...attributes }, ...inner] = node;
+  if (!TAGS.has(tag)) return made("span", {}, ...inner.map(tree));
+  if (attributes.href && !/^(https?:|mailto:)/i.test(attributes.href)) delete attributes.href;
+  const element = made(tag, attributes.href ? { ...attributes, target: "_blank", rel: "noreferrer" } : attributes, ...inner.map(tree));
+  if (tag === "table") return made("div", { class: "wide", tabindex: 0 }, element);
+  if (tag !== "pre") return element;
+  element.tabIndex = 0;  // it scrolls
+  return made("div", { class: "code" }, made("div", { class: "row" }, made("span", {}, language || "text"),
+    made("button", { class: "link", type: "button", click: () => copied(element.textContent) }, "Copy")), element);
+}
+
+export async function copied(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    toast("Copied");
+  } catch {
+    toast("The browser does not let this page copy; select the text instead", true);
+  }
+}
+
+/* A part that is always open where there is room, and folded on a narrow screen. */
+const wide = matchMedia("(min-width: 1001px)");
+export function folding(kind, title, ...children) {
+  const element = made("details", { class: kind, open: wide.matches }, made("summary", {}, title), ...children);
+  wide.addEventListener("change", () => { element.open = wide.matches; });
+  return element;
+}
+
 const scaled = (value, base, units) => {
   let at = 0;
   while (value >= base && at < units.length - 1) { value /= base; at += 1; }
@@ -54,15 +87,17 @@ export function toast(text, isBad = false) {
   fading = setTimeout(() => { box.hidden = true; }, isBad ? 10000 : 5000);
 }
 
-/* Ask in a dialog; with `name` for a name too. Returns the name, or true; null if the user thought better of it. */
-export function asked({ title, text, yes, name, danger = false }) {
+/* Ask in a dialog; with `name` for a name too, which is free if it is only a title. Returns the name, or true; null if the
+   user thought better of it. */
+export function asked({ title, text, yes, name, isFree = false, danger = false }) {
   const dialog = byId("dialog");
   byId("dialog-title").textContent = title;
   byId("dialog-text").textContent = text;
   byId("dialog-yes").textContent = yes;
   byId("dialog-yes").className = danger ? "main danger" : "main";
   byId("dialog-field").hidden = name === undefined;
-  byId("dialog-name").required = name !== undefined;
+  byId("dialog-name").required = name !== undefined && !isFree;
+  byId("dialog-name").pattern = isFree ? ".*" : "[A-Za-z0-9][A-Za-z0-9_\\-]*";
   byId("dialog-name").value = name ?? "";
   dialog.returnValue = "";
   byId("dialog-no").onclick = () => dialog.close();  // no submit button: Enter would press the first one

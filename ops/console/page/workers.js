@@ -27,7 +27,11 @@ const COLUMNS = [
   ["hits", hits],
   ["KV", (one) => shown(one.kv_bytes, bytes)],
   ["disk", (one) => shown(one.disk_bytes, bytes)],
+  ["pinned", (one) => shown(one.pinned_bytes, bytes)],
 ];
+/* What a head means, for whoever points at it. */
+const MEANS = { "hits": "share of prompt tokens whose KV was there already", "KV": "what the model keeps of tokens, on the device",
+  "disk": "stored KV", "pinned": "stored KV that is never evicted", "first token p95": "95 of 100 answers began within this time" };
 
 const drawn = (name, attributes, parent, text) => {
   const element = document.createElementNS(SVG, name);
@@ -120,7 +124,7 @@ const row = (name, one, isChosen) => made("tr", { class: isChosen && "chosen" },
 
 export function workers(main, worker) {
   const rows = made("tbody"), name = made("h2"), plots = made("div", { class: "plots" }, ...PLOTS.map(([title]) => figure(title)));
-  const heads = ["worker", ...COLUMNS.map(([head]) => head)].map((head) => made("th", { scope: "col" }, head));
+  const heads = ["worker", ...COLUMNS.map(([head]) => head)].map((head) => made("th", { scope: "col", title: MEANS[head] }, head));
   const table = made("table", { class: "workers", hidden: true }, made("thead", {}, made("tr", {}, ...heads)), rows);
   let latest = null;
   main.append(made("h1", { class: "hidden" }, "Workers"), table, name, plots, made("p", { class: "faint small" },

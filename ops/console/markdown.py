@@ -1,0 +1,179 @@
+"""Markdown of answers as trees that the page makes elements of, by markdown-it-py and pygments. Pure.
+
+The page gets no HTML: a node is a text, or a tag with attributes and nodes. Tags in a text stay text, and
+links lead only to web pages and mail. `streams` calls it for an answer that grows, `turns` for a whole one.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final
+
+from markdown_it import MarkdownIt
+from pygments.lexers import get_lexer_by_name
+from pygments.token import STANDARD_TYPES
+from pygments.util import ClassNotFound
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from markdown_it.token import Token
+    from pygments.token import _TokenType
+
+#: A text, or `[tag, attributes, node, ...]`.
+Node = Any
+
+_PARSER: Final = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])
+#: Longer texts are not parsed, and longer code is not highlighted: a parser's time may grow faster.
+_MAX_TEXT: Final = 200_000
+_MAX_CODE: Final = 50_000
+#: Languages that are highlighted; each is a module to import, and its expressions run on what a model wrote.
+_LANGUAGES: Final = frozenset(
+    """bash c c# cmake console cpp csharp css diff docker dockerfile go html http ini java javascript js json
+    jsx kotlin lua make makefile php powershell py python r rb ruby rs rust scala sh shell sql swift toml ts
+    tsx typescript xml yaml yml zsh""".split()  # noqa: SIM905
+)
+#: The style sheet's colours, by the first letters of pygments' short names.
+_COLOURS: Final = {"c": "c", "k": "k", "s": "s", "m": "m", "nf": "f", "nc": "f", "nb": "b", "nt": "k"} | {
+    "gd": "d",
+    "gi": "s",
+    "gh": "k",
+    "gu": "k",
+}
+_ALIGNED: Final = re.compile(r"text-align:(center|right)")
+_WEB: Final = ("https://", "http://", "mailto:")
+_LINE_END: Final = re.compile(r"\r\n?")
+
+
+@lru_cache(maxsize=256)
+def rendered(text: str) -> tuple[Node, ...]:
+    """Return the blocks of a text."""
+    return (_plain(text),) if len(text) > _MAX_TEXT else tuple(_blocks(_PARSER.parse(text)))
+
+
+class Growing:
+    """The blocks of a text that grows. Only the last two can still change, and are parsed again.
+
+    Two, since the begin of a line may be a paragraph, and with its next character an item of the list above.
+    """
+
+    def __init__(self) -> None:
+        self._rest = self._half = ""
+        self._num_final = 0
+        self._last: list[Node] = []
+
+    def add(self, text: str) -> None:
+        """Add text."""
+        text = self._half + text
+        self._half = "\r" if text.endswith("\r") else ""  # perhaps of a line's end
+        self._rest += _LINE_END.sub("\n", text.removesuffix("\r"))
+
+    def take(self) -> tuple[int, list[Node]]:
+        """Return the number of blocks that stay as they are, and those behind them."""
+        rest = self._rest
+        is_long = len(rest) > _MAX_TEXT
+        tokens = [] if is_long else _PARSER.parse(rest)
+        blocks = [_plain(rest)] if is_long else list(_blocks(tokens))
+        same = next(
+            (i for i, (one, then) in enumerate(zip(self._last, blocks, strict=False)) if one != then),
+            min(len(self._last), len(blocks)),
+        )
+        first, changed = self._num_final + same, blocks[same:]
+        begins = [token.map[0] for token in tokens if token.level == 0 and token.nesting >= 0 and token.map]
+        if begins[:-2]:
+            self._rest = "\n".join(rest.split("\n")[begins[-2] :])
+            self._num_final += len(blocks) - 2
+            blocks = blocks[-2:]
+        self._last = blocks
+        return first, changed
+
+
+def _plain(text: str) -> Node:
+    return ["pre", {}, text]
+
+
+def _blocks(tokens: Iterable[Token]) -> Iterator[Node]:
+    top: list[Any] = []
+    open_: list[list[Any]] = [top]
+    for token in tokens:
+        if token.type == "inline":
+            open_[-1].extend(_blocks(token.children or ()))
+        elif token.nesting < 0:
+            open_.pop()
+        elif token.nesting == 0:
+            open_[-1].extend(_leaf(token))
+        elif token.hidden:  # the paragraph of an item in a list without empty lines
+            open_.append(open_[-1])
+        else:
+            open_[-1].append([_tag(token), _attributes(token)])
+            open_.append(open_[-1][-1])
+    return iter(top)
+
+
+def _leaf(token: Token) -> list[Node]:
+    match token.type:
+        case "softbreak":
+            return ["\n"]
+        case "hardbreak" | "hr":
+            return [[token.tag, {}]]
+        case "code_inline":
+            return [["code", {}, token.content]]
+        case "fence" | "code_block":
+            language = "".join(token.info.split()[:1])
+            return [["pre", {"language": language}, *highlighted(token.content, language)]]
+        case "image":  # nothing is loaded from elsewhere
+            address = str(token.attrs.get("src", ""))
+            return [_link(address, token.content or address)]
+    return [token.content] if token.content else []
+
+
+def _tag(token: Token) -> str:
+    if token.type == "heading_open":  # below the page's own
+        return f"h{min(6, int(token.tag[1]) + 2)}"
+    if token.type == "link_open" and not _leads_out(str(token.attrs.get("href", ""))):
+        return "span"
+    return token.tag
+
+
+def _attributes(token: Token) -> dict[str, str]:
+    if token.type == "link_open":
+        address = str(token.attrs.get("href", ""))
+        return {"href": address} if _leads_out(address) else {}
+    if token.type == "ordered_list_open" and "start" in token.attrs:
+        return {"start": str(token.attrs["start"])}
+    aligned = _ALIGNED.search(str(token.attrs.get("style", "")))
+    return {"class": aligned[1]} if aligned else {}
+
+
+def _link(address: str, text: str) -> Node:
+    return ["a", {"href": address}, text] if _leads_out(address) else text
+
+
+def _leads_out(address: str) -> bool:
+    return address.lower().startswith(_WEB)
+
+
+@lru_cache(maxsize=256)
+def highlighted(code: str, language: str) -> tuple[Node, ...]:
+    """Return a code's texts, with the kinds of those that have a colour."""
+    name = language.lower()
+    if name not in _LANGUAGES or len(code) > _MAX_CODE:
+        return (code,)
+    try:
+        lexer = get_lexer_by_name(name, stripnl=False, ensurenl=False)
+    except ClassNotFound:
+        return (code,)
+    joined: list[tuple[str, str]] = []
+    for kind, text in lexer.get_tokens(code):
+        colour = _colour(kind)
+        if joined and (joined[-1][0] == colour or text.isspace()):
+            joined[-1] = (joined[-1][0], joined[-1][1] + text)
+        else:
+            joined.append((colour, text))
+    return tuple(["span", {"class": f"code-{colour}"}, text] if colour else text for colour, text in joined)
+
+
+def _colour(kind: _TokenType) -> str:
+    short = STANDARD_TYPES.get(kind) or STANDARD_TYPES.get(kind.parent, "")
+    return _COLOURS.get(short[:2], _COLOURS.get(short[:1], ""))

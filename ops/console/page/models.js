@@ -1,0 +1,54 @@
+/* The models that are here, and others that are known to be good for this machine. */
+
+import { bytes, copied, count, get, made, post, tell, toast } from "./dom.js";
+
+const fits = (one) => made("span", { class: one.fits ? "good" : "bad", title: `about ${bytes(one.needed_bytes)} while it is served, estimated from its weights` },
+  one.fits ? `fits: ${bytes(one.needed_bytes)}` : `too large: ${bytes(one.needed_bytes)}`);
+const row = (name, words, ...cells) => made("tr", {}, made("th", { scope: "row" }, made("b", {}, name), made("span", { class: "words" }, words)),
+  ...cells.map(([head, cell]) => made("td", { "data-head": head }, cell)));
+const table = (caption, heads, rows) => made("table", { class: "models" }, made("caption", { class: "hidden" }, caption),
+  made("thead", {}, made("tr", {}, ...heads.map((head) => made("th", { scope: "col" }, head)))), rows);
+
+export function models(main, about) {
+  const here = made("tbody"), good = made("tbody"), note = made("p", { class: "faint", role: "status" });
+  const field = made("input", { placeholder: "org/name, or org/name:Q4_K_M for a GGUF file", autocomplete: "off", spellcheck: "false", required: true });
+  const form = !about.read_only && made("form", { class: "row", submit: (event) => { event.preventDefault(); pull(field.value.trim()); } },
+    made("label", { class: "grow" }, "Another model of the hub", field), made("button", {}, "Download"));
+  let last = "", soon;
+  main.append(made("div", { class: "row head" }, made("h1", {}, "Models")), note,
+    table("Models on this machine", ["model", "size", "in memory", "context", "serve"], here),
+    made("h2", {}, "Known to be good"), table("Models to download", ["model", "for", "size", "in memory", ""], good), ...(form ? [made("h2", {}, "Download"), form] : []));
+
+  async function pull(name) {
+    try {
+      toast((await post("/api/models", { name })).said);
+      await refresh();
+    } catch (error) {
+      toast(error.message, true);
+    }
+  }
+  function progress(name, pull_) {
+    if (pull_.error) return made("span", { class: "bad" }, pull_.error);
+    const bar = made("progress", { max: pull_.total || 1, "aria-label": `download of ${name}` });
+    if (pull_.total) bar.value = pull_.done;
+    return made("span", {}, bar, ` ${pull_.total ? `${bytes(pull_.done)} of ${bytes(pull_.total)}` : "asking the hub"}`);
+  }
+
+  async function refresh() {
+    clearTimeout(soon);
+    const found = await get("/api/models").catch((error) => { if (!last) tell(note, error.message); });
+    if (!found || last === JSON.stringify(found)) return;
+    last = JSON.stringify(found);
+    tell(note, `This machine has ${bytes(found.memory_bytes)} of memory.${found.on_cpu ? " On its CPU each weight takes 4 bytes." : ""} A worker serves the model that it was started with: copy its line, or name several models in turnkeep.toml.`);
+    here.replaceChildren(...found.here.map((one) => row(one.name, [one.dtype, one.in_use && "in use"].filter(Boolean).join(" · "), ["size", bytes(one.size_bytes)],
+      ["in memory", fits(one)], ["context", one.context_tokens ? `${count(one.context_tokens)} tokens` : "unbounded"],
+      ["serve", made("button", { class: "link", click: () => copied(one.serve), title: one.serve, "aria-label": `Copy the line that serves ${one.name}` }, "Copy line")])));
+    const known = found.good.map((one) => row(one.name, made("span", { title: one.sources.join("; ") }, one.use), ["for", `${one.memory_gb} GB`], ["size", bytes(one.size_bytes)], ["in memory", fits(one)],
+      ["", found.pulls[one.name] ? progress(one.name, found.pulls[one.name]) : !about.read_only
+        && made("button", { class: "link", click: () => pull(one.name), "aria-label": `Download ${one.name}` }, "Download")]));
+    const others = Object.entries(found.pulls).filter(([name]) => !found.good.some((one) => one.name === name));
+    good.replaceChildren(...known, ...others.map(([name, one]) => row(name, "", ["for", ""], ["size", ""], ["in memory", ""], ["", progress(name, one)])));
+    if (Object.values(found.pulls).some((one) => !one.error)) soon = setTimeout(refresh, 1000);
+  }
+  return { refresh, leave: () => clearTimeout(soon) };
+}

@@ -1,0 +1,70 @@
+"""Answers as server-sent events: what a worker says, and how it looks as Markdown so far. Event loop only."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from turnkeep_client.errors import TurnkeepError
+
+from .markdown import Growing
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable
+
+    from turnkeep_client.messages import Chunk, Generate
+    from turnkeep_client.session import Session
+
+#: How often a stream without a token says so.
+_QUIET_S: Final = 3
+#: Text is drawn again after so long, and after so many times what drawing it took: long code takes longer.
+_DRAW_S: Final = 0.05
+_DRAW_SHARE: Final = 4
+
+
+async def events(
+    session: Session, asked: Generate, seq: int, is_stopping: Callable[[], bool]
+) -> AsyncGenerator[bytes]:
+    """Yield an answer from its first token on: its chunks, and the blocks of Markdown that they change."""
+    chunks = aiter(session.follow(asked, seq))
+    yield _event("begin", {})
+    text, following, quiet_s = Growing(), asyncio.create_task(_next(chunks)), 0
+    now = asyncio.get_running_loop().time
+    due, earliest = None, now()
+    try:
+        while not is_stopping():
+            done, _ = await asyncio.wait({following}, timeout=1 if due is None else max(0, due - now()))
+            if done:
+                chunk, quiet_s = following.result(), 0
+                if chunk is not None:
+                    following = asyncio.create_task(_next(chunks))
+                    parts = {"text": chunk.text, "reasoning": chunk.reasoning, "calls": chunk.tool_calls}
+                    yield _event("chunk", parts)
+                    text.add(chunk.text)
+                    due = due or (earliest if chunk.text else None)
+            elif due is None and (quiet_s := quiet_s + 1) % _QUIET_S == 0:
+                yield _event("quiet", {"seconds": quiet_s})
+            is_last = bool(done) and chunk is None
+            if due is not None and (is_last or now() >= due):
+                began = now()
+                first, blocks = await asyncio.to_thread(text.take)
+                due, earliest = None, now() + max(_DRAW_S, _DRAW_SHARE * (now() - began))
+                yield _event("blocks", {"first": first, "blocks": blocks})
+            if is_last:
+                yield _event("end", {})
+                return
+    except TurnkeepError as error:
+        yield _event("end", {"error": str(error)})
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+
+
+async def _next(chunks: AsyncIterator[Chunk]) -> Chunk | None:
+    return await anext(chunks, None)
+
+
+def _event(kind: str, content: Any) -> bytes:
+    return b"event: %s\ndata: %s\n\n" % (kind.encode(), msgspec.json.encode(content))

@@ -1,0 +1,78 @@
+"""Searches what was said in all sessions of a tenant, by reading the log once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+from msgspec import Struct
+
+from turnkeep_client.subjects import SessionKey
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from turnkeep_client.client import Client
+
+#: Characters before and behind the words that are found.
+_BEFORE: Final = 20
+_BEHIND: Final = 50
+
+
+class _Part(Struct):
+    text: str = ""
+
+
+class _Said(Struct):
+    content: str | list[_Part] | None = None
+
+
+class _Entry(Struct):
+    """What a request, or a result, has of text."""
+
+    text: str | None = None
+    messages: list[_Said] | None = None
+
+
+_ENTRY: Final = msgspec.json.Decoder(_Entry)
+
+
+async def said(client: Client, words: str, patience_s: float) -> tuple[dict[str, str], bool]:
+    """Return the sessions in which somebody has said `words`, each with the place where it was said last.
+
+    The second value is false if `patience_s` was not enough to read all of the log. Raises `TurnkeepError`.
+    """
+    found: dict[str, str] = {}
+    wanted = words.casefold()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(patience_s):
+            async for key, one in client.stored.every(SessionKey(client.tenant, "*")):
+                for text in _texts(one.body):
+                    at = text.casefold().find(wanted)
+                    if at >= 0:
+                        found[key.session] = _around(text, at, len(words))
+            return found, True
+    return found, False
+
+
+def _texts(body: bytes) -> Iterator[str]:
+    try:
+        entry = _ENTRY.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # nothing that a worker takes
+        return
+    if entry.text:
+        yield entry.text
+    for message in entry.messages or ():
+        match message.content:
+            case str(text):
+                yield text
+            case [*parts]:
+                yield from (part.text for part in parts)
+
+
+def _around(text: str, at: int, length: int) -> str:
+    begin, end = max(0, at - _BEFORE), at + length + _BEHIND
+    cut = " ".join(text[begin:end].split())
+    return f"{'...' if begin else ''}{cut}{'...' if end < len(text) else ''}"

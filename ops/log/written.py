@@ -1,0 +1,30 @@
+"""A session's conversation as a text to keep: Markdown for a reader, JSON in OpenAI's shape. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+if TYPE_CHECKING:
+    from turnkeep_client.history import History
+
+_WHO: Final = {"user": "You", "assistant": "Model", "system": "System", "tool": "Result of a tool"}
+
+
+def as_json(history: History) -> bytes:
+    """Write the messages, as a request to the gateway has them."""
+    return msgspec.json.format(msgspec.json.encode(history.messages)) + b"\n"
+
+
+def as_markdown(name: str, history: History) -> str:
+    """Write a heading for each message; calls are JSON."""
+    parts = [f"# {name}\n"]
+    if not history.is_whole:
+        parts.append("(The beginning is no longer in the log.)\n")
+    for message in history.messages:
+        parts.append(f"## {_WHO.get(message.role, message.role)}\n")
+        parts += [f"{message.content}\n"] if message.content else []
+        calls = [msgspec.json.encode(call.function).decode() for call in message.tool_calls or ()]
+        parts += [f"```json\n{call}\n```\n" for call in calls]
+    return "\n".join(parts)

@@ -1,0 +1,75 @@
+"""The models that are known to be good, and the console's shelf of those that are here."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from fake_hub import FakeHub
+
+from worker.commands.shelf import Shelf
+from worker.models import hub, known
+from worker.models.model_files import ModelError
+from worker.process.settings import Settings
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+GB = 1e9
+
+
+def test_each_known_model_fits_the_memory_that_it_is_named_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known, "computes_on_linux_cpu", lambda: False)
+    found = known.known()
+    assert {one.memory_gb for one in found} == {8, 16, 32, 64}
+    for one in found:
+        assert hub.is_id(one.id)
+        assert len(one.sources) >= 2
+        monkeypatch.setattr(known, "memory_bytes", lambda size=one.memory_gb * 2**30: size)
+        assert known.fits(known.needed_bytes(one.weights_gb * GB, one.parameters_b * GB)), one.id
+        assert one.weights_gb == pytest.approx(one.parameters_b * 4.5 / 8, rel=0.03)
+
+
+def test_on_a_cpu_each_weight_takes_four_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known, "computes_on_linux_cpu", lambda: True)
+    assert known.needed_bytes(2.3 * GB, 4 * GB) == int(1.2 * 16 * GB)
+    monkeypatch.setattr(known, "memory_bytes", lambda: int(16 * GB))
+    assert not known.fits(known.needed_bytes(2.3 * GB, 4 * GB))
+
+
+@pytest.fixture
+def server(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    from huggingface_hub import constants
+
+    with FakeHub() as started:
+        started.add("org/tiny", tiny_model)
+        files = started.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "ENDPOINT", started.url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", files)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        yield started
+
+
+def test_a_download_ends_among_the_models_that_are_here(server: FakeHub, tmp_path: Path) -> None:
+    shelf = Shelf(Settings(data_dir=tmp_path))
+    assert shelf.pull("org/tiny") == "downloading org/tiny"
+    while shelf.listed()["pulls"]:
+        assert "error" not in shelf.listed()["pulls"].get("org/tiny", {})
+        time.sleep(0.02)
+    (entry,) = [one for one in shelf.listed()["here"] if one["name"] == "org/tiny"]
+    assert entry["serve"].endswith(f"serve --data-dir {tmp_path} --model org/tiny")
+    assert entry["fits"]
+    assert entry["needed_bytes"] > entry["size_bytes"]
+
+
+def test_a_download_that_fails_says_why_and_can_be_asked_for_again(server: FakeHub, tmp_path: Path) -> None:
+    shelf = Shelf(Settings(data_dir=tmp_path))
+    with pytest.raises(ModelError, match="is no id of the hub"):
+        shelf.pull("tiny")
+    for _ in range(2):
+        assert shelf.pull("org/none") == "downloading org/none"
+        while not (why := shelf.listed()["pulls"]["org/none"].get("error")):
+            time.sleep(0.02)
+        assert "org/none" in why
+    server.stalled = None
