@@ -241,12 +241,12 @@ class World:
     def serve(self, tokenizer: Tokenizer, model: Model | None = None) -> None:
         """Go on with another model."""
         self._tokenizer = tokenizer
+        self.engine = Formula(tokenizer)
         self.model = model or Model(name="tiny", weights="1", tokenizer=tokenizer.fingerprint.hex())
         self.crash()
 
     def crash(self, policy: Policy = FULL) -> None:
         """Forget everything but the log; `policy` is the default from then on."""
-        self.engine = Formula(self._tokenizer)
         self.fold = Fold(self._tokenizer, policy, self.model, takes_over=self.takes_over)
         self.outbox = Outbox()
         self.num_released = 0

@@ -18,8 +18,8 @@ rendered. Pure: no device, no broker, no clock.
 
 from __future__ import annotations
 
+import json
 from contextlib import suppress
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import groupby, takewhile
@@ -172,7 +172,8 @@ class Conversation:
     @property
     def plain_tools(self) -> list[Message]:
         """A copy of the tools."""
-        return deepcopy(list(self.tools))
+        found: list[Message] = json.loads(json.dumps(self.tools))  # which nests deeper than `deepcopy`
+        return found
 
     @property
     def variables(self) -> Message:
