@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import structlog
-from anyio import Event, Semaphore, current_time, sleep, to_thread
+from anyio import Event, Semaphore, current_time, sleep, sleep_forever, to_thread
 from msgspec import structs
 
 from cache.names.errors import CacheError
@@ -45,7 +45,7 @@ from worker.sessions.sessions import Sessions
 from worker.sessions.shares import Shares
 from worker.sessions.trail import Trails
 from worker.wire import broker, streams
-from worker.wire.connection import connect
+from worker.wire.connection import BrokerError, connect
 from worker.wire.credentials import over_tls, worker_options
 from worker.wire.desk import Desk
 from worker.wire.discovery import Discovery
@@ -388,7 +388,7 @@ class App:
                     desk, intake, sessions = self._build(nc, js, names, work=work, asides=asides)
                     await desk.open()
                     discovery = self._make_discovery(nc, loaded)
-                    self._start_parts(parts, nc, intake, sessions)
+                    self._start_parts(parts, nc, js, intake, sessions)
                     async with self._background("intake", partial(intake.pull, sessions.ring)):
                         await discovery.open()
                         url = nc.connected_url
@@ -421,13 +421,23 @@ class App:
         outbox = Outbox(nc, self._subjects)
         return Discovery(nc, self._subjects, outbox, self._telemetry, version=VERSION, metadata=names)
 
-    def _start_parts(self, parts: TaskGroup, nc: Client, intake: Intake, sessions: Sessions) -> None:
+    async def _keep_streams(self, js: JetStreamContext) -> None:
+        try:
+            await streams.keep(js, self._subjects, self._settings)
+        except BrokerError as error:
+            self._fail(str(error))
+            await sleep_forever()
+
+    def _start_parts(
+        self, parts: TaskGroup, nc: Client, js: JetStreamContext, intake: Intake, sessions: Sessions
+    ) -> None:
         """Start the background parts, which run until all requests have ended."""
         for name, part in (
             ("keep-alive", intake.keep_alive),
             ("sweep", sessions.sweep),
             ("retention", self._retention.run),
             ("overlooked", self._overlooked.run),
+            ("streams", partial(self._keep_streams, js)),
             ("mending", self._engine.mend),
             ("loop-lag", self._telemetry.watch_loop),
             ("metrics", partial(self._publish_metrics, Outbox(nc, self._subjects), intake)),

@@ -8,6 +8,7 @@ import pytest
 from nats.js.errors import APIError
 
 from turnkeep_client.subjects import SessionKey, Subjects
+from worker.wire import streams
 from worker.wire.connection import BrokerError, connect
 from worker.wire.streams import CONSUMER, ensure
 
@@ -221,3 +222,14 @@ async def test_a_server_without_room_is_named(foreign_server, settings, tmp_path
     with pytest.raises(BrokerError, match=r"no room for the stream turnkeep_log.*--log-max-bytes"):
         await ensure(client.jetstream(), SUBJECTS, settings)
     await client.close()
+
+
+async def test_a_log_that_vanishes_is_the_end(js, settings, monkeypatch):
+    monkeypatch.setattr(streams, "_KEEP_S", 0.1)
+    await ensure(js, SUBJECTS, settings)
+    keeping = asyncio.create_task(streams.keep(js, SUBJECTS, settings))
+    await asyncio.sleep(0.3)
+    assert not keeping.done()
+    await js.delete_stream("turnkeep_log")
+    with pytest.raises(BrokerError, match="turnkeep_log has vanished"):
+        await asyncio.wait_for(keeping, 5)

@@ -55,6 +55,12 @@ class AnsweredIds:
             self._sorted = merged[np.argsort(merged[:, 0], kind="stable")]
             self._recent = {}
 
+    def copy(self) -> AnsweredIds:
+        """Return the ids of this moment, for another thread."""
+        found = AnsweredIds()
+        found._sorted, found._recent = self._sorted, {**self._recent}
+        return found
+
     def pack(self) -> bytes:
         """Return all ids, for `load`."""
         self._sort()

@@ -216,7 +216,7 @@ class Record:
             # All tokens of a log that was just read: their blocks have no names yet.
             self.history = self.history.shortened(tokens=self._num_committed > 0)
         self._num_since_checkpoint = 0
-        return Checkpoint(in_seq, self.history, self.answered_ids)
+        return Checkpoint(in_seq, self.history, self.answered_ids.copy())
 
     @property
     def unread_seq(self) -> int:

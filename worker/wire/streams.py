@@ -62,6 +62,9 @@ _TAKE_BACK_S: Final = 0.2
 _COPY_S: Final = 60.0
 _LOOK_S: Final = 0.1
 
+#: Between two looks whether streams and consumer are there.
+_KEEP_S: Final = 5.0
+
 log = structlog.get_logger(__name__)
 
 
@@ -86,6 +89,36 @@ async def ensure(js: JetStreamContext, subjects: Subjects, settings: Settings) -
     if is_copied:  # and the consumer with it: a node that dies before would take it along
         await _copied(partial(js.consumer_info, subjects.log_stream, CONSUMER), settings.log_replicas)
     return Streams(subjects.log_stream, subjects.token_stream, CONSUMER)
+
+
+async def keep(js: JetStreamContext, subjects: Subjects, settings: Settings) -> None:
+    """Make the token stream and the consumer again if they vanish, until cancelled.
+
+    Raises `BrokerError` once the log is gone: what this worker has in memory is of entries that are no more.
+    """
+    num_missed = 0
+    while num_missed < 2:  # a cluster that starts may not know it at once
+        await sleep(_KEEP_S)
+        try:
+            num_missed = 0 if await _finds(js.stream_info(subjects.log_stream)) else num_missed + 1
+            others = (js.consumer_info(subjects.log_stream, CONSUMER), js.stream_info(subjects.token_stream))
+            if not num_missed and not all([await _finds(other) for other in others]):
+                log.warning("the token stream or the consumer has vanished, and is made again")
+                await ensure(js, subjects, settings)
+        except (APIError, nats.errors.Error, OSError, BrokerError):
+            continue  # nothing is known of them now
+    raise BrokerError(
+        f"the stream {subjects.log_stream} has vanished: somebody has removed it, or its server has lost its"
+        " files; the next start makes a new one"
+    )
+
+
+async def _finds(asked: Awaitable[object]) -> bool:
+    try:
+        await asked
+    except NotFoundError:
+        return False
+    return True
 
 
 async def ensure_log(js: JetStreamContext, subjects: Subjects, settings: Settings) -> None:

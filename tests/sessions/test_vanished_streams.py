@@ -1,0 +1,35 @@
+"""The token stream or the consumer vanishes under a worker: it makes them again."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+from raw_wire import Wire, generate
+
+from turnkeep_client.subjects import CONSUMER
+from worker.wire import streams
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    Start = Callable[..., Awaitable[Wire]]
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "_KEEP_S", 0.1)
+
+
+@pytest.mark.parametrize("what", ["consumer", "token stream"])
+async def test_what_vanishes_beside_the_log_is_made_again(wire: Start, what: str) -> None:
+    w = await wire()
+    first = await w.send("s", generate("a", text="one", max_tokens=2))
+    if what == "consumer":
+        await w.js.delete_consumer(f"{w.prefix}_log", CONSUMER)
+    else:
+        await w.js.delete_stream(f"{w.prefix}_tok")
+    await asyncio.sleep(0.5)
+    second = await w.send("s", generate("b", text="two", max_tokens=2))
+    assert second["position"] == first["position"] + 5
