@@ -101,10 +101,13 @@ async def keep(js: JetStreamContext, subjects: Subjects, settings: Settings) -> 
         await sleep(_KEEP_S)
         try:
             num_missed = 0 if await _finds(js.stream_info(subjects.log_stream)) else num_missed + 1
-            others = (js.consumer_info(subjects.log_stream, CONSUMER), js.stream_info(subjects.token_stream))
-            if not num_missed and not all([await _finds(other) for other in others]):
-                log.warning("the token stream or the consumer has vanished, and is made again")
-                await ensure(js, subjects, settings)
+            if num_missed or (
+                await _finds(js.consumer_info(subjects.log_stream, CONSUMER))
+                and await _finds(js.stream_info(subjects.token_stream))
+            ):
+                continue
+            log.warning("the token stream or the consumer has vanished, and is made again")
+            await ensure(js, subjects, settings)
         except (APIError, nats.errors.Error, OSError, BrokerError):
             continue  # nothing is known of them now
     raise BrokerError(
