@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
-import zlib
-from typing import TYPE_CHECKING, Any, Final, TypeVar
-from urllib.parse import urlsplit
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+from uuid import uuid4
 
 import msgspec
 from msgspec import Struct
@@ -18,17 +18,31 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from turnkeep_client.errors import NoWorkerError, TurnkeepError
 from turnkeep_client.subjects import DEFAULT_TENANT
 
-from . import answers, anthropic, chat, completions, guide, messages, openai, recorded, responses
+from . import (
+    answers,
+    anthropic,
+    bodies,
+    chat,
+    completions,
+    following,
+    guide,
+    items,
+    messages,
+    openai,
+    recorded,
+    responses,
+)
 from .conversations import Conversations
+from .lookups import Lookups, after, own_id
 from .metrics import Counters
-from .sending import Answer, Asker, Dialect
+from .origins import PROGRAMS, is_from_here, is_local, is_loopback, may_be_a_site, name_in
+from .sending import EVENT_STREAM, Answer, Asker, Dialect
 from .turn import WARNINGS, Fault, Turn, all_read, decoded, fault_of, printed, refused, told
 
 if TYPE_CHECKING:
@@ -41,25 +55,33 @@ if TYPE_CHECKING:
     from turnkeep_client.messages import Metrics
 
     from .keys import Key, Keys
-    from .recorded import Recorded
+    from .lookups import Kept
+    from .places import Place
 
-_T = TypeVar("_T")
+    _Handler = Callable[[Request], Awaitable[Response]]
 
 MAX_BODY_BYTES: Final = 32 * 2**20
-#: A request's body must be there within this time.
-_BODY_S: Final = 60.0
 _PUBLISH_S: Final = 5.0
 
-_CODINGS: Final = ("identity", "gzip", "x-gzip", "deflate")
-#: zlib finds out by itself whether a body has the header of gzip or of zlib.
-_ANY_HEADER: Final = zlib.MAX_WBITS | 32
-
-_CHAT: Final = Dialect(chat.read, chat.whole, chat.Events, openai.error)
+_CHAT: Final = Dialect("chat.completion", chat.read, chat.whole, chat.Events, openai.error)
 _COMPLETIONS: Final = Dialect(
-    completions.read, completions.whole, completions.Events, openai.error, completions.NAMES
+    "text_completion",
+    completions.read,
+    completions.whole,
+    completions.Events,
+    openai.error,
+    completions.NAMES,
 )
-_MESSAGES: Final = Dialect(messages.read, messages.whole, messages.Events, anthropic.error)
-_RESPONSES: Final = Dialect(responses.read, answers.whole, answers.Events, openai.error, responses.NAMES)
+_MESSAGES: Final = Dialect("message", messages.read, messages.whole, messages.Events, anthropic.error)
+_RESPONSES: Final = Dialect(
+    responses.NAME,
+    responses.read,
+    answers.whole,
+    answers.Events,
+    openai.error,
+    responses.NAMES,
+    answers.begun,
+)
 
 
 class _Named(Struct):
@@ -73,12 +95,14 @@ _NAMED: Final = msgspec.json.Decoder(_Named)
 _CONTEXT: Final = ("context_window", "max_model_len", "max_input_tokens")
 #: The page has no scripts, and loads nothing.
 _PAGE_HEADERS: Final = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
-#: Pages of desktop programs have such origins.
-_PROGRAMS: Final = ("app://", "vscode-file://", "vscode-webview://", "tauri://")
-#: Ends of names that are not on the internet.
-_PRIVATE: Final = (".localhost", ".local", ".internal", ".home.arpa")
 _MESSAGES_PATH: Final = "/v1/messages"
 _RESPONSES_PATH: Final = "/v1/responses"
+_PATHS: Final = {
+    "/v1/chat/completions": _CHAT,
+    "/v1/completions": _COMPLETIONS,
+    _MESSAGES_PATH: _MESSAGES,
+    _RESPONSES_PATH: _RESPONSES,
+}
 
 
 class Gateway:
@@ -114,7 +138,7 @@ class Gateway:
         self._max_body_bytes = max_body_bytes
         self._patience_s = patience_s
         self._cors = frozenset(cors)
-        self._cors_names = {_name_in(one) for one in cors}
+        self._cors_names = {name_in(one) for one in cors}
         self._explain = explain
         self._placeholders = placeholders
         self.counters = Counters()
@@ -122,6 +146,7 @@ class Gateway:
         #: By tenant and model.
         self._conversations: dict[tuple[str, str], Conversations] = {}
         self._connecting = asyncio.Lock()
+        self._lookups = Lookups(self._of, self._names)
         app = Starlette(
             routes=[
                 Route("/", self._root, methods=["GET"]),
@@ -130,14 +155,11 @@ class Gateway:
                 Route("/metrics", self._metrics, methods=["GET"]),
                 Route("/v1/models", self._models, methods=["GET"]),
                 Route("/v1/models/{model:path}", self._one_model, methods=["GET"]),
-                Route("/v1/chat/completions", self._answering(_CHAT), methods=["POST"]),
-                Route("/v1/completions", self._answering(_COMPLETIONS), methods=["POST"]),
                 Route("/v1/embeddings", self._embeddings, methods=["POST"]),
-                Route(_MESSAGES_PATH, self._answering(_MESSAGES), methods=["POST"]),
-                Route(f"{_MESSAGES_PATH}/count_tokens", self._count_tokens, methods=["POST"]),
-                Route(_RESPONSES_PATH, self._answering(_RESPONSES), methods=["POST"]),
-                Route(f"{_RESPONSES_PATH}/{{id}}", self._response, methods=["GET", "DELETE"]),
-                Route(f"{_RESPONSES_PATH}/{{id}}/cancel", self._cancelled, methods=["POST"]),
+                Route(f"{_MESSAGES_PATH}/count_tokens", self._count_tokens(_MESSAGES), methods=["POST"]),
+                Route(f"{_RESPONSES_PATH}/input_tokens", self._count_tokens(_RESPONSES), methods=["POST"]),
+                Route(f"{_RESPONSES_PATH}/{{id}}/input_items", self._input_items, methods=["GET"]),
+                *(one for path, dialect in _PATHS.items() for one in self._of_answers(path, dialect)),
             ],
             exception_handlers={Fault: _on_fault, TurnkeepError: _on_error, HTTPException: _on_http},
             middleware=[Middleware(_Cors, may_ask=self._may_ask)],
@@ -178,7 +200,7 @@ class Gateway:
         return _json({"status": "ok"} | ({"models": ids} if self._names[1:] else {"model": ids[0]}))
 
     async def _metrics(self, request: Request) -> Response:
-        if not _is_from_here(request):
+        if not is_from_here(request):
             raise Fault(403, "only programs of this machine, asking for localhost, may read the metrics")
         page = self.counters.page(self._num_known())
         return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -207,7 +229,7 @@ class Gateway:
 
     async def _looked_at(self, tenant: str, model: str, *, now: bool) -> Metrics | None:
         try:
-            return await (await self._of(tenant, model)).worker(now=now)
+            return await (await self._of(tenant, model)).presence.worker(now=now)
         except NoWorkerError:
             if self._names[1:]:
                 return None
@@ -222,72 +244,114 @@ class Gateway:
             code="unsupported_endpoint",
         )
 
-    async def _count_tokens(self, request: Request) -> Response:
-        key = self._key(request)
-        with key.one_request():
-            body = await self._body(request)
-            turn = self._readable(messages.read(body))
-            conversations = await self._of(key.tenant, self._chosen(body))
-            return _json({"input_tokens": await conversations.count(turn)}, more=told(turn.warnings))
+    def _count_tokens(self, dialect: Dialect) -> _Handler:
+        async def count(request: Request) -> Response:
+            key = self._key(request)
+            with key.one_request():
+                body = await bodies.read(request, self._max_body_bytes)
+                conversations = await self._of(key.tenant, self._chosen(body))
+                turn = await self._turn(key.tenant, dialect, body)
+                named = {"object": "response.input_tokens"} if dialect is _RESPONSES else {}
+                counted = {**named, "input_tokens": await conversations.count(turn)}
+                return _json(counted, more=told(turn.warnings))
+
+        return count
 
     def _readable(self, turn: Turn) -> Turn:
         return turn if self._placeholders else all_read(turn)
 
-    def _answering(self, dialect: Dialect) -> Callable[[Request], Awaitable[Response]]:
+    async def _turn(self, tenant: str, dialect: Dialect, body: bytes) -> Turn:
+        """Read a request, with the conversation that it goes on with. Raises `Fault`."""
+        known = await self._lookups.items(tenant, body) if dialect is _RESPONSES else {}
+        turn = self._readable(responses.read(body, known) if known else dialect.read(body))
+        if not turn.previous:
+            return turn
+        found = await self._lookups.find(tenant, turn.previous)
+        return recorded.continued(turn, found and found.answer)
+
+    def _of_answers(self, path: str, dialect: Dialect) -> list[Route]:
+        """Return the routes of a dialect's answers."""
+        named = f"{path}/{{id}}"
+        return [
+            Route(path, self._answering(dialect), methods=["POST"]),
+            Route(named, self._recorded(dialect), methods=["GET", "DELETE"]),
+            Route(f"{named}/cancel", self._cancelled(dialect), methods=["POST"]),
+        ]
+
+    def _answering(self, dialect: Dialect) -> _Handler:
         async def answer(request: Request) -> Response:
             key = self._key(request)
             with contextlib.ExitStack() as running:
                 running.enter_context(key.one_request())
-                body = await self._body(request)
-                conversations = await self._of(key.tenant, self._chosen(body))
-                known = await self._items(key.tenant, body) if dialect is _RESPONSES else {}
-                turn = self._readable(responses.read(body, known) if known else dialect.read(body))
-                worker = await conversations.worker(patience_s=self._patience_s)
+                body = await bodies.read(request, self._max_body_bytes)
+                model, digest = self._chosen(body), recorded.digest(dialect.name, body)
+                if cut := await self._lookups.cut(key.tenant, request.headers, digest):
+                    turn = self._readable(dialect.read(body))
+                    return self._followed(dialect, *cut, key, running, stream=turn.stream)
+                key_id = await self._lookups.key_id(key.tenant, request.headers, model)
+                turn = await self._turn(key.tenant, dialect, body)
+                if key_id and turn.n > 1:
+                    raise refused("n must be 1 with an Idempotency-Key", "n")
+                conversations = await self._of(key.tenant, model)
+                worker = await conversations.presence.worker(patience_s=self._patience_s)
                 turn = turn if turn.model else msgspec.structs.replace(turn, model=worker.model)
-                if turn.previous:
-                    found = await self._recorded(key.tenant, turn.previous)
-                    turn = recorded.continued(turn, found and found[1])
                 await conversations.start()
+                note = recorded.new_note(key_id or uuid4().hex, int(time.time()), turn, dialect.name, digest)
                 asker = Asker(key, self.counters, self._explain, running.pop_all())
-                return Answer(dialect, turn, conversations, asker)
+                stays = bool(turn.asked.get("background"))
+                begin = partial(conversations.answer, turn, asker.note, note, key_id, stays=stays)
+                return Answer(dialect, turn, conversations, asker, begin)
 
         return answer
 
-    async def _response(self, request: Request) -> Response:
-        """Return an answer that is in the log, or remove its session."""
+    def _followed(
+        self,
+        dialect: Dialect,
+        found: Kept,
+        after: Place | None,
+        key: Key,
+        running: contextlib.ExitStack,
+        *,
+        stream: bool,
+    ) -> Response:
+        conversations, answer = found
+        turn = msgspec.structs.replace(answer.turn, stream=stream)
+        asker = Asker(key, self.counters, self._explain, running.pop_all())
+        return Answer(dialect, turn, conversations, asker, partial(conversations.follow, answer), after)
+
+    def _recorded(self, dialect: Dialect) -> _Handler:
+        async def show(request: Request) -> Response:
+            """Return an answer that is in the log, whole or as a stream, or remove its session."""
+            key, wanted = self._key(request), request.path_params["id"]
+            found = await self._lookups.kept(key.tenant, wanted, dialect.name)
+            if request.method == "DELETE":
+                await found.conversations.forget(found.answer.session)
+                kind = dialect.name if dialect is _RESPONSES else f"{dialect.name}.deleted"
+                return _json({"id": wanted, "object": kind, "deleted": True})
+            place = after(found.answer, request.headers, request.query_params)
+            is_stream = EVENT_STREAM in request.headers.get("accept", "") or place is not None
+            is_stream = is_stream or request.query_params.get("stream") == "true"
+            if dialect is _RESPONSES and not is_stream:
+                return _json(answers.recorded(found.answer, own_id(wanted)))
+            return self._followed(dialect, found, place, key, contextlib.ExitStack(), stream=is_stream)
+
+        return show
+
+    def _cancelled(self, dialect: Dialect) -> _Handler:
+        async def cancel(request: Request) -> Response:
+            tenant, wanted = self._key(request).tenant, request.path_params["id"]
+            conversations, answer = await self._lookups.kept(tenant, wanted, dialect.name)
+            answer = await following.cancel(conversations.client, answer.id) or answer
+            if dialect is _RESPONSES:
+                return _json(answers.recorded(answer, own_id(wanted)))
+            return _json({"id": wanted, "object": dialect.name, "is_running": answer.result is None})
+
+        return cancel
+
+    async def _input_items(self, request: Request) -> Response:
         tenant, wanted = self._key(request).tenant, request.path_params["id"]
-        if request.query_params.get("stream") == "true":
-            raise refused("only an answer that is asked for is streamed", "stream")
-        conversations, found = _known(wanted, await self._recorded(tenant, wanted))
-        if request.method != "DELETE":
-            return _json(answers.recorded(found, _own_id(wanted)))
-        await conversations.forget(found.session)
-        return _json({"id": wanted, "object": "response", "deleted": True})
-
-    async def _items(self, tenant: str, body: bytes) -> dict[str, dict[str, Any]]:
-        """Return the items of earlier answers that a request refers to."""
-        if not (wanted := responses.referred(body)):
-            return {}
-        found: dict[str, Recorded] = {}
-        for name in self._names:
-            found |= await (await self._of(tenant, name)).recorded(wanted)
-        bodies = (answers.recorded(one, answer_id) for answer_id, one in found.items())
-        return {item["id"]: item for answer in bodies for item in answer["output"]}
-
-    async def _recorded(self, tenant: str, response_id: str) -> tuple[Conversations, Recorded] | None:
-        """Find an answer by its id, among those of all models."""
-        wanted = _own_id(response_id)
-        for name in self._names:
-            conversations = await self._of(tenant, name)
-            if found := await conversations.recorded({wanted}):
-                return conversations, found[wanted]
-        return None
-
-    async def _cancelled(self, request: Request) -> Response:
-        tenant, wanted = self._key(request).tenant, request.path_params["id"]
-        conversations, _ = _known(wanted, await self._recorded(tenant, wanted))
-        found = _known(wanted, await conversations.cancel(_own_id(wanted)))
-        return _json(answers.recorded(found, _own_id(wanted)))
+        _, answer = await self._lookups.kept(tenant, wanted, _RESPONSES.name)
+        return _json(items.page(answer, request.query_params))
 
     def _chosen(self, body: bytes) -> str:
         """Return the model that a request names. Where there is only one, it has any name. Raises `Fault`."""
@@ -310,16 +374,16 @@ class Gateway:
         if self._keys.are_needed:
             return self._keys.of(request.headers)
         # Pages of a site whose name is made to mean this machine send no Origin with a GET.
-        name = _name_in(f"//{request.headers.get('host', '')}")
+        name = name_in(f"//{request.headers.get('host', '')}")
         server: tuple[str, int] | None = request.scope.get("server")
-        if server and _is_loopback(server[0]) and _may_be_a_site(name) and name not in self._cors_names:
+        if server and is_loopback(server[0]) and may_be_a_site(name) and name not in self._cors_names:
             message = f"this gateway was asked as {printed(name)}: ask localhost, or name the site by --cors"
             raise Fault(403, message, code="forbidden_host")
         return self._keys.of(request.headers)
 
     def _may_ask(self, origin: str) -> bool:
         """Whether pages of an origin may ask: those of this machine, of its programs, and of `--cors`."""
-        return origin in self._cors or origin.startswith(_PROGRAMS) or _is_local(origin)
+        return origin in self._cors or origin.startswith(PROGRAMS) or is_local(origin)
 
     async def _of(self, tenant: str, model: str) -> Conversations:
         async with self._connecting:
@@ -328,46 +392,6 @@ class Gateway:
                 made = Conversations(client, idle_s=self._idle_s, is_stopping=self._stops)
                 self._conversations[tenant, model] = made
             return self._conversations[tenant, model]
-
-    async def _body(self, request: Request) -> bytes:
-        """Read a request's body, and decompress it. Raises `Fault`."""
-        most, body = self._max_body_bytes, bytearray()
-        coding = request.headers.get("content-encoding", "identity").strip().lower()
-        if coding not in _CODINGS:
-            message = f"a body may have the content-encoding gzip or deflate, not {printed(coding)}"
-            raise Fault(415, message, code="unsupported_encoding")
-        if {"content-length", "transfer-encoding"} <= {*request.headers}:
-            raise refused("a body has a content-length or a transfer-encoding, not both")
-        too_large = Fault(413, f"the body is larger than {most} bytes", code="request_too_large")
-        if int(request.headers.get("content-length") or 0) > most:
-            raise too_large
-        try:
-            async with asyncio.timeout(_BODY_S):
-                async for piece in request.stream():
-                    body += piece
-                    if len(body) > most:
-                        raise too_large
-        except TimeoutError:
-            raise Fault(408, f"the body did not arrive within {_BODY_S:.0f} s") from None
-        except ClientDisconnect:
-            raise Fault(400, "the client went away") from None
-        return bytes(body) if coding == "identity" else _inflated(bytes(body), most, too_large)
-
-
-def _inflated(body: bytes, most: int, too_large: Fault) -> bytes:
-    """Decompress a body, up to `most` bytes. Raises `Fault`."""
-    found, inflating = b"", zlib.decompressobj(_ANY_HEADER)
-    try:
-        while body:
-            found += inflating.decompress(body, most + 1 - len(found))
-            if len(found) > most:
-                raise too_large
-            if not inflating.eof:
-                raise refused("the compressed body is cut short")
-            body, inflating = inflating.unused_data, zlib.decompressobj(_ANY_HEADER)
-    except zlib.error as error:
-        raise refused(f"the body is not compressed as its content-encoding says: {error}") from None
-    return found
 
 
 def _without_slash(app: ASGIApp) -> ASGIApp:
@@ -410,16 +434,6 @@ def _listed(names: Sequence[str]) -> str:
 def _page(models: list[dict[str, Any]]) -> dict[str, Any]:
     ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"]}
     return {"object": "list", "data": models, "has_more": False, **ends}
-
-
-def _own_id(response_id: str) -> str:
-    return response_id.removeprefix("resp_")
-
-
-def _known(wanted: str, found: _T | None) -> _T:
-    if found is None:
-        raise Fault(404, f"Response with id '{wanted}' not found.")
-    return found
 
 
 def _json(body: dict[str, Any], status: int = 200, more: Mapping[str, str] | None = None) -> Response:
@@ -467,15 +481,6 @@ class _Cors(CORSMiddleware):
         return self._may_ask(origin)
 
 
-def _is_from_here(request: Request) -> bool:
-    """Whether a program of this machine asks, not a proxy, and under a name that no site can have."""
-    is_proxied = "x-forwarded-for" in request.headers or "forwarded" in request.headers
-    with contextlib.suppress(ValueError):
-        peer = ipaddress.ip_address(request.client.host if request.client else "")
-        return peer.is_loopback and not is_proxied and _is_local(f"//{request.headers.get('host', '')}")
-    return False
-
-
 def _instead(path: str, error: HTTPException) -> str:
     """Say what a wrong method or base URL should have been."""
     if allowed := (error.headers or {}).get("Allow"):
@@ -483,29 +488,3 @@ def _instead(path: str, error: HTTPException) -> str:
     if path.startswith("/v1/v1/") or not path.startswith("/v1/"):
         return ": the base URL ends with /v1 for OpenAI's clients, and is without /v1 for Anthropic's"
     return ""
-
-
-def _is_local(origin: str) -> bool:
-    """Whether the name in an origin is one of this machine, which no site can have."""
-    name = _name_in(origin)
-    return name == "localhost" or name.endswith(".localhost") or _is_loopback(name)
-
-
-def _name_in(origin: str) -> str:
-    with contextlib.suppress(ValueError):
-        return urlsplit(origin).hostname or ""
-    return ""
-
-
-def _is_loopback(address: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(address.removeprefix("::ffff:")).is_loopback  # IPv4 on a socket of IPv6
-    return False
-
-
-def _may_be_a_site(name: str) -> bool:
-    """Whether a site can have this name, which its owner may let mean any address."""
-    with contextlib.suppress(ValueError):
-        ipaddress.ip_address(name)
-        return False
-    return "." in name.strip(".") and not name.rstrip(".").endswith(_PRIVATE)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
-from uuid import uuid4
 
 import msgspec
 from starlette.responses import Response
 
-from turnkeep_client.errors import TurnkeepError
+from turnkeep_client.errors import RequestFailedError, TurnkeepError
 from turnkeep_client.messages import Chunk, Generated
 
 from . import recorded
-from .conversations import Found
+from .conversations import Begun, Found
+from .places import Marked
 from .turn import Fault, Warned, fault_of, renamed, told
 
 if TYPE_CHECKING:
@@ -26,13 +25,16 @@ if TYPE_CHECKING:
     from .conversations import Answering, Conversations
     from .keys import Key
     from .metrics import Counters
+    from .places import Place
     from .planning import How
     from .turn import Turn
 
+EVENT_STREAM: Final = "text/event-stream"
 #: How long a stream waits for its first part, or for a refusal, before it says that it is one.
 _PATIENCE_S: Final = 1.0
 #: Between two signs of life.
 _HEARTBEAT_S: Final = 5.0
+_CANCELLED: Final = "the answer was cancelled; send an Idempotency-Key, and it goes on without its client"
 
 
 class Events(Protocol):
@@ -61,14 +63,23 @@ class Events(Protocol):
 class Dialect(NamedTuple):
     """An API: how its requests are read, and its answers and errors written.
 
-    `names` are those of its fields that have other names in the protocol.
+    `names` are those of its fields that have other names in the protocol. `begun` writes an answer that has
+    no result yet, where a client may leave it so.
     """
 
+    name: str
     read: Callable[[bytes], Turn]
     whole: Callable[[Turn, str, int, Sequence[Generated]], dict[str, Any]]
     events: Callable[[Turn, str, int], Events]
     error: Callable[[Fault], dict[str, Any]]
     names: Mapping[str, str] = {}
+    begun: Callable[[Turn, str, int], dict[str, Any]] | None = None
+    media_type: str = EVENT_STREAM
+
+    @property
+    def is_marked(self) -> bool:
+        """Whether events have ids, behind which a client may go on."""
+        return self.media_type == EVENT_STREAM
 
 
 class Asker(NamedTuple):
@@ -88,17 +99,25 @@ class Asker(NamedTuple):
 
 
 class Answer(Response):
-    """Sends the answers to one turn. If the client goes away, they are cancelled."""
+    """Sends the answers to one turn. If the client goes away, they are cancelled, unless they are to stay."""
 
-    def __init__(self, dialect: Dialect, turn: Turn, conversations: Conversations, asker: Asker) -> None:
+    def __init__(
+        self,
+        dialect: Dialect,
+        turn: Turn,
+        conversations: Conversations,
+        asker: Asker,
+        begin: Callable[[], Answering],
+        after: Place | None = None,
+    ) -> None:
+        """`begin` starts answering; the client has a stream's events up to the place `after`."""
         super().__init__()
         self._dialect = dialect
         self._turn = turn
         self._conversations = conversations
         self._asker = asker
-        self._own_id = uuid4().hex
-        self._created = int(time.time())
-        self._note = recorded.new_note(self._own_id, self._created, turn)
+        self._begin = begin
+        self._after = after
         self._found: dict[int, Found] = {}
         self._results: dict[int, Generated] = {}
 
@@ -108,7 +127,7 @@ class Answer(Response):
             await self._answer(receive, send)
 
     async def _answer(self, receive: Receive, send: Send) -> None:
-        answering = self._conversations.answer(self._turn, self._asker.note, self._note)
+        self._answering = answering = self._begin()
         writing = asyncio.create_task(self._write(answering, send))
         leaving = asyncio.create_task(_departure(receive))
         try:
@@ -119,21 +138,40 @@ class Answer(Response):
             for task in (writing, leaving):
                 task.cancel()
             await asyncio.gather(writing, leaving, return_exceptions=True)
-            self._conversations.abandon(answering)  # without effect on answers that have ended
+            if answering.stays:
+                self._conversations.beside(self._drain(answering, self._asker.running.pop_all()))
+            else:
+                self._conversations.abandon(answering)  # without effect on answers that have ended
+
+    async def _drain(self, answering: Answering, running: contextlib.ExitStack) -> None:
+        """Count a request as running until its answers have ended."""
+        with running, contextlib.suppress(TurnkeepError):
+            while len(self._results) < self._turn.n:
+                self._take(*await answering.events.get())
 
     async def _write(self, answering: Answering, send: Send) -> None:
+        is_over, event = False, None
         try:
             if self._turn.stream:
                 await self._write_events(answering, send)
                 return
-            while len(self._results) < self._turn.n:
-                self._take(*await answering.events.get())
+            while not is_over:
+                index, event = await answering.events.get()
+                self._take(index, event)
+                is_over = len(self._results) == self._turn.n
+                if self._dialect.begun and self._turn.asked.get("background"):
+                    is_over = is_over or isinstance(event, Begun)
         except TurnkeepError as error:
             fault = self._fault(error)
             await self._write_json(send, fault.status, self._dialect.error(fault), fault.headers)
             return
+        if isinstance(event, Begun) and self._dialect.begun:
+            await self._write_json(
+                send, 200, self._dialect.begun(self._turn, self._id, answering.note.created)
+            )
+            return
         results = self._in_order()
-        whole = self._dialect.whole(self._turn, self._id, self._created, results)
+        whole = self._dialect.whole(self._turn, self._id, answering.note.created, results)
         found = (
             Warned("answer", one) for one in dict.fromkeys(one for got in results for one in got.warnings)
         )
@@ -142,13 +180,16 @@ class Answer(Response):
     async def _write_events(self, answering: Answering, send: Send) -> None:
         """Send a stream of events. Raises `TurnkeepError` before the stream has begun."""
         self._take(*await answering.events.get())  # the session, which is known at once
-        events, first = self._dialect.events(self._turn, self._id, self._created), b""
-        start = b"".join(events.start(index) for index in range(self._turn.n))
+        (events, start), first = self._new_events(), b""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_PATIENCE_S):
                 while not first:
-                    first = self._take_events(events, *await answering.events.get())
-        await send(_head(200, self._own_headers() | {"content-type": "text/event-stream; charset=utf-8"}))
+                    index, event = await answering.events.get()
+                    first = self._take_events(events, index, event)
+                    if isinstance(event, Found):  # it is sent to another session
+                        events, start = self._new_events()
+        kind = {"content-type": f"{self._dialect.media_type}; charset=utf-8"}
+        await send(_head(200, self._own_headers() | kind))
         await send(_part(start + first))
         try:
             while len(self._results) < self._turn.n:
@@ -167,13 +208,20 @@ class Answer(Response):
             last = events.error(self._fault(error))
         await send(_part(last, more=False))
 
+    def _new_events(self) -> tuple[Events, bytes]:
+        """Return a writer of events, and what comes before the answers."""
+        events = self._dialect.events(self._turn, self._id, self._answering.note.created)
+        if self._turn.n == 1 and self._dialect.is_marked:
+            events = Marked(events, self._id, self._after)
+        return events, b"".join(events.start(index) for index in range(self._turn.n))
+
     def _fault(self, error: TurnkeepError) -> Fault:
         return renamed(fault_of(error), self._dialect.names)
 
     @property
     def _id(self) -> str:
-        """The answer's id: if it is kept, it says where."""
-        return self._own_id if self._note is None else recorded.answer_id(self._found[0].session, self._note)
+        """The answer's id, which says where the log has it."""
+        return recorded.answer_id(self._found[0].session, self._answering.note)
 
     def _take_events(self, events: Events, index: int, event: Any) -> bytes:
         self._take(index, event)
@@ -191,6 +239,9 @@ class Answer(Response):
             case Found():
                 self._found[index] = event
             case Generated():
+                is_of_log = self._answering.following is not None and self._dialect.begun is None
+                if is_of_log and event.finish_reason == "cancelled":  # else a part would look like the whole
+                    raise RequestFailedError("cancelled", _CANCELLED, retryable=False)
                 self._results[index] = event
 
     def _in_order(self) -> list[Generated]:

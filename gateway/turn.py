@@ -255,6 +255,10 @@ def fault_of(error: TurnkeepError) -> Fault:
                 code="rate_limit_exceeded",
                 retry_after_s=_PAUSE_S,
             )
+        case RequestFailedError(code="key_reused"):
+            return Fault(422, error.message, code="idempotency_key_reused")
+        case RequestFailedError(code="cancelled"):
+            return Fault(409, error.message, code="cancelled")
         case NoWorkerError():
             missing = "NATS server can be reached" if isinstance(error, NoServerError) else "worker answers"
             message = f"no {missing}; `turnkeep serve` starts one"
