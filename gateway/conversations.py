@@ -196,8 +196,15 @@ class Conversations:
         """Remove a session with its content. Raises `TurnkeepError`."""
         if (held := self.index.sessions.get(session)) is not None:
             self.index.drop(held)
+        named = self.client.session(session)
         with contextlib.suppress(ResultTimeoutError):  # the log has the request: the worker will come to it
-            await self.client.session(session).close(forget=True, timeout_s=LAST_PAUSE_S)
+            try:
+                await named.close(forget=True, timeout_s=LAST_PAUSE_S)
+            except RequestFailedError as error:
+                if error.code != "unknown_session":
+                    raise
+                await named.open(timeout_s=LAST_PAUSE_S)  # only what is open can be forgotten
+                await named.close(forget=True, timeout_s=LAST_PAUSE_S)
 
     def beside(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Start work that goes on until it ends, or the gateway does."""
@@ -346,7 +353,7 @@ class Conversations:
                 held.num_running -= 1
                 if turn.messages is None:
                     self.beside(self._remove(held, forget=False))
-                elif not held.marks and held.name in self.index.sessions and not answering.key_id:
+                elif not held.marks and held.name in self.index.sessions and not answering.stays:
                     self.beside(self._remove(held))
 
     async def _append(self, plan: Plan, pieces: list[Sequence[Message]]) -> _Sent:

@@ -180,33 +180,51 @@ class Answer(Response):
     async def _write_events(self, answering: Answering, send: Send) -> None:
         """Send a stream of events. Raises `TurnkeepError` before the stream has begun."""
         self._take(*await answering.events.get())  # the session, which is known at once
-        (events, start), first = self._new_events(), b""
-        with contextlib.suppress(TimeoutError):
+        (events, start), first, failure = self._new_events(), b"", None
+        try:
             async with asyncio.timeout(_PATIENCE_S):
                 while not first:
                     index, event = await answering.events.get()
                     first = self._take_events(events, index, event)
                     if isinstance(event, Found):  # it is sent to another session
                         events, start = self._new_events()
+        except TimeoutError:
+            pass
+        except TurnkeepError as error:
+            if answering.following is None or self._dialect.begun is None:
+                raise
+            failure = error  # it belongs to an answer that was begun
         kind = {"content-type": f"{self._dialect.media_type}; charset=utf-8"}
         await send(_head(200, self._own_headers() | kind))
         await send(_part(start + first))
         try:
+            if failure is not None:
+                raise failure
             while len(self._results) < self._turn.n:
-                written = b""
-                try:
-                    async with asyncio.timeout(_HEARTBEAT_S):
-                        written += self._take_events(events, *await answering.events.get())
-                except TimeoutError:
-                    written = events.heartbeat
-                while not answering.events.empty():  # what came while a slow client was reading
-                    written += self._take_events(events, *answering.events.get_nowait())
-                if written:
-                    await send(_part(written))
+                await self._write_next(answering, events, send)
             last = events.end(self._in_order())
         except TurnkeepError as error:
             last = events.error(self._fault(error))
         await send(_part(last, more=False))
+
+    async def _write_next(self, answering: Answering, events: Events, send: Send) -> None:
+        """Send the next events, or a sign of life. Raises `TurnkeepError`."""
+        written = b""
+        try:
+            async with asyncio.timeout(_HEARTBEAT_S):
+                written += self._take_events(events, *await answering.events.get())
+        except TimeoutError:
+            written = events.heartbeat
+        failure = None
+        try:
+            while not answering.events.empty():  # what came while a slow client was reading
+                written += self._take_events(events, *answering.events.get_nowait())
+        except TurnkeepError as error:
+            failure = error
+        if written:
+            await send(_part(written))
+        if failure is not None:
+            raise failure
 
     def _new_events(self) -> tuple[Events, bytes]:
         """Return a writer of events, and what comes before the answers."""
