@@ -39,10 +39,11 @@ from . import (
     responses,
 )
 from .conversations import Conversations
+from .dialect import EVENT_STREAM, Dialect
 from .lookups import Lookups, after, own_id
 from .metrics import Counters
 from .origins import PROGRAMS, is_from_here, is_local, is_loopback, may_be_a_site, name_in
-from .sending import EVENT_STREAM, Answer, Asker, Dialect
+from .sending import Answer, Asker
 from .turn import WARNINGS, Fault, Turn, all_read, decoded, fault_of, printed, refused, told
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from turnkeep_client.messages import Generated
 
-    from .sending import Events
+    from .dialect import Events
     from .turn import Fault
 
 _ID: Final = re.compile(r"([0-9a-f]{48})\.(\d{1,15})(?:\.(\d{1,15})\.(\d{1,15})\.(\d{1,15})\.(\d{1,15}))?")

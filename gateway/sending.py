@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 from starlette.responses import Response
@@ -13,73 +13,29 @@ from turnkeep_client.errors import RequestFailedError, TurnkeepError
 from turnkeep_client.messages import Chunk, Generated
 
 from . import recorded
-from .conversations import Begun, Found
+from .answering import Begun, Found
 from .places import Marked
 from .turn import Fault, Warned, fault_of, renamed, told
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     from starlette.types import Receive, Scope, Send
 
-    from .conversations import Answering, Conversations
+    from .answering import Answering
+    from .conversations import Conversations
+    from .dialect import Dialect, Events
     from .keys import Key
     from .metrics import Counters
     from .places import Place
     from .planning import How
     from .turn import Turn
 
-EVENT_STREAM: Final = "text/event-stream"
 #: How long a stream waits for its first part, or for a refusal, before it says that it is one.
 _PATIENCE_S: Final = 1.0
 #: Between two signs of life.
 _HEARTBEAT_S: Final = 5.0
 _CANCELLED: Final = "the answer was cancelled; send an Idempotency-Key, and it goes on without its client"
-
-
-class Events(Protocol):
-    """Writes the events of one stream."""
-
-    @property
-    def heartbeat(self) -> bytes:
-        """What clients count as life."""
-
-    def start(self, index: int) -> bytes:
-        """Write what comes before the answer number `index`."""
-
-    def chunk(self, index: int, chunk: Chunk) -> bytes:
-        """Write a part of an answer; empty if there is nothing to say."""
-
-    def finish(self, index: int, result: Generated) -> bytes:
-        """Write the end of an answer."""
-
-    def end(self, results: Sequence[Generated]) -> bytes:
-        """Write the end of the stream."""
-
-    def error(self, fault: Fault) -> bytes:
-        """Write an error, after which nothing comes."""
-
-
-class Dialect(NamedTuple):
-    """An API: how its requests are read, and its answers and errors written.
-
-    `names` are those of its fields that have other names in the protocol. `begun` writes an answer that has
-    no result yet, where a client may leave it so.
-    """
-
-    name: str
-    read: Callable[[bytes], Turn]
-    whole: Callable[[Turn, str, int, Sequence[Generated]], dict[str, Any]]
-    events: Callable[[Turn, str, int], Events]
-    error: Callable[[Fault], dict[str, Any]]
-    names: Mapping[str, str] = {}
-    begun: Callable[[Turn, str, int], dict[str, Any]] | None = None
-    media_type: str = EVENT_STREAM
-
-    @property
-    def is_marked(self) -> bool:
-        """Whether events have ids, behind which a client may go on."""
-        return self.media_type == EVENT_STREAM
 
 
 class Asker(NamedTuple):
