@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Final
 from uuid import uuid4
 
 import msgspec
-from msgspec import Struct
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -21,7 +20,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
-from turnkeep_client.errors import NoWorkerError, TurnkeepError
+from turnkeep_client import __version__
+from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.subjects import DEFAULT_TENANT
 
 from . import (
@@ -34,6 +34,7 @@ from . import (
     guide,
     items,
     messages,
+    models,
     openai,
     recorded,
     responses,
@@ -42,9 +43,12 @@ from .conversations import Conversations
 from .dialect import EVENT_STREAM, Dialect
 from .lookups import Lookups, after, own_id
 from .metrics import Counters
+from .models import Models
+from .ollama import answers as ollama
+from .ollama import requests
 from .origins import PROGRAMS, is_from_here, is_local, is_loopback, may_be_a_site, name_in
 from .sending import Answer, Asker
-from .turn import WARNINGS, Fault, Turn, all_read, decoded, fault_of, printed, refused, told
+from .turn import WARNINGS, Fault, Turn, all_read, fault_of, printed, refused, told
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
@@ -53,7 +57,6 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from turnkeep_client.client import Client
-    from turnkeep_client.messages import Metrics
 
     from .keys import Key, Keys
     from .lookups import Kept
@@ -83,17 +86,25 @@ _RESPONSES: Final = Dialect(
     responses.NAMES,
     answers.begun,
 )
+_OLLAMA: Final = {
+    f"/api/{name}": Dialect(
+        f"ollama.{name}",
+        read,
+        words.whole,
+        words.events,
+        ollama.error,
+        requests.NAMES,
+        None,
+        ollama.NDJSON,
+        requests.at_once,
+    )
+    for name, read, words in (
+        ("chat", requests.chat, ollama.CHAT),
+        ("generate", requests.generate, ollama.GENERATE),
+    )
+}
 
 
-class _Named(Struct):
-    """The field of a request that all dialects have in common."""
-
-    model: str | None = None
-
-
-_NAMED: Final = msgspec.json.Decoder(_Named)
-#: A model's context, in the words of several other servers.
-_CONTEXT: Final = ("context_window", "max_model_len", "max_input_tokens")
 #: The page has no scripts, and loads nothing.
 _PAGE_HEADERS: Final = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
 _MESSAGES_PATH: Final = "/v1/messages"
@@ -133,7 +144,6 @@ class Gateway:
         #: Whether the server ends; answers whose clients are gone go on then.
         self.is_stopping: Callable[[], bool] = lambda: False
         self._connect = connect
-        self._names = tuple(models) or ("",)
         self._keys = keys
         self._idle_s = idle_s
         self._max_body_bytes = max_body_bytes
@@ -147,7 +157,8 @@ class Gateway:
         #: By tenant and model.
         self._conversations: dict[tuple[str, str], Conversations] = {}
         self._connecting = asyncio.Lock()
-        self._lookups = Lookups(self._of, self._names)
+        self._listing = Models(self._of, models or ("",))
+        self._lookups = Lookups(self._of, self._listing.names)
         app = Starlette(
             routes=[
                 Route("/", self._root, methods=["GET"]),
@@ -161,6 +172,16 @@ class Gateway:
                 Route(f"{_RESPONSES_PATH}/input_tokens", self._count_tokens(_RESPONSES), methods=["POST"]),
                 Route(f"{_RESPONSES_PATH}/{{id}}/input_items", self._input_items, methods=["GET"]),
                 *(one for path, dialect in _PATHS.items() for one in self._of_answers(path, dialect)),
+                Route("/api/v0/models", self._models_v0, methods=["GET"]),
+                Route("/api/version", self._version, methods=["GET"]),
+                Route("/api/tags", self._tags, methods=["GET"]),
+                Route("/api/ps", self._tags, methods=["GET"]),
+                Route("/api/show", self._shown, methods=["POST"]),
+                *(
+                    Route(path, self._answering(dialect), methods=["POST"])
+                    for path, dialect in _OLLAMA.items()
+                ),
+                Route("/api/{name}", self._not_here, methods=["POST", "DELETE"]),
             ],
             exception_handlers={Fault: _on_fault, TurnkeepError: _on_error, HTTPException: _on_http},
             middleware=[Middleware(_Cors, may_ask=self._may_ask)],
@@ -172,7 +193,7 @@ class Gateway:
         """Publish metrics now and every few seconds, until cancelled."""
         while True:
             message = self.counters.message(self._name, self._num_known(), _PUBLISH_S)
-            for model in self._names:
+            for model in self._listing.names:
                 with contextlib.suppress(TurnkeepError):  # the next ones follow soon
                     await (await self._of(DEFAULT_TENANT, model)).client.publish_gateway(message)
             await asyncio.sleep(_PUBLISH_S)
@@ -197,8 +218,8 @@ class Gateway:
         return _json(guide.openapi())
 
     async def _health(self, _: Request) -> Response:
-        ids = [one["id"] for one in await self._described(DEFAULT_TENANT, now=True)]
-        return _json({"status": "ok"} | ({"models": ids} if self._names[1:] else {"model": ids[0]}))
+        ids = [one["id"] for one in await self._listing.described(DEFAULT_TENANT, now=True)]
+        return _json({"status": "ok"} | ({"models": ids} if self._listing.are_several else {"model": ids[0]}))
 
     async def _metrics(self, request: Request) -> Response:
         if not is_from_here(request):
@@ -207,34 +228,30 @@ class Gateway:
         return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _models(self, request: Request) -> Response:
-        return _json(_page(await self._described(self._key(request).tenant)))
+        return _json(models.page(await self._listing.described(self._key(request).tenant)))
 
     async def _one_model(self, request: Request) -> Response:
-        wanted, found = request.path_params["model"], await self._described(self._key(request).tenant)
-        if not self._names[1:]:  # a request may give the one model any name, which its answer repeats
-            return _json(found[0] | {"id": wanted, "display_name": wanted})
-        for one in found:
-            if one["id"] == wanted:
-                return _json(one)
-        raise _no_model(wanted, [one["id"] for one in found])
+        return _json(await self._listing.one(self._key(request).tenant, request.path_params["model"]))
 
-    async def _described(self, tenant: str, *, now: bool = False) -> list[dict[str, Any]]:
-        """Describe all models; of several, those whose worker does not answer by their names alone.
+    async def _version(self, request: Request) -> Response:
+        self._key(request)
+        return _json({"version": __version__})
 
-        If not `now`, what a worker said a moment ago will do.
-        """
-        found = await asyncio.gather(*(self._looked_at(tenant, name, now=now) for name in self._names))
-        if not any(found):
-            raise NoWorkerError("no worker serves any of the models")
-        return [_model(name, worker) for name, worker in zip(self._names, found, strict=True)]
+    async def _tags(self, request: Request) -> Response:
+        found = await self._listing.described(self._key(request).tenant)
+        return _json((ollama.running if request.url.path.endswith("/ps") else ollama.tags)(found))
 
-    async def _looked_at(self, tenant: str, model: str, *, now: bool) -> Metrics | None:
-        try:
-            return await (await self._of(tenant, model)).presence.worker(now=now)
-        except NoWorkerError:
-            if self._names[1:]:
-                return None
-            raise
+    async def _shown(self, request: Request) -> Response:
+        key = self._key(request)
+        body = await bodies.read(request, self._max_body_bytes)
+        return _json(ollama.shown(await self._listing.one(key.tenant, models.wanted(body))))
+
+    async def _not_here(self, request: Request) -> Response:
+        self._key(request)
+        raise requests.no_such(request.path_params["name"])
+
+    async def _models_v0(self, request: Request) -> Response:
+        return _json(models.page_v0(await self._listing.described(self._key(request).tenant)))
 
     async def _embeddings(self, request: Request) -> Response:
         self._key(request)
@@ -250,7 +267,7 @@ class Gateway:
             key = self._key(request)
             with key.one_request():
                 body = await bodies.read(request, self._max_body_bytes)
-                conversations = await self._of(key.tenant, self._chosen(body))
+                conversations = await self._of(key.tenant, self._listing.chosen(body))
                 turn = await self._turn(key.tenant, dialect, body)
                 named = {"object": "response.input_tokens"} if dialect is _RESPONSES else {}
                 counted = {**named, "input_tokens": await conversations.count(turn)}
@@ -285,7 +302,9 @@ class Gateway:
             with contextlib.ExitStack() as running:
                 running.enter_context(key.one_request())
                 body = await bodies.read(request, self._max_body_bytes)
-                model, digest = self._chosen(body), recorded.digest(dialect.name, body)
+                model, digest = self._listing.chosen(body), recorded.digest(dialect.name, body)
+                if (told_at_once := dialect.at_once(body)) is not None:
+                    return _json(told_at_once)
                 if cut := await self._lookups.cut(key.tenant, request.headers, digest):
                     turn = self._readable(dialect.read(body))
                     return self._followed(dialect, *cut, key, running, stream=turn.stream)
@@ -354,17 +373,6 @@ class Gateway:
         _, answer = await self._lookups.kept(tenant, wanted, _RESPONSES.name)
         return _json(items.page(answer, request.query_params))
 
-    def _chosen(self, body: bytes) -> str:
-        """Return the model that a request names. Where there is only one, it has any name. Raises `Fault`."""
-        if not self._names[1:]:
-            return self._names[0]
-        wanted = decoded(_NAMED, body).model
-        if not wanted:
-            raise refused(f"model must be one of {_listed(self._names)}", "model")
-        if wanted not in self._names:
-            raise _no_model(wanted, self._names)
-        return wanted
-
     def _key(self, request: Request) -> Key:
         """Return a request's key. Raises `Fault`."""
         origin = request.headers.get("origin")
@@ -407,36 +415,6 @@ def _without_slash(app: ASGIApp) -> ASGIApp:
     return stripped
 
 
-def _model(name: str, worker: Metrics | None) -> dict[str, Any]:
-    """Describe a worker's model as both APIs do. The context has the names that other servers gave it."""
-    name = name or (worker.model if worker else "")
-    return {
-        "id": name,
-        "object": "model",
-        "created": 0,
-        "owned_by": "turnkeep",
-        "type": "model",
-        "display_name": name,
-        "lifecycle": "active",
-        "created_at": "1970-01-01T00:00:00Z",
-        **({} if worker is None else dict.fromkeys(_CONTEXT, worker.context_tokens)),
-    }
-
-
-def _no_model(wanted: str, names: Sequence[str]) -> Fault:
-    message = f"there is no model {wanted!r}: this gateway has {_listed(names)}"
-    return Fault(404, message, param="model", code="model_not_found")
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(map(repr, names))
-
-
-def _page(models: list[dict[str, Any]]) -> dict[str, Any]:
-    ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"]}
-    return {"object": "list", "data": models, "has_more": False, **ends}
-
-
 def _json(body: dict[str, Any], status: int = 200, more: Mapping[str, str] | None = None) -> Response:
     # After an error the rest of a body is not waited for.
     headers = {**(more or {}), **({"connection": "close"} if status >= 400 else {})}
@@ -446,8 +424,12 @@ def _json(body: dict[str, Any], status: int = 200, more: Mapping[str, str] | Non
 async def _on_fault(request: Request, fault: Exception) -> Response:
     if not isinstance(fault, Fault):
         raise fault
-    of_messages = request.url.path.startswith(_MESSAGES_PATH) or "anthropic-version" in request.headers
-    return _json((anthropic if of_messages else openai).error(fault), fault.status, fault.headers)
+    path, write = request.url.path, openai.error
+    if path.startswith(_MESSAGES_PATH) or "anthropic-version" in request.headers:
+        write = anthropic.error
+    elif path.startswith("/api/"):
+        write = ollama.error
+    return _json(write(fault), fault.status, fault.headers)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

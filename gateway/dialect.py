@@ -37,11 +37,15 @@ class Events(Protocol):
         """Write an error, after which nothing comes."""
 
 
+def _never(_body: bytes) -> None:
+    """Answer no request without a model."""
+
+
 class Dialect(NamedTuple):
     """An API: how its requests are read, and its answers and errors written.
 
     `names` are those of its fields that have other names in the protocol. `begun` writes an answer that has
-    no result yet, where a client may leave it so.
+    no result yet, where a client may leave it so. `at_once` answers requests that ask a model nothing.
     """
 
     name: str
@@ -52,6 +56,7 @@ class Dialect(NamedTuple):
     names: Mapping[str, str] = {}
     begun: Callable[[Turn, str, int], dict[str, Any]] | None = None
     media_type: str = EVENT_STREAM
+    at_once: Callable[[bytes], dict[str, Any] | None] = _never
 
     @property
     def is_marked(self) -> bool:

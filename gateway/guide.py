@@ -10,6 +10,7 @@ import msgspec
 from turnkeep_client import __version__
 
 from . import chat, completions, messages, responses
+from .ollama import requests as ollama
 from .turn import Whole
 
 
@@ -39,6 +40,14 @@ SERVED: Final = {
         for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
         for more, one in _OF_ANSWERS.items()
     },
+    "/api/chat": _Served(("POST",), "Ollama's chat", ollama.Chat),
+    "/api/generate": _Served(("POST",), "Ollama's answer to a prompt", ollama.Generate),
+    "/api/tags": _Served(("GET",), "The models, as Ollama lists them"),
+    "/api/ps": _Served(("GET",), "The models that are loaded, as Ollama lists them"),
+    "/api/show": _Served(("POST",), "One model, as Ollama describes it"),
+    "/api/version": _Served(("GET",), "The version"),
+    "/api/{name}": _Served(("POST", "DELETE"), "Refused: models are managed beside the gateway"),
+    "/api/v0/models": _Served(("GET",), "The models, as LM Studio lists them"),
     "/v1/embeddings": _Served(("POST",), "Refused: the worker's model makes no embeddings"),
     "/v1/models": _Served(("GET",), "The models"),
     "/v1/models/{model}": _Served(("GET",), "One model"),

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.process
 
 HISTORIES = int(os.environ.get("TURNKEEP_TEST_EXAMPLES", "50")) * 2 // 25
-#: What a client tries again after: a connection that is lost, and 503 of a gateway that has seen no worker yet.
+#: After these a client tries again: a lost connection, and 503 of a gateway that has seen no worker yet.
 BROKEN = (openai.APIConnectionError, openai.InternalServerError, httpx2.HTTPError)
 
 
