@@ -177,6 +177,7 @@ class Conversations:
 
     async def _answer(self, turn: Turn, number: int, answering: Answering) -> None:
         has_begun, differs = False, None
+        alone, own = turn.alone(number)
 
         def tell(event: Event) -> None:
             nonlocal has_begun
@@ -185,7 +186,7 @@ class Conversations:
 
         for attempt in range(_ATTEMPTS):
             try:
-                plan = await self._plan(turn, number, answering, is_last=attempt == _ATTEMPTS - 1)
+                plan = await self._plan(alone, own, answering, is_last=attempt == _ATTEMPTS - 1)
                 if isinstance(plan, Recorded):
                     tell(_found_again(plan))
                     result = await follow(self.client, plan, tell)
@@ -196,7 +197,7 @@ class Conversations:
                     differs = self._missing(turn, plan)
                 told = len(turn.messages or ())
                 tell(Found(plan.asked.held.name, plan.how, plan.position, plan.num_known, told, differs))
-                result = await self._carry_out(turn, plan, answering, tell)
+                result = await self._carry_out(alone, plan, answering, tell)
                 answering.on_end(plan.how, result)
                 tell(result)
             except RequestFailedError as error:

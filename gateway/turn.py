@@ -82,7 +82,8 @@ class Turn(Struct, frozen=True, kw_only=True):
     `options` are fields of the protocol's generate. `model` is what the client calls the model. `asked` has
     other fields of the request that its answer repeats. If the answer `is_kept`, its id will find it.
     `previous` is the id of an earlier answer: the conversation up to it comes before the messages.
-    `warnings` are told in a header of the answer.
+    `warnings` are told in a header of the answer. With `prompts`, of which `text` or `tokens` is the first,
+    the `n` answers are those to all of them, in their order.
     """
 
     messages: tuple[Message, ...] | None = None
@@ -97,6 +98,16 @@ class Turn(Struct, frozen=True, kw_only=True):
     is_kept: bool = False
     previous: str = ""
     warnings: tuple[Warned, ...] = ()
+    prompts: tuple[str | tuple[int, ...], ...] = ()
+
+    def alone(self, number: int) -> tuple[Turn, int]:
+        """Return the turn with the one prompt of the answer `number`, and that one's number among its own."""
+        if not self.prompts:
+            return self, number
+        which, own = divmod(number, self.n // len(self.prompts))
+        prompt = self.prompts[which]
+        text, tokens = (prompt, None) if isinstance(prompt, str) else (None, prompt)
+        return msgspec.structs.replace(self, text=text, tokens=tokens, prompts=()), own
 
 
 class Fault(Exception):  # noqa: N818  # an outcome that each dialect writes in its own shape
@@ -217,10 +228,12 @@ def prefilled(messages: list[Message], options: dict[str, Any]) -> tuple[tuple[M
 def check(turn: Turn, names: Mapping[str, str]) -> Turn:
     """Return `turn` if a worker would take its fields, else raise `Fault`; `names` are a dialect's own."""
     try:
-        build(Generate, messages=turn.messages, text=turn.text, tokens=turn.tokens, **turn.options)
+        for number in range(0, turn.n, max(1, turn.n // (len(turn.prompts) or 1))):
+            one, _ = turn.alone(number)
+            build(Generate, messages=one.messages, text=one.text, tokens=one.tokens, **one.options)
     except InvalidMessageError as error:
         raise renamed(refused(str(error), field_of(str(error))), names) from None
-    if not 1 <= turn.n <= MOST_ANSWERS:
+    if not turn.prompts and not 1 <= turn.n <= MOST_ANSWERS:
         raise refused(f"n must be 1 to {MOST_ANSWERS}, not {turn.n}", "n")
     return turn
 
