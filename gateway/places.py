@@ -50,9 +50,15 @@ class Place(NamedTuple):
 
     def behind(self, part: Chunk) -> Place:
         """Return the place behind a part that begins here."""
-        sizes = map(len, (part.reasoning, part.text, part.tool_calls, part.logprobs))
-        content = [one + size for one, size in zip(self[1:], sizes, strict=True)]
-        return self if content == [*self[1:]] else Place(0, *content)
+        if not (part.text or part.reasoning or part.tool_calls or part.logprobs):
+            return self
+        return Place(
+            0,
+            self.reasoning + len(part.reasoning),
+            self.text + len(part.text),
+            self.calls + len(part.tool_calls),
+            self.tokens + len(part.logprobs),
+        )
 
 
 @runtime_checkable
@@ -69,8 +75,9 @@ class Marked:
         """The client has the events up to the place `after`."""
         self._events = events
         self._numbered = events if isinstance(events, Numbered) else None
-        self._answer_id = answer_id
+        self._answer_id = answer_id.encode()
         self._at, self._after = Place(), after or Place()
+        self._is_known = after is not None  # what comes next
 
     @property
     def heartbeat(self) -> bytes:
@@ -100,11 +107,11 @@ class Marked:
         if self._numbered is not None:
             self._at = max(self._at, self._after)
             self._numbered.num_events = self._at.num_events
-        self._after = Place()
+        self._is_known = False
         return self._marked(self._events.error(fault))
 
     def _part(self, index: int, part: Chunk) -> bytes:
-        if not self._at.covers(self._after):
+        if self._is_known and not self._at.covers(self._after):
             known, part = _divided(part, self._at, self._after)
             self._events.chunk(index, known)
             self._at = self._at.behind(known)
@@ -117,17 +124,19 @@ class Marked:
         """Mark events that are new to the client; the place `behind` is that after the last one."""
         shown, events = b"", written.split(_END)[:-1]
         for number, one in enumerate(events, 1):
-            following = self._at._replace(num_events=self._at.num_events + 1)
-            self._at = behind if behind and number == len(events) else following
-            if self._at.covers(self._after) and not self._is_known():
-                shown += f"id: {self._answer_id}.{self._numbers()}\n".encode() + one + _END
+            is_last = behind is not None and number == len(events)
+            self._at = behind if behind and is_last else Place(self._at.num_events + 1, *self._at[1:])
+            if self._is_known and self._at.covers(self._after):
+                is_at = self._at[1:] == self._after[1:]
+                self._is_known = is_at and self._at.num_events <= self._after.num_events
+            if not self._is_known:
+                shown += b"id: %s.%s\n%s\n\n" % (self._answer_id, self._numbers(), one)
         return shown
 
-    def _is_known(self) -> bool:
-        return self._at[1:] == self._after[1:] and self._at.num_events <= self._after.num_events
-
-    def _numbers(self) -> str:
-        return str(self._at.num_events - 1) if self._numbered is not None else ".".join(map(str, self._at))
+    def _numbers(self) -> bytes:
+        if self._numbered is not None:
+            return b"%d" % (self._at.num_events - 1)
+        return b"%d.%d.%d.%d.%d" % self._at
 
 
 def read(event_id: str) -> tuple[str, Place] | None:
@@ -165,10 +174,12 @@ def _divided(part: Chunk, at: Place, target: Place) -> tuple[Chunk, Chunk]:
 
 def _parts(chunk: Chunk) -> Iterator[Chunk]:
     """Divide a chunk into parts of one kind each, since each kind has events of its own."""
+    if bool(chunk.reasoning) + bool(chunk.text) + len(chunk.tool_calls) <= 1:
+        yield chunk
+        return
     empty = Chunk(chunk.i, (), "")
     kinds = [replace(empty, reasoning=chunk.reasoning)] if chunk.reasoning else []
     kinds += [replace(empty, text=chunk.text)] if chunk.text else []
-    kinds += [replace(empty, tool_calls=(call,)) for call in chunk.tool_calls]
-    *before, last = kinds or [empty]
+    *before, last = kinds + [replace(empty, tool_calls=(call,)) for call in chunk.tool_calls]
     yield from before
     yield replace(last, tokens=chunk.tokens, logprobs=chunk.logprobs)
