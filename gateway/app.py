@@ -38,6 +38,7 @@ from . import (
     openai,
     recorded,
     responses,
+    tokenizing,
 )
 from .conversations import Conversations
 from .dialect import EVENT_STREAM, Dialect
@@ -172,6 +173,8 @@ class Gateway:
                 Route(f"{_RESPONSES_PATH}/input_tokens", self._count_tokens(_RESPONSES), methods=["POST"]),
                 Route(f"{_RESPONSES_PATH}/{{id}}/input_items", self._input_items, methods=["GET"]),
                 *(one for path, dialect in _PATHS.items() for one in self._of_answers(path, dialect)),
+                Route("/tokenize", self._tokens, methods=["POST"]),
+                Route("/detokenize", self._tokens, methods=["POST"]),
                 Route("/api/v0/models", self._models_v0, methods=["GET"]),
                 Route("/api/version", self._version, methods=["GET"]),
                 Route("/api/tags", self._tags, methods=["GET"]),
@@ -261,6 +264,16 @@ class Gateway:
             " /v1/chat/completions, /v1/completions, /v1/responses and /v1/messages",
             code="unsupported_endpoint",
         )
+
+    async def _tokens(self, request: Request) -> Response:
+        key = self._key(request)
+        with key.one_request():
+            body = await bodies.read(request, self._max_body_bytes)
+            conversations = await self._of(key.tenant, self._listing.chosen(body))
+            worker = await conversations.presence.worker(patience_s=self._patience_s)
+            if request.url.path.endswith("/detokenize"):
+                return _json(await tokenizing.detokenize(conversations, body))
+            return _json(await tokenizing.tokenize(conversations, body, worker.context_tokens))
 
     def _count_tokens(self, dialect: Dialect) -> _Handler:
         async def count(request: Request) -> Response:

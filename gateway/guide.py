@@ -9,7 +9,7 @@ import msgspec
 
 from turnkeep_client import __version__
 
-from . import chat, completions, messages, responses
+from . import chat, completions, messages, responses, tokenizing
 from .ollama import requests as ollama
 from .turn import Whole
 
@@ -48,6 +48,8 @@ SERVED: Final = {
     "/api/version": _Served(("GET",), "The version"),
     "/api/{name}": _Served(("POST", "DELETE"), "Refused: models are managed beside the gateway"),
     "/api/v0/models": _Served(("GET",), "The models, as LM Studio lists them"),
+    "/tokenize": _Served(("POST",), "The tokens of a text", tokenizing.Tokenize),
+    "/detokenize": _Served(("POST",), "The text of tokens", tokenizing.Detokenize),
     "/v1/embeddings": _Served(("POST",), "Refused: the worker's model makes no embeddings"),
     "/v1/models": _Served(("GET",), "The models"),
     "/v1/models/{model}": _Served(("GET",), "One model"),

@@ -1,4 +1,4 @@
-"""Histories of clients that are cut off at random: by their own hand, and by deaths of gateways and worker.
+"""Histories of clients that are cut off at random: by themselves, by deaths of gateways, worker and server.
 
 `TURNKEEP_TEST_EXAMPLES=2500 pytest tests/gateway/test_cut_histories.py -s` runs 200 of them.
 """
@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import random
+import signal
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,15 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.process
 
 HISTORIES = int(os.environ.get("TURNKEEP_TEST_EXAMPLES", "50")) * 2 // 25
+CUTS = (
+    "client",
+    "gateway",
+    "worker",
+    "server",
+    "gateway and worker",
+    "worker and server",
+    "client and server",
+)
 #: After these a client tries again: a lost connection, and 503 of a gateway that has seen no worker yet.
 BROKEN = (openai.APIConnectionError, openai.InternalServerError, httpx2.HTTPError)
 
@@ -54,6 +64,12 @@ class Gateways:
     def kill(self, number: int) -> None:
         self._processes[number].kill()
         self._processes[number].wait()
+
+    def kill_server(self) -> None:
+        """Kill the worker's NATS server; the worker, or its successor, starts it again."""
+        noted = json.loads((self._folder / "data" / "nats-server.json").read_text())
+        with contextlib.suppress(ProcessLookupError):  # it is being started
+            os.kill(noted["pid"], signal.SIGKILL)
 
     def stop(self) -> None:
         for number in self._processes:
@@ -185,7 +201,7 @@ async def history(dice: random.Random, reader: Reader, process: Any, gateways: G
     num_cuts, is_over = dice.randrange(1, 4), False
     while not is_over:
         most = len(reader.seen) + dice.randrange(reader.num_events // 3) if len(happened) < num_cuts else None
-        what, at = dice.choice(["client", "gateway", "worker", "gateway and worker"]), dice.randrange(2)
+        what, at = dice.choice(CUTS), dice.randrange(2)
         is_cut = False
 
         def cut(num_seen: int, most: int | None = most, what: str = what, at: int = at) -> bool:
@@ -197,6 +213,8 @@ async def history(dice: random.Random, reader: Reader, process: Any, gateways: G
                 gateways.kill(at)
             if "worker" in what:
                 process.kill()
+            if "server" in what:
+                gateways.kill_server()
             return True
 
         with contextlib.suppress(*BROKEN):
