@@ -188,6 +188,7 @@ class Conversations:
             try:
                 plan = await self._plan(alone, own, answering, is_last=attempt == _ATTEMPTS - 1)
                 if isinstance(plan, Recorded):
+                    answering.note = plan.note
                     tell(_found_again(plan))
                     result = await follow(self.client, plan, tell)
                     answering.on_end("repeated", result)

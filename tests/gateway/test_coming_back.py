@@ -268,6 +268,9 @@ async def test_a_key_gives_one_answer(worker: Any, door: Start, http: httpx2.Asy
         for one in bodies:
             one.pop("created", None), one.pop("created_at", None)
         assert all(one == bodies[0] for one in bodies)
+        await asyncio.sleep(1.1)
+        later = (await post(http, path, key)).json()
+        assert later == (await there.get(f"{path}/{later['id']}")).json(), "all of it is recorded"
         assert (await post(http, path, key, max_tokens=39)).status_code == 422
         refused = await post(there, path, key, max_tokens=39)
         assert refused.status_code == 422
