@@ -207,11 +207,7 @@ def at_once(body: bytes) -> dict[str, Any] | None:
 
 def no_such(path: str) -> Fault:
     """Return the fault of a request for something that is not here."""
-    why = {
-        "embed": "this worker's model makes no embeddings: ask a server of an embedding model",
-        "embeddings": "this worker's model makes no embeddings: ask a server of an embedding model",
-        "pull": "models are downloaded beside the gateway: `turnkeep model pull NAME`, then `turnkeep serve`",
-    }
-    return Fault(
-        501, why.get(path, f"/api/{path} is not served here: models are managed by `turnkeep model`")
-    )
+    why = f"/api/{path} is not served here: `turnkeep model` pulls, shows and removes models"
+    if path.startswith("embed"):
+        why = "the worker's model makes no embeddings: ask a server of an embedding model"
+    return Fault(501, why)
