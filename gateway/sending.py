@@ -76,6 +76,7 @@ class Answer(Response):
         self._after = after
         self._found: dict[int, Found] = {}
         self._results: dict[int, Generated] = {}
+        self._has_failed = False
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answers, while the client is there."""
@@ -94,7 +95,7 @@ class Answer(Response):
             for task in (writing, leaving):
                 task.cancel()
             await asyncio.gather(writing, leaving, return_exceptions=True)
-            if answering.stays:
+            if answering.stays and not self._is_over:
                 self._conversations.beside(self._drain(answering, self._asker.running.pop_all()))
             else:
                 self._conversations.abandon(answering)  # without effect on answers that have ended
@@ -102,21 +103,23 @@ class Answer(Response):
     async def _drain(self, answering: Answering, running: contextlib.ExitStack) -> None:
         """Count a request as running until its answers have ended."""
         with running, contextlib.suppress(TurnkeepError):
-            while len(self._results) < self._turn.n:
+            while not self._is_over:
                 self._take(*await answering.events.get())
 
+    @property
+    def _is_over(self) -> bool:
+        return self._has_failed or len(self._results) == self._turn.n
+
     async def _write(self, answering: Answering, send: Send) -> None:
-        is_over, event = False, None
+        event: Any = None
         try:
             if self._turn.stream:
                 await self._write_events(answering, send)
                 return
-            while not is_over:
+            is_left = bool(self._dialect.begun and self._turn.asked.get("background"))
+            while not (self._is_over or (is_left and isinstance(event, Begun))):
                 index, event = await answering.events.get()
                 self._take(index, event)
-                is_over = len(self._results) == self._turn.n
-                if self._dialect.begun and self._turn.asked.get("background"):
-                    is_over = is_over or isinstance(event, Begun)
         except TurnkeepError as error:
             fault = self._fault(error)
             await self._write_json(send, fault.status, self._dialect.error(fault), fault.headers)
@@ -139,7 +142,7 @@ class Answer(Response):
         (events, start), first, failure = self._new_events(), b"", None
         try:
             async with asyncio.timeout(_PATIENCE_S):
-                while not first:
+                while not first and not self._is_over:
                     index, event = await answering.events.get()
                     first = self._take_events(events, index, event)
                     if isinstance(event, Found):  # it is sent to another session
@@ -156,7 +159,7 @@ class Answer(Response):
         try:
             if failure is not None:
                 raise failure
-            while len(self._results) < self._turn.n:
+            while not self._is_over:
                 await self._write_next(answering, events, send)
             last = events.end(self._in_order())
         except TurnkeepError as error:
@@ -209,6 +212,7 @@ class Answer(Response):
     def _take(self, index: int, event: Any) -> None:
         match event:
             case TurnkeepError():
+                self._has_failed = True
                 raise event
             case Found():
                 self._found[index] = event

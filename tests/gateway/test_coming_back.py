@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +11,11 @@ import httpx2
 import openai
 import pytest
 
+from gateway.keys import Keys
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
 Start = Any
 CHAT = "/v1/chat/completions"
@@ -302,6 +306,27 @@ async def test_a_key_that_failed_may_be_tried_again(http: httpx2.AsyncClient, se
     body = asked(CHAT, messages=[{"role": "user", "content": "word " * 30_000}])
     first, second = [await http.post(CHAT, json=body, headers=key) for _ in range(2)]
     assert (first.status_code, first.json()) == (400, second.json())
+
+
+async def test_an_answer_counts_while_it_runs_whoever_listens(served: Any, tmp_path: Path) -> None:
+    """Towards what may be asked at once with an API key; a failure does not."""
+    (tmp_path / "keys").write_text("none default at_once=1\n")
+    served.gateway._keys = Keys.read(tmp_path / "keys")
+    create = served.openai.responses.create
+    more = options(8, extra_headers={"Idempotency-Key": "long"})
+    for _ in range(2):
+        with pytest.raises(openai.BadRequestError, match="maximum context length"):
+            await create(input="word " * 30_000, **more)
+    running = await create(input="Begin.", background=True, **options(30_000))
+    with pytest.raises(openai.RateLimitError, match="1 requests at once"):
+        await create(input="Hello.", **options(8))
+    await served.openai.responses.cancel(running.id)
+    async with asyncio.timeout(20):
+        while True:
+            with contextlib.suppress(openai.RateLimitError):
+                await create(input="Hello.", **options(8))
+                break
+            await asyncio.sleep(0.1)
 
 
 async def test_an_answer_with_a_key_goes_on_without_its_client(http: httpx2.AsyncClient, served: Any) -> None:
