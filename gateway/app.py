@@ -42,6 +42,7 @@ from . import (
 )
 from .conversations import Conversations
 from .dialect import EVENT_STREAM, Dialect
+from .durable import Reading
 from .lookups import Lookups, after, own_id
 from .metrics import Counters
 from .models import Models
@@ -172,6 +173,7 @@ class Gateway:
                 Route(f"{_MESSAGES_PATH}/count_tokens", self._count_tokens(_MESSAGES), methods=["POST"]),
                 Route(f"{_RESPONSES_PATH}/input_tokens", self._count_tokens(_RESPONSES), methods=["POST"]),
                 Route(f"{_RESPONSES_PATH}/{{id}}/input_items", self._input_items, methods=["GET"]),
+                Route(f"{_RESPONSES_PATH}/{{id}}/stream", self._durable, methods=["GET"]),
                 *(one for path, dialect in _PATHS.items() for one in self._of_answers(path, dialect)),
                 Route("/tokenize", self._tokens, methods=["POST"]),
                 Route("/detokenize", self._tokens, methods=["POST"]),
@@ -380,6 +382,10 @@ class Gateway:
             return _json({"id": wanted, "object": dialect.name, "is_running": answer.result is None})
 
         return cancel
+
+    async def _durable(self, request: Request) -> Response:
+        tenant, wanted = self._key(request).tenant, request.path_params["id"]
+        return Reading(await self._lookups.kept(tenant, wanted, _RESPONSES.name), request.query_params)
 
     async def _input_items(self, request: Request) -> Response:
         tenant, wanted = self._key(request).tenant, request.path_params["id"]

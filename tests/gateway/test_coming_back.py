@@ -345,3 +345,46 @@ async def test_an_answer_with_a_key_goes_on_without_its_client(http: httpx2.Asyn
         begun = await read(answer, 5)
     stopped = await http.post(f"{CHAT}/{begun[0].id.partition('.')[0]}/cancel")
     assert stopped.json()["is_running"] is False
+
+
+async def test_an_answer_is_a_durable_stream(served: Any, http: httpx2.AsyncClient) -> None:
+    """Read page by page, by polls, and as server-sent events; from any offset."""
+    begun = await served.openai.responses.create(input="Begin.", background=True, **options(1500))
+    path = f"/v1/responses/{begun.id}/stream"
+    found, offset, closed = [], "-1", None
+    while closed is None:
+        page = await http.get(path, params={"offset": offset, "live": "long-poll"})
+        assert page.status_code == 200
+        found += page.json()
+        offset, closed = page.headers["stream-next-offset"], page.headers.get("stream-closed")
+    events_of = await served.openai.responses.retrieve(begun.id, stream=True)
+    numbers = [event.sequence_number async for event in events_of]
+    assert [one["sequence_number"] for one in found] == numbers
+    assert (await http.get(path)).json() == found
+    rest = await http.get(path, params={"offset": "0000000040"})
+    assert (rest.json(), rest.headers["stream-closed"]) == (found[40:], "true")
+    end = await http.get(path, params={"offset": offset})
+    assert (end.json(), end.headers["stream-next-offset"]) == ([], offset)
+    written = (await http.get(path, params={"offset": "0000000003", "live": "sse"})).text
+    parts = [one.partition("\ndata: ") for one in written.strip().split("\n\n")]
+    data = [json.loads(body) for name, _, body in parts if name == "event: data"]
+    assert [event for batch in data for event in batch] == found[3:]
+    assert json.loads(parts[-1][2]) == {"streamNextOffset": offset, "upToDate": True, "streamClosed": True}
+    for wrong in ({"offset": "x"}, {"live": "yes"}):
+        assert (await http.get(path, params=wrong)).status_code == 400
+
+
+async def test_a_durable_stream_ends_for_now_while_its_answer_runs(
+    served: Any, http: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.durable._POLL_S", 0.3)
+    create = served.openai.responses.create
+    running = await create(input="Begin.", background=True, **options(30_000))
+    async with asyncio.timeout(10):
+        page = await http.get(f"/v1/responses/{running.id}/stream")
+    assert "stream-closed" not in page.headers
+    assert page.headers["stream-up-to-date"] == "true"
+    far = {"offset": "0000999999", "live": "long-poll"}
+    waited = await http.get(f"/v1/responses/{running.id}/stream", params=far)
+    assert waited.status_code == 204
+    await served.openai.responses.cancel(running.id)
