@@ -72,8 +72,8 @@ class Gateways:
 
     def kill_server(self) -> None:
         """Kill the worker's NATS server; the worker, or its successor, starts it again."""
-        noted = json.loads((self._folder / "data" / "nats-server.json").read_text())
-        with contextlib.suppress(ProcessLookupError):  # it is being started
+        with contextlib.suppress(FileNotFoundError, ValueError, ProcessLookupError):  # it is being started
+            noted = json.loads((self._folder / "data" / "nats-server.json").read_text())
             os.kill(noted["pid"], signal.SIGKILL)
 
     def stop(self) -> None:
@@ -227,13 +227,19 @@ async def history(
             is_over = await reader.read(gateways.url(at), cut)
         if is_cut:
             happened.append(f"{what} at {len(reader.seen)}")
-            if "worker" in what:
-                process.start()
             if "gateway" in what:
                 gateways.start(at)
         elif not is_over:
             gateways.start_again(at)
             await asyncio.sleep(0.05)
+
+
+async def supervise(process: Any) -> None:
+    """Start the worker again when it has ended: killed, or without a server as it began."""
+    while True:
+        if not process.running:
+            process.start()
+        await asyncio.sleep(0.2)
 
 
 @pytest.mark.timeout(3600)
@@ -244,6 +250,7 @@ async def test_each_event_comes_once_whatever_is_cut_off(started: Any, gateways:
         kind = dice.choice([OfResponses, OfChat])
         reader = kind(dice.randrange(60, 600), f"history-{seed}")
         happened: list[str] = []
+        supervising = asyncio.create_task(supervise(process))
         try:
             async with asyncio.timeout(120):
                 await history(dice, reader, process, gateways, happened)
@@ -257,4 +264,6 @@ async def test_each_event_comes_once_whatever_is_cut_off(started: Any, gateways:
             print(f"history {seed}: {kind.__name__}, {happened}, {len(reader.seen)} events")
             print(gateways.log)
             raise
+        finally:
+            supervising.cancel()
         print(f"history {seed}: {kind.__name__}, {len(reader.seen)} events; {'; '.join(happened)}")
