@@ -149,7 +149,7 @@ def continued(turn: Turn, before: Recorded | None) -> Turn:
 
     Instructions belong to one request only: those of the earlier one are left out.
     """
-    result = before.result if before is not None else None
+    result = before.result if before is not None and before.note.has_messages else None
     if before is None or before.turn.messages is None or not isinstance(result, Generated):
         raise refused(
             f"Previous response with id '{turn.previous}' not found.",

@@ -164,6 +164,20 @@ async def test_what_a_client_has_cancelled_is_not_taken_for_a_whole_answer(http:
     assert (found.status_code, found.json()["error"]["code"]) == (409, "cancelled")
 
 
+async def test_an_answer_that_is_not_stored_is_found_by_its_own_client_only(http: httpx2.AsyncClient) -> None:
+    """That has the ids of its events, and sends the same request again."""
+    path = "/v1/responses"
+    body = asked(path, stream=True, store=False)
+    whole = events((await http.post(path, json=body)).text)
+    rest = await http.post(path, json=body, headers={"last-event-id": whole[9].id})
+    assert events(rest.text) == whole[10:]
+    answer_id = whole[0].id.partition(".")[0]
+    for more in ("", "?stream=true", "/stream", "/input_items"):
+        assert (await http.get(f"{path}/resp_{answer_id}{more}")).status_code == 404
+    previous = asked(path, previous_response_id=f"resp_{answer_id}")
+    assert (await http.post(path, json=previous)).status_code == 400
+
+
 async def test_a_stream_of_several_answers_has_no_ids(http: httpx2.AsyncClient) -> None:
     several = events((await post(http, CHAT, {}, stream=True, n=2)).text)
     assert {one.id for one in several} == {""}
