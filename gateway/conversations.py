@@ -365,8 +365,11 @@ class Conversations:
             try:
                 await self.client.session(asked.held.name).open(fork_of=point, tags=names, request_id=own)
             except RequestFailedError as error:
-                if error.code == "id_conflict":  # another gateway has opened it for the same key
-                    raise
+                if plan.is_apart and error.code in {
+                    "id_conflict",
+                    "invalid_request",
+                }:  # another gateway was first
+                    raise RequestFailedError("id_conflict", error.message, retryable=True) from None
                 if error.code == "position_conflict":
                     await self._catch_up(plan.parent, plan.parent_position)
                     raise

@@ -25,8 +25,8 @@ class Plan(NamedTuple):
     """How to send a turn: to `asked.held`, which is at `position`, without its first `num_known` messages.
 
     `known` are the names of all its boundaries. A fork has a `parent`, which was at `parent_position` when
-    this was planned, None if that is unknown; one that is in the log already has none. If it `reopens`, the
-    session was closed.
+    this was planned, None if that is unknown; one that is in the log already has none. If it `is_apart`,
+    other gateways may send the same to this session; if it `reopens`, that was closed.
     """
 
     asked: Asked
@@ -37,6 +37,7 @@ class Plan(NamedTuple):
     options: dict[str, Any]
     parent: Held | None = None
     parent_position: int | None = None
+    is_apart: bool = False
     reopens: bool = False
 
 
@@ -98,7 +99,7 @@ def plan_apart(index: Index, turn: Turn, stands: Standing) -> Plan:
     failed = stands.last.result if stands.last else None
     is_closed = isinstance(failed, Failed) and failed.code == "unknown_session"
     how: How = "begun" if place is None else "forked"
-    made = Plan(asked, how, num_known, position, known, options, parent, reopens=is_closed)
+    made = Plan(asked, how, num_known, position, known, options, parent, is_apart=True, reopens=is_closed)
     return _noted(index, asked, made)
 
 

@@ -298,6 +298,32 @@ async def test_a_key_gives_one_answer(worker: Any, door: Start, http: httpx2.Asy
     assert (await post(http, CHAT, {"idempotency-key": "n"}, n=2)).status_code == 400
 
 
+@pytest.mark.parametrize("knows", [False, True])
+async def test_a_key_gives_one_answer_though_gateways_know_different_conversations(
+    worker: Any, door: Start, served: Any, http: httpx2.AsyncClient, *, knows: bool
+) -> None:
+    """One begins a session for it, the other forks one: whoever comes first, there is one answer."""
+    other = await door(worker.settings.nats, worker.settings.prefix)
+    async with httpx2.AsyncClient(base_url=other.url, timeout=60) as there:
+        await post(there, CHAT, {}, max_tokens=2)  # it has read the log
+        for number in range(6):
+            said = [{"role": "user", "content": f"Begin {number}."}]
+            first = (await http.post(CHAT, json=asked(CHAT, 8, messages=said))).json()["choices"][0][
+                "message"
+            ]
+            said += [first, {"role": "user", "content": "Go on."}]
+            if knows:  # by a turn of its own, from another place
+                await there.post(CHAT, json=asked(CHAT, 8, messages=[*said[:1], first, said[0]]))
+            body, key = asked(CHAT, 8, messages=said), {"idempotency-key": f"turn {number}"}
+            asking = [one.post(CHAT, json=body, headers=key) for one in (there, http, there, http)]
+            answers = [(await one).json() for one in asyncio.as_completed(asking)]
+            assert len({one["id"] for one in answers}) == 1
+            assert len({one["choices"][0]["message"]["content"] for one in answers}) == 1, answers
+            said += [answers[0]["choices"][0]["message"], {"role": "user", "content": "More."}]
+            more = await http.post(CHAT, json=asked(CHAT, 2, messages=said))
+            assert not more.headers["x-turnkeep-session"].endswith("begun"), "its session is still known"
+
+
 async def test_a_conversation_goes_on_with_a_key_for_each_turn(http: httpx2.AsyncClient) -> None:
     said = [{"role": "user", "content": "Begin."}]
     for number in range(4):
