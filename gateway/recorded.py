@@ -63,7 +63,7 @@ class Note(Struct, frozen=True, omit_defaults=True):
 
     Without `before`, which may be too long, those are in the log of the fork's parent, while there is one.
     `api` names the dialect, `body` the request's body by a digest. If the answer is not `is_kept`, only a
-    client whose stream was cut finds it.
+    client whose stream was cut finds it; that is so for one of several answers.
     """
 
     id: str
@@ -121,7 +121,7 @@ def digest(api: str, body: bytes) -> str:
 def new_note(own_id: str, created: int, turn: Turn, api: str = RESPONSES, body: str = "") -> Note:
     """Return the note of a turn, with the digest of its `body`. Raises `Fault`."""
     asked = {**turn.asked, **({"include_usage": True} if turn.include_usage else {})}
-    is_kept = turn.is_kept or api != RESPONSES
+    is_kept = turn.n == 1 and (turn.is_kept or api != RESPONSES)
     note = Note(own_id[-16:], created, turn.model, asked, None, api, body, is_kept)
     if len(_packed(note)) > MOST_BYTES:
         raise refused("the names of model and tools are too long to keep", "model")

@@ -181,6 +181,8 @@ async def test_an_answer_that_is_not_stored_is_found_by_its_own_client_only(http
 async def test_a_stream_of_several_answers_has_no_ids(http: httpx2.AsyncClient) -> None:
     several = events((await post(http, CHAT, {}, stream=True, n=2)).text)
     assert {one.id for one in several} == {""}
+    answer_id = json.loads(several[0]["data"])["id"]
+    assert (await http.get(f"{CHAT}/{answer_id}")).status_code == 404
 
 
 async def ended(served: Any, answer_id: str, status: str = "incomplete") -> Any:
