@@ -42,7 +42,7 @@ from . import (
 )
 from .conversations import Conversations
 from .dialect import EVENT_STREAM, Dialect
-from .durable import Reading
+from .durable import HEADERS, Reading
 from .lookups import Lookups, after, own_id
 from .metrics import Counters
 from .models import Models
@@ -475,7 +475,7 @@ class _Cors(CORSMiddleware):
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             allow_private_network=True,
-            expose_headers=["x-turnkeep-session", "x-turnkeep-explain", WARNINGS, "retry-after"],
+            expose_headers=["x-turnkeep-session", "x-turnkeep-explain", WARNINGS, "retry-after", *HEADERS],
         )
         self._may_ask = may_ask
 

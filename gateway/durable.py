@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 _COLLECT_S: Final = 0.1
 #: How long a poll waits for something new.
 _POLL_S: Final = 20.0
+#: What a page has to read of a read's headers.
+HEADERS: Final = ("stream-next-offset", "stream-up-to-date", "stream-cursor", "stream-closed")
 _END: Final = b"\n\n"
 _DATA: Final = b"\ndata: "
 

@@ -405,6 +405,8 @@ async def test_an_answer_is_a_durable_stream(served: Any, http: httpx2.AsyncClie
     assert (await http.get(path)).json() == found
     rest = await http.get(path, params={"offset": "0000000040"})
     assert (rest.json(), rest.headers["stream-closed"]) == (found[40:], "true")
+    page = await http.get(path, headers={"origin": "http://localhost:3000"})
+    assert "stream-next-offset" in page.headers["access-control-expose-headers"]
     end = await http.get(path, params={"offset": offset})
     assert (end.json(), end.headers["stream-next-offset"]) == ([], offset)
     written = (await http.get(path, params={"offset": "0000000003", "live": "sse"})).text
