@@ -18,7 +18,7 @@ from turnkeep_client.messages import Chunk, Generated
 from .answers import Events
 from .dialect import EVENT_STREAM
 from .places import Marked, behind_number
-from .turn import fault_of, refused
+from .turn import fault_of, number_in, refused
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
@@ -47,12 +47,9 @@ class Reading(Response):
         self._conversations, answer = kept
         self._answer = answer
         self._live = query.get("live", "")
-        offset = query.get("offset", "-1")
-        if offset != "-1" and not offset.isdecimal():
-            raise refused("offset must be -1, or one that an answer had in Stream-Next-Offset", "offset")
+        self._num_known = 0 if query.get("offset") == "-1" else number_in(query, "offset") or 0
         if self._live not in {"", "sse", "long-poll"}:
             raise refused("live must be sse or long-poll", "live")
-        self._num_known = max(0, int(offset))
         after = behind_number(self._num_known - 1) if self._num_known else None
         self._events = Marked(Events(answer.turn, answer.id, answer.note.created), answer.id, after)
         self._is_closed = False

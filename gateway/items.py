@@ -11,7 +11,7 @@ from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.messages import Function, Message, ToolCall, encode
 
 from .blocks import other_text, text_of
-from .turn import Fault, refused
+from .turn import Fault, number_in, refused
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _ROLES: Final = ("system", "developer", "user", "assistant")
 #: Items that tell this model nothing: what other models thought, and searches without their results.
-_MOST_ITEMS: Final = 100
+_NUM_ITEMS, _MOST_ITEMS = 20, 100
 _SILENT: Final = ("reasoning", "web_search_call", "file_search_call", "mcp_list_tools")
 
 
@@ -114,12 +114,13 @@ def page(answer: Recorded, query: Mapping[str, str]) -> dict[str, Any]:
     found = [item for number, one in enumerate(said) for item in _written(one, f"{answer.id}_{number}")]
     if query.get("order", "desc") != "asc":
         found.reverse()
-    limit = query.get("limit", "20")
-    if not limit.isdecimal() or not 1 <= int(limit) <= _MOST_ITEMS:
+    limit = number_in(query, "limit")
+    limit = _NUM_ITEMS if limit is None else limit
+    if not 1 <= limit <= _MOST_ITEMS:
         raise refused(f"limit must be 1 to {_MOST_ITEMS}", "limit")
     ids = [item["id"] for item in found]
     first = ids.index(query["after"]) + 1 if query.get("after") in ids else 0
-    shown = found[first : first + int(limit)]
+    shown = found[first : first + limit]
     ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {}
     return {"object": "list", "data": shown, "has_more": first + len(shown) < len(found), **ends}
 

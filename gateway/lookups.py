@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from . import answers, following, places, responses
-from .turn import Fault, fault_of, refused
+from .turn import Fault, fault_of, number_in, refused
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -98,9 +98,7 @@ def own_id(answer_id: str) -> str:
 
 def after(answer: Recorded, headers: Mapping[str, str], query: Mapping[str, str]) -> Place | None:
     """Return the place behind which a client wants an answer's stream. Raises `Fault`."""
-    if (number := query.get("starting_after")) is not None:
-        if not number.isdecimal():
-            raise refused("starting_after must be the sequence_number of an event", "starting_after")
-        return places.behind_number(int(number))
+    if (number := number_in(query, "starting_after")) is not None:
+        return places.behind_number(number)
     read = places.read(headers.get("last-event-id", ""))
     return read[1] if read and read[0] == answer.id else None

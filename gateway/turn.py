@@ -39,6 +39,8 @@ _MOST_WARNINGS: Final = 20
 _MOST_SHOWN: Final = 4_000
 _UNSHOWN: Final = re.compile(r"[^ -~]+")
 
+_NUMBER: Final = re.compile(r"\d{1,15}", re.ASCII)
+
 #: How long who is one too many should wait, and who finds no worker.
 _PAUSE_S: Final = 1.0
 _START_S: Final = 5.0
@@ -195,6 +197,15 @@ def as_whole(kind: type, given: Any) -> Any:
         return Whole(given)
     found = {str: "str", bool: "bool", float: "float", list: "array", dict: "object"}.get(type(given))
     raise ValueError(f"Expected `int | null`, got `{found}`")
+
+
+def number_in(query: Mapping[str, str], name: str) -> int | None:
+    """Return a number in the address of a request; None if it is not there. Raises `Fault`."""
+    if (given := query.get(name)) is None:
+        return None
+    if _NUMBER.fullmatch(given) is None:
+        raise refused(f"{name} must be a whole number", name)
+    return int(given)
 
 
 def printed(name: str) -> str:

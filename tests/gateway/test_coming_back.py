@@ -241,8 +241,9 @@ async def test_a_stream_in_the_background_goes_on_without_its_client(served: Any
     endless = await create(input="Begin.", background=True, **options(30_000))
     cancelled = await served.openai.responses.cancel(endless.id)
     assert (await ended(served, endless.id, "cancelled")) == cancelled
-    with pytest.raises(openai.BadRequestError, match="sequence_number"):
-        await served.openai.get(f"/responses/{endless.id}?stream=true&starting_after=x", cast_to=object)
+    for wrong in ("starting_after=x", f"starting_after={'9' * 5000}"):
+        with pytest.raises(openai.BadRequestError, match="whole number"):
+            await served.openai.get(f"/responses/{endless.id}?stream=true&{wrong}", cast_to=object)
 
 
 async def test_a_failure_in_the_background_is_told_to_who_asks(served: Any) -> None:
