@@ -22,6 +22,7 @@ from parts import free_port
 from test_coming_back import CHAT, LETTERS, Event, asked, options, text_of
 from test_interrupted import started as started  # noqa: PLC0414  # a fixture
 
+from turnkeep_client.errors import NoWorkerError
 from turnkeep_client.messages import Generated, decode_result
 
 if TYPE_CHECKING:
@@ -40,8 +41,8 @@ CUTS = (
     "worker and server",
     "client and server",
 )
-#: After these a client tries again: a lost connection, and 503 of a gateway that has seen no worker yet.
-BROKEN = (openai.APIConnectionError, openai.InternalServerError, httpx2.HTTPError)
+#: After these a client tries again: no connection, and 503 of a gateway that has seen no worker yet.
+BROKEN = (openai.APIConnectionError, openai.InternalServerError, httpx2.HTTPError, NoWorkerError)
 
 
 class Gateways:
