@@ -252,6 +252,7 @@ def _after(prompt: tuple[Message, ...], result: Generated, prefix: str = "") -> 
 def _turn(request: Generate, note: Note, prompt: tuple[Message, ...] | None) -> Turn:
     fields = msgspec.to_builtins(request)
     options = {name: value for name, value in fields.items() if name not in _OWN}
+    options["max_tokens"] = request.max_tokens  # which a turn always has, but the log only unless it is 256
     return Turn(
         messages=prompt,
         text=request.text,

@@ -433,3 +433,11 @@ async def test_a_durable_stream_ends_for_now_while_its_answer_runs(
     waited = await http.get(f"/v1/responses/{running.id}/stream", params=far)
     assert waited.status_code == 204
     await served.openai.responses.cancel(running.id)
+
+
+async def test_what_was_asked_for_is_repeated_though_it_is_a_default_of_the_protocol(served: Any) -> None:
+    """The log leaves out defaults: 256 tokens, a bias of none."""
+    more = {"temperature": 0, "top_p": 1, "parallel_tool_calls": True, "tool_choice": "auto"}
+    answer = await served.openai.responses.create(input="Begin.", **options(256, **more))
+    assert answer.max_output_tokens == 256
+    assert await served.openai.responses.retrieve(answer.id) == answer
