@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -17,7 +18,7 @@ from .turn import ALL_THAT_FITS, fault_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from turnkeep_client.messages import CallPart, Chunk, TokenLogprob
+    from turnkeep_client.messages import Called, Chunk, TokenLogprob
 
     from .recorded import Recorded
     from .turn import Fault, Turn
@@ -34,6 +35,10 @@ _REASONING: Final = ("reasoning_text", "text")
 _TEXT: Final = ("output_text", "text")
 _ARGUMENTS: Final = ("function_call_arguments", "arguments")
 _INPUT: Final = ("custom_tool_call_input", "input")
+#: A piece of a text, which is one event: four characters, or fewer up to one of a script of many characters.
+_PIECE: Final = re.compile(r"[\0-\u07ff]{4}|[\0-\u07ff]{0,3}[\u0800-\U0010ffff]")
+#: The first piece is short, so that a client sees the first token when it comes.
+_FIRST: Final = re.compile(r".", re.DOTALL)
 
 
 def whole(turn: Turn, answer_id: str, created: int, results: Sequence[Generated]) -> dict[str, Any]:
@@ -51,47 +56,59 @@ def whole(turn: Turn, answer_id: str, created: int, results: Sequence[Generated]
     return _response(turn, answer_id, created, output, result)
 
 
+def begun(turn: Turn, answer_id: str, created: int) -> dict[str, Any]:
+    """Write an answer that has no result yet."""
+    return _response(turn, answer_id, created, [])
+
+
 def recorded(found: Recorded, answer_id: str) -> dict[str, Any]:
     """Write an answer that was found in the log, or what became of it."""
     if isinstance(found.result, Generated):
-        return whole(found.turn, answer_id, found.created, [found.result])
+        return whole(found.turn, answer_id, found.note.created, [found.result])
     fault = None
     if (failed := found.result) is not None:
         fault = fault_of(RequestFailedError(failed.code, failed.message, retryable=failed.retryable))
-    return _response(found.turn, answer_id, found.created, [], fault=fault)
+    return _response(found.turn, answer_id, found.note.created, [], fault=fault)
 
 
 @dataclass(slots=True)
 class _Begun:
-    """An item of a stream; `write` makes it of its text and status."""
+    """An item of a stream; `write` makes it of its text and status. It was told up to `num_told`."""
 
     id: str
     index: int
     kind: tuple[str, str]
     write: Callable[[str, str], dict[str, Any]]
-    texts: list[str] = field(default_factory=list)
+    text: str = ""
+    num_told: int = 0
 
 
 class Events:
-    """Writes the events of one stream. An item begins with its first part; all but reasoning end last."""
+    """Writes the events of one stream.
+
+    The events, and so their numbers, follow from the answer alone, not from how it is divided into chunks:
+    its reasoning and text are cut in the same places each time (`_PIECE`), and calls come last.
+    """
 
     def __init__(self, turn: Turn, answer_id: str, created: int) -> None:
         self._turn = turn
         self._id = answer_id
         self._created = created
-        self._num_events = self._num_items = 0
-        #: By what they are: `reasoning`, `message`, or the number of a call.
-        self._begun: dict[str | int, _Begun] = {}
-        self._call_ids: dict[int, str] = {}
-        self._output: dict[int, dict[str, Any]] = {}
+        #: The `sequence_number` of the next event.
+        self.num_events = 0
+        self._num_items = 0
+        self._reasoning: _Begun | None = None
+        self._message: _Begun | None = None
         self._tokens: list[TokenLogprob] = []
-        self._num_told = 0
+        #: The tokens that were told, and how long their texts are with those of the reasoning.
+        self._num_told = self._told_length = 0
         #: White space before a text, which is sent only with the text.
         self._space = ""
 
     @property
     def heartbeat(self) -> bytes:
-        """An event that says nothing new: some clients do not count comments as life."""
+        """The last number again, with nothing new: some clients do not count comments as life."""
+        self.num_events -= 1
         return self._life("in_progress")
 
     def start(self, index: int) -> bytes:  # noqa: ARG002  # there is one answer
@@ -101,23 +118,34 @@ class Events:
     def chunk(self, index: int, chunk: Chunk) -> bytes:  # noqa: ARG002  # there is one answer
         """Write a part of the answer; empty if there is nothing to say."""
         self._tokens += chunk.logprobs
-        written = self._reason(chunk.reasoning) if chunk.reasoning else b""
-        if chunk.text:
-            written += self._say(chunk.text)
-        return written + b"".join(self._call(part) for part in chunk.tool_calls)
+        written = b""
+        if chunk.reasoning and self._message is None:
+            if self._reasoning is None:
+                item_id = f"rs_{self._id}"
+                self._reasoning, written = self._begin(
+                    item_id, _REASONING, lambda said, _: _reasoning(self._turn, item_id, said)
+                )
+            self._reasoning.text += chunk.reasoning
+            written += self._grow(self._reasoning)
+        if self._message is not None:
+            self._message.text += chunk.text
+        else:
+            self._space += chunk.text
+            if self._space.strip():
+                written += self._speak()
+        return written + (self._grow(self._message) if self._message else b"")
 
     def finish(self, index: int, result: Generated) -> bytes:  # noqa: ARG002  # there is one answer
         """Write the end of the answer."""
-        written, called = self._end("reasoning"), {call.id for call in result.tool_calls}
-        if not called and "message" not in self._begun:
-            written += self._say(self._space, may_wait=False)
-        written += self._end("message", _item_status(result))
-        for number, call_id in self._call_ids.items():
-            written += self._end(number, "completed" if call_id in called else "incomplete")
-        # A call that turned out to be malformed is in the text.
-        output = [self._output[index] for index in sorted(self._output)]
-        output = [item for item in output if item.get("call_id") in {None, *called}]
-        body = _response(self._turn, self._id, self._created, output, result)
+        body = whole(self._turn, self._id, self._created, [result])
+        written = b""
+        if self._message is None and any(item["type"] == "message" for item in body["output"]):
+            written = self._speak()
+        if self._message is None:
+            written += self._end(self._reasoning)
+        written += self._end(self._message, _item_status(result))
+        for number, call in enumerate(result.tool_calls):
+            written += self._call(number, call)
         kind = "completed" if body["status"] == "completed" else "incomplete"
         return written + self._event(f"response.{kind}", response=body)
 
@@ -131,55 +159,33 @@ class Events:
         told = {"code": fault.code, "message": fault.message, "param": fault.param, **openai.error(fault)}
         return self._event("response.failed", response=failed) + self._event("error", **told)
 
-    def _reason(self, text: str) -> bytes:
-        item_id = f"rs_{self._id}" + (f"_{self._num_items}" if self._num_items else "")
-        written = self._begin(
-            "reasoning", item_id, _REASONING, lambda said, _: _reasoning(self._turn, item_id, said)
+    def _speak(self) -> bytes:
+        """End the reasoning, and begin the message."""
+        written, item_id = self._end(self._reasoning), f"msg_{self._id}"
+        self._message, begun = self._begin(
+            item_id,
+            _TEXT,
+            lambda said, status: _message(item_id, said, self._tokens if said else (), status),
         )
-        return written + self._grow("reasoning", text)
+        self._message.text = self._space
+        return written + begun
 
-    def _say(self, text: str, *, may_wait: bool = True) -> bytes:
-        text, written = self._space + text if may_wait else text, b""
-        self._space = ""
-        if "message" not in self._begun:
-            if may_wait and not text.strip():
-                self._space = text
-                return b""
-            item_id = f"msg_{self._id}"
-            written = self._end("reasoning") + self._begin(
-                "message",
-                item_id,
-                _TEXT,
-                lambda said, status: _message(item_id, said, self._tokens if said else (), status),
-            )
-        new, self._num_told = self._tokens[self._num_told :], len(self._tokens)
-        return written + (self._grow("message", text, logprobs=openai.likelihoods(new)) if text else b"")
-
-    def _call(self, part: CallPart) -> bytes:
-        written = b""
-        if part.index not in self._begun:
-            call_id, name, key = part.id or "", part.name or "", f"{self._id}_{part.index}"
-            self._call_ids[part.index] = call_id
-            is_custom = _kind(self._turn, name).get("type") == "custom"
-            written = self._end("reasoning") + self._begin(
-                part.index,
-                f"{'ctc' if is_custom else 'fc'}_{key}",
-                _INPUT if is_custom else _ARGUMENTS,
-                lambda said, status: _call(self._turn, key, call_id, name, said, status),
-            )
-        return written + (self._grow(part.index, part.arguments) if part.arguments else b"")
+    def _call(self, number: int, call: Called) -> bytes:
+        """Write a whole call."""
+        name, key = call.function.name, f"{self._id}_{number}"
+        is_custom = _kind(self._turn, name).get("type") == "custom"
+        begun, written = self._begin(
+            f"{'ctc' if is_custom else 'fc'}_{key}",
+            _INPUT if is_custom else _ARGUMENTS,
+            lambda said, status: _call(self._turn, key, call.id, name, said, status),
+        )
+        begun.text = call.function.arguments
+        return written + self._end(begun)
 
     def _begin(
-        self,
-        key: str | int,
-        item_id: str,
-        kind: tuple[str, str],
-        write: Callable[[str, str], dict[str, Any]],
-    ) -> bytes:
-        """Begin an item, unless it has begun."""
-        if key in self._begun:
-            return b""
-        begun = self._begun[key] = _Begun(item_id, self._num_items, kind, write)
+        self, item_id: str, kind: tuple[str, str], write: Callable[[str, str], dict[str, Any]]
+    ) -> tuple[_Begun, bytes]:
+        begun = _Begun(item_id, self._num_items, kind, write)
         self._num_items += 1
         item = write("", "in_progress")
         parts = item.get("content", ())
@@ -187,29 +193,46 @@ class Events:
         written = self._event("response.output_item.added", output_index=begun.index, item=shown)
         for part in parts:
             written += self._of(begun, "content_part.added", content_index=0, part=part)
+        return begun, written
+
+    def _grow(self, begun: _Begun, *, is_over: bool = False) -> bytes:
+        """Write the pieces of an item's text that are whole; if it `is_over`, the rest too."""
+        written, text = b"", begun.text
+        while begun.num_told < len(text):
+            found = _PIECE.match(text, begun.num_told) if begun.num_told else _FIRST.match(text)
+            if found is None and not is_over:
+                break
+            end = found.end() if found else len(text)
+            more = {"content_index": 0, "delta": text[begun.num_told : end]}
+            if begun is self._message:
+                more["logprobs"] = openai.likelihoods(self._likely(end, is_over=found is None))
+            begun.num_told = end
+            written += self._of(begun, f"{begun.kind[0]}.delta", **more)
         return written
 
-    def _grow(self, key: str | int, text: str, **more: Any) -> bytes:
-        begun = self._begun[key]
-        begun.texts.append(text)
-        if begun.kind == _INPUT:  # of the arguments only the input is told, when it is whole
-            return b""
-        if begun.kind != _ARGUMENTS:
-            more["content_index"] = 0
-        return self._of(begun, f"{begun.kind[0]}.delta", delta=text, **more)
+    def _likely(self, end: int, *, is_over: bool) -> list[TokenLogprob]:
+        """Return the tokens of a text up to `end` that were not told, or all of them if it `is_over`."""
+        first, thought = self._num_told, len(self._reasoning.text) if self._reasoning else 0
+        while self._num_told < len(self._tokens):
+            length = self._told_length + len(self._tokens[self._num_told].token)
+            if length > thought + end and not is_over:
+                break
+            self._told_length = length
+            self._num_told += 1
+        return self._tokens[first : self._num_told]
 
-    def _end(self, key: str | int, status: str = "completed") -> bytes:
-        """End an item, if it has begun."""
-        if (begun := self._begun.pop(key, None)) is None:
+    def _end(self, begun: _Begun | None, status: str = "completed") -> bytes:
+        """End an item, if there is one."""
+        if begun is None:
             return b""
-        item = self._output[begun.index] = begun.write("".join(begun.texts), status)
+        item = begun.write(begun.text, status)
         event, name = begun.kind
         parts = item.get("content", ())
-        more = {"content_index": 0, **{k: v for k, v in parts[0].items() if k != "type"}} if parts else {}
-        written = b""
-        if begun.kind == _INPUT:
-            written = self._of(begun, f"{event}.delta", delta=item[name])
-        if not parts:
+        if parts:
+            written = self._grow(begun, is_over=True)
+            more = {"content_index": 0, **{k: v for k, v in parts[0].items() if k != "type"}}
+        else:
+            written = self._of(begun, f"{event}.delta", delta=item[name]) if item[name] else b""
             more = {name: item[name], "name": item["name"]}
         written += self._of(begun, f"{event}.done", **more)
         for part in parts:
@@ -223,8 +246,8 @@ class Events:
         return self._event(f"response.{event}", item_id=begun.id, output_index=begun.index, **fields)
 
     def _event(self, type: str, **fields: Any) -> bytes:  # noqa: A002  # as the events have it
-        self._num_events += 1
-        return event(type, sequence_number=self._num_events - 1, **fields)
+        self.num_events += 1
+        return event(type, sequence_number=self.num_events - 1, **fields)
 
 
 def _item_status(result: Generated) -> str:
@@ -287,7 +310,7 @@ def _response(
         "object": "response",
         "created_at": created,
         "status": status,
-        "background": False,
+        "background": asked.get("background", False),
         "error": fault and {"code": fault.code or fault.kind, "message": fault.message},
         "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
         "instructions": begun[0].content if begun else None,

@@ -7,30 +7,51 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
-import zlib
-from typing import TYPE_CHECKING, Any, Final, TypeVar
-from urllib.parse import urlsplit
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+from uuid import uuid4
 
 import msgspec
-from msgspec import Struct
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
+from turnkeep_client import __version__
 from turnkeep_client.blocks import printed
-from turnkeep_client.errors import NoWorkerError, TurnkeepError
+from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.subjects import DEFAULT_TENANT
 
-from . import answers, anthropic, chat, completions, guide, messages, openai, recorded, responses
+from . import (
+    answers,
+    anthropic,
+    bodies,
+    chat,
+    completions,
+    following,
+    guide,
+    items,
+    messages,
+    models,
+    openai,
+    recorded,
+    responses,
+    tokenizing,
+)
 from .conversations import Conversations
+from .dialect import EVENT_STREAM, Dialect
+from .durable import HEADERS, Reading
+from .lookups import Lookups, after, own_id
 from .metrics import Counters
-from .sending import Answer, Asker, Dialect
-from .turn import WARNINGS, Fault, Turn, all_read, decoded, fault_of, refused, told
+from .models import Models
+from .ollama import answers as ollama
+from .ollama import requests
+from .origins import PROGRAMS, is_from_here, is_local, is_loopback, may_be_a_site, name_in
+from .sending import Answer, Asker
+from .turn import WARNINGS, Fault, Turn, all_read, fault_of, refused, told
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
@@ -39,47 +60,64 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from turnkeep_client.client import Client
-    from turnkeep_client.messages import Metrics
 
     from .keys import Key, Keys
-    from .recorded import Recorded
+    from .lookups import Kept
+    from .places import Place
 
-_T = TypeVar("_T")
+    _Handler = Callable[[Request], Awaitable[Response]]
 
 MAX_BODY_BYTES: Final = 32 * 2**20
-#: A request's body must be there within this time.
-_BODY_S: Final = 60.0
 _PUBLISH_S: Final = 5.0
 
-_CODINGS: Final = ("identity", "gzip", "x-gzip", "deflate")
-#: zlib finds out by itself whether a body has the header of gzip or of zlib.
-_ANY_HEADER: Final = zlib.MAX_WBITS | 32
-
-_CHAT: Final = Dialect(chat.read, chat.whole, chat.Events, openai.error)
+_CHAT: Final = Dialect("chat.completion", chat.read, chat.whole, chat.Events, openai.error)
 _COMPLETIONS: Final = Dialect(
-    completions.read, completions.whole, completions.Events, openai.error, completions.NAMES
+    "text_completion",
+    completions.read,
+    completions.whole,
+    completions.Events,
+    openai.error,
+    completions.NAMES,
 )
-_MESSAGES: Final = Dialect(messages.read, messages.whole, messages.Events, anthropic.error)
-_RESPONSES: Final = Dialect(responses.read, answers.whole, answers.Events, openai.error, responses.NAMES)
+_MESSAGES: Final = Dialect("message", messages.read, messages.whole, messages.Events, anthropic.error)
+_RESPONSES: Final = Dialect(
+    responses.NAME,
+    responses.read,
+    answers.whole,
+    answers.Events,
+    openai.error,
+    responses.NAMES,
+    answers.begun,
+)
+_OLLAMA: Final = {
+    f"/api/{name}": Dialect(
+        f"ollama.{name}",
+        read,
+        words.whole,
+        words.events,
+        ollama.error,
+        requests.NAMES,
+        None,
+        ollama.NDJSON,
+        requests.at_once,
+    )
+    for name, read, words in (
+        ("chat", requests.chat, ollama.CHAT),
+        ("generate", requests.generate, ollama.GENERATE),
+    )
+}
 
 
-class _Named(Struct):
-    """The field of a request that all dialects have in common."""
-
-    model: str | None = None
-
-
-_NAMED: Final = msgspec.json.Decoder(_Named)
-#: A model's context, in the words of several other servers.
-_CONTEXT: Final = ("context_window", "max_model_len", "max_input_tokens")
 #: The page has no scripts, and loads nothing.
 _PAGE_HEADERS: Final = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
-#: Pages of desktop programs have such origins.
-_PROGRAMS: Final = ("app://", "vscode-file://", "vscode-webview://", "tauri://")
-#: Ends of names that are not on the internet.
-_PRIVATE: Final = (".localhost", ".local", ".internal", ".home.arpa")
 _MESSAGES_PATH: Final = "/v1/messages"
 _RESPONSES_PATH: Final = "/v1/responses"
+_PATHS: Final = {
+    "/v1/chat/completions": _CHAT,
+    "/v1/completions": _COMPLETIONS,
+    _MESSAGES_PATH: _MESSAGES,
+    _RESPONSES_PATH: _RESPONSES,
+}
 
 
 class Gateway:
@@ -109,13 +147,12 @@ class Gateway:
         #: Whether the server ends; answers whose clients are gone go on then.
         self.is_stopping: Callable[[], bool] = lambda: False
         self._connect = connect
-        self._names = tuple(models) or ("",)
         self._keys = keys
         self._idle_s = idle_s
         self._max_body_bytes = max_body_bytes
         self._patience_s = patience_s
         self._cors = frozenset(cors)
-        self._cors_names = {_name_in(one) for one in cors}
+        self._cors_names = {name_in(one) for one in cors}
         self._explain = explain
         self._placeholders = placeholders
         self.counters = Counters()
@@ -123,6 +160,8 @@ class Gateway:
         #: By tenant and model.
         self._conversations: dict[tuple[str, str], Conversations] = {}
         self._connecting = asyncio.Lock()
+        self._listing = Models(self._of, models or ("",))
+        self._lookups = Lookups(self._of, self._listing.names)
         app = Starlette(
             routes=[
                 Route("/", self._root, methods=["GET"]),
@@ -131,14 +170,24 @@ class Gateway:
                 Route("/metrics", self._metrics, methods=["GET"]),
                 Route("/v1/models", self._models, methods=["GET"]),
                 Route("/v1/models/{model:path}", self._one_model, methods=["GET"]),
-                Route("/v1/chat/completions", self._answering(_CHAT), methods=["POST"]),
-                Route("/v1/completions", self._answering(_COMPLETIONS), methods=["POST"]),
                 Route("/v1/embeddings", self._embeddings, methods=["POST"]),
-                Route(_MESSAGES_PATH, self._answering(_MESSAGES), methods=["POST"]),
-                Route(f"{_MESSAGES_PATH}/count_tokens", self._count_tokens, methods=["POST"]),
-                Route(_RESPONSES_PATH, self._answering(_RESPONSES), methods=["POST"]),
-                Route(f"{_RESPONSES_PATH}/{{id}}", self._response, methods=["GET", "DELETE"]),
-                Route(f"{_RESPONSES_PATH}/{{id}}/cancel", self._cancelled, methods=["POST"]),
+                Route(f"{_MESSAGES_PATH}/count_tokens", self._count_tokens(_MESSAGES), methods=["POST"]),
+                Route(f"{_RESPONSES_PATH}/input_tokens", self._count_tokens(_RESPONSES), methods=["POST"]),
+                Route(f"{_RESPONSES_PATH}/{{id}}/input_items", self._input_items, methods=["GET"]),
+                Route(f"{_RESPONSES_PATH}/{{id}}/stream", self._durable, methods=["GET"]),
+                *(one for path, dialect in _PATHS.items() for one in self._of_answers(path, dialect)),
+                Route("/tokenize", self._tokens, methods=["POST"]),
+                Route("/detokenize", self._tokens, methods=["POST"]),
+                Route("/api/v0/models", self._models_v0, methods=["GET"]),
+                Route("/api/version", self._version, methods=["GET"]),
+                Route("/api/tags", self._tags, methods=["GET"]),
+                Route("/api/ps", self._tags, methods=["GET"]),
+                Route("/api/show", self._shown, methods=["POST"]),
+                *(
+                    Route(path, self._answering(dialect), methods=["POST"])
+                    for path, dialect in _OLLAMA.items()
+                ),
+                Route("/api/{name}", self._not_here, methods=["POST", "DELETE"]),
             ],
             exception_handlers={Fault: _on_fault, TurnkeepError: _on_error, HTTPException: _on_http},
             middleware=[Middleware(_Cors, may_ask=self._may_ask)],
@@ -150,7 +199,7 @@ class Gateway:
         """Publish metrics now and every few seconds, until cancelled."""
         while True:
             message = self.counters.message(self._name, self._num_known(), _PUBLISH_S)
-            for model in self._names:
+            for model in self._listing.names:
                 with contextlib.suppress(TurnkeepError):  # the next ones follow soon
                     await (await self._of(DEFAULT_TENANT, model)).client.publish_gateway(message)
             await asyncio.sleep(_PUBLISH_S)
@@ -175,44 +224,40 @@ class Gateway:
         return _json(guide.openapi())
 
     async def _health(self, _: Request) -> Response:
-        ids = [one["id"] for one in await self._described(DEFAULT_TENANT, now=True)]
-        return _json({"status": "ok"} | ({"models": ids} if self._names[1:] else {"model": ids[0]}))
+        ids = [one["id"] for one in await self._listing.described(DEFAULT_TENANT, now=True)]
+        return _json({"status": "ok"} | ({"models": ids} if self._listing.are_several else {"model": ids[0]}))
 
     async def _metrics(self, request: Request) -> Response:
-        if not _is_from_here(request):
+        if not is_from_here(request):
             raise Fault(403, "only programs of this machine, asking for localhost, may read the metrics")
         page = self.counters.page(self._num_known())
         return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _models(self, request: Request) -> Response:
-        return _json(_page(await self._described(self._key(request).tenant)))
+        return _json(models.page(await self._listing.described(self._key(request).tenant)))
 
     async def _one_model(self, request: Request) -> Response:
-        wanted, found = request.path_params["model"], await self._described(self._key(request).tenant)
-        if not self._names[1:]:  # a request may give the one model any name, which its answer repeats
-            return _json(found[0] | {"id": wanted, "display_name": wanted})
-        for one in found:
-            if one["id"] == wanted:
-                return _json(one)
-        raise _no_model(wanted, [one["id"] for one in found])
+        return _json(await self._listing.one(self._key(request).tenant, request.path_params["model"]))
 
-    async def _described(self, tenant: str, *, now: bool = False) -> list[dict[str, Any]]:
-        """Describe all models; of several, those whose worker does not answer by their names alone.
+    async def _version(self, request: Request) -> Response:
+        self._key(request)
+        return _json({"version": __version__})
 
-        If not `now`, what a worker said a moment ago will do.
-        """
-        found = await asyncio.gather(*(self._looked_at(tenant, name, now=now) for name in self._names))
-        if not any(found):
-            raise NoWorkerError("no worker serves any of the models")
-        return [_model(name, worker) for name, worker in zip(self._names, found, strict=True)]
+    async def _tags(self, request: Request) -> Response:
+        found = await self._listing.described(self._key(request).tenant)
+        return _json((ollama.running if request.url.path.endswith("/ps") else ollama.tags)(found))
 
-    async def _looked_at(self, tenant: str, model: str, *, now: bool) -> Metrics | None:
-        try:
-            return await (await self._of(tenant, model)).worker(now=now)
-        except NoWorkerError:
-            if self._names[1:]:
-                return None
-            raise
+    async def _shown(self, request: Request) -> Response:
+        key = self._key(request)
+        body = await bodies.read(request, self._max_body_bytes)
+        return _json(ollama.shown(await self._listing.one(key.tenant, models.wanted(body))))
+
+    async def _not_here(self, request: Request) -> Response:
+        self._key(request)
+        raise requests.no_such(request.path_params["name"])
+
+    async def _models_v0(self, request: Request) -> Response:
+        return _json(models.page_v0(await self._listing.described(self._key(request).tenant)))
 
     async def _embeddings(self, request: Request) -> Response:
         self._key(request)
@@ -223,83 +268,130 @@ class Gateway:
             code="unsupported_endpoint",
         )
 
-    async def _count_tokens(self, request: Request) -> Response:
+    async def _tokens(self, request: Request) -> Response:
         key = self._key(request)
         with key.one_request():
-            body = await self._body(request)
-            turn = self._readable(messages.read(body))
-            conversations = await self._of(key.tenant, self._chosen(body))
-            return _json({"input_tokens": await conversations.count(turn)}, more=told(turn.warnings))
+            body = await bodies.read(request, self._max_body_bytes)
+            conversations = await self._of(key.tenant, self._listing.chosen(body))
+            worker = await conversations.presence.worker(patience_s=self._patience_s)
+            if request.url.path.endswith("/detokenize"):
+                return _json(await tokenizing.detokenize(conversations, body))
+            return _json(await tokenizing.tokenize(conversations, body, worker.context_tokens))
+
+    def _count_tokens(self, dialect: Dialect) -> _Handler:
+        async def count(request: Request) -> Response:
+            key = self._key(request)
+            with key.one_request():
+                body = await bodies.read(request, self._max_body_bytes)
+                conversations = await self._of(key.tenant, self._listing.chosen(body))
+                turn = await self._turn(key.tenant, dialect, body)
+                named = {"object": "response.input_tokens"} if dialect is _RESPONSES else {}
+                counted = {**named, "input_tokens": await conversations.count(turn)}
+                return _json(counted, more=told(turn.warnings))
+
+        return count
 
     def _readable(self, turn: Turn) -> Turn:
         return turn if self._placeholders else all_read(turn)
 
-    def _answering(self, dialect: Dialect) -> Callable[[Request], Awaitable[Response]]:
+    async def _turn(self, tenant: str, dialect: Dialect, body: bytes) -> Turn:
+        """Read a request, with the conversation that it goes on with. Raises `Fault`."""
+        known = await self._lookups.items(tenant, body) if dialect is _RESPONSES else {}
+        turn = self._readable(responses.read(body, known) if known else dialect.read(body))
+        if not turn.previous:
+            return turn
+        found = await self._lookups.find(tenant, turn.previous)
+        return recorded.continued(turn, found and found.answer)
+
+    def _of_answers(self, path: str, dialect: Dialect) -> list[Route]:
+        """Return the routes of a dialect's answers."""
+        named = f"{path}/{{id}}"
+        return [
+            Route(path, self._answering(dialect), methods=["POST"]),
+            Route(named, self._recorded(dialect), methods=["GET", "DELETE"]),
+            Route(f"{named}/cancel", self._cancelled(dialect), methods=["POST"]),
+        ]
+
+    def _answering(self, dialect: Dialect) -> _Handler:
         async def answer(request: Request) -> Response:
             key = self._key(request)
             with contextlib.ExitStack() as running:
                 running.enter_context(key.one_request())
-                body = await self._body(request)
-                conversations = await self._of(key.tenant, self._chosen(body))
-                known = await self._items(key.tenant, body) if dialect is _RESPONSES else {}
-                turn = self._readable(responses.read(body, known) if known else dialect.read(body))
-                worker = await conversations.worker(patience_s=self._patience_s)
+                body = await bodies.read(request, self._max_body_bytes)
+                model, digest = self._listing.chosen(body), recorded.digest(dialect.name, body)
+                if (told_at_once := dialect.at_once(body)) is not None:
+                    return _json(told_at_once)
+                if cut := await self._lookups.cut(key.tenant, request.headers, digest):
+                    turn = self._readable(dialect.read(body))
+                    return self._followed(dialect, *cut, key, running, stream=turn.stream)
+                key_id = await self._lookups.key_id(key.tenant, request.headers, model)
+                turn = await self._turn(key.tenant, dialect, body)
+                if key_id and turn.n > 1:
+                    raise refused("n must be 1 with an Idempotency-Key", "n")
+                conversations = await self._of(key.tenant, model)
+                worker = await conversations.presence.worker(patience_s=self._patience_s)
                 turn = turn if turn.model else msgspec.structs.replace(turn, model=worker.model)
-                if turn.previous:
-                    found = await self._recorded(key.tenant, turn.previous)
-                    turn = recorded.continued(turn, found and found[1])
                 await conversations.start()
+                note = recorded.new_note(key_id or uuid4().hex, int(time.time()), turn, dialect.name, digest)
                 asker = Asker(key, self.counters, self._explain, running.pop_all())
-                return Answer(dialect, turn, conversations, asker)
+                stays = bool(turn.asked.get("background"))
+                begin = partial(conversations.answer, turn, asker.note, note, key_id, stays=stays)
+                return Answer(dialect, turn, conversations, asker, begin)
 
         return answer
 
-    async def _response(self, request: Request) -> Response:
-        """Return an answer that is in the log, or remove its session."""
+    def _followed(
+        self,
+        dialect: Dialect,
+        found: Kept,
+        after: Place | None,
+        key: Key,
+        running: contextlib.ExitStack,
+        *,
+        stream: bool,
+    ) -> Response:
+        conversations, answer = found
+        turn = msgspec.structs.replace(answer.turn, stream=stream)
+        asker = Asker(key, self.counters, self._explain, running.pop_all())
+        return Answer(dialect, turn, conversations, asker, partial(conversations.follow, answer), after)
+
+    def _recorded(self, dialect: Dialect) -> _Handler:
+        async def show(request: Request) -> Response:
+            """Return an answer that is in the log, whole or as a stream, or remove its session."""
+            key, wanted = self._key(request), request.path_params["id"]
+            found = await self._lookups.kept(key.tenant, wanted, dialect.name)
+            if request.method == "DELETE":
+                await found.conversations.forget(found.answer.session)
+                kind = dialect.name if dialect is _RESPONSES else f"{dialect.name}.deleted"
+                return _json({"id": wanted, "object": kind, "deleted": True})
+            place = after(found.answer, request.headers, request.query_params)
+            is_stream = EVENT_STREAM in request.headers.get("accept", "") or place is not None
+            is_stream = is_stream or request.query_params.get("stream") == "true"
+            if dialect is _RESPONSES and not is_stream:
+                return _json(answers.recorded(found.answer, own_id(wanted)))
+            return self._followed(dialect, found, place, key, contextlib.ExitStack(), stream=is_stream)
+
+        return show
+
+    def _cancelled(self, dialect: Dialect) -> _Handler:
+        async def cancel(request: Request) -> Response:
+            tenant, wanted = self._key(request).tenant, request.path_params["id"]
+            conversations, answer = await self._lookups.kept(tenant, wanted, dialect.name)
+            answer = await following.cancel(conversations.client, answer.id) or answer
+            if dialect is _RESPONSES:
+                return _json(answers.recorded(answer, own_id(wanted)))
+            return _json({"id": wanted, "object": dialect.name, "is_running": answer.result is None})
+
+        return cancel
+
+    async def _durable(self, request: Request) -> Response:
         tenant, wanted = self._key(request).tenant, request.path_params["id"]
-        if request.query_params.get("stream") == "true":
-            raise refused("only an answer that is asked for is streamed", "stream")
-        conversations, found = _known(wanted, await self._recorded(tenant, wanted))
-        if request.method != "DELETE":
-            return _json(answers.recorded(found, _own_id(wanted)))
-        await conversations.forget(found.session)
-        return _json({"id": wanted, "object": "response", "deleted": True})
+        return Reading(await self._lookups.kept(tenant, wanted, _RESPONSES.name), request.query_params)
 
-    async def _items(self, tenant: str, body: bytes) -> dict[str, dict[str, Any]]:
-        """Return the items of earlier answers that a request refers to."""
-        if not (wanted := responses.referred(body)):
-            return {}
-        found: dict[str, Recorded] = {}
-        for name in self._names:
-            found |= await (await self._of(tenant, name)).recorded(wanted)
-        bodies = (answers.recorded(one, answer_id) for answer_id, one in found.items())
-        return {item["id"]: item for answer in bodies for item in answer["output"]}
-
-    async def _recorded(self, tenant: str, response_id: str) -> tuple[Conversations, Recorded] | None:
-        """Find an answer by its id, among those of all models."""
-        wanted = _own_id(response_id)
-        for name in self._names:
-            conversations = await self._of(tenant, name)
-            if found := await conversations.recorded({wanted}):
-                return conversations, found[wanted]
-        return None
-
-    async def _cancelled(self, request: Request) -> Response:
+    async def _input_items(self, request: Request) -> Response:
         tenant, wanted = self._key(request).tenant, request.path_params["id"]
-        conversations, _ = _known(wanted, await self._recorded(tenant, wanted))
-        found = _known(wanted, await conversations.cancel(_own_id(wanted)))
-        return _json(answers.recorded(found, _own_id(wanted)))
-
-    def _chosen(self, body: bytes) -> str:
-        """Return the model that a request names. Where there is only one, it has any name. Raises `Fault`."""
-        if not self._names[1:]:
-            return self._names[0]
-        wanted = decoded(_NAMED, body).model
-        if not wanted:
-            raise refused(f"model must be one of {_listed(self._names)}", "model")
-        if wanted not in self._names:
-            raise _no_model(wanted, self._names)
-        return wanted
+        _, answer = await self._lookups.kept(tenant, wanted, _RESPONSES.name)
+        return _json(items.page(answer, request.query_params))
 
     def _key(self, request: Request) -> Key:
         """Return a request's key. Raises `Fault`."""
@@ -311,16 +403,16 @@ class Gateway:
         if self._keys.are_needed:
             return self._keys.of(request.headers)
         # Pages of a site whose name is made to mean this machine send no Origin with a GET.
-        name = _name_in(f"//{request.headers.get('host', '')}")
+        name = name_in(f"//{request.headers.get('host', '')}")
         server: tuple[str, int] | None = request.scope.get("server")
-        if server and _is_loopback(server[0]) and _may_be_a_site(name) and name not in self._cors_names:
+        if server and is_loopback(server[0]) and may_be_a_site(name) and name not in self._cors_names:
             message = f"this gateway was asked as {printed(name)}: ask localhost, or name the site by --cors"
             raise Fault(403, message, code="forbidden_host")
         return self._keys.of(request.headers)
 
     def _may_ask(self, origin: str) -> bool:
         """Whether pages of an origin may ask: those of this machine, of its programs, and of `--cors`."""
-        return origin in self._cors or origin.startswith(_PROGRAMS) or _is_local(origin)
+        return origin in self._cors or origin.startswith(PROGRAMS) or is_local(origin)
 
     async def _of(self, tenant: str, model: str) -> Conversations:
         async with self._connecting:
@@ -329,46 +421,6 @@ class Gateway:
                 made = Conversations(client, idle_s=self._idle_s, is_stopping=self._stops)
                 self._conversations[tenant, model] = made
             return self._conversations[tenant, model]
-
-    async def _body(self, request: Request) -> bytes:
-        """Read a request's body, and decompress it. Raises `Fault`."""
-        most, body = self._max_body_bytes, bytearray()
-        coding = request.headers.get("content-encoding", "identity").strip().lower()
-        if coding not in _CODINGS:
-            message = f"a body may have the content-encoding gzip or deflate, not {printed(coding)}"
-            raise Fault(415, message, code="unsupported_encoding")
-        if {"content-length", "transfer-encoding"} <= {*request.headers}:
-            raise refused("a body has a content-length or a transfer-encoding, not both")
-        too_large = Fault(413, f"the body is larger than {most} bytes", code="request_too_large")
-        if int(request.headers.get("content-length") or 0) > most:
-            raise too_large
-        try:
-            async with asyncio.timeout(_BODY_S):
-                async for piece in request.stream():
-                    body += piece
-                    if len(body) > most:
-                        raise too_large
-        except TimeoutError:
-            raise Fault(408, f"the body did not arrive within {_BODY_S:.0f} s") from None
-        except ClientDisconnect:
-            raise Fault(400, "the client went away") from None
-        return bytes(body) if coding == "identity" else _inflated(bytes(body), most, too_large)
-
-
-def _inflated(body: bytes, most: int, too_large: Fault) -> bytes:
-    """Decompress a body, up to `most` bytes. Raises `Fault`."""
-    found, inflating = b"", zlib.decompressobj(_ANY_HEADER)
-    try:
-        while body:
-            found += inflating.decompress(body, most + 1 - len(found))
-            if len(found) > most:
-                raise too_large
-            if not inflating.eof:
-                raise refused("the compressed body is cut short")
-            body, inflating = inflating.unused_data, zlib.decompressobj(_ANY_HEADER)
-    except zlib.error as error:
-        raise refused(f"the body is not compressed as its content-encoding says: {error}") from None
-    return found
 
 
 def _without_slash(app: ASGIApp) -> ASGIApp:
@@ -383,46 +435,6 @@ def _without_slash(app: ASGIApp) -> ASGIApp:
     return stripped
 
 
-def _model(name: str, worker: Metrics | None) -> dict[str, Any]:
-    """Describe a worker's model as both APIs do. The context has the names that other servers gave it."""
-    name = name or (worker.model if worker else "")
-    return {
-        "id": name,
-        "object": "model",
-        "created": 0,
-        "owned_by": "turnkeep",
-        "type": "model",
-        "display_name": name,
-        "lifecycle": "active",
-        "created_at": "1970-01-01T00:00:00Z",
-        **({} if worker is None else dict.fromkeys(_CONTEXT, worker.context_tokens)),
-    }
-
-
-def _no_model(wanted: str, names: Sequence[str]) -> Fault:
-    message = f"there is no model {wanted!r}: this gateway has {_listed(names)}"
-    return Fault(404, message, param="model", code="model_not_found")
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(map(repr, names))
-
-
-def _page(models: list[dict[str, Any]]) -> dict[str, Any]:
-    ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"]}
-    return {"object": "list", "data": models, "has_more": False, **ends}
-
-
-def _own_id(response_id: str) -> str:
-    return response_id.removeprefix("resp_")
-
-
-def _known(wanted: str, found: _T | None) -> _T:
-    if found is None:
-        raise Fault(404, f"Response with id '{wanted}' not found.")
-    return found
-
-
 def _json(body: dict[str, Any], status: int = 200, more: Mapping[str, str] | None = None) -> Response:
     # After an error the rest of a body is not waited for.
     headers = {**(more or {}), **({"connection": "close"} if status >= 400 else {})}
@@ -432,8 +444,12 @@ def _json(body: dict[str, Any], status: int = 200, more: Mapping[str, str] | Non
 async def _on_fault(request: Request, fault: Exception) -> Response:
     if not isinstance(fault, Fault):
         raise fault
-    of_messages = request.url.path.startswith(_MESSAGES_PATH) or "anthropic-version" in request.headers
-    return _json((anthropic if of_messages else openai).error(fault), fault.status, fault.headers)
+    path, write = request.url.path, openai.error
+    if path.startswith(_MESSAGES_PATH) or "anthropic-version" in request.headers:
+        write = anthropic.error
+    elif path.startswith("/api/"):
+        write = ollama.error
+    return _json(write(fault), fault.status, fault.headers)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
@@ -460,21 +476,12 @@ class _Cors(CORSMiddleware):
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             allow_private_network=True,
-            expose_headers=["x-turnkeep-session", "x-turnkeep-explain", WARNINGS, "retry-after"],
+            expose_headers=["x-turnkeep-session", "x-turnkeep-explain", WARNINGS, "retry-after", *HEADERS],
         )
         self._may_ask = may_ask
 
     def is_allowed_origin(self, origin: str) -> bool:
         return self._may_ask(origin)
-
-
-def _is_from_here(request: Request) -> bool:
-    """Whether a program of this machine asks, not a proxy, and under a name that no site can have."""
-    is_proxied = "x-forwarded-for" in request.headers or "forwarded" in request.headers
-    with contextlib.suppress(ValueError):
-        peer = ipaddress.ip_address(request.client.host if request.client else "")
-        return peer.is_loopback and not is_proxied and _is_local(f"//{request.headers.get('host', '')}")
-    return False
 
 
 def _instead(path: str, error: HTTPException) -> str:
@@ -484,29 +491,3 @@ def _instead(path: str, error: HTTPException) -> str:
     if path.startswith("/v1/v1/") or not path.startswith("/v1/"):
         return ": the base URL ends with /v1 for OpenAI's clients, and is without /v1 for Anthropic's"
     return ""
-
-
-def _is_local(origin: str) -> bool:
-    """Whether the name in an origin is one of this machine, which no site can have."""
-    name = _name_in(origin)
-    return name == "localhost" or name.endswith(".localhost") or _is_loopback(name)
-
-
-def _name_in(origin: str) -> str:
-    with contextlib.suppress(ValueError):
-        return urlsplit(origin).hostname or ""
-    return ""
-
-
-def _is_loopback(address: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(address.removeprefix("::ffff:")).is_loopback  # IPv4 on a socket of IPv6
-    return False
-
-
-def _may_be_a_site(name: str) -> bool:
-    """Whether a site can have this name, which its owner may let mean any address."""
-    with contextlib.suppress(ValueError):
-        ipaddress.ip_address(name)
-        return False
-    return "." in name.strip(".") and not name.rstrip(".").endswith(_PRIVATE)

@@ -1,4 +1,4 @@
-"""The dialect of `/v1/completions`: a prompt of text or tokens, which no chat template renders. Pure."""
+"""The dialect of `/v1/completions`: prompts of text or tokens, which no chat template renders. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from . import openai
-from .turn import Turn, Whole, as_whole, check, refused
+from .turn import MOST_ANSWERS, Turn, Whole, as_whole, check, refused
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from turnkeep_client.messages import Chunk, Generated, PromptToken, TokenLogprob
 
 
+_MOST_PROMPTS: Final = 128
 #: Fields that the protocol calls otherwise.
 NAMES: Final = dict.fromkeys(("messages", "text", "tokens"), "prompt")
 
@@ -37,9 +38,12 @@ def read(body: bytes) -> Turn:
     if asked.echo and asked.stream:
         raise refused("echo is not supported in a stream", "echo")
     num_answers = 1 if asked.n is None else int(asked.n)
+    if not 1 <= num_answers <= MOST_ANSWERS:
+        raise refused(f"n must be 1 to {MOST_ANSWERS}, not {num_answers}", "n")
     if asked.best_of not in (None, num_answers):
         raise refused("best_of is not supported", "best_of")
-    text, tokens = _prompt(asked.prompt)
+    prompts = _prompts(asked.prompt)
+    text, tokens = (prompts[0], None) if isinstance(prompts[0], str) else (None, prompts[0])
     options = openai.sampling(asked, asked.max_tokens)
     if asked.logprobs is not None:
         options |= {"logprobs": True, "top_logprobs": int(asked.logprobs)}
@@ -50,7 +54,8 @@ def read(body: bytes) -> Turn:
         text=text,
         tokens=tokens,
         options=options,
-        n=num_answers,
+        n=num_answers * len(prompts),
+        prompts=prompts if len(prompts) > 1 else (),
         model=asked.model,
         stream=bool(asked.stream),
         include_usage=bool(streamed and streamed.include_usage),
@@ -59,15 +64,20 @@ def read(body: bytes) -> Turn:
     return check(turn, NAMES)
 
 
-def _prompt(given: Any) -> tuple[str | None, tuple[int, ...] | None]:
-    """Return the one prompt of a request, as text or as tokens. Raises `Fault`."""
-    if isinstance(given, list) and len(given) == 1 and not isinstance(given[0], int):
-        given = given[0]
-    if isinstance(given, str) and given:
-        return given, None
-    if isinstance(given, list) and given and all(isinstance(token, int) for token in given):
-        return None, tuple(given)
-    raise refused("prompt must be one text, or the token ids of one, and not be empty", "prompt")
+def _prompts(given: Any) -> tuple[str | tuple[int, ...], ...]:
+    """Return the prompts of a request, each as text or as tokens. Raises `Fault`."""
+    several = given if isinstance(given, list) and not all(isinstance(one, int) for one in given) else [given]
+    if len(several) > _MOST_PROMPTS:
+        raise refused(f"a request may have {_MOST_PROMPTS} prompts", "prompt")
+    found: list[str | tuple[int, ...]] = []
+    for one in several:
+        if isinstance(one, str) and one:
+            found.append(one)
+        elif isinstance(one, list) and one and all(isinstance(token, int) for token in one):
+            found.append(tuple(one))
+        else:
+            raise refused("a prompt must be a text, or token ids, and not be empty", "prompt")
+    return tuple(found)
 
 
 def whole(turn: Turn, answer_id: str, created: int, results: Sequence[Generated]) -> dict[str, Any]:
@@ -75,7 +85,7 @@ def whole(turn: Turn, answer_id: str, created: int, results: Sequence[Generated]
     choices = [
         {
             "index": index,
-            "text": _echo(turn, result) + result.text,
+            "text": _echo(turn.alone(index)[0], result) + result.text,
             "logprobs": _logprobs((*result.prompt_logprobs, *result.logprobs), 0)
             if turn.options.get("logprobs")
             else None,
@@ -83,7 +93,10 @@ def whole(turn: Turn, answer_id: str, created: int, results: Sequence[Generated]
         }
         for index, result in enumerate(results)
     ]
-    return _head(turn, answer_id, created) | {"choices": choices, "usage": openai.usage(results)}
+    return _head(turn, answer_id, created) | {
+        "choices": choices,
+        "usage": openai.usage(results, len(turn.prompts) or 1),
+    }
 
 
 def _echo(turn: Turn, result: Generated) -> str:
@@ -97,7 +110,11 @@ class Events(openai.Stream):
     """Writes the events of one stream."""
 
     def __init__(self, turn: Turn, answer_id: str, created: int) -> None:
-        super().__init__(_head(turn, answer_id, created), include_usage=turn.include_usage)
+        super().__init__(
+            _head(turn, answer_id, created),
+            include_usage=turn.include_usage,
+            num_prompts=len(turn.prompts) or 1,
+        )
         self._lengths = dict.fromkeys(range(turn.n), 0)
 
     def start(self, index: int) -> bytes:  # noqa: ARG002  # as of other dialects

@@ -19,14 +19,11 @@ from msgspec import structs
 from turnkeep_client.calls import expect
 from turnkeep_client.errors import (
     MessageTooLargeError,
-    NoServerError,
-    NoWorkerError,
     RequestFailedError,
     ResultTimeoutError,
     TurnkeepError,
 )
 from turnkeep_client.messages import (
-    UNLOADED,
     Append,
     Appended,
     Chunk,
@@ -40,10 +37,14 @@ from turnkeep_client.session import build
 from turnkeep_client.subjects import session_key
 
 from . import recorded
+from .answering import Answering, Begun, Found
+from .following import FIRST_PAUSE_S, LAST_PAUSE_S, MISTAKEN, follow, standing
 from .index import Asked, Held, Index, append_id, tags
 from .pieces import ahead
-from .planning import new_name
+from .planning import new_name, plan_apart
 from .planning import plan as make_plan
+from .presence import Presence
+from .recorded import Recorded
 from .recovery import recover
 from .seen import Seen
 
@@ -51,48 +52,20 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping, Sequence
 
     from turnkeep_client.client import Client
-    from turnkeep_client.messages import Message, Metrics
+    from turnkeep_client.messages import Message
 
+    from .answering import Event
     from .planning import How, Plan
-    from .recorded import Note, Recorded
+    from .recorded import Note
     from .turn import Turn
 
 log = logging.getLogger(__name__)
 
-#: How long an answer of the worker to `metrics` holds.
-_SEEN_S: Final = 1.0
-#: Between two looks for a worker.
-_BETWEEN_S: Final = 0.1
+#: How long the result of a request that has moved a session is waited for.
+_CATCH_UP_S: Final = 1.0
 #: Attempts to send a turn, the last one to a new session.
 _ATTEMPTS: Final = 4
-#: Failures that say that a session is not what the index holds of it.
-_MISTAKEN: Final = {"position_conflict", "unknown_session", "history_diverged", "id_conflict"}
 _SWEEP_S: Final = 60.0
-#: Between two attempts to cancel an answer.
-_FIRST_PAUSE_S: Final = 0.05
-_LAST_PAUSE_S: Final = 5.0
-
-
-class Found(NamedTuple):
-    """The session that answers, and what it is to the conversation.
-
-    It has `num_known` of the conversation's messages, which are `position` tokens. `differs` is the first
-    message that is in no known conversation, if a session should have it: by number, role and size.
-    """
-
-    session: str
-    how: How
-    position: int
-    num_known: int
-    num_messages: int
-    differs: str | None = None
-
-    def __str__(self) -> str:
-        found = f"{self.how}; session={self.session}; messages={self.num_known}/{self.num_messages}"
-        return f"{found}; tokens={self.position}; differs={self.differs or 'none'}"
-
-
-Event = Found | Chunk | Generated | TurnkeepError
 
 
 class _Sent(NamedTuple):
@@ -102,18 +75,6 @@ class _Sent(NamedTuple):
     position: int
     num_prefilled: int
     warnings: tuple[str, ...] = ()
-
-
-class Answering:
-    """The answers to one turn. `events` has them as they come, each with its number among the answers."""
-
-    def __init__(self, on_end: Callable[[How, Generated], None], note: Note | None) -> None:
-        """`on_end` gets each answer, also if nobody listens. `note` is kept with the request in the log."""
-        self.on_end = on_end
-        self.note = note
-        self.events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
-        self.running: set[Asked] = set()
-        self.is_abandoned = False
 
 
 class Conversations:
@@ -132,8 +93,9 @@ class Conversations:
         self._loading = asyncio.Lock()
         self._is_loaded = False
         self._seen = Seen()
-        self._metrics: Metrics | None = None
-        self._seen_s = float("-inf")
+        self.presence = Presence(client)
+        #: By session: the request with a key that the log does not have yet.
+        self._beginning: dict[str, Answering] = {}
 
     async def start(self) -> None:
         """Read from the log what the index should know, once. Raises `TurnkeepError`."""
@@ -141,44 +103,7 @@ class Conversations:
             if not self._is_loaded:
                 await recover(self.client, self.index)
                 self._is_loaded = True
-                self._start(self._sweep())
-
-    async def worker(self, *, patience_s: float = 0.0, now: bool = False) -> Metrics:
-        """Return what a worker said of itself within the last second, or says `now`.
-
-        Waits up to `patience_s` for one that was there before. Raises `NoWorkerError`.
-        """
-        if now:
-            self._seen_s = float("-inf")
-            return await self._while_connected(self.worker())
-        until_s = time.monotonic() + (0.0 if self._metrics is None else patience_s)
-        while self._metrics is None or time.monotonic() - self._seen_s > _SEEN_S:
-            try:
-                self._metrics = await self.client.worker_metrics()
-            except NoWorkerError:
-                if time.monotonic() >= until_s:
-                    raise
-                await asyncio.sleep(_BETWEEN_S)
-            else:
-                self._seen_s = time.monotonic()
-        return self._metrics
-
-    async def _while_connected(self, asking: Coroutine[Any, Any, Metrics]) -> Metrics:
-        """Wait for an answer while it can come. Raises `NoWorkerError`."""
-        task = asyncio.create_task(asking)
-        try:
-            while self.client.connected and not task.done():
-                await asyncio.wait([task], timeout=_BETWEEN_S)
-            if task.done():
-                return task.result()
-            raise NoServerError("the connection to the NATS server is lost")
-        finally:
-            task.cancel()
-
-    def _max_body_bytes(self, note: Note | None) -> int:
-        # Workers of earlier versions do not say it.
-        most = (self._metrics.max_message_bytes if self._metrics else 0) or sys.maxsize
-        return most if note is None else most - min(recorded.MOST_BYTES, most // 2)
+                self.beside(self._sweep())
 
     async def count(self, turn: Turn) -> int:
         """Count the tokens of a turn's messages and tools, without running it. Raises `TurnkeepError`."""
@@ -198,45 +123,62 @@ class Conversations:
         await self.client.close()
 
     def answer(
-        self, turn: Turn, on_end: Callable[[How, Generated], None], note: Note | None = None
+        self,
+        turn: Turn,
+        on_end: Callable[[How, Generated], None],
+        note: Note,
+        key_id: str = "",
+        *,
+        stays: bool = False,
     ) -> Answering:
-        """Start answering; the last event of each answer is its result or an error."""
-        answering = Answering(on_end, note)
+        """Start answering; the last event of each answer is its result or an error. See `Answering`."""
+        answering = Answering(on_end, note, key_id, stays=stays)
         for number in range(turn.n):
-            self._start(self._answer(turn, number, answering))
+            self.beside(self._answer(turn, number, answering))
         return answering
 
-    async def recorded(self, answer_ids: set[str]) -> dict[str, Recorded]:
+    async def recorded(self, answer_ids: set[str], *, conversation: bool = True) -> dict[str, Recorded]:
         """Find answers in the log, by their ids. Raises `TurnkeepError`."""
-        return await recorded.find(self.client, answer_ids)
+        return await recorded.find(self.client, answer_ids, conversation=conversation)
 
-    async def cancel(self, answer_id: str) -> Recorded | None:
-        """Stop an answer if it runs, and return what the log has of it. Raises `TurnkeepError`."""
-        pause_s = _FIRST_PAUSE_S
-        while True:
-            found = (await self.recorded({answer_id})).get(answer_id)
-            if found is None or found.result is not None or pause_s > _LAST_PAUSE_S:
-                return found
-            with contextlib.suppress(RequestFailedError):  # the worker has not read it yet, or has ended it
-                await self.client.session(found.session).cancel(found.request_id)
-            await asyncio.sleep(pause_s)
-            pause_s *= 2
+    def follow(self, found: Recorded) -> Answering:
+        """Start telling an answer that is in the log."""
+        answering = Answering(_ignore, found.note)
+        answering.following = self.beside(self._follow(found, answering))
+        return answering
 
     async def forget(self, session: str) -> None:
         """Remove a session with its content. Raises `TurnkeepError`."""
         if (held := self.index.sessions.get(session)) is not None:
             self.index.drop(held)
+        named = self.client.session(session)
         with contextlib.suppress(ResultTimeoutError):  # the log has the request: the worker will come to it
-            await self.client.session(session).close(forget=True, timeout_s=_LAST_PAUSE_S)
+            try:
+                await named.close(forget=True, timeout_s=LAST_PAUSE_S)
+            except RequestFailedError as error:
+                if error.code != "unknown_session":
+                    raise
+                await named.open(timeout_s=LAST_PAUSE_S)  # only what is open can be forgotten
+                await named.close(forget=True, timeout_s=LAST_PAUSE_S)
+
+    def beside(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Start work that goes on until it ends, or the gateway does."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     def abandon(self, answering: Answering) -> None:
         """Cancel answers that nobody else waits for."""
         answering.is_abandoned = True
+        if answering.following is not None:
+            answering.following.cancel()
         for asked in [*answering.running]:
             self._leave(asked, answering)
 
     async def _answer(self, turn: Turn, number: int, answering: Answering) -> None:
         has_begun, differs = False, None
+        alone, own = turn.alone(number)
 
         def tell(event: Event) -> None:
             nonlocal has_begun
@@ -245,17 +187,24 @@ class Conversations:
 
         for attempt in range(_ATTEMPTS):
             try:
-                plan = make_plan(self.index, turn, number, is_last=attempt == _ATTEMPTS - 1)
+                plan = await self._plan(alone, own, answering, is_last=attempt == _ATTEMPTS - 1)
+                if isinstance(plan, Recorded):
+                    answering.note = plan.note
+                    tell(_found_again(plan))
+                    result = await follow(self.client, plan, tell)
+                    answering.on_end("repeated", result)
+                    tell(result)
+                    return
                 if not attempt and not number:
                     differs = self._missing(turn, plan)
                 told = len(turn.messages or ())
                 tell(Found(plan.asked.held.name, plan.how, plan.position, plan.num_known, told, differs))
-                result = await self._carry_out(turn, plan, answering, tell)
+                result = await self._carry_out(alone, plan, answering, tell)
                 answering.on_end(plan.how, result)
                 tell(result)
             except RequestFailedError as error:
                 is_lost = has_begun or answering.is_abandoned or attempt == _ATTEMPTS - 1
-                if error.code in _MISTAKEN and not is_lost:
+                if error.code in MISTAKEN and not is_lost:
                     continue
                 tell(error)
             except TurnkeepError as error:
@@ -263,7 +212,36 @@ class Conversations:
             except Exception as error:  # the client must get an answer
                 log.exception("an answer failed for an unknown reason")
                 tell(TurnkeepError(f"the gateway failed: {type(error).__name__}"))
+            finally:
+                self._begin(answering)
             return
+
+    async def _plan(self, turn: Turn, number: int, answering: Answering, *, is_last: bool) -> Plan | Recorded:
+        """Decide how to send a turn, or find its answer by its key. Raises `TurnkeepError`."""
+        if not answering.key_id:
+            return make_plan(self.index, turn, number, is_last=is_last)
+        while (other := self._beginning.get(answering.key_id)) is not None:
+            await other.begun.wait()
+        self._beginning[answering.key_id] = answering
+        answering.begun.clear()
+        stands = await standing(self.client, answering.key_id, answering.note.body)
+        return stands.answer or plan_apart(self.index, turn, stands)
+
+    def _begin(self, answering: Answering) -> None:
+        """Note that the log has a request, or never will: who waits to look for its key may."""
+        answering.begun.set()
+        if self._beginning.get(answering.key_id) is answering:
+            del self._beginning[answering.key_id]
+
+    async def _follow(self, found: Recorded, answering: Answering) -> None:
+        def tell(event: Event) -> None:
+            answering.events.put_nowait((0, event))
+
+        tell(_found_again(found))
+        try:
+            tell(await follow(self.client, found, tell))
+        except TurnkeepError as error:
+            tell(error)
 
     def _missing(self, turn: Turn, plan: Plan) -> str | None:
         """Name, and log, what keeps a conversation that goes on from being found to its last answer."""
@@ -292,7 +270,9 @@ class Conversations:
             self._leave(asked, answering)
         try:
             messages = () if turn.messages is None else turn.messages[plan.num_known :]
-            pieces = ahead(messages, plan.options, self._max_body_bytes(answering.note))
+            most = self.presence.max_message_bytes or sys.maxsize  # earlier workers do not say it
+            header_bytes = min(recorded.num_bytes(answering.note), most // 2)
+            pieces = ahead(messages, plan.options, most, header_bytes)
             await self._open(plan)
             sent = await self._append(plan, pieces)
             generation = self.client.session(held.name).generate(
@@ -304,6 +284,10 @@ class Conversations:
                 headers=_headers(turn, plan, sent, answering.note),
                 **plan.options,
             )
+            if answering.stays:
+                await generation.send()
+                self._begin(answering)
+                tell(Begun())
             async for chunk in generation:
                 tell(chunk)
             result = generation.result
@@ -325,9 +309,9 @@ class Conversations:
             if plan.how != "repeated":
                 held.num_running -= 1
                 if turn.messages is None:
-                    self._start(self._remove(held, forget=False))
-                elif not held.marks and held.name in self.index.sessions:
-                    self._start(self._remove(held))
+                    self.beside(self._remove(held, forget=False))
+                elif not held.marks and held.name in self.index.sessions and not answering.stays:
+                    self.beside(self._remove(held))
 
     async def _append(self, plan: Plan, pieces: list[Sequence[Message]]) -> _Sent:
         """Append messages that do not fit in the generate. Raises `TurnkeepError`."""
@@ -378,13 +362,20 @@ class Conversations:
             if asked.state == "failed":
                 raise RequestFailedError("id_conflict", "the first request failed", retryable=True)
         elif plan.how == "begun":
+            if plan.reopens:
+                await self.client.session(asked.held.name).open(request_id=f"open-{asked.name.nonce}")
             asked.held.position = 0
         elif plan.how == "forked" and plan.parent is not None:
             point = ForkPoint(plan.parent.name, plan.position, plan.parent_position)
-            names = tags(next(iter(asked.bases), b""))
+            names, own = tags(next(iter(asked.bases), b"")), f"open-{asked.name.nonce}"
             try:
-                await self.client.session(asked.held.name).open(fork_of=point, tags=names)
+                await self.client.session(asked.held.name).open(fork_of=point, tags=names, request_id=own)
             except RequestFailedError as error:
+                if plan.is_apart and error.code in {
+                    "id_conflict",
+                    "invalid_request",
+                }:  # another gateway was first
+                    raise RequestFailedError("id_conflict", error.message, retryable=True) from None
                 if error.code == "position_conflict":
                     await self._catch_up(plan.parent, plan.parent_position)
                     raise
@@ -396,9 +387,9 @@ class Conversations:
     async def _catch_up(self, held: Held, position: int | None) -> None:
         """Wait for the result, which is on its way, of the request that has moved a session."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_SEEN_S):
+            async with asyncio.timeout(_CATCH_UP_S):
                 while held.num_running and held.position == position:  # noqa: ASYNC110  # its task tells nobody
-                    await asyncio.sleep(_FIRST_PAUSE_S)
+                    await asyncio.sleep(FIRST_PAUSE_S)
         if held.position == position:
             self._note_moved(held)
 
@@ -425,7 +416,7 @@ class Conversations:
         held = plan.asked.held
         if error.code == "position_conflict":
             self._note_moved(held)
-        elif error.code in _MISTAKEN - {"id_conflict"}:
+        elif error.code in MISTAKEN - {"id_conflict"}:
             self.index.drop(held)
         elif plan.how == "repeated":  # what was recorded is of no use any more
             return RequestFailedError("id_conflict", error.message, retryable=False)
@@ -437,7 +428,7 @@ class Conversations:
         answering.running.discard(asked)
         asked.num_users -= 1
         if asked.num_users == 0 and asked.state == "running" and not self._is_stopping():
-            self._start(self._cancel(asked))
+            self.beside(self._cancel(asked))
 
     async def _cancel(self, asked: Asked) -> None:
         """Ask the worker to stop an answer until it has, or somebody wants it again."""
@@ -446,7 +437,7 @@ class Conversations:
             await asked.opening.wait()
         while asked.state == "running" and asked.num_users == 0:
             await asyncio.sleep(pause_s)
-            pause_s = min(max(2 * pause_s, _FIRST_PAUSE_S), _LAST_PAUSE_S)
+            pause_s = min(max(2 * pause_s, FIRST_PAUSE_S), LAST_PAUSE_S)
             with contextlib.suppress(TurnkeepError):  # there is no worker now, or it has not read the request
                 await self.client.session(asked.held.name).cancel(asked.appending or str(asked.name))
 
@@ -454,14 +445,8 @@ class Conversations:
         while True:
             await asyncio.sleep(min(_SWEEP_S, self._idle_s / 4))
             for held in self.index.old(time.time() - self._idle_s):
-                if await self._is_loaded_now():  # else it would be loaded for that
+                if await self.presence.is_loaded():  # else it would be loaded for that
                     await self._remove(held)
-
-    async def _is_loaded_now(self) -> bool:
-        try:
-            return (await self.worker()).device != UNLOADED
-        except NoWorkerError:
-            return True
 
     async def _remove(self, held: Held, *, forget: bool = True) -> None:
         """Close a session, unless another gateway has used it since."""
@@ -474,15 +459,16 @@ class Conversations:
                 await self.client.submit(key, build(Open))
             await self.client.submit(key, build(Close, forget=forget or None, expect_position=held.position))
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+
+def _ignore(_how: How, _result: Generated) -> None:
+    pass
 
 
-def _headers(turn: Turn, plan: Plan, sent: _Sent, note: Note | None) -> dict[str, str] | None:
-    if note is None:
-        return None
+def _found_again(found: Recorded) -> Found:
+    return Found(found.session, "repeated", 0, 0, 0)
+
+
+def _headers(turn: Turn, plan: Plan, sent: _Sent, note: Note) -> dict[str, str]:
     # A fork's log has no messages of its parent, and a repeated request may be a fork's.
     has_parent = plan.how in {"forked", "repeated"}
     num_before = plan.num_known + sent.num_messages

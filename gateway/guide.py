@@ -9,7 +9,8 @@ import msgspec
 
 from turnkeep_client import __version__
 
-from . import chat, completions, messages, responses
+from . import chat, completions, messages, responses, tokenizing
+from .ollama import requests as ollama
 from .turn import Whole
 
 
@@ -20,15 +21,36 @@ class _Served(NamedTuple):
 
 
 _REFERENCE: Final = "#/components/schemas/{name}"
+#: Paths of one answer of any API.
+_OF_ANSWERS: Final = {
+    "": _Served(("GET", "DELETE"), "An answer that is in the log, whole or as a stream"),
+    "/cancel": _Served(("POST",), "End an answer that runs"),
+}
 #: What the application serves, by path; a request has a body if it has a type.
 SERVED: Final = {
     "/v1/chat/completions": _Served(("POST",), "OpenAI's chat completions", chat.DECODER.type),
     "/v1/completions": _Served(("POST",), "OpenAI's completions", completions.DECODER.type),
     "/v1/responses": _Served(("POST",), "OpenAI's Responses API", responses.DECODER.type),
-    "/v1/responses/{id}": _Served(("GET", "DELETE"), "An answer that is in the log"),
-    "/v1/responses/{id}/cancel": _Served(("POST",), "End an answer that runs"),
+    "/v1/responses/input_tokens": _Served(("POST",), "Count the tokens of an input", responses.DECODER.type),
+    "/v1/responses/{id}/stream": _Served(("GET",), "Its events, by the Durable Streams protocol"),
+    "/v1/responses/{id}/input_items": _Served(("GET",), "The items of an answer's conversation"),
     "/v1/messages": _Served(("POST",), "Anthropic's Messages API", messages.DECODER.type),
     "/v1/messages/count_tokens": _Served(("POST",), "Count the tokens of messages", messages.DECODER.type),
+    **{
+        f"{path}/{{id}}{more}": one
+        for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+        for more, one in _OF_ANSWERS.items()
+    },
+    "/api/chat": _Served(("POST",), "Ollama's chat", ollama.Chat),
+    "/api/generate": _Served(("POST",), "Ollama's answer to a prompt", ollama.Generate),
+    "/api/tags": _Served(("GET",), "The models, as Ollama lists them"),
+    "/api/ps": _Served(("GET",), "The models that are loaded, as Ollama lists them"),
+    "/api/show": _Served(("POST",), "One model, as Ollama describes it"),
+    "/api/version": _Served(("GET",), "The version"),
+    "/api/{name}": _Served(("POST", "DELETE"), "Refused: models are managed beside the gateway"),
+    "/api/v0/models": _Served(("GET",), "The models, as LM Studio lists them"),
+    "/tokenize": _Served(("POST",), "The tokens of a text", tokenizing.Tokenize),
+    "/detokenize": _Served(("POST",), "The text of tokens", tokenizing.Detokenize),
     "/v1/embeddings": _Served(("POST",), "Refused: the worker's model makes no embeddings"),
     "/v1/models": _Served(("GET",), "The models"),
     "/v1/models/{model}": _Served(("GET",), "One model"),

@@ -11,15 +11,18 @@ from turnkeep_client.blocks import other_text, text_of
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.messages import Function, Message, ToolCall, encode
 
-from .turn import Fault, refused
+from .turn import Fault, number_in, refused
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from turnkeep_client.blocks import Warned
 
+    from .recorded import Recorded
+
 _ROLES: Final = ("system", "developer", "user", "assistant")
 #: Items that tell this model nothing: what other models thought, and searches without their results.
+_NUM_ITEMS, _MOST_ITEMS = 20, 100
 _SILENT: Final = ("reasoning", "web_search_call", "file_search_call", "mcp_list_tools")
 
 
@@ -103,3 +106,44 @@ def _call(item: Item, name: str, arguments: Any) -> Message:
         id=item.call_id or item.id or "call", function=Function(called_name(item.namespace, name), text)
     )
     return Message("assistant", None, None, (call,))
+
+
+def page(answer: Recorded, query: Mapping[str, str]) -> dict[str, Any]:
+    """Write the items of an answer's conversation, as many as a request wants of them. Raises `Fault`."""
+    begun = int(bool(answer.turn.asked.get("instructions")))
+    said = (answer.turn.messages or ())[begun:]
+    found = [item for number, one in enumerate(said) for item in _written(one, f"{answer.id}_{number}")]
+    if query.get("order", "desc") != "asc":
+        found.reverse()
+    limit = number_in(query, "limit")
+    limit = _NUM_ITEMS if limit is None else limit
+    if not 1 <= limit <= _MOST_ITEMS:
+        raise refused(f"limit must be 1 to {_MOST_ITEMS}", "limit")
+    ids = [item["id"] for item in found]
+    first = ids.index(query["after"]) + 1 if query.get("after") in ids else 0
+    shown = found[first : first + limit]
+    ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {}
+    return {"object": "list", "data": shown, "has_more": first + len(shown) < len(found), **ends}
+
+
+def _written(said: Message, key: str) -> list[dict[str, Any]]:
+    """Write a message as items."""
+    if said.role == "tool":
+        output = {"call_id": said.tool_call_id or "", "output": said.content or ""}
+        return [{"id": f"fco_{key}", "type": "function_call_output", **output, "status": "completed"}]
+    is_said = said.role == "assistant"
+    part: dict[str, Any] = {"type": "output_text" if is_said else "input_text", "text": said.content}
+    content = [{**part, "annotations": []} if is_said else part]
+    message = {"id": f"in_{key}", "type": "message", "role": said.role, "status": "completed"}
+    calls = [
+        {
+            "id": f"in_{key}_{number}",
+            "type": "function_call",
+            "call_id": call.id,
+            "name": call.function.name,
+            "arguments": call.function.arguments,
+            "status": "completed",
+        }
+        for number, call in enumerate(said.tool_calls or ())
+    ]
+    return [*([{**message, "content": content}] if said.content else []), *calls]

@@ -139,16 +139,20 @@ def finish_reason(result: Generated) -> str:
     return _REASONS.get(result.finish_reason, result.finish_reason)
 
 
-def usage(results: Iterable[Generated]) -> dict[str, Any]:
-    """Add up the tokens of all answers to one prompt, which counts once."""
+def usage(results: Iterable[Generated], num_prompts: int = 1) -> dict[str, Any]:
+    """Add up the tokens of all answers to some prompts, each of which counts once."""
     found = [result.usage for result in results]
-    num_prompt = max(one.prompt_tokens for one in found)
+    answers = len(found) // num_prompts
+    of_prompts = [found[at : at + answers] for at in range(0, len(found), answers)]
+    num_prompt = sum(max(one.prompt_tokens for one in some) for some in of_prompts)
     num_answers = sum(one.completion_tokens for one in found)
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_answers,
         "total_tokens": num_prompt + num_answers,
-        "prompt_tokens_details": {"cached_tokens": max(one.cached_tokens for one in found)},
+        "prompt_tokens_details": {
+            "cached_tokens": sum(max(one.cached_tokens for one in some) for some in of_prompts)
+        },
         "completion_tokens_details": {"reasoning_tokens": sum(one.reasoning_tokens for one in found)},
     }
 
@@ -180,8 +184,9 @@ class Stream:
     #: A comment, which clients of these dialects count as life.
     heartbeat: Final = b": waiting\n\n"
 
-    def __init__(self, head: dict[str, Any], *, include_usage: bool) -> None:
+    def __init__(self, head: dict[str, Any], *, include_usage: bool, num_prompts: int = 1) -> None:
         self.head = head
+        self.num_prompts = num_prompts
         self.include_usage = include_usage
 
     def choice(self, index: int, said: dict[str, Any], logprobs: Any, reason: str | None) -> bytes:
@@ -195,7 +200,7 @@ class Stream:
         done = b"data: [DONE]\n\n"
         if not self.include_usage:
             return done
-        return event({**self.head, "choices": [], "usage": usage(results)}) + done
+        return event({**self.head, "choices": [], "usage": usage(results, self.num_prompts)}) + done
 
     def error(self, fault: Fault) -> bytes:
         """Write an error, after which nothing comes."""

@@ -16,13 +16,16 @@ if TYPE_CHECKING:
 _HEAD_BYTES: Final = 512
 
 
-def ahead(messages: Sequence[Message], options: Mapping[str, Any], max_bytes: int) -> list[Sequence[Message]]:
+def ahead(
+    messages: Sequence[Message], options: Mapping[str, Any], max_bytes: int, header_bytes: int = 0
+) -> list[Sequence[Message]]:
     """Return the messages that must be appended before the last one is sent, in pieces; mostly none.
 
+    A message in the log has up to `max_bytes`, the last one with a header of `header_bytes` at most.
     The first piece has the tools too. Raises `MessageTooLargeError` if a message alone is too large.
     """
     sizes = [len(encode(message)) + 1 for message in messages]
-    num_rest = _HEAD_BYTES + len(encode(dict(options)))
+    num_rest = _HEAD_BYTES + header_bytes + len(encode(dict(options)))
     if sum(sizes) + num_rest <= max_bytes:
         return []
     num_tools = _HEAD_BYTES + len(encode({"tools": options.get("tools")}))

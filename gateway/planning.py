@@ -7,10 +7,14 @@ import time
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from uuid import uuid4
 
+from turnkeep_client.messages import Failed
+
 from . import boundaries
+from .following import key_reused
 from .index import PREFIX, Asked, Held, RequestName
 
 if TYPE_CHECKING:
+    from .following import Standing
     from .index import Index
     from .turn import Turn
 
@@ -21,7 +25,8 @@ class Plan(NamedTuple):
     """How to send a turn: to `asked.held`, which is at `position`, without its first `num_known` messages.
 
     `known` are the names of all its boundaries. A fork has a `parent`, which was at `parent_position` when
-    this was planned, None if that is unknown.
+    this was planned, None if that is unknown; one that is in the log already has none. If it `is_apart`,
+    other gateways may send the same to this session; if it `reopens`, that was closed.
     """
 
     asked: Asked
@@ -32,6 +37,8 @@ class Plan(NamedTuple):
     options: dict[str, Any]
     parent: Held | None = None
     parent_position: int | None = None
+    is_apart: bool = False
+    reopens: bool = False
 
 
 def plan(index: Index, turn: Turn, number: int, *, is_last: bool) -> Plan:
@@ -39,14 +46,8 @@ def plan(index: Index, turn: Turn, number: int, *, is_last: bool) -> Plan:
 
     `number` is that of the answer among several. The last attempt is sent to a new session.
     """
-    now_s, options = time.time(), dict(turn.options)
-    if options.get("seed") is not None:
-        options["seed"] += number
-    if turn.messages is None:
-        known = [boundaries.prompt_of(turn.text or turn.tokens or (), options)]
-    else:
-        known = boundaries.chain(turn.messages, options)
-    key = known[-1], boundaries.options_digest(options, number)
+    now_s = time.time()
+    options, known, key = _named(turn, number)
     before = index.asked.get(key)
     if before is not None and not is_last and _may_repeat(before, now_s):
         base = next((at for at, boundary in enumerate(known) if boundary in before.bases), None)
@@ -71,11 +72,55 @@ def plan(index: Index, turn: Turn, number: int, *, is_last: bool) -> Plan:
     name = RequestName(*key, 0 if before is None else before.name.nonce + 1)
     is_certain = options.get("temperature") == 0 or options.get("seed") is not None
     asked = Asked(held, name, {known[num_known]}, position, is_certain=is_certain)
-    asked.prefix = options.get("prefix", "")
+    return _noted(index, asked, Plan(asked, how, num_known, position, known, options, parent))
+
+
+def plan_apart(index: Index, turn: Turn, stands: Standing) -> Plan:
+    """Decide how to send a turn to a session of its own, which has its name, and which no other turn takes.
+
+    Each gateway gives the request the same id. Raises `RequestFailedError` if the session was opened for
+    another request.
+    """
+    options, known, key = _named(turn, 0)
+    place: tuple[int, Held | None, int] | None
+    if stands.opened is not None:
+        boundary, position = stands.opened
+        if boundary not in known:
+            raise key_reused()
+        place = known.index(boundary), None, position
+    else:
+        place = None if turn.messages is None else _place(index, known)
+    num_known, parent, position = place or (0, None, 0)
+    held = index.sessions.get(stands.session) or Held(stands.session, None, time.time())
+    index.add(held)
+    held.num_running += 1
+    name = RequestName(*key, stands.num_failed)
+    asked = Asked(held, name, {known[num_known]}, position)
+    failed = stands.last.result if stands.last else None
+    is_closed = isinstance(failed, Failed) and failed.code == "unknown_session"
+    how: How = "begun" if place is None else "forked"
+    made = Plan(asked, how, num_known, position, known, options, parent, is_apart=True, reopens=is_closed)
+    return _noted(index, asked, made)
+
+
+def _named(turn: Turn, number: int) -> tuple[dict[str, Any], list[bytes], tuple[bytes, bytes]]:
+    """Return a turn's options, the names of its boundaries, and what equal requests have in common."""
+    options = dict(turn.options)
+    if options.get("seed") is not None:
+        options["seed"] += number
+    if turn.messages is None:
+        known = [boundaries.prompt_of(turn.text or turn.tokens or (), options)]
+    else:
+        known = boundaries.chain(turn.messages, options)
+    return options, known, (known[-1], boundaries.options_digest(options, number))
+
+
+def _noted(index: Index, asked: Asked, made: Plan) -> Plan:
+    """Note a plan in the index."""
+    asked.prefix = made.options.get("prefix", "")
     asked.opening = asyncio.Event()
     index.ask(asked)
-    parent_position = parent.position if parent else None
-    return Plan(asked, how, num_known, position, known, options, parent, parent_position)
+    return made._replace(parent_position=made.parent.position if made.parent else None)
 
 
 def _place(index: Index, known: list[bytes]) -> tuple[int, Held, int] | None:

@@ -10,6 +10,7 @@ import re
 import zlib
 from base64 import b64decode, b64encode
 from contextlib import suppress
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
@@ -46,19 +47,23 @@ if TYPE_CHECKING:
 
     _Conversation: TypeAlias = tuple[Message, ...] | None
 
+#: The API of which an answer's id may stand for its conversation.
+RESPONSES: Final = "response"
 HEADER: Final = "Turnkeep-Answer"
 #: JetStream stores headers of up to 64 KiB.
 MOST_BYTES: Final = 60_000
 _MOST_INFLATED: Final = 64 * 2**20
 _ID: Final = re.compile(r"[0-9a-f]{48}")
 #: The fields of a generate that are no options of a turn.
-_OWN: Final = ("type", "id", "messages", "expect_position")
+_OWN: Final = ("type", "id", "messages", "text", "tokens", "expect_position")
 
 
-class Note(Struct, frozen=True):
+class Note(Struct, frozen=True, omit_defaults=True):
     """What the log keeps with a request: what its answer repeats of it, and the messages `before` a fork.
 
     Without `before`, which may be too long, those are in the log of the fork's parent, while there is one.
+    `api` names the dialect, `body` the request's body by a digest. If the answer is not `is_kept`, only a
+    client whose stream was cut finds it; that is so for one of several answers.
     """
 
     id: str
@@ -66,6 +71,14 @@ class Note(Struct, frozen=True):
     model: str
     asked: dict[str, Any]
     before: tuple[Message, ...] | None = None
+    api: str = RESPONSES
+    body: str = ""
+    is_kept: bool = True
+
+    @property
+    def has_messages(self) -> bool:
+        """Whether a request may go on with the conversation by the answer's id."""
+        return self.api == RESPONSES and self.is_kept
 
 
 class _Exchange(NamedTuple):
@@ -74,6 +87,7 @@ class _Exchange(NamedTuple):
     Or a close that forgets all exchanges before it, which the worker may still have to remove.
     """
 
+    seq: int
     request: Generate | Append | Close
     note: Note | None
     result: Result | None
@@ -81,26 +95,42 @@ class _Exchange(NamedTuple):
 
 
 class Recorded(NamedTuple):
-    """A request from the log, and its result, if it has one.
+    """A request from the log, which has it at `seq`, and its result, if it has one.
 
     The `messages` of the turn are the whole conversation, or None if the log has not all of it any more.
     """
 
     session: str
-    request_id: str
+    seq: int
+    request: Generate
+    note: Note
     turn: Turn
-    created: int
     result: Generated | Failed | None
 
+    @property
+    def id(self) -> str:
+        """The answer's id."""
+        return answer_id(self.session, self.note)
 
-def new_note(own_id: str, created: int, turn: Turn) -> Note | None:
-    """Return the note of a turn whose answer may be asked for, None for others. Raises `Fault`."""
-    if not turn.is_kept:
-        return None
-    note = Note(own_id[:16], created, turn.model, dict(turn.asked))
+
+def digest(api: str, body: bytes) -> str:
+    """Name a request by its API and its body."""
+    return blake2b(api.encode() + body, digest_size=16).hexdigest()
+
+
+def new_note(own_id: str, created: int, turn: Turn, api: str = RESPONSES, body: str = "") -> Note:
+    """Return the note of a turn, with the digest of its `body`. Raises `Fault`."""
+    asked = {**turn.asked, **({"include_usage": True} if turn.include_usage else {})}
+    is_kept = turn.n == 1 and (turn.is_kept or api != RESPONSES)
+    note = Note(own_id[-16:], created, turn.model, asked, None, api, body, is_kept)
     if len(_packed(note)) > MOST_BYTES:
-        raise refused("the names of model and tools are too long to keep: send store: false", "store")
+        raise refused("the names of model and tools are too long to keep", "model")
     return note
+
+
+def num_bytes(note: Note) -> int:
+    """Return how large the header of a note may become."""
+    return MOST_BYTES if note.has_messages else len(_packed(note))
 
 
 def answer_id(session: str, note: Note) -> str:
@@ -110,7 +140,7 @@ def answer_id(session: str, note: Note) -> str:
 
 def headers(note: Note, before: tuple[Message, ...] | None) -> dict[str, str]:
     """Write a note as a header; `before` are the messages that a fork takes from its parent."""
-    packed = _packed(msgspec.structs.replace(note, before=before))
+    packed = _packed(msgspec.structs.replace(note, before=before if note.has_messages else None))
     return {HEADER: packed if len(packed) <= MOST_BYTES else _packed(note)}
 
 
@@ -119,7 +149,7 @@ def continued(turn: Turn, before: Recorded | None) -> Turn:
 
     Instructions belong to one request only: those of the earlier one are left out.
     """
-    result = before.result if before is not None else None
+    result = before.result if before is not None and before.note.has_messages else None
     if before is None or before.turn.messages is None or not isinstance(result, Generated):
         raise refused(
             f"Previous response with id '{turn.previous}' not found.",
@@ -131,25 +161,31 @@ def continued(turn: Turn, before: Recorded | None) -> Turn:
     return msgspec.structs.replace(turn, messages=(*own[:at], *earlier, *own[at:]))
 
 
-async def find(client: Client, wanted: set[str]) -> dict[str, Recorded]:
-    """Return what the log has of answers, by their ids. Raises `NoWorkerError`."""
+async def find(client: Client, wanted: set[str], *, conversation: bool = True) -> dict[str, Recorded]:
+    """Return what the log has of answers, by their ids; if asked for, with the `conversation` before.
+
+    Of a request that was sent again because it failed, that is the last attempt. Raises `NoWorkerError`.
+    """
     found: dict[str, Recorded] = {}
     for session in {one[:32] for one in wanted if _ID.fullmatch(one)}:
         key = session_key(client.tenant, PREFIX + session)
         of_session: dict[str, Recorded] = {}
-        async for request, note, result, prompt in _exchanges(client, key):
+        async for seq, request, note, result, prompt in _exchanges(client, key, conversation=conversation):
             if isinstance(request, Close):
                 of_session.clear()
             if note is not None and isinstance(request, Generate) and session + note.id in wanted:
                 turn = _turn(request, note, prompt)
                 known = result if isinstance(result, Generated | Failed) else None
-                one = Recorded(key.session, request.id, turn, note.created, known)
-                of_session.setdefault(session + note.id, one)
+                one = Recorded(key.session, seq, request, note, turn, known)
+                if request.id != of_session.setdefault(one.id, one).request.id:
+                    of_session[one.id] = one
         found |= of_session
     return found
 
 
-async def _exchanges(client: Client, key: SessionKey) -> AsyncIterator[_Exchange]:
+async def _exchanges(
+    client: Client, key: SessionKey, *, conversation: bool = True
+) -> AsyncIterator[_Exchange]:
     """Yield a session's appends and generates in order, repeated ones too."""
     results = await _results(client, key)
     said: _Conversation = ()  # up to the last answer
@@ -160,12 +196,12 @@ async def _exchanges(client: Client, key: SessionKey) -> AsyncIterator[_Exchange
         except InvalidMessageError:
             continue
         if isinstance(request, Open) and request.from_ is not None:
-            said = await _said_at(client, request.from_)
+            said = await _said_at(client, request.from_) if conversation else None
         if isinstance(request, Append) and isinstance(appended := results.pop(request.id, None), Appended):
             said = None if said is None else (*said, *(request.messages or ()))
-            yield _Exchange(request, None, appended, said)
+            yield _Exchange(one.seq, request, None, appended, said)
         if isinstance(request, Close) and request.forget:
-            yield _Exchange(request, None, None, None)
+            yield _Exchange(one.seq, request, None, None, None)
         if not isinstance(request, Generate):
             continue
         note, result = _note(one.headers), results.get(request.id)
@@ -177,12 +213,12 @@ async def _exchanges(client: Client, key: SessionKey) -> AsyncIterator[_Exchange
                 said = _after(prompt, result, request.prefix)
         elif note is None or note.before is None:
             prompt = prompts[request.id]
-        yield _Exchange(request, note, result, prompt)
+        yield _Exchange(one.seq, request, note, result, prompt)
 
 
 async def _said_at(client: Client, point: ForkPoint) -> _Conversation:
     """Return the conversation at a position of a session; None if the log does not have it."""
-    async for request, _, result, prompt in _exchanges(client, session_key(client.tenant, point.session)):
+    async for _, request, _, result, prompt in _exchanges(client, session_key(client.tenant, point.session)):
         if isinstance(result, Appended) and point.position == result.position:
             return prompt
         if isinstance(request, Generate) and isinstance(result, Generated) and prompt is not None:
@@ -216,7 +252,17 @@ def _after(prompt: tuple[Message, ...], result: Generated, prefix: str = "") -> 
 def _turn(request: Generate, note: Note, prompt: tuple[Message, ...] | None) -> Turn:
     fields = msgspec.to_builtins(request)
     options = {name: value for name, value in fields.items() if name not in _OWN}
-    return Turn(messages=prompt, options=options, model=note.model, asked=note.asked, is_kept=True)
+    options["max_tokens"] = request.max_tokens  # which a turn always has, but the log only unless it is 256
+    return Turn(
+        messages=prompt,
+        text=request.text,
+        tokens=request.tokens,
+        options=options,
+        model=note.model,
+        include_usage=bool(note.asked.get("include_usage")),
+        asked=note.asked,
+        is_kept=note.is_kept,
+    )
 
 
 def _packed(note: Note) -> str:

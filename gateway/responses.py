@@ -15,15 +15,18 @@ from turnkeep_client.messages import Message
 
 from . import openai
 from .items import Item, called_name, messages
+from .recorded import RESPONSES
 from .turn import Turn, Whole, as_whole, check, parts_checked, refused
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
+#: What the log calls this API.
+NAME: Final = RESPONSES
 #: Fields that the protocol calls otherwise.
 NAMES: Final = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
 #: Fields that would change the answer, and that are not here.
-_REFUSED: Final = ("background", "conversation", "prompt")
+_REFUSED: Final = ("conversation", "prompt")
 _REFERRED: Final = re.compile(rb'"(?:msg|rs|fc|ctc)_([0-9a-f]{48})')
 _MOST_REFERRED: Final = 2_000
 _NONE: Final[Mapping[str, dict[str, Any]]] = {}
@@ -80,7 +83,7 @@ class _Request(openai.Sampled, frozen=True, kw_only=True):
     top_logprobs: Whole | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
-    background: Any = None
+    background: bool | None = None
     conversation: Any = None
     prompt: Any = None
 
@@ -122,7 +125,10 @@ def read(body: bytes, known: Mapping[str, dict[str, Any]] = _NONE) -> Turn:
         "effort": effort,
         "encrypted": _ENCRYPTED in included,
         "kinds": kinds,
+        "background": bool(asked.background),
     }
+    if asked.background and asked.store is False:
+        raise refused("an answer in the background needs store: true", "background")
     turn = Turn(
         messages=(*first, *said),
         options=options,

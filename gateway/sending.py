@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
-from uuid import uuid4
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 from starlette.responses import Response
 
 from turnkeep_client.blocks import Warned
-from turnkeep_client.errors import TurnkeepError
+from turnkeep_client.errors import RequestFailedError, TurnkeepError
 from turnkeep_client.messages import Chunk, Generated
 
 from . import recorded
-from .conversations import Found
+from .answering import Begun, Found
+from .places import Marked
 from .turn import Fault, fault_of, renamed, told
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     from starlette.types import Receive, Scope, Send
 
-    from .conversations import Answering, Conversations
+    from .answering import Answering
+    from .conversations import Conversations
+    from .dialect import Dialect, Events
     from .keys import Key
     from .metrics import Counters
+    from .places import Place
     from .planning import How
     from .turn import Turn
 
@@ -34,42 +36,7 @@ if TYPE_CHECKING:
 _PATIENCE_S: Final = 1.0
 #: Between two signs of life.
 _HEARTBEAT_S: Final = 5.0
-
-
-class Events(Protocol):
-    """Writes the events of one stream."""
-
-    @property
-    def heartbeat(self) -> bytes:
-        """What clients count as life."""
-
-    def start(self, index: int) -> bytes:
-        """Write what comes before the answer number `index`."""
-
-    def chunk(self, index: int, chunk: Chunk) -> bytes:
-        """Write a part of an answer; empty if there is nothing to say."""
-
-    def finish(self, index: int, result: Generated) -> bytes:
-        """Write the end of an answer."""
-
-    def end(self, results: Sequence[Generated]) -> bytes:
-        """Write the end of the stream."""
-
-    def error(self, fault: Fault) -> bytes:
-        """Write an error, after which nothing comes."""
-
-
-class Dialect(NamedTuple):
-    """An API: how its requests are read, and its answers and errors written.
-
-    `names` are those of its fields that have other names in the protocol.
-    """
-
-    read: Callable[[bytes], Turn]
-    whole: Callable[[Turn, str, int, Sequence[Generated]], dict[str, Any]]
-    events: Callable[[Turn, str, int], Events]
-    error: Callable[[Fault], dict[str, Any]]
-    names: Mapping[str, str] = {}
+_CANCELLED: Final = "the answer was cancelled; send an Idempotency-Key, and it goes on without its client"
 
 
 class Asker(NamedTuple):
@@ -89,21 +56,30 @@ class Asker(NamedTuple):
 
 
 class Answer(Response):
-    """Sends the answers to one turn. If the client goes away, they are cancelled."""
+    """Sends the answers to one turn. If the client goes away, they are cancelled, unless they are to stay."""
 
-    def __init__(self, dialect: Dialect, turn: Turn, conversations: Conversations, asker: Asker) -> None:
+    def __init__(
+        self,
+        dialect: Dialect,
+        turn: Turn,
+        conversations: Conversations,
+        asker: Asker,
+        begin: Callable[[], Answering],
+        after: Place | None = None,
+    ) -> None:
+        """`begin` starts answering; the client has a stream's events up to the place `after`."""
         super().__init__()
         self._dialect = dialect
         self._turn = turn
         self._conversations = conversations
         self._asker = asker
-        self._own_id = uuid4().hex
-        self._created = int(time.time())
-        self._note = recorded.new_note(self._own_id, self._created, turn)
+        self._begin = begin
+        self._after = after
         self._found: dict[int, Found] = {}
         self._results: dict[int, Generated] = {}
         #: The worker's: known with the first part of an answer.
         self._warnings: dict[str, None] = {}
+        self._has_failed = False
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answers, while the client is there."""
@@ -111,7 +87,7 @@ class Answer(Response):
             await self._answer(receive, send)
 
     async def _answer(self, receive: Receive, send: Send) -> None:
-        answering = self._conversations.answer(self._turn, self._asker.note, self._note)
+        self._answering = answering = self._begin()
         writing = asyncio.create_task(self._write(answering, send))
         leaving = asyncio.create_task(_departure(receive))
         try:
@@ -122,57 +98,106 @@ class Answer(Response):
             for task in (writing, leaving):
                 task.cancel()
             await asyncio.gather(writing, leaving, return_exceptions=True)
-            self._conversations.abandon(answering)  # without effect on answers that have ended
+            if answering.stays and not self._is_over:
+                self._conversations.beside(self._drain(answering, self._asker.running.pop_all()))
+            else:
+                self._conversations.abandon(answering)  # without effect on answers that have ended
+
+    async def _drain(self, answering: Answering, running: contextlib.ExitStack) -> None:
+        """Count a request as running until its answers have ended."""
+        with running, contextlib.suppress(TurnkeepError):
+            while not self._is_over:
+                self._take(*await answering.events.get())
+
+    @property
+    def _is_over(self) -> bool:
+        return self._has_failed or len(self._results) == self._turn.n
 
     async def _write(self, answering: Answering, send: Send) -> None:
+        event: Any = None
         try:
             if self._turn.stream:
                 await self._write_events(answering, send)
                 return
-            while len(self._results) < self._turn.n:
-                self._take(*await answering.events.get())
+            is_left = bool(self._dialect.begun and self._turn.asked.get("background"))
+            while not (self._is_over or (is_left and isinstance(event, Begun))):
+                index, event = await answering.events.get()
+                self._take(index, event)
         except TurnkeepError as error:
             fault = self._fault(error)
             await self._write_json(send, fault.status, self._dialect.error(fault), fault.headers)
             return
-        whole = self._dialect.whole(self._turn, self._id, self._created, self._in_order())
+        if isinstance(event, Begun) and self._dialect.begun:
+            await self._write_json(
+                send, 200, self._dialect.begun(self._turn, self._id, answering.note.created)
+            )
+            return
+        whole = self._dialect.whole(self._turn, self._id, answering.note.created, self._in_order())
         await self._write_json(send, 200, whole)
 
     async def _write_events(self, answering: Answering, send: Send) -> None:
         """Send a stream of events. Raises `TurnkeepError` before the stream has begun."""
         self._take(*await answering.events.get())  # the session, which is known at once
-        events, first = self._dialect.events(self._turn, self._id, self._created), b""
-        start = b"".join(events.start(index) for index in range(self._turn.n))
-        with contextlib.suppress(TimeoutError):
+        (events, start), first, failure = self._new_events(), b"", None
+        try:
             async with asyncio.timeout(_PATIENCE_S):
-                while not first:
-                    first = self._take_events(events, *await answering.events.get())
-        await send(_head(200, self._own_headers() | {"content-type": "text/event-stream; charset=utf-8"}))
+                while not first and not self._is_over:
+                    index, event = await answering.events.get()
+                    first = self._take_events(events, index, event)
+                    if isinstance(event, Found):  # it is sent to another session
+                        events, start = self._new_events()
+        except TimeoutError:
+            pass
+        except TurnkeepError as error:
+            if answering.following is None or self._dialect.begun is None:
+                raise
+            failure = error  # it belongs to an answer that was begun
+        kind = {"content-type": f"{self._dialect.media_type}; charset=utf-8"}
+        await send(_head(200, self._own_headers() | kind))
         await send(_part(start + first))
         try:
-            while len(self._results) < self._turn.n:
-                written = b""
-                try:
-                    async with asyncio.timeout(_HEARTBEAT_S):
-                        written += self._take_events(events, *await answering.events.get())
-                except TimeoutError:
-                    written = events.heartbeat
-                while not answering.events.empty():  # what came while a slow client was reading
-                    written += self._take_events(events, *answering.events.get_nowait())
-                if written:
-                    await send(_part(written))
+            if failure is not None:
+                raise failure
+            while not self._is_over:
+                await self._write_next(answering, events, send)
             last = events.end(self._in_order())
         except TurnkeepError as error:
             last = events.error(self._fault(error))
         await send(_part(last, more=False))
+
+    async def _write_next(self, answering: Answering, events: Events, send: Send) -> None:
+        """Send the next events, or a sign of life. Raises `TurnkeepError`."""
+        written = b""
+        try:
+            async with asyncio.timeout(_HEARTBEAT_S):
+                written += self._take_events(events, *await answering.events.get())
+        except TimeoutError:
+            written = events.heartbeat
+        failure = None
+        try:
+            while not answering.events.empty():  # what came while a slow client was reading
+                written += self._take_events(events, *answering.events.get_nowait())
+        except TurnkeepError as error:
+            failure = error
+        if written:
+            await send(_part(written))
+        if failure is not None:
+            raise failure
+
+    def _new_events(self) -> tuple[Events, bytes]:
+        """Return a writer of events, and what comes before the answers."""
+        events = self._dialect.events(self._turn, self._id, self._answering.note.created)
+        if self._turn.n == 1 and self._dialect.is_marked:
+            events = Marked(events, self._id, self._after)
+        return events, b"".join(events.start(index) for index in range(self._turn.n))
 
     def _fault(self, error: TurnkeepError) -> Fault:
         return renamed(fault_of(error), self._dialect.names)
 
     @property
     def _id(self) -> str:
-        """The answer's id: if it is kept, it says where."""
-        return self._own_id if self._note is None else recorded.answer_id(self._found[0].session, self._note)
+        """The answer's id, which says where the log has it."""
+        return recorded.answer_id(self._found[0].session, self._answering.note)
 
     def _take_events(self, events: Events, index: int, event: Any) -> bytes:
         self._take(index, event)
@@ -186,6 +211,7 @@ class Answer(Response):
     def _take(self, index: int, event: Any) -> None:
         match event:
             case TurnkeepError():
+                self._has_failed = True
                 raise event
             case Found():
                 self._found[index] = event
@@ -193,6 +219,9 @@ class Answer(Response):
                 self._warnings |= dict.fromkeys(event.warnings)
             case Generated():
                 self._warnings |= dict.fromkeys(event.warnings)
+                is_of_log = self._answering.following is not None and self._dialect.begun is None
+                if is_of_log and event.finish_reason == "cancelled":  # else a part would look like the whole
+                    raise RequestFailedError("cancelled", _CANCELLED, retryable=False)
                 self._results[index] = event
 
     def _in_order(self) -> list[Generated]:

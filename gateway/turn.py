@@ -41,6 +41,8 @@ WARNINGS: Final = "x-turnkeep-warnings"
 _MOST_SHOWN: Final = 4_000
 _UNSHOWN: Final = re.compile(r"[^ -~]+")
 
+_NUMBER: Final = re.compile(r"\d{1,15}", re.ASCII)
+
 #: How long who is one too many should wait, and who finds no worker.
 _PAUSE_S: Final = 1.0
 _START_S: Final = 5.0
@@ -74,7 +76,8 @@ class Turn(Struct, frozen=True, kw_only=True):
     `options` are fields of the protocol's generate. `model` is what the client calls the model. `asked` has
     other fields of the request that its answer repeats. If the answer `is_kept`, its id will find it.
     `previous` is the id of an earlier answer: the conversation up to it comes before the messages.
-    `warnings` are told in a header of the answer.
+    `warnings` are told in a header of the answer. With `prompts`, of which `text` or `tokens` is the first,
+    the `n` answers are those to all of them, in their order.
     """
 
     messages: tuple[Message, ...] | None = None
@@ -89,6 +92,16 @@ class Turn(Struct, frozen=True, kw_only=True):
     is_kept: bool = False
     previous: str = ""
     warnings: tuple[Warned, ...] = ()
+    prompts: tuple[str | tuple[int, ...], ...] = ()
+
+    def alone(self, number: int) -> tuple[Turn, int]:
+        """Return the turn with the one prompt of the answer `number`, and that one's number among its own."""
+        if not self.prompts:
+            return self, number
+        which, own = divmod(number, self.n // len(self.prompts))
+        prompt = self.prompts[which]
+        text, tokens = (prompt, None) if isinstance(prompt, str) else (None, prompt)
+        return msgspec.structs.replace(self, text=text, tokens=tokens, prompts=()), own
 
 
 class Fault(Exception):  # noqa: N818  # an outcome that each dialect writes in its own shape
@@ -182,6 +195,15 @@ def as_whole(kind: type, given: Any) -> Any:
     raise ValueError(f"Expected `int | null`, got `{found}`")
 
 
+def number_in(query: Mapping[str, str], name: str) -> int | None:
+    """Return a number in the address of a request; None if it is not there. Raises `Fault`."""
+    if (given := query.get(name)) is None:
+        return None
+    if _NUMBER.fullmatch(given) is None:
+        raise refused(f"{name} must be a whole number", name)
+    return int(given)
+
+
 def prefilled(messages: list[Message], options: dict[str, Any]) -> tuple[tuple[Message, ...], dict[str, Any]]:
     """Make the assistant's last message, if it is the last of all, the beginning of the answer.
 
@@ -208,10 +230,12 @@ def prefilled(messages: list[Message], options: dict[str, Any]) -> tuple[tuple[M
 def check(turn: Turn, names: Mapping[str, str]) -> Turn:
     """Return `turn` if a worker would take its fields, else raise `Fault`; `names` are a dialect's own."""
     try:
-        build(Generate, messages=turn.messages, text=turn.text, tokens=turn.tokens, **turn.options)
+        for number in range(0, turn.n, max(1, turn.n // (len(turn.prompts) or 1))):
+            one, _ = turn.alone(number)
+            build(Generate, messages=one.messages, text=one.text, tokens=one.tokens, **one.options)
     except InvalidMessageError as error:
         raise renamed(refused(str(error), field_of(str(error))), names) from None
-    if not 1 <= turn.n <= MOST_ANSWERS:
+    if not turn.prompts and not 1 <= turn.n <= MOST_ANSWERS:
         raise refused(f"n must be 1 to {MOST_ANSWERS}, not {turn.n}", "n")
     return turn
 
@@ -246,6 +270,10 @@ def fault_of(error: TurnkeepError) -> Fault:
                 code="rate_limit_exceeded",
                 retry_after_s=_PAUSE_S,
             )
+        case RequestFailedError(code="key_reused"):
+            return Fault(422, error.message, code="idempotency_key_reused")
+        case RequestFailedError(code="cancelled"):
+            return Fault(409, error.message, code="cancelled")
         case NoWorkerError():
             missing = "NATS server can be reached" if isinstance(error, NoServerError) else "worker answers"
             message = f"no {missing}; `turnkeep serve` starts one"

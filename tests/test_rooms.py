@@ -132,7 +132,7 @@ def test_only_the_named_places_touch_mlx():
 
 def test_only_the_edges_of_gateway_and_console_touch_http_libraries():
     """Dialects, digests and the index are pure; the console's figures, turns and actions know no HTTP."""
-    of_gateway = {f"gateway/{name}.py" for name in ("app", "sending", "serving")}
+    of_gateway = {f"gateway/{name}.py" for name in ("app", "bodies", "durable", "sending", "serving")}
     of_console = {f"ops/console/{name}.py" for name in ("app", "door", "serving")}
     assert users("starlette", "uvicorn") == of_gateway | of_console
     pure = {

@@ -36,7 +36,16 @@ class Generation:
     and tokens of the chunks are exactly those of the result.
     """
 
-    def __init__(self, call: Call, wire: Wire, cancel: Callable[[str], Awaitable[Cancelled]]) -> None:
+    def __init__(
+        self,
+        call: Call,
+        wire: Wire,
+        cancel: Callable[[str], Awaitable[Cancelled]],
+        *,
+        is_late: bool = False,
+    ) -> None:
+        """If it `is_late`, the answer may have begun: what it has by now is read first."""
+        self._is_late = is_late
         self._call = call
         self._wire = wire
         self._cancel = cancel
@@ -62,6 +71,12 @@ class Generation:
     async def wait(self) -> Generated:
         """Return the recorded answer. Raises `RequestFailedError`, `ResultTimeoutError`, `NoWorkerError`."""
         return expect(Generated, await self._call.wait())
+
+    async def send(self) -> None:
+        """Publish the request now, and return once the log has stored it. Raises what `wait` raises."""
+        self._is_late = True
+        async with self._call.listening():
+            pass
 
     async def cancel(self) -> Cancelled:
         """Ask the worker to stop the answer, which then ends with the finish_reason `cancelled`."""
@@ -96,7 +111,7 @@ class Generation:
         """
         call, assembly = self._call, Assembly()
         if not call.is_resolved():
-            chunks = _Chunks(self._wire, call)
+            chunks = _Chunks(self._wire, call, is_late=self._is_late)
             async with chunks.listening(), call.listening():
                 while not call.is_resolved() or chunks.waiting:
                     for chunk in await chunks.next_chunks(has_gap=assembly.has_gap):
@@ -115,13 +130,13 @@ class _Chunks:
     The subject may also have chunks of other requests under the same id, from before or after this one.
     """
 
-    def __init__(self, wire: Wire, call: Call) -> None:
+    def __init__(self, wire: Wire, call: Call, *, is_late: bool) -> None:
         self.waiting: deque[bytes] = deque(maxlen=MAX_WAITING_CHUNKS)
         self._wire = wire
         self._call = call
         self._subject = wire.subjects.tokens(call.key, call.id)
         self._repeated: dict[int, bool] = {}  # by the sequence of an earlier request
-        self._epoch = wire.epoch
+        self._epoch = -1 if is_late else wire.epoch
         self._next_seq = 1
         self._pause_s = FIRST_CHUNK_POLL_S
         self._poll_at = 0.0

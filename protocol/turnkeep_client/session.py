@@ -225,7 +225,7 @@ class Session:
         """Return the answer to a generate that is in the log already, at `seq`; nothing is sent."""
         call = self._call(request, None)
         call.seq = seq
-        return Generation(call, self._wire, self.cancel)
+        return Generation(call, self._wire, self.cancel, is_late=True)
 
     async def rewind(
         self,

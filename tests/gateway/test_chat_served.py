@@ -7,6 +7,7 @@ import json
 import random
 from typing import TYPE_CHECKING, Any
 
+import openai
 import pytest
 from openai import BadRequestError
 from parts import CHAT_TEMPLATE
@@ -484,3 +485,31 @@ async def test_tools_and_messages_reach_the_template_with_their_keys_in_the_requ
     assert b'[{"type":"function","function":{"description":"d","name":"f"}},' in body
     assert b'{"function":{"name":"g"},"type":"function"}]' in body
     assert b'"messages":' + json.dumps(told, separators=(",", ":")).encode()[:-1] + b"," in body
+
+
+async def test_several_prompts_are_answered_in_their_order(begin: Any) -> None:
+    """As they are alone; each prompt counts once."""
+    _, served = await begin()
+    more = {"model": "m", "max_tokens": 6, "seed": 3, "n": 2}
+    create = served.openai.completions.create
+    alone = [await create(prompt=one, **more) for one in ("One", "Two", [65, 66, 67])]
+    texts = [choice.text for answer in alone for choice in answer.choices]
+    several = await create(prompt=["One", "Two"], **more)
+    assert [choice.text for choice in several.choices] == texts[:4]
+    assert [choice.index for choice in several.choices] == [0, 1, 2, 3]
+    assert several.usage.prompt_tokens == sum(one.usage.prompt_tokens for one in alone[:2])
+    streamed = [""] * 4
+    stream = await create(
+        prompt=[[65, 66, 67], [65, 66, 67]], stream=True, stream_options={"include_usage": True}, **more
+    )
+    async for event in stream:
+        for choice in event.choices:
+            streamed[choice.index] += choice.text
+        if event.usage:
+            assert event.usage.prompt_tokens == 2 * alone[2].usage.prompt_tokens
+    assert streamed == texts[4:] * 2
+    echoed = await create(prompt=["One", "Two"], model="m", max_tokens=0, echo=True, logprobs=1)
+    assert [choice.text for choice in echoed.choices] == ["One", "Two"]
+    for wrong in (["One", ""], [[65], "Two", []], ["a"] * 129, [["a"]], []):
+        with pytest.raises(openai.BadRequestError, match="prompt"):
+            await create(prompt=wrong, model="m")

@@ -141,7 +141,7 @@ async def test_paths_are_taken_as_they_are_but_for_a_slash_at_the_end(served: An
 async def test_a_body_that_is_shorter_or_longer_than_it_says(
     served: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.app._BODY_S", 0.3)
+    monkeypatch.setattr("gateway.bodies._BODY_S", 0.3)
     async with connected(served) as wire:
         await wire.send(POST + b"content-length: %d\r\n\r\n" % (len(BODY) + 10) + BODY)
         answer = await wire.rest(5)

@@ -81,7 +81,7 @@ def events(written: str) -> list[dict[str, Any]]:
     for one in written.strip().split("\n\n"):
         name, _, body = one.partition("\ndata: ")
         found.append(json.loads(body))
-        assert name == f"event: {found[-1]['type']}"
+        assert name.rpartition("\n")[2] == f"event: {found[-1]['type']}"
     return found
 
 

@@ -89,12 +89,12 @@ async def test_what_would_change_the_answer_and_is_not_there_is_refused_by_name(
     for body, says in [
         ({"prompt": "a", "echo": True, "stream": True}, "echo"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
-        ({"prompt": ["a", "b"]}, "one text"),
-        ({"prompt": [[1], [2]]}, "one text"),
-        ({"prompt": [1, "a"]}, "one text"),
+        ({"prompt": ["a"] * 129}, "128 prompts"),
+        ({"prompt": ["a", "b"], "n": 17}, "n must be"),
+        ({"prompt": [1, "a"]}, "a text, or token ids"),
         ({"prompt": [1, 2**40]}, "tokens[1]"),
         ({"prompt": [99_999]}, "vocabulary"),
-        ({"prompt": ""}, "one text"),
+        ({"prompt": ""}, "a text, or token ids"),
         ({"prompt": "a", "best_of": 3}, "best_of"),
         ({"prompt": "a", "suffix": "b"}, "suffix"),
     ]:

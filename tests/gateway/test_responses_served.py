@@ -318,7 +318,9 @@ async def test_a_stream_lives_while_its_prompt_waits(endless: Any, monkeypatch: 
             if len(events) == 5:
                 await running.close()
     assert [event.type for event in events[1:5]] == ["response.in_progress"] * 4
-    assert [event.sequence_number for event in events] == list(range(len(events)))
+    numbers = [event.sequence_number for event in events]
+    assert numbers[:5] == [0, 1, 1, 1, 1], "signs of life are no events"
+    assert [*dict.fromkeys(numbers)] == list(range(numbers[-1] + 1))
     assert len(events[-1].response.output_text) == 8
 
 
@@ -361,7 +363,7 @@ async def test_what_is_not_there_is_refused_by_name(served: Any) -> None:
     for body, says, param in [
         ({"input": []}, "empty", "input"),
         ({}, "empty", "input"),
-        ({"background": True}, "background", "background"),
+        ({"background": True, "store": False}, "store", "background"),
         ({"conversation": "conv_1"}, "conversation", "conversation"),
         ({"prompt": {"id": "a"}}, "prompt", "prompt"),
         ({"metadata": {"a": "x" * 513}}, "metadata", "metadata"),

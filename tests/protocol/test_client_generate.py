@@ -379,6 +379,34 @@ async def test_who_comes_back_to_a_running_answer_sees_its_chunks(client: Client
     assert [chunk.text for chunk in chunks] == ["Hello", ", ", "wör", "ld!"]
 
 
+async def test_who_follows_a_running_answer_sees_what_it_has_at_once(
+    client: Client, worker: FakeWorker
+) -> None:
+    """Also who has sent the request: the answer may be read later. No further chunk is needed for that."""
+    has_begun, beginning_seen = asyncio.Event(), asyncio.Event()
+
+    async def script(worker: FakeWorker, seq: int, request: Request) -> None:
+        await worker.chunk(request, 0, [11, 12], "Hello")
+        has_begun.set()
+        await asyncio.wait_for(beginning_seen.wait(), 5)
+        await worker.result(generated(seq, request))
+
+    worker.script = script
+    sent = client.session("s1").generate(text="hi")
+    await sent.send()
+    await asyncio.wait_for(has_begun.wait(), 5)
+    assert sent.seq == worker.requests[0][0]
+    followed = client.session("s1").follow(Generate(id=sent.id, text="hi"), sent.seq)
+    read = asyncio.create_task(read_all(sent))
+    chunks = []
+    async for chunk in followed:
+        chunks.append(chunk)
+        beginning_seen.set()
+    assert [chunk.text for chunk in chunks] == ["Hello", TEXT[5:]]
+    assert "".join(chunk.text for chunk in await read) == TEXT
+    assert len(worker.requests) == 1
+
+
 async def test_an_id_that_is_free_again_has_none_of_the_earlier_chunks(
     client: Client, worker: FakeWorker
 ) -> None:

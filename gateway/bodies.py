@@ -1,0 +1,64 @@
+"""Reads the bodies of requests, which may be compressed, within limits of size and time."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from typing import TYPE_CHECKING, Final
+
+from starlette.requests import ClientDisconnect
+
+from turnkeep_client.blocks import printed
+
+from .turn import Fault, refused
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+#: A request's body must be there within this time.
+_BODY_S: Final = 60.0
+
+_CODINGS: Final = ("identity", "gzip", "x-gzip", "deflate")
+#: zlib finds out by itself whether a body has the header of gzip or of zlib.
+_ANY_HEADER: Final = zlib.MAX_WBITS | 32
+
+
+async def read(request: Request, most: int) -> bytes:
+    """Read a request's body, and decompress it: up to `most` bytes. Raises `Fault`."""
+    body = bytearray()
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding not in _CODINGS:
+        message = f"a body may have the content-encoding gzip or deflate, not {printed(coding)}"
+        raise Fault(415, message, code="unsupported_encoding")
+    if {"content-length", "transfer-encoding"} <= {*request.headers}:
+        raise refused("a body has a content-length or a transfer-encoding, not both")
+    too_large = Fault(413, f"the body is larger than {most} bytes", code="request_too_large")
+    if int(request.headers.get("content-length") or 0) > most:
+        raise too_large
+    try:
+        async with asyncio.timeout(_BODY_S):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > most:
+                    raise too_large
+    except TimeoutError:
+        raise Fault(408, f"the body did not arrive within {_BODY_S:.0f} s") from None
+    except ClientDisconnect:
+        raise Fault(400, "the client went away") from None
+    return bytes(body) if coding == "identity" else _inflated(bytes(body), most, too_large)
+
+
+def _inflated(body: bytes, most: int, too_large: Fault) -> bytes:
+    """Decompress a body, up to `most` bytes. Raises `Fault`."""
+    found, inflating = b"", zlib.decompressobj(_ANY_HEADER)
+    try:
+        while body:
+            found += inflating.decompress(body, most + 1 - len(found))
+            if len(found) > most:
+                raise too_large
+            if not inflating.eof:
+                raise refused("the compressed body is cut short")
+            body, inflating = inflating.unused_data, zlib.decompressobj(_ANY_HEADER)
+    except zlib.error as error:
+        raise refused(f"the body is not compressed as its content-encoding says: {error}") from None
+    return found

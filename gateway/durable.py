@@ -1,0 +1,139 @@
+"""An answer's events as a stream of the Durable Streams protocol, which is read only. HTTP, over `following`.
+
+The stream's messages are the events of `/v1/responses` as JSON; the offset is the next event's number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+from starlette.responses import Response
+
+from turnkeep_client.errors import TurnkeepError
+from turnkeep_client.messages import Chunk, Generated
+
+from .answers import Events
+from .dialect import EVENT_STREAM
+from .places import Marked, behind_number
+from .turn import fault_of, number_in, refused
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping
+
+    from starlette.types import Receive, Scope, Send
+
+    from .answering import Answering
+    from .lookups import Kept
+
+#: How long what there is of a running answer is collected.
+_COLLECT_S: Final = 0.1
+#: How long a poll waits for something new.
+_POLL_S: Final = 20.0
+#: What a page has to read of a read's headers.
+HEADERS: Final = ("stream-next-offset", "stream-up-to-date", "stream-cursor", "stream-closed")
+_END: Final = b"\n\n"
+_DATA: Final = b"\ndata: "
+
+
+class Reading(Response):
+    """One read of an answer's events: what there is, the next ones, or all as they come."""
+
+    def __init__(self, kept: Kept, query: Mapping[str, str]) -> None:
+        """`query` is that of the request. Raises `Fault`."""
+        super().__init__()
+        self._conversations, answer = kept
+        self._answer = answer
+        self._live = query.get("live", "")
+        self._num_known = 0 if query.get("offset") == "-1" else number_in(query, "offset") or 0
+        if self._live not in {"", "sse", "long-poll"}:
+            raise refused("live must be sse or long-poll", "live")
+        after = behind_number(self._num_known - 1) if self._num_known else None
+        self._events = Marked(Events(answer.turn, answer.id, answer.note.created), answer.id, after)
+        self._is_closed = False
+
+    async def __call__(self, _scope: Scope, _receive: Receive, send: Send) -> None:
+        """Send the events behind the offset."""
+        answering = self._conversations.follow(self._answer)
+        try:
+            if self._live == "sse":
+                await self._stream(answering, send)
+            else:
+                await self._page(answering, send)
+        finally:
+            self._conversations.abandon(answering)
+
+    async def _page(self, answering: Answering, send: Send) -> None:
+        found: list[bytes] = []
+        with contextlib.suppress(TimeoutError):
+            async for batch in self._batches(answering):
+                found += batch
+                if self._is_closed or (found and self._live):
+                    break
+        body = b"[%s]" % b",".join(found)
+        status = 200 if found or not self._live or self._is_closed else 204
+        headers = {"stream-next-offset": self._offset, "stream-up-to-date": "true", "stream-cursor": "0"}
+        headers |= {"stream-closed": "true"} if self._is_closed else {}
+        page = Response(b"" if status == 204 else body, status, headers, media_type="application/json")
+        page.headers["cache-control"] = "no-store"
+        await page({"type": "http"}, _nothing, send)
+
+    async def _stream(self, answering: Answering, send: Send) -> None:
+        kind = [(b"content-type", f"{EVENT_STREAM}; charset=utf-8".encode()), (b"cache-control", b"no-store")]
+        await send({"type": "http.response.start", "status": 200, "headers": kind})
+        async for batch in self._batches(answering):
+            control: dict[str, Any] = {"streamNextOffset": self._offset, "upToDate": True}
+            control |= {"streamClosed": True} if self._is_closed else {"streamCursor": "0"}
+            written = b"event: data\ndata: [%s]\n\n" % b",".join(batch) if batch else b""
+            written += b"event: control\ndata: %s\n\n" % msgspec.json.encode(control)
+            await send({"type": "http.response.body", "body": written, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _batches(self, answering: Answering) -> AsyncIterator[list[bytes]]:
+        """Yield events that the client does not have, until the answer's end.
+
+        Raises TimeoutError when a read without `live`, or a poll, has waited long enough.
+        """
+        written, clock = self._events.start(0), asyncio.get_running_loop().time
+        until_s = clock() + (_POLL_S if self._live else _COLLECT_S)
+        while not self._is_closed:
+            if written:
+                yield self._new(written)
+            written = b""
+            try:
+                async with asyncio.timeout_at(clock() + _POLL_S if self._live == "sse" else until_s):
+                    written = self._next(*await answering.events.get())
+            except TimeoutError:
+                if self._live != "sse":
+                    raise
+                yield []  # a sign of life
+            while not answering.events.empty():
+                written += self._next(*answering.events.get_nowait())
+        yield self._new(written)
+
+    def _next(self, index: int, event: Any) -> bytes:
+        match event:
+            case Chunk():
+                return self._events.chunk(index, event)
+            case Generated():
+                self._is_closed = True
+                return self._events.finish(index, event)
+            case TurnkeepError():
+                self._is_closed = True
+                return self._events.error(fault_of(event))
+        return b""
+
+    def _new(self, written: bytes) -> list[bytes]:
+        events = [one.partition(_DATA)[2] for one in written.split(_END)[:-1]]
+        self._num_known += len(events)
+        return events
+
+    @property
+    def _offset(self) -> str:
+        return f"{self._num_known:010}"
+
+
+async def _nothing() -> dict[str, Any]:
+    return {"type": "http.disconnect"}

@@ -1,0 +1,113 @@
+"""Follows and cancels answers that are in the log, whoever has asked for them.
+
+A request with an `Idempotency-Key` has a session of its own, whose name follows from the key: so the log
+alone says what has become of it, to any gateway and at any time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from turnkeep_client.chunks import Assembly
+from turnkeep_client.errors import InvalidMessageError, RequestFailedError
+from turnkeep_client.messages import Failed, Generated, Opened, decode_result
+from turnkeep_client.subjects import session_key
+
+from . import recorded
+from .index import PREFIX, RequestName, base_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from turnkeep_client.client import Client
+    from turnkeep_client.messages import Chunk
+
+    from .recorded import Recorded
+
+#: Failures that say that a session is not what a gateway holds of it.
+MISTAKEN: Final = {"position_conflict", "unknown_session", "history_diverged", "id_conflict"}
+#: Between two attempts to cancel an answer.
+FIRST_PAUSE_S: Final = 0.05
+LAST_PAUSE_S: Final = 5.0
+#: The failure of a request whose key another request has.
+KEY_REUSED: Final = "key_reused"
+
+
+class Standing(NamedTuple):
+    """What the log has of a key: the last attempt of its request, and where its session was forked."""
+
+    session: str
+    last: Recorded | None = None
+    opened: tuple[bytes, int] | None = None
+
+    @property
+    def num_failed(self) -> int:
+        """The number of attempts that failed so that the next one may not."""
+        name = RequestName.parse(self.last.request.id) if self.last else None
+        return name.nonce + 1 if name else 0
+
+    @property
+    def answer(self) -> Recorded | None:
+        """The attempt that has an answer, or will have one, or failed for good."""
+        failed = self.last.result if self.last else None
+        may_try = isinstance(failed, Failed) and (failed.retryable or failed.code in MISTAKEN)
+        return None if may_try else self.last
+
+
+def id_of(key: str) -> str:
+    """Return the id of the answer to the request that has a key."""
+    return blake2b(key.encode(), digest_size=24).hexdigest()
+
+
+async def standing(client: Client, answer_id: str, body: str) -> Standing:
+    """Read what has become of a key. Raises `RequestFailedError` if its request had another body."""
+    session = PREFIX + answer_id[:32]
+    last = (await recorded.find(client, {answer_id}, conversation=False)).get(answer_id)
+    if last is not None and last.note.body != body:
+        raise key_reused()
+    found, opened = Standing(session, last), None
+    if found.answer is None:
+        async for _, one in client.stored.every(session_key(client.tenant, session), "out"):
+            with contextlib.suppress(InvalidMessageError):
+                result = decode_result(one.body)
+                if isinstance(result, Opened):
+                    base = base_of(result.tags)
+                    opened = None if base is None else (base, result.position)
+    return found._replace(opened=opened)
+
+
+def key_reused() -> RequestFailedError:
+    """Return the failure of a request whose key another request has."""
+    why = "this Idempotency-Key was sent with another request: each request needs a key of its own"
+    return RequestFailedError(KEY_REUSED, why, retryable=False)
+
+
+async def follow(client: Client, found: Recorded, tell: Callable[[Chunk], None]) -> Generated:
+    """Tell the chunks of an answer from its first token on, and return its result. Raises `TurnkeepError`."""
+    match found.result:
+        case Failed() as failed:
+            raise RequestFailedError(failed.code, failed.message, retryable=failed.retryable)
+        case Generated() as result:
+            if (whole := Assembly().finish(result)) is not None:
+                tell(whole)
+            return result
+    generation = client.session(found.session).follow(found.request, found.seq)
+    async for chunk in generation:
+        tell(chunk)
+    return generation.result
+
+
+async def cancel(client: Client, answer_id: str) -> Recorded | None:
+    """Stop an answer if it runs, and return what the log has of it. Raises `TurnkeepError`."""
+    pause_s = FIRST_PAUSE_S
+    while True:
+        found = (await recorded.find(client, {answer_id})).get(answer_id)
+        if found is None or found.result is not None or pause_s > LAST_PAUSE_S:
+            return found
+        with contextlib.suppress(RequestFailedError):  # the worker has not read it yet, or has ended it
+            await client.session(found.session).cancel(found.request.id)
+        await asyncio.sleep(pause_s)
+        pause_s *= 2

@@ -1,0 +1,104 @@
+"""Finds answers that are in the log, among those of all models, for requests that name them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from . import answers, following, places, responses
+from .turn import Fault, fault_of, number_in, refused
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+    from .conversations import Conversations
+    from .places import Place
+    from .recorded import Recorded
+
+_MOST_KEY: Final = 255
+_LENGTH: Final = 48
+
+
+class Kept(NamedTuple):
+    """An answer that is in the log, and the conversations that it is one of."""
+
+    conversations: Conversations
+    answer: Recorded
+
+
+class Lookups:
+    """The answers of all models."""
+
+    def __init__(self, of: Callable[[str, str], Awaitable[Conversations]], names: Sequence[str]) -> None:
+        """`of` returns the conversations of a tenant with a model."""
+        self._of = of
+        self._names = names
+
+    async def find(self, tenant: str, answer_id: str, *, conversation: bool = True) -> Kept | None:
+        """Find an answer by its id. Raises `TurnkeepError`."""
+        wanted = own_id(answer_id)
+        for name in self._names:
+            conversations = await self._of(tenant, name)
+            if found := await conversations.recorded({wanted}, conversation=conversation):
+                return Kept(conversations, found[wanted])
+        return None
+
+    async def kept(self, tenant: str, answer_id: str, api: str) -> Kept:
+        """Find an answer of one API that any client may ask for. Raises `Fault`, `TurnkeepError`."""
+        found = await self.find(tenant, answer_id, conversation=api == responses.NAME)
+        if found is None or not found.answer.note.is_kept or found.answer.note.api != api:
+            raise Fault(404, f"Response with id '{answer_id}' not found.")
+        return found
+
+    async def cut(self, tenant: str, headers: Mapping[str, str], digest: str) -> tuple[Kept, Place] | None:
+        """Find the answer, and the place in it, from which on a client wants a stream that was cut.
+
+        None if it wants no such, or has nothing of it yet. Raises `Fault`, `TurnkeepError`.
+        """
+        if (read := places.read(headers.get("last-event-id", ""))) is None:
+            return None
+        found = await self.find(tenant, read[0], conversation=False)
+        if found is None:
+            if read[1].has_content:
+                raise Fault(404, f"the answer that the Last-Event-ID {read[0]} is of is not in the log")
+            return None
+        if found.answer.note.body != digest:
+            raise Fault(422, "the Last-Event-ID is of another request", code="last_event_id_mismatch")
+        return found, read[1]
+
+    async def key_id(self, tenant: str, headers: Mapping[str, str], model: str) -> str:
+        """Return the id of the answer to a request with an `Idempotency-Key`; empty without one.
+
+        Raises `Fault` if a request for another model had this key.
+        """
+        if (key := headers.get("idempotency-key")) is None:
+            return ""
+        if not 0 < len(key) <= _MOST_KEY:
+            raise refused(f"an Idempotency-Key has 1 to {_MOST_KEY} characters", "Idempotency-Key")
+        wanted = following.id_of(key)
+        for name in self._names:
+            if name != model and await (await self._of(tenant, name)).recorded({wanted}, conversation=False):
+                raise fault_of(following.key_reused())
+        return wanted
+
+    async def items(self, tenant: str, body: bytes) -> dict[str, dict[str, Any]]:
+        """Return the items of earlier answers that a request refers to. Raises `TurnkeepError`."""
+        if not (wanted := responses.referred(body)):
+            return {}
+        found: dict[str, Recorded] = {}
+        for name in self._names:
+            found |= await (await self._of(tenant, name)).recorded(wanted)
+        bodies = (answers.recorded(one, answer_id) for answer_id, one in found.items() if one.note.is_kept)
+        return {item["id"]: item for answer in bodies for item in answer["output"]}
+
+
+def own_id(answer_id: str) -> str:
+    """Return the id of an answer without what its API puts before it."""
+    return answer_id[-_LENGTH:]
+
+
+def after(answer: Recorded, headers: Mapping[str, str], query: Mapping[str, str]) -> Place | None:
+    """Return the place behind which a client wants an answer's stream. Raises `Fault`."""
+    if (number := number_in(query, "starting_after")) is not None:
+        return places.behind_number(number)
+    read = places.read(headers.get("last-event-id", ""))
+    return read[1] if read and read[0] == answer.id else None

@@ -1,0 +1,1 @@
+"""Ollama's API: a dialect over the same form as the others."""

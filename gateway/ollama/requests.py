@@ -1,0 +1,213 @@
+"""Reads Ollama's requests: `/api/chat` and `/api/generate` into a turn. Pure."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+from msgspec import Struct
+
+from gateway import openai
+from gateway.turn import Fault, Turn, as_whole, check, decoded, prefilled, refused
+from turnkeep_client.blocks import Warned, other_text
+from turnkeep_client.messages import Function, Message, ToolCall, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+_SAME: Final = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "seed",
+    "stop",
+    "presence_penalty",
+    "frequency_penalty",
+)
+#: Of the options, those that have an effect, with their names here.
+_OPTIONS: Final = dict(zip(_SAME, _SAME, strict=True)) | {
+    "num_predict": "max_tokens",
+    "repeat_penalty": "repetition_penalty",
+}
+#: Fields that the protocol calls otherwise.
+NAMES: Final = {name: f"options.{theirs}" for theirs, name in _OPTIONS.items()} | {
+    "response_format": "format"
+}
+#: What has no effect on any answer: how long a model stays loaded is the worker's setting.
+_HARMLESS: Final = {"keep_alive"}
+_ROLES: Final = ("system", "user", "assistant", "tool")
+
+
+class _Function(Struct, frozen=True):
+    name: str
+    arguments: dict[str, Any] | str = {}
+
+
+class _Call(Struct, frozen=True):
+    function: _Function
+
+
+class _Said(Struct, frozen=True):
+    role: str
+    content: str | None = ""
+    images: list[Any] | None = None
+    tool_calls: list[_Call] | None = None
+    tool_name: str | None = None
+    thinking: str | None = None
+
+
+class _Request(Struct, frozen=True, kw_only=True):
+    model: str = ""
+    stream: bool | None = True
+    think: bool | str | None = None
+    format: Any = None
+    options: dict[str, Any] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class Chat(_Request, frozen=True, kw_only=True):
+    """A request to `/api/chat`."""
+
+    messages: list[_Said] = []
+    tools: list[dict[str, Any]] | None = None
+
+
+class Generate(_Request, frozen=True, kw_only=True):
+    """A request to `/api/generate`."""
+
+    prompt: str = ""
+    system: str | None = None
+    raw: bool | None = None
+    suffix: str | None = None
+    images: list[Any] | None = None
+
+
+class _Empty(Struct, frozen=True):
+    """What a request has that only loads a model, or unloads it."""
+
+    model: str = ""
+    prompt: str | None = None
+    messages: list[Any] | None = None
+    keep_alive: float | str | None = None
+
+
+_EMPTY: Final = msgspec.json.Decoder(_Empty)
+_CHAT: Final = msgspec.json.Decoder(Chat)
+_GENERATE: Final = msgspec.json.Decoder(Generate)
+
+
+def chat(body: bytes) -> Turn:
+    """Read a request to `/api/chat`. Raises `Fault`."""
+    asked, warnings = openai.request(_CHAT, body)
+    warnings = [one for one in warnings if one.where not in _HARMLESS]
+    if not asked.messages:
+        raise refused("messages is empty", "messages")
+    options = _options(asked, warnings)
+    if asked.tools:
+        options["tools"] = asked.tools
+    messages, options = prefilled(_messages(asked.messages, warnings), options)
+    return _turn(asked, options, warnings, messages=messages)
+
+
+def generate(body: bytes) -> Turn:
+    """Read a request to `/api/generate`: one message, or with `raw` a rendered prompt. Raises `Fault`."""
+    asked, warnings = openai.request(_GENERATE, body)
+    warnings = [one for one in warnings if one.where not in _HARMLESS]
+    openai.refuse(asked, ("suffix",))
+    if not asked.prompt:
+        raise refused("prompt is empty", "prompt")
+    options = _options(asked, warnings)
+    if asked.raw:
+        return _turn(asked, options, warnings, text=asked.prompt)
+    first = [_Said("system", asked.system)] if asked.system else []
+    said = [*first, _Said("user", asked.prompt, asked.images)]
+    return _turn(asked, options, warnings, messages=tuple(_messages(said, warnings)))
+
+
+def _turn(asked: _Request, options: Mapping[str, Any], warnings: Sequence[Warned], **prompt: Any) -> Turn:
+    is_stream = asked.stream is not False
+    turn = Turn(options=options, model=asked.model, stream=is_stream, warnings=tuple(warnings), **prompt)
+    return check(turn, NAMES)
+
+
+def _options(asked: _Request, warnings: list[Warned]) -> dict[str, Any]:
+    given = {name: value for name, value in (asked.options or {}).items() if value is not None}
+    known = {_OPTIONS[name]: value for name, value in given.items() if name in _OPTIONS}
+    warnings += [Warned(f"options.{name}", "has no effect") for name in given if name not in _OPTIONS]
+    most = known.pop("max_tokens", None)
+    if isinstance(most, int) and most < 0:  # without a limit, or what fits
+        most = None
+    if asked.format:
+        known["response_format"] = (
+            {"type": "json_object"}
+            if asked.format == "json"
+            else {"type": "json_schema", "json_schema": {"schema": asked.format}}
+        )
+    try:
+        sampled = msgspec.convert(known, openai.Sampled, dec_hook=as_whole)
+        most = None if most is None else msgspec.convert(most, int)
+    except msgspec.ValidationError as error:
+        raise refused(str(error), "options") from None
+    options = openai.sampling(sampled, most)
+    if asked.chat_template_kwargs:
+        options["chat_template_kwargs"] = asked.chat_template_kwargs
+    if asked.logprobs:
+        options |= {"logprobs": True, "top_logprobs": asked.top_logprobs or 0}
+    if asked.think is False:
+        options["reasoning"] = {"budget": 0}
+    elif isinstance(asked.think, str):
+        options |= openai.reasoning(asked.think)
+    return options
+
+
+def _messages(given: Sequence[_Said], warnings: list[Warned]) -> list[Message]:
+    """Return the messages of a conversation. Results have no ids here: they are those of the calls before."""
+    found: list[Message] = []
+    waiting: list[ToolCall] = []
+    for number, one in enumerate(given):
+        where = f"messages[{number}]"
+        if one.role not in _ROLES:
+            raise refused(f"the role {one.role!r} is not one of {', '.join(_ROLES)}", f"{where}.role")
+        text = one.content or ""
+        for at, _ in enumerate(one.images or ()):
+            text += other_text({}, "image", f"{where}.images[{at}]", warnings)
+        call_id = None
+        if one.role == "tool" and waiting:
+            named = (at for at, call in enumerate(waiting) if call.function.name == one.tool_name)
+            call_id = waiting.pop(next(named, 0)).id
+        calls = tuple(_call(call, f"call_{number}_{at}") for at, call in enumerate(one.tool_calls or ()))
+        waiting = [*calls] if calls else waiting
+        try:
+            found.append(Message(one.role, text, None, calls, call_id))  # type: ignore[arg-type]
+        except ValueError as error:
+            raise refused(str(error), where) from None
+    return found
+
+
+def _call(given: _Call, call_id: str) -> ToolCall:
+    arguments = given.function.arguments
+    written = arguments if isinstance(arguments, str) else encode(arguments).decode()
+    return ToolCall(id=call_id, function=Function(given.function.name, written))
+
+
+def at_once(body: bytes) -> dict[str, Any] | None:
+    """Answer a request without a prompt. Elsewhere it loads or unloads a model; here the worker does."""
+    asked = decoded(_EMPTY, body)
+    if asked.prompt or asked.messages:
+        return None
+    said = {"response": ""} if asked.messages is None else {"message": {"role": "assistant", "content": ""}}
+    reason = "unload" if asked.keep_alive in (0, "0", "0s") else "load"
+    at = datetime.now(UTC).isoformat()
+    return {"model": asked.model, "created_at": at, **said, "done": True, "done_reason": reason}
+
+
+def no_such(path: str) -> Fault:
+    """Return the fault of a request for something that is not here."""
+    why = f"/api/{path} is not served here: `turnkeep model` pulls, shows and removes models"
+    if path.startswith("embed"):
+        why = "the worker's model makes no embeddings: ask a server of an embedding model"
+    return Fault(501, why)

@@ -1,0 +1,74 @@
+"""What a worker says of itself, asked for at most once a second."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+from turnkeep_client.errors import NoServerError, NoWorkerError
+from turnkeep_client.messages import UNLOADED
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+    from turnkeep_client.client import Client
+    from turnkeep_client.messages import Metrics
+
+#: How long an answer of the worker to `metrics` holds.
+_SEEN_S: Final = 1.0
+#: Between two looks for a worker.
+_BETWEEN_S: Final = 0.1
+
+
+class Presence:
+    """The worker behind one client. Event loop only."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._metrics: Metrics | None = None
+        self._seen_s = float("-inf")
+
+    async def worker(self, *, patience_s: float = 0.0, now: bool = False) -> Metrics:
+        """Return what a worker said of itself within the last second, or says `now`.
+
+        Waits up to `patience_s` for one that was there before. Raises `NoWorkerError`.
+        """
+        if now:
+            self._seen_s = float("-inf")
+            return await self._while_connected(self.worker())
+        until_s = time.monotonic() + (0.0 if self._metrics is None else patience_s)
+        while self._metrics is None or time.monotonic() - self._seen_s > _SEEN_S:
+            try:
+                self._metrics = await self._client.worker_metrics()
+            except NoWorkerError:
+                if time.monotonic() >= until_s:
+                    raise
+                await asyncio.sleep(_BETWEEN_S)
+            else:
+                self._seen_s = time.monotonic()
+        return self._metrics
+
+    async def _while_connected(self, asking: Coroutine[Any, Any, Metrics]) -> Metrics:
+        """Wait for an answer while it can come. Raises `NoWorkerError`."""
+        task = asyncio.create_task(asking)
+        try:
+            while self._client.connected and not task.done():
+                await asyncio.wait([task], timeout=_BETWEEN_S)
+            if task.done():
+                return task.result()
+            raise NoServerError("the connection to the NATS server is lost")
+        finally:
+            task.cancel()
+
+    @property
+    def max_message_bytes(self) -> int:
+        """The size of the largest message, as the worker said it last; 0 if it did not."""
+        return self._metrics.max_message_bytes if self._metrics else 0
+
+    async def is_loaded(self) -> bool:
+        """Whether a request would not have the model loaded first."""
+        try:
+            return (await self.worker()).device != UNLOADED
+        except NoWorkerError:
+            return True

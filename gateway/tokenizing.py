@@ -1,0 +1,80 @@
+"""Tokens of a text, and the text of tokens, in the words of llama.cpp and of vLLM.
+
+The gateway has no tokenizer: the worker says how it would prefill a prompt, and prefills it for that.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+from msgspec import Struct
+
+from . import chat
+from .planning import new_name
+from .turn import decoded, refused
+
+if TYPE_CHECKING:
+    from turnkeep_client.messages import PromptToken
+
+    from .conversations import Conversations
+
+
+class Tokenize(Struct, frozen=True):
+    """A request to `/tokenize`: a text under either name, or messages."""
+
+    model: str | None = None
+    content: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    with_pieces: bool = False
+    return_token_strs: bool = False
+
+
+class Detokenize(Struct, frozen=True):
+    """A request to `/detokenize`."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+_TOKENIZE: Final = msgspec.json.Decoder(Tokenize)
+_DETOKENIZE: Final = msgspec.json.Decoder(Detokenize)
+
+
+async def tokenize(conversations: Conversations, body: bytes, context: int) -> dict[str, Any]:
+    """Return the tokens of a request's text or messages. Raises `Fault`, `TurnkeepError`."""
+    asked = decoded(_TOKENIZE, body)
+    text = asked.prompt if asked.content is None else asked.content
+    if (text is None) == (asked.messages is None):
+        raise refused("content, prompt or messages must be there", "content")
+    given: dict[str, Any] = {"text": text}
+    if text is None:
+        given = {"messages": chat.read(body).messages}
+    found = await _prefilled(conversations, **given) if text != "" else ()
+    ids = [one.id for one in found]
+    told: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": context}
+    if asked.with_pieces:
+        told["tokens"] = [{"id": one.id, "piece": one.token} for one in found]
+    if asked.return_token_strs:
+        told["token_strs"] = [one.token for one in found]
+    return told
+
+
+async def detokenize(conversations: Conversations, body: bytes) -> dict[str, Any]:
+    """Return the text of a request's tokens. Raises `Fault`, `TurnkeepError`."""
+    tokens = decoded(_DETOKENIZE, body).tokens
+    found = await _prefilled(conversations, tokens=tokens) if tokens else ()
+    parts = (one.token.encode() if one.bytes is None else bytes(one.bytes) for one in found)
+    text = b"".join(parts).decode(errors="replace")
+    return {"content": text, "prompt": text}
+
+
+async def _prefilled(conversations: Conversations, **prompt: Any) -> tuple[PromptToken, ...]:
+    """Have a prompt prefilled in a session of its own, without an answer."""
+    name = new_name()
+    try:
+        result = await conversations.client.session(name).generate(**prompt, max_tokens=0, echo=True)
+    finally:
+        conversations.beside(conversations.forget(name))
+    return result.prompt_logprobs

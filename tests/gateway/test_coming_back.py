@@ -1,0 +1,443 @@
+"""Answers that their clients leave and come back to: in the background, by ids of events, and by keys."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from typing import TYPE_CHECKING, Any
+
+import httpx2
+import openai
+import pytest
+
+from gateway.keys import Keys
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+Start = Any
+CHAT = "/v1/chat/completions"
+PATHS = [CHAT, "/v1/completions", "/v1/messages", "/v1/responses"]
+LETTERS = {str(token): 100 for token in range(68, 90)}
+
+
+def asked(path: str, max_tokens: int = 40, **more: Any) -> dict[str, Any]:
+    """Return a request of one of the four APIs."""
+    said = [{"role": "user", "content": "Begin."}]
+    length = "max_output_tokens" if path.endswith("responses") else "max_tokens"
+    given = {"/v1/completions": {"prompt": "Begin."}, "/v1/responses": {"input": "Begin."}}
+    fields = given.get(path, {"messages": said})
+    return {"model": "m", length: max_tokens, "temperature": 0.9, "logit_bias": LETTERS, **fields, **more}
+
+
+@pytest.fixture
+async def worker(local_worker: Start, endless_model: Any) -> Any:
+    return await local_worker(model=str(endless_model))
+
+
+@pytest.fixture
+async def served(worker: Any, door: Start) -> Any:
+    return await door(worker.settings.nats, worker.settings.prefix)
+
+
+class Event(dict[str, Any]):
+    """An event of a stream: its id, and what it says."""
+
+    def __init__(self, written: str) -> None:
+        lines = dict(line.split(": ", 1) for line in written.split("\n"))
+        super().__init__(data=lines["data"])
+        self.id = lines.get("id", "")
+
+    @property
+    def text(self) -> str:
+        if not self["data"].startswith("{"):
+            return ""
+        body = json.loads(self["data"])
+        if "choices" in body:
+            return "".join(
+                one.get("text", one.get("delta", {}).get("content")) or "" for one in body["choices"]
+            )
+        delta = body.get("delta", "")
+        return delta if isinstance(delta, str) else delta.get("text", "")
+
+
+def events(written: str) -> list[Event]:
+    return [Event(one) for one in written.split("\n\n") if one and not one.startswith(":")]
+
+
+def text_of(found: list[Event]) -> str:
+    return "".join(one.text for one in found)
+
+
+async def read(answer: httpx2.Response, num: int = 100_000) -> list[Event]:
+    """Read a stream, or its first events."""
+    assert answer.status_code == 200, await answer.aread()
+    found: list[Event] = []
+    written = ""
+    async for part in answer.aiter_text():
+        written += part
+        *whole, written = written.split("\n\n")
+        found += [Event(one) for one in whole if not one.startswith(":")]
+        if len(found) >= num:
+            break
+    return found[:num]
+
+
+async def post(
+    http: httpx2.AsyncClient, path: str, headers: Mapping[str, str], **more: Any
+) -> httpx2.Response:
+    return await http.post(path, json=asked(path, **more), headers=dict(headers))
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_stream_goes_on_behind_any_of_its_events(http: httpx2.AsyncClient, path: str) -> None:
+    """By the same request again, and by the answer's address."""
+    body = asked(path, stream=True, stream_options={"include_usage": True})
+    whole = events((await http.post(path, json=body)).text)
+    assert len(text_of(whole)) == 40
+    assert len({one.id for one in whole}) == len(whole), "each event has an id of its own"
+    answer_id = whole[0].id.partition(".")[0]
+    replayed = events((await http.get(f"{path}/{answer_id}?stream=true")).text)
+    assert text_of(replayed) == text_of(whole)
+    assert [one.id for one in replayed][-2:] == [one.id for one in whole][-2:]
+    assert replayed[-1] == whole[-1]
+    for number in range(len(whole)):
+        after = {"last-event-id": whole[number].id}
+        rest = await http.post(path, json=body, headers=after)
+        assert rest.headers["x-turnkeep-session"].endswith(" repeated")
+        divided = events(rest.text)
+        if path.endswith("responses"):
+            assert divided == whole[number + 1 :]
+        # Elsewhere the text that is left may come in one event.
+        assert text_of(whole[: number + 1]) + text_of(divided) == text_of(whole)
+        assert divided[-1:] == whole[number + 1 :][-1:]
+        assert not {one.id for one in divided} & {one.id for one in whole[: number + 1]}
+        if number % 10 == 0:
+            assert events((await http.get(f"{path}/{answer_id}", headers=after)).text) == divided
+    other = await http.post(path, json={**body, "temperature": 0.5}, headers={"last-event-id": whole[3].id})
+    assert other.status_code == 422
+    gone = whole[9].id.replace(answer_id, "0" * 48)
+    assert (await http.post(path, json=body, headers={"last-event-id": gone})).status_code == 404
+    assert (await http.delete(f"{path}/{answer_id}")).json()["deleted"]
+    assert (await http.get(f"{path}/{answer_id}")).status_code == 404
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_an_answer_is_found_by_its_id_in_its_own_api_only(http: httpx2.AsyncClient, path: str) -> None:
+    answer = (await post(http, path, {})).json()
+    assert (await http.get(f"{path}/{answer['id']}")).json() == answer
+    for other in PATHS:
+        found = await http.get(f"{other}/{answer['id']}")
+        assert found.status_code == (200 if other == path else 404)
+    assert not (await http.post(f"{path}/{answer['id']}/cancel")).json().get("is_running")
+
+
+async def test_an_answer_that_runs_is_waited_for_at_its_address(
+    http: httpx2.AsyncClient, served: Any
+) -> None:
+    """Several may watch it; whoever leaves does not end it."""
+    body = asked(CHAT, 3000, stream=True)
+    key = {"idempotency-key": "watched"}
+    async with http.stream("POST", CHAT, json=body, headers=key) as answer:
+        begun = await read(answer, 5)
+    answer_id = begun[0].id.partition(".")[0]
+    async with http.stream("GET", f"{CHAT}/{answer_id}?stream=true") as watching:
+        assert text_of(await read(watching, 5)).startswith(text_of(begun)[:3])
+    waiting = asyncio.create_task(http.get(f"{CHAT}/{answer_id}"))
+    async with http.stream("GET", f"{CHAT}/{answer_id}", headers={"last-event-id": begun[-1].id}) as more:
+        rest = await read(more)
+    assert (await waiting).status_code == 200, (await waiting).text
+    text = (await waiting).json()["choices"][0]["message"]["content"]
+    assert len(text) == 3000
+    assert text_of(begun) + text_of(rest) == text
+
+
+async def test_what_a_client_has_cancelled_is_not_taken_for_a_whole_answer(http: httpx2.AsyncClient) -> None:
+    body = asked(CHAT, 30_000, stream=True)
+    async with http.stream("POST", CHAT, json=body) as answer:
+        begun = await read(answer, 5)
+    again = await http.post(CHAT, json=body, headers={"last-event-id": begun[-1].id})
+    assert "error" in json.loads(events(again.text)[-1]["data"])
+    found = await http.get(f"{CHAT}/{begun[0].id.partition('.')[0]}")
+    assert (found.status_code, found.json()["error"]["code"]) == (409, "cancelled")
+
+
+async def test_an_answer_that_is_not_stored_is_found_by_its_own_client_only(http: httpx2.AsyncClient) -> None:
+    """That has the ids of its events, and sends the same request again."""
+    path = "/v1/responses"
+    body = asked(path, stream=True, store=False)
+    whole = events((await http.post(path, json=body)).text)
+    rest = await http.post(path, json=body, headers={"last-event-id": whole[9].id})
+    assert events(rest.text) == whole[10:]
+    answer_id = whole[0].id.partition(".")[0]
+    for more in ("", "?stream=true", "/stream", "/input_items"):
+        assert (await http.get(f"{path}/resp_{answer_id}{more}")).status_code == 404
+    previous = asked(path, previous_response_id=f"resp_{answer_id}")
+    assert (await http.post(path, json=previous)).status_code == 400
+
+
+async def test_a_stream_of_several_answers_has_no_ids(http: httpx2.AsyncClient) -> None:
+    several = events((await post(http, CHAT, {}, stream=True, n=2)).text)
+    assert {one.id for one in several} == {""}
+    answer_id = json.loads(several[0]["data"])["id"]
+    assert (await http.get(f"{CHAT}/{answer_id}")).status_code == 404
+
+
+async def ended(served: Any, answer_id: str, status: str = "incomplete") -> Any:
+    async with asyncio.timeout(30):
+        while (found := await served.openai.responses.retrieve(answer_id)).status == "in_progress":  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    assert found.status == status
+    return found
+
+
+def options(max_tokens: int, **more: Any) -> dict[str, Any]:
+    extra = {"logit_bias": LETTERS}
+    return {"model": "m", "max_output_tokens": max_tokens, "temperature": 0.9, "extra_body": extra, **more}
+
+
+async def test_an_answer_in_the_background_needs_no_connection(worker: Any, served: Any, door: Start) -> None:
+    create = served.openai.responses.create
+    begun = await create(input="Begin.", background=True, instructions="Hm.", **options(1500))
+    assert (begun.status, begun.background, begun.output) == ("in_progress", True, [])
+    running = await served.openai.responses.retrieve(begun.id)
+    assert running == begun
+    replay = await served.openai.responses.retrieve(begun.id, stream=True)
+    seen = [event async for event in replay]
+    assert [event.sequence_number for event in seen] == list(range(len(seen)))
+    whole = await ended(served, begun.id)
+    assert seen[-1].response == whole
+    assert len(whole.output_text) == 1500
+    assert "".join(event.delta for event in seen if event.type.endswith("delta")) == whole.output_text
+    other = await door(worker.settings.nats, worker.settings.prefix)
+    for gateway in (served, other):
+        for number in (-1, 0, 1, 2, 3, 77, len(seen) - 2, len(seen) - 1):
+            more = {} if number < 0 else {"starting_after": number}
+            rest = await gateway.openai.responses.retrieve(begun.id, stream=True, **more)
+            assert [event async for event in rest] == seen[number + 1 :]
+    items = await served.openai.responses.input_items.list(begun.id)
+    assert [(one.role, one.content[0].text) for one in items.data] == [("user", "Begin.")]
+
+
+async def test_a_stream_in_the_background_goes_on_without_its_client(served: Any) -> None:
+    create = served.openai.responses.create
+    stream = await create(input="Begin.", background=True, stream=True, **options(1500))
+    begun = []
+    async for event in stream:
+        begun.append(event)
+        if len(begun) == 20:
+            break
+    await stream.close()
+    answer_id, last = begun[0].response.id, begun[-1].sequence_number
+    rest = await served.openai.responses.retrieve(answer_id, stream=True, starting_after=last)
+    both = begun + [event async for event in rest]
+    assert [event.sequence_number for event in both] == list(range(len(both)))
+    whole = await ended(served, answer_id)
+    assert "".join(event.delta for event in both if event.type.endswith("delta")) == whole.output_text
+    assert both[-1].response == whole
+    assert len(whole.output_text) == 1500
+    endless = await create(input="Begin.", background=True, **options(30_000))
+    cancelled = await served.openai.responses.cancel(endless.id)
+    assert (await ended(served, endless.id, "cancelled")) == cancelled
+    for wrong in ("starting_after=x", f"starting_after={'9' * 5000}"):
+        with pytest.raises(openai.BadRequestError, match="whole number"):
+            await served.openai.get(f"/responses/{endless.id}?stream=true&{wrong}", cast_to=object)
+
+
+async def test_a_failure_in_the_background_is_told_to_who_asks(served: Any) -> None:
+    failed = await served.openai.responses.create(input="word " * 30_000, background=True, **options(8))
+    found = await ended(served, failed.id, "failed")
+    assert "maximum context length" in found.error.message
+    for more in ({}, {"starting_after": 1}, {"starting_after": 40}):
+        stream = await served.openai.get(
+            f"/responses/{failed.id}", options={"params": {"stream": "true", **more}}, cast_to=httpx2.Response
+        )
+        told = [json.loads(one["data"]) for one in events(stream.text)]
+        first = more.get("starting_after", -1) + 1
+        kinds = [one["type"] for one in told]
+        assert kinds == [*["response.created", "response.in_progress"][first:], "response.failed", "error"]
+        assert [one["sequence_number"] for one in told] == [*range(first, first + len(told))]
+
+
+async def test_an_input_is_counted(served: Any) -> None:
+    first = await served.openai.responses.create(input="Begin.", **options(8))
+    counted = await served.openai.responses.input_tokens.count(model="m", input="Begin.")
+    assert counted.input_tokens == first.usage.input_tokens
+    second = await served.openai.responses.create(input="Go on.", previous_response_id=first.id, **options(8))
+    counted = await served.openai.responses.input_tokens.count(
+        model="m", input="Go on.", previous_response_id=first.id
+    )
+    assert counted.input_tokens == second.usage.input_tokens
+    page = await served.openai.responses.input_items.list(second.id, order="asc", limit=2)
+    assert [one.content[0].text for one in page.data] == ["Begin.", first.output_text]
+    assert page.has_more
+    page = await served.openai.responses.input_items.list(second.id, order="asc", after=page.data[-1].id)
+    assert [one.content[0].text for one in page.data] == ["Go on."]
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_key_gives_one_answer(worker: Any, door: Start, http: httpx2.AsyncClient, path: str) -> None:
+    """Also at another gateway, at the same moment and later; another request must not have it."""
+    other = await door(worker.settings.nats, worker.settings.prefix)
+    async with httpx2.AsyncClient(base_url=other.url, timeout=60) as there:
+        key = {"idempotency-key": f"turn 1 {path}"}
+        asking = [post(one, path, key) for one in (http, there, http, there)]
+        bodies = [(await one).json() for one in asyncio.as_completed(asking)]
+        bodies.append((await post(http, path, key)).json())
+        for one in bodies:
+            one.pop("created", None), one.pop("created_at", None)
+        assert all(one == bodies[0] for one in bodies)
+        await asyncio.sleep(1.1)
+        later = (await post(http, path, key)).json()
+        assert later == (await there.get(f"{path}/{later['id']}")).json(), "all of it is recorded"
+        assert (await post(http, path, key, max_tokens=39)).status_code == 422
+        refused = await post(there, path, key, max_tokens=39)
+        assert refused.status_code == 422
+        assert "Idempotency-Key" in refused.json()["error"]["message"]
+        assert (await post(http, path, {"idempotency-key": "turn 2"})).json()["id"] != bodies[0]["id"]
+        assert (await post(http, path, {"idempotency-key": ""})).status_code == 400
+    assert (await post(http, CHAT, {"idempotency-key": "n"}, n=2)).status_code == 400
+
+
+@pytest.mark.parametrize("knows", [False, True])
+async def test_a_key_gives_one_answer_though_gateways_know_different_conversations(
+    worker: Any, door: Start, served: Any, http: httpx2.AsyncClient, *, knows: bool
+) -> None:
+    """One begins a session for it, the other forks one: whoever comes first, there is one answer."""
+    other = await door(worker.settings.nats, worker.settings.prefix)
+    async with httpx2.AsyncClient(base_url=other.url, timeout=60) as there:
+        await post(there, CHAT, {}, max_tokens=2)  # it has read the log
+        for number in range(6):
+            said = [{"role": "user", "content": f"Begin {number}."}]
+            first = (await http.post(CHAT, json=asked(CHAT, 8, messages=said))).json()["choices"][0][
+                "message"
+            ]
+            said += [first, {"role": "user", "content": "Go on."}]
+            if knows:  # by a turn of its own, from another place
+                await there.post(CHAT, json=asked(CHAT, 8, messages=[*said[:1], first, said[0]]))
+            body, key = asked(CHAT, 8, messages=said), {"idempotency-key": f"turn {number}"}
+            asking = [one.post(CHAT, json=body, headers=key) for one in (there, http, there, http)]
+            answers = [(await one).json() for one in asyncio.as_completed(asking)]
+            assert len({one["id"] for one in answers}) == 1
+            assert len({one["choices"][0]["message"]["content"] for one in answers}) == 1, answers
+            said += [answers[0]["choices"][0]["message"], {"role": "user", "content": "More."}]
+            more = await http.post(CHAT, json=asked(CHAT, 2, messages=said))
+            assert not more.headers["x-turnkeep-session"].endswith("begun"), "its session is still known"
+
+
+async def test_a_conversation_goes_on_with_a_key_for_each_turn(http: httpx2.AsyncClient) -> None:
+    said = [{"role": "user", "content": "Begin."}]
+    for number in range(4):
+        body = asked(CHAT, 8, messages=said)
+        for how in (("forked" if number else "begun"), "repeated"):
+            answer = await http.post(CHAT, json=body, headers={"idempotency-key": f"turn {number}"})
+            assert answer.headers["x-turnkeep-session"].split()[1] == how
+        usage = answer.json()["usage"]
+        if number:
+            assert usage["prompt_tokens_details"]["cached_tokens"] >= before["total_tokens"] - 1  # noqa: F821
+        before = usage  # noqa: F841
+        said += [answer.json()["choices"][0]["message"], {"role": "user", "content": "Go on."}]
+    without = await http.post(CHAT, json=asked(CHAT, 8, messages=said))
+    assert without.headers["x-turnkeep-session"].split()[1] == "continued"
+
+
+async def test_a_key_that_failed_may_be_tried_again(http: httpx2.AsyncClient, served: Any) -> None:
+    """Not if it would fail each time."""
+    key = {"idempotency-key": "long"}
+    body = asked(CHAT, messages=[{"role": "user", "content": "word " * 30_000}])
+    first, second = [await http.post(CHAT, json=body, headers=key) for _ in range(2)]
+    assert (first.status_code, first.json()) == (400, second.json())
+
+
+async def test_an_answer_counts_while_it_runs_whoever_listens(served: Any, tmp_path: Path) -> None:
+    """Towards what may be asked at once with an API key; a failure does not."""
+    (tmp_path / "keys").write_text("none default at_once=1\n")
+    served.gateway._keys = Keys.read(tmp_path / "keys")
+    create = served.openai.responses.create
+    more = options(8, extra_headers={"Idempotency-Key": "long"})
+    for _ in range(2):
+        with pytest.raises(openai.BadRequestError, match="maximum context length"):
+            await create(input="word " * 30_000, **more)
+    running = await create(input="Begin.", background=True, **options(30_000))
+    with pytest.raises(openai.RateLimitError, match="1 requests at once"):
+        await create(input="Hello.", **options(8))
+    await served.openai.responses.cancel(running.id)
+    async with asyncio.timeout(20):
+        while True:
+            with contextlib.suppress(openai.RateLimitError):
+                await create(input="Hello.", **options(8))
+                break
+            await asyncio.sleep(0.1)
+
+
+async def test_an_answer_with_a_key_goes_on_without_its_client(http: httpx2.AsyncClient, served: Any) -> None:
+    key = {"idempotency-key": "left"}
+    body = asked(CHAT, 1500, stream=True)
+    async with http.stream("POST", CHAT, json=body, headers=key) as answer:
+        begun = await read(answer, 5)
+    again = events((await http.post(CHAT, json=body, headers=key)).text)
+    assert text_of(again).startswith(text_of(begun))
+    assert len(text_of(again)) == 1500
+    rest = await http.post(CHAT, json=body, headers={**key, "last-event-id": begun[-1].id})
+    assert text_of(begun) + text_of(events(rest.text)) == text_of(again)
+    body["max_tokens"] = 30_000
+    key = {"idempotency-key": "stopped"}
+    async with http.stream("POST", CHAT, json=body, headers=key) as answer:
+        begun = await read(answer, 5)
+    stopped = await http.post(f"{CHAT}/{begun[0].id.partition('.')[0]}/cancel")
+    assert stopped.json()["is_running"] is False
+
+
+async def test_an_answer_is_a_durable_stream(served: Any, http: httpx2.AsyncClient) -> None:
+    """Read page by page, by polls, and as server-sent events; from any offset."""
+    begun = await served.openai.responses.create(input="Begin.", background=True, **options(1500))
+    path = f"/v1/responses/{begun.id}/stream"
+    found, offset, closed = [], "-1", None
+    while closed is None:
+        page = await http.get(path, params={"offset": offset, "live": "long-poll"})
+        assert page.status_code == 200
+        found += page.json()
+        offset, closed = page.headers["stream-next-offset"], page.headers.get("stream-closed")
+    events_of = await served.openai.responses.retrieve(begun.id, stream=True)
+    numbers = [event.sequence_number async for event in events_of]
+    assert [one["sequence_number"] for one in found] == numbers
+    assert (await http.get(path)).json() == found
+    rest = await http.get(path, params={"offset": "0000000040"})
+    assert (rest.json(), rest.headers["stream-closed"]) == (found[40:], "true")
+    page = await http.get(path, headers={"origin": "http://localhost:3000"})
+    assert "stream-next-offset" in page.headers["access-control-expose-headers"]
+    end = await http.get(path, params={"offset": offset})
+    assert (end.json(), end.headers["stream-next-offset"]) == ([], offset)
+    written = (await http.get(path, params={"offset": "0000000003", "live": "sse"})).text
+    parts = [one.partition("\ndata: ") for one in written.strip().split("\n\n")]
+    data = [json.loads(body) for name, _, body in parts if name == "event: data"]
+    assert [event for batch in data for event in batch] == found[3:]
+    assert json.loads(parts[-1][2]) == {"streamNextOffset": offset, "upToDate": True, "streamClosed": True}
+    for wrong in ({"offset": "x"}, {"live": "yes"}):
+        assert (await http.get(path, params=wrong)).status_code == 400
+
+
+async def test_a_durable_stream_ends_for_now_while_its_answer_runs(
+    served: Any, http: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.durable._POLL_S", 0.3)
+    create = served.openai.responses.create
+    running = await create(input="Begin.", background=True, **options(30_000))
+    async with asyncio.timeout(10):
+        page = await http.get(f"/v1/responses/{running.id}/stream")
+    assert "stream-closed" not in page.headers
+    assert page.headers["stream-up-to-date"] == "true"
+    far = {"offset": "0000999999", "live": "long-poll"}
+    waited = await http.get(f"/v1/responses/{running.id}/stream", params=far)
+    assert waited.status_code == 204
+    await served.openai.responses.cancel(running.id)
+
+
+async def test_what_was_asked_for_is_repeated_though_it_is_a_default_of_the_protocol(served: Any) -> None:
+    """The log leaves out defaults: 256 tokens, a bias of none."""
+    more = {"temperature": 0, "top_p": 1, "parallel_tool_calls": True, "tool_choice": "auto"}
+    answer = await served.openai.responses.create(input="Begin.", **options(256, **more))
+    assert answer.max_output_tokens == 256
+    assert await served.openai.responses.retrieve(answer.id) == answer

@@ -1,0 +1,202 @@
+"""Ollama's API, and what programs for LM Studio ask beside OpenAI's: read, answered and streamed."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from test_responses_shapes import generated
+
+from gateway.ollama import answers, requests
+from gateway.turn import Fault
+from turnkeep_client.chunks import Assembly
+
+if TYPE_CHECKING:
+    import httpx2
+
+Start = Any
+HELLO = [{"role": "user", "content": "Hello."}]
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+
+
+@pytest.fixture
+async def served(local_worker: Start, door: Start) -> Any:
+    worker = await local_worker()
+    return await door(worker.settings.nats, worker.settings.prefix)
+
+
+def read(**more: Any) -> Any:
+    return requests.chat(json.dumps({"model": "m", "messages": HELLO, **more}).encode())
+
+
+def lines(answer: httpx2.Response) -> list[dict[str, Any]]:
+    assert answer.headers["content-type"].startswith("application/x-ndjson")
+    return [json.loads(line) for line in answer.text.splitlines()]
+
+
+def test_options_have_other_names() -> None:
+    given = {
+        "num_predict": 5,
+        "repeat_penalty": 1.5,
+        "temperature": 0.5,
+        "seed": -1,
+        "stop": ["a"],
+        "num_ctx": 9,
+    }
+    turn = read(options=given)
+    assert turn.stream, "streams are the default"
+    wanted = {"max_tokens": 5, "repetition_penalty": 1.5, "temperature": 0.5, "stop": ["a"]}
+    assert {name: turn.options[name] for name in wanted} == wanted
+    assert "seed" not in turn.options
+    assert [one.where for one in turn.warnings] == ["options.num_ctx"]
+    assert read(options={"num_predict": -2}).options["max_tokens"] > 2**30
+    for wrong, param in [({"temperature": "hot"}, "options"), ({"top_p": 3}, "options.top_p")]:
+        with pytest.raises(Fault) as refused:
+            read(options=wrong)
+        assert refused.value.param == param
+
+
+def test_formats_and_thinking() -> None:
+    schema = {"type": "object"}
+    assert read(format="json").options["response_format"] == {"type": "json_object"}
+    wanted = {"type": "json_schema", "json_schema": {"schema": schema, "strict": False}}
+    assert read(format=schema).options["response_format"] == wanted
+    assert read(think=False).options["reasoning"] == {"budget": 0}
+    assert read(think="low").options["reasoning"] == {"budget": 512}
+    assert "reasoning" not in read(think=True).options
+    assert "response_format" not in read(format="").options
+    assert not read(keep_alive="5m").warnings
+
+
+def test_results_are_those_of_the_calls_before() -> None:
+    calls = [{"function": {"name": name, "arguments": {"x": 1}}} for name in ("a", "b")]
+    results = [{"role": "tool", "tool_name": name, "content": name} for name in ("b", "a")]
+    turn = read(messages=[*HELLO, {"role": "assistant", "tool_calls": calls}, *results])
+    asked, *answered = turn.messages[1:]
+    ids = {call.function.name: call.id for call in asked.tool_calls}
+    assert [one.tool_call_id for one in answered] == [ids["b"], ids["a"]]
+    image = read(messages=[{"role": "user", "content": "See: ", "images": ["aGk="]}])
+    assert image.messages[0].content == "See: [image: this model cannot see images]"
+    assert image.warnings[0].is_lost
+    with pytest.raises(Fault, match="role"):
+        read(messages=[{"role": "judge", "content": "a"}])
+
+
+async def test_a_chat_is_answered_and_streamed(http: httpx2.AsyncClient) -> None:
+    body = {"model": "m:latest", "messages": HELLO, "options": {"num_predict": 8, "temperature": 0}}
+    whole = (await http.post("/api/chat", json={**body, "stream": False})).json()
+    assert (whole["model"], whole["done"], whole["done_reason"], whole["eval_count"]) == (
+        "m:latest",
+        True,
+        "length",
+        8,
+    )
+    streamed = lines(await http.post("/api/chat", json=body))
+    assert "".join(one["message"]["content"] for one in streamed) == whole["message"]["content"]
+    assert [one["done"] for one in streamed] == [False] * (len(streamed) - 1) + [True]
+    assert streamed[-1]["prompt_eval_count"] == whole["prompt_eval_count"]
+    said = [*HELLO, whole["message"], {"role": "user", "content": "More."}]
+    more = await http.post("/api/chat", json={**body, "messages": said})
+    assert more.headers["x-turnkeep-session"].endswith(" continued")
+    key = {"idempotency-key": "one"}
+    first, second = [
+        await http.post("/api/chat", json={**body, "stream": False}, headers=key) for _ in range(2)
+    ]
+    assert first.json()["message"] == second.json()["message"]
+
+
+def test_calls_and_reasoning_are_written() -> None:
+    turn = read(tools=[TOOL])
+    done = generated("tool_calls", ("c1", "weather", '{"city": "Rome"}'), text="So.", reasoning="Hm.")
+    calls = [{"function": {"name": "weather", "arguments": {"city": "Rome"}}}]
+    whole = answers.CHAT.whole(turn, "x", 5, [done])
+    message = {"role": "assistant", "content": "So.", "thinking": "Hm.", "tool_calls": calls}
+    assert (whole["message"], whole["done_reason"]) == (message, "stop")
+    assert whole["created_at"] == "1970-01-01T00:00:05Z"
+    writer = answers.CHAT.events(turn, "x", 5)
+    chunk = Assembly().finish(done)
+    assert chunk is not None
+    first, last = (json.loads(one) for one in (writer.chunk(0, chunk) + writer.finish(0, done)).splitlines())
+    assert first["message"] == message
+    assert last | {"message": message} == whole
+    assert json.loads(writer.heartbeat)["message"]["content"] == ""
+    assert json.loads(writer.error(Fault(500, "broken"))) == {"error": "broken"}
+    thought = answers.GENERATE.whole(turn, "x", 5, [done])
+    assert (thought["response"], thought["thinking"]) == ("So.", "Hm.")
+
+
+async def test_a_prompt_is_answered(http: httpx2.AsyncClient) -> None:
+    body = {"model": "m", "prompt": "Once", "options": {"num_predict": 6, "temperature": 0}}
+    whole = (await http.post("/api/generate", json={**body, "stream": False})).json()
+    streamed = lines(await http.post("/api/generate", json=body))
+    assert "".join(one["response"] for one in streamed) == whole["response"]
+    system = (await http.post("/api/generate", json={**body, "system": "Hm.", "stream": False})).json()
+    raw = (await http.post("/api/generate", json={**body, "raw": True, "stream": False})).json()
+    assert raw["prompt_eval_count"] < whole["prompt_eval_count"] < system["prompt_eval_count"]
+    refused = await http.post("/api/generate", json={**body, "suffix": "end"})
+    assert (refused.status_code, refused.json()) == (400, {"error": "suffix is not supported"})
+
+
+async def test_a_request_without_a_prompt_loads_nothing(http: httpx2.AsyncClient) -> None:
+    for path, more in (("generate", {}), ("chat", {"messages": []})):
+        loaded = (await http.post(f"/api/{path}", json={"model": "m", **more})).json()
+        assert (loaded["done"], loaded["done_reason"]) == (True, "load")
+        left = (await http.post(f"/api/{path}", json={"model": "m", "keep_alive": 0, **more})).json()
+        assert left["done_reason"] == "unload"
+
+
+async def test_models_are_listed_as_each_program_wants(http: httpx2.AsyncClient) -> None:
+    (listed,) = (await http.get("/api/tags")).json()["models"]
+    (running,) = (await http.get("/api/ps")).json()["models"]
+    assert listed["name"] == running["model"]
+    assert running["context_length"] == 2048
+    shown = (await http.post("/api/show", json={"model": listed["name"]})).json()
+    assert shown["model_info"]["mlx.context_length"] == 2048
+    assert "completion" in shown["capabilities"]
+    assert (await http.get("/api/version")).json()["version"]
+    (studio,) = (await http.get("/api/v0/models")).json()["data"]
+    assert (studio["id"], studio["state"], studio["max_context_length"]) == (listed["name"], "loaded", 2048)
+
+
+async def test_what_is_not_there_is_refused_in_words(http: httpx2.AsyncClient) -> None:
+    for name, words in [("embed", "embeddings"), ("embeddings", "embeddings"), ("pull", "turnkeep model")]:
+        refused = await http.post(f"/api/{name}", json={"model": "m"})
+        assert (refused.status_code, words in refused.json()["error"]) == (501, True)
+    long = {"model": "m", "messages": [{"role": "user", "content": "word " * 900}]}
+    refused = await http.post("/api/chat", json=long)
+    assert (refused.status_code, "maximum context length" in refused.json()["error"]) == (400, True)
+
+
+async def test_texts_become_tokens_and_tokens_texts(http: httpx2.AsyncClient, served: Any) -> None:
+    """As a prompt has them. The model's tokens are bytes."""
+    text = "Héllo \U0001f600."
+    told = (await http.post("/tokenize", json={"content": text})).json()
+    assert told["count"] == len(told["tokens"]) == len(text.encode())
+    same = (
+        await http.post("/tokenize", json={"model": "m", "prompt": text, "return_token_strs": True})
+    ).json()
+    assert same["tokens"] == told["tokens"]
+    assert same["token_strs"][0] == "H"
+    pieces = (await http.post("/tokenize", json={"content": text, "with_pieces": True})).json()["tokens"]
+    assert pieces[0] == {"id": told["tokens"][0], "piece": "H"}
+    back = (await http.post("/detokenize", json={"tokens": told["tokens"]})).json()
+    assert back == {"content": text, "prompt": text}
+    chat = (await http.post("/tokenize", json={"model": "m", "messages": HELLO})).json()
+    asked = {"model": "m", "messages": HELLO, "max_tokens": 1}
+    answer = (await http.post("/v1/chat/completions", json=asked)).json()
+    assert chat["count"] == answer["usage"]["prompt_tokens"]
+    assert (await http.post("/tokenize", json={"content": ""})).json()["tokens"] == []
+    assert (await http.post("/detokenize", json={"tokens": []})).json()["content"] == ""
+    for path, wrong in [
+        ("tokenize", {}),
+        ("tokenize", {"content": "word " * 900}),
+        ("detokenize", {"tokens": [10**6]}),
+    ]:
+        assert (await http.post(f"/{path}", json=wrong)).status_code == 400
