@@ -164,7 +164,7 @@ def _call(given: Called | CallPart) -> dict[str, Any]:
 
 def _end(result: Generated) -> dict[str, Any]:
     used, took = result.usage, result.seconds
-    reason = "length" if result.finish_reason in {"length", "expired"} else "stop"
+    reason = "length" if result.finish_reason in {"length", "expired", "model_changed"} else "stop"
     return {
         "done": True,
         "done_reason": reason,
