@@ -37,6 +37,7 @@ _ENDS: Final = {
     "cancelled": "stopped",
     "expired": "ended at its deadline",
     "tool_calls": "",
+    "model_changed": "ended where another model had begun it",
 }
 
 
@@ -94,7 +95,7 @@ def shown(turn: Turn, inherited: Sequence[Message] = ()) -> Shown:
         stored=turn.stored,
         state="failed" if has_failed else "done" if result else "waiting",
         said=(*map(_message, inherited), *_said(turn)),
-        note=_note(turn),
+        note=", ".join(filter(None, (_note(turn), _taken_over(result)))),
         parent=result.parent.session if isinstance(result, Opened) and result.parent else None,
         position=result.position if result else None,
         spent=_spent(result),
@@ -156,6 +157,13 @@ def _note(turn: Turn) -> str:
             return ""
         case _, result:
             return str(result.__struct_config__.tag)
+
+
+def _taken_over(result: Any) -> str:
+    """Say which models a turn has changed between, if it has."""
+    if not isinstance(result, Appended | Generated) or result.model is None or result.previous_model is None:
+        return ""
+    return f"by {result.model.name}, after {result.previous_model.name}"
 
 
 def _spent(result: Any) -> Spent | None:

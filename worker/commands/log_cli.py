@@ -371,6 +371,13 @@ def _said(role: str, text: str) -> Iterator[str]:
         yield f"    {line}"
 
 
+def _taken_over(result: Appended | Generated) -> str:
+    """Say which models a turn has changed between, if it has."""
+    if result.model is None or result.previous_model is None:
+        return ""
+    return f"; by {printable(result.model.name)}, after {printable(result.previous_model.name)}"
+
+
 def _cost(turn: Turn) -> str:
     """Return a line with a request's result and cost."""
     match turn.result:
@@ -387,9 +394,9 @@ def _cost(turn: Turn) -> str:
             before = made.resumed_tokens
             resumed = f", {before} of them before a crash, the rest" if before else ""
             answer = f"answer {usage.completion_tokens} tokens{resumed} in {made.seconds.total:.2f} s"
-            return f"{prompt}; {answer} ({made.finish_reason}); position {made.position}"
+            return f"{prompt}; {answer} ({made.finish_reason}); position {made.position}{_taken_over(made)}"
         case Appended() as added:
             cost = f"prefilled {added.prefilled_tokens} tokens in {added.seconds:.2f} s"
-            return f"{cost}, {added.cached_tokens} cached; position {added.position}"
+            return f"{cost}, {added.cached_tokens} cached; position {added.position}{_taken_over(added)}"
         case result:
             return f"{result.__struct_config__.tag}; position {result.position}"
