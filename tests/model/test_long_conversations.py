@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from test_templates import TEMPLATES, Chat
 
 from cache.names.errors import CutOffError
-from worker.text import templates
+from worker.text import conversation, templates
 from worker.text.locality import num_first
 from worker.text.templates import Conversation
 
@@ -214,6 +214,7 @@ def test_turns_of_any_kind_come_to_what_they_would_with_the_whole_rendered(
             outcome = _take(near, turn)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(templates, "num_first", lambda _: None)
+            patch.setattr(conversation, "num_first", lambda _: None)
             assert _take(full, turn) == outcome
         assert near.tokens == full.tokens
         steps = near.conversation._segments

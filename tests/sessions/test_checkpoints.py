@@ -25,7 +25,7 @@ from worker.models.tokenizer import Tokenizer
 from worker.sessions import history, record, trail
 from worker.sessions.checkpoint import _Body
 from worker.sessions.trail import Trails
-from worker.text import templates
+from worker.text import conversation
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -55,7 +55,7 @@ def often() -> Iterator[None]:
 
 def _make_often(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(record, "_CHECKPOINT_EVERY", EVERY)
-    patch.setattr(templates, "_KEPT", 8)
+    patch.setattr(conversation, "_KEPT", 8)
     patch.setattr(trail, "_PART_BYTES", 700)
     patch.setattr("cache.names.tokens._PART", 8)
     patch.setattr(history, "KEPT", 16)

@@ -27,7 +27,7 @@ from turnkeep_client.messages import Failed
 from worker.models.content import unmarked
 from worker.models.habits import Habits
 from worker.models.tokenizer import Tokenizer
-from worker.text.templates import _said_in
+from worker.text.conversation import said_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -251,7 +251,7 @@ async def test_a_session_has_each_text_in_whatever_requests_it_comes_and_its_log
     said = text_of(world)
     assert [text for text in sent if text not in said] == []
     conversation = world.session.history.conversation
-    whole = conversation._render(_said_in(conversation._segments), header=False)
+    whole = conversation._render(said_in(conversation._segments), header=False)
     assert unmarked(whole).removesuffix("\n").startswith(said.removesuffix("\n"))
     await world.assert_fold_is_life()
 

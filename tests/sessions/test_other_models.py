@@ -116,7 +116,7 @@ async def test_a_session_is_tokenised_anew_for_another_tokenizer(
 ) -> None:
     """Also a long one, of which the worker has a part in memory only."""
     monkeypatch.setattr(record, "_CHECKPOINT_EVERY", 4)
-    monkeypatch.setattr("worker.text.templates._KEPT", 4)
+    monkeypatch.setattr("worker.text.conversation._KEPT", 4)
     if policy == "window":
         world.crash(Policy(2, 40))
     texts = [(await world.ask(asks(number, f"question {number}"))).text for number in range(20)]

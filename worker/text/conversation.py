@@ -1,0 +1,401 @@
+"""What was said in a session, and which of its tokens came from what: a sequence of segments.
+
+Segments are prompts, answers, raw content. They are built from requests and results alone, so reading a log
+renders and tokenises nothing (`templates` does that, for turns). Pure.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias
+
+import msgspec
+from msgspec import Struct, structs
+
+from cache.names.errors import CutOffError
+from cache.names.tokens import pack
+
+from .locality import num_first
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from worker.models.tokenizer import Tokenizer
+
+Message: TypeAlias = dict[str, Any]
+
+#: The date for templates that ask for it, if the session's start is unknown.
+_SOME_DAY: Final = datetime(2025, 1, 1, tzinfo=UTC)
+#: Minimum of messages in a shortened conversation, besides the first ones.
+_KEPT: Final = 24
+
+
+class Said(Struct, frozen=True, array_like=True, omit_defaults=True, dict=True):
+    """One message of a conversation, as a request or a result has it.
+
+    Special tokens that are spelled out in its texts are such if it is `trusted`. An answer has its tokens,
+    packed, as `ids`; its message is for tokenizers that do not know them, and empty for a part of an answer.
+    `thoughts` are an answer's reasoning: kept, or `leaving` with the next user message, or gone.
+    """
+
+    message: Message
+    trusted: bool = False
+    ids: bytes = b""
+    thoughts: Literal["kept", "leaving", "gone"] = "kept"
+
+
+#: Stands for the answer after its header.
+EMPTY: Final = Said({"role": "assistant", "content": ""}, trusted=True)
+
+
+class Segment(Struct, frozen=True, array_like=True):
+    """The tokens `[start, end)` of a session, and where they come from.
+
+    A prompt holds its messages and may end with the header of an answer. An end-of-turn token closes an
+    answer. Raw content has its text, unless it was given as tokens. Messages after it start a new
+    conversation; `num_before` counts its messages before this segment.
+    """
+
+    kind: Literal["prompt", "answer", "raw"]
+    start: int
+    end: int
+    said: tuple[Said, ...] = ()
+    opens_answer: bool = False
+    closed: bool = False
+    num_before: int = 0
+    text: str | None = None
+
+
+class Extras(Struct, frozen=True, array_like=True, dict=True):
+    """What is rendered beside the messages: tools, and further variables of the template."""
+
+    tools: tuple[Message, ...] = ()
+    variables: Message = {}
+
+
+class _Packed(Struct, frozen=True, array_like=True):
+    """A conversation in a checkpoint."""
+
+    started: datetime
+    segments: tuple[Segment, ...]
+    first: int
+    num_cut: int
+    base: int
+    head: tuple[Said, ...]
+    extras: Extras
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """A session's state besides its tokens. Immutable: every change returns a new object.
+
+    The argument `history` is always the session's tokens before the change. `started` is the date that the
+    template may print: one date per session, so that it does not change tomorrow.
+    """
+
+    tokenizer: Tokenizer
+    started: datetime = _SOME_DAY
+    _segments: tuple[Segment, ...] = ()
+    _first: int = 0  # the first segment of the conversation that messages continue
+    # What `shortened` left out: number of segments, position of their end, the first messages if among them.
+    _num_cut: int = 0
+    _base: int = 0
+    _head: tuple[Said, ...] = ()
+    _extras: Extras = field(default_factory=Extras)
+
+    @property
+    def position(self) -> int:
+        """Tokens in the session."""
+        return self._segments[-1].end if self._segments else self._base
+
+    @property
+    def has_messages(self) -> bool:
+        """Whether the next messages continue a conversation, so that they are rendered with earlier ones."""
+        return self._first < len(self._segments)
+
+    @property
+    def tools(self) -> tuple[Message, ...]:
+        """The tools, as a request gave them."""
+        return self._extras.tools
+
+    @property
+    def last_message(self) -> Message | None:
+        """The last message of the conversation that the next ones continue; of an answer, its role alone."""
+        if not self.has_messages:
+            return None
+        last = self._segments[-1]
+        is_prompt = last.kind == "prompt" and last.said and not last.opens_answer
+        return last.said[-1].message if is_prompt else {"role": "assistant"}
+
+    @property
+    def plain_tools(self) -> list[Message]:
+        """A copy of the tools."""
+        found: list[Message] = json.loads(json.dumps(self.tools))  # which nests deeper than `deepcopy`
+        return found
+
+    @property
+    def variables(self) -> Message:
+        """Further variables of the template, as a request gave them."""
+        return self._extras.variables
+
+    # What requests and results say, by which a log is read.
+
+    def with_extras(self, tools: Sequence[Message] | None, variables: Mapping[str, Any] | None) -> Self:
+        """Change what is rendered beside the messages; None leaves it as it is."""
+        extras = Extras(
+            self.tools if tools is None else tuple(tools),
+            self.variables if variables is None else dict(variables),
+        )
+        return self if extras == self._extras else replace(self, _extras=extras)
+
+    def given(self, said: Sequence[Said], keep: int, end: int, *, opens_answer: bool) -> Self:
+        """Add messages and perhaps the header of an answer, which left `keep` tokens and ended at `end`.
+
+        Messages whose tokens did not stay belong to the new prompt, with the answers among them.
+        """
+        num_kept = len(self._segments)
+        while num_kept > self._first and self._segments[num_kept - 1].end > keep:
+            num_kept -= 1
+        kept, gone = list(self._segments[:num_kept]), self._segments[num_kept:]
+        before = kept[self._first :]
+        if gone:
+            last = before[-1:] if before and before[-1].opens_answer else []
+            earlier = said_in([*last, *gone], drops=has_question(said))
+            if last:  # the answer becomes a message of the new segment
+                kept[-1] = structs.replace(kept[-1], opens_answer=False)
+                earlier = earlier[len(last[0].said) :]
+            said = [*earlier, *said]
+        num_before = _num_up_to(kept[-1]) if before else 0
+        start = kept[-1].end if kept else self._base
+        added = Segment("prompt", start, end, tuple(said), opens_answer=opens_answer, num_before=num_before)
+        return replace(self, _segments=(*kept, added))
+
+    def opens_answer(self, *, raw: bool = False) -> bool:
+        """Whether a generate needs the header of an answer.
+
+        Not with `raw`, in a session without messages, after raw content, after a header, and after an answer
+        without its end-of-turn token: the generate continues that answer.
+        """
+        if raw or not self.has_messages:
+            return False
+        last = self._segments[-1]
+        return not (last.opens_answer or (last.kind == "answer" and not last.closed))
+
+    def answered(
+        self,
+        history: Sequence[int],
+        tokens: Sequence[int],
+        message: Message,
+        *,
+        keeps_reasoning: bool = True,
+    ) -> Self:
+        """Add generated tokens, and the message that they say; the last one may be an end-of-turn token.
+
+        Without `keeps_reasoning` the answer's reasoning leaves the session with the next user message. After
+        an assistant header or an unfinished answer the tokens belong to the assistant; otherwise they are raw
+        content.
+        """
+        last = self._segments[-1] if self._segments else None
+        if not tokens:
+            return self
+        if last is None or not (last.opens_answer or (last.kind == "answer" and not last.closed)):
+            end = len(history) + len(tokens)
+            return self.with_raw(len(history), end, message.get("content"))
+        if last.kind == "prompt":
+            num_before = _num_up_to(last) - 1
+            answer = self._answer(len(history), tokens, num_before, message, keeps=keeps_reasoning)
+            return replace(self, _segments=(*self._segments, answer))
+        whole = [*history[last.start :], *tokens]
+        both = _joined(last.said[0].message, message)
+        answer = self._answer(last.start, whole, last.num_before, both, keeps=keeps_reasoning)
+        return replace(self, _segments=(*self._segments[:-1], answer))
+
+    def with_raw(self, keep: int, end: int, text: str | None) -> Self:
+        """Add raw content, with its text unless it was given as tokens; later messages start a new one.
+
+        It left `keep` tokens and ended at `end`.
+        """
+        if keep == end:
+            return self
+        kept = [segment for segment in self._segments if segment.end <= keep]
+        texts = [one.text if one.kind == "raw" else None for one in self._segments[len(kept) :]]
+        known = [one for one in (*texts, text) if one is not None]
+        whole = "".join(known) if len(known) == len(texts) + 1 else None
+        start = kept[-1].end if kept else self._base
+        segments = (*kept, Segment("raw", start, end, text=whole))
+        return replace(self, _segments=segments, _first=len(segments), _head=())
+
+    def tokenised_anew(self, num_raw: int) -> Self:
+        """Return the conversation for another tokenizer, before its input is added: see `parts`.
+
+        The first `num_raw` tokens are raw content.
+        """
+        said = [Said(one.message, one.trusted) for one in said_in(self._segments[self._first :])]
+        raw = [one.text or "" for one in self._segments[: self._first]]
+        segments = [Segment("raw", 0, num_raw, text="".join(raw))] if num_raw else []
+        first = len(segments)
+        if said:  # of no tokens yet: `given` puts them into the new prompt
+            segments.append(Segment("prompt", num_raw, num_raw + 1, tuple(said)))
+        return replace(self, _segments=tuple(segments), _first=first, _num_cut=0, _base=0, _head=())
+
+    def parts(self) -> Iterator[str | list[Said] | None]:
+        """Yield what was said, without tokens: texts, and messages; None for what is known as tokens only.
+
+        Raises `CutOffError`.
+        """
+        if self._base:
+            raise CutOffError("what was said at the beginning was left out")
+        for is_raw, run in groupby(self._segments, lambda segment: segment.kind == "raw"):
+            segments = list(run)
+            if is_raw:
+                yield from (segment.text for segment in segments)
+                continue
+            said = [one for one in said_in(segments) if one is not EMPTY]
+            if not all(one.message for one in said):
+                yield None
+            yield [Said(one.message, one.trusted) for one in said]
+
+    def rewind(self, history: Sequence[int], position: int) -> Self:
+        """Drop everything from `position` on.
+
+        If the cut is inside an answer, its first part becomes an unfinished answer; inside a prompt, raw
+        content. Raises `CutOffError`.
+        """
+        if not position:
+            return self.emptied()
+        if position <= self._base:
+            raise CutOffError("the part to rewind to was left out")
+        segments = [segment for segment in self._segments if segment.end <= position]
+        if len(segments) < len(self._segments):
+            cut = self._segments[len(segments)]
+            if cut.start < position and cut.kind == "answer":
+                kept, keeps = history[cut.start : position], cut.said[0].thoughts == "kept"
+                segments.append(self._answer(cut.start, kept, cut.num_before, {}, keeps=keeps))
+            elif cut.start < position:
+                segments.append(Segment("raw", cut.start, position))
+        first = _first(segments)
+        if self._first and self._num_cut and not first:
+            raise CutOffError("the beginning of the conversation was left out")
+        return replace(self, _segments=tuple(segments), _first=first)
+
+    def emptied(self) -> Self:
+        """Return the conversation before anything was said, with the same extras."""
+        return type(self)(self.tokenizer, self.started, _extras=self._extras)
+
+    @property
+    def begins(self) -> int:
+        """The position of the first token that changes can read; 0 if no tokens were left out.
+
+        A change that needs earlier tokens raises `CutOffError`.
+        """
+        return self._base
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether a later message may change the text of any earlier one."""
+        return num_first(self.tokenizer.template) is None
+
+    def shortened(self) -> Self:
+        """Return the conversation without segments that only a rewind needs, to save memory.
+
+        No effect if the template looks at all messages. Every change then gives the same result as before, or
+        raises `CutOffError`.
+        """
+        num_head, segments = num_first(self.tokenizer.template), self._segments
+        if num_head is None or not segments:
+            return self
+        start = len(segments) - 1
+        while start > self._first and (
+            segments[start].kind != "prompt"
+            or segments[-1].num_before - segments[start].num_before < num_head + _KEPT
+        ):
+            start -= 1
+        if start <= self._first:
+            start = max(self._first - 1, 0)  # keep the raw content before the conversation
+        if not start:
+            return self
+        head = self._head or tuple(self._first_said(num_head)) if start > self._first else ()
+        return replace(
+            self,
+            _segments=segments[start:],
+            _first=max(self._first - start, 0),
+            _num_cut=self._num_cut + start,
+            _base=segments[start].start,
+            _head=head,
+        )
+
+    def pack(self) -> bytes:
+        """Encode for `unpack`."""
+        parts = (self._segments, self._first, self._num_cut, self._base, self._head, self._extras)
+        return msgspec.msgpack.encode(_Packed(self.started, *parts))
+
+    @classmethod
+    def unpack(cls, tokenizer: Tokenizer, packed: bytes) -> Self:
+        """Decode what `pack` returned. Raises `MsgspecError`."""
+        return cls(tokenizer, *structs.astuple(msgspec.msgpack.decode(packed, type=_Packed)))
+
+    def _answer(
+        self, start: int, tokens: Sequence[int], num_before: int, message: Message, *, keeps: bool
+    ) -> Segment:
+        said = Said(message, ids=pack(tokens), thoughts="kept" if keeps else "leaving")
+        end, closed = start + len(tokens), tokens[-1] in self.tokenizer.eos_ids
+        return Segment("answer", start, end, (said,), closed=closed, num_before=num_before)
+
+    def _first_said(self, num_messages: int) -> list[Said]:
+        """List the conversation's first messages."""
+        head: list[Said] = []
+        first = self._first
+        for end in range(first + 1, len(self._segments)):
+            head = said_in(self._segments[first:end])
+            if len(head) > num_messages:  # the last message may be an answer's header
+                break
+        return head[:num_messages]
+
+
+def said_in(segments: Sequence[Segment], *, drops: bool = False) -> list[Said]:
+    """List the messages of segments; a header without an answer counts as an empty message.
+
+    With `drops`, without the reasoning that is not to be kept.
+    """
+    said: list[Said] = []
+    for segment in segments:
+        if segment.kind == "answer":
+            said.pop()
+        if drops and segment.kind == "answer" and segment.said[0].thoughts == "leaving":
+            said.append(structs.replace(segment.said[0], thoughts="gone"))
+        else:
+            said += segment.said
+        if segment.opens_answer:
+            said.append(EMPTY)
+    return said
+
+
+def _joined(one: Message, other: Message) -> Message:
+    """Return the message of an answer in two parts; empty if the message of one is not known."""
+    if not one or not other:
+        return {}
+    joined = {**one, **other}
+    for name in ("content", "reasoning_content"):
+        if text := (one.get(name) or "") + (other.get(name) or ""):
+            joined[name] = text
+    if calls := [*one.get("tool_calls", ()), *other.get("tool_calls", ())]:
+        joined["tool_calls"] = calls
+    return joined
+
+
+def _first(segments: Sequence[Segment]) -> int:
+    """Find the first segment after the last raw content: there the present conversation starts."""
+    return next((index for index in range(len(segments), 0, -1) if segments[index - 1].kind == "raw"), 0)
+
+
+def has_question(said: Sequence[Said]) -> bool:
+    """Whether some of the messages are a user's."""
+    return any(one.message.get("role") == "user" for one in said)
+
+
+def _num_up_to(segment: Segment) -> int:
+    """Count the messages up to the end of a segment; a header counts as an empty message."""
+    return segment.num_before + len(segment.said) + segment.opens_answer
