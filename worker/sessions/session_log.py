@@ -69,7 +69,7 @@ class SessionLog:
     """
 
     def __init__(self, key: SessionKey, services: Services, doubt: Doubt) -> None:
-        """`doubt` decides which readings are recorded in the log; a reading can raise it."""
+        """`doubt` says whether the session may have crashed a worker; a reading can raise it."""
         self.key = key
         self.record = Record(services.fold)
         self.server = services.journal.server  # that the record was read from
