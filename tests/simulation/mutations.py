@@ -166,9 +166,6 @@ MUTATIONS: Final[dict[str, tuple[Change, ...]]] = {
     "chunks without a fence": ((journal.Journal, "_publish", lambda _: _publish_anyhow),),
     "a lagging replica believed": ((journal.Journal, "page", _ignoring_lag),),
     "a session shown as a replica has it": ((session.Session, "refresh", _carelessly),),
-    "a diverged record that vouches": (
-        (record.Record, "digest", lambda _: lambda _, history: history.digest()),
-    ),
     "a forget that misses what a rewind cut off": ((journal.Journal, "remove_tokens", _behind_the_rewind),),
     "checkpoints left behind a close that forgets": ((journal.Journal, "remove", _but_checkpoints),),
     "results left behind a close that forgets": ((retention, "answers", lambda _: lambda _: 2**60),),
@@ -190,13 +187,6 @@ _LAGGING: Final[dict[str, Any]] = {
 }
 #: The plans that show the lack of a guard soonest.
 FAVOURED: Final[dict[str, dict[str, Any]]] = {
-    "a diverged record that vouches": {
-        "kinds": ("newer worker",),
-        "num_faults": 2,
-        "num_clients": 3,
-        "num_requests": 9,
-        "num_workers": 1,
-    },
     "a forget that misses what a rewind cut off": {"kinds": ("crash",), "num_faults": 1},
     "results left behind a close that forgets": {"num_clients": 3, "num_requests": 9},
     "a cancel of what a replica hides": _LAGGING,

@@ -101,9 +101,12 @@ def habits_of(render: Render, source: str, *, renders_tools: bool) -> Habits:
         return "'key'" not in said  # what Python writes, in place of JSON
 
     asked, answered = _said("user", "1"), _said("assistant", "2")
-    if not shows(asked) or not shows(asked, answered, _said("user", "3")):
-        if not shows(*in_parts([asked, answered])):
+    if shows(asked):
+        if not shows(asked, answered, _said("user", "3")):
             return Habits()
+    elif not shows(*in_parts([asked, answered])):
+        return Habits()
+    else:
         found = habits_of(
             lambda told, tools: render(in_parts(told), tools), source, renders_tools=renders_tools
         )

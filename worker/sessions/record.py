@@ -167,7 +167,6 @@ class Record:
         self._lost_results: list[int] = []
         self._early: dict[int, _EarlyResult] = {}
         self._answered_unread: set[int] = set()  # unread requests that this worker has answered
-        self._proof: Entry | None = None  # the last result that proves the history
         self._last_position = 0  # as the last result that changed the history says
         self._checkpoint_seq = 0  # the request of the checkpoint that the record started from
         self._num_since_checkpoint = 0  # results since then
@@ -192,16 +191,6 @@ class Record:
         if self.diverged is not None:
             return self._last_position
         return 0 if self.history.closed else self.history.position
-
-    def digest(self, history: History) -> str:
-        """Return the digest to write into a result that leaves the session with `history`.
-
-        If this worker cannot continue the log, `history` is incomplete: then return the digest of the last
-        result that proves the history, if there is one.
-        """
-        if self.diverged is not None and self._proof is not None:
-            return self._proof.headers[HISTORY_HEADER]
-        return history.digest()
 
     def next_checkpoint(self, in_seq: int) -> Checkpoint | None:
         """Return the next checkpoint, of the history after the request at `in_seq`; None if none is due.
@@ -342,8 +331,6 @@ class Record:
             self.last = (out.seq, pending, result)
         if request is not None and _is_first(result):
             self.answered_ids.add(request.id, AnsweredAt(entry.seq, out.seq))
-        if proves and (self._proof is None or self._proof.seq < out.seq):
-            self._proof = out
         if self.diverged is not None or not changes:
             return
         if request is None or isinstance(result, UnknownResult):

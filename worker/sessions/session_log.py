@@ -6,6 +6,7 @@ out, nor of other sessions.
 
 from __future__ import annotations
 
+import dataclasses
 from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -251,10 +252,11 @@ class SessionLog:
         If a part is no longer in memory, reads the log from its beginning. Raises `CutOffError` if the log no
         longer has the session as this worker knows it.
         """
+        history = self.record.history
+        if history.is_whole:
+            return history
         async with self._lock:
             record = self.record
-            if record.history.is_whole:
-                return record.history
             whole = Record(self._services.fold, whole=True)
             more = has_results = True
             while more and whole.in_seq < record.in_seq:
@@ -268,7 +270,8 @@ class SessionLog:
                     break
             if whole.history.digest() != record.history.digest() or not whole.history.is_whole:
                 raise CutOffError("the log no longer has all of the session")
-            return whole.history
+            # It may have been closed while this waited, which is behind what the caller asks for.
+            return dataclasses.replace(whole.history, closed=history.closed)
 
     async def waiting(self, active: Pending | None, skip: int, limit: int) -> tuple[list[str], int]:
         """Return the ids of up to `limit` waiting requests after the first `skip`, and how many wait in all.
@@ -368,7 +371,7 @@ class SessionLog:
             body = encode_repeat(pending.first, seq=pending.seq, repeat_of=result.repeat_of)
         headers = {MODEL_HEADER: self._services.model, BUILD_HEADER: self._services.build}
         if not isinstance(result, Failed):
-            headers[HISTORY_HEADER] = record.digest(history)
+            headers[HISTORY_HEADER] = history.digest()
         if self._trail.link is not None:
             headers[CHECKPOINT_HEADER] = str(self._trail.link)
         if isinstance(result, Opened) and result.parent and result.repeat_of is None:
