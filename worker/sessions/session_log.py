@@ -6,7 +6,6 @@ out, nor of other sessions.
 
 from __future__ import annotations
 
-import dataclasses
 from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -252,26 +251,26 @@ class SessionLog:
         If a part is no longer in memory, reads the log from its beginning. Raises `CutOffError` if the log no
         longer has the session as this worker knows it.
         """
-        history = self.record.history
+        record, history = self.record, self.record.history
         if history.is_whole:
             return history
-        async with self._lock:
-            record = self.record
-            whole = Record(self._services.fold, whole=True)
-            more = has_results = True
-            while more and whole.in_seq < record.in_seq:
-                requests, more = await self._services.journal.page(self.key, "in", whole.in_seq)
-                requests = [entry for entry in requests if entry.seq <= record.in_seq]
-                while has_results and not all(whole.has_result(entry.seq) for entry in requests):
-                    results, has_results = await self._services.journal.page(self.key, "out", whole.out_seq)
-                    whole.add_results(results)
+        # The record may have more soon, or be replaced: what counts is what it has now.
+        last_in, last_out = record.in_seq, record.out_seq
+        journal, whole, more = self._services.journal, Record(self._services.fold, whole=True), True
+        async with self._services.retention.lock(self.key):
+            while more:
+                results, more = await journal.page(self.key, "out", whole.out_seq)
+                whole.add_results(known := [entry for entry in results if entry.seq <= last_out])
+                more = more and len(known) == len(results)
+            more = True
+            while more and not whole.pending:
+                requests, more = await journal.page(self.key, "in", whole.in_seq)
+                requests = [entry for entry in requests if entry.seq <= last_in]
+                more = more and bool(requests)
                 whole.add_requests(requests, await self._parts(whole, requests))
-                if whole.pending or not requests:
-                    break
-            if whole.history.digest() != record.history.digest() or not whole.history.is_whole:
-                raise CutOffError("the log no longer has all of the session")
-            # It may have been closed while this waited, which is behind what the caller asks for.
-            return dataclasses.replace(whole.history, closed=history.closed)
+        if whole.history.digest() != history.digest() or not whole.history.is_whole:
+            raise CutOffError("the log no longer has all of the session")
+        return whole.history
 
     async def waiting(self, active: Pending | None, skip: int, limit: int) -> tuple[list[str], int]:
         """Return the ids of up to `limit` waiting requests after the first `skip`, and how many wait in all.
