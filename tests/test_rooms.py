@@ -14,7 +14,7 @@ ROOMS = {
     "cache": {"cache"},
     "worker": {"worker", CLIENT, "cache", "bench", "ops", "gateway"},  # the last three: in commands alone
     "bench": {"bench", CLIENT},
-    "ops": {"ops", CLIENT},
+    "ops": {"ops", CLIENT, "cache"},
     "gateway": {"gateway", CLIENT},
 }
 PACKAGES = set().union(*ROOMS.values()) | {"ops"}
@@ -118,6 +118,13 @@ def test_the_worker_sees_the_cache_by_its_face_alone():
     for path in sorted((ROOT / "worker").rglob("*.py")):
         seen = {name.split(".")[1] for name in imports(path) if name.startswith("cache.")}
         assert seen <= FACE | ({"admin"} if path.name in {"cache_cli.py", "copy_cli.py"} else set()), path
+
+
+def test_of_the_cache_ops_sees_the_names_alone() -> None:
+    """A log is verified where neither MLX nor a cache is."""
+    paths = sorted((ROOT / "ops").rglob("*.py"))
+    seen = {name for path in paths for name in imports(path) if name.startswith("cache.")}
+    assert {name.split(".")[1] for name in seen} == {"names"}
 
 
 def users(*libraries: str) -> set[str]:

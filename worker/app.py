@@ -45,7 +45,7 @@ from worker.sessions.sessions import Sessions
 from worker.sessions.shares import Shares
 from worker.sessions.trail import Trails
 from worker.wire import broker, streams
-from worker.wire.connection import BrokerError, connect
+from worker.wire.connection import BrokerError, connect, loses_entries, server_version
 from worker.wire.credentials import over_tls, worker_options
 from worker.wire.desk import Desk
 from worker.wire.discovery import Discovery
@@ -244,6 +244,8 @@ class App:
             **options,
         )
         stack.push_async_callback(shielded, nc.close)
+        if fault := loses_entries(version := server_version(nc)):
+            log.warning(fault, version=version)
         lease = self._lease = Lease(
             nc.jetstream(),
             self._subjects,

@@ -98,22 +98,28 @@ async def read_parts(client: Client, key: SessionKey, entries: Sequence[Entry]) 
 
     Raises `CopyError`.
     """
+    found: dict[int, bytes] = {}
+    for entry in entries:
+        if entry.parts is not None:
+            part = await read_part(client, key, entry.parts)
+            if part is None:
+                raise CopyError(
+                    f"a part of {key} is gone from the log, which the result at sequence {entry.seq} names"
+                )
+            found[entry.seq] = part
+    return found
+
+
+async def read_part(client: Client, key: SessionKey, link: str) -> bytes | None:
+    """Read what a result has no room for, given the `link` of its header; None if that is gone or changed."""
 
     async def read(seq: int) -> bytes | None:
         stored = await client.stored.get(key, "checkpoint", seq)
         return stored.body if stored else None
 
-    found: dict[int, bytes] = {}
-    for entry in entries:
-        if entry.parts is not None:
-            messages = [one async for one in backwards(Link.parse(entry.parts), read)]
-            parts = [one.part for one in messages[::-1] if one is not None]
-            if len(parts) != len(messages) or not parts:
-                raise CopyError(
-                    f"a part of {key} is gone from the log, which the result at sequence {entry.seq} names"
-                )
-            found[entry.seq] = b"".join(parts)
-    return found
+    messages = [one async for one in backwards(Link.parse(link), read)]
+    parts = [one.part for one in messages[::-1] if one is not None]
+    return b"".join(parts) if parts and len(parts) == len(messages) else None
 
 
 def export(

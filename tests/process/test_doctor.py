@@ -6,6 +6,7 @@ import os
 import re
 
 import pytest
+from nats.aio.client import Client, ServerVersion
 
 from tests.commands.command_runs import turnkeep
 from worker.commands import doctor
@@ -76,11 +77,22 @@ async def test_a_remote_server_without_jetstream_fails_with_advice(foreign_serve
     assert exit_code(found.values()) == 1
 
 
+async def test_a_remote_server_that_can_lose_entries_is_warned_of(
+    foreign_server, small, tmp_path, monkeypatch
+):
+    url = await foreign_server(jetstream={"store_dir": str(tmp_path / "js")}, max_payload=2**21)
+    monkeypatch.setattr(Client, "connected_server_version", ServerVersion("2.14.5"))
+    found = (await examine(dataclasses.replace(small, nats=url)))["NATS"]
+    assert (found.state, found.found) == ("warn", "nats-server 2.14.5")
+    assert "#8475" in found.missing
+    assert found.mend.startswith("install 2.12.16, 2.14.6, 2.15.0 or newer")
+
+
 async def test_a_remote_server_is_named_with_its_version(foreign_server, small, tmp_path):
     url = await foreign_server(jetstream={"store_dir": str(tmp_path / "js")}, max_payload=2**21)
     nats = (await examine(dataclasses.replace(small, nats=url)))["NATS"]
     assert nats.state == "ok"
-    assert "JetStream is enabled" in nats.found
+    assert re.fullmatch(r"nats-server \d+\.\d+\.\d+ answers, JetStream is enabled", nats.found)
 
 
 async def test_an_unusable_data_directory_fails_with_advice(small, tmp_path):

@@ -23,6 +23,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "log.md").read_text().partition("##
 ARGUMENTS = {
     "sessions": [],
     "tree": [],
+    "log verify": [],
     "fork": ["s", "forked"],
     "show": ["s"],
     "dead list": [],

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import nkeys
 import pytest
 from click.testing import CliRunner
+from nats.aio.client import Client, ServerVersion
+from structlog.testing import capture_logs
 
 from tests.commands.command_runs import turnkeep
 from turnkeep_client.client import connect as client
@@ -265,6 +267,19 @@ def test_commands_take_the_options_and_no_secret_on_the_command_line(
 
 
 @pytest.mark.process
+async def test_a_worker_warns_once_of_a_server_that_can_lose_entries(
+    local_worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for version, num_lines in (("2.14.5", 1), ("2.15.1", 0)):
+        monkeypatch.setattr(Client, "connected_server_version", ServerVersion(version))
+        with capture_logs() as logs:
+            worker = await local_worker()
+            await worker.stop()
+        lines = [one for one in logs if "#8475" in one["event"]]
+        assert [one["version"] for one in lines] == [version] * num_lines
+        assert all("install 2.12.16, 2.14.6, 2.15.0 or newer" in one["event"] for one in lines)
+
+
 async def test_a_worker_serves_and_a_command_asks_with_an_nkey_over_tls(
     foreign_server: Any, local_worker: Any, tmp_path: Path, keys: Path
 ) -> None:

@@ -5,11 +5,12 @@ import dataclasses
 
 import nats.errors
 import pytest
+from nats.aio.client import Client, ServerVersion
 from nats.js.errors import APIError
 
 from turnkeep_client.subjects import SessionKey, Subjects
 from worker.wire import streams
-from worker.wire.connection import BrokerError, connect
+from worker.wire.connection import BrokerError, connect, loses_entries, server_version
 from worker.wire.streams import CONSUMER, ensure
 
 SUBJECTS = Subjects("turnkeep")
@@ -233,3 +234,16 @@ async def test_a_log_that_vanishes_is_the_end(js, settings, monkeypatch):
     await js.delete_stream("turnkeep_log")
     with pytest.raises(BrokerError, match="turnkeep_log has vanished"):
         await asyncio.wait_for(keeping, 5)
+
+
+@pytest.mark.parametrize("version", ["2.10.26", "2.11.11", "2.12.15", "2.13.0", "2.14.0-RC.1", "2.14.5"])
+async def test_a_server_that_loses_what_a_compaction_writes_is_known(client, monkeypatch, version):
+    monkeypatch.setattr(Client, "connected_server_version", ServerVersion(version))
+    assert "install 2.12.16, 2.14.6, 2.15.0 or newer" in loses_entries(server_version(client))
+
+
+@pytest.mark.parametrize("version", ["2.12.16", "2.14.6", "2.15.0", "2.16.0-dev", "3.0.0", "mine", None])
+async def test_a_server_that_syncs_compactions_is_not_warned_of(client, monkeypatch, version):
+    if version:
+        monkeypatch.setattr(Client, "connected_server_version", ServerVersion(version))
+    assert loses_entries(server_version(client)) == ""

@@ -104,6 +104,11 @@ _ELSEWHERE: Final = {
             " program."
         ),
     ),
+    "log": (
+        "worker.commands.verify_cli",
+        "log",
+        "The log as a whole: verify it.",
+    ),
     "model": (
         "worker.commands.model_cli",
         "model",

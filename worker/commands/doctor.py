@@ -24,7 +24,7 @@ from worker.process.formatting import size
 from worker.process.installed import as_installed
 from worker.process.settings import SettingsError
 from worker.wire.broker import SERVER_PREFIX, check_port, find_server, greet, server_name
-from worker.wire.connection import BrokerError, connect
+from worker.wire.connection import BrokerError, connect, loses_entries, server_version
 from worker.wire.credentials import nats_options, over_tls
 
 from .printing import table
@@ -154,8 +154,11 @@ async def _remote_nats(settings: Settings) -> Check:
         )
     except (BrokerError, SettingsError) as error:
         return _failure("NATS", "", error)
-    version = client.connected_server_version
+    version = server_version(client)
     await client.close()
+    if fault := loses_entries(version):
+        what, _, mend = fault.partition(": install ")
+        return Check("NATS", "warn", f"nats-server {version}", what, f"install {mend}")
     return Check("NATS", "ok", f"nats-server {version} answers, JetStream is enabled")
 
 

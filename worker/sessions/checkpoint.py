@@ -34,7 +34,10 @@ _LEVEL: Final = 1
 
 
 class _Body(Struct, frozen=True, array_like=True):
-    """The content of a checkpoint. `tokens` are the results of `Tokens.pack_shortened`."""
+    """The content of a checkpoint. `tokens` are the results of `Tokens.pack_shortened`.
+
+    `turnkeep log verify` reads them by their place.
+    """
 
     version: int
     in_seq: int

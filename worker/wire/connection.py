@@ -5,7 +5,7 @@ Writes the log messages about the connection. Knows nothing of the server proces
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import nats.errors
 import nats.js.errors
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from nats.aio.client import Client
 
 log = structlog.get_logger(__name__)
+
+#: The first versions of the NATS server that sync what a compaction writes (nats-server #8475), by release.
+_SYNCS_COMPACTIONS: Final = ((2, 12, 16), (2, 14, 6), (2, 15, 0))
 
 
 class BrokerError(TurnkeepError):
@@ -167,6 +170,31 @@ async def _check_server(client: Client, shown: str, min_payload_bytes: int, time
             f"the NATS server at {shown} takes messages of at most {client.max_payload} bytes; set its"
             f" max_payload to {min_payload_bytes} or lower --max-message-bytes"
         )
+
+
+def server_version(client: Client) -> str:
+    """Return the version of the server that a client is connected with; empty if it is no version."""
+    version = client.connected_server_version
+    try:
+        return f"{version.major}.{version.minor}.{version.patch}"
+    except ValueError:
+        return ""
+
+
+def loses_entries(version: str) -> str:
+    """Say what a NATS server of this version can lose, and what to do; empty if nothing is known of it."""
+    if not version:
+        return ""
+    number = tuple(map(int, version.split(".")))
+    fixed = next((one for one in _SYNCS_COMPACTIONS if one[:2] == number[:2]), _SYNCS_COMPACTIONS[-1])
+    if number >= fixed:
+        return ""
+    versions = ", ".join(".".join(map(str, one)) for one in _SYNCS_COMPACTIONS)
+    return (
+        "in a power cut this NATS server can lose entries that it has acknowledged, as it compacts its files,"
+        f" also with sync_interval: always (nats-server #8475): install {versions} or newer, then run"
+        " turnkeep log verify"
+    )
 
 
 def _first_line(error: Exception) -> str:

@@ -104,9 +104,10 @@ async def keep(js: JetStreamContext, subjects: Subjects, settings: Settings) -> 
             if num_missed or (
                 await _finds(js.consumer_info(subjects.log_stream, CONSUMER))
                 and await _finds(js.stream_info(subjects.token_stream))
+                and not await _is_ahead(js, subjects.log_stream)
             ):
                 continue
-            log.warning("the token stream or the consumer has vanished, and is made again")
+            log.warning("the token stream or the consumer cannot be used, and is made again")
             await ensure(js, subjects, settings)
         except (APIError, nats.errors.Error, OSError, BrokerError):
             continue  # nothing is known of them now
@@ -114,6 +115,16 @@ async def keep(js: JetStreamContext, subjects: Subjects, settings: Settings) -> 
         f"the stream {subjects.log_stream} has vanished: somebody has removed it, or its server has lost its"
         " files; the next start makes a new one"
     )
+
+
+async def _is_ahead(js: JetStreamContext, stream: str) -> bool:
+    """Whether the consumer has delivered more than the log has: then it would not deliver the next requests.
+
+    So it is where a server has lost the end of a damaged file, but not what it had written of its consumers.
+    """
+    consumer = await js.consumer_info(stream, CONSUMER)
+    delivered = consumer.delivered.stream_seq if consumer.delivered else 0
+    return delivered > (await js.stream_info(stream)).state.last_seq
 
 
 async def _finds(asked: Awaitable[object]) -> bool:
@@ -266,6 +277,14 @@ async def _ensure_consumer(js: JetStreamContext, stream: str, wanted: api.Consum
         try:
             found = (await js.consumer_info(stream, CONSUMER)).config
         except NotFoundError:
+            found = None
+        if found and await _is_ahead(js, stream):
+            log.warning(
+                "the log has lost its last entries; all of its requests are looked at again, and turnkeep log"
+                " verify says what else is lost",
+                stream=stream,
+            )
+            await js.delete_consumer(stream, CONSUMER)
             found = None
         changes = _differences(wanted, found) if found else {}
         if found is None or changes:

@@ -1,0 +1,319 @@
+"""Checks the sessions of a log by arithmetic, without a worker or a model: what has it lost, what is changed?
+
+A result says what its request did to the session's tokens, names their digest, and names the result that it
+was stored behind. What was said has no digest: of a request only its form is checked.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import msgspec
+from msgspec import Struct
+
+from cache.names.tokens import Tokens, as_tokens, from_compact
+from turnkeep_client import __version__
+from turnkeep_client.errors import TurnkeepError
+from turnkeep_client.log import BUILD_HEADER, HISTORY_HEADER, PARTS_HEADER, words
+from turnkeep_client.messages import (
+    Append,
+    Appended,
+    Close,
+    Closed,
+    Failed,
+    Generate,
+    Generated,
+    Open,
+    Opened,
+    Rewind,
+    Rewound,
+    UnknownResult,
+    decode_answered,
+    decode_result,
+)
+from turnkeep_client.subjects import REFUSED
+
+from .copies import read_part
+from .record import decoded
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from turnkeep_client.calls import Stored
+    from turnkeep_client.client import Client
+    from turnkeep_client.messages import Request, Result
+    from turnkeep_client.subjects import SessionKey
+
+#: Header of a result: the entry of `out` that it was stored behind.
+_FENCE: Final = "Nats-Expected-Last-Subject-Sequence"
+_FITTING: Final[Mapping[type[Request], type[Result]]] = {
+    Open: Opened,
+    Append: Appended,
+    Generate: Generated,
+    Rewind: Rewound,
+    Close: Closed,
+}
+#: The place of the tokens in a fork's base (`worker/sessions/checkpoint`), and the most that one unpacks to.
+_TOKENS: Final = 5
+_MAX_BYTES: Final = 256 * 2**20
+
+
+class Fault(Struct, frozen=True):
+    """What is wrong with the entry at `seq`, which may be gone."""
+
+    seq: int
+    what: str
+
+
+class Damaged(Struct, frozen=True, kw_only=True):
+    """A session with faults, in the order of their entries."""
+
+    tenant: str
+    session: str
+    faults: tuple[Fault, ...]
+
+
+class Report(Struct, frozen=True, kw_only=True):
+    """What was read, and the sessions that are damaged."""
+
+    sessions: int
+    entries: int
+    damaged: tuple[Damaged, ...]
+
+
+class _Answer(NamedTuple):
+    """The first result of a request, of the entry at `seq` of the log."""
+
+    seq: int
+    headers: Mapping[str, str]
+    result: Result
+
+    @property
+    def changes(self) -> bool:
+        """Whether it says that its request changed the session."""
+        result = self.result
+        if isinstance(result, Generated) and not result.tokens and result.finish_reason == "cancelled":
+            return False
+        return result.repeat_of is None and not _is_failure(result)
+
+
+class _FaultError(Exception):
+    """A result does not follow from the entries before it."""
+
+
+async def verify(
+    client: Client,
+    tenant: str = "*",
+    names: Sequence[str] = (),
+    told: Callable[[int, int], None] | None = None,
+) -> Report:
+    """Check the sessions of these names, or all.
+
+    `told` is called with how many were checked, and of how many.
+
+    Raises `TurnkeepError` if there is no session of one of the names.
+    """
+    counts = await client.stored.subjects(tenant)
+    keys = [
+        key
+        for key in sorted(counts, key=str)
+        if key.session != REFUSED and counts[key].keys() & {"in", "out"}
+    ]
+    if missing := set(names) - {key.session for key in keys}:
+        raise TurnkeepError(f"the log has no session {min(missing)}; see turnkeep sessions")
+    keys = [key for key in keys if not names or key.session in names]
+    damaged, num_entries = [], 0
+    for number, key in enumerate(keys):
+        num, found = await _read(client, key)
+        if found:  # removed while it was read?
+            num, found = await _read(client, key)
+        num_entries += num
+        if found:
+            damaged.append(Damaged(tenant=key.tenant, session=key.session, faults=tuple(found)))
+        if told:
+            told(number + 1, len(keys))
+    return Report(sessions=len(keys), entries=num_entries, damaged=tuple(damaged))
+
+
+async def _read(client: Client, key: SessionKey) -> tuple[int, list[Fault]]:
+    """Count a session's entries, and find its faults. A worker may store more meanwhile: so results first."""
+    results = [one async for _, one in client.stored.every(key, "out")]
+    requests = [one async for _, one in client.stored.every(key, "in")]
+    parts = {
+        one.seq: await read_part(client, key, one.headers[PARTS_HEADER])
+        for one in results
+        if PARTS_HEADER in one.headers
+    }
+    return len(results) + len(requests), faults(requests, results, parts)
+
+
+def faults(
+    requests: Sequence[Stored], results: Sequence[Stored], parts: Mapping[int, bytes | None]
+) -> list[Fault]:
+    """Find what is wrong with one session's entries, given in their order.
+
+    `parts` has what results have no room for, by the sequence of the result; None if that is gone.
+    """
+    answers: dict[int, _Answer] = {}
+    found = list(_pair(results, answers))
+    asked = {one.seq: one.body for one in requests}
+    first = min(asked, default=0)
+    # A closed session is removed up to its close: the requests before it, then what is left of the results.
+    removed = max(
+        (
+            one.seq
+            for one in answers.values()
+            if isinstance(one.result, Closed) and one.changes and (not asked or one.result.seq <= first)
+        ),
+        default=0,
+    )
+    left = {
+        seq: one
+        for seq, one in answers.items()
+        if one.seq > removed or seq in asked or isinstance(one.result, Closed)
+    }
+    found += _lost_results(results, removed, {one.seq for one in answers.values() if one.changes})
+    found += _lost(asked, {seq: one for seq, one in left.items() if one.seq > removed}, left)
+    found += _fitting(asked, left)
+    found += _fold(left, parts)
+    return sorted(found, key=lambda one: one.seq)
+
+
+def _pair(results: Sequence[Stored], answers: dict[int, _Answer]) -> Iterator[Fault]:
+    """Fill in the first result of each request; yield the entries that are none."""
+    for one in results:
+        result = decoded(decode_result, one.body)
+        seq = result.seq if result else None
+        is_valid = result is not None and (_is_failure(result) or HISTORY_HEADER in one.headers)
+        if result is None or not is_valid or seq is None or not 0 < seq < one.seq:
+            yield Fault(one.seq, "no worker has written it so")
+        elif seq in answers:
+            yield Fault(one.seq, f"is a second result of the request at {seq}, after {answers[seq].seq}")
+        else:
+            answers[seq] = _Answer(one.seq, one.headers, result)
+
+
+def _lost_results(results: Sequence[Stored], removed: int, changing: set[int]) -> Iterator[Fault]:
+    """Yield what the log does not have although a later result was stored behind it.
+
+    Up to the first result that changed the session those may be gone that were removed with an earlier one.
+    """
+    before, is_begun = 0, False
+    for one in results:
+        fence = one.headers.get(_FENCE, "")
+        behind = int(fence) if fence.isdecimal() else before
+        if before and behind > before and is_begun and one.seq > removed:
+            yield Fault(behind, f"is gone: the result at {one.seq} was stored behind it")
+        elif behind < before:
+            yield Fault(
+                one.seq, f"was stored behind {behind}, but the log has a result at {before} before it"
+            )
+        before, is_begun = one.seq, is_begun or one.seq in changing
+
+
+def _lost(
+    asked: Mapping[int, bytes], kept: Mapping[int, _Answer], left: Mapping[int, _Answer]
+) -> Iterator[Fault]:
+    """Yield requests that are gone, and those whose result is gone; `kept` has results that none may lack."""
+    for seq, answer in kept.items():
+        if seq not in asked:
+            yield Fault(seq, f"is gone: the result at {answer.seq} answers it")
+    last = max((seq for seq, one in left.items() if one.changes), default=0)
+    for seq in asked:
+        if seq < last and seq not in left:
+            yield Fault(seq, f"has no result, but the later request at {last} has one")
+
+
+def _fitting(asked: Mapping[int, bytes], answers: Mapping[int, _Answer]) -> Iterator[Fault]:
+    """Yield the requests that are not of the kind that their result answers."""
+    for seq, answer in answers.items():
+        if seq not in asked or not answer.changes or isinstance(answer.result, UnknownResult):
+            continue
+        request, result = decoded(decode_answered, asked[seq]), answer.result
+        if request is None:
+            if not _is_json(asked[seq]):  # else it is of a newer version
+                yield Fault(seq, "cannot be read")
+        elif not isinstance(result, _FITTING[type(request)]) or (
+            isinstance(request, Rewind) and request.position != result.position
+        ):
+            yield Fault(answer.seq, f"does not fit the request at {seq}")
+
+
+def _fold(answers: Mapping[int, _Answer], parts: Mapping[int, bytes | None]) -> Iterator[Fault]:
+    """Yield the first result of each session of the name that does not follow from those before it."""
+    tokens, exists, is_sure = as_tokens(), False, True
+    for seq in sorted(answers):
+        answer = answers[seq]
+        if not answer.changes:
+            continue
+        is_sure = is_sure or isinstance(answer.result, Opened)
+        if isinstance(answer.result, Closed) and not exists:
+            continue  # of a removed session
+        exists = True
+        if isinstance(answer.result, UnknownResult):
+            is_sure = False  # only a newer version knows what it says
+            if words(answer.headers.get(BUILD_HEADER, "")).get("version") == __version__:
+                yield Fault(answer.seq, "no worker of the version that it names has written it so")
+        if not is_sure:
+            continue
+        try:
+            tokens = _after(tokens, answer, parts.get(answer.seq))
+        except (_FaultError, ValueError, OverflowError) as error:
+            yield Fault(answer.seq, str(error))
+            is_sure = False
+
+
+def _after(tokens: Tokens, answer: _Answer, part: bytes | None) -> Tokens:
+    """Return the session's tokens after a result. Raises `_FaultError`, and errors of tokens."""
+    result, headers = answer.result, answer.headers
+    if PARTS_HEADER in headers and part is None:
+        link = headers[PARTS_HEADER].partition(" ")[0]
+        raise _FaultError(f"names tokens in the messages up to {link}, which are gone or changed")
+    match result:
+        case Opened(parent=None):
+            after = as_tokens()
+        case Opened():
+            after = _base(part or b"")
+        case Appended(change=change) | Generated(change=change) if change is not None:
+            if change.kept > len(tokens):
+                raise _FaultError(
+                    f"keeps {change.kept} tokens, but the entries before it come to {len(tokens)}"
+                )
+            packed = change.input if part is None else part.decode()
+            after = tokens[: change.kept] + from_compact(packed)
+            if isinstance(result, Generated) and not change.holds_answer:
+                after += result.tokens
+        case Rewound(position=position):
+            after = tokens[:position]
+        case Closed():
+            after = tokens
+        case _:
+            raise _FaultError("does not say what its request did to the tokens")
+    if len(after) != result.position:
+        raise _FaultError(f"says position {result.position}, but the entries up to it come to {len(after)}")
+    if after.digest() != headers.get(HISTORY_HEADER):
+        raise _FaultError("the entries up to it come to other tokens than it states")
+    return after
+
+
+def _base(packed: bytes) -> Tokens:
+    """Return the tokens of a fork's base. Raises `_FaultError`."""
+    try:
+        fields = msgspec.msgpack.decode(zlib.decompressobj().decompress(packed, _MAX_BYTES))
+        before, digests, behind = fields[_TOKENS]
+        return Tokens.unpack_shortened(before, digests, behind, ())
+    except (msgspec.MsgspecError, zlib.error, ValueError, LookupError, TypeError) as error:
+        raise _FaultError(f"what the fork took from its parent cannot be read: {error}") from None
+
+
+def _is_failure(result: Result) -> bool:
+    return isinstance(result, Failed) or (isinstance(result, UnknownResult) and result.type == "failed")
+
+
+def _is_json(body: bytes) -> bool:
+    try:
+        msgspec.json.decode(body)
+    except msgspec.MsgspecError:
+        return False
+    return True

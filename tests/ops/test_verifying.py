@@ -1,0 +1,218 @@
+"""`turnkeep log verify`: a log that is sound has no faults, whatever was done in it; damage is named."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ops.log.verifying import faults
+from tests.commands.command_runs import command, where
+from tests.ops.test_copies import exported
+from turnkeep_client.calls import Stored
+from turnkeep_client.errors import RequestFailedError
+from turnkeep_client.log import HISTORY_HEADER
+from turnkeep_client.subjects import SessionKey
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from pathlib import Path
+
+    from tests.conftest import LocalWorker
+
+    Start = Callable[..., Awaitable[LocalWorker]]
+
+KEY = SessionKey("default", "garden")
+
+
+async def verified(worker: LocalWorker, *arguments: object) -> tuple[int, str]:
+    done = await command("log", "verify", *arguments, *where(worker))
+    assert not done.stderr, done.stderr
+    return done.returncode, done.stdout
+
+
+async def lived(start: Start, **settings: Any) -> LocalWorker:
+    """A worker with a session of every kind of request."""
+    worker = await start(**settings)
+    session = worker.client.session("garden")
+    await session.append(text="x" * 40, request_id="a")
+    await session.append(text="x" * 40, request_id="a")
+    with pytest.raises(RequestFailedError):
+        await session.rewind(999, request_id="far")
+    await session.generate(messages=[{"role": "user", "content": "What is red?"}], max_tokens=9)
+    await session.rewind(30)
+    await session.append(text="y" * 200)
+    await session.generate(text="z", max_tokens=5)
+    return worker
+
+
+async def entries_of(worker: LocalWorker, kind: str) -> list[Stored]:
+    return [one async for _, one in worker.client.stored.every(KEY, kind)]
+
+
+async def test_a_log_in_which_all_has_happened_has_no_faults(local_worker: Start, tmp_path: Path) -> None:
+    """Repeats, refusals, rewinds, forks of forks, policies, long inputs, closed and forgotten sessions."""
+    worker = await lived(local_worker, closed_ttl_s=600.0, max_message_bytes=32 * 2**10)
+    garden = worker.client.session("garden")
+    await garden.append(text="l" * 1750, request_id="long")
+    assert any("Turnkeep-Parts" in one.headers for one in await entries_of(worker, "out"))
+    fork = await garden.fork("fork", 70)
+    await fork.append(text="more")
+    await (await fork.fork("fork-of-fork")).generate(text="x", max_tokens=3)
+    endless = worker.client.session("endless", cache={"policy": "sink_window", "sink": 2, "window": 64})
+    await endless.generate(text="w" * 300, max_tokens=40)
+    again = worker.client.session("again")
+    await again.append(text="first life")
+    await again.close()
+    await again.open()
+    await again.append(text="second life")
+    forgotten = worker.client.session("forgotten")
+    await forgotten.append(text="secret")
+    await forgotten.close(forget=True)
+    code, out = await verified(worker)
+    assert (code, out.split(";")[0]) == (0, "6 sessions, 0 damaged"), out
+    assert (await verified(worker, "fork", "again"))[0] == 0
+    done = await command("log", "verify", "nobody", *where(worker))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "no session nobody" in done.stderr
+
+
+async def test_an_imported_session_that_goes_on_has_no_faults(local_worker: Start, tmp_path: Path) -> None:
+    worker, file = await exported(local_worker, tmp_path)
+    assert (await command("import", file, "--as", "copy", *where(worker))).returncode == 0
+    await worker.client.session("copy").append(text="more")
+    code, out = await verified(worker)
+    assert (code, out.split(";")[0]) == (0, "2 sessions, 0 damaged"), out
+
+
+async def test_each_entry_that_is_gone_is_named_and_other_sessions_are_not(local_worker: Start) -> None:
+    """The last entry alone may go unseen: the log may as well end there."""
+    worker = await lived(local_worker)
+    await worker.client.session("other").append(text="sound")
+    requests, results = await entries_of(worker, "in"), await entries_of(worker, "out")
+    assert faults(requests, results, {}) == []
+    for one in requests:
+        found = faults([other for other in requests if other is not one], results, {})
+        assert one.seq in {fault.seq for fault in found}, one
+    for one in results[:-1]:
+        found = faults(requests, [other for other in results if other is not one], {})
+        assert one.seq in {fault.seq for fault in found} or found[0].what.startswith("has no result"), one
+    await worker.client.stored.delete(results[3].seq)
+    await worker.client.stored.delete(requests[4].seq)
+    code, out = await verified(worker)
+    assert code == 1
+    assert f"default/garden at {results[3].seq}: is gone" in out
+    assert f"default/garden at {requests[4].seq}: is gone" in out
+    assert "2 sessions, 1 damaged" in out
+    assert "default/other" not in out
+    code, out = await verified(worker, "--json")
+    (damaged,) = json.loads(out)["damaged"]
+    assert (code, damaged["session"]) == (1, "garden")
+    assert results[3].seq in {one["seq"] for one in damaged["faults"]}
+
+
+async def test_of_any_run_of_entries_that_is_gone_something_is_named(local_worker: Start) -> None:
+    """Up to the last: whatever block a disk loses of a session that is not closed."""
+    worker = await lived(local_worker)
+    requests, results = await entries_of(worker, "in"), await entries_of(worker, "out")
+    seqs = sorted(one.seq for one in (*requests, *results))
+    for start in range(len(seqs)):
+        for end in range(start + 1, len(seqs) - 1):
+            gone = set(seqs[start:end])
+            left = [[one for one in some if one.seq not in gone] for some in (requests, results)]
+            assert faults(left[0], left[1], {}), gone
+
+
+async def test_a_changed_result_is_named(local_worker: Start) -> None:
+    """In a number of the tokens, in the digest, in the position, in a type; and a second result."""
+    worker = await lived(local_worker)
+    requests, results = await entries_of(worker, "in"), await entries_of(worker, "out")
+    changing = [one for one in results if HISTORY_HEADER in one.headers and b"repeat_of" not in one.body]
+
+    def changed(at: Stored, body: bytes, **headers: str) -> list[int]:
+        some = [Stored(one.seq, body, {**one.headers, **headers}) if one is at else one for one in results]
+        return [fault.seq for fault in faults(requests, some, {})]
+
+    for one in changing:
+        for pattern, instead in (
+            (rb'"position":\d+', b'"position":7777'),
+            (rb'"type":"\w+"', b'"type":"grown"'),
+            (rb'"kept":\d+', b'"kept":9999'),
+            (rb'"input":".{3}', b'"input":"zzz'),
+            (rb'"tokens":\[\d+', b'"tokens":[1'),
+            (rb"\{", b""),
+        ):
+            body = re.sub(pattern, instead, one.body, count=1)
+            if body != one.body:
+                assert one.seq in changed(one, body), (one, body)
+        assert changed(one, one.body, **{HISTORY_HEADER: "00" * 16}) == [one.seq]
+    twice = [*results, Stored(results[-1].seq + 1, results[0].body, {**results[0].headers})]
+    assert results[-1].seq + 1 in {fault.seq for fault in faults(requests, twice, {})}
+    broken = [Stored(one.seq, b"x" + one.body, one.headers) for one in requests]
+    assert {fault.what for fault in faults(broken, results, {})} == {"cannot be read"}
+
+
+async def test_a_fork_without_what_it_took_is_named_and_one_without_its_parent_is_not(
+    local_worker: Start,
+) -> None:
+    worker = await lived(local_worker)
+    garden = worker.client.session("garden")
+    for name in ("one", "two"):
+        await (await garden.fork(name)).append(text="more")
+    await garden.close(forget=True)
+    assert (await verified(worker))[0] == 0
+    key = SessionKey("default", "one")
+    (base,) = [one async for _, one in worker.client.stored.every(key, "checkpoint")]
+    await worker.client.stored.delete(base.seq)
+    code, out = await verified(worker)
+    assert (code, out.count("default/")) == (1, 1), out
+    assert f"names tokens in the messages up to {base.seq}, which are gone or changed" in out
+
+
+async def test_a_result_of_a_newer_version_is_no_fault(local_worker: Start) -> None:
+    worker = await lived(local_worker)
+    requests, results = await entries_of(worker, "in"), await entries_of(worker, "out")
+    last = results[-1]
+    headers = {**last.headers, "Turnkeep-Build": "worker=a version=999.0"}
+    newer = Stored(last.seq, re.sub(rb'"type":"\w+"', b'"type":"grown"', last.body), headers)
+    assert faults(requests, [*results[:-1], newer], {}) == []
+
+
+@pytest.mark.parametrize("second_life", [False, True])
+async def test_a_closed_session_that_is_removed_step_by_step_has_no_faults(
+    local_worker: Start, second_life: bool
+) -> None:
+    """A worker may die in between: what is before the close goes first, then results, then the close."""
+    worker = await lived(local_worker)
+    session = worker.client.session("garden")
+    closed = await session.close()
+    if second_life:
+        await session.open()
+        await session.append(text="again")
+    requests, results = await entries_of(worker, "in"), await entries_of(worker, "out")
+    (end,) = (one for one in results if b'"type":"closed"' in one.body)
+    left_requests = [one for one in requests if one.seq >= closed.seq]
+    late = [one for one in results if one.seq > closed.seq or one is results[-3]]
+    assert faults(left_requests, late, {}) == []
+    late = [one for one in results if one.seq > closed.seq]
+    assert faults(left_requests, late, {}) == []
+    assert faults([one for one in left_requests if one.seq > closed.seq], late, {}) == []
+    late = [one for one in late if one is not end]
+    assert faults([one for one in left_requests if one.seq > closed.seq], late, {}) == []
+
+
+async def test_entries_that_are_stored_while_it_reads_are_no_faults(local_worker: Start) -> None:
+    worker = await local_worker()
+
+    async def talk_on() -> None:
+        for number in range(60):
+            await worker.client.session(f"s{number % 3}").append(text=f"turn {number}")
+
+    talking = asyncio.create_task(talk_on())
+    while not talking.done():
+        code, out = await verified(worker)
+        assert code == 0, out
+    await talking

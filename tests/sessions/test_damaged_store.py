@@ -1,0 +1,144 @@
+"""A disk flips or loses bytes in the files of the NATS server, which does not say so to its clients."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+
+from ops.log.verifying import verify
+from tests.sessions.test_restored_server import Server
+from turnkeep_client.client import connect
+from turnkeep_client.errors import RequestFailedError
+from turnkeep_client.subjects import SessionKey
+from worker.wire import streams
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator
+    from pathlib import Path
+
+    from turnkeep_client.client import Client
+
+    Start = Callable[..., Awaitable[Any]]
+
+TURNS: Final = 12
+ALL: Final = SessionKey("*", "*")
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    one = Server(tmp_path / "nats")
+    one.start()
+    yield one
+    one.stop()
+
+
+class Damaged:
+    """A log whose file can be damaged: `other` has its first entries and its last ones, `hit` all others."""
+
+    def __init__(self, server: Server, prefix: str) -> None:
+        self.server = server
+        self.prefix = prefix
+        self.positions: list[int] = []
+        self.stored: dict[int, bytes] = {}
+        folder = server._store / "jetstream" / "$G" / "streams" / f"{prefix}_log" / "msgs"
+        self.file = folder / "1.blk"
+
+    async def read(self) -> dict[int, bytes]:
+        async with await connect(self.server.url, prefix=self.prefix) as client:
+            return {one.seq: one.body async for _, one in client.stored.every(ALL)}
+
+    def damage(self, change: Callable[[bytearray], None]) -> None:
+        """Change the file while the server is stopped."""
+        self.server.stop()
+        content = bytearray(self.file.read_bytes())
+        change(content)
+        self.file.write_bytes(content)
+        self.server.start()
+
+    async def check(self, start: Start) -> str:
+        """Return what became of `hit`, after checking that no answer rests on anything wrong."""
+        left = await self.read()
+        assert all(self.stored[seq] == body for seq, body in left.items()), "the server's checksums hold"
+        assert len(left) < len(self.stored)
+        async with await connect(self.server.url, prefix=self.prefix) as client:
+            report = await verify(client)
+        worker = await start(nats=self.server.url, prefix=self.prefix, ack_wait_s=1.0)
+        client: Client = worker.client
+        for name in ("other", "new"):
+            answer = await client.session(name).append(text="more", timeout_s=15)
+            assert answer.position == {"other": 14, "new": 4}[name]
+        damaged = {one.session: one.faults for one in report.damaged}
+        assert damaged.keys() <= {"hit"}
+        if "hit" in damaged:
+            assert {one.seq for one in damaged["hit"]} & (self.stored.keys() - left.keys())
+            with pytest.raises(RequestFailedError, match="history_diverged"):
+                await client.session("hit").append(text="more", timeout_s=15)
+            return "diverged"
+        answer = await client.session("hit").append(text="more", timeout_s=15)
+        assert answer.position - len("more") in self.positions, "where the session was after one of its turns"
+        return f"begins again after {self.positions.index(answer.position - len('more'))} turns"
+
+
+@pytest.fixture
+async def log(server: Server, local_worker: Start) -> Damaged:
+    worker = await local_worker(nats=server.url, ack_wait_s=1.0)
+    one = Damaged(server, worker.settings.prefix)
+    await worker.client.session("other").append(text="first five")
+    one.positions = [0]
+    for number in range(TURNS):
+        text = f"turn {number:03d} " + "x" * 40
+        one.positions.append((await worker.client.session("hit").append(text=text)).position)
+    one.stored = await one.read()
+    await worker.stop()
+    return one
+
+
+@pytest.mark.parametrize("turn", [3, 8])
+@pytest.mark.parametrize("where", ["request", "result"])
+async def test_a_flipped_bit_costs_its_session_and_no_other(
+    log: Damaged, local_worker: Start, turn: int, where: str
+) -> None:
+    """The server leaves the entry out; the session's next request fails, and `log verify` names the entry."""
+    marks = {"request": b'"text":"turn %03d' % turn, "result": b'"position":%d' % log.positions[turn]}
+
+    def flip(content: bytearray) -> None:
+        assert content.count(marks[where]) >= 1
+        content[content.index(marks[where]) + 9] ^= 0x10
+
+    log.damage(flip)
+    assert await log.check(local_worker) == "diverged"
+
+
+@pytest.mark.parametrize("how", ["cut", "zeros", "taken out"])
+async def test_of_a_file_that_lacks_bytes_sessions_go_on_from_what_is_left(
+    log: Damaged, local_worker: Start, how: str
+) -> None:
+    """The server drops what is behind, and its consumer may be ahead of new requests."""
+
+    def change(content: bytearray) -> None:
+        middle = content.index(b'"text":"turn 006')
+        if how == "cut":
+            del content[middle:]
+        elif how == "zeros":
+            content[middle : middle + 512] = bytes(512)
+        else:
+            del content[middle : middle + 512]
+
+    log.damage(change)
+    assert await log.check(local_worker) == "begins again after 6 turns"
+
+
+async def test_a_worker_that_outlives_the_loss_answers_new_requests(
+    log: Damaged, local_worker: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "_KEEP_S", 0.2)
+    worker = await local_worker(nats=log.server.url, prefix=log.prefix, ack_wait_s=1.0)
+
+    def change(content: bytearray) -> None:
+        middle = content.index(b'"text":"turn 006')
+        del content[middle : middle + 512]
+
+    log.damage(change)
+    for name in ("new", "newer", "newest"):
+        assert (await worker.client.session(name).append(text="more", timeout_s=15)).position == 4
