@@ -119,6 +119,28 @@ async def test_a_cancel_is_not_confirmed_where_the_request_was_read_meanwhile(
     assert "it was answered already" in answer.message
 
 
+@pytest.mark.parametrize("request_", [Generate(id="a", text="a", max_tokens=2), Append(id="a", text="a")])
+async def test_a_cancel_that_comes_when_the_request_is_done_does_not_say_cancelled(
+    world: World, monkeypatch: pytest.MonkeyPatch, request_: Append | Generate
+) -> None:
+    run = world.engine.run
+    told: list[asyncio.Task[Any]] = []
+
+    async def ends(*args: Any, **more: Any) -> Any:
+        turn = await run(*args, **more)
+        told.append(asyncio.create_task(world.session.cancel("a")))
+        await asyncio.sleep(0.01)
+        assert world.session.active is not None
+        assert world.session.active.cancelled
+        return turn
+
+    monkeypatch.setattr(world.engine, "run", ends)
+    monkeypatch.setattr(world.engine, "cancel", lambda _: None, raising=False)
+    result = await world.ask(request_)
+    assert getattr(result, "finish_reason", "appended") != "cancelled"
+    assert "it was answered already" in getattr(await told[0], "message", "")
+
+
 async def test_forged_tokens_of_a_request_that_waits_do_not_let_its_cancel_end_another(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

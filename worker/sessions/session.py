@@ -8,7 +8,7 @@ of the last result that the session knows, so it fails if another worker has sto
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 import structlog
@@ -245,13 +245,12 @@ class Session:
         except FencedError:
             self._stop_active()  # its result can no longer be committed
             raise
-        known = await self.log.find_answered(request_id) is not None  # if so, the pending one is a repeat
+        known = await self.log.find_answered(request_id)  # if so, the pending one is a repeat
         if known and asked is not None and asked.done.is_set():
-            return Cancelled(id=request_id, was="waiting")  # the session's task has committed it
+            return await self._ended(known, "waiting")  # the session's task has committed it
         pending = None if known else await self.log.find_waiting(request_id)
         if pending is None:
-            why = "it was answered already" if known else "the session has no request with this id that waits"
-            return failure(request_id, "invalid_request", f"nothing to cancel under {request_id!r}: {why}")
+            return _no_cancel(request_id, is_answered=known is not None)
         pending.cancelled = True
         try:
             is_begun = await self._begun(pending)
@@ -261,17 +260,26 @@ class Session:
             result = withdrawn(pending, self.history, self.log.record.position)
             if await self._commit(pending, result, None):
                 return Cancelled(id=request_id, was="waiting")
-            if not pending.done.is_set() or await self.log.find_answered(request_id) is None:
+            if not pending.done.is_set() or (known := await self.log.find_answered(request_id)) is None:
                 return await self.cancel(request_id)  # the log was read anew meanwhile
-            return Cancelled(id=request_id, was="waiting")  # the session's task has committed it
+            return await self._ended(known, "waiting")  # the session's task has committed it
         if pending is self.active:
             self._stop_active()
         self._wake(self)
         self._services.shares.admit(self.key)
         await pending.done.wait()
-        if await self.log.find_answered(request_id) is None:  # the log was read anew meanwhile
+        if (known := await self.log.find_answered(request_id)) is None:  # the log was read anew meanwhile
             return await self.cancel(request_id)
-        return Cancelled(id=request_id, was="running")
+        return await self._ended(known, "running")
+
+    async def _ended(self, known: AnsweredRequest, was: Literal["running", "waiting"]) -> Cancelled | Failed:
+        """Say of a request whose end was asked for whether that ended it, or it was complete before."""
+        body = await self._services.journal.get(known.at.out_seq)
+        result = decode_result(body) if body else None
+        how = result.finish_reason if isinstance(result, Generated) else getattr(result, "code", "")
+        if how in ("cancelled", "expired"):
+            return Cancelled(id=known.request.id, was=was)
+        return _no_cancel(known.request.id, is_answered=True)
 
     def forget(self) -> None:
         """Drop the session's state in memory, and its KV; the next `run` reads the log again."""
@@ -537,3 +545,8 @@ class Session:
         says = held is not None and (held.text or held.reasoning or held.tool_calls)
         rest = msgspec.structs.replace(held, seq=pending.seq) if held and says else None
         await self._services.outbox.end(self.key, request_id, pending.seq, rest)
+
+
+def _no_cancel(request_id: str, *, is_answered: bool) -> Failed:
+    why = "it was answered already" if is_answered else "the session has no request with this id that waits"
+    return failure(request_id, "invalid_request", f"nothing to cancel under {request_id!r}: {why}")
