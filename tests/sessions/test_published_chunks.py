@@ -6,7 +6,8 @@ import asyncio
 import json
 from typing import TYPE_CHECKING, Any
 
-from raw_wire import Wire, generate
+from raw_wire import Wire, append, generate
+from structlog.testing import capture_logs
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -86,3 +87,13 @@ async def test_nothing_follows_a_chunk_that_was_refused(wire: Start) -> None:
     for chunk in heard.chunks:
         assert chunk["i"] == position
         position += len(chunk["tokens"])
+
+
+async def test_a_repeated_request_logs_no_warning(wire: Start) -> None:
+    """A client that lost its connection repeats what it asked; nothing is wrong with the log then."""
+    w = await wire()
+    with capture_logs() as lines:
+        for _ in range(3):
+            await w.send("s", generate("g", text="abc", max_tokens=40))
+            await w.send("s", append("a"))
+    assert [line for line in lines if line["log_level"] not in ("debug", "info")] == []

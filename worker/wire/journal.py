@@ -182,7 +182,8 @@ class Journal:
             except InvalidMessageError:
                 chunk = None
             if chunk is None or chunk.seq != seq or entry.stored < stored:
-                num_foreign += 1
+                # Not those of an earlier request, which this one repeats.
+                num_foreign += chunk is None or chunk.seq is None or chunk.seq >= seq
                 continue
             is_sealed = False  # whoever sealed it has seen that it goes on
             has_gap = has_gap or chunk.i > num_tokens
