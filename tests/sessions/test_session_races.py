@@ -11,6 +11,7 @@ import pytest
 from test_fold import PAGE, STORED, World
 
 from turnkeep_client.messages import Append, Chunk, Close, Generate, Generated, Message, Open, encode
+from worker.device.engine import DeviceFaultError
 from worker.models.tokenizer import Tokenizer
 from worker.observe.telemetry import Telemetry
 from worker.sessions.attempts import SharedLock
@@ -419,3 +420,57 @@ async def test_what_may_take_long_to_render_or_tokenise_does_not_hold_up_the_eve
     assert isinstance(await world.ask(Generate(id="g", max_tokens=2, **given)), Generated)
     assert threads
     assert threading.main_thread() not in threads
+
+
+def streamed(world: World, monkeypatch: pytest.MonkeyPatch, seq: int) -> Chunk:
+    """Have the token stream of an answer, and no turn on the device any more."""
+    chunk = Chunk(0, tuple(world._tokenizer.encode("ab", at_start=False)), "ab", seq)
+    monkeypatch.setattr(world.log, "chunks", [chunk])
+    return chunk
+
+
+@pytest.mark.parametrize("attempts", [3, 4])
+async def test_what_was_streamed_of_an_answer_that_is_given_up_is_its_result(
+    world: World, monkeypatch: pytest.MonkeyPatch, attempts: int
+) -> None:
+    """Clients have it. If that crashes a worker too, the request fails."""
+    seq = world.log.add("in", encode(Generate(id="g", text="x", max_tokens=9)))
+    chunk = streamed(world, monkeypatch, seq)
+    monkeypatch.setattr(world.engine, "run", None)
+    world.log.notes.append(b'{"seq":%d,"attempts":%d,"tokens":2}' % (seq, attempts))
+    stored: list[bytes] = []
+    append = world.log.append
+
+    async def note(key: Any, kind: str, body: bytes) -> None:
+        stored.append(body)
+        await append(key, kind, body)
+
+    monkeypatch.setattr(world.log, "append", note)
+    world.ring(seq, again=True)
+    await world.session.run()
+    result = world.result(seq)
+    assert b'"attempts":%d' % (attempts + 1) in stored[0]
+    assert b'"attempts":%d' % attempts in stored[1]  # the dead letter
+    if attempts == 4:
+        assert result.code == "internal"
+        return
+    assert (result.tokens, result.text, result.finish_reason) == (chunk.tokens, "ab", "given_up")
+    assert "it has ended every worker" in result.warnings[-1]
+    await world.assert_fold_is_life()
+
+
+async def test_what_was_streamed_before_the_device_failed_is_the_result(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seq = world.publish(Generate(id="g", text="x", max_tokens=9))
+
+    async def fails(*_: Any, **__: Any) -> None:
+        streamed(world, monkeypatch, seq)
+        raise DeviceFaultError("it burns")
+
+    monkeypatch.setattr(world.engine, "run", fails)
+    await world.session.run()
+    result = world.result(seq)
+    assert (result.text, result.finish_reason) == ("ab", "given_up")
+    assert "it burns" in result.warnings[-1]
+    await world.assert_fold_is_life()

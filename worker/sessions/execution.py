@@ -63,7 +63,14 @@ if TYPE_CHECKING:
 
     from cache.names.policy import Policy
     from turnkeep_client.errors import ErrorCode
-    from turnkeep_client.messages import CachePolicy, CallPart, ForkPoint, Result, TokenLogprob
+    from turnkeep_client.messages import (
+        CachePolicy,
+        CallPart,
+        FinishReason,
+        ForkPoint,
+        Result,
+        TokenLogprob,
+    )
     from turnkeep_client.subjects import SessionKey
     from worker.batch.chooser import Grammar
     from worker.batch.rows import Scores
@@ -265,6 +272,7 @@ class Execution:
             pending.cancelled = True
         own = digests_of(self._fold.model)
         is_begun_by_other = published.num_tokens > 0 and published.model not in ("", own)
+        is_over = is_begun_by_other or bool(pending.given_up)
         if is_begun_by_other and published.model.split()[-1:] != [self._fold.model.tokenizer]:
             return await self._end_foreign(key, request, pending, history, published)
         prompt = extended.history.tokens
@@ -287,6 +295,7 @@ class Execution:
         warnings = extended.warnings + warnings
         room = self._max_answer_bytes - echo_bytes - min(len(change.input), self.most_input)
         room -= len(encode({"warnings": warnings}))
+        warnings += (pending.given_up,) if pending.given_up else ()
         stream = TextStream(self._tokenizer, request.stop)
         answer = Answer(
             stream,
@@ -298,9 +307,9 @@ class Execution:
         self._resume(published.chunks, answer)
         pending.num_resumed = len(answer.tokens)
         stream_end = _StreamEnd(published.last_seq)
-        asks = scores is not None and not is_begun_by_other
+        asks = scores is not None and not is_over
         turn = await self._score(key, pending, extended.history, scores) if scores and asks else None
-        is_scored = not is_begun_by_other and (scores is None or scores.end >= len(prompt))
+        is_scored = not is_over and (scores is None or scores.end >= len(prompt))
         if is_scored and request.max_tokens:
             sampled = await self._sample(
                 key, request, pending, extended.history, answer, grammar, stream_end, warnings
@@ -314,9 +323,8 @@ class Execution:
                 answer.finish_reason = "length"
         if answer.finish_reason is None:
             late = pending.expired and not pending.cancelled
-            pending.held = answer.cancel(
-                "model_changed" if is_begun_by_other else "expired" if late else "cancelled"
-            )
+            why: FinishReason = "given_up" if pending.given_up else "expired" if late else "cancelled"
+            pending.held = answer.cancel("model_changed" if is_begun_by_other else why)
             await self._journal.seal(key, request.id, pending.seq, stream_end.seq, server=pending.server)
         if not answer.tokens and answer.finish_reason != "length":
             return withdrawn(pending, history, history.position), history
