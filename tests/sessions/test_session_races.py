@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from test_fold import PAGE, STORED, World
 
-from turnkeep_client.messages import Append, Chunk, Close, Generate, Generated, Message, Open, encode
+from cache.names.policy import FULL
+from turnkeep_client.messages import (
+    Append,
+    Chunk,
+    Close,
+    ForkPoint,
+    Generate,
+    Generated,
+    Message,
+    Open,
+    encode,
+)
 from worker.device.engine import DeviceFaultError
 from worker.models.tokenizer import Tokenizer
 from worker.observe.telemetry import Telemetry
@@ -474,3 +485,28 @@ async def test_what_was_streamed_before_the_device_failed_is_the_result(
     assert (result.text, result.finish_reason) == ("ab", "given_up")
     assert "it burns" in result.warnings[-1]
     await world.assert_fold_is_life()
+
+
+async def test_an_open_that_waits_for_its_parent_is_no_attempt_and_holds_up_nobody(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It runs nothing on the device; a worker that ends meanwhile was ended by another request."""
+    there, go_on = asyncio.Event(), asyncio.Event()
+
+    async def parent(*_: Any) -> Any:
+        there.set()
+        await go_on.wait()
+        return world.fold.opened(world.session.history, FULL, {})
+
+    monkeypatch.setattr(world.session, "_parent", parent)
+    seq = world.log.add("in", encode(Open(id="o", from_=ForkPoint(session="p"))))
+    world.log.notes.append(b'{"seq":%d,"attempts":2}' % seq)
+    world.ring(seq, again=True)
+    running = asyncio.create_task(world.session.run())
+    await there.wait()
+    assert len(world.log.notes) == 1
+    async with asyncio.timeout(5), world.session._services.device_lock.enter(lambda: False):
+        pass
+    go_on.set()
+    await running
+    assert world.result(seq).parent.session == "p"

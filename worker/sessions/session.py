@@ -374,6 +374,8 @@ class Session:
 
     async def _attempt(self, pending: Pending) -> tuple[Result, History]:
         """Carry out a request, or give up if it has crashed too many workers."""
+        if isinstance(pending.request, Open):  # runs nothing on the device, and may wait for its parent
+            return await self._result(pending)
         doubt, device_lock = self._doubt, self._services.device_lock
         note, limit = doubt.note, self._services.attempts.max_attempts
         is_new = doubt.is_new(pending.seq)
