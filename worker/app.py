@@ -524,6 +524,7 @@ class App:
             kv_bits=settings.kv_bits,
             own_sampling=loaded.sampling,
             placeholders=settings.placeholders == "on",
+            token_ttl_s=settings.token_ttl_s,
         )
         return Services(
             journal=journal,

@@ -160,7 +160,7 @@ class Journal:
         return await self._direct_batch(self._subjects.log_stream, self._subjects.of(key, "in"), after)
 
     async def published(self, key: SessionKey, request_id: str, seq: int, stored: datetime) -> Published:
-        """Read the published chunks of the request at `seq`, from index 0 up to the first gap.
+        """Read the published chunks of the request at `seq`, from index 0, which may come again, up to a gap.
 
         Ignores chunks that do not name the request's sequence or are older than the request (`stored`): a
         client may have published them to forge the beginning of the answer.
@@ -186,6 +186,8 @@ class Journal:
                 num_foreign += chunk is None or chunk.seq is None or chunk.seq >= seq
                 continue
             is_sealed = False  # whoever sealed it has seen that it goes on
+            if has_gap and chunk.i == 0:  # the first ones have expired, and were published again
+                chunks, num_tokens, has_gap = [], 0, False
             has_gap = has_gap or chunk.i > num_tokens
             if chunk.i == num_tokens and not has_gap:
                 model = model or entry.headers.get(MODEL_HEADER, "")
