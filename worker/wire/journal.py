@@ -246,6 +246,10 @@ class Journal:
                 if isinstance(error, APIError) and error.err_code in _OVERTAKEN:
                     after, is_own = await self._last_chunk(key, request_id, body, after, seq)
                     if not is_own:
+                        # A forget may have made room for others, before this look or behind it.
+                        if await self.get(seq) is None:
+                            raise FencedError("the session was forgotten") from None
+                        is_first = True
                         continue
                     stored = after
                 else:
@@ -286,14 +290,11 @@ class Journal:
         """Return the sequence of an answer's last message (0: all have expired), and whether `body` is there.
 
         Looks at each message behind `after`: behind a chunk there may be ends of requests that repeat it.
-        Raises `FencedError` if one is another chunk, the end or the seal of the request at `seq`, or if that
-        request was forgotten.
+        Raises `FencedError` if one is another chunk, the end or the seal of the request at `seq`.
         """
         subject, is_own = self._subjects.tokens(key, request_id), 0
         last = await self._token(subject)
         if last is None:
-            if await self.get(seq) is None:
-                raise FencedError("the session was forgotten")
             return 0, False
         if (last.seq or 0) <= after:
             await sleep(_RACE_S)  # the other write is still in process, or what came last has expired
