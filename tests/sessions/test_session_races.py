@@ -25,9 +25,9 @@ from turnkeep_client.messages import (
 from worker.device.engine import DeviceFaultError
 from worker.models.tokenizer import Tokenizer
 from worker.observe.telemetry import Telemetry
-from worker.sessions.attempts import SharedLock
+from worker.sessions.attempts import AttemptNote, SharedLock
 from worker.wire.intake import Intake
-from worker.wire.journal import FencedError
+from worker.wire.journal import FencedError, Published
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -510,3 +510,26 @@ async def test_an_open_that_waits_for_its_parent_is_no_attempt_and_holds_up_nobo
     go_on.set()
     await running
     assert world.result(seq).parent.session == "p"
+
+
+async def test_an_answer_that_another_worker_is_about_to_end_does_not_go_on(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has sealed it, and may have died then: what comes behind the seal no client may hear."""
+    seq = world.log.add("in", encode(Generate(id="g", text="x", max_tokens=9)))
+    chunk = streamed(world, monkeypatch, seq)
+
+    async def sealed(*_: Any) -> Published:
+        return Published([chunk], is_sealed=True)
+
+    monkeypatch.setattr(world.log, "published", sealed)
+    world.ring(seq)
+    await world.session.run()
+    assert (world.result(seq).tokens, world.result(seq).finish_reason) == (chunk.tokens, "cancelled")
+
+
+def test_only_an_attempt_without_progress_counts() -> None:
+    note = AttemptNote().then(1, 0, is_first=True).then(1, 5)
+    assert note.then(1, 6) == AttemptNote(1, note.attempts, 6)
+    assert note.then(1, 5) == AttemptNote(1, note.attempts + 1, 5)
+    assert note.then(2, 9) == AttemptNote(2, 1, 9)
