@@ -28,6 +28,7 @@ _STATUSES: Final = {
     "length": "incomplete",
     "expired": "incomplete",
     "model_changed": "incomplete",
+    "given_up": "incomplete",
     "cancelled": "cancelled",
 }
 #: What grows in an item: the name of its events, and of the field with all of it.

@@ -18,6 +18,7 @@ _REASONS: Final = {
     "length": "max_tokens",
     "expired": "max_tokens",
     "model_changed": "max_tokens",
+    "given_up": "max_tokens",
     "tool_calls": "tool_use",
 }
 #: Anthropic's words for the kind of error; other statuses are an `api_error` or an invalid request.

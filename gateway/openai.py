@@ -42,6 +42,7 @@ _REASONS: Final = {
     "cancelled": "stop",
     "expired": "length",
     "model_changed": "length",
+    "given_up": "length",
 }
 
 

@@ -45,7 +45,7 @@ from worker.sessions.sessions import Sessions
 from worker.sessions.shares import Shares
 from worker.sessions.trail import Trails
 from worker.wire import broker, streams
-from worker.wire.connection import BrokerError, connect, loses_entries, server_version
+from worker.wire.connection import BrokerError, connect, loses_entries, server_version, small_payload
 from worker.wire.credentials import over_tls, worker_options
 from worker.wire.desk import Desk
 from worker.wire.discovery import Discovery
@@ -526,6 +526,7 @@ class App:
             kv_bits=settings.kv_bits,
             own_sampling=loaded.sampling,
             placeholders=settings.placeholders == "on",
+            token_ttl_s=settings.token_ttl_s,
         )
         return Services(
             journal=journal,
@@ -607,6 +608,11 @@ class App:
         self._loop.call_soon_threadsafe(self._fail, f"the device thread ended: {error!r}")
 
     async def _reconnected(self) -> None:
+        """Go on with a server that has returned, or stop if it takes smaller messages than before."""
+        if self._nc is not None and (url := self._nc.connected_url) is not None:
+            why = small_payload(self._nc, self._settings.max_message_bytes, shown(url.geturl()))
+            if why is not None:
+                self._fail(why)
         if self._intake is not None:
             await self._intake.pull_again()
 

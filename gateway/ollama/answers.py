@@ -164,7 +164,8 @@ def _call(given: Called | CallPart) -> dict[str, Any]:
 
 def _end(result: Generated) -> dict[str, Any]:
     used, took = result.usage, result.seconds
-    reason = "length" if result.finish_reason in {"length", "expired", "model_changed"} else "stop"
+    is_cut = result.finish_reason in {"length", "expired", "model_changed", "given_up"}
+    reason = "length" if is_cut else "stop"
     return {
         "done": True,
         "done_reason": reason,

@@ -596,7 +596,14 @@ class Appended(_Turned, frozen=True, tag="appended"):
 
 _OPEN: Final = "later versions have other values too"
 FinishReason = Literal[
-    "stop", "length", "cancelled", "expired", "tool_calls", "tool_calls_malformed", "model_changed"
+    "stop",
+    "length",
+    "cancelled",
+    "expired",
+    "tool_calls",
+    "tool_calls_malformed",
+    "model_changed",
+    "given_up",
 ]
 _OpenReason = Annotated[str, Meta(description=_OPEN, examples=list(get_args(FinishReason)))]
 _OpenCode = Annotated[str, Meta(description=_OPEN, examples=list(ERROR_CODES))]
@@ -681,6 +688,7 @@ class Generated(_Turned, frozen=True, tag="generated"):
     them. `prefix_tokens` is how many of the prompt's tokens, its last ones, are the request's `prefix`;
     `resumed_tokens` is how many of the answer's an earlier worker had published. An answer that another model
     had begun ends as it was streamed, with the `finish_reason` `model_changed`.
+    One that the worker failed to complete does so with `given_up`; then `warnings` say why.
     """
 
     text: str

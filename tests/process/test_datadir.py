@@ -27,7 +27,8 @@ def test_opening_creates_a_private_directory_with_its_folders(tmp_path):
             assert folder.is_dir()
             assert folder.parent == path
         assert path.stat().st_mode & 0o077 == 0
-        note = {"pid": os.getpid(), "worker": "w1", "directory": opened.name}
+        inode = (opened.path / "worker.lock").stat().st_ino
+        note = {"pid": os.getpid(), "worker": "w1", "directory": opened.name, "inode": inode}
         assert json.loads((path / "worker.lock").read_text()) == note
 
 

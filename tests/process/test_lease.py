@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -84,6 +85,14 @@ async def test_a_second_worker_is_refused_with_one_line_and_the_first_one_goes_o
     config = (await connection.jetstream().stream_info(f"{first.settings.prefix}_log")).config
     await connection.close()
     assert config.max_bytes == first.settings.log_max_bytes
+
+
+async def test_a_copied_data_directory_does_not_take_the_lease_of_the_running_worker(local_worker, tmp_path):
+    first = await local_worker()
+    shutil.copytree(first.settings.data_dir, tmp_path / "copy")
+    with pytest.raises(BrokerError, match=r"worker 'test'.* serves the prefix"):
+        await local_worker(data_dir=tmp_path / "copy", worker="second")
+    assert (await first.client.session("s").append(text="hello")).position == 5
 
 
 async def test_a_worker_that_stopped_keeps_nobody_waiting(local_worker, tmp_path):

@@ -264,6 +264,7 @@ class World:
             "kv_bits": None,
             "own_sampling": {},
             "placeholders": True,
+            "token_ttl_s": 900.0,
         }
         retention = Retention(self.log, closed_ttl_s=None, max_bytes=2**30)  # type: ignore[arg-type]
         execution = Execution(tokenizer=self._tokenizer, retention=retention, **limits, **parts)

@@ -84,6 +84,16 @@ async def test_a_fork_inside_a_turn_is_what_a_rewind_leaves(client: Client) -> N
         assert (await fork.info()).position == (await whole.info()).position
 
 
+async def test_a_fork_may_begin_at_0_or_be_rewound_to_before_its_base(client: Client) -> None:
+    parent = await conversation(client)
+    begun = await client.session("begun").append(messages=said("Answer in rhymes.", "system"))
+    assert (await (await parent.fork("empty", 0)).info()).position == 0
+    fork = await parent.fork("fork")
+    await fork.rewind(begun.position)
+    assert (await fork.info()).position == begun.position
+    assert await tokens_after(fork) == await tokens_after(client.session("begun"))
+
+
 async def test_a_fork_of_a_running_session_begins_after_its_last_result(client: Client) -> None:
     parent = await conversation(client)
     before = (await parent.info()).position

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from typing import TYPE_CHECKING, Any
 
-from raw_wire import Wire, generate
+from raw_wire import Wire, append, generate
+from structlog.testing import capture_logs
+
+from turnkeep_client.chunks import Assembly
+from turnkeep_client.messages import decode_chunk
+from worker.sessions import streaming
+from worker.text.answer import Answer
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    import pytest
     from nats.aio.msg import Msg
     from nats.js.api import StreamConfig
+
+    from turnkeep_client.messages import Chunk
 
     Start = Callable[..., Awaitable[Wire]]
 
@@ -39,6 +49,14 @@ async def listen(w: Wire) -> Heard:
     heard = Heard()
     await w.nc.subscribe(f"{w.prefix}.default.s.tok.g", cb=heard.take)
     return heard
+
+
+def whole(heard: Heard) -> list[Chunk]:
+    """Return what a client makes of all that it has heard."""
+    assembly = Assembly()
+    news = [assembly.add(decode_chunk(json.dumps(chunk).encode())) for chunk in heard.chunks]
+    assert not assembly.has_gap
+    return [one for one in news if one]
 
 
 async def limited(w: Wire, max_msg_size: int) -> StreamConfig:
@@ -86,3 +104,46 @@ async def test_nothing_follows_a_chunk_that_was_refused(wire: Start) -> None:
     for chunk in heard.chunks:
         assert chunk["i"] == position
         position += len(chunk["tokens"])
+
+
+async def test_a_repeated_request_logs_no_warning(wire: Start) -> None:
+    """A client that lost its connection repeats what it asked; nothing is wrong with the log then."""
+    w = await wire()
+    with capture_logs() as lines:
+        for _ in range(3):
+            await w.send("s", generate("g", text="abc", max_tokens=40))
+            await w.send("s", append("a"))
+    assert [line for line in lines if line["log_level"] not in ("debug", "info")] == []
+
+
+async def test_chunks_of_an_answer_that_runs_for_longer_than_they_are_kept_are_not_lost(
+    wire: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither to a worker that resumes it nor to a client that comes late."""
+    monkeypatch.setattr(streaming, "_COPY_AT", 0.05)
+    monkeypatch.setattr(streaming, "_COPY_BYTES", 2048)
+    w = await wire(token_ttl_s=10.0)
+    push = Answer.push
+
+    def slowly(*args: Any) -> Any:
+        time.sleep(0.005)
+        return push(*args)
+
+    monkeypatch.setattr(Answer, "push", slowly)
+    config = (await w.js.stream_info(f"{w.prefix}_tok")).config
+    await w.js.update_stream(config.evolve(max_age=1.5, duplicate_window=1.0))
+    heard = await listen(w)
+    body = generate("g", text="eee", max_tokens=1900)
+    seq = await w.publish("s", body)
+    await asyncio.sleep(4)
+    await w.worker.stop()
+    known = max(chunk["i"] + len(chunk["tokens"]) for chunk in heard.chunks)
+    assert w.results == {}
+    late = await w.js.get_msg(f"{w.prefix}_tok", subject=f"{w.prefix}.default.s.tok.g", seq=1, next=True)
+    assert late.time is not None
+    assert time.time() - late.time.timestamp() < 3
+    monkeypatch.setattr(Answer, "push", push)
+    two = await wire(token_ttl_s=10.0)
+    result = await two.result(seq)
+    assert result["resumed_tokens"] == known
+    assert result["text"] == "".join(chunk.text for chunk in whole(heard))

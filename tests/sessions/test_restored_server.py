@@ -16,6 +16,7 @@ from parts import free_port, nats_server_program
 
 from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.messages import decode_result
+from worker.app import WorkerError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -28,13 +29,16 @@ class Server:
     def __init__(self, folder: Path) -> None:
         self.port = free_port()
         self.url = f"nats://127.0.0.1:{self.port}"
+        self.options: tuple[str, ...] = ()
         self._store = folder / "store"
         self._copy = folder / "copy"
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         command = [nats_server_program(), "-a", "127.0.0.1", "-p", str(self.port), "-js", "-sd"]
-        self._process = subprocess.Popen([*command, str(self._store)], stderr=subprocess.DEVNULL)
+        self._process = subprocess.Popen(
+            [*command, str(self._store), *self.options], stderr=subprocess.DEVNULL
+        )
         deadline = time.monotonic() + 10
         while time.monotonic() < deadline:
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=1):
@@ -122,3 +126,17 @@ async def test_a_request_whose_result_the_server_lost_is_answered_again(
             await asyncio.sleep(0.1)
     assert decode_result(found.data or b"").id == "a"
     await nc.close()
+
+
+async def test_a_server_that_comes_back_with_a_smaller_limit_ends_the_worker_with_a_line(
+    local_worker: Callable[..., Awaitable[Any]], server: Server, tmp_path: Path
+) -> None:
+    """Else a long answer would fail at its end, and its tokens be lost."""
+    worker = await local_worker(nats=server.url)
+    server.stop()
+    (tmp_path / "small.conf").write_text("max_payload: 16KB")
+    server.options = ("-c", str(tmp_path / "small.conf"))
+    server.start()
+    async with asyncio.timeout(20):
+        with pytest.raises(WorkerError, match=r"at most 16384 bytes; set its max_payload to 262144 or lower"):
+            await worker.task

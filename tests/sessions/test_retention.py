@@ -417,6 +417,7 @@ class Lagging:
 
     def __init__(self) -> None:
         self.removed: list[int] = []
+        self.deleted: list[int] = []
 
     async def page(self, _: SessionKey, kind: str, after: int, *, until: int = 0) -> tuple[list[Entry], bool]:
         body = encode(Append(id="r", text="unanswered")) if kind == "in" else b""
@@ -429,8 +430,8 @@ class Lagging:
     async def remove(self, _: SessionKey, before: int, *__: Any) -> None:
         self.removed.append(before)
 
-    async def delete(self, _: int) -> None:
-        pass
+    async def delete(self, seq: int) -> None:
+        self.deleted.append(seq)
 
 
 async def test_a_request_that_a_replica_does_not_show_yet_stays_behind_a_close() -> None:
@@ -443,6 +444,7 @@ async def test_a_request_that_a_replica_does_not_show_yet_stays_behind_a_close()
     await Retention(log, closed_ttl_s=0, max_bytes=1)._remove(SessionKey("t", "s"), note, closed)  # type: ignore[arg-type]
     assert max(log.removed) <= 6
     assert [one for one in log.removed if one > 5] == [6, 6], "checkpoints and dead letters alone"
+    assert log.deleted == [4, 6, 3], "a request never lacks its result, nor a close that is to go its note"
 
 
 async def test_a_close_is_found_behind_the_result_of_a_cancel() -> None:

@@ -10,12 +10,24 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from test_fold import PAGE, STORED, World
 
-from turnkeep_client.messages import Append, Chunk, Close, Generate, Generated, Message, Open, encode
+from cache.names.policy import FULL
+from turnkeep_client.messages import (
+    Append,
+    Chunk,
+    Close,
+    ForkPoint,
+    Generate,
+    Generated,
+    Message,
+    Open,
+    encode,
+)
+from worker.device.engine import DeviceFaultError
 from worker.models.tokenizer import Tokenizer
 from worker.observe.telemetry import Telemetry
-from worker.sessions.attempts import SharedLock
+from worker.sessions.attempts import AttemptNote, SharedLock
 from worker.wire.intake import Intake
-from worker.wire.journal import FencedError
+from worker.wire.journal import FencedError, Published
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -117,6 +129,28 @@ async def test_a_cancel_is_not_confirmed_where_the_request_was_read_meanwhile(
     answer = await world.session.cancel(f"r{PAGE}")
     assert world.result(seqs[-1]).position == PAGE + 1
     assert "it was answered already" in answer.message
+
+
+@pytest.mark.parametrize("request_", [Generate(id="a", text="a", max_tokens=2), Append(id="a", text="a")])
+async def test_a_cancel_that_comes_when_the_request_is_done_does_not_say_cancelled(
+    world: World, monkeypatch: pytest.MonkeyPatch, request_: Append | Generate
+) -> None:
+    run = world.engine.run
+    told: list[asyncio.Task[Any]] = []
+
+    async def ends(*args: Any, **more: Any) -> Any:
+        turn = await run(*args, **more)
+        told.append(asyncio.create_task(world.session.cancel("a")))
+        await asyncio.sleep(0.01)
+        assert world.session.active is not None
+        assert world.session.active.cancelled
+        return turn
+
+    monkeypatch.setattr(world.engine, "run", ends)
+    monkeypatch.setattr(world.engine, "cancel", lambda _: None, raising=False)
+    result = await world.ask(request_)
+    assert getattr(result, "finish_reason", "appended") != "cancelled"
+    assert "it was answered already" in getattr(await told[0], "message", "")
 
 
 async def test_forged_tokens_of_a_request_that_waits_do_not_let_its_cancel_end_another(
@@ -397,3 +431,105 @@ async def test_what_may_take_long_to_render_or_tokenise_does_not_hold_up_the_eve
     assert isinstance(await world.ask(Generate(id="g", max_tokens=2, **given)), Generated)
     assert threads
     assert threading.main_thread() not in threads
+
+
+def streamed(world: World, monkeypatch: pytest.MonkeyPatch, seq: int) -> Chunk:
+    """Have the token stream of an answer, and no turn on the device any more."""
+    chunk = Chunk(0, tuple(world._tokenizer.encode("ab", at_start=False)), "ab", seq)
+    monkeypatch.setattr(world.log, "chunks", [chunk])
+    return chunk
+
+
+@pytest.mark.parametrize("attempts", [3, 4])
+async def test_what_was_streamed_of_an_answer_that_is_given_up_is_its_result(
+    world: World, monkeypatch: pytest.MonkeyPatch, attempts: int
+) -> None:
+    """Clients have it. If that crashes a worker too, the request fails."""
+    seq = world.log.add("in", encode(Generate(id="g", text="x", max_tokens=9)))
+    chunk = streamed(world, monkeypatch, seq)
+    monkeypatch.setattr(world.engine, "run", None)
+    world.log.notes.append(b'{"seq":%d,"attempts":%d,"tokens":2}' % (seq, attempts))
+    stored: list[bytes] = []
+    append = world.log.append
+
+    async def note(key: Any, kind: str, body: bytes) -> None:
+        stored.append(body)
+        await append(key, kind, body)
+
+    monkeypatch.setattr(world.log, "append", note)
+    world.ring(seq, again=True)
+    await world.session.run()
+    result = world.result(seq)
+    assert b'"attempts":%d' % (attempts + 1) in stored[0]
+    assert b'"attempts":%d' % attempts in stored[1]  # the dead letter
+    if attempts == 4:
+        assert result.code == "internal"
+        return
+    assert (result.tokens, result.text, result.finish_reason) == (chunk.tokens, "ab", "given_up")
+    assert "it has ended every worker" in result.warnings[-1]
+    await world.assert_fold_is_life()
+
+
+async def test_what_was_streamed_before_the_device_failed_is_the_result(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seq = world.publish(Generate(id="g", text="x", max_tokens=9))
+
+    async def fails(*_: Any, **__: Any) -> None:
+        streamed(world, monkeypatch, seq)
+        raise DeviceFaultError("it burns")
+
+    monkeypatch.setattr(world.engine, "run", fails)
+    await world.session.run()
+    result = world.result(seq)
+    assert (result.text, result.finish_reason) == ("ab", "given_up")
+    assert "it burns" in result.warnings[-1]
+    await world.assert_fold_is_life()
+
+
+async def test_an_open_that_waits_for_its_parent_is_no_attempt_and_holds_up_nobody(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It runs nothing on the device; a worker that ends meanwhile was ended by another request."""
+    there, go_on = asyncio.Event(), asyncio.Event()
+
+    async def parent(*_: Any) -> Any:
+        there.set()
+        await go_on.wait()
+        return world.fold.opened(world.session.history, FULL, {})
+
+    monkeypatch.setattr(world.session, "_parent", parent)
+    seq = world.log.add("in", encode(Open(id="o", from_=ForkPoint(session="p"))))
+    world.log.notes.append(b'{"seq":%d,"attempts":2}' % seq)
+    world.ring(seq, again=True)
+    running = asyncio.create_task(world.session.run())
+    await there.wait()
+    assert len(world.log.notes) == 1
+    async with asyncio.timeout(5), world.session._services.device_lock.enter(lambda: False):
+        pass
+    go_on.set()
+    await running
+    assert world.result(seq).parent.session == "p"
+
+
+async def test_an_answer_that_another_worker_is_about_to_end_does_not_go_on(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has sealed it, and may have died then: what comes behind the seal no client may hear."""
+    seq = world.log.add("in", encode(Generate(id="g", text="x", max_tokens=9)))
+    chunk = streamed(world, monkeypatch, seq)
+
+    async def sealed(*_: Any) -> Published:
+        return Published([chunk], is_sealed=True)
+
+    monkeypatch.setattr(world.log, "published", sealed)
+    world.ring(seq)
+    await world.session.run()
+    assert (world.result(seq).tokens, world.result(seq).finish_reason) == (chunk.tokens, "cancelled")
+
+
+def test_only_an_attempt_without_progress_counts() -> None:
+    note = AttemptNote().then(1, 0, is_first=True).then(1, 5)
+    assert note.then(1, 6) == AttemptNote(1, note.attempts, 6)
+    assert note.then(1, 5) == AttemptNote(1, note.attempts + 1, 5)
+    assert note.then(2, 9) == AttemptNote(2, 1, 9)

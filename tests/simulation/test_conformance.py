@@ -401,6 +401,21 @@ async def an_answer_that_begins_behind_a_forget_takes_its_chunk_back(place: Plac
     )
 
 
+async def a_forgotten_answer_does_not_go_on_behind_another_one_under_its_id(place: Place) -> None:
+    key, seq = SessionKey("t", "s"), await place.put("in")
+    stalled, other = (Journal(place.nc, place.nc.jetstream(), place.subjects) for _ in range(2))
+    first = await stalled.publish_chunk(key, "g", Chunk(0, (7,), "x", seq=seq), 0, server=stalled.server)
+    await other.remove(key, seq + 1)
+    await other.remove_tokens(key)
+    again = await place.put("in")
+    last = await other.publish_chunk(key, "g", Chunk(0, (8,), "y", seq=again), 0, server=other.server)
+    with pytest.raises(FencedError):
+        await stalled.publish_chunk(key, "g", Chunk(1, (7,), "x", seq=seq), first, server=stalled.server)
+    with pytest.raises(FencedError):
+        await stalled.seal(key, "g", seq, first, server=stalled.server)
+    assert (await place.js.stream_info(place.names.tokens)).state.last_seq == last
+
+
 async def a_batch_is_stored_whole_or_not_at_all(place: Place) -> None:
     config = (await place.nc.request(f"$JS.API.STREAM.INFO.{place.names.log}")).data
     changed = json.dumps(json.loads(config)["config"] | {"allow_atomic": True}).encode()
@@ -428,6 +443,7 @@ SCENES = (
     a_worker_that_was_overtaken_publishes_no_chunk,
     chunks_that_have_expired_stop_no_answer_and_forgotten_ones_do,
     an_answer_that_begins_behind_a_forget_takes_its_chunk_back,
+    a_forgotten_answer_does_not_go_on_behind_another_one_under_its_id,
     a_lost_fence_stores_nothing,
     a_removed_result_opens_the_fence_behind_the_one_before,
     an_id_within_the_window_is_stored_once,

@@ -71,9 +71,11 @@ class DataDir:
             fd = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o600)
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # The file is never unlinked: two workers could then each lock an inode of this name.
-            name = _read_note(fd).get("directory") or uuid4().hex
+            last, inode = _read_note(fd), os.fstat(fd).st_ino
+            # A copy of the directory has another inode, and its lock says nothing of the original's worker.
+            name = (last.get("inode") == inode and last.get("directory")) or uuid4().hex
             os.ftruncate(fd, 0)
-            note = {"pid": os.getpid(), "worker": worker, "directory": name}
+            note = {"pid": os.getpid(), "worker": worker, "directory": name, "inode": inode}
             os.pwrite(fd, json.dumps(note).encode(), 0)
             os.fsync(fd)  # a full disk fails here, not in the middle of a turn
             opened = cls(path, fd, name)

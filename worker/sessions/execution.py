@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby, zip_longest
 from typing import TYPE_CHECKING, Any, Final
 
@@ -57,13 +57,21 @@ from .echo import echo_of, told
 from .formats import Formats, is_prefix_final
 from .history import RefusedError, digests_of, seen, spoken, unread
 from .policies import chosen, misfit
+from .streaming import AnswerStream
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from cache.names.policy import Policy
     from turnkeep_client.errors import ErrorCode
-    from turnkeep_client.messages import CachePolicy, CallPart, ForkPoint, Result, TokenLogprob
+    from turnkeep_client.messages import (
+        CachePolicy,
+        CallPart,
+        FinishReason,
+        ForkPoint,
+        Result,
+        TokenLogprob,
+    )
     from turnkeep_client.subjects import SessionKey
     from worker.batch.chooser import Grammar
     from worker.batch.rows import Scores
@@ -93,13 +101,6 @@ _RESULT_BYTES: Final = 4096
 _MOST_INPUT: Final = 8192
 
 
-@dataclass(slots=True)
-class _StreamEnd:
-    """The sequence of the last message on an answer's subject of the token stream."""
-
-    seq: int
-
-
 class Execution:
     """Carries out requests for one model. Event loop only."""
 
@@ -119,11 +120,13 @@ class Execution:
         kv_bits: int | None,
         own_sampling: Mapping[str, float],
         placeholders: bool,
+        token_ttl_s: float,
     ) -> None:
         """`context_tokens` is the most that a session under `full` or `paged` may hold.
 
         `vocab_size` bounds token ids. `own_sampling` are the options that the model's authors recommend.
-        Without `placeholders`, messages with images and the like are refused.
+        Without `placeholders`, messages with images and the like are refused. Published chunks are kept for
+        `token_ttl_s`.
 
         An answer ends before its result takes more than `max_result_bytes` of the log. `kv_bits` is the
         precision of this worker's KV; None is full precision. A `sink_window` is refused if its window is
@@ -144,6 +147,7 @@ class Execution:
         self._kv_bits = kv_bits
         self._own_sampling = own_sampling
         self._placeholders = placeholders
+        self._token_ttl_s = token_ttl_s
         self._formats = Formats(tokenizer)
         self._policies: set[Policy] = set()  # under which sessions were opened
 
@@ -265,6 +269,7 @@ class Execution:
             pending.cancelled = True
         own = digests_of(self._fold.model)
         is_begun_by_other = published.num_tokens > 0 and published.model not in ("", own)
+        is_over = is_begun_by_other or bool(pending.given_up)
         if is_begun_by_other and published.model.split()[-1:] != [self._fold.model.tokenizer]:
             return await self._end_foreign(key, request, pending, history, published)
         prompt = extended.history.tokens
@@ -287,6 +292,7 @@ class Execution:
         warnings = extended.warnings + warnings
         room = self._max_answer_bytes - echo_bytes - min(len(change.input), self.most_input)
         room -= len(encode({"warnings": warnings}))
+        warnings += (pending.given_up,) if pending.given_up else ()
         stream = TextStream(self._tokenizer, request.stop)
         answer = Answer(
             stream,
@@ -297,13 +303,13 @@ class Execution:
         )
         self._resume(published.chunks, answer)
         pending.num_resumed = len(answer.tokens)
-        stream_end = _StreamEnd(published.last_seq)
-        asks = scores is not None and not is_begun_by_other
+        chunks = AnswerStream(self._journal, key, pending, published, ttl_s=self._token_ttl_s)
+        asks = scores is not None and not is_over
         turn = await self._score(key, pending, extended.history, scores) if scores and asks else None
-        is_scored = not is_begun_by_other and (scores is None or scores.end >= len(prompt))
+        is_scored = not is_over and (scores is None or scores.end >= len(prompt))
         if is_scored and request.max_tokens:
             sampled = await self._sample(
-                key, request, pending, extended.history, answer, grammar, stream_end, warnings
+                key, request, pending, extended.history, answer, grammar, chunks, warnings
             )
             turn = _together(turn, sampled)
         elif is_scored:
@@ -314,10 +320,9 @@ class Execution:
                 answer.finish_reason = "length"
         if answer.finish_reason is None:
             late = pending.expired and not pending.cancelled
-            pending.held = answer.cancel(
-                "model_changed" if is_begun_by_other else "expired" if late else "cancelled"
-            )
-            await self._journal.seal(key, request.id, pending.seq, stream_end.seq, server=pending.server)
+            why: FinishReason = "given_up" if pending.given_up else "expired" if late else "cancelled"
+            pending.held = answer.cancel("model_changed" if is_begun_by_other else why)
+            await chunks.seal()
         if not answer.tokens and answer.finish_reason != "length":
             return withdrawn(pending, history, history.position), history
         message = spoken(answer.text, answer.reasoning, answer.calls)
@@ -458,7 +463,7 @@ class Execution:
         prompt: History,
         answer: Answer,
         grammar: Grammar | None,
-        stream_end: _StreamEnd,
+        chunks: AnswerStream,
         warnings: tuple[str, ...],
     ) -> TurnResult | None:
         """Run the answer to its end.
@@ -469,18 +474,6 @@ class Execution:
         if answer.finish_reason is not None:
             return None
         num_known = len(answer.tokens)
-        is_heard = True
-
-        async def publish(chunk: Chunk) -> None:
-            nonlocal is_heard
-            if is_heard:
-                told = () if chunk.i else warnings
-                chunk = structs.replace(chunk, seq=pending.seq, warnings=told)
-                seq = await self._journal.publish_chunk(
-                    key, request.id, chunk, stream_end.seq, server=pending.server
-                )
-                is_heard, stream_end.seq = seq > 0, seq or stream_end.seq
-
         turn = await self._engine.run(
             key,
             prompt.tokens + answer.tokens,
@@ -490,7 +483,7 @@ class Execution:
             answer=answer,
             sampling=_sampling(key, request, pending, self._own_sampling, grammar),
             max_new=answer.max_tokens - num_known,
-            publish=publish,
+            publish=lambda chunk: chunks.publish(chunk, warnings),
             phases=pending.phases,
         )
         if turn is not None and not num_known and not request.echo:

@@ -61,8 +61,9 @@ class Pending:
     which the log stored the request. `held` is what was not yet published when an answer was ended early;
     `published` is the task, if any, that reads the answer's chunks from the token stream. `after` is the
     session's last known result when the request was begun, and `server` the server process that the session
-    was read from. Three fields are for spans: `parent` names the publisher's span, `phases` are the parts of
-    the turn's time, and the first `num_resumed` tokens of the answer come from a worker that has died.
+    was read from. `given_up` says why the answer ends with what was streamed of it, if it does. Three
+    fields are for spans: `parent` names the publisher's span, `phases` are the parts of the turn's time,
+    and the first `num_resumed` tokens of the answer come from a worker that has died.
     """
 
     seq: int
@@ -79,6 +80,7 @@ class Pending:
     parent: Mapping[str, str] = field(default_factory=dict)
     phases: list[Phase] = field(default_factory=list)
     num_resumed: int = 0
+    given_up: str = ""
     after: int = 0
     server: str = ""
     done: Event = field(default_factory=Event)

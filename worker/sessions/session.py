@@ -8,7 +8,7 @@ of the last result that the session knows, so it fails if another worker has sto
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 import structlog
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from anyio.abc import TaskGroup
 
     from cache.names.tokens import Tokens
+    from turnkeep_client.errors import ErrorCode
     from turnkeep_client.messages import ForkPoint, Parent, Request, Result
     from turnkeep_client.subjects import SessionKey
     from worker.wire.intake import Delivery
@@ -67,6 +68,8 @@ _FRESH_S: Final = 0.25
 #: Memory of a session, and of each of its tokens: its id, and its text in the conversation.
 _SIZE_BYTES: Final = 12_000
 _TOKEN_BYTES: Final = 8
+#: Characters of the reason why an answer ends with what was streamed of it.
+_MAX_WHY: Final = 500
 
 
 class Session:
@@ -245,13 +248,12 @@ class Session:
         except FencedError:
             self._stop_active()  # its result can no longer be committed
             raise
-        known = await self.log.find_answered(request_id) is not None  # if so, the pending one is a repeat
+        known = await self.log.find_answered(request_id)  # if so, the pending one is a repeat
         if known and asked is not None and asked.done.is_set():
-            return Cancelled(id=request_id, was="waiting")  # the session's task has committed it
+            return await self._ended(known, "waiting")  # the session's task has committed it
         pending = None if known else await self.log.find_waiting(request_id)
         if pending is None:
-            why = "it was answered already" if known else "the session has no request with this id that waits"
-            return failure(request_id, "invalid_request", f"nothing to cancel under {request_id!r}: {why}")
+            return _no_cancel(request_id, is_answered=known is not None)
         pending.cancelled = True
         try:
             is_begun = await self._begun(pending)
@@ -261,17 +263,26 @@ class Session:
             result = withdrawn(pending, self.history, self.log.record.position)
             if await self._commit(pending, result, None):
                 return Cancelled(id=request_id, was="waiting")
-            if not pending.done.is_set() or await self.log.find_answered(request_id) is None:
+            if not pending.done.is_set() or (known := await self.log.find_answered(request_id)) is None:
                 return await self.cancel(request_id)  # the log was read anew meanwhile
-            return Cancelled(id=request_id, was="waiting")  # the session's task has committed it
+            return await self._ended(known, "waiting")  # the session's task has committed it
         if pending is self.active:
             self._stop_active()
         self._wake(self)
         self._services.shares.admit(self.key)
         await pending.done.wait()
-        if await self.log.find_answered(request_id) is None:  # the log was read anew meanwhile
+        if (known := await self.log.find_answered(request_id)) is None:  # the log was read anew meanwhile
             return await self.cancel(request_id)
-        return Cancelled(id=request_id, was="running")
+        return await self._ended(known, "running")
+
+    async def _ended(self, known: AnsweredRequest, was: Literal["running", "waiting"]) -> Cancelled | Failed:
+        """Say of a request whose end was asked for whether that ended it, or it was complete before."""
+        body = await self._services.journal.get(known.at.out_seq)
+        result = decode_result(body) if body else None
+        how = result.finish_reason if isinstance(result, Generated) else getattr(result, "code", "")
+        if how in ("cancelled", "expired"):
+            return Cancelled(id=known.request.id, was=was)
+        return _no_cancel(known.request.id, is_answered=True)
 
     def forget(self) -> None:
         """Drop the session's state in memory, and its KV; the next `run` reads the log again."""
@@ -363,6 +374,8 @@ class Session:
 
     async def _attempt(self, pending: Pending) -> tuple[Result, History]:
         """Carry out a request, or give up if it has crashed too many workers."""
+        if isinstance(pending.request, Open):  # runs nothing on the device, and may wait for its parent
+            return await self._result(pending)
         doubt, device_lock = self._doubt, self._services.device_lock
         note, limit = doubt.note, self._services.attempts.max_attempts
         is_new = doubt.is_new(pending.seq)
@@ -370,7 +383,11 @@ class Session:
             is_first = 0 < doubt.first_seq <= pending.seq
             note = note.then(pending.seq, await self._num_published(pending), is_first=is_first)
         if note.attempts > limit:
-            return await self._give_up(pending, note.attempts - 1, "it has ended every worker that began it")
+            if is_new:
+                await doubt.store(note)  # to end it may crash a worker too
+            keeps = note.attempts == limit + 1
+            why = "it has ended every worker that began it"
+            return await self._give_up(pending, note.attempts - 1, why, keeps=keeps)
         try:
             async with device_lock.enter(lambda: pending.stopped, alone=note.attempts == limit > 1):
                 if is_new:  # not earlier: a waiting request cannot crash a worker
@@ -383,9 +400,13 @@ class Session:
     async def _num_published(self, pending: Pending) -> int:
         return (await self._published(pending)).num_tokens
 
-    async def _give_up(self, pending: Pending, num_attempts: int, reason: str) -> tuple[Result, History]:
-        """Give up a request: store a dead letter for the operator, and return a failure."""
-        history = self.history
+    async def _give_up(
+        self, pending: Pending, num_attempts: int, reason: str, *, keeps: bool = True
+    ) -> tuple[Result, History]:
+        """Give up a request: store a dead letter for the operator, and return a failure.
+
+        With `keeps`, what was streamed of an answer becomes its result.
+        """
         log.error("giving up a request", seq=pending.seq, attempts=num_attempts, reason=reason)
         letter = DeadLetter(
             seq=pending.seq,
@@ -399,7 +420,27 @@ class Session:
         )
         await self._services.journal.append(self.key, "dead", encode(letter))
         message = f"{reason} ({num_attempts} attempts); to try again send it under a new id"
-        return failed(pending, self.log.record.position, "internal", message), history
+        if keeps:
+            return await self._failure(pending, "internal", message)
+        return failed(pending, self.log.record.position, "internal", message), self.history
+
+    async def _failure(self, pending: Pending, code: ErrorCode, why: str) -> tuple[Result, History]:
+        """Return a request's failure; or what was streamed of its answer, which clients have seen.
+
+        Raises `StoppingError`, `FencedError` and `CutOffError`.
+        """
+        request, history = pending.request, self.history
+        if isinstance(request, Generate) and self.log.record.diverged is None:
+            try:
+                if await self._is_streamed(pending):
+                    pending.given_up, pending.published = why[:_MAX_WHY], None
+                    self._services.fold.check(history, request)
+                    return await self._services.execution.carry_out(self.key, request, pending, history)
+            except (StoppingError, FencedError, CutOffError):
+                raise
+            except Exception:
+                log.exception("what was streamed of an answer cannot be recorded")
+        return failed(pending, self.log.record.position, code, why), history
 
     async def fail(self, error: Exception) -> None:
         """Count a failure for an unknown reason, and forget the session, so that its log is read again.
@@ -431,16 +472,16 @@ class Session:
                 raise FencedError("another worker has begun to answer what is refused here") from error
             return failed(pending, position, error.code, str(error)), history
         except NoMemoryError as error:
-            return failed(pending, position, "memory_exceeded", str(error)), history
+            return await self._failure(pending, "memory_exceeded", str(error))
         except DeviceFaultError as error:
-            return failed(pending, position, "internal", f"the forward pass failed: {error}"), history
+            return await self._failure(pending, "internal", f"the forward pass failed: {error}")
         except (StoppingError, FencedError, CutOffError):
             raise
         except Exception as error:
             if self.log.is_stale:  # other entries may be where it has read
                 raise FencedError("the server has restarted") from error
             log.exception("a request failed for an unknown reason")
-            return failed(pending, position, "internal", f"{type(error).__name__}: {error}"), history
+            return await self._failure(pending, "internal", f"{type(error).__name__}: {error}")
 
     async def _try(self, pending: Pending, history: History) -> tuple[Result, History]:
         request = pending.request
@@ -516,7 +557,8 @@ class Session:
     def _count(self, pending: Pending, result: Result) -> None:
         """Count a stored result in the metrics, and hand its turn to tracing."""
         services = self._services
-        outcome = result.code if isinstance(result, Failed) else "ok"
+        is_given_up = isinstance(result, Generated) and result.finish_reason == "given_up"
+        outcome = result.code if isinstance(result, Failed) else "internal" if is_given_up else "ok"
         counted = outcome if outcome in ("ok", *ERROR_CODES) else "other"  # a repeat has any code of the log
         services.telemetry.requests[pending.type][counted] += 1
         services.telemetry.tenants.count_request(self.key.tenant, counted)
@@ -537,3 +579,8 @@ class Session:
         says = held is not None and (held.text or held.reasoning or held.tool_calls)
         rest = msgspec.structs.replace(held, seq=pending.seq) if held and says else None
         await self._services.outbox.end(self.key, request_id, pending.seq, rest)
+
+
+def _no_cancel(request_id: str, *, is_answered: bool) -> Failed:
+    why = "it was answered already" if is_answered else "the session has no request with this id that waits"
+    return failure(request_id, "invalid_request", f"nothing to cancel under {request_id!r}: {why}")

@@ -7,7 +7,7 @@ restores the answer's state.
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -159,7 +159,7 @@ class Answer:
         logprob = max(logprob, -sys.float_info.max)
         return text, logprob, None if text.encode() == spelled else tuple(spelled)
 
-    def cancel(self, reason: Literal["cancelled", "expired", "model_changed"] = "cancelled") -> Chunk:
+    def cancel(self, reason: FinishReason = "cancelled") -> Chunk:
         """End the answer here; returns a chunk without tokens, with what was held back."""
         self.finish_reason = reason
         piece = self._finish()

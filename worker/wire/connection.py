@@ -165,11 +165,18 @@ async def _check_server(client: Client, shown: str, min_payload_bytes: int, time
             f"JetStream does not answer at {shown} ({_first_line(error)}); enable it there (nats-server -js)"
             " and for the account, and let the user publish to $JS.API.>"
         ) from None
-    if client.max_payload < min_payload_bytes:
-        raise BrokerError(
-            f"the NATS server at {shown} takes messages of at most {client.max_payload} bytes; set its"
-            f" max_payload to {min_payload_bytes} or lower --max-message-bytes"
-        )
+    if why := small_payload(client, min_payload_bytes, shown):
+        raise BrokerError(why)
+
+
+def small_payload(client: Client, min_payload_bytes: int, shown: str) -> str | None:
+    """Say why the connected server takes too small messages; None if it does not."""
+    if client.max_payload >= min_payload_bytes:
+        return None
+    return (
+        f"the NATS server at {shown} takes messages of at most {client.max_payload} bytes; set its"
+        f" max_payload to {min_payload_bytes} or lower --max-message-bytes"
+    )
 
 
 def server_version(client: Client) -> str:

@@ -160,7 +160,7 @@ class Journal:
         return await self._direct_batch(self._subjects.log_stream, self._subjects.of(key, "in"), after)
 
     async def published(self, key: SessionKey, request_id: str, seq: int, stored: datetime) -> Published:
-        """Read the published chunks of the request at `seq`, from index 0 up to the first gap.
+        """Read the published chunks of the request at `seq`, from index 0, which may come again, up to a gap.
 
         Ignores chunks that do not name the request's sequence or are older than the request (`stored`): a
         client may have published them to forge the beginning of the answer.
@@ -182,9 +182,12 @@ class Journal:
             except InvalidMessageError:
                 chunk = None
             if chunk is None or chunk.seq != seq or entry.stored < stored:
-                num_foreign += 1
+                # Not those of an earlier request, which this one repeats.
+                num_foreign += chunk is None or chunk.seq is None or chunk.seq >= seq
                 continue
             is_sealed = False  # whoever sealed it has seen that it goes on
+            if has_gap and chunk.i == 0:  # the first ones have expired, and were published again
+                chunks, num_tokens, has_gap = [], 0, False
             has_gap = has_gap or chunk.i > num_tokens
             if chunk.i == num_tokens and not has_gap:
                 model = model or entry.headers.get(MODEL_HEADER, "")
@@ -243,6 +246,10 @@ class Journal:
                 if isinstance(error, APIError) and error.err_code in _OVERTAKEN:
                     after, is_own = await self._last_chunk(key, request_id, body, after, seq)
                     if not is_own:
+                        # A forget may have made room for others, before this look or behind it.
+                        if await self.get(seq) is None:
+                            raise FencedError("the session was forgotten") from None
+                        is_first = True
                         continue
                     stored = after
                 else:
@@ -283,14 +290,11 @@ class Journal:
         """Return the sequence of an answer's last message (0: all have expired), and whether `body` is there.
 
         Looks at each message behind `after`: behind a chunk there may be ends of requests that repeat it.
-        Raises `FencedError` if one is another chunk, the end or the seal of the request at `seq`, or if that
-        request was forgotten.
+        Raises `FencedError` if one is another chunk, the end or the seal of the request at `seq`.
         """
         subject, is_own = self._subjects.tokens(key, request_id), 0
         last = await self._token(subject)
         if last is None:
-            if await self.get(seq) is None:
-                raise FencedError("the session was forgotten")
             return 0, False
         if (last.seq or 0) <= after:
             await sleep(_RACE_S)  # the other write is still in process, or what came last has expired

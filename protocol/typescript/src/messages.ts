@@ -371,14 +371,15 @@ export interface Generate {
  * or was told to the model in another form: placeholders, and messages as the chat template renders them.
  * `prefix_tokens` is how many of the prompt's tokens, its last ones, are the request's `prefix`;
  * `resumed_tokens` is how many of the answer's an earlier worker had published. An answer that another model
- * had begun ends as it was streamed, with the `finish_reason` `model_changed`.
+ * had begun ends as it was streamed, with the `finish_reason` `model_changed`. One that the worker failed to
+ * complete does so with `given_up`; then `warnings` say why.
  */
 export interface Generated {
   type: "generated";
   text: string;
   tokens: readonly number[];
   /** later versions have other values too */
-  finish_reason: "stop" | "length" | "cancelled" | "expired" | "tool_calls" | "tool_calls_malformed" | "model_changed" | (string & {});
+  finish_reason: "stop" | "length" | "cancelled" | "expired" | "tool_calls" | "tool_calls_malformed" | "model_changed" | "given_up" | (string & {});
   usage: Usage;
   seconds: Seconds;
   kv_live_bytes: number;

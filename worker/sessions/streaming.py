@@ -1,0 +1,86 @@
+"""Publishes one answer's chunks, so that the token stream has its beginning for as long as it runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from msgspec.structs import replace
+
+from turnkeep_client.messages import encode, joined
+from worker.process.clock import time
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from turnkeep_client.messages import Chunk
+    from turnkeep_client.subjects import SessionKey
+    from worker.wire.journal import Journal, Published
+
+    from .record import Pending
+
+#: When this part of the time for which the token stream keeps chunks is over, they are published again.
+_COPY_AT: Final = 0.5
+#: Size of such a copy; a chunk is rarely larger.
+_COPY_BYTES: Final = 2**16
+
+
+class AnswerStream:
+    """The chunks of one answer. Event loop only.
+
+    What was published is published again before it expires: clients skip what they know, and a worker that
+    resumes the answer finds all that they have seen.
+    """
+
+    def __init__(
+        self, journal: Journal, key: SessionKey, pending: Pending, published: Published, *, ttl_s: float
+    ) -> None:
+        """`published` is what the stream has by now, for `ttl_s` each."""
+        self._journal = journal
+        self._key = key
+        self._pending = pending
+        self._ttl_s = ttl_s
+        self._said = list(published.chunks)
+        self._said_s = pending.stored.timestamp()  # the first chunk is no older
+        self._last_seq = published.last_seq
+        self._is_heard = True
+
+    async def publish(self, chunk: Chunk, warnings: tuple[str, ...]) -> None:
+        """Publish the next chunk; the first one gets the `warnings`. Raises `FencedError`."""
+        if self._said and time() - self._said_s > _COPY_AT * self._ttl_s:
+            self._said = list(_batches(self._said))
+            self._said_s = time()
+            for copy in self._said:
+                await self._publish(copy)
+        elif not self._said:
+            self._said_s = time()
+        chunk = replace(chunk, seq=self._pending.seq, warnings=() if chunk.i else warnings)
+        await self._publish(chunk)
+        self._said.append(chunk)
+
+    async def seal(self) -> None:
+        """Let nobody publish a later chunk. Raises `FencedError`."""
+        pending = self._pending
+        await self._journal.seal(
+            self._key, pending.id or "", pending.seq, self._last_seq, server=pending.server
+        )
+
+    async def _publish(self, chunk: Chunk) -> None:
+        if self._is_heard:
+            seq = await self._journal.publish_chunk(
+                self._key, self._pending.id or "", chunk, self._last_seq, server=self._pending.server
+            )
+            self._is_heard, self._last_seq = seq > 0, seq or self._last_seq
+
+
+def _batches(chunks: Sequence[Chunk]) -> Iterator[Chunk]:
+    """Join consecutive chunks up to a size."""
+    run: list[Chunk] = []
+    size_bytes = 0
+    for chunk in chunks:
+        chunk_bytes = len(encode(chunk))
+        if run and size_bytes + chunk_bytes > _COPY_BYTES:
+            yield joined(run)
+            run, size_bytes = [], 0
+        run.append(chunk)
+        size_bytes += chunk_bytes
+    yield joined(run)
