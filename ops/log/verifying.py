@@ -54,6 +54,8 @@ _FITTING: Final[Mapping[type[Request], type[Result]]] = {
     Rewind: Rewound,
     Close: Closed,
 }
+#: The codes of failures that depend on the state of the session, so on all requests before.
+_REFUSALS: Final = {"history_diverged", "invalid_request", "position_conflict", "unknown_session"}
 #: The place of the tokens in a fork's base (`worker/sessions/checkpoint`), and the most that one unpacks to.
 _TOKENS: Final = 5
 _MAX_BYTES: Final = 256 * 2**20
@@ -96,6 +98,13 @@ class _Answer(NamedTuple):
         if isinstance(result, Generated) and not result.tokens and result.finish_reason == "cancelled":
             return False
         return result.repeat_of is None and not _is_failure(result)
+
+    @property
+    def is_in_turn(self) -> bool:
+        """Whether all requests before have results: not if it was cancelled, or expired, while it waited."""
+        result = self.result
+        refused = isinstance(result, Failed) and result.code in _REFUSALS
+        return result.repeat_of is None and (self.changes or refused)
 
 
 class _FaultError(Exception):
@@ -219,7 +228,7 @@ def _lost(
     for seq, answer in kept.items():
         if seq not in asked:
             yield Fault(seq, f"is gone: the result at {answer.seq} answers it")
-    last = max((seq for seq, one in left.items() if one.changes), default=0)
+    last = max((seq for seq, one in left.items() if one.is_in_turn), default=0)
     for seq in asked:
         if seq < last and seq not in left:
             yield Fault(seq, f"has no result, but the later request at {last} has one")

@@ -100,6 +100,9 @@ async def test_each_entry_that_is_gone_is_named_and_other_sessions_are_not(local
     for one in results[:-1]:
         found = faults(requests, [other for other in results if other is not one], {})
         assert one.seq in {fault.seq for fault in found} or found[0].what.startswith("has no result"), one
+    assert b"unknown_session" in results[2].body or b"invalid_request" in results[2].body
+    (lost,) = faults(requests[:3], results[1:3], {})
+    assert (lost.seq, lost.what[:13]) == (requests[0].seq, "has no result")
     await worker.client.stored.delete(results[3].seq)
     await worker.client.stored.delete(requests[4].seq)
     code, out = await verified(worker)
