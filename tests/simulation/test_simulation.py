@@ -210,6 +210,34 @@ def test_what_another_worker_has_begun_to_answer_is_not_refused_for_a_close_that
             run(loop, main(history))
 
 
+def test_a_request_is_answered_once_however_late_it_is_repeated() -> None:
+    """Also by a worker that has dropped the session from its memory meanwhile."""
+
+    async def main(history: History) -> None:
+        worker = history.supervisors[0].prepare()
+        assert history.supervisors[0].process is not None
+        history.supervisors[0].process.start(worker.run())
+        await worker.ready.wait()
+        for pause_s in (5, 60, 130):
+            for body in ('{"type":"append","id":"a","text":"x"}', '{"type":"append","id":"b","text":"y"}'):
+                history.server.handle("turnkeep.t.s.in", "", body.encode(), None)
+            await asyncio.sleep(pause_s)
+        history.server.handle("turnkeep.t.s.in", "", b'{"type":"append","id":"a","text":"x"}', None)
+        await asyncio.sleep(5)
+        log = history.server.jetstream.streams["turnkeep_log"]
+        results = [decode_result(one.data) for one in log.matching("turnkeep.t.s.out")]
+        assert [(one.id, one.position, one.repeat_of is not None) for one in results] == [
+            ("a", 1, False), ("b", 2, False), *[("a", 1, True), ("b", 2, True)] * 2, ("a", 1, True)
+        ]  # fmt: skip
+
+    with simulated(7) as loop, world(loop, Outcome(7, []), tell=False) as (server, note):
+        plan = replace(Plan.of(Random(1)), num_workers=1, leases=True)
+        plan.settings |= {"idle_timeout_s": 100.0}
+        history = History(loop, server, plan, note)
+        with patched(history):
+            run(loop, main(history))
+
+
 @pytest.mark.parametrize("seed", ["8100450", "8100518", "9001005", "10001516", "30000467"])
 def test_what_went_wrong_once_goes_well(seed: str) -> None:
     status, said = simulate(seed, "--histories", "1")
