@@ -26,6 +26,7 @@ from worker.device.engine import DeviceFaultError
 from worker.models.tokenizer import Tokenizer
 from worker.observe.telemetry import Telemetry
 from worker.sessions.attempts import AttemptNote, SharedLock
+from worker.sessions.record import Pending
 from worker.wire.intake import Intake
 from worker.wire.journal import FencedError, Published
 
@@ -533,3 +534,16 @@ def test_only_an_attempt_without_progress_counts() -> None:
     assert note.then(1, 6) == AttemptNote(1, note.attempts, 6)
     assert note.then(1, 5) == AttemptNote(1, note.attempts + 1, 5)
     assert note.then(2, 9) == AttemptNote(2, 1, 9)
+
+
+async def test_no_checkpoint_skips_a_request_that_waits_or_is_unread(world: World) -> None:
+    """A worker that starts from it would never answer that request."""
+    await world.ask(Append(id="a", text="one"))
+    record = world.session.log.record
+    record.in_seq = 9
+    record.pending.append(Pending(3, None, "", STORED))
+    for in_seq, is_due in ((5, False), (3, True), (12, False)):
+        record._num_since_checkpoint = 10**6
+        if in_seq == 12:
+            record.pending.clear()
+        assert (record.next_checkpoint(in_seq) is not None) == is_due
