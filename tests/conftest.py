@@ -175,8 +175,10 @@ class LocalWorker:
 
     async def stop(self) -> None:
         self.app.stop()
-        await self.task
-        await self.client.close()
+        try:
+            await self.task
+        finally:
+            await self.client.close()
 
 
 @pytest.fixture
@@ -221,6 +223,7 @@ async def local_worker(
     for worker in started:
         if not worker.task.done():
             await worker.stop()
+        await worker.client.close()
 
 
 @pytest.fixture

@@ -333,7 +333,7 @@ async def test_during_an_outage_the_answer_waits_for_the_worker_and_goes_on(
     worker.start()
     async with await worker.client() as client:
         await client.session("s").append(text="so that there is a stream, and a worker that listens")
-        options = ("--session", "s", "--max-tokens", 900, "--nats", worker.url)
+        options = ("--session", "s", "--max-tokens", 3000, "--nats", worker.url)
 
         def run() -> list[str]:
             with Terminal("ask", "hello", *options) as terminal:
@@ -346,7 +346,7 @@ async def test_during_an_outage_the_answer_waits_for_the_worker_and_goes_on(
 
         seen = await asyncio.to_thread(run)
         text = printable((await answered(client)).text)
-    note = "turnkeep: ended at max_tokens (900): the answer is cut"
+    note = "turnkeep: ended at max_tokens (3000): the answer is cut"
     assert seen == [*(line.rstrip() for line in wrapped(text).split("\n")), note, ""]
 
 

@@ -166,7 +166,7 @@ class Record:
         self._first_in = 0  # the first request that was read, or the checkpoint's
         self._last_out = 0  # the entry of `out` that was read or stored last; 0 if unknown
         self._is_begun = False  # whether a result was read that changed the session
-        self._lost_results: list[int] = []
+        self._lost_results: list[tuple[int, int]] = []  # each behind which one
         self._early: dict[int, _EarlyResult] = {}
         self._answered_unread: set[int] = set()  # unread requests that this worker has answered
         self._last_position = 0  # as the last result that changed the history says
@@ -251,8 +251,13 @@ class Record:
         if isinstance(result, Closed):
             self._lost_results.clear()
         elif self._is_begun and before and fence.isdecimal() and int(fence) > before:
-            self._lost_results.append(int(fence))
+            self._lost_results.append((before, int(fence)))
         self._is_begun = self._is_begun or (result is not None and not _changes_nothing(result))
+
+    @property
+    def before_hole(self) -> int:
+        """The result behind which the log seems to have lost one; 0 if there is none."""
+        return self._lost_results[0][0] if self._lost_results else 0
 
     def lacks_result(self, pending: Pending) -> bool:
         """Whether a request still has no result, as far as the log was read."""
@@ -289,7 +294,7 @@ class Record:
             if self._first_in < seq <= self.in_seq and not _changes_nothing(early.result)
         ]
         if self._lost_results and self.diverged is None:
-            self.mark_diverged(f"the log has lost the result at sequence {self._lost_results[0]}")
+            self.mark_diverged(f"the log has lost the result at sequence {self._lost_results[0][1]}")
         if lost and self.diverged is None:
             self.mark_diverged(f"the log has a result of the request at sequence {min(lost)}, which is gone")
 

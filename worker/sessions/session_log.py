@@ -183,6 +183,8 @@ class SessionLog:
         # A delivered request was there a moment ago; one that was read before may have been removed since.
         if record.pending and record.pending[0].seq != self._fresh_seq:
             await self._check_is_there(record.pending[0].seq)
+        if record.before_hole:  # else it was read from a replica that lags behind a removal
+            await self._check_is_there(record.before_hole)
         record.end_fold()
         if first_seq and first_seq != self._fresh_seq:  # removals begin with the first
             await self._check_is_there(first_seq)
