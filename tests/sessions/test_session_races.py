@@ -547,3 +547,21 @@ async def test_no_checkpoint_skips_a_request_that_waits_or_is_unread(world: Worl
         if in_seq == 12:
             record.pending.clear()
         assert (record.next_checkpoint(in_seq) is not None) == is_due
+
+
+async def test_what_the_server_has_put_in_a_results_place_is_not_taken_for_it_by_a_cancel(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has lost its last entries, and stored others at their sequences."""
+    await world.ask(Append(id="a", text="one"))
+    other = encode(Append(id="b", text="two"))
+    known = await world.session.log.find_answered("a")
+    assert known is not None
+    read = world.log.get
+
+    async def bodies(seq: int) -> bytes:
+        return other if seq == known.at.out_seq else await read(seq)
+
+    monkeypatch.setattr(world.log, "get", bodies)
+    with pytest.raises(FencedError, match="lost"):
+        await world.session._ended(known, "running")

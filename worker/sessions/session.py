@@ -277,8 +277,11 @@ class Session:
 
     async def _ended(self, known: AnsweredRequest, was: Literal["running", "waiting"]) -> Cancelled | Failed:
         """Say of a request whose end was asked for whether that ended it, or it was complete before."""
-        body = await self._services.journal.get(known.at.out_seq)
-        result = decode_result(body) if body else None
+        body, result = await self._services.journal.get(known.at.out_seq), None
+        with suppress(InvalidMessageError):
+            result = decode_result(body) if body is not None else None
+        if body is not None and (result is None or result.seq != known.at.in_seq):
+            raise FencedError("the server has lost the result, and has something else in its place")
         how = result.finish_reason if isinstance(result, Generated) else getattr(result, "code", "")
         if how in ("cancelled", "expired"):
             return Cancelled(id=known.request.id, was=was)
