@@ -15,7 +15,7 @@ from msgspec import Struct
 from cache.names.tokens import Tokens, as_tokens, from_compact
 from turnkeep_client import __version__
 from turnkeep_client.errors import TurnkeepError
-from turnkeep_client.log import BUILD_HEADER, HISTORY_HEADER, PARTS_HEADER, words
+from turnkeep_client.log import BUILD_HEADER, EXPECT_HEADER, HISTORY_HEADER, PARTS_HEADER, words
 from turnkeep_client.messages import (
     Append,
     Appended,
@@ -45,8 +45,6 @@ if TYPE_CHECKING:
     from turnkeep_client.messages import Request, Result
     from turnkeep_client.subjects import SessionKey
 
-#: Header of a result: the entry of `out` that it was stored behind.
-_FENCE: Final = "Nats-Expected-Last-Subject-Sequence"
 _FITTING: Final[Mapping[type[Request], type[Result]]] = {
     Open: Opened,
     Append: Appended,
@@ -210,7 +208,7 @@ def _lost_results(results: Sequence[Stored], removed: int, changing: set[int]) -
     """
     before, is_begun = 0, False
     for one in results:
-        fence = one.headers.get(_FENCE, "")
+        fence = one.headers.get(EXPECT_HEADER, "")
         behind = int(fence) if fence.isdecimal() else before
         if before and behind > before and is_begun and one.seq > removed:
             yield Fault(behind, f"is gone: the result at {one.seq} was stored behind it")

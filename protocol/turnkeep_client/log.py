@@ -30,6 +30,9 @@ MODEL_HEADER: Final = "Turnkeep-Model"
 #: Header of a result: the worker that made it, and what else its tokens may depend on, as `name=value` words.
 BUILD_HEADER: Final = "Turnkeep-Build"
 
+#: Header, also of JetStream, of what is stored only behind a subject's message at a sequence: the fence.
+EXPECT_HEADER: Final = "Nats-Expected-Last-Subject-Sequence"
+
 #: Header of the empty message that ends a token stream: the sequence of the request that has its result.
 ENDED_HEADER: Final = "Turnkeep-Ended"
 #: Header of an empty message that keeps other workers from going on with an answer: its request's sequence.

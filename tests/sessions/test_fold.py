@@ -20,7 +20,7 @@ from anyio import Semaphore, TaskHandle
 from hypothesis import given
 
 from cache.names.policy import FULL, Policy
-from turnkeep_client.log import HISTORY_HEADER
+from turnkeep_client.log import EXPECT_HEADER, HISTORY_HEADER
 from turnkeep_client.messages import (
     Append,
     CachePolicy,
@@ -51,7 +51,7 @@ from worker.sessions.session import Session
 from worker.sessions.shares import Shares
 from worker.sessions.trail import Trails
 from worker.wire.intake import Delivery
-from worker.wire.journal import EXPECT_HEADER, Entry, FencedError, Published
+from worker.wire.journal import Entry, FencedError, Published
 from worker.wire.retention import Retention
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import structlog
 from anyio import Event
 
 from turnkeep_client.errors import InvalidMessageError
-from turnkeep_client.log import BEGAN_HEADER, BUILD_HEADER, HISTORY_HEADER, PARTS_HEADER, words
+from turnkeep_client.log import BEGAN_HEADER, BUILD_HEADER, EXPECT_HEADER, HISTORY_HEADER, PARTS_HEADER, words
 from turnkeep_client.messages import (
     Append,
     Closed,
@@ -31,7 +31,6 @@ from turnkeep_client.messages import (
 )
 from worker.observe.traces import trace_headers
 from worker.process.clock import monotonic, time
-from worker.wire.journal import EXPECT_HEADER
 
 from .answered import AnsweredAt, AnsweredIds
 from .checkpoint import Checkpoint

@@ -20,7 +20,7 @@ from nats.js.errors import APIError, NotFoundError
 
 from turnkeep_client.direct import DirectGets
 from turnkeep_client.errors import InvalidMessageError
-from turnkeep_client.log import ENDED_HEADER, MODEL_HEADER, SEALED_HEADER
+from turnkeep_client.log import ENDED_HEADER, EXPECT_HEADER, MODEL_HEADER, SEALED_HEADER
 from turnkeep_client.messages import Chunk, decode_chunk, decode_result, encode, failure
 from turnkeep_client.nats_client import server_id
 from turnkeep_client.subjects import REFUSED, SessionKey, check_id
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-#: Header of what is stored only behind a subject's message at a sequence: the fence.
-EXPECT_HEADER: Final = "Nats-Expected-Last-Subject-Sequence"
 _WRONG_LAST_SEQUENCE: Final = 10071
 _OVERTAKEN: Final = (_WRONG_LAST_SEQUENCE, 10164)  # with several copies, a write that is still in process
 #: The message is larger than the stream permits.

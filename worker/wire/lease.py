@@ -21,6 +21,8 @@ from anyio import current_time, move_on_after, sleep
 from nats.js import api
 from nats.js.errors import APIError, NoStreamResponseError, NotFoundError
 
+from turnkeep_client.log import EXPECT_HEADER
+
 from .connection import BrokerError
 from .streams import DEDUPE_S, ensure_stream, reason
 
@@ -40,7 +42,6 @@ _STALE_S: Final = 2.0 * TTL_S
 _TIMEOUT_S: Final = 5.0
 
 _WRONG_LAST_SEQUENCE: Final = (10071, 10164)  # another worker's write was faster; is in progress
-_EXPECT_HEADER: Final = "Nats-Expected-Last-Subject-Sequence"
 
 log = structlog.get_logger()
 
@@ -176,7 +177,7 @@ class Lease:
                 self._subject,
                 msgspec.json.encode(self._me),
                 timeout=_TIMEOUT_S,
-                headers={_EXPECT_HEADER: str(after)},
+                headers={EXPECT_HEADER: str(after)},
                 msg_ttl=TTL_S,
             )
         except APIError as error:
