@@ -10,6 +10,8 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
+from turnkeep_client.messages import STOPPED
+
 from . import boundaries
 
 if TYPE_CHECKING:
@@ -173,8 +175,8 @@ class Index:
     def answer(self, asked: Asked, result: Generated) -> None:
         """Add the boundaries before and after an answer."""
         held, prompt = asked.held, asked.name.prompt
-        # Who asks for a cancelled answer again wants a whole one.
-        asked.state = "failed" if result.finish_reason in {"cancelled", "expired"} else "answered"
+        # Who asks for such an answer again wants a whole one.
+        asked.state = "failed" if result.finish_reason in STOPPED else "answered"
         is_over = asked.state == "answered" and not asked.is_certain and not asked.claim_until_s
         if is_over and self.asked.get(asked.name.key) is asked:  # nobody gets it again
             del self.asked[asked.name.key]

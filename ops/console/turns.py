@@ -38,6 +38,7 @@ _ENDS: Final = {
     "expired": "ended at its deadline",
     "tool_calls": "",
     "model_changed": "ended where another model had begun it",
+    "given_up": "given up by the worker",
 }
 
 

@@ -11,6 +11,7 @@ from msgspec import structs
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.log import derived_seed
 from turnkeep_client.messages import (
+    STOPPED,
     Append,
     Close,
     Failed,
@@ -144,7 +145,7 @@ def _playable(one: Exchange) -> Request:
     if isinstance(request, Generate) and isinstance(result, Generated):
         if request.seed is None and (request.temperature or request.own_sampling):
             changes["seed"] = derived_seed(entry.key, entry.seq)
-        if result.finish_reason in ("cancelled", "expired"):  # stopped from outside
+        if result.finish_reason in STOPPED:
             changes["max_tokens"] = len(result.tokens)
     return structs.replace(request, **changes)
 

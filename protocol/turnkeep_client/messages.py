@@ -605,6 +605,8 @@ FinishReason = Literal[
     "model_changed",
     "given_up",
 ]
+#: The finish reasons of answers that were ended from outside: by their client, a deadline, or their worker.
+STOPPED: Final = frozenset({"cancelled", "expired", "model_changed", "given_up"})
 _OpenReason = Annotated[str, Meta(description=_OPEN, examples=list(get_args(FinishReason)))]
 _OpenCode = Annotated[str, Meta(description=_OPEN, examples=list(ERROR_CODES))]
 

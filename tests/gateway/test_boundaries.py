@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from gateway import boundaries, chat
 from gateway.index import MOST_SESSIONS, Asked, Held, Index, RequestName, base_of, tags
@@ -126,6 +127,17 @@ def answered(index: Index, held: Held, prompt: bytes, given: Generated) -> None:
     index.add(held)
     index.ask(asked)
     index.answer(asked, given)
+
+
+@pytest.mark.parametrize("reason", ["cancelled", "expired", "model_changed", "given_up"])
+def test_an_answer_that_was_ended_from_outside_is_not_repeated(reason: str) -> None:
+    """Who asks for it again wants a whole one."""
+    index, held = Index(), Held("s", 0, 1.0)
+    asked = Asked(held, RequestName(b"x", b"", 0), set(), 0)
+    index.add(held)
+    index.ask(asked)
+    index.answer(asked, replace(result("Ye"), finish_reason=reason))
+    assert asked.state == "failed"
 
 
 def test_positions_behind_a_rewritten_one_are_forgotten() -> None:

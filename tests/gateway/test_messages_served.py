@@ -380,6 +380,8 @@ def test_the_blocks_of_an_answer_and_of_its_stream() -> None:
         ("tool_calls_malformed", "end_turn"),
         ("cancelled", "end_turn"),
         ("expired", "max_tokens"),
+        ("model_changed", "max_tokens"),
+        ("given_up", "max_tokens"),
     ],
 )
 def test_reasons(reason: str, shown: str) -> None:

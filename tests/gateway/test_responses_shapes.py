@@ -244,6 +244,8 @@ def test_options_are_read_and_told_again() -> None:
         ("tool_calls_malformed", "completed", None),
         ("length", "incomplete", {"reason": "max_output_tokens"}),
         ("expired", "incomplete", {"reason": "max_output_tokens"}),
+        ("model_changed", "incomplete", {"reason": "max_output_tokens"}),
+        ("given_up", "incomplete", {"reason": "max_output_tokens"}),
         ("cancelled", "cancelled", None),
     ],
 )

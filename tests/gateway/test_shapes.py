@@ -78,6 +78,8 @@ def test_reasoning_calls_and_usage() -> None:
         ("tool_calls_malformed", "stop"),
         ("cancelled", "stop"),
         ("expired", "length"),
+        ("model_changed", "length"),
+        ("given_up", "length"),
     ],
 )
 def test_reasons(reason: str, shown: str) -> None:

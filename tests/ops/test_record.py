@@ -196,3 +196,13 @@ def test_the_first_unequal_token_is_where_one_answer_leaves_the_other() -> None:
     assert first_unequal((1, 2, 3), (1, 2, 3)) is None
     assert first_unequal((1, 2, 3), (1, 9, 3)) == 1
     assert first_unequal((1, 2, 3), (1, 2)) == 2
+
+
+@pytest.mark.parametrize("end", ["cancelled", "expired", "model_changed", "given_up"])
+def test_an_answer_that_was_ended_from_outside_is_replayed_as_far_as_it_went(end: str) -> None:
+    generated = {"type": "generated", "id": "x", "seq": 1, "position": 3, "text": "ab", "tokens": [1, 2]}
+    counts = {"usage": dict.fromkeys(COUNTS, 1), "seconds": SECONDS, "kv_live_bytes": 1}
+    asked = entry(1, "in", {**GENERATE, "id": "x", "max_tokens": 90})
+    record = fold([asked, entry(2, "out", {**generated, **counts, "finish_reason": end})])
+    ((step,),) = record.sessions.values()
+    assert step.request.max_tokens == 2
