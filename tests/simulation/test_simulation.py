@@ -238,7 +238,7 @@ def test_a_request_is_answered_once_however_late_it_is_repeated() -> None:
             run(loop, main(history))
 
 
-@pytest.mark.parametrize("seed", ["8100450", "8100518", "9001005", "10001516", "30000467"])
+@pytest.mark.parametrize("seed", ["8100450", "8100518", "9001005", "10001516", "30000467", "4101331"])
 def test_what_went_wrong_once_goes_well(seed: str) -> None:
     status, said = simulate(seed, "--histories", "1")
     assert status == 0, said

@@ -181,7 +181,7 @@ class Record:
         self._last_position = 0 if self.history.closed else self.history.position
         # Not the sequence of the checkpoint's result: results of later requests may lie before it.
         self.in_seq = self.out_seq = self._checkpoint_seq = self._first_in = checkpoint.in_seq
-        self._is_begun = True
+        self._is_begun = not self.history.closed  # a closing result may have left the log
 
     @property
     def position(self) -> int:
