@@ -112,9 +112,9 @@ class Import:
             if (of := result.get("repeat_of")) is not None:
                 new = self._new_seqs.get(json.loads(bytes(of)), 1)
                 result["repeat_of"] = msgspec.Raw(str(new).encode())
-            if isinstance(decode_answered(bytes(line.request)), Close) and isinstance(
-                decode_result(bytes(line.result)), Closed
-            ):  # by this note the session leaves the log in time
+            answer = decode_result(bytes(line.result))
+            is_close = isinstance(decode_answered(bytes(line.request)), Close) and isinstance(answer, Closed)
+            if is_close and answer.repeat_of is None:  # by this note the session leaves the log in time
                 yield Unsent(self._subjects.of(self._key, "closed"), b"", {})
                 seq += 1
             headers = {name: line.headers[name] for name in HEADERS if name in line.headers}
