@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import time
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import nats
@@ -16,11 +17,17 @@ from parts import free_port, nats_server_program
 
 from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.messages import decode_result
+from turnkeep_client.subjects import SessionKey
 from worker.app import WorkerError
+from worker.sessions.attempts import Doubt
+from worker.wire.journal import Entry
+from worker.wire.overlooked import Overlooked
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
     from pathlib import Path
+
+    from worker.wire.intake import Delivery
 
 
 class Server:
@@ -126,6 +133,76 @@ async def test_a_request_whose_result_the_server_lost_is_answered_again(
             await asyncio.sleep(0.1)
     assert decode_result(found.data or b"").id == "a"
     await nc.close()
+
+
+async def test_a_result_that_the_server_loses_before_the_request_is_acknowledged_is_stored_again(
+    server: Server, local_worker: Callable[..., Awaitable[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker's late ack would be the server's last word of the request."""
+    worker = await local_worker(nats=server.url, ack_wait_s=1.0)
+    await asked(worker.client, "other", "first")
+    await worker.stop()
+    nc = await nats.connect(server.url)
+    subject = f"{worker.settings.prefix}.default.s"
+    await nc.jetstream().publish(f"{subject}.in", b'{"type":"append","id":"a","text":"x"}')
+    await nc.close()
+    server.copy()
+    clear, lost = Doubt.clear, list[Doubt]()
+
+    async def loses(doubt: Doubt) -> None:
+        await clear(doubt)
+        if not lost and (await worker.client.session("s").info()).position:
+            lost.append(doubt)
+            server.restore("msgs")
+            await asyncio.sleep(3.0)
+
+    async def overlooks(_: Overlooked, server: str) -> str:
+        return server
+
+    monkeypatch.setattr(Doubt, "clear", loses)
+    monkeypatch.setattr(Overlooked, "_look", overlooks)
+    worker = await local_worker(nats=server.url, prefix=worker.settings.prefix)
+    async with asyncio.timeout(20):
+        while not lost:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        nc = await nats.connect(server.url)
+        found = None
+        while found is None:
+            await asyncio.sleep(0.1)
+            with contextlib.suppress(nats.js.errors.NotFoundError):
+                found = await nc.jetstream().get_last_msg(f"{worker.settings.prefix}_log", f"{subject}.out")
+    assert decode_result(found.data or b"").id == "a"
+    await nc.close()
+
+
+async def test_a_returned_delivery_that_never_comes_again_is_looked_for_again() -> None:
+    """Another worker may have got it, and died after the only look at what the server has lost."""
+    key, rung = SessionKey("t", "s"), list[int]()
+    entry = Entry(5, "in", datetime.now(UTC), b"", {})
+    returned = [True, False]
+
+    class Log:
+        server = "S"
+
+        async def unanswered(self) -> list[SessionKey]:
+            return [key]
+
+        async def last_request(self, _: SessionKey) -> Entry:
+            return entry
+
+    class Returned:
+        def expects(self, _: SessionKey, seq: int = 0) -> bool:
+            return bool(seq) and (len(returned) > 1 or returned[0])
+
+    def ring(delivery: Delivery) -> None:
+        rung.append(delivery.seq)
+
+    looks = Overlooked(Log(), Returned(), ring, ack_wait_s=-1.0)  # type: ignore[arg-type]
+    assert await looks._look("S") == ""
+    assert not rung
+    del returned[0]
+    assert await looks._look("S") == "S"
+    assert rung == [5]
 
 
 async def test_a_server_that_comes_back_with_a_smaller_limit_ends_the_worker_with_a_line(

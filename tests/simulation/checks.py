@@ -232,7 +232,8 @@ def _check_result(
             if isinstance(request, Open) and request.from_ is not None and result.repeat_of is None:
                 yield from _check_no_fork(log, request, result, found)
         return
-    if is_copy and isinstance(result, Closed) and not log.state.exists:  # of what a forget had left
+    is_close = isinstance(result, Closed) and result.repeat_of is None
+    if is_copy and is_close and not log.state.exists:  # of what a forget had left
         log.state, log.closed = FOLD.closed(log.state), message
         return
     if result.repeat_of is None:
@@ -324,7 +325,8 @@ def _apply(
     history: History,
 ) -> Iterator[str]:
     """Apply one request and its result to the session."""
-    if log.closed is not None and _is_gone(log.closed, message):
+    closing = (log.closed, log.asked[_result(log.closed.data).seq or 0]) if log.closed else ()
+    if any(_is_gone(one, message) for one in closing):
         log.state, log.closed = _EMPTY, None  # nothing says any more that it was closed
     before, log.forgotten = log.state, _EMPTY
     match request, result:

@@ -23,6 +23,7 @@ from tests.simulation.loop import Process, run, simulated
 from tests.simulation.mutations import MUTATIONS
 from turnkeep_client.messages import Generated, decode_chunk, decode_result
 from worker.sessions.attempts import AttemptNote, Attempts
+from worker.wire import retention
 
 if TYPE_CHECKING:
     from turnkeep_client.subjects import SessionKey
@@ -169,8 +170,11 @@ def test_what_a_dead_worker_has_answered_is_not_carried_out_again_behind_a_laggi
     assert num_runs == 20
 
 
-def test_what_another_worker_has_begun_to_answer_is_not_refused_for_a_close_that_left_the_log() -> None:
+def test_what_another_worker_has_begun_to_answer_is_not_refused_for_a_close_that_left_the_log(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """One worker remembers that the session was closed; the other finds no session, and begins one."""
+    monkeypatch.setattr(retention, "_LAST_S", 0.0)
 
     async def main(history: History) -> None:
         server, (old, new) = history.server, history.supervisors

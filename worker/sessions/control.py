@@ -104,9 +104,10 @@ class Control:
             return failure(None, "history_diverged", session.diverged)
         if isinstance(request, CountRequest):
             return await self._count(history, request)
-        if session.pending or (history.exists and not history.closed):
-            if isinstance(request, InfoRequest):
-                return await self._info(session, request)
+        is_open = history.exists and not history.closed
+        if isinstance(request, InfoRequest) and (is_open or session.pending):
+            return await self._info(session, request)
+        if is_open and not isinstance(request, InfoRequest):
             return await self._pin(session, request)
         if history.closed:
             return failure(None, "unknown_session", "the session was closed; an open starts it anew")
@@ -141,6 +142,8 @@ class Control:
 
     async def _info(self, session: Session, request: InfoRequest) -> SessionInfo:
         history, num_answered = session.history, session.num_answered  # soon they may be read anew
+        if history.closed:  # what waits belongs to the next session of this name
+            history = self._fold.begin(datetime.now(UTC))
         waiting, num_waiting = await session.log.waiting(session.active, request.skip, request.limit)
         key, active = session.key, session.active
         progress, policy = self._engine.progress(key), history.policy

@@ -186,6 +186,7 @@ class Session:
                         asides.cancel_scope.cancel()
                     if not self.has_work:
                         await self._doubt.clear()
+                        self.log.check_fresh()  # an ack of what the server has lost would be its last word
                         if not self.has_work:  # a delivery that came meanwhile still needs the anchor
                             await self._services.ack(self.key)
                         if not self.has_work:  # else a delivery came meanwhile

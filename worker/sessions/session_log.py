@@ -94,6 +94,11 @@ class SessionLog:
         """Whether the log may differ: by another worker's result, or by a restart of the server."""
         return self.record.overtaken or self.server != self._services.journal.server
 
+    def check_fresh(self) -> None:
+        """Raise `FencedError` if the log may differ from the record."""
+        if self.is_stale:
+            raise FencedError("a result is not this worker's, or the server has restarted")
+
     def ring(self, delivery: Delivery) -> None:
         """Record that the log has a request at the delivery's sequence."""
         self._note_rung(delivery.seq)
@@ -114,8 +119,7 @@ class SessionLog:
         """
         async with self._lock:
             record = self.record  # the pages read belong to this record, not to its replacement
-            if self.is_stale:
-                raise FencedError("a result is not this worker's, or the server has restarted")
+            self.check_fresh()
             num_foreign = record.num_foreign
             if not record.folded:
                 services, key = self._services, self.key
@@ -342,8 +346,7 @@ class SessionLog:
         async with self._lock, removal:
             if record is not self.record or not record.lacks_result(pending):
                 return None
-            if self.is_stale:
-                raise FencedError("a result is not this worker's, or the server has restarted")
+            self.check_fresh()
             in_turn, history = history is not None, history or self.record.history
             try:
                 out_seq = await self._store(pending, result, history)

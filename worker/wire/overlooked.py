@@ -50,11 +50,16 @@ class Overlooked:
                     server = await self._look(self._journal.server)
 
     async def _look(self, server: str) -> str:
-        """Wake the sessions that still lack a result and a delivery once all deliveries have come."""
+        """Wake the sessions that still lack a result and a delivery once all deliveries have come.
+
+        Returns an empty string if some are still to come, as this worker has returned them.
+        """
         earlier = {key: entry.seq async for key, entry in self._found()}
         await sleep(self._wait_s)
         async for key, entry in self._found():
-            if earlier.get(key) == entry.seq:
+            if earlier.get(key) == entry.seq and self._intake.expects(key, entry.seq):
+                server = ""  # unless another worker has got it meanwhile
+            elif earlier.get(key) == entry.seq:
                 log.warning("a request has lost its result or its delivery", session=str(key), seq=entry.seq)
                 # In doubt: a worker may have crashed over it.
                 self._ring(Delivery(key, entry.seq, entry.stored, entry.body, again=True))
@@ -64,5 +69,5 @@ class Overlooked:
         for key in await self._journal.unanswered():
             if not self._intake.expects(key):
                 entry = await self._journal.last_request(key)
-                if entry is not None and not self._intake.expects(key, entry.seq):
+                if entry is not None:
                     yield key, entry

@@ -6,6 +6,10 @@ always stay.
 
 Between a close and its result, the log may contain requests for the next session of the same name, and
 results of requests before the close.
+
+A session's last result stays while a worker may still know an older one: if it went, the older one would be
+the last again, and a late commit behind that one would pass the fence (see `journal`). So of a session that
+was closed lately, the close and its result stay.
 """
 
 from __future__ import annotations
@@ -39,6 +43,9 @@ _NEARLY_FULL: Final = 0.9
 _RELIEVED: Final = 0.8
 #: A note without a result after this time belongs to a close that was never carried out.
 _STALE_S: Final = 3600.0
+#: How long the result of a close stays if it is the session's last. A worker that knows less was stalled or
+#: cut off since: the server gives up a connection after about six minutes, and what comes late is lost.
+_LAST_S: Final = 900.0
 _FORGET: Final = b"forget"
 
 
@@ -65,6 +72,7 @@ class Retention:
         self.num_bytes = 0
         self._seen_seq = 0  # notes up to this sequence were handled, or are not due yet
         self._forgotten: set[int] = set()  # later notes that were handled
+        self._stripped: set[int] = set()  # notes of sessions of which only the close is left
         self._server = ""  # that has these notes
         self._nearly_full = False
         self._locks: WeakValueDictionary[SessionKey, Lock] = WeakValueDictionary()
@@ -106,6 +114,7 @@ class Retention:
         if self._server != self._journal.server:  # other notes may have their sequences now
             self._server, self._seen_seq = self._journal.server, 0
             self._forgotten.clear()
+            self._stripped.clear()
         full = self.num_bytes > _NEARLY_FULL * self.max_bytes
         after, more, unfinished = 0, True, 0
         while more:
@@ -140,7 +149,7 @@ class Retention:
         key = session_of(note.headers["Nats-Subject"])
         due = at_once or self._is_due(note)
         forget = note.body == _FORGET and note.seq not in self._forgotten
-        if key is None or not (due or forget):
+        if key is None or not (due or forget) or (note.seq in self._stripped and _age_s(note) < _LAST_S):
             return True
         async with self.lock(key):
             closed = await self._find_close(key, note.seq)
@@ -150,10 +159,10 @@ class Retention:
                 return stale
             names = await self._names(key, closed.result.seq or 0) if closed.forgets else []
             await self._remove_chunks(key, names)
+            if due or closed.forgets:
+                await self._remove_before(key, closed.result.seq or 0, closed.entry.seq)
             if due:
                 await self._remove(key, note, closed)
-            elif closed.forgets:
-                await self._remove_before(key, closed.result.seq or 0, closed.entry.seq)
             await self._remove_chunks(key, names)  # of a worker that saw its request until now
         self._forgotten.add(note.seq)
         return True
@@ -177,20 +186,29 @@ class Retention:
             await self._journal.remove_tokens(key, name)
 
     async def _remove(self, key: SessionKey, note: Entry, closed: _Closing) -> None:
-        """Remove a session up to the result of its close.
+        """Remove a close and its result, unless a worker may still know an older one as the session's last.
 
         Requests after the close stay: they belong to a new session.
         """
         close_seq, closed_seq = closed.result.seq or 0, closed.entry.seq
+        is_last = await self._journal.last_seq(key, "out") == closed_seq
+        if is_last and (_age_s(closed.entry) < _LAST_S or await self._has_unanswered(key, close_seq)):
+            self._stripped.add(note.seq)
+            return
+        self._stripped.discard(note.seq)
+        if is_last:
+            await self._journal.remove(key, closed_seq + 1)
+        else:
+            for seq in (close_seq, closed_seq, note.seq):  # in this order: a request must not lack its result
+                await self._journal.delete(seq)
+
+    async def _has_unanswered(self, key: SessionKey, close_seq: int) -> bool:
+        """Whether a request behind a close has no result."""
         # A replica that lags must not hide a request: it would be removed without a result.
         last = await self._journal.last_seq(key, "in")
-        requests, _ = await self._journal.page(key, "in", close_seq, until=last)
-        if not requests or requests[0].seq > closed_seq:
-            await self._journal.remove(key, closed_seq + 1)
-            return
-        await self._remove_before(key, close_seq, closed_seq)
-        for seq in (close_seq, closed_seq, note.seq):  # in this order: a request must never lack its result
-            await self._journal.delete(seq)
+        requests, more = await self._journal.page(key, "in", close_seq, until=last)
+        results, _ = await self._journal.page(key, "out", close_seq)
+        return more or not {entry.seq for entry in requests} <= {answers(entry) for entry in results}
 
     async def _remove_before(self, key: SessionKey, close_seq: int, closed_seq: int) -> None:
         """Remove all entries up to a close, and later ones that belong to requests before it."""
