@@ -81,9 +81,9 @@ class Log:
         self.entries.append(Entry(len(self.entries) + 1, kind, STORED, body, headers or {}))
         return len(self.entries)
 
-    async def page(self, _: SessionKey, kind: str, after: int, *, until: int = 0) -> tuple[list[Entry], bool]:
+    async def page(self, _: SessionKey, kind: str, after: int) -> tuple[list[Entry], int]:
         found = [entry for entry in self.entries if entry.kind == kind and entry.seq > after]
-        return found[:PAGE], len(found) > PAGE
+        return found[:PAGE], len(found[PAGE:])
 
     async def commit(self, _: SessionKey, body: bytes, after: int, headers: dict[str, str], **__: str) -> int:
         last = max((entry.seq for entry in self.entries if entry.kind == "out"), default=0)
@@ -94,8 +94,13 @@ class Log:
     async def last_seq(self, _: SessionKey, kind: str) -> int:
         return max((entry.seq for entry in self.entries if entry.kind == kind), default=0)
 
-    async def last(self, _: SessionKey, __: str) -> bytes | None:
-        return self.notes[-1] if self.notes else None
+    async def last(self, _: SessionKey, kind: str) -> Entry | None:
+        if kind == "attempt":
+            return Entry(1, "out", STORED, self.notes[-1], {}) if self.notes else None
+        return next((entry for entry in reversed(self.entries) if entry.kind == kind), None)
+
+    async def is_there(self, _: int) -> bool:
+        return True
 
     async def append(self, _: SessionKey, kind: str, body: bytes) -> None:
         if kind == "attempt":
@@ -116,17 +121,12 @@ class Log:
     async def delete(self, _: int) -> None:
         pass
 
-    async def get(self, seq: int) -> bytes:
-        return self.entries[seq - 1].body
-
-    async def last_result(self, _: SessionKey) -> Entry | None:
-        return next((entry for entry in reversed(self.entries) if entry.kind == "out"), None)
+    async def get(self, seq: int) -> bytes | None:
+        found = self.entries[seq - 1] if 0 < seq <= len(self.entries) else None
+        return found.body if found and found.kind in ("in", "out", "checkpoint") else None
 
     async def store_checkpoint(self, _: SessionKey, body: bytes) -> int:
         return self.add("checkpoint", body)
-
-    async def checkpoint(self, seq: int) -> bytes | None:
-        return self.entries[seq - 1].body if 0 < seq <= len(self.entries) else None
 
     async def publish_chunk(self, *_: Any, **__: Any) -> int:
         return 1

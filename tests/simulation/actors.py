@@ -433,6 +433,7 @@ class Supervisor:
             data_dir=Path("none"),
             worker=process.name.replace(" ", "-").replace(".", "-"),
             metrics_interval_s=3600.0,
+            log_replicas=3 if plan.lag_s else 1,
             **plan.settings,
         )
         rounding = self.num_lives % plan.roundings

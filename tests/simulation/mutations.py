@@ -86,18 +86,8 @@ def _unconfirmed(confirmed: Any) -> Any:
     return mutated
 
 
-def _ignoring_lag(page: Any) -> Any:
-    async def mutated(self: Any, key: Any, kind: Any, after: int, *, until: int = 0) -> Any:
-        return await page(self, key, kind, after)
-
-    return mutated
-
-
-def _carelessly(refresh: Any) -> Any:
-    async def mutated(self: Any, *, surely: bool = False) -> None:
-        await refresh(self)
-
-    return mutated
+async def _never_replicated(*_: Any) -> bool:
+    return False
 
 
 async def _publish_anyhow(self: Any, key: Any, request_id: str, body: bytes, *_: Any, **__: Any) -> int:
@@ -132,14 +122,6 @@ def _but_checkpoints(remove: Any) -> Any:
     return mutated
 
 
-def _begun_if_queued(_: Any) -> Any:
-    async def mutated(self: Any, pending: Any) -> bool:
-        is_next = bool(self.log.record.pending) and pending is self.log.record.pending[0]
-        return pending is self.active or (is_next and await self._is_streamed(pending))
-
-    return mutated
-
-
 #: A second guard behind acks that come too early.
 _NO_LOOK: Final[Change] = (overlooked.Overlooked, "run", lambda _: _never)
 
@@ -159,17 +141,12 @@ MUTATIONS: Final[dict[str, tuple[Change, ...]]] = {
         (trail, "backwards", lambda _: _unchecked),
     ),
     "an anchor given up too early": ((session.Session, "_answer", _give_up_anchor), _NO_LOOK),
-    "a removed request that a replica shows": (
-        (session_log.SessionLog, "_check_is_there", lambda _: _nothing),
-    ),
     "chunks of what was forgotten": ((journal.Journal, "_check_not_forgotten", lambda _: _nothing),),
     "chunks without a fence": ((journal.Journal, "_publish", lambda _: _publish_anyhow),),
-    "a lagging replica believed": ((journal.Journal, "page", _ignoring_lag),),
-    "a session shown as a replica has it": ((session.Session, "refresh", _carelessly),),
+    "a lagging replica believed": ((journal.Journal, "_is_replicated", lambda _: _never_replicated),),
     "a forget that misses what a rewind cut off": ((journal.Journal, "remove_tokens", _behind_the_rewind),),
     "checkpoints left behind a close that forgets": ((journal.Journal, "remove", _but_checkpoints),),
     "results left behind a close that forgets": ((retention, "answers", lambda _: lambda _: 2**60),),
-    "a cancel of what a replica hides": ((session.Session, "_begun", _begun_if_queued),),
     "attempts not counted": ((attempts.AttemptNote, "then", lambda _: _uncounted),),
     "what an earlier server had believed": ((journal.Journal, "server", lambda _: property(lambda _: "")),),
     "a lost result that nobody misses": (_NO_LOOK,),
@@ -189,8 +166,6 @@ _LAGGING: Final[dict[str, Any]] = {
 FAVOURED: Final[dict[str, dict[str, Any]]] = {
     "a forget that misses what a rewind cut off": {"kinds": ("crash",), "num_faults": 1},
     "results left behind a close that forgets": {"num_clients": 3, "num_requests": 9},
-    "a cancel of what a replica hides": _LAGGING,
-    "a session shown as a replica has it": _LAGGING,
     "a checkpoint believed without its digest": {
         "kinds": ("rot", "rot", "stop"),
         "num_faults": 5,
@@ -216,8 +191,6 @@ FAVOURED: Final[dict[str, dict[str, Any]]] = {
     "an anchor given up too early": {"kinds": ("crash at", "crash"), "num_faults": 5},
     "an undecodable result taken for none": {"kinds": ("newer worker",), "num_faults": 5},
     "chunks not read back": {"kinds": ("crash at", "crash"), "num_faults": 5},
-    "a removed request that a replica shows": _LAGGING
-    | {"num_workers": 1, "leases": True, "tight": True, "weights": (10, 10, 0, 30, 10, 30)},
     "chunks of what was forgotten": _LAGGING
     | {
         "kinds": ("stall",),

@@ -96,7 +96,7 @@ def test_a_request_behind_a_redelivered_one_counts_no_attempt_that_was_not_made(
         assert not any(b'"attempts":2' in one for one in notes), notes
 
     with simulated(7) as loop, world(loop, Outcome(7, []), tell=False) as (server, note):
-        plan = replace(Plan.of(Random(1)), num_workers=1, leases=False)
+        plan = replace(Plan.of(Random(1)), num_workers=1, leases=False, lag_s=5.0)
         run(loop, main(History(loop, server, plan, note)))
 
 
@@ -159,12 +159,12 @@ def test_what_a_dead_worker_has_answered_is_not_carried_out_again_behind_a_laggi
             if supervisor.num_lives == 1:
                 server.handle("turnkeep.t.s.in", "", b'{"type":"append","id":"a","text":"x"}', None)
                 await asyncio.sleep(0.5)
-                server.faults.lag_s = 5.0
+                server.faults.lag_s = plan.lag_s
         await asyncio.sleep(3)
 
     for seed in range(20):
         with simulated(seed) as loop, world(loop, Outcome(seed, []), tell=False) as (server, note):
-            plan = replace(Plan.of(Random(1)), num_workers=1, leases=False)
+            plan = replace(Plan.of(Random(1)), num_workers=1, leases=False, lag_s=5.0)
             plan.settings |= {"ack_wait_s": 0.5}
             run(loop, main(History(loop, server, plan, note)))
     assert num_runs == 20

@@ -53,9 +53,9 @@ class Attempts:
 
     async def note(self, key: SessionKey) -> AttemptNote:
         """Read the note of a session; an empty one if no worker has written any."""
-        body = await self._journal.last(key, "attempt")
+        found = await self._journal.last(key, "attempt")
         with contextlib.suppress(msgspec.DecodeError):  # not written by a worker
-            return msgspec.json.decode(body or b"{}", type=AttemptNote)
+            return msgspec.json.decode(found.body if found else b"{}", type=AttemptNote)
         return AttemptNote()
 
     async def store(self, key: SessionKey, note: AttemptNote) -> AttemptNote:

@@ -96,7 +96,7 @@ class Control:
             except FencedError:
                 return failure(request.id, "internal", _CONTINUED)
         try:
-            await session.refresh(surely=True)  # who asks may have heard of its last result
+            await session.refresh()  # who asks may have heard of its last result
         except FencedError:
             return failure(None, "internal", _CONTINUED)
         history = session.history

@@ -253,11 +253,6 @@ class Record:
             self._lost_results.append((before, int(fence)))
         self._is_begun = self._is_begun or (result is not None and not _changes_nothing(result))
 
-    @property
-    def before_hole(self) -> int:
-        """The result behind which the log seems to have lost one; 0 if there is none."""
-        return self._lost_results[0][0] if self._lost_results else 0
-
     def lacks_result(self, pending: Pending) -> bool:
         """Whether a request still has no result, as far as the log was read."""
         return pending in self.pending or (pending.seq > self.in_seq and not self.has_result(pending.seq))

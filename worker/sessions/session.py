@@ -42,7 +42,7 @@ from worker.wire.journal import FencedError, Published
 from .attempts import Doubt
 from .execution import failed, withdrawn
 from .history import RefusedError
-from .session_log import LAG_S, SessionLog
+from .session_log import SessionLog
 from .spans import turn_times
 
 if TYPE_CHECKING:
@@ -221,23 +221,20 @@ class Session:
 
         return give
 
-    async def refresh(self, *, surely: bool = False) -> None:
-        """Read the log to its end; with `surely`, not to the end that a replica which lags shows.
+    async def refresh(self) -> None:
+        """Read the log to its end.
 
         Raises `FencedError` if a request runs here and another worker has continued the session.
         """
         while True:
-            last_seq = await self._services.journal.last_seq(self.key, "out") if surely else 0
             try:
                 await self.log.catch_up(beyond_bell=True)
             except FencedError:
                 if self.active is not None:
                     raise
                 self.forget()  # no request runs here that would notice
-                continue
-            if self.log.record.out_seq >= last_seq:
+            else:
                 return
-            await sleep(LAG_S)
 
     async def cancel(self, request_id: str, asked: Pending | None = None) -> Cancelled | Failed:
         """Cancel a request that has no result yet; return once its result is in the log.
@@ -302,7 +299,7 @@ class Session:
         """
         if pending is self.active:
             return True
-        # A replica that lags may have hidden the next request itself from the record.
+        # The next request may be too young for the record.
         is_next = all(pending.seq <= one.seq for one in self.log.record.pending)
         return is_next and (await self._is_streamed(pending) or pending is self.active)
 

@@ -7,9 +7,9 @@ out, nor of other sessions.
 from __future__ import annotations
 
 from contextlib import nullcontext, suppress
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from anyio import Lock, sleep
+from anyio import Lock
 from msgspec.structs import replace
 
 from cache.names.errors import CutOffError
@@ -44,9 +44,6 @@ if TYPE_CHECKING:
     from .record import Pending
     from .services import Services
 
-#: Pause until a replica that lags is read again.
-LAG_S: Final = 0.05
-
 
 class AnsweredRequest(NamedTuple):
     """An answered request, read from the log, and the sequences of the request and its result."""
@@ -79,7 +76,6 @@ class SessionLog:
         self._trail = Trail(key, services.trails)
         self._rung_seq = 0  # the newest request that is known to be in the log
         self._rung_server = self.server  # that has it
-        self._fresh_seq = 0  # the newest delivered request, until the log was read
         self._lock = Lock(fast_acquire=True)
 
     @property
@@ -102,7 +98,6 @@ class SessionLog:
     def ring(self, delivery: Delivery) -> None:
         """Record that the log has a request at the delivery's sequence."""
         self._note_rung(delivery.seq)
-        self._fresh_seq = max(self._fresh_seq, delivery.seq)
         self.delivered = self.delivered or delivery
 
     def _note_rung(self, seq: int) -> None:
@@ -142,80 +137,69 @@ class SessionLog:
         doubt = self._doubt
         if doubt.num_failures >= self._services.attempts.max_attempts:
             record.mark_diverged("its log cannot be read, this worker's log says why")
-        if not doubt.is_raised:
-            await self._read_log(record, self._rung_seq)
-            if not record.pending or record.pending[0].seq >= doubt.first_seq:
-                record.last = None
-                return
-            # A new request came before the redelivery of the old one, which may have crashed a worker.
+        if doubt.is_raised:
             await doubt.begin()
+            await self._read_log(record)
             return
-        await doubt.begin()
-        # A dead worker may have acknowledged requests behind the delivered one, and just answered some.
-        journal = self._services.journal
-        until = max(self._rung_seq, await journal.last_seq(self.key, "in"))
-        await self._read_log(record, until, await journal.last_seq(self.key, "out"))
+        await self._read_log(record)
+        if not record.pending or record.pending[0].seq >= doubt.first_seq:
+            record.last = None
+        else:  # a new request came before the redelivery of the old one, which may have crashed a worker
+            await doubt.begin()
 
-    async def _read_log(self, record: Record, until: int, answered: int = 0) -> None:
-        """Do the work of `_fold`; the log has, or had, a request at `until` and a result at `answered`."""
-        journal = self._services.journal
+    async def _read_log(self, record: Record) -> None:
+        """Do the work of `_fold`."""
+        journal, rung_seq = self._services.journal, self._rung_seq
         first_seq = 0  # the first request that was read, or the checkpoint's
-        record.has_more = more_results = True
         if record.diverged is None and not record.whole and (found := await self._trail.find()):
             record.resume(found.checkpoint)
             record.add_results(found.results)
             first_seq = found.checkpoint.in_seq
-        while True:
+        more_results, read_seq = 1, -1
+        # Results may be of requests that came while the log was read.
+        while not record.pending and read_seq < record.in_seq:
+            read_seq, record.has_more = record.in_seq, True
             while record.has_more and not record.pending:
-                requests, record.has_more = await journal.page(self.key, "in", record.in_seq, until=until)
+                requests, num_more = await journal.page(self.key, "in", record.in_seq)
+                record.has_more = num_more > 0
                 first_seq = first_seq or (requests[0].seq if requests else 0)
                 while more_results and not all(record.has_result(entry.seq) for entry in requests):
-                    results, more_results = await journal.page(
-                        self.key, "out", record.out_seq, until=answered
-                    )
+                    results, more_results = await journal.page(self.key, "out", record.out_seq)
                     record.add_results(results)
                 record.add_requests(requests, await self._parts(record, requests))
             while more_results:
-                results, more_results = await journal.page(self.key, "out", record.out_seq, until=answered)
+                results, more_results = await journal.page(self.key, "out", record.out_seq)
                 record.add_results(results)
-            if record.pending or record.unread_seq <= record.in_seq:
+            if record.unread_seq <= record.in_seq:
                 break
-            last_seq = await journal.last_seq(self.key, "in")
-            if last_seq <= until:
-                break
-            until, record.has_more = last_seq, True  # a replica that lags hid a request
-        # A delivered request was there a moment ago; one that was read before may have been removed since.
-        if record.pending and record.pending[0].seq != self._fresh_seq:
-            await self._check_is_there(record.pending[0].seq)
-        if record.before_hole:  # else it was read from a replica that lags behind a removal
-            await self._check_is_there(record.before_hole)
+        # Another worker may have removed the session meanwhile: removals begin with the first request.
+        for seq in {first_seq, *(one.seq for one in [*record.pending][:1])} - {0}:
+            if not await journal.is_there(seq):
+                raise FencedError(f"the request at sequence {seq} has left the log")
         record.end_fold()
-        if first_seq and first_seq != self._fresh_seq:  # removals begin with the first
-            await self._check_is_there(first_seq)
         if record.proven_seq and (checkpoint := record.next_checkpoint(record.proven_seq)):
             self._trail.add(checkpoint)
             # The next result must name it: a session may be put away after each, and would read ever more.
             await self._trail.stored()
         if not record.has_more:
-            record.in_seq = max(record.in_seq, until)  # also if the entry was removed by now
+            record.in_seq = max(record.in_seq, rung_seq)  # also if the entry was removed by now
 
     async def _read_on(self, record: Record) -> None:
         """Read the next requests, unless some are pending.
 
         Raises `FencedError` in the same case as `catch_up`.
         """
-        journal, until = self._services.journal, self._rung_seq
+        journal, rung_seq = self._services.journal, self._rung_seq
         results, _ = await journal.page(self.key, "out", record.out_seq)
         if record.add_results(results):
             raise FencedError(f"a result up to sequence {record.out_seq} is not this worker's")
         if record.pending:
             return
-        requests, record.has_more = await journal.page(self.key, "in", record.in_seq, until=until)
-        if requests and requests[0].seq != self._fresh_seq:
-            await self._check_is_there(requests[0].seq)
+        requests, num_more = await journal.page(self.key, "in", record.in_seq)
+        record.has_more = num_more > 0
         record.add_requests(requests, await self._parts(record, requests))
         if not record.has_more:
-            record.in_seq = max(record.in_seq, until)
+            record.in_seq = max(record.in_seq, rung_seq)
 
     async def _parts(self, record: Record, requests: list[Entry]) -> dict[int, History | str | None]:
         """Read what the results of these requests have no room for."""
@@ -228,16 +212,6 @@ class SessionLog:
                     found[entry.seq] = self._trail.base(packed) if opens else packed.decode()
         return found
 
-    async def _check_is_there(self, seq: int) -> None:
-        """Raise `FencedError` if a request that was read has left the log.
-
-        A replica that lags may still show a request of a forgotten session, while another one no longer has
-        its result, or later requests.
-        """
-        if await self._services.journal.get(seq) is None:
-            await sleep(LAG_S)
-            raise FencedError(f"the request at sequence {seq} has left the log")
-
     def reset(self, *, whole: bool = False) -> Record:
         """Replace the record by an empty one; `whole` makes it keep the whole conversation."""
         record, self.record = self.record, Record(self._services.fold, whole=whole)
@@ -245,7 +219,6 @@ class SessionLog:
         self._trail = Trail(self.key, self._services.trails)
         server = self._services.journal.server
         self._note_rung(record.in_seq if self.server == server else 0)
-        self._fresh_seq = 0
         self.server = server
         for pending in record.pending:
             pending.done.set()
@@ -262,17 +235,17 @@ class SessionLog:
             return history
         # The record may have more soon, or be replaced: what counts is what it has now.
         last_in, last_out = record.in_seq, record.out_seq
-        journal, whole, more = self._services.journal, Record(self._services.fold, whole=True), True
+        journal, whole, more = self._services.journal, Record(self._services.fold, whole=True), 1
         async with self._services.retention.lock(self.key):
             while more:
                 results, more = await journal.page(self.key, "out", whole.out_seq)
                 whole.add_results(known := [entry for entry in results if entry.seq <= last_out])
-                more = more and len(known) == len(results)
-            more = True
+                more = more if len(known) == len(results) else 0
+            more = 1
             while more and not whole.pending:
                 requests, more = await journal.page(self.key, "in", whole.in_seq)
                 requests = [entry for entry in requests if entry.seq <= last_in]
-                more = more and bool(requests)
+                more = more if requests else 0
                 whole.add_requests(requests, await self._parts(whole, requests))
         if whole.history.digest() != history.digest() or not whole.history.is_whole:
             raise CutOffError("the log no longer has all of the session")
@@ -286,7 +259,7 @@ class SessionLog:
         names = [pending.id or "" for pending in self.record.pending if pending is not active]
         after, num_more = self.record.in_seq, int(bool(self.record.pending))
         while num_more:
-            entries, num_more = await self._services.journal.backlog(self.key, after)
+            entries, num_more = await self._services.journal.page(self.key, "in", after)
             names += [
                 pending_at(entry).id or "" for entry in entries if not self.record.has_result(entry.seq)
             ]
@@ -304,10 +277,9 @@ class SessionLog:
             if pending.id == request_id:
                 return pending
         journal = self._services.journal
-        after, more = self.record.in_seq, True
-        until = await journal.last_seq(self.key, "in")  # a replica that lags may not show it yet
+        after, more = self.record.in_seq, 1
         while more:
-            entries, more = await journal.page(self.key, "in", after, until=until)
+            entries, more = await journal.page(self.key, "in", after)
             for entry in entries:
                 pending = pending_at(entry)
                 if pending.id == request_id:

@@ -114,7 +114,7 @@ class Sessions:
         if of.session == key.session:
             raise RefusedError("invalid_request", "a session cannot be forked from itself")
         with self.in_use(SessionKey(key.tenant, of.session)) as parent:
-            await parent.refresh(surely=True)  # who asks may have heard of its last result
+            await parent.refresh()  # who asks may have heard of its last result
             if parent.diverged is not None:
                 raise RefusedError("history_diverged", f"{of.session} cannot be forked: {parent.diverged}")
             history = parent.history
@@ -229,7 +229,7 @@ class Sessions:
 async def _read(other: Session) -> None:
     """Read another session's log to its end; if that fails, `needed` is None there."""
     try:
-        await other.refresh(surely=True)
+        await other.refresh()
     except FencedError:
         pass  # its own task reads it anew
     except Exception:

@@ -21,8 +21,6 @@ from .answered import AnsweredIds
 from .checkpoint import Checkpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
     from anyio.abc import TaskGroup
 
     from turnkeep_client.subjects import SessionKey
@@ -112,11 +110,13 @@ class Trail:
         return link
 
     async def read(self, link: Link | None) -> bytes | None:
-        """Read what a result has no room for; None if it is gone, or not what `link` names.
-
-        Nothing else has it: a log that does not answer now is asked until it does.
-        """
-        return await self._read(link, self._trails.journal.get)
+        """Read a stored value; None if it is gone, or not what `link` names."""
+        parts: list[bytes] = []
+        async for message in backwards(link, self._trails.journal.get):
+            if message is None:
+                return None
+            parts.append(message.part)
+        return b"".join(reversed(parts)) if parts else None
 
     def base(self, packed: bytes) -> History | None:
         """Decode a fork's base; None if it is none."""
@@ -126,12 +126,12 @@ class Trail:
     async def find(self) -> Found | None:
         """Read the checkpoint that the last result names; None if it is missing or the log contradicts it."""
         journal = self._trails.journal
-        named = await journal.last_result(self.key)
+        named = await journal.last(self.key, "out")
         text = named.headers.get(CHECKPOINT_HEADER) if named else None
         if named is None or text is None:
             return None
         link = Link.parse(text)
-        packed = await self._read(link, journal.checkpoint)
+        packed = await self.read(link)
         checkpoint = Checkpoint.unpack(packed, self._trails.tokenizer) if packed else None
         found = await self._confirmed(checkpoint, named) if checkpoint else None
         if found is None:
@@ -152,21 +152,12 @@ class Trail:
             link = Link(seq, digest(message))
         return link
 
-    async def _read(self, link: Link | None, read: Callable[[int], Awaitable[bytes | None]]) -> bytes | None:
-        """Read a value; None if a message is gone or differs from its link."""
-        parts: list[bytes] = []
-        async for message in backwards(link, read):
-            if message is None:
-                return None
-            parts.append(message.part)
-        return b"".join(reversed(parts)) if parts else None
-
     async def _confirmed(self, checkpoint: Checkpoint, named: Entry) -> Found | None:
         """Check that the log confirms the checkpoint's tokens and the result that names the checkpoint.
 
         Each result involved must be the first one of its request, since reading the whole log would use only
-        first results. The checkpoint's own request must be in the log: a replica that lags may still show the
-        checkpoint of a removed session.
+        first results. The checkpoint's own request must be in the log: a crash may leave the checkpoint of a
+        removed session.
         """
         journal = self._trails.journal
         if await journal.get(checkpoint.in_seq) is None:
@@ -177,7 +168,7 @@ class Trail:
             return None
         history: str | None = None
         results: list[Entry] = []
-        more, confirmed = True, False
+        more, confirmed = 1, False
         while more and not confirmed:
             after = results[-1].seq if results else checkpoint.in_seq
             page, more = await journal.page(self.key, "out", after)

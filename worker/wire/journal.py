@@ -2,6 +2,10 @@
 
 Owns the fence: a result is stored only if no other result of the session was stored since this worker last
 read the log. Does not know what entries mean for a session; see `sessions/history`.
+
+All reads are consistent: they show what was stored, and not what was removed, before they were asked for.
+Single messages come from the stream's leader. Pages come by direct gets, which any replica answers: where
+there are several, the leader says whether the one that has answered lags behind.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from turnkeep_client.log import ENDED_HEADER, EXPECT_HEADER, MODEL_HEADER, SEALE
 from turnkeep_client.messages import Chunk, decode_chunk, decode_result, encode, failure
 from turnkeep_client.nats_client import server_id
 from turnkeep_client.subjects import REFUSED, SessionKey, check_id
+from worker.process.clock import monotonic
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping
@@ -47,6 +52,8 @@ _BATCH: Final = 256
 _BATCH_BYTES: Final = 2 * 2**20
 _TIMEOUT_S: Final = 5.0
 _MAX_BACKOFF_S: Final = 5.0
+#: How long it is known whether a stream has replicas.
+_KNOWN_S: Final = 5.0
 #: Pause after a write that another one, of the same subject, was in process with.
 _RACE_S: Final = 0.01
 
@@ -124,6 +131,7 @@ class Journal:
         self._subjects = subjects
         self._gets = DirectGets(nc, timeout_s=_TIMEOUT_S)
         self._name = uuid4().hex  # in seals, as a worker's own seals do not stop it
+        self._replicated: dict[str, tuple[float, bool]] = {}  # by stream: until when this is known
 
     @property
     def server(self) -> str:
@@ -134,28 +142,39 @@ class Journal:
         """
         return server_id(self._nc)
 
-    async def page(
-        self, key: SessionKey, kind: Literal["in", "out"], after: int, *, until: int = 0
-    ) -> tuple[list[Entry], bool]:
+    async def page(self, key: SessionKey, kind: Literal["in", "out"], after: int) -> tuple[list[Entry], int]:
         """Read a session's next requests, or results, after the stream sequence `after`, in order.
 
-        Returns up to `_BATCH` entries or some MiB, and whether there are more. `until` is the sequence of a
-        delivered entry: if a replica of the stream ends before this entry, it lags behind and is read again,
-        unless the stream's leader says that the entry was removed.
+        Returns up to `_BATCH` entries or some MiB, and the number of those that remain.
         """
-        stream, subject = self._subjects.log_stream, self._subjects.of(key, kind)
-        pause_s = 0.01
+        return await self._page(self._subjects.log_stream, self._subjects.of(key, kind), after)
+
+    async def _page(self, stream: str, subject: str, after: int) -> tuple[list[Entry], int]:
+        """Read a subject's next messages after the sequence `after`, and count the remaining ones."""
+        pause_s = _RACE_S
         while True:
+            last_seq = await self._last_seq(stream, subject) if await self._is_replicated(stream) else None
             entries, num_more = await self._direct_batch(stream, subject, after)
-            last = entries[-1].seq if entries else after
-            if num_more or last >= until or not await self._has(until, subject):
-                return entries, num_more > 0
+            is_behind = last_seq is not None and not num_more and last_seq > max(after, _end(entries))
+            # A replica may also show what was removed: removals begin with the first entries.
+            is_removed = last_seq is not None and entries and not await self._get(entries[0].seq, stream)
+            if not (is_behind or is_removed):
+                return entries, num_more
             await sleep(pause_s)
             pause_s = min(pause_s * 2, _MAX_BACKOFF_S)
 
-    async def backlog(self, key: SessionKey, after: int) -> tuple[list[Entry], int]:
-        """Read a session's next requests after the stream sequence `after`, and count the remaining ones."""
-        return await self._direct_batch(self._subjects.log_stream, self._subjects.of(key, "in"), after)
+    async def _is_replicated(self, stream: str) -> bool:
+        """Whether replicas may answer direct gets. An operator can add some at any time."""
+        until_s, is_replicated = self._replicated.get(stream, (0.0, True))
+        while monotonic() >= until_s:
+            try:
+                config = (await self._js.stream_info(stream)).config
+            except (nats.errors.Error, APIError, OSError) as error:
+                await self._pause_after("looking at the log", error, 1.0)
+                continue
+            until_s, is_replicated = monotonic() + _KNOWN_S, (config.num_replicas or 1) > 1
+            self._replicated[stream] = until_s, is_replicated
+        return is_replicated
 
     async def published(self, key: SessionKey, request_id: str, seq: int, stored: datetime) -> Published:
         """Read the published chunks of the request at `seq`, from index 0, which may come again, up to a gap.
@@ -167,9 +186,7 @@ class Journal:
         num_tokens = num_foreign = last_seq = 0
         has_gap = has_ended = is_sealed = False
         model = ""
-        async for entry in self._direct(
-            self._subjects.token_stream, self._subjects.tokens(key, request_id), 0
-        ):
+        async for entry in self._entries(self._subjects.token_stream, self._subjects.tokens(key, request_id)):
             last_seq = entry.seq
             if not entry.body:
                 has_ended = has_ended or entry.headers.get(ENDED_HEADER) == str(seq)
@@ -335,40 +352,14 @@ class Journal:
         message = await self._get(seq)
         return message.time if message else None
 
-    async def _has(self, seq: int, subject: str) -> bool:
-        message = await self._get(seq)
-        return message is not None and message.subject == subject
-
-    async def _get(self, seq: int) -> RawStreamMsg | None:
+    async def _get(self, seq: int, stream: str = "") -> RawStreamMsg | None:
         while True:
             try:
-                return await self._js.get_msg(self._subjects.log_stream, seq)
+                return await self._js.get_msg(stream or self._subjects.log_stream, seq)
             except NotFoundError:
                 return None
             except (nats.errors.Error, APIError, OSError) as error:
                 await self._pause_after("reading the log", error, 1.0)
-
-    async def last_result(self, key: SessionKey) -> Entry | None:
-        """Read a session's last result, or an earlier one if the replica lags; None if there is none."""
-        subject = self._subjects.of(key, "out")
-        while True:
-            try:
-                found = await self._js.get_last_msg(self._subjects.log_stream, subject, direct=True)
-            except NotFoundError:
-                return None
-            except (nats.errors.Error, APIError, OSError) as error:
-                await self._pause_after("reading the log", error, 1.0)
-                continue
-            headers = found.headers or {}
-            stored = found.time or datetime.fromtimestamp(0, UTC)
-            return Entry(found.seq or 0, "out", stored, found.data or b"", headers)
-
-    async def checkpoint(self, seq: int) -> bytes | None:
-        """Read the body of a checkpoint message; None if it is gone or cannot be read now. Does not retry."""
-        for direct in (True, False):  # a replica may lag
-            with contextlib.suppress(nats.errors.Error, APIError, OSError):
-                return (await self._js.get_msg(self._subjects.log_stream, seq, direct=direct)).data or b""
-        return None
 
     async def store_checkpoint(self, key: SessionKey, body: bytes) -> int | None:
         """Store a checkpoint message; return its sequence, None on failure. Does not retry."""
@@ -380,17 +371,28 @@ class Journal:
             return None
 
     async def last_seq(self, key: SessionKey, kind: Literal["in", "out"]) -> int:
-        """Read the sequence of a session's last request, or result; 0 if there is none.
+        """Read the sequence of a session's last request, or result; 0 if there is none."""
+        return await self._last_seq(self._subjects.log_stream, self._subjects.of(key, kind))
 
-        Asks the stream's leader, which never lags behind.
-        """
-        found = await self._last(key, kind)
+    async def _last_seq(self, stream: str, subject: str) -> int:
+        found = await self._last(stream, subject)
         return (found.seq or 0) if found else 0
 
-    async def _last(self, key: SessionKey, kind: Literal["attempt", "in", "out"]) -> RawStreamMsg | None:
+    async def last(self, key: SessionKey, kind: Literal["attempt", "in", "out"]) -> Entry | None:
+        """Read a session's last entry of a kind; None if there is none."""
+        found = await self._last(self._subjects.log_stream, self._subjects.of(key, kind))
+        if found is None:
+            return None
+        stored = found.time or datetime.fromtimestamp(0, UTC)
+        return Entry(
+            found.seq or 0, "in" if kind == "in" else "out", stored, found.data or b"", found.headers or {}
+        )
+
+    async def _last(self, stream: str, subject: str) -> RawStreamMsg | None:
         while True:
             try:
-                return await self._js.get_last_msg(self._subjects.log_stream, self._subjects.of(key, kind))
+                # No direct get: nats-py would take a publisher's `Status` header for the server's.
+                return await self._js.get_last_msg(stream, subject)
             except NotFoundError:
                 return None
             except (nats.errors.Error, APIError, OSError) as error:
@@ -452,11 +454,6 @@ class Journal:
             else:
                 return
 
-    async def last(self, key: SessionKey, kind: Literal["attempt", "in", "out"]) -> bytes | None:
-        """Read the body of a session's last entry of a kind; None if there is none."""
-        found = await self._last(key, kind)
-        return (found.data or b"") if found else None
-
     async def purge(self, key: SessionKey, kind: Literal["attempt"]) -> None:
         """Remove a session's entries of a kind. Does not retry, since remaining entries do no harm."""
         with contextlib.suppress(nats.errors.Error, APIError, OSError):
@@ -475,14 +472,6 @@ class Journal:
         """Return the size of the log. Raises nats-py's errors."""
         return (await self._js.stream_info(self._subjects.log_stream)).state.bytes
 
-    async def last_request(self, key: SessionKey) -> Entry | None:
-        """Read a session's last request; None if there is none."""
-        found = await self._last(key, "in")
-        if found is None:
-            return None
-        stored = found.time or datetime.now(UTC)
-        return Entry(found.seq or 0, "in", stored, found.data or b"", found.headers or {})
-
     async def unanswered(self) -> list[SessionKey]:
         """Find the sessions with more requests than results.
 
@@ -499,15 +488,16 @@ class Journal:
                     num_lacking[self._subjects.parse(subject)[0]] += weight * number
         return [key for key, number in num_lacking.items() if number > 0]
 
-    async def closed(self, after: int) -> tuple[list[Entry], bool]:
+    async def closed(self, after: int) -> tuple[list[Entry], int]:
         """Read the next notes of closes, of all sessions, after the stream sequence `after`.
 
-        Also returns whether there are more.
+        Also returns the number of those that remain.
         """
-        entries, num_more = await self._direct_batch(
-            self._subjects.log_stream, self._subjects.every("closed"), after
-        )
-        return entries, num_more > 0
+        return await self._page(self._subjects.log_stream, self._subjects.every("closed"), after)
+
+    async def is_there(self, seq: int) -> bool:
+        """Whether an entry that was read is still in the log, if another worker may remove sessions."""
+        return self._is_alone() or await self._get(seq) is not None
 
     async def remove(
         self, key: SessionKey, before: int, kind: Literal["checkpoint", "dead"] | None = None
@@ -554,20 +544,11 @@ class Journal:
         The stored message names the fence that it passed. An equal result that was stored behind another one
         is not this commit: this worker does not know that other one.
         """
-        while True:
-            try:
-                # No direct get: nats-py would take a publisher's `Status` header for the server's.
-                last = await self._js.get_last_msg(self._subjects.log_stream, subject)
-            except NotFoundError:
-                break
-            except (nats.errors.Error, APIError, OSError) as error:
-                await self._pause_after("reading the log", error, 1.0)
-                continue
-            fence = (last.headers or {}).get(EXPECT_HEADER)
-            if last.data == body and fence == str(after) and last.seq is not None:
-                return last.seq
-            break
-        raise FencedError(subject)
+        last = await self._last(self._subjects.log_stream, subject)
+        fence = (last.headers or {}).get(EXPECT_HEADER) if last else None
+        if last is None or last.data != body or fence != str(after) or last.seq is None:
+            raise FencedError(subject)
+        return last.seq
 
     async def _pause_after(self, doing: str, error: BaseException, pause_s: float) -> None:
         log.warning(
@@ -575,11 +556,11 @@ class Journal:
         )
         await sleep(pause_s)
 
-    async def _direct(self, stream: str, subject: str, after: int) -> AsyncIterator[Entry]:
-        """Iterate over a subject's messages after the sequence `after`."""
-        num_more = 1
+    async def _entries(self, stream: str, subject: str) -> AsyncIterator[Entry]:
+        """Iterate over a subject's messages."""
+        after, num_more = 0, 1
         while num_more:
-            entries, num_more = await self._direct_batch(stream, subject, after)
+            entries, num_more = await self._page(stream, subject, after)
             for entry in entries:
                 after = entry.seq
                 yield entry
@@ -593,6 +574,10 @@ class Journal:
                 return [_entry(message) for message in messages], num_more
             except (nats.errors.Error, OSError) as error:
                 await self._pause_after("reading the log", error, 1.0)
+
+
+def _end(entries: list[Entry]) -> int:
+    return entries[-1].seq if entries else 0
 
 
 def _sealed(headers: Mapping[str, str]) -> tuple[str, str]:

@@ -68,6 +68,6 @@ class Overlooked:
     async def _found(self) -> AsyncIterator[tuple[SessionKey, Entry]]:
         for key in await self._journal.unanswered():
             if not self._intake.expects(key):
-                entry = await self._journal.last_request(key)
+                entry = await self._journal.last(key, "in")
                 if entry is not None:
                     yield key, entry

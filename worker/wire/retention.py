@@ -116,7 +116,7 @@ class Retention:
             self._forgotten.clear()
             self._stripped.clear()
         full = self.num_bytes > _NEARLY_FULL * self.max_bytes
-        after, more, unfinished = 0, True, 0
+        after, more, unfinished = 0, 1, 0
         while more:
             notes, more = await self._journal.closed(after)
             for note in notes:
@@ -127,7 +127,7 @@ class Retention:
                     self.num_bytes = await self._journal.log_bytes()
                     full = self.num_bytes > _RELIEVED * self.max_bytes
                 elif after < self._seen_seq and not self._is_due(note):
-                    after, more = self._seen_seq, True  # the notes in between are younger, so not due either
+                    after, more = self._seen_seq, 1  # the notes in between are younger, so not due either
                     break
         self._seen_seq = unfinished - 1 if unfinished else max(after, self._seen_seq)
         self._forgotten = {seq for seq in self._forgotten if seq > self._seen_seq}
@@ -170,9 +170,9 @@ class Retention:
     async def _names(self, key: SessionKey, close_seq: int) -> list[str]:
         """Return the ids of the requests before a close."""
         names: list[str] = []
-        after, more = 0, True
+        after, more = 0, 1
         while more and after < close_seq:
-            requests, more = await self._journal.page(key, "in", after, until=close_seq)
+            requests, more = await self._journal.page(key, "in", after)
             for entry in requests:
                 after = entry.seq
                 if after < close_seq:
@@ -204,20 +204,18 @@ class Retention:
 
     async def _has_unanswered(self, key: SessionKey, close_seq: int) -> bool:
         """Whether a request behind a close has no result."""
-        # A replica that lags must not hide a request: it would be removed without a result.
-        last = await self._journal.last_seq(key, "in")
-        requests, more = await self._journal.page(key, "in", close_seq, until=last)
+        requests, more = await self._journal.page(key, "in", close_seq)
         results, _ = await self._journal.page(key, "out", close_seq)
-        return more or not {entry.seq for entry in requests} <= {answers(entry) for entry in results}
+        return more > 0 or not {entry.seq for entry in requests} <= {answers(entry) for entry in results}
 
     async def _remove_before(self, key: SessionKey, close_seq: int, closed_seq: int) -> None:
         """Remove all entries up to a close, and later ones that belong to requests before it."""
         await self._journal.remove(key, close_seq)
         await self._journal.remove(key, closed_seq, "checkpoint")
         await self._journal.remove(key, closed_seq, "dead")
-        after, more = close_seq, True
+        after, more = close_seq, 1
         while more and after < closed_seq:
-            results, more = await self._journal.page(key, "out", after, until=closed_seq)
+            results, more = await self._journal.page(key, "out", after)
             for entry in results:
                 after = entry.seq
                 if after < closed_seq and answers(entry) < close_seq:
@@ -228,7 +226,7 @@ class Retention:
 
         Before its result there may be those of later requests that were cancelled meanwhile.
         """
-        after, more = note_seq, True
+        after, more = note_seq, 1
         while more:
             results, more = await self._journal.page(key, "out", after)
             for entry in results:
