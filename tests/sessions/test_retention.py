@@ -315,6 +315,30 @@ async def test_what_was_stored_behind_a_close_that_forgets_is_gone_though_the_wo
     assert (result := await w.send("s", append("d")))["position"] == 11, result
 
 
+async def test_a_session_goes_on_whose_earlier_close_left_the_log_from_between_two_results(
+    quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each result names the one before it: the close's would be missed behind the cancelled request's."""
+    monkeypatch.setattr(record, "_CHECKPOINT_EVERY", 1)
+    w = await quiet_wire(closed_ttl_s=0.5)
+    await w.publish("s", append("a", "first life"))
+    running = await w.publish("s", generate("g", **LONG))
+    closing = await w.publish("s", CLOSE)
+    opening = await w.publish("s", {"type": "open", "id": "o"})
+    waiting = await w.publish("s", append("b", "second life"))
+    for name, seq in (("b", waiting), ("g", running)):
+        await w.control("s", {"type": "cancel", "id": name})
+        await w.result(seq)
+    assert [(await w.result(seq))["type"] for seq in (closing, opening)] == ["closed", "opened"]
+    assert (await w.send("s", append("d")))["position"] == 5
+    async with asyncio.timeout(20):
+        while "closed" in await bodies(w, "s"):
+            await asyncio.sleep(0.05)
+    await w.worker.stop()
+    w = await quiet_wire(closed_ttl_s=0.5)
+    assert (await w.send("s", append("e")))["position"] == 10
+
+
 async def test_a_note_that_somebody_else_made_before_a_repeated_close_removes_nothing(
     quiet_wire: Start,
 ) -> None:

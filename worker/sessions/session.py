@@ -233,7 +233,7 @@ class Session:
                 if self.active is not None:
                     raise
                 self.forget()  # no request runs here that would notice
-            else:
+            if self.log.record.folded:  # else another task has dropped it meanwhile
                 return
 
     async def cancel(self, request_id: str, asked: Pending | None = None) -> Cancelled | Failed:

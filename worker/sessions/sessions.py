@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import structlog
 from anyio import Event, move_on_after, sleep
@@ -38,6 +38,8 @@ log = structlog.get_logger()
 
 _RETRY_S = 1.0
 _MAX_RETRY_S = 60.0
+#: Pause until a session is read again whose request was overtaken by another worker's.
+_OVERTAKEN_S: Final = 0.05
 #: Minimum pause between two sweeps, as the idle timeout may be 0.
 _LEAST_SWEEP_S = 0.1
 #: Memory limit of all sessions; above it, the least recently used idle sessions are evicted.
@@ -114,7 +116,12 @@ class Sessions:
         if of.session == key.session:
             raise RefusedError("invalid_request", "a session cannot be forked from itself")
         with self.in_use(SessionKey(key.tenant, of.session)) as parent:
-            await parent.refresh()  # who asks may have heard of its last result
+            while True:
+                try:
+                    await parent.refresh()  # who asks may have heard of its last result
+                    break
+                except FencedError:  # its task does not know yet that it was overtaken
+                    await sleep(_OVERTAKEN_S)
             if parent.diverged is not None:
                 raise RefusedError("history_diverged", f"{of.session} cannot be forked: {parent.diverged}")
             history = parent.history

@@ -192,21 +192,20 @@ class Retention:
         """
         close_seq, closed_seq = closed.result.seq or 0, closed.entry.seq
         is_last = await self._journal.last_seq(key, "out") == closed_seq
-        if is_last and (_age_s(closed.entry) < _LAST_S or await self._has_unanswered(key, close_seq)):
+        requests, more = await self._journal.page(key, "in", close_seq)
+        results, _ = await self._journal.page(key, "out", close_seq)
+        is_answered = not more and {entry.seq for entry in requests} <= {answers(entry) for entry in results}
+        if is_last and (_age_s(closed.entry) < _LAST_S or not is_answered):
             self._stripped.add(note.seq)
             return
         self._stripped.discard(note.seq)
         if is_last:
             await self._journal.remove(key, closed_seq + 1)
-        else:
-            for seq in (close_seq, closed_seq, note.seq):  # in this order: a request must not lack its result
-                await self._journal.delete(seq)
-
-    async def _has_unanswered(self, key: SessionKey, close_seq: int) -> bool:
-        """Whether a request behind a close has no result."""
-        requests, more = await self._journal.page(key, "in", close_seq)
-        results, _ = await self._journal.page(key, "out", close_seq)
-        return more > 0 or not {entry.seq for entry in requests} <= {answers(entry) for entry in results}
+            return
+        # Behind another result, that of the close would be missed: it stays until the next close.
+        gone = (close_seq, closed_seq) if results and results[0].seq == closed_seq else ()
+        for seq in (*gone, note.seq):  # in this order: a request must not lack its result
+            await self._journal.delete(seq)
 
     async def _remove_before(self, key: SessionKey, close_seq: int, closed_seq: int) -> None:
         """Remove all entries up to a close, and later ones that belong to requests before it."""
