@@ -319,7 +319,7 @@ async def test_a_session_goes_on_whose_earlier_close_left_the_log_from_between_t
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each result names the one before it: the close's would be missed behind the cancelled request's."""
-    monkeypatch.setattr(record, "_CHECKPOINT_EVERY", 1)
+    monkeypatch.setattr(record, "_CHECKPOINT_EVERY", 5)  # the next worker begins with the open
     w = await quiet_wire(closed_ttl_s=0.5)
     await w.publish("s", append("a", "first life"))
     running = await w.publish("s", generate("g", **LONG))
@@ -332,7 +332,7 @@ async def test_a_session_goes_on_whose_earlier_close_left_the_log_from_between_t
     assert [(await w.result(seq))["type"] for seq in (closing, opening)] == ["closed", "opened"]
     assert (await w.send("s", append("d")))["position"] == 5
     async with asyncio.timeout(20):
-        while "closed" in await bodies(w, "s"):
+        while "closed" in await bodies(w, "s"):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     await w.worker.stop()
     w = await quiet_wire(closed_ttl_s=0.5)
