@@ -318,9 +318,9 @@ async def test_what_was_stored_behind_a_close_that_forgets_is_gone_though_the_wo
 async def test_a_session_goes_on_whose_earlier_close_left_the_log_from_between_two_results(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each result names the one before it: the close's would be missed behind the cancelled request's."""
-    monkeypatch.setattr(record, "_CHECKPOINT_EVERY", 5)  # the next worker begins with the open
-    w = await quiet_wire(closed_ttl_s=0.5)
+    """Each result names the one before it: behind the cancelled request's that of the close would be missed."""
+    monkeypatch.setattr(record, "_CHECKPOINT_EVERY", 1)
+    w = await quiet_wire(closed_ttl_s=None)
     await w.publish("s", append("a", "first life"))
     running = await w.publish("s", generate("g", **LONG))
     closing = await w.publish("s", CLOSE)
@@ -330,12 +330,14 @@ async def test_a_session_goes_on_whose_earlier_close_left_the_log_from_between_t
         await w.control("s", {"type": "cancel", "id": name})
         await w.result(seq)
     assert [(await w.result(seq))["type"] for seq in (closing, opening)] == ["closed", "opened"]
+    await w.worker.stop()
+    w = await quiet_wire(closed_ttl_s=None)  # begins a checkpoint with the open, the last to change it
     assert (await w.send("s", append("d")))["position"] == 5
+    await w.worker.stop()
+    w = await quiet_wire(closed_ttl_s=0.0)
     async with asyncio.timeout(20):
         while "closed" in await bodies(w, "s"):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
-    await w.worker.stop()
-    w = await quiet_wire(closed_ttl_s=0.5)
     assert (await w.send("s", append("e")))["position"] == 10
 
 
