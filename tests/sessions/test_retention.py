@@ -318,7 +318,7 @@ async def test_what_was_stored_behind_a_close_that_forgets_is_gone_though_the_wo
 async def test_a_session_goes_on_whose_earlier_close_left_the_log_from_between_two_results(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each result names the one before it: behind the cancelled request's that of the close would be missed."""
+    """Each result names the one before it: behind the cancelled request's the close's would be missed."""
     monkeypatch.setattr(record, "_CHECKPOINT_EVERY", 1)
     w = await quiet_wire(closed_ttl_s=None)
     await w.publish("s", append("a", "first life"))
