@@ -51,9 +51,10 @@ from worker.wire.desk import Desk
 from worker.wire.discovery import Discovery
 from worker.wire.intake import Intake
 from worker.wire.journal import Journal
-from worker.wire.lease import Lease
+from worker.wire.members import Members
 from worker.wire.outbox import Outbox
 from worker.wire.overlooked import Overlooked
+from worker.wire.owners import Owners
 from worker.wire.retention import Retention
 
 from .observe.health import HealthServer
@@ -75,6 +76,7 @@ if TYPE_CHECKING:
     from cache.names.identity import Identity
     from cache.store import Access
     from turnkeep_client.messages import Metrics
+    from turnkeep_client.subjects import SessionKey
     from worker.models.model import LoadedModel, Progress
     from worker.wire.streams import Streams
 
@@ -140,7 +142,7 @@ class App:
         self._fatal = ""
         self._is_loaded = False
         self._nc: Client | None = None
-        self._lease: Lease | None = None
+        self._members: Members
         self.ready = Event()
 
     def stop(self) -> None:
@@ -184,11 +186,12 @@ class App:
             loaded = None if is_running else await self._load_model(directory, stack)
             nc = await join()
             js = nc.jetstream()
-            taken_back = self._starting.start_soon(streams.take_back, js, self._subjects)
+            taken_back = self._starting.start_soon(self._take_back, js)
             loaded = loaded or await self._load_model(directory, stack)
             await taken_back
             names = await streams.ensure(js, self._subjects, settings)
             self._maker = await self._name_model(directory, loaded)
+            self._members.name_model(digests_of(self._maker))
             await self._open_store(directory, loaded, access, stack)
             if self._store is None:
                 self._has_unopened = await in_thread(may_hold, directory.snapshots)
@@ -234,7 +237,7 @@ class App:
     async def _connect(
         self, url: str, directory: DataDir, stack: contextlib.AsyncExitStack, **options: Any
     ) -> Client:
-        """Connect to NATS, and acquire the lease on the prefix."""
+        """Connect to NATS, and join the workers of the prefix."""
         nc = self._nc = await connect(
             url,
             name=f"turnkeep {self._settings.worker}",
@@ -246,18 +249,23 @@ class App:
         stack.push_async_callback(shielded, nc.close)
         if fault := loses_entries(version := server_version(nc)):
             log.warning(fault, version=version)
-        lease = self._lease = Lease(
-            nc.jetstream(),
+        members = self._members = Members(
+            nc,
             self._subjects,
             worker=self._settings.worker,
             directory=directory.name,
             replicas=self._settings.log_replicas,
             lost=self._fail,
         )
-        stack.push_async_callback(shielded, lease.release)
-        await lease.acquire()
-        await stack.enter_async_context(self._background("lease", lease.keep))
+        stack.push_async_callback(shielded, members.leave)
+        await members.join()
+        await stack.enter_async_context(self._background("members", members.keep))
+        await stack.enter_async_context(self._background("watch", members.watch))
         return nc
+
+    async def _take_back(self, js: JetStreamContext) -> None:
+        if self._members.is_alone:
+            await streams.take_back(js, self._subjects)
 
     async def _load_model(self, directory: DataDir, stack: contextlib.AsyncExitStack) -> LoadedModel:
         settings = self._settings
@@ -389,6 +397,7 @@ class App:
                 async with task_group() as work:
                     desk, intake, sessions = self._build(nc, js, names, work=work, asides=asides)
                     await desk.open()
+                    await self._owners.open(intake, sessions.ring, desk.control)
                     discovery = self._make_discovery(nc, loaded)
                     self._start_parts(parts, nc, js, intake, sessions)
                     async with self._background("intake", partial(intake.pull, sessions.ring)):
@@ -406,11 +415,13 @@ class App:
                         await self._stop.wait()
                         log.info("stopping")
                         await discovery.close()
+                        self._owners.close()
                     self._engine.stop()
                     sessions.stop()
                     work.cancel_scope.deadline = current_time() + _STOP_S
                 await desk.close()
                 asides.cancel_scope.cancel()
+            await self._members.leave()
             await intake.return_anchors()
             await self._engine.store_missing(_STORE_S)
             parts.cancel_scope.cancel()  # last, as until here the keep-alive protects the anchors
@@ -456,22 +467,22 @@ class App:
         """
         settings, loaded, subjects = self._settings, self._loaded, self._subjects
         self._engine = self._make_engine()
-        lease, outbox = self._lease, Outbox(nc, subjects)
-        journal = Journal(
-            nc,
-            js,
-            subjects,
-            is_alone=lambda: lease is not None and lease.is_unbroken,
-            model=digests_of(self._maker),
-        )
+        members, outbox = self._members, Outbox(nc, subjects)
+        journal = Journal(nc, js, subjects, is_alone=lambda: members.is_alone, model=digests_of(self._maker))
+        owners = self._owners = Owners(nc, subjects, members, journal, asides, erase=self._erase)
         self._retention = Retention(
-            journal, closed_ttl_s=settings.closed_ttl_s, max_bytes=settings.log_max_bytes
+            journal,
+            closed_ttl_s=settings.closed_ttl_s,
+            max_bytes=settings.log_max_bytes,
+            is_first=lambda: members.is_first,
         )
         intake = self._intake = Intake(
             nc,
             names,
             self._telemetry,
             journal,
+            holds=owners.holds,
+            route=owners.route,
             ack_wait_s=settings.ack_wait_s,
             max_sessions=settings.max_waiting,
             max_sessions_per_tenant=settings.max_waiting_per_tenant,
@@ -480,7 +491,7 @@ class App:
         trails = Trails(journal, loaded.tokenizer, asides, max_message_bytes=settings.max_message_bytes)
         services = self._services(journal, outbox, trails, intake)
         self._sessions = Sessions(services, work, idle_timeout_s=settings.idle_timeout_s)
-        self._overlooked = Overlooked(journal, intake, self._sessions.ring, ack_wait_s=settings.ack_wait_s)
+        self._overlooked = Overlooked(journal, intake, members, owners, ack_wait_s=settings.ack_wait_s)
         control = Control(
             self._sessions,
             self._engine,
@@ -491,9 +502,13 @@ class App:
             metrics=lambda: self._metrics(intake),
         )
         desk = Desk(
-            *(nc, js, subjects, control, outbox, self._telemetry, asides), ask_timeout_s=settings.token_ttl_s
+            *(nc, js, subjects, control, owners, outbox, self._telemetry, asides),
+            ask_timeout_s=settings.token_ttl_s,
         )
         return desk, intake, self._sessions
+
+    async def _erase(self, key: SessionKey) -> bool:
+        return await self._sessions.erase(key)
 
     def _make_engine(self) -> Engine:
         return Engine(
@@ -509,6 +524,11 @@ class App:
 
     def _services(self, journal: Journal, outbox: Outbox, trails: Trails, intake: Intake) -> Services:
         """Collect the services that all sessions share."""
+
+        async def ack(key: SessionKey) -> None:
+            await intake.ack(key)
+            await self._owners.settle(key)
+
         settings, loaded = self._settings, self._loaded
         goes_on = settings.other_model == "continue"
         fold = Fold(loaded.tokenizer, settings.cache_policy, self._maker, takes_over=goes_on)
@@ -527,6 +547,7 @@ class App:
             own_sampling=loaded.sampling,
             placeholders=settings.placeholders == "on",
             token_ttl_s=settings.token_ttl_s,
+            erase_elsewhere=self._owners.erase,
         )
         return Services(
             journal=journal,
@@ -536,7 +557,8 @@ class App:
             fold=fold,
             telemetry=self._telemetry,
             trails=trails,
-            ack=intake.ack,
+            ack=ack,
+            disown=self._owners.disown,
             reading=Semaphore(_MAX_READINGS),
             shares=Shares(settings.max_batch),
             attempts=Attempts(journal, settings.max_attempts),
@@ -635,7 +657,7 @@ class App:
             reasons.append("loading the model")
         if self._nc is None or not self._nc.is_connected:
             reasons.append("no connection to NATS")
-        elif self._lease is None or not self._lease.is_held:
+        elif not self._members.is_held:
             reasons.append("the prefix is not held")
         if self._stop.is_set():
             reasons.append("stopping")

@@ -125,7 +125,7 @@ class Plan:
     def of(cls, random: Random) -> Plan:
         """Draw a plan."""
         kinds = tuple(one for one in FAULTS if random.random() < 0.35)
-        num_workers = random.choice((1, 1, 1, 2))
+        num_workers = random.choice((1, 1, 1, 2, 3))
         some = random.random
         plan = cls(
             num_clients=random.choice((1, 1, 2, 3)),
@@ -426,7 +426,7 @@ class Supervisor:
     def prepare(self, *, leases: bool = True) -> Worker:
         """Make the next process, and its worker."""
         plan, loop, number = self._history.plan, self._history.loop, self._number
-        skew_s = plan.skews[number] if number < plan.num_workers else 0.0
+        skew_s = plan.skews[number % len(plan.skews)] if number < plan.num_workers else 0.0
         process = self.process = Process(loop, f"worker {number}.{self.num_lives}", skew_s=skew_s)
         self.num_lives += 1
         settings = Settings(

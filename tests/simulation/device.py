@@ -29,6 +29,7 @@ from worker.models.model import LoadedModel
 from worker.models.tokenizer import Tokenizer
 from worker.process.concurrency import task_group
 from worker.wire import streams
+from worker.wire.members import Members
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -278,7 +279,7 @@ class Worker(App):
             nc = await self._connect("nats://world:4222", self._directory, stack)
             js = nc.jetstream()
             if self._leases:
-                await streams.take_back(js, self._subjects)
+                await self._take_back(js)
             names = await streams.ensure(js, self._subjects, self._settings)
             await self._serve(nc, js, names, loaded)
 
@@ -289,6 +290,9 @@ class Worker(App):
 
         nc = self._nc = await connect(url, name="w", on_reconnected=self._reconnected, on_closed=self._closed)
         stack.push_async_callback(shielded, nc.close)
+        self._members = Members(
+            nc, self._subjects, worker=self._settings.worker, directory="", lost=self._fail
+        )
         return nc
 
     def _make_engine(self) -> Any:

@@ -121,12 +121,14 @@ class Execution:
         own_sampling: Mapping[str, float],
         placeholders: bool,
         token_ttl_s: float,
+        erase_elsewhere: Callable[[SessionKey], Awaitable[bool]],
     ) -> None:
         """`context_tokens` is the most that a session under `full` or `paged` may hold.
 
         `vocab_size` bounds token ids. `own_sampling` are the options that the model's authors recommend.
         Without `placeholders`, messages with images and the like are refused. Published chunks are kept for
-        `token_ttl_s`.
+        `token_ttl_s`. `erase_elsewhere` has other workers drop the KV of a session, and says whether they
+        have.
 
         An answer ends before its result takes more than `max_result_bytes` of the log. `kv_bits` is the
         precision of this worker's KV; None is full precision. A `sink_window` is refused if its window is
@@ -148,6 +150,7 @@ class Execution:
         self._own_sampling = own_sampling
         self._placeholders = placeholders
         self._token_ttl_s = token_ttl_s
+        self._erase_elsewhere = erase_elsewhere
         self._formats = Formats(tokenizer)
         self._policies: set[Policy] = set()  # under which sessions were opened
 
@@ -208,7 +211,8 @@ class Execution:
         # Erase before the result is stored: after a crash in between, the next attempt erases the rest.
         # Nothing runs between the count and the removal: who shares the tokens may be forgotten any time.
         erased = await self._engine.erase(key, history.tokens, await shared(history))
-        closed = structs.replace(closed, forgotten=erased.num_snapshots, settled=erased.settled)
+        settled = await self._erase_elsewhere(key) and erased.settled
+        closed = structs.replace(closed, forgotten=erased.num_snapshots, settled=settled)
         return closed, self._fold.closed(history)
 
     async def _append(

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 class Services:
     """What every session gets.
 
-    `ack` acknowledges the deliveries of a session that has answered all its requests. `shares` limits how
+    `ack` acknowledges the deliveries of a session that has answered all its requests; `disown` notes that
+    another worker has stored a result of one. `shares` limits how
     many sessions of a tenant work at once, `reading` how many logs are read at once. `build` is a header of
     every result.
     """
@@ -43,6 +44,7 @@ class Services:
     telemetry: Telemetry
     trails: Trails
     ack: Callable[[SessionKey], Coroutine[Any, Any, None]]
+    disown: Callable[[SessionKey], None]
     reading: Semaphore
     shares: Shares
     attempts: Attempts

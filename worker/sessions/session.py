@@ -287,6 +287,7 @@ class Session:
 
     def forget(self) -> None:
         """Drop the session's state in memory, and its KV; the next `run` reads the log again."""
+        self._services.disown(self.key)
         if self.log.server == self._services.journal.server:  # else the log is mostly the same
             self._services.engine.forget(self.key)
         self.log.reset()

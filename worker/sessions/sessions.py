@@ -84,6 +84,16 @@ class Sessions:
             if self._is_idle(key) and not (session.history.exists or session.history.closed):
                 self._evict(key)  # else questions about unknown names would fill the memory
 
+    async def erase(self, key: SessionKey) -> bool:
+        """Drop the KV of a session that another worker forgets; return whether nothing is left of it."""
+        with self.in_use(key) as session:
+            await _read(session)
+            history = session.history
+            shared = await self._num_shared(key, history.tokens, history.parent)
+            erased = await self._services.engine.erase(key, history.tokens, shared)
+            session.forget()
+            return erased.settled
+
     async def sweep(self) -> None:
         """Until cancelled, forget the sessions that have been idle for the idle timeout.
 

@@ -10,6 +10,7 @@ from uuid import uuid4
 import nats.errors
 import structlog
 from anyio import current_time, fail_after
+from msgspec import Raw
 from nats.js.errors import APIError
 
 from turnkeep_client.errors import InvalidMessageError
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from worker.sessions.control import Control
 
     from .outbox import Outbox
+    from .owners import Owners
 
 log = structlog.get_logger()
 
@@ -57,6 +59,7 @@ class Desk:
         js: JetStreamContext,
         subjects: Subjects,
         control: Control,
+        owners: Owners,
         outbox: Outbox,
         telemetry: Telemetry,
         tasks: TaskGroup,
@@ -68,6 +71,7 @@ class Desk:
         self._js = js
         self._subjects = subjects
         self._control = control
+        self._owners = owners
         self._outbox = outbox
         self._telemetry = telemetry
         self._ask_timeout_s = ask_timeout_s
@@ -93,7 +97,7 @@ class Desk:
                 await subscription.unsubscribe()
 
     def _spawning(
-        self, calls: Calls, answer: Callable[[Msg], Awaitable[Struct]]
+        self, calls: Calls, answer: Callable[[Msg], Awaitable[Struct | Raw]]
     ) -> Callable[[Msg], Awaitable[None]]:
         """Answer each message in its own task, so that a slow reply does not delay the next request."""
 
@@ -125,12 +129,21 @@ class Desk:
 
         return spawn
 
-    async def _reply(self, message: Msg, reply: Struct) -> None:
+    async def _reply(self, message: Msg, reply: Struct | Raw) -> None:
         if message.reply:
             await self._outbox.reply(message.reply, reply)
 
-    async def _control_reply(self, message: Msg) -> ControlReply:
+    async def _control_reply(self, message: Msg) -> ControlReply | Raw:
+        with contextlib.suppress(InvalidMessageError):
+            key, _, _ = self._subjects.parse(message.subject)
+            reply = await self._owners.control(key, message.subject, message.data)
+            if reply is not None:
+                return Raw(reply)
         return await self._control.answer(message.subject, message.data)
+
+    async def control(self, subject: str, body: bytes) -> bytes:
+        """Answer a control request that another worker has passed on."""
+        return encode(await self._control.answer(subject, body))
 
     async def _ask(self, message: Msg) -> Result:
         try:

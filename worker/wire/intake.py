@@ -7,6 +7,7 @@ without a result. Older deliveries are acknowledged when newer ones come; the an
 requests are answered. So memory grows with the number of sessions, not of requests.
 
 Tenants share the places for sessions: deliveries above a tenant's share are returned and come again later.
+What belongs to another worker is passed on to it (see `owners`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import nats.errors
@@ -126,12 +128,16 @@ class Intake:
         telemetry: Telemetry,
         journal: Journal,
         *,
+        holds: Callable[[SessionKey], bool],
+        route: Callable[[SessionKey, Msg, Callable[[], Awaitable[None]]], None],
         ack_wait_s: float,
         max_sessions: int,
         max_sessions_per_tenant: int,
         max_message_bytes: int,
     ) -> None:
-        """The server redelivers a message to another worker `ack_wait_s` after its last sign of life.
+        """`holds` says whether a session is this worker's; else `route` passes a delivery on, or accepts it.
+
+        The server redelivers a message to another worker `ack_wait_s` after its last sign of life.
 
         At most `max_sessions` have an anchor, and `max_sessions_per_tenant` of one tenant. When all places
         are occupied, a tenant with less than an equal share still gets one.
@@ -140,6 +146,8 @@ class Intake:
         self._names = names
         self._telemetry = telemetry
         self._journal = journal
+        self._holds = holds
+        self._route = route
         self._ack_wait_s = ack_wait_s
         self._max_sessions = max_sessions
         self._max_per_tenant = max_sessions_per_tenant
@@ -164,6 +172,11 @@ class Intake:
     def sessions_by_tenant(self) -> Mapping[str, int]:
         """Number of sessions with requests that wait or run here, by tenant."""
         return self._tenants
+
+    @property
+    def at_work(self) -> tuple[SessionKey, ...]:
+        """The sessions with requests that wait or run here."""
+        return tuple(self._anchors)
 
     @property
     def num_returned(self) -> int:
@@ -216,11 +229,16 @@ class Intake:
             self._num_to_come -= 1
             if self._num_to_come <= 0:
                 self._pull_over.set()
-            await self._deliver(message, ring)
+            key = session_of(message.subject)
+            if key is None or key in self._anchors or self._holds(key):
+                await self.deliver(message, ring)
+            else:
+                self._route(key, message, partial(self.deliver, message, ring))
 
         return arrived
 
-    async def _deliver(self, message: Msg, ring: Ring) -> None:
+    async def deliver(self, message: Msg, ring: Ring) -> None:
+        """Accept a delivery, also one that another worker has passed on; or return it if there is no room."""
         if self._server != self._journal.server:
             await self._drop_lost()
         metadata = message.metadata
@@ -330,8 +348,8 @@ class Intake:
         self._server = self._journal.server
         self._refused.clear()
         for key, message in list(self._anchors.items()):
-            stored = await self._journal.stored(message.metadata.sequence.stream)
-            if stored is None or abs(stored - message.metadata.timestamp) > _SAME_TIME:
+            entry = await self._journal.entry(message.metadata.sequence.stream)
+            if entry is None or abs(entry.stored - message.metadata.timestamp) > _SAME_TIME:
                 self._drop(key)
 
     def expects(self, key: SessionKey, seq: int = 0) -> bool:

@@ -347,10 +347,10 @@ class Journal:
         message = await self._get(seq)
         return (message.data or b"") if message else None
 
-    async def stored(self, seq: int) -> datetime | None:
-        """Return when an entry was stored; None if it was removed from the log."""
+    async def entry(self, seq: int) -> Entry | None:
+        """Read a request; None if it was removed from the log."""
         message = await self._get(seq)
-        return message.time if message else None
+        return _single(message, "in") if message else None
 
     async def _get(self, seq: int, stream: str = "") -> RawStreamMsg | None:
         while True:
@@ -381,12 +381,7 @@ class Journal:
     async def last(self, key: SessionKey, kind: Literal["attempt", "in", "out"]) -> Entry | None:
         """Read a session's last entry of a kind; None if there is none."""
         found = await self._last(self._subjects.log_stream, self._subjects.of(key, kind))
-        if found is None:
-            return None
-        stored = found.time or datetime.fromtimestamp(0, UTC)
-        return Entry(
-            found.seq or 0, "in" if kind == "in" else "out", stored, found.data or b"", found.headers or {}
-        )
+        return _single(found, "in" if kind == "in" else "out") if found else None
 
     async def _last(self, stream: str, subject: str) -> RawStreamMsg | None:
         while True:
@@ -574,6 +569,11 @@ class Journal:
                 return [_entry(message) for message in messages], num_more
             except (nats.errors.Error, OSError) as error:
                 await self._pause_after("reading the log", error, 1.0)
+
+
+def _single(message: RawStreamMsg, kind: Literal["in", "out"]) -> Entry:
+    stored = message.time or datetime.fromtimestamp(0, UTC)
+    return Entry(message.seq or 0, kind, stored, message.data or b"", message.headers or {})
 
 
 def _end(entries: list[Entry]) -> int:

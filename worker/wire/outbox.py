@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import nats.errors
 import structlog
+from msgspec import Raw
 
 from turnkeep_client.log import ENDED_HEADER
 from turnkeep_client.messages import Chunk, encode, failure
@@ -44,9 +45,9 @@ class Outbox:
         """Publish the worker's metrics."""
         await self._publish(self._subjects.metrics(metrics.worker), encode(metrics))
 
-    async def reply(self, inbox: str, message: Struct | dict[str, Any]) -> None:
+    async def reply(self, inbox: str, message: Struct | Raw | dict[str, Any]) -> None:
         """Reply to a request. A reply that is too large for the server is replaced by a `failed`."""
-        body, limit = encode(message), self._nc.max_payload
+        body, limit = bytes(message) if isinstance(message, Raw) else encode(message), self._nc.max_payload
         if len(body) > limit:
             text = f"the answer takes {len(body)} bytes, the server carries {limit}; ask for less of it"
             body = encode(failure(getattr(message, "id", None), "invalid_request", text))

@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 
     from turnkeep_client.subjects import SessionKey
 
-    from .intake import Intake, Ring
+    from .intake import Intake
     from .journal import Entry, Journal
+    from .members import Members
+    from .owners import Owners
 
 log = structlog.get_logger()
 
@@ -33,11 +35,14 @@ _SLACK_S: Final = 1.0
 class Overlooked:
     """Wakes sessions with such requests, after this worker's start and each start of the server."""
 
-    def __init__(self, journal: Journal, intake: Intake, ring: Ring, *, ack_wait_s: float) -> None:
+    def __init__(
+        self, journal: Journal, intake: Intake, members: Members, owners: Owners, *, ack_wait_s: float
+    ) -> None:
         """After `ack_wait_s` the server delivers again whatever has no ack."""
         self._journal = journal
         self._intake = intake
-        self._ring = ring
+        self._members = members
+        self._owners = owners
         self._wait_s = ack_wait_s + _SLACK_S
 
     async def run(self) -> None:
@@ -45,7 +50,7 @@ class Overlooked:
         server = ""
         while True:
             await sleep(self._wait_s)
-            if server != self._journal.server:
+            if server != self._journal.server and self._members.is_first:
                 with contextlib.suppress(nats.errors.Error, APIError, OSError):
                     server = await self._look(self._journal.server)
 
@@ -62,7 +67,7 @@ class Overlooked:
             elif earlier.get(key) == entry.seq:
                 log.warning("a request has lost its result or its delivery", session=str(key), seq=entry.seq)
                 # In doubt: a worker may have crashed over it.
-                self._ring(Delivery(key, entry.seq, entry.stored, entry.body, again=True))
+                await self._owners.wake(Delivery(key, entry.seq, entry.stored, entry.body, again=True))
         return server
 
     async def _found(self) -> AsyncIterator[tuple[SessionKey, Entry]]:

@@ -31,6 +31,8 @@ from .intake import session_of
 from .journal import answers
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from turnkeep_client.subjects import SessionKey
 
     from .journal import Entry, Journal
@@ -64,8 +66,19 @@ def _age_s(note: Entry) -> float:
 class Retention:
     """Removes closed sessions from the log. Event loop only."""
 
-    def __init__(self, journal: Journal, *, closed_ttl_s: float | None, max_bytes: int) -> None:
-        """Without `closed_ttl_s` closed sessions stay until the log is nearly full."""
+    def __init__(
+        self,
+        journal: Journal,
+        *,
+        closed_ttl_s: float | None,
+        max_bytes: int,
+        is_first: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Without `closed_ttl_s` closed sessions stay until the log is nearly full.
+
+        `is_first` says whether this worker, and no other one of the prefix, looks for them.
+        """
+        self._is_first = is_first
         self._journal = journal
         self._ttl_s = closed_ttl_s
         self.max_bytes = max_bytes
@@ -103,7 +116,8 @@ class Retention:
         """Remove due sessions periodically, until cancelled."""
         while True:
             try:
-                await self.sweep()
+                if self._is_first():
+                    await self.sweep()
             except (nats.errors.Error, APIError, OSError) as error:
                 log.warning("closed sessions could not be removed, trying again", error=str(error))
             await sleep(_PERIOD_S)

@@ -300,7 +300,7 @@ async def _ensure_consumer(js: JetStreamContext, stream: str, wanted: api.Consum
 async def take_back(js: JetStreamContext, subjects: Subjects) -> None:
     """Let the server deliver again at once what a worker that has died did not acknowledge.
 
-    Only for the holder of the lease, before `ensure` and the first pull: nobody else holds deliveries then.
+    Only for a worker that is alone, before `ensure` and the first pull: nobody else holds deliveries then.
     If this fails, they come after their `ack_wait`. If it is interrupted, `ensure` sets `ack_wait` again.
     """
     with contextlib.suppress(APIError, nats.errors.Error):

@@ -1,0 +1,308 @@
+"""Workers of one prefix know of each other; a name is one worker's, and a dead one keeps nobody waiting."""
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import nats.errors
+import pytest
+
+from turnkeep_client.client import connect as client
+from turnkeep_client.subjects import Subjects
+from worker.wire.connection import BrokerError, connect
+from worker.wire.members import Members
+
+PATIENCE_S = 30
+
+
+class Kept(Members):
+    """A record with the tasks that a worker keeps it by."""
+
+    task = watching = None
+
+    async def join(self):
+        await super().join()
+        self.task = asyncio.create_task(self.keep())
+        self.watching = asyncio.create_task(self.watch())
+
+    async def leave(self):
+        tasks = [task for task in (self.task, self.watching) if task is not None]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+            await super().leave()
+
+
+@pytest.fixture
+async def members(nats_url):
+    """Make records of one prefix, each on a connection of its own; `told` collects what they are told."""
+    connections, made = [], []
+    subjects = Subjects(f"lease{time.monotonic_ns()}")
+
+    async def make(worker, directory, url=nats_url, **login):
+        connections.append(await connect(url, name=worker, **login))
+        lost = []
+        one = Kept(connections[-1], subjects, worker=worker, directory=directory, lost=lost.append)
+        one.told = lost
+        made.append(one)
+        return one
+
+    yield make
+    for one in made:
+        await one.leave()
+    for connection in connections:
+        await connection.close()
+
+
+def kill(one):
+    """End a worker as `kill -9` does: its record is neither renewed nor removed."""
+    one.task.cancel()
+    one.watching.cancel()
+    one.task = one.watching = None
+
+
+async def until(condition):
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():  # noqa: ASYNC110  # a state of another process
+            await asyncio.sleep(0.02)
+
+
+async def test_a_second_worker_of_the_same_name_is_refused_with_one_line(local_worker, tmp_path):
+    """Before it has changed anything: its settings are not the streams' then."""
+    first = await local_worker()
+    with pytest.raises(BrokerError) as refused:
+        await local_worker(data_dir=tmp_path / "second", log_max_bytes=2**25)
+    assert f"worker 'test' (pid {os.getpid()} on " in str(refused.value)
+    assert f"serves the prefix {first.settings.prefix!r}" in str(refused.value)
+    assert str(refused.value).endswith("choose another --worker name")
+    assert "\n" not in str(refused.value)
+    assert (await first.client.session("s").append(text="hello")).position == 5
+    connection = await connect(first.settings.nats, name="test")
+    config = (await connection.jetstream().stream_info(f"{first.settings.prefix}_log")).config
+    await connection.close()
+    assert config.max_bytes == first.settings.log_max_bytes
+
+
+async def test_a_second_worker_with_another_model_is_refused_with_one_line(
+    local_worker, tmp_path, tiny_model
+):
+    first = await local_worker()
+    other = tmp_path / "other"
+    shutil.copytree(tiny_model, other)
+    weights = (other / "model.safetensors").read_bytes()
+    (other / "model.safetensors").write_bytes(weights[:-2] + bytes(2))
+    with pytest.raises(
+        BrokerError, match=r"worker 'test' .* with another model; give this worker the same one"
+    ):
+        await local_worker(data_dir=tmp_path / "second", worker="second", model=str(other))
+    assert (await first.client.session("s").append(text="hello")).position == 5
+
+
+async def test_a_copied_data_directory_does_not_take_the_name_of_the_running_worker(local_worker, tmp_path):
+    first = await local_worker()
+    shutil.copytree(first.settings.data_dir, tmp_path / "copy")
+    with pytest.raises(BrokerError, match=r"worker 'test'.* serves the prefix"):
+        await local_worker(data_dir=tmp_path / "copy")
+    assert (await first.client.session("s").append(text="hello")).position == 5
+
+
+async def test_a_worker_that_stopped_keeps_nobody_waiting(local_worker, tmp_path):
+    first = await local_worker()
+    await first.stop()
+    second = await local_worker(data_dir=tmp_path / "second")
+    assert (await second.client.session("s").append(text="hello")).position == 5
+
+
+async def test_the_record_of_a_dead_worker_is_replaced_at_once_with_its_data_directory(members):
+    dead, other = await members("w", "same"), await members("w", "same")
+    await dead.join()
+    kill(dead)
+    looks = []
+    look = other._holder
+
+    async def counted():
+        looks.append(await look())
+        return looks[-1]
+
+    other._holder = counted
+    await other.join()
+    assert [(holder.boot, seq) for holder, seq in looks] == [(dead.me.boot, dead._seq)]
+
+
+async def test_the_name_of_a_dead_worker_is_free_for_others_after_a_while(members):
+    dead, other = await members("w", "one"), await members("w", "two")
+    await dead.join()
+    kill(dead)
+    async with asyncio.timeout(PATIENCE_S):
+        await other.join()
+    assert (await other._holder())[0].boot == other.me.boot
+
+
+async def test_of_workers_of_one_name_that_start_together_one_serves(members):
+    made = [await members("w", f"d{number}") for number in range(4)]
+    outcomes = await asyncio.gather(*(one.join() for one in made), return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes].count(BrokerError) == 3
+    winner = next(one for one, outcome in zip(made, outcomes, strict=True) if outcome is None)
+    assert (await winner._holder())[0].boot == winner.me.boot
+
+
+async def test_workers_that_start_together_know_of_each_other(members):
+    made = [await members(f"w{number}", f"d{number}") for number in range(4)]
+    await asyncio.gather(*(one.join() for one in made))
+    await until(lambda: all(len(one.others) == 3 for one in made))
+    assert not any(one.is_alone for one in made)
+    assert [one.is_first for one in made].count(True) == 1
+
+
+async def test_a_worker_is_told_of_one_that_joins_before_that_one_serves(members):
+    """What it did while it was alone must not be done by the other one."""
+    first, second = await members("first", "one"), await members("second", "two")
+    await first.join()
+    assert first.is_alone
+    await second.join()
+    assert not first.is_alone
+    assert not second.is_alone
+
+
+@pytest.mark.parametrize("ending", ["killed", "stopped"])
+async def test_a_worker_that_ends_is_missed_within_a_second(members, ending):
+    first, second = await members("first", "one"), await members("second", "two")
+    gone = []
+    first.on_gone = gone.append
+    await first.join()
+    await second.join()
+    if ending == "killed":
+        kill(second)
+        await second._nc.close()
+    else:
+        await second.leave()
+    async with asyncio.timeout(1.0):
+        while not gone:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert not first.others
+
+
+async def test_a_worker_whose_record_is_late_is_not_given_up_while_it_answers(members):
+    first, second = await members("first", "one"), await members("second", "two")
+    await first.join()
+    await second.join()
+    second.task.cancel()  # it renews no more
+    second.task = None
+    await asyncio.sleep(4)
+    assert list(first.others) == ["second"]
+
+
+@pytest.mark.parametrize("garbage", [b"", b"{}", b"\xff", b'{"worker":1}'])
+async def test_what_no_worker_has_written_is_no_record(members, garbage):
+    one = await members("w", "d")
+    await one._make_stream()
+    await one._js.publish(one._subject, garbage)
+    await one._js.publish(one.record("other"), garbage)
+    await one.join()
+    await one._js.publish(one._subject, garbage)
+    assert await one._renew() is None
+    assert (await one._holder())[0].worker == "w"
+    assert one.told == []
+    assert not one.others
+
+
+async def test_a_renewal_that_came_late_or_whose_ack_was_lost_is_made_good(members):
+    one = await members("w", "d")
+    await one.join()
+    kill(one)
+    one._seq -= 1  # the server took it, and the worker never heard of it
+    assert await one._renew() is None
+    assert one.is_alone
+    await one._js.delete_msg(one.stream, one._seq)  # it ran out
+    assert await one._renew() is None
+    assert (await one._holder()) == (one.me, one._seq)
+    assert one.is_held
+    assert not one.is_alone, "another worker may have served meanwhile"
+
+
+async def test_who_lost_its_name_is_told_who_has_it(members):
+    paused, other = await members("w", "one"), await members("w", "two")
+    await paused.join()
+    kill(paused)
+    async with asyncio.timeout(PATIENCE_S):
+        await other.join()
+    paused.task = asyncio.create_task(paused.keep())
+    await until(lambda: paused.told)
+    assert "worker 'w' (pid " in paused.told[0]
+    assert other.told == []
+
+
+@pytest.mark.process
+async def test_the_record_is_made_again_on_a_server_that_was_started_anew(server, members):
+    """It lies in the server's memory, and the worker is still the only one."""
+    await server.start()
+    one = await members("w", "d", url=server.url, token=server.token)
+    await one.join()
+    killed = server.pid
+    os.kill(killed, signal.SIGKILL)
+    await until(lambda: server.pid not in (None, killed))
+    holder = None
+    async with asyncio.timeout(PATIENCE_S):
+        while holder is None:
+            with contextlib.suppress(nats.errors.Error):
+                holder, _ = await one._holder()
+            await asyncio.sleep(0.05)
+    assert holder.worker == "w"
+    assert one.told == []
+
+
+@pytest.mark.process
+async def test_a_paused_worker_that_was_replaced_stops_and_no_request_is_lost(nats_url, tiny_model, tmp_path):
+    prefix = f"paused{time.monotonic_ns()}"
+    logs = [tmp_path / f"{name}.log" for name in ("first", "second")]
+    workers = []
+
+    def start(log):
+        command = [
+            sys.executable,
+            "-m",
+            "worker",
+            "serve",
+            "--data-dir",
+            log.with_suffix(""),
+            "--nats",
+            nats_url,
+        ]
+        options = ["--prefix", prefix, "--model", tiny_model, "--log-format", "json", "--worker", log.stem]
+        options += ["--log-max-bytes", "64MiB", "--min-free-disk", "0"]
+        with log.open("wb") as output:
+            workers.append(subprocess.Popen([*command, *options], stdout=output, stderr=output))
+
+    try:
+        start(logs[0])
+        await until(lambda: '"event": "ready"' in logs[0].read_text())
+        async with await client(nats_url, prefix=prefix) as requests:
+            assert (await requests.session("s").append(text="hello")).position == 5
+            workers[0].send_signal(signal.SIGSTOP)
+            start(logs[1])
+            await until(lambda: '"event": "ready"' in logs[1].read_text())
+            workers[0].send_signal(signal.SIGCONT)
+            assert await asyncio.to_thread(workers[0].wait, PATIENCE_S) == 1
+            words = [line for line in logs[0].read_text().splitlines() if not line.startswith("{")]
+            assert len(words) == 1
+            assert "worker 'second' (pid " in words[0]
+            assert f"has taken over the prefix {prefix!r}" in words[0]
+            assert (await requests.session("s").append(text="hello")).position == 10
+            entries = await requests.log("s")
+            assert [entry.kind for entry in entries] == ["in", "out"] * 2
+            assert [json.loads(entry.body)["type"] for entry in entries if entry.kind == "out"] == [
+                "appended"
+            ] * 2
+    finally:
+        for worker in workers:
+            if worker.poll() is None:
+                worker.send_signal(signal.SIGCONT)
+                worker.terminate()
+                worker.wait(30)

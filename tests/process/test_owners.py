@@ -1,0 +1,282 @@
+"""Several workers of one prefix: a session is served where its KV is, and by another when that one ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import nats
+import pytest
+from nats.js.errors import NotFoundError
+
+from turnkeep_client.client import connect
+from turnkeep_client.direct import DirectGets
+from turnkeep_client.log import BUILD_HEADER, words
+from turnkeep_client.subjects import SessionKey
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+    from pathlib import Path
+
+    from nats.aio.client import Client as Nats
+    from nats.aio.msg import Msg
+
+    from turnkeep_client.client import Client
+
+    Start = Callable[..., Awaitable[Any]]
+
+PATIENCE_S = 30
+SESSIONS = [f"s{number}" for number in range(16)]
+
+
+@pytest.fixture
+def cluster(local_worker: Start, tmp_path: Path, endless_model: Path) -> Start:
+    """Start a worker of the prefix, by its name."""
+
+    async def start(name: str, **settings: Any) -> Any:
+        settings = {"ack_wait_s": 60.0, "model": str(endless_model)} | settings
+        return await local_worker(data_dir=tmp_path / name, worker=name, **settings)
+
+    return start
+
+
+class Look:
+    """What the log and the claims say of a prefix."""
+
+    def __init__(self, nc: Nats, prefix: str) -> None:
+        self.nc = nc
+        self._prefix = prefix
+        self._gets = DirectGets(nc, timeout_s=5)
+
+    async def _bodies(self, session: str, kind: str) -> list[Msg]:
+        subject = f"{self._prefix}.default.{session}.{kind}"
+        asked = {"seq": 1, "batch": 1000, "next_by_subj": subject}
+        return (await self._gets.read(f"{self._prefix}_log", asked))[0]
+
+    async def makers(self, session: str) -> list[str]:
+        """Return which worker stored each result of a session."""
+        requests, results = await self._bodies(session, "in"), await self._bodies(session, "out")
+        assert len(requests) == len(results), "each request has one result"
+        return [words((one.headers or {})[BUILD_HEADER])["worker"] for one in results]
+
+    async def owner(self, session: str) -> str:
+        """Return which worker has claimed a session; empty if none has."""
+        bucket = f"{self._prefix}_lease"
+        with contextlib.suppress(NotFoundError):
+            subject = f"$KV.{bucket}.own.default.{session}"
+            return ((await self.nc.jetstream().get_last_msg(f"KV_{bucket}", subject)).data or b"").decode()
+        return ""
+
+    async def num_claims(self) -> int:
+        bucket = f"{self._prefix}_lease"
+        info = await self.nc.jetstream().stream_info(f"KV_{bucket}", subjects_filter=f"$KV.{bucket}.own.>")
+        return len(info.state.subjects or {})
+
+
+@pytest.fixture
+async def look(nats_url: str) -> AsyncIterator[Callable[[str], Look]]:
+    nc = await nats.connect(nats_url)
+    yield lambda prefix: Look(nc, prefix)
+    await nc.close()
+
+
+async def turns(client: Client, *, number: int = 1) -> list[Any]:
+    """Append to all sessions at once, so many times."""
+    found = []
+    for _ in range(number):
+        appends = (client.session(name).append(text="x" * 64, timeout_s=PATIENCE_S) for name in SESSIONS)
+        found += await asyncio.gather(*appends)
+    return found
+
+
+async def test_each_session_stays_with_one_worker_and_prefills_only_what_is_new(
+    cluster: Start, look: Any
+) -> None:
+    first, _ = await cluster("first"), await cluster("second")
+    appended = await turns(first.client, number=4)
+    shares = Counter[str]()
+    for name in SESSIONS:
+        (maker,) = set(await look(first.settings.prefix).makers(name))
+        shares[maker] += 1
+    assert set(shares) == {"first", "second"}, shares
+    assert all(one.prefilled_tokens <= 65 + 32 for one in appended)
+    assert not await look(first.settings.prefix).num_claims(), "the log says whose each is"
+
+
+async def test_info_and_cancel_reach_the_worker_that_answers(cluster: Start, look: Any) -> None:
+    first, _ = await cluster("first"), await cluster("second")
+    client, log = first.client, look(first.settings.prefix)
+    generations = [client.session(name).generate(text="eee", max_tokens=1500) for name in SESSIONS[:4]]
+    for name, generation in zip(SESSIONS, generations, strict=False):
+        await generation.send()
+        async with asyncio.timeout(PATIENCE_S):
+            while (await client.session(name).info()).state != "running":  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert (await generation.cancel()).was == "running"
+        assert len(await log.makers(name)) == 1
+
+
+async def test_a_worker_that_joins_leaves_what_is_at_work_where_it_is(cluster: Start, look: Any) -> None:
+    first = await cluster("first")
+    session = first.client.session("s")
+    generation = session.generate(text="eee", max_tokens=300)
+    await generation.send()
+    second = await cluster("second")
+    appends = [session.append(text="more", timeout_s=PATIENCE_S) for _ in range(4)]
+    await asyncio.gather(*appends)
+    assert set(await look(first.settings.prefix).makers("s")) == {"first"}
+    assert second.app._intake.num_sessions == 0
+
+
+async def test_a_worker_that_stops_hands_its_sessions_over_without_a_gap(cluster: Start, look: Any) -> None:
+    first, second = await cluster("first"), await cluster("second")
+    await turns(second.client, number=2)
+    stopping = asyncio.create_task(first.stop())
+    late = []
+    while not stopping.done():
+        begun_s = time.monotonic()
+        await turns(second.client)
+        late.append(time.monotonic() - begun_s)
+    await stopping
+    await turns(second.client)
+    assert max(late) < 5.0
+    for name in SESSIONS:
+        assert (await look(second.settings.prefix).makers(name))[-1] == "second"
+
+
+async def test_forget_erases_what_every_worker_has_of_a_session(cluster: Start, look: Any) -> None:
+    first = await cluster("first")
+    session = first.client.session("s")
+    await session.append(text="x" * 400)
+    await session.append(text="y")
+    key = SessionKey("default", "s")
+    history = first.app._sessions._get(key).history
+
+    def stored(worker: Any) -> int:
+        store = worker.app._store
+        match = store.match(store.chain("default", history.policy), history.tokens)
+        num = len(match.nodes)
+        store.release(match)
+        return num
+
+    async with asyncio.timeout(PATIENCE_S):
+        while not stored(first):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    second = await cluster("second")
+    second.app._owners._held[key] = 0  # as if the first one had been away
+    await second.app._owners._js.publish(second.app._owners._claim_subject(key), b"second")
+    closed = await second.client.session("s").close(forget=True, timeout_s=PATIENCE_S)
+    assert closed.settled
+    assert (await look(second.settings.prefix).makers("s"))[-1] == "second"
+    assert not stored(first)
+
+
+async def test_a_request_with_a_malformed_address_is_answered_where_it_arrives(
+    cluster: Start, look: Any
+) -> None:
+    first, _ = await cluster("first"), await cluster("second")
+    reply = await look("").nc.request(f"{first.settings.prefix}.default.s.ctl", b"{}", timeout=5)
+    assert json.loads(reply.data)["code"] == "invalid_request"
+
+
+class Process:
+    """A worker as a process of its own, on a server that several share."""
+
+    def __init__(self, url: str, prefix: str, folder: Path, model: Path) -> None:
+        self.name = folder.name
+        self._log = folder.with_suffix(".log")
+        command = [*(sys.executable, "-m", "worker", "serve", "--data-dir", str(folder), "--nats", url)]
+        command += ["--prefix", prefix, "--model", str(model), "--worker", self.name, "--log-format", "json"]
+        command += ["--log-max-bytes", "64MiB", "--min-free-disk", "0", "--block-tokens", "32"]
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+
+    async def ready(self) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while '"event": "ready"' not in self._log.read_text():
+                assert self.process.poll() is None, self._log.read_text()
+                await asyncio.sleep(0.02)
+
+    def end(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+        self.process.wait(PATIENCE_S)
+
+
+@pytest.fixture
+async def processes(
+    nats_url: str, endless_model: Path, tmp_path: Path
+) -> AsyncIterator[Callable[..., Awaitable[tuple[str, dict[str, Process]]]]]:
+    """Start workers as processes; returns their prefix, and them by their names."""
+    made: dict[str, Process] = {}
+    prefix = f"several{time.monotonic_ns()}"
+
+    async def start(*names: str) -> tuple[str, dict[str, Process]]:
+        for name in names:
+            made[name] = Process(nats_url, prefix, tmp_path / name, endless_model)
+        for name in names:
+            await made[name].ready()
+        return prefix, made
+
+    yield start
+    for one in made.values():
+        if one.process.poll() is None:
+            one.process.send_signal(signal.SIGCONT)
+            one.end(signal.SIGTERM)
+
+
+@pytest.mark.process
+async def test_an_answer_goes_on_at_another_worker_within_seconds_of_a_kill(
+    nats_url: str, processes: Any, look: Any
+) -> None:
+    """The server would deliver its request again only after half a minute."""
+    prefix, workers = await processes("first", "second")
+    log = look(prefix)
+    async with connect(nats_url, prefix=prefix) as client:
+        asked = {"text": "eee", "max_tokens": 400, "timeout_s": PATIENCE_S}
+        whole = await client.session("whole").generate(**asked)
+        generation = client.session("s").generate(**asked)
+        tokens: list[int] = []
+        killed, times_s = "", list[float]()
+        async for chunk in generation:
+            tokens += chunk.tokens
+            if len(tokens) > 40 and not killed:
+                killed = await log.owner("s")
+                workers[killed].end(signal.SIGKILL)
+            times_s.append(time.monotonic())
+        assert tokens == list(whole.tokens) == list(generation.result.tokens)
+        gaps_s = [later - earlier for earlier, later in itertools.pairwise(times_s)]
+        assert max(gaps_s) < 10
+        assert await log.makers("s") == [({*workers} - {killed}).pop()]
+
+
+@pytest.mark.process
+async def test_a_worker_that_was_paused_goes_on_beside_the_one_that_took_its_sessions(
+    nats_url: str, processes: Any, look: Any
+) -> None:
+    prefix, workers = await processes("first", "second")
+    log = look(prefix)
+    async with connect(nats_url, prefix=prefix) as client:
+        await turns(client)
+        generation = client.session("s").generate(text="eee", max_tokens=300, timeout_s=PATIENCE_S)
+        await generation.send()
+        while not (paused := await log.owner("s")):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        workers[paused].process.send_signal(signal.SIGSTOP)
+        await turns(client)
+        assert (await generation).finish_reason == "length"
+        workers[paused].process.send_signal(signal.SIGCONT)
+        await turns(client, number=2)
+        (other,) = {*workers} - {paused}
+        assert await log.makers("s") == [other]
+        found = [await log.makers(name) for name in SESSIONS]
+        assert all(len(one) == 4 for one in found)
+        assert {one[-1] for one in found} <= {*workers}
+        assert workers[paused].process.poll() is None

@@ -1,0 +1,370 @@
+"""The workers of a prefix. Each has a record that it renews, so that the others know that it runs.
+
+The records are messages in an in-memory stream, in the layout of a KV bucket; the server removes a record
+that is not renewed in time. Results do not depend on them, since only one of two workers can commit a result
+(see `journal`). They say who may keep a session warm (see `owners`), and whether a worker is alone.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final
+from uuid import uuid4
+
+import msgspec
+import nats.errors
+import structlog
+from anyio import current_time, move_on_after, sleep
+from msgspec import structs
+from nats.js import api
+from nats.js.errors import APIError, NoStreamResponseError, NotFoundError
+
+from turnkeep_client.direct import DirectGets
+from turnkeep_client.log import EXPECT_HEADER
+from turnkeep_client.nats_client import server_id
+from worker.process.clock import time
+
+from .connection import BrokerError
+from .streams import DEDUPE_S, ensure_stream, reason
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nats.aio.client import Client
+    from nats.aio.msg import Msg
+    from nats.js import JetStreamContext
+
+    from turnkeep_client.subjects import Subjects
+
+#: Time from the last renewal of a record to its end; the server wants whole seconds.
+TTL_S: Final = 2
+_RENEW_S: Final = 0.5
+_LOOK_S: Final = 0.1
+#: A record that did not change for this time is of a dead worker, even if the server has not removed it.
+_STALE_S: Final = 2.0 * TTL_S
+_TIMEOUT_S: Final = 5.0
+#: Between two looks at the other workers, and how often one must be missing in a row.
+_WATCH_S: Final = 0.25
+_MISSES: Final = 2
+#: The most bytes of the records, and of claims of sessions (see `owners`): some 50,000.
+_MAX_BYTES: Final = 8 * 2**20
+
+WRONG_LAST_SEQUENCE: Final = (10071, 10164)  # another worker's write was faster; is in progress
+
+log = structlog.get_logger()
+
+
+class Member(msgspec.Struct, frozen=True):
+    """A worker of the prefix. `directory` identifies its data directory, `boot` this run of the worker.
+
+    `since` is the time of its start, in seconds since 1970. `model` is a digest of its model, once loaded.
+    """
+
+    worker: str
+    host: str
+    pid: int
+    directory: str
+    boot: str
+    since: float = 0.0
+    model: str = ""
+
+    def __str__(self) -> str:
+        return f"worker {self.worker!r} (pid {self.pid} on {self.host})"
+
+
+class Members:
+    """This worker's record, and the other workers; run `keep` between `join` and `leave`. Event loop only."""
+
+    def __init__(
+        self,
+        nc: Client,
+        subjects: Subjects,
+        *,
+        worker: str,
+        directory: str,
+        replicas: int | None = None,
+        lost: Callable[[str], None],
+    ) -> None:
+        """`lost(why)` is called once if another worker takes this one's name while it does not renew it.
+
+        The stream has `replicas` copies, by default as many as the log's stream.
+        """
+        self.me = Member(worker, socket.gethostname(), os.getpid(), directory, uuid4().hex, time())
+        #: The other workers that run now, by name.
+        self.others: dict[str, Member] = {}
+        self.stream = f"KV_{subjects.lease_bucket}"
+        #: Called with each worker that has ended.
+        self.on_gone: Callable[[Member], None] = lambda _: None
+        #: Called before another worker that joins is told that this one knows of it.
+        self.on_joined: Callable[[Member], None] = lambda _: None
+        self._nc = nc
+        self._js: JetStreamContext = nc.jetstream()
+        self._gets = DirectGets(nc, timeout_s=_TIMEOUT_S)
+        self._subjects = subjects
+        self._subject = self.record(worker)
+        self._replicas = replicas
+        self._lost = lost
+        self._seq = 0
+        self._is_joined = False
+        self._is_broken = False  # another worker may have served since this one began
+        self._renewed_s = 0.0
+        self._misses: dict[str, int] = {}
+        self._server = ""
+        self._trusted_s = 0.0  # from when on missing records mean something
+
+    def record(self, worker: str) -> str:
+        """Return the subject of a worker's record."""
+        return f"$KV.{self._subjects.lease_bucket}.live.{worker}"
+
+    def address(self, member: Member, verb: str) -> str:
+        """Return the subject on which a worker hears others. The stream does not store it."""
+        return f"$KV.{self._subjects.lease_bucket}.peer.{member.boot}.{verb}"
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this worker's record is there: it has joined, and renews in time."""
+        return self._is_joined and current_time() - self._renewed_s < TTL_S
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other worker can have served the prefix since this one joined."""
+        return self.is_held and not self._is_broken
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this worker does what one of several has to do."""
+        return all((self.me.since, self.me.boot) < (one.since, one.boot) for one in self.others.values())
+
+    async def join(self) -> None:
+        """Make this worker's record; return once each other worker knows of it, or has ended.
+
+        Raises `BrokerError` if a running worker has its name. Waits until the record of a killed worker has
+        expired; one of the same data directory is replaced at once, as the directory's lock proves its end.
+        """
+        await self._make_stream()
+        await self._nc.subscribe(self.address(self.me, "ping"), cb=self._pong)
+        await self._nc.subscribe(self.address(self.me, "hello"), cb=self._hello)
+        await self._nc.subscribe(self.address(self.me, "bye"), cb=self._bye)
+        try:
+            while not await self._put(await self._free()):
+                pass  # another worker was faster: `_free` raises, or waits for its end
+            self._is_joined, self._server = True, server_id(self._nc)
+            while unknown := [one for one in await self._look() if one.worker not in self.others]:
+                for member in unknown:
+                    await self._greet(member)
+        except (APIError, nats.errors.Error, OSError) as error:
+            raise BrokerError(
+                f"this worker cannot be recorded on the prefix ({reason(error)}); let the user publish to"
+                f" {self._subject}, and read the stream {self.stream}"
+            ) from None
+
+    def name_model(self, model: str) -> None:
+        """Record the digest of this worker's model. Raises `BrokerError` if another worker has another."""
+        for one in self.others.values():
+            if one.model and one.model != model:
+                raise BrokerError(
+                    f"{one} serves the prefix {self._subjects.prefix!r} with another model; give this worker"
+                    " the same one, or another --prefix"
+                )
+        self.me = structs.replace(self.me, model=model)  # the next renewal has it
+
+    async def _free(self) -> int:
+        """Wait until the name is free; return the sequence of the record to replace, 0 if there is none."""
+        deadline_s = current_time() + _STALE_S
+        seen = 0
+        while True:
+            holder, seq = await self._holder()
+            if holder is None or holder.directory == self.me.directory or current_time() > deadline_s:
+                return seq
+            if seen and seq != seen:
+                raise BrokerError(
+                    f"{holder} serves the prefix {self._subjects.prefix!r} on this NATS server under the same"
+                    " name; stop it, or choose another --worker name"
+                )
+            seen = seq
+            await sleep(_LOOK_S)
+
+    async def _greet(self, member: Member) -> None:
+        """Tell a worker of this one; if it does not answer, the next look says whether it still runs."""
+        try:
+            greeting = msgspec.json.encode(self.me)
+            await self._nc.request(self.address(member, "hello"), greeting, timeout=_RENEW_S)
+        except (nats.errors.NoRespondersError, nats.errors.TimeoutError):
+            await sleep(_LOOK_S)
+        else:
+            self._add(member)
+
+    def _add(self, member: Member) -> None:
+        self._is_broken = True
+        if not self._knows(member):
+            log.info("another worker serves the prefix", worker=member.worker, host=member.host)
+            self._misses[member.worker] = 0
+        self.others[member.worker] = member
+
+    def _knows(self, member: Member) -> bool:
+        known = self.others.get(member.worker)
+        return known is not None and known.boot == member.boot
+
+    async def _pong(self, message: Msg) -> None:
+        if self._is_joined:
+            await message.respond(b"")
+
+    async def _hello(self, message: Msg) -> None:
+        with suppress(msgspec.MsgspecError):
+            member = msgspec.json.decode(message.data, type=Member)
+            self._add(member)
+            self.on_joined(member)
+            await message.respond(b"")
+
+    async def _bye(self, message: Msg) -> None:
+        with suppress(msgspec.MsgspecError):
+            self._remove(msgspec.json.decode(message.data, type=Member), "another worker has stopped")
+            await message.respond(b"")
+
+    def _remove(self, member: Member, what: str) -> None:
+        if self._knows(member):
+            log.info(what, worker=member.worker, host=member.host)
+            del self.others[member.worker]
+            self._misses.pop(member.worker, None)
+            self.on_gone(member)
+
+    async def leave(self) -> None:
+        """Remove the record, and tell the other workers, which take this one's sessions at once."""
+        if not self._is_joined:
+            return
+        self._is_joined = False
+        with suppress(APIError, nats.errors.Error, OSError), move_on_after(TTL_S):  # else it runs out
+            await self._js.delete_msg(self.stream, self._seq)
+            for member in list(self.others.values()):
+                with suppress(nats.errors.Error):
+                    leaving = msgspec.json.encode(self.me)
+                    await self._nc.request(self.address(member, "bye"), leaving, timeout=_RENEW_S)
+
+    async def keep(self) -> None:
+        """Renew the record, until cancelled, or until another worker has this one's name."""
+        while True:
+            await sleep(_RENEW_S)
+            if not self._is_joined:
+                continue
+            try:
+                other = await self._renew()
+            except NoStreamResponseError:  # the server has restarted and lost its memory
+                with suppress(BrokerError):
+                    await self._make_stream()
+            except (APIError, nats.errors.Error, OSError) as error:
+                # A server out of reach gives the name to no other worker.
+                log.debug("the record is not renewed yet", error=reason(error))
+            else:
+                if other is not None:
+                    self._lost(
+                        f"{other} has taken this worker's name on the prefix {self._subjects.prefix!r}, as it"
+                        f" was not renewed for {TTL_S} s; unanswered requests are in the log for that worker"
+                    )
+                    return
+
+    async def watch(self) -> None:
+        """Look at the other workers, and tell of those that have ended, until cancelled."""
+        while True:
+            await sleep(_WATCH_S)
+            try:
+                found = {one.worker: one for one in await self._look()}
+            except (APIError, nats.errors.Error, OSError):
+                continue
+            if self._server != server_id(self._nc):  # which has lost the records
+                self._server, self._trusted_s = server_id(self._nc), current_time() + _STALE_S
+            for member in found.values():
+                self._add(member)
+            for member in list(self.others.values()):
+                is_seen = await self._answers(member, is_recorded=member.worker in found)
+                num = 0 if is_seen else self._misses.get(member.worker, 0) + 1
+                self._misses[member.worker] = num
+                if num >= _MISSES and current_time() > self._trusted_s:
+                    self._remove(member, "another worker has ended")
+
+    async def _answers(self, member: Member, *, is_recorded: bool) -> bool:
+        """Whether a worker answers; one that is recorded may be slow."""
+        try:
+            await self._nc.request(self.address(member, "ping"), timeout=_WATCH_S)
+        except nats.errors.NoRespondersError:
+            return False
+        except (nats.errors.Error, OSError):
+            return is_recorded
+        return True
+
+    async def _look(self) -> list[Member]:
+        """Read the records of the other workers. Raises nats-py's errors."""
+        asked = {"multi_last": [self.record("*")], "batch": 1024}
+        found: list[Member] = []
+        for message in (await self._gets.read(self.stream, asked))[0]:
+            with suppress(msgspec.MsgspecError):
+                member = msgspec.json.decode(message.data, type=Member)
+                if member.worker != self.me.worker and message.headers:
+                    found.append(member)
+        return found
+
+    async def _renew(self) -> Member | None:
+        """Renew the record, even after it has expired; return who has this worker's name now, if another."""
+        if await self._put(self._seq):
+            return None
+        holder, seq = await self._holder()
+        if holder is not None and holder.boot != self.me.boot:
+            return holder
+        self._is_broken |= holder is None  # else the ack of a renewal was lost
+        await self._put(seq)
+        return None
+
+    async def _put(self, after: int) -> bool:
+        """Write the record if the last one has the sequence `after`; return whether it was written."""
+        asked_s = current_time()
+        try:
+            ack = await self._js.publish(
+                self._subject,
+                msgspec.json.encode(self.me),
+                timeout=_TIMEOUT_S,
+                headers={EXPECT_HEADER: str(after)},
+                msg_ttl=TTL_S,
+            )
+        except APIError as error:
+            if error.err_code in WRONG_LAST_SEQUENCE:
+                return False
+            raise
+        self._seq, self._renewed_s = ack.seq, asked_s
+        return True
+
+    async def _holder(self) -> tuple[Member | None, int]:
+        """Read who has this worker's name, and the sequence of the record.
+
+        The holder is None if no worker wrote the message.
+        """
+        try:
+            last = await self._js.get_last_msg(self.stream, self._subject)
+        except NotFoundError:
+            return None, 0
+        try:
+            return msgspec.json.decode(last.data or b"", type=Member), last.seq or 0
+        except msgspec.MsgspecError:
+            return None, last.seq or 0
+
+    async def _make_stream(self) -> None:
+        """Make the stream. Raises `BrokerError`."""
+        replicas, bucket = self._replicas, self._subjects.lease_bucket
+        with suppress(APIError, nats.errors.Error):
+            replicas = replicas or (await self._js.stream_info(self._subjects.log_stream)).config.num_replicas
+        await ensure_stream(
+            self._js,
+            api.StreamConfig(
+                name=self.stream,
+                subjects=[f"$KV.{bucket}.live.>", f"$KV.{bucket}.own.>"],
+                retention=api.RetentionPolicy.LIMITS,
+                storage=api.StorageType.MEMORY,  # renewed twice a second: not worth disk writes
+                discard=api.DiscardPolicy.NEW,
+                max_msgs_per_subject=1,
+                max_bytes=_MAX_BYTES,
+                duplicate_window=DEDUPE_S,
+                num_replicas=replicas,
+                allow_direct=True,
+                allow_msg_ttl=True,
+            ),
+        )

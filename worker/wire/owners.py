@@ -1,0 +1,291 @@
+"""Which worker of a prefix serves a session: the one that has its KV. Correctness rests on the fence alone.
+
+A session belongs to the worker that stored its last result, as long as that worker runs. Another one that
+gets its delivery or its control request passes it on. A session without an owner belongs to the first worker
+that claims it, by a record in the members' stream; the record goes once the log names the worker.
+
+A worker that is alone claims nothing, and asks nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from random import shuffle
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import msgspec
+import nats.errors
+import structlog
+from anyio import sleep
+from nats.aio.msg import Msg
+from nats.js.errors import APIError, NotFoundError
+
+from turnkeep_client.log import BUILD_HEADER, EXPECT_HEADER, words
+from turnkeep_client.subjects import SessionKey
+
+from .intake import Delivery
+from .members import WRONG_LAST_SEQUENCE
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from anyio.abc import TaskGroup
+    from nats.aio.client import Client
+
+    from turnkeep_client.subjects import Subjects
+
+    from .intake import Intake, Ring
+    from .journal import Entry, Journal
+    from .members import Member, Members
+
+log = structlog.get_logger()
+
+#: Sessions that are known to be this worker's, and so are not looked up.
+_MAX_HELD: Final = 65_536
+_PASS_S: Final = 1.0
+_RETRY_S: Final = 0.1
+#: How long a control request may take at another worker.
+_CONTROL_S: Final = 120.0
+#: How long another worker may take to erase a session's KV.
+_ERASE_S: Final = 3.0
+_TAKEN: Final = b"+"
+_SUBJECT: Final = "Turnkeep-Subject"
+
+
+class _Passed(msgspec.Struct, frozen=True):
+    """A delivery that is passed on: the request's subject and sequence; `reply` acknowledges it, if any."""
+
+    subject: str
+    seq: int
+    reply: str = ""
+
+
+class _Owner(NamedTuple):
+    """The other worker that a session belongs to, if any; the sequence of its claim, 0 without one."""
+
+    member: Member | None
+    claim_seq: int
+
+
+class Owners:
+    """Passes on what belongs to other workers, and takes what they leave. Event loop only."""
+
+    def __init__(
+        self,
+        nc: Client,
+        subjects: Subjects,
+        members: Members,
+        journal: Journal,
+        tasks: TaskGroup,
+        *,
+        erase: Callable[[SessionKey], Awaitable[bool]],
+    ) -> None:
+        """`erase` drops the KV that this worker has of a session; it returns whether nothing is left."""
+        self._nc = nc
+        self._js = nc.jetstream()
+        self._subjects = subjects
+        self._members = members
+        self._journal = journal
+        self._tasks = tasks
+        self._erase = erase
+        self._held: OrderedDict[SessionKey, int] = OrderedDict()  # with the sequences of claims, or 0
+        self._is_leaving = False
+        self._intake: Intake
+        self._ring: Ring
+        self._answer: Callable[[str, bytes], Awaitable[bytes]]
+
+    async def open(
+        self, intake: Intake, ring: Ring, answer: Callable[[str, bytes], Awaitable[bytes]]
+    ) -> None:
+        """Hear what other workers pass on; take what nobody has. `answer` answers a control request."""
+        self._intake, self._ring, self._answer = intake, ring, answer
+        for verb, hear in (("deliver", self._delivered), ("control", self._asked), ("erase", self._erased)):
+            address = self._members.address(self._members.me, verb)
+            await self._nc.subscribe(address, cb=self._spawning(hear))
+        self._members.on_gone = self._take_over
+        self._members.on_joined = self._claim_all
+        if self._members.others:
+            self._tasks.start_soon(self._take_unanswered)
+
+    def close(self) -> None:
+        """Take nothing any more."""
+        self._is_leaving = True
+        self._members.on_gone = lambda _: None
+
+    def _spawning(self, hear: Callable[[Msg], Awaitable[bytes]]) -> Callable[[Msg], Awaitable[None]]:
+        async def reply(message: Msg) -> None:
+            with contextlib.suppress(nats.errors.Error, OSError):
+                await message.respond(await hear(message))
+
+        async def spawn(message: Msg) -> None:
+            self._tasks.start_soon(reply, message)
+
+        return spawn
+
+    def holds(self, key: SessionKey) -> bool:
+        """Whether a session is this worker's, as far as it knows without asking."""
+        return not self._members.others or key in self._held
+
+    def disown(self, key: SessionKey) -> None:
+        """Note that another worker has stored a result of a session: the log says whose it is."""
+        self._held.pop(key, None)
+
+    async def settle(self, key: SessionKey) -> None:
+        """Remove the claim of a session: its last result is this worker's."""
+        if claim_seq := self._held.get(key, 0):
+            self._held[key] = 0
+            with contextlib.suppress(APIError, nats.errors.Error, OSError):
+                await self._js.delete_msg(self._members.stream, claim_seq)
+
+    def route(self, key: SessionKey, message: Msg, accept: Callable[[], Awaitable[None]]) -> None:
+        """Pass a delivery on to the worker that its session belongs to, or claim the session and `accept`."""
+        self._tasks.start_soon(self._route, key, message, accept)
+
+    async def _route(self, key: SessionKey, message: Msg, accept: Callable[[], Awaitable[None]]) -> None:
+        passed = _Passed(message.subject, message.metadata.sequence.stream, message.reply)
+        while not self._is_leaving:
+            owner = await self._owner(key)
+            if owner.member is None and await self._claim(key, owner.claim_seq):
+                await accept()
+                return
+            if owner.member is not None:
+                answer = await self._ask(owner.member, "deliver", msgspec.json.encode(passed), _PASS_S)
+                if answer == _TAKEN:
+                    return
+            await sleep(_RETRY_S)  # until it has ended, or another one has claimed it
+
+    async def wake(self, delivery: Delivery) -> None:
+        """Ring for a request that nobody was given, at the worker that its session belongs to."""
+        owner = None if self.holds(delivery.key) else await self._owner(delivery.key)
+        if owner is not None and owner.member is not None:
+            passed = _Passed(self._subjects.of(delivery.key, "in"), delivery.seq)
+            await self._ask(owner.member, "deliver", msgspec.json.encode(passed), _PASS_S)
+        elif owner is None or await self._claim(delivery.key, owner.claim_seq):
+            self._ring(delivery)
+
+    async def control(self, key: SessionKey, subject: str, body: bytes) -> bytes | None:
+        """Ask the worker that a session belongs to for a control request's answer; None if it is this one."""
+        owner = None if self.holds(key) else await self._owner(key)
+        if owner is None or owner.member is None:
+            return None
+        return await self._ask(owner.member, "control", body, _CONTROL_S, {_SUBJECT: subject})
+
+    async def erase(self, key: SessionKey) -> bool:
+        """Have all other workers drop what KV they have of a session; return whether they have."""
+        names = msgspec.json.encode([key.tenant, key.session])
+        others = list(self._members.others.values())
+        return all([await self._ask(one, "erase", names, _ERASE_S) == _TAKEN for one in others])
+
+    async def _owner(self, key: SessionKey) -> _Owner:
+        name, claim_seq = await self._claimed(key)
+        if not name:
+            last = await self._journal.last(key, "out")
+            name = words(last.headers.get(BUILD_HEADER, "")).get("worker", "") if last else ""
+        if name == self._members.me.worker:
+            self._hold(key, claim_seq)
+        return _Owner(self._members.others.get(name), claim_seq)
+
+    async def _claimed(self, key: SessionKey) -> tuple[str, int]:
+        try:
+            found = await self._js.get_last_msg(self._members.stream, self._claim_subject(key))
+        except (NotFoundError, APIError, nats.errors.Error, OSError):
+            return "", 0  # without claims a session may be begun twice, and one of the two is fenced off
+        return (found.data or b"").decode(errors="replace"), found.seq or 0
+
+    def _claim_subject(self, key: SessionKey) -> str:
+        return f"$KV.{self._subjects.lease_bucket}.own.{key.tenant}.{key.session}"
+
+    async def _claim(self, key: SessionKey, after: int) -> bool:
+        """Claim a session whose claim is at `after`; return whether no other worker was faster."""
+        if key in self._held:
+            return True
+        try:
+            ack = await self._js.publish(
+                self._claim_subject(key),
+                self._members.me.worker.encode(),
+                timeout=_PASS_S,
+                headers={EXPECT_HEADER: str(after)},
+            )
+        except APIError as error:
+            if error.err_code in WRONG_LAST_SEQUENCE:
+                return False
+            seq = 0
+        except (nats.errors.Error, OSError):
+            seq = 0
+        else:
+            seq = ack.seq
+        self._hold(key, seq)
+        return True
+
+    def _hold(self, key: SessionKey, claim_seq: int) -> None:
+        self._held[key] = claim_seq
+        while len(self._held) > _MAX_HELD:
+            self._held.popitem(last=False)
+
+    async def _ask(
+        self, member: Member, verb: str, body: bytes, timeout_s: float, headers: dict[str, str] | None = None
+    ) -> bytes | None:
+        """Ask another worker; None if it does not answer."""
+        try:
+            address = self._members.address(member, verb)
+            return (await self._nc.request(address, body, timeout=timeout_s, headers=headers)).data
+        except (nats.errors.Error, OSError):
+            return None
+
+    async def _delivered(self, message: Msg) -> bytes:
+        passed = msgspec.json.decode(message.data, type=_Passed)
+        key, _, _ = self._subjects.parse(passed.subject)
+        if self._is_leaving:
+            return b"-"
+        self._hold(key, self._held.get(key, 0))
+        entry = await self._journal.entry(passed.seq)
+        if entry is None:
+            return _TAKEN  # it has left the log
+        if passed.reply:
+            delivery = Msg(self._nc, passed.subject, passed.reply, entry.body, dict(entry.headers))
+            await self._intake.deliver(delivery, self._ring)
+        elif not self._intake.expects(key, passed.seq):
+            self._ring(_lost(key, entry))
+        return _TAKEN
+
+    async def _asked(self, message: Msg) -> bytes:
+        return await self._answer((message.headers or {}).get(_SUBJECT, ""), message.data)
+
+    async def _erased(self, message: Msg) -> bytes:
+        tenant, session = msgspec.json.decode(message.data, type=tuple[str, str])
+        return _TAKEN if await self._erase(SessionKey(tenant, session)) else b"-"
+
+    def _claim_all(self, _: Member) -> None:
+        """Claim the sessions that are at work here, for a worker that joins one that was alone."""
+        for key in self._intake.at_work:
+            if key not in self._held:
+                self._held[key] = 0
+                self._tasks.start_soon(self._claim_again, key)
+
+    async def _claim_again(self, key: SessionKey) -> None:
+        self._held.pop(key, None)
+        _, claim_seq = await self._claimed(key)
+        await self._claim(key, claim_seq)
+
+    def _take_over(self, _: Member) -> None:
+        self._tasks.start_soon(self._take_unanswered)
+
+    async def _take_unanswered(self) -> None:
+        """Claim the sessions with requests that no running worker has; the server delivers them later."""
+        try:
+            keys = await self._journal.unanswered()
+        except (APIError, nats.errors.Error, OSError):
+            return  # they are delivered again
+        shuffle(keys)  # others do the same
+        for key in keys:
+            entry = await self._journal.last(key, "in")
+            if entry is not None and not self._intake.expects(key, entry.seq) and not self._is_leaving:
+                owner = await self._owner(key)
+                if owner.member is None and await self._claim(key, owner.claim_seq):
+                    self._ring(_lost(key, entry))
+
+
+def _lost(key: SessionKey, entry: Entry) -> Delivery:
+    """Return a delivery that was lost with a worker, which may have crashed over it."""
+    return Delivery(key, entry.seq, entry.stored, entry.body, again=True)
