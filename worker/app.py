@@ -191,7 +191,7 @@ class App:
             await taken_back
             names = await streams.ensure(js, self._subjects, settings)
             self._maker = await self._name_model(directory, loaded)
-            self._members.name_model(digests_of(self._maker))
+            await self._members.name_model(digests_of(self._maker))
             await self._open_store(directory, loaded, access, stack)
             if self._store is None:
                 self._has_unopened = await in_thread(may_hold, directory.snapshots)

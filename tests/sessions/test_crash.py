@@ -269,7 +269,7 @@ async def test_an_id_that_is_free_again_has_the_new_answer_alone(started: Any) -
     old = await session.generate(text="Begin: ", max_tokens=100, request_id="g")
     await session.close()
     async with asyncio.timeout(60):
-        while await client.log("s"):  # noqa: ASYNC110
+        while len(await client.log("s")) > 2:  # noqa: ASYNC110  # the close stays for a while
             await asyncio.sleep(0.2)
     await session.open()
     answer = Followed(session.generate(text="Another: ", max_tokens=400, request_id="g"))

@@ -219,6 +219,11 @@ class Tasks:
         return handle
 
 
+async def alone(*_: Any) -> bool:
+    """No other worker has anything of a session."""
+    return True
+
+
 async def nothing(*_: Any) -> Any:
     """There is no other session: no parent, and no tokens that another one has too."""
     return 0
@@ -265,6 +270,7 @@ class World:
             "own_sampling": {},
             "placeholders": True,
             "token_ttl_s": 900.0,
+            "erase_elsewhere": alone,
         }
         retention = Retention(self.log, closed_ttl_s=None, max_bytes=2**30)  # type: ignore[arg-type]
         execution = Execution(tokenizer=self._tokenizer, retention=retention, **limits, **parts)
@@ -276,6 +282,7 @@ class World:
             trails=self.trails,
             outbox=self.outbox,  # type: ignore[arg-type]
             ack=self._release,
+            disown=lambda _: None,
             reading=Semaphore(2),
             shares=Shares(4),
             attempts=Attempts(self.log, 3),

@@ -149,16 +149,21 @@ async def test_a_fork_has_the_last_acknowledged_turn_though_a_replica_does_not_s
     parent = await conversation(worker.client, turns=1)
     position = (await parent.info()).position
     await worker.stop()
-    page, left = Journal.page, {"in": 2, "out": 2}
+    batch, left = Journal._direct_batch, {"in": 2, "out": 2}
 
-    async def lagging(self: Journal, key: SessionKey, kind: Any, after: int, **until: int) -> Any:
-        entries, more = await page(self, key, kind, after, **until)
-        if key.session == "parent" and left[kind] and not after:
+    async def lagging(self: Journal, stream: str, subject: str, after: int) -> Any:
+        entries, num_more = await batch(self, stream, subject, after)
+        *_, session, kind = subject.split(".")
+        if session == "parent" and left.get(kind) and not after:
             left[kind] -= 1
-            return entries[:shown], False
-        return entries, more
+            return entries[:shown], 0
+        return entries, num_more
 
-    monkeypatch.setattr(Journal, "page", lagging)
+    async def replicated(*_: Any) -> bool:
+        return True
+
+    monkeypatch.setattr(Journal, "_direct_batch", lagging)
+    monkeypatch.setattr(Journal, "_is_replicated", replicated)
     worker = await local_worker(model=str(endless_model))
     fork = await worker.client.session("parent").fork("fork", position)
     assert (await fork.info()).position == position

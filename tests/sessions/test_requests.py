@@ -55,6 +55,10 @@ def chat(*contents: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": content} for content in contents]
 
 
+async def replicated(*_: Any) -> bool:
+    return True
+
+
 # Cancelling
 
 
@@ -93,6 +97,7 @@ async def test_what_a_replica_does_not_show_yet_can_be_cancelled(
         return ([], 0) if left > 0 and subject.endswith(".in") else await batch(self, stream, subject, after)
 
     monkeypatch.setattr(Journal, "_direct_batch", lagging)
+    monkeypatch.setattr(Journal, "_is_replicated", replicated)
     assert (await w.control("s", {"type": "cancel", "id": "w"})).get("was") == "waiting"
     assert (await w.result(waiting))["finish_reason"] == "cancelled"
     await w.control("s", {"type": "cancel", "id": "g"})
@@ -120,6 +125,7 @@ async def test_what_is_asked_of_a_session_is_not_older_than_its_last_result_thou
         return (entries[:-1], num_more) if hidden == "the last turn" else ([], 0)
 
     monkeypatch.setattr(Journal, "_direct_batch", lagging)
+    monkeypatch.setattr(Journal, "_is_replicated", replicated)
     for asked in ("info", "count", "pin"):
         worker, left = await local_worker(), 2
         session = worker.client.session("s")

@@ -187,17 +187,21 @@ async def test_a_returned_delivery_that_never_comes_again_is_looked_for_again() 
         async def unanswered(self) -> list[SessionKey]:
             return [key]
 
-        async def last_request(self, _: SessionKey) -> Entry:
+        async def last(self, *_: Any) -> Entry:
             return entry
 
     class Returned:
         def expects(self, _: SessionKey, seq: int = 0) -> bool:
             return bool(seq) and (len(returned) > 1 or returned[0])
 
-    def ring(delivery: Delivery) -> None:
-        rung.append(delivery.seq)
+    class Alone:
+        is_first = True
 
-    looks = Overlooked(Log(), Returned(), ring, ack_wait_s=-1.0)  # type: ignore[arg-type]
+    class All:
+        async def wake(self, delivery: Delivery) -> None:
+            rung.append(delivery.seq)
+
+    looks = Overlooked(Log(), Returned(), Alone(), All(), ack_wait_s=-1.0)  # type: ignore[arg-type]
     assert await looks._look("S") == ""
     assert not rung
     del returned[0]

@@ -325,13 +325,13 @@ async def test_giving_back_a_request_does_not_clear_it_of_doubt() -> None:
     rung: list[Any] = []
     parts: Any = [None, None, Telemetry(), SimpleNamespace(server="s")]
     limits = {"ack_wait_s": 1.0, "max_sessions": 1, "max_sessions_per_tenant": 1, "max_message_bytes": 2**20}
-    intake = Intake(*parts, **limits)
+    intake = Intake(*parts, holds=lambda _: True, route=lambda *_: None, **limits)
     for delivered in (Delivered("a", 9, 1), Delivered("b", 5, 2), Delivered("c", 10, 1)):
-        await intake._deliver(delivered, rung.append)  # type: ignore[arg-type]
+        await intake.deliver(delivered, rung.append)  # type: ignore[arg-type]
     assert (intake.num_sessions, intake.num_returned) == (1, 2)
     for session, seq, num_delivered in (("b", 5, 3), ("c", 10, 2)):
         await intake.ack(rung[-1].key)
-        await intake._deliver(Delivered(session, seq, num_delivered), rung.append)  # type: ignore[arg-type]
+        await intake.deliver(Delivered(session, seq, num_delivered), rung.append)  # type: ignore[arg-type]
     assert [(one.seq, one.again, one.first_seq) for one in rung] == [
         (9, False, 9),
         (5, True, 9),
@@ -356,56 +356,14 @@ async def test_a_repeat_is_known_though_its_id_was_used_in_a_forgotten_session_b
     assert (await world.ask(again)).repeat_of == 3
 
 
-async def test_the_base_of_a_fork_is_not_taken_for_gone_where_the_log_does_not_answer(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The fork's requests would fail with `history_diverged`."""
-    await world.ask(Append(id="a", text="one"))
-    trail, history = world.session.log._trail, world.session.history
-    link = await trail.store_base(1, history)
-    monkeypatch.setattr(world.log, "checkpoint", lambda _: asyncio.sleep(0))
-    packed = await trail.read(link)
-    assert packed is not None
-    found = trail.base(packed)
-    assert found is not None
-    assert found.position == history.position
-
-
-async def test_what_a_replica_still_shows_of_a_forgotten_session_is_not_carried_out_again(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of two reads one replica may show the request, and another one not its result."""
-    await world.ask(Append(id="a", text="one"))
-    page, get, asked = world.log.page, world.log.get, list[int]()
-
-    async def leader(seq: int) -> bytes | None:
-        asked.append(seq)
-        return await get(seq) if seq > 2 else None
-
-    async def replica(*args: Any, **more: Any) -> Any:
-        entries, has_more = await page(*args, **more)
-        gone = {1, 2} if asked else {2}
-        return [entry for entry in entries if entry.seq not in gone], has_more
-
-    monkeypatch.setattr(world.log, "get", leader)
-    monkeypatch.setattr(world.log, "page", replica)
-    world.crash()
-    seq = world.publish(Append(id="b", text="two"))
-    world.log.commit = lambda _, body, __, headers, **___: asyncio.sleep(  # type: ignore[assignment, method-assign]
-        0, world.log.add("out", body, headers)
-    )
-    await world.session.run()
-    assert [result.seq for result in world.results] == [1, seq]
-
-
 async def test_a_returned_request_that_leaves_the_log_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """A close removes requests that wait to be delivered again. Counted for ever, they delay all others."""
     monkeypatch.setattr("worker.wire.intake._RETURN_S", 0.01)
     monkeypatch.setattr("worker.wire.intake._GONE_S", 0.02)
     parts: Any = [None, None, Telemetry(), SimpleNamespace(server="s")]
     limits = {"ack_wait_s": 0.03, "max_sessions": 0, "max_sessions_per_tenant": 1, "max_message_bytes": 2**20}
-    intake = Intake(*parts, **limits)
-    await intake._deliver(Delivered("a", 5, 1), lambda _: None)  # type: ignore[arg-type]
+    intake = Intake(*parts, holds=lambda _: True, route=lambda *_: None, **limits)
+    await intake.deliver(Delivered("a", 5, 1), lambda _: None)  # type: ignore[arg-type]
     assert intake.num_returned == 1
     keeping = asyncio.create_task(intake.keep_alive())
     async with asyncio.timeout(5):

@@ -160,15 +160,19 @@ class Members:
                 f" {self._subject}, and read the stream {self.stream}"
             ) from None
 
-    def name_model(self, model: str) -> None:
+    async def name_model(self, model: str) -> None:
         """Record the digest of this worker's model. Raises `BrokerError` if another worker has another."""
+        self.me = structs.replace(self.me, model=model)
+        with suppress(APIError, nats.errors.Error, OSError):  # then the next renewal has it
+            await self._renew()
+            for one in await self._look():
+                self._add(one)
         for one in self.others.values():
             if one.model and one.model != model:
                 raise BrokerError(
                     f"{one} serves the prefix {self._subjects.prefix!r} with another model; give this worker"
                     " the same one, or another --prefix"
                 )
-        self.me = structs.replace(self.me, model=model)  # the next renewal has it
 
     async def _free(self) -> int:
         """Wait until the name is free; return the sequence of the record to replace, 0 if there is none."""
