@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 from urllib.parse import quote
@@ -18,6 +20,7 @@ from tests.commands.command_runs import environment
 from tests.ops.browser import browsing
 from tests.ops.test_console import EVIL, SHELF, TOKEN, serving
 from tests.ops.test_workers_history import Watched
+from tests.parts import free_port
 from turnkeep_client.messages import Generated, decode_result
 
 if TYPE_CHECKING:
@@ -255,12 +258,18 @@ async def test_models_are_shown_with_what_fits_and_downloaded(
     def look(url: str) -> None:
         browser.open(f"{url}/?token={TOKEN}")
         browser.click("Models")
-        browser.wait_for("document.querySelectorAll('.models tbody tr').length === 3")
+        browser.wait_for("document.querySelectorAll('.models tbody tr').length === 4")
         seen = browser.text("main")
         assert "This machine has 8 GiB of memory" in seen
         assert ("fits: 2 GiB" in seen, "too large: 2 GiB" in seen) == (True, True)
         browser.click("Copy line")
         browser.wait_for("document.querySelector('#toast').innerText === 'Copied'")
+        browser.click("Serve", ".models button")  # that of c: a is in use, b too large
+        browser.wait_for("document.querySelector('#dialog-title').innerText === 'Serve c?'")
+        browser.click("Serve", "#dialog-yes")
+        browser.wait_for(
+            "document.querySelector('#toast').innerText === 'c cannot be served: it is not whole'"
+        )
         browser.click("Download", ".models button")
         browser.wait_for("document.querySelector('progress')?.position === 0.5")
         browser.type("form input", "x\ue007")
@@ -271,6 +280,36 @@ async def test_models_are_shown_with_what_fits_and_downloaded(
         browser.cdp("Browser.grantPermissions", origin=url, permissions=may)
         await asyncio.to_thread(look, url)
     SHELF.pulled.clear()
+
+
+async def test_the_worker_s_log_is_shown_and_another_model_is_served(
+    browser: Browser, worker_process: Callable[..., WorkerProcess], tiny_model: Path
+) -> None:
+    port = free_port()
+    worker = worker_process("--console", str(port))
+    worker.forks = False
+    shutil.copytree(tiny_model, worker.data_dir / "models" / "other")
+    worker.start()
+
+    def look() -> None:
+        while not (printed := re.search(r"the console is at (\S+)", worker.log)):
+            time.sleep(0.05)
+        browser.open(printed[1])
+        browser.click("Workers")
+        browser.wait_for("document.querySelector('.log pre')?.innerText.includes('ready')")
+        assert re.search(r"\d\d:\d\d:\d\d  info  loaded the model  model=\"tiny\"", browser.text(".log pre"))
+        browser.click("Models")
+        browser.click("Serve", "button[aria-label='Serve other']")
+        browser.click("Serve", "#dialog-yes")
+        browser.wait_for(
+            "document.querySelector('#gone').innerText.startsWith('The console does not answer')"
+        )
+        browser.wait_for("!document.querySelector('#gone').innerText")
+        browser.wait_for("!document.querySelector(`button[aria-label='Serve other']`)")
+        browser.click("Workers")
+        browser.wait_for("document.querySelector('.log pre')?.innerText.includes('model=\"other\"')")
+
+    await asyncio.to_thread(look)
 
 
 async def test_scripts_in_names_and_messages_are_text(

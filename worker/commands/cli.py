@@ -709,7 +709,9 @@ def console(
         return Place(shown(url_of(settings)), gateway, port is not None, launch, url)
 
     options: dict[str, Any] = {"keep_s": keep_s, "prefix": settings.prefix, "read_only": read_only}
-    options |= {"opens": opens, "until_eof": until_eof, "place": place, "shelf": Shelf(settings)}
+    is_of_worker = until_eof and not load_models(config, flags)
+    shelf = Shelf(settings, options_of(config, flags, CLIENT_SETTINGS) if is_of_worker else None)
+    options |= {"opens": opens, "until_eof": until_eof, "place": place, "shelf": shelf}
     options["token"] = _console_token(settings, f"console of {tenant}, {'read' if read_only else 'act'}")
     talk(settings, tenant, lambda client: run(client, *listen, sampling=asked, **options))
 
