@@ -114,6 +114,7 @@ async def serving(client: Client, live: Any = None, *, read_only: bool = False) 
     console = Console(
         client, live, TOKEN, plainly, lambda: PLACE, SHELF, prefix="turnkeep", read_only=read_only
     )
+    console.log.add(b'{"event": "ready"}\n')
     with listening("127.0.0.1", 0) as listener:
         running = server(console)
         task = asyncio.create_task(running.serve(sockets=[listener]))

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.packaging, pytest.mark.timeout(400)]
 
+TAB, ENTER, ESCAPE = "\ue004", "\ue007", "\ue00c"
 ANSWER = "document.querySelector('.turn:last-child .assistant')?.source ?? ''"
 
 
@@ -442,7 +443,7 @@ async def test_what_is_gone_is_said_in_words_and_comes_back_by_itself(
 
 
 @pytest.mark.parametrize("dark", [False, True])
-async def test_texts_placeholders_and_borders_have_the_contrast_of_aa(
+async def test_each_page_can_be_read_and_used_with_a_keyboard_and_a_screen_reader(
     browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]], *, dark: bool
 ) -> None:
     client = (await local_worker()).client
@@ -458,7 +459,7 @@ async def test_texts_placeholders_and_borders_have_the_contrast_of_aa(
                 ("", "h1"),
                 ("session/notes", ".rich code"),
                 ("sessions", ".sessions td"),
-                ("workers", ".workers td"),
+                ("workers", ".log:not([hidden]) pre"),
                 ("connect", ".examples pre"),
                 ("models", ".models td"),
                 ("nothing", "h1 + p"),
@@ -466,13 +467,50 @@ async def test_texts_placeholders_and_borders_have_the_contrast_of_aa(
                 browser.run("location.hash = arguments[0]", f"#/{page}")
                 browser.wait_for("document.querySelector(arguments[0])", is_there)
                 browser.run("for (const one of document.querySelectorAll('details')) one.open = true")
-                assert browser.faint() == [], page
+                assert [*browser.faults(), *browser.unreached()] == [], page
                 assert browser.run("return document.documentElement.scrollWidth") == width, (
                     "nothing sticks out"
                 )
+            browser.open(url.replace("127.0.0.1", "localhost"))  # which has no cookie
+            browser.wait_for("document.querySelector('input[name=token]')")
+            assert [*browser.faults(), *browser.unreached()] == []
         browser.look(1200, 900)
 
     async with serving(client, Watched(60, "w1")) as url:
+        await asyncio.to_thread(look, url)
+
+
+async def test_a_dialog_keeps_the_focus_and_gives_it_back(
+    browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]]
+) -> None:
+    client = (await local_worker()).client
+    await client.session("notes").append(text="abc")
+    focused = "document.activeElement.innerText"
+
+    def look(url: str) -> None:
+        browser.open(f"{url}/?token={TOKEN}#/session/notes")
+        browser.wait_for("document.querySelectorAll('.turn').length === 1")
+        browser.run("document.querySelector('.skip').focus()")
+        browser.press(ENTER)
+        browser.press(TAB)
+        assert browser.run("return document.activeElement.closest('main').id") == "main"
+        browser.run(
+            "[...document.querySelectorAll('button')].find((one) => one.innerText === 'Fork').focus()"
+        )
+        browser.press(ENTER)
+        browser.wait_for("document.activeElement.id === 'dialog-name'")
+        assert browser.faults() == []
+        seen = set()
+        for _ in range(6):
+            browser.press(TAB)
+            seen.add(browser.run(f"return {focused}"))
+        assert {"Cancel", "Fork"} <= seen
+        assert browser.run("return document.querySelector('main').contains(document.activeElement)") is False
+        browser.press(ESCAPE)
+        browser.wait_for("!document.querySelector('dialog').open")
+        assert browser.run(f"return {focused}") == "Fork"
+
+    async with serving(client) as url:
         await asyncio.to_thread(look, url)
 
 
