@@ -173,6 +173,7 @@ class Console:
                         Route("/api/sessions", self._sessions),
                         Route(one, self._session),
                         Route(f"{one}/tree", self._tree),
+                        Route(f"{one}/pins", self._pins),
                         Route(f"{one}/export", self._export),
                         Route(f"{one}/answers/{{seq:int}}", self._answer),
                         *([] if read_only else acting),
@@ -277,6 +278,11 @@ class Console:
                 history = await own.history(before=then.seq if then is not None else math.inf)
                 found[turn.seq] = tuple(history.messages[-_INHERITED:])
         return found
+
+    async def _pins(self, request: Request) -> Response:
+        """Return the lengths in tokens of a session's pinned prefixes, which only its worker knows."""
+        info = await self._client.session(request.path_params["name"]).info(limit=0, snapshot=True)
+        return _json(info.pinned or [])
 
     async def _tree(self, request: Request) -> Response:
         """Return the tree that a session is in, among the sessions that were active last."""

@@ -351,7 +351,9 @@ async def test_actions_do_what_their_commands_do(local_worker: Start, tmp_path: 
         turn = (await page.get("sessions/b"))["turns"][0]
         assert (turn["note"], turn["parent"]) == ("begins with 32 tokens of another session", "a")
         assert (await page.post("a/pin"))["said"].startswith("pinned 40 tokens")
+        assert await page.get("sessions/a/pins") == [40]
         assert (await page.post("a/unpin"))["said"] == "unpinned 40"
+        assert await page.get("sessions/a/pins") == []
         file = tmp_path / "a.turnkeep"
         answer = await page.http.get("/api/sessions/a/export")
         assert 'filename="a.turnkeep"' in answer.headers["content-disposition"]
