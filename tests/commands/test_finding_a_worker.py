@@ -21,14 +21,18 @@ pytestmark = pytest.mark.process
 ASKED = ("ask", "Hello?", "--max-tokens", 2)
 
 
+def until_ready(process: WorkerProcess, num_starts: int = 1) -> None:
+    while process.log.count('"ready"') < num_starts:
+        assert process.running, process.log
+        time.sleep(0.02)
+
+
 @pytest.fixture
 def started(worker_process: Callable[..., WorkerProcess]) -> Callable[..., WorkerProcess]:
     def start(*options: str) -> WorkerProcess:
         process = worker_process(*options)
         process.start()
-        while '"ready"' not in process.log:
-            assert process.running, process.log
-            time.sleep(0.02)
+        until_ready(process)
         return process
 
     return start
@@ -43,6 +47,8 @@ def test_a_question_beside_a_worker_on_another_port_is_answered_by_its_data_dire
     assert "waiting" not in done.stderr
     worker.kill()
     assert turnkeep("sessions", "--data-dir", worker.data_dir).returncode == 0, "its server goes on"
+    worker.start()  # which adopts its server, and takes it down at the end
+    until_ready(worker, num_starts=2)
 
 
 def test_the_url_is_that_of_the_server_that_runs(started: Callable[..., WorkerProcess]) -> None:

@@ -78,6 +78,8 @@ class Shelf:
         """Let the worker that runs this console restart with a model. Blocks; raises `ModelError`."""
         if self._worker is None:
             raise ModelError("only a console of turnkeep serve --console can do this; restart the worker")
+        if all(one.name != name for one in list_models(self._settings.data_dir)):
+            raise ModelError(f"there is no model {name} on this machine; download it first")
         command = [*PROGRAM, "serve", *self._worker, "--model", name, "--weigh"]
         done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
         if done.returncode:
