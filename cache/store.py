@@ -34,7 +34,7 @@ from .names.snapshot import Name
 from .names.tokens import TOKEN_BYTES, Chain, as_tokens, pack
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from .disk.restore import Restored
@@ -472,7 +472,16 @@ class Store:
         """
         gone = self._room.unpin(self._root(tenant), pack(tokens), exactly=exactly)
         self._writer.pin(gone, on=False)
-        return sorted(len(pin.tokens) // TOKEN_BYTES for pin in gone)
+        return _lengths(gone)
+
+    @property
+    def has_pins(self) -> bool:
+        """Whether anything is pinned."""
+        return self._room.num_pins > 0
+
+    def pinned(self, tenant: str | Chain, tokens: Sequence[int]) -> list[int]:
+        """Return the lengths in tokens of the pinned prefixes of these tokens."""
+        return _lengths(self._room.pinned(self._root(tenant), pack(tokens)))
 
     def set_limits(self, *, max_bytes: int | None = None, min_free_bytes: int | None = None) -> None:
         """Change the limits. Snapshots that exceed them are evicted in the background, in small batches."""
@@ -571,3 +580,7 @@ class Store:
         """Update the index after a write has ended. Called by the writer, on the event loop."""
         self._removal.note_end(write)
         self._room.check()
+
+
+def _lengths(pins: Iterable[Pin]) -> list[int]:
+    return sorted(len(pin.tokens) // TOKEN_BYTES for pin in pins)

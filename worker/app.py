@@ -176,7 +176,9 @@ class App:
             await self._start_traces(stack)
             access = cache_access(settings)
             try:
-                directory = stack.enter_context(DataDir.open(settings.data_dir, settings.worker))
+                directory = stack.enter_context(
+                    DataDir.open(settings.data_dir, settings.worker, settings.nats_place)
+                )
             except DataDirInUseError:
                 model.check_name(settings.model, settings.data_dir)  # else a worker is stopped for it
                 raise

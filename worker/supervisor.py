@@ -180,7 +180,9 @@ class Supervisor:
                 health = HealthServer(settings.health, {"/livez": list, "/readyz": self._unready})
                 await health.open()
                 await stack.enter_async_context(_background(health.serve))
-            directory = stack.enter_context(DataDir.open(settings.data_dir, settings.worker))
+            directory = stack.enter_context(
+                DataDir.open(settings.data_dir, settings.worker, settings.nats_place)
+            )
             options = worker_options(settings)
             server = None if settings.nats else EmbeddedServer(directory, settings)
             if server is not None:

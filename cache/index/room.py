@@ -139,9 +139,18 @@ class Room:
             )
         return tracked
 
+    @property
+    def num_pins(self) -> int:
+        """The number of pinned prefixes."""
+        return len(self._pins)
+
+    def pinned(self, root: bytes, tokens: bytes) -> list[Pin]:
+        """Return the pins that are prefixes of these packed tokens."""
+        return self._pins.within(root, tokens)
+
     def unpin(self, root: bytes, tokens: bytes, *, exactly: bool) -> list[Pin]:
         """Unpin all prefixes of these packed tokens; with `exactly` only the prefix that equals them."""
-        gone = [pin for pin in self._pins.within(root, tokens) if not exactly or pin.tokens == tokens]
+        gone = [pin for pin in self.pinned(root, tokens) if not exactly or pin.tokens == tokens]
         for pin in gone:
             self._pins.remove(pin)
         self.check()

@@ -41,6 +41,7 @@ from turnkeep_client.subjects import session_key
 
 from .actions import ACTIONS, PATIENCE_S, Act, Details
 from .door import PAGE, Door
+from .live import Live, Log
 from .streams import events
 from .turns import shown
 
@@ -54,8 +55,6 @@ if TYPE_CHECKING:
     from turnkeep_client.client import Client
     from turnkeep_client.messages import Message
     from turnkeep_client.session import Sampling
-
-    from .live import Live
 
 T = TypeVar("T")
 
@@ -95,6 +94,9 @@ class Shelf(Protocol):
 
     def pull(self, name: str) -> str:
         """Begin to download a model; say so. Raises `TurnkeepError`."""
+
+    def serve(self, name: str) -> str:
+        """Let the worker restart with another model; say so. Blocks; raises `TurnkeepError`."""
 
 
 class _Wanted(Struct, frozen=True, forbid_unknown_fields=True):
@@ -139,6 +141,8 @@ class Console:
         """`sampling` completes the options of a question, `place` says where programs connect to."""
         #: Whether the server ends; streams end then.
         self.is_stopping: Callable[[], bool] = lambda: False
+        #: The log of the worker that runs this console; empty without one.
+        self.log = Log()
         self._client = client
         self._live = live
         self._sampling = sampling
@@ -152,19 +156,24 @@ class Console:
             Route(f"{one}/ask", self._ask, methods=["POST"]),
             Route(f"{one}/{{action}}", self._act, methods=["POST"]),
         ]
-        pulling = Route("/api/models", self._pull, methods=["POST"])
+        of_models = [
+            Route("/api/models", self._pull, methods=["POST"]),
+            Route("/api/models/serve", self._serve, methods=["POST"]),
+        ]
         self.app = Starlette(
             routes=[
                 Route("/api/workers", self._workers),
                 Route("/api/place", self._where),
+                Route("/api/log", self._last_lines),
                 Route("/api/models", self._models),
-                *([] if read_only else [pulling]),
+                *([] if read_only else of_models),
                 *map(
                     self._connected,
                     (
                         Route("/api/sessions", self._sessions),
                         Route(one, self._session),
                         Route(f"{one}/tree", self._tree),
+                        Route(f"{one}/pins", self._pins),
                         Route(f"{one}/export", self._export),
                         Route(f"{one}/answers/{{seq:int}}", self._answer),
                         *([] if read_only else acting),
@@ -203,6 +212,13 @@ class Console:
     async def _pull(self, request: Request) -> Response:
         wanted = await _body(request, _Wanted)
         return _json({"said": self._shelf.pull(wanted.name)})
+
+    async def _serve(self, request: Request) -> Response:
+        wanted = await _body(request, _Wanted)
+        return _json({"said": await asyncio.to_thread(self._shelf.serve, wanted.name)})
+
+    async def _last_lines(self, _: Request) -> Response:
+        return _json(self.log.shown())
 
     async def _is_served(self) -> bool | None:
         """Whether a worker takes requests; None if it is too busy to say so, or if this user may not ask."""
@@ -262,6 +278,11 @@ class Console:
                 history = await own.history(before=then.seq if then is not None else math.inf)
                 found[turn.seq] = tuple(history.messages[-_INHERITED:])
         return found
+
+    async def _pins(self, request: Request) -> Response:
+        """Return the lengths in tokens of a session's pinned prefixes, which only its worker knows."""
+        info = await self._client.session(request.path_params["name"]).info(limit=0, snapshot=True)
+        return _json(info.pinned or [])
 
     async def _tree(self, request: Request) -> Response:
         """Return the tree that a session is in, among the sessions that were active last."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import time
+from collections import deque
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from ops.fleet import Fleet
@@ -15,6 +17,25 @@ if TYPE_CHECKING:
 
 #: Rates and percentiles are of so long.
 _WINDOW_S: Final = 60.0
+_LINES: Final = 200
+_STYLES: Final = re.compile(r"\x1b\[[0-9;]*m")
+
+
+class Log:
+    """The last lines of a worker's log."""
+
+    def __init__(self) -> None:
+        self._lines = deque[str](maxlen=_LINES)
+        self._rest = b""
+
+    def add(self, said: bytes) -> None:
+        """Add lines, of which the last may be a part."""
+        *lines, self._rest = (self._rest + said).split(b"\n")
+        self._lines.extend(_STYLES.sub("", line.decode(errors="replace")) for line in lines)
+
+    def shown(self) -> list[str]:
+        """Return the lines."""
+        return [*self._lines]
 
 
 class Live:

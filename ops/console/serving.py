@@ -64,7 +64,7 @@ async def run(
         click.echo(f"the console is at {url}", err=True)
         running = server(console)
         if until_eof:
-            asyncio.get_running_loop().add_reader(sys.stdin, lambda: _end_at_eof(running))
+            asyncio.get_running_loop().add_reader(sys.stdin, lambda: _hear(console, running))
         if opens and not await asyncio.to_thread(webbrowser.open, url):
             click.echo("turnkeep: no browser was found; open this address in one", err=True)
         serving = asyncio.create_task(running.serve(sockets=[listener]))
@@ -77,9 +77,11 @@ async def run(
         raise ConsoleError("the NATS server has closed the connection; its log says why")
 
 
-def _end_at_eof(running: uvicorn.Server) -> None:
-    """Stop the server if the process at the other end of standard input has ended."""
-    if not os.read(sys.stdin.fileno(), 4096):
+def _hear(console: Console, running: uvicorn.Server) -> None:
+    """Take the worker's log from standard input; stop the server if the worker at its other end has ended."""
+    if said := os.read(sys.stdin.fileno(), 2**16):
+        console.log.add(said)
+    else:
         running.should_exit = True
         asyncio.get_running_loop().remove_reader(sys.stdin)
 

@@ -827,7 +827,7 @@ class InfoRequest(
 ):
     """Ask for a session's state (on `ctl`). The answer names `limit` waiting requests after the first `skip`.
 
-    With `snapshot` the answer also names the last stored snapshot of the session's KV.
+    With `snapshot` the answer also names the last stored snapshot of the session's KV, and its pins.
     """
 
     skip: Annotated[int, Meta(ge=0, le=2**53)] = 0
@@ -1094,8 +1094,8 @@ class SessionInfo(Struct, frozen=True, kw_only=True, tag_field="type", tag="sess
 
     If `policy` is not `full`, `cache` has the policy's numbers. `visible_tokens` tokens keep their KV, at
     most `capacity_tokens`, and the model sees all tokens from the position `visible_from` on. `snapshot` is
-    the name of the last stored snapshot, as in `turnkeep cache ls`, if the request asked for it. A fork has a
-    `parent`.
+    the name of the last stored snapshot, as in `turnkeep cache ls`, and `pinned` has the lengths in tokens of
+    the pinned prefixes, if the request asked for the snapshot. A fork has a `parent`.
     """
 
     tenant: str
@@ -1115,6 +1115,7 @@ class SessionInfo(Struct, frozen=True, kw_only=True, tag_field="type", tag="sess
     visible_tokens: int | UnsetType = UNSET
     visible_from: int | UnsetType = UNSET
     snapshot: str | UnsetType = UNSET
+    pinned: tuple[int, ...] | UnsetType = UNSET
     parent: Parent | UnsetType = UNSET
     tags: tuple[str, ...] | UnsetType = UNSET
     answered_by: Model | UnsetType = UNSET

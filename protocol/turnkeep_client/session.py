@@ -308,7 +308,7 @@ class Session:
         """Return the session's state, from the worker that holds it.
 
         The state counts all waiting requests, and names at most `limit` of them after the first `skip`.
-        With `snapshot` it names the last snapshot of the session's KV.
+        With `snapshot` it names the last snapshot of the session's KV, and says what is pinned.
         """
         request = InfoRequest(skip=skip, limit=limit, snapshot=snapshot)
         return expect(SessionInfo, await self._control(request))

@@ -40,7 +40,7 @@ os.execv(sys.argv[1], sys.argv[1:])
 
 def environment() -> dict[str, str]:
     """The tests' own, without settings of a worker and without what a terminal around them says of itself."""
-    hidden = ("TURNKEEP_", "COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR")
+    hidden = ("TURNKEEP_", "NATS_URL", "COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR")
     return {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
 
 

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import time
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx2
@@ -16,49 +17,19 @@ from tests.parts import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 #: The name under which the protocol gives elements.
 _ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
 WAIT_S = 20.0
 
 
-#: Returns the texts, placeholders and borders of fields that have too little contrast (WCAG 2.2, AA).
-_CONTRAST = """
-const canvas = document.createElement('canvas').getContext('2d', { willReadFrequently: true });
-const rgba = (color) => {
-    canvas.clearRect(0, 0, 1, 1);
-    canvas.fillStyle = color;
-    canvas.fillRect(0, 0, 1, 1);
-    return [...canvas.getImageData(0, 0, 1, 1).data];
-};
-const over = (front, back) => back.map((one, i) => front[i] * front[3] / 255 + one * (1 - front[3] / 255));
-const ground = (element) => element
-    ? over(rgba(getComputedStyle(element).backgroundColor), ground(element.parentElement)) : [255, 255, 255];
-const light = (color) => color.map((one) => one / 255)
-    .map((one) => one <= 0.04045 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4)
-    .reduce((sum, one, i) => sum + one * [0.2126, 0.7152, 0.0722][i], 0);
-const ratio = (front, back) => {
-    const [low, high] = [light(over(rgba(front), back)), light(back)].sort((a, b) => a - b);
-    return (high + 0.05) / (low + 0.05);
-};
-const found = [];
-const check = (what, front, back, least) => {
-    const got = ratio(front, back);
-    if (got < least) found.push(`${what}: ${got.toFixed(2)}`);
-};
-for (const one of document.body.querySelectorAll('*')) {
-    if (!one.checkVisibility({ opacityProperty: true, visibilityProperty: true }) || one.disabled) continue;
-    const style = getComputedStyle(one), back = ground(one);
-    const colour = style.fill !== 'rgb(0, 0, 0)' ? style.fill : style.color;
-    const text = [...one.childNodes].map((node) => node.nodeType === 3 ? node.data.trim() : '').join('');
-    if (text) check(`${one.tagName} ${text.slice(0, 30)}`, colour, back, 4.5);
-    if (one.placeholder) check(one.placeholder, getComputedStyle(one, '::placeholder').color, back, 4.5);
-    if (one.matches('input, select, textarea:not(.composer textarea#message), .composer'))
-        check(`border of ${one.className || one.type}`, style.borderTopColor, ground(one.parentElement), 3);
-}
-return found;
-"""
+#: A script with checks of what a page looks like.
+_CHECKS = Path(__file__).with_name("accessible.js").read_text()
+#: Roles that need a name, as Chromium computes them.
+_NAMED = frozenset(
+    {"button", "link", "textbox", "searchbox", "spinbutton", "combobox", "checkbox", "DisclosureTriangle"}
+    | {"progressbar", "image", "dialog", "navigation"}
+)
 
 
 class Browser:
@@ -114,9 +85,34 @@ class Browser:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.cdp("Emulation.setEmulatedMedia", features=[scheme])
 
-    def faint(self) -> list[str]:
-        """What has too little contrast on the page."""
-        return list(self.run(_CONTRAST))
+    def press(self, key: str) -> None:
+        """Press a key, wherever the focus is."""
+        keys = [{"type": kind, "value": key} for kind in ("keyDown", "keyUp")]
+        self.do("actions", actions=[{"type": "key", "id": "keyboard", "actions": keys}])
+
+    def faults(self) -> list[str]:
+        """What keeps people from reading the page: contrast, outline, controls without a name."""
+        nodes = self.cdp("Accessibility.getFullAXTree")["nodes"]
+        roles = [
+            one["role"]["value"]
+            for one in nodes
+            if not (one["ignored"] or one.get("name", {}).get("value", "").strip())
+        ]
+        unnamed = [f"{role} without a name" for role in roles if role in _NAMED]
+        return [*self.run(_CHECKS, "contrast"), *self.run(_CHECKS, "outline"), *unnamed]
+
+    def unreached(self) -> list[str]:
+        """Go through the page with Tab: controls that are not reached, or whose focus is not seen."""
+        rest, found = self.run(_CHECKS, "controls"), []
+        for _ in range(2 * len(rest) + 5):
+            self.press("\ue004")
+            if (at := self.run(_CHECKS, "focus")) is not None:
+                rest = [one for one in rest if one != at[0]]
+                found += at[1]
+            if not rest:
+                break
+        outer = "return arguments[0].outerHTML.slice(0, 80)"
+        return found + [f"not reached: {self.run(outer, one)}" for one in rest]
 
     def photograph(self, file: Path) -> None:
         file.write_bytes(base64.b64decode(self.cdp("Page.captureScreenshot")["data"]))

@@ -62,7 +62,7 @@ TOKEN = "of-these-tests"
 
 
 class OnShelf:
-    """Two models that are here, one that is known, and a download at its middle."""
+    """Three models that are here, one that is known, and a download at its middle."""
 
     def __init__(self) -> None:
         self.pulled = list[str]()
@@ -81,7 +81,9 @@ class OnShelf:
             "here": [
                 {"name": "a", "fits": True, **size, **here},
                 {"name": "b", "fits": False, **size, **here, "in_use": False, "context_tokens": None},
+                {"name": "c", "fits": True, **size, **here, "in_use": False},
             ],
+            "can_serve": True,
             "good": [{"name": "org/good", **size, **known}],
             "pulls": {name: {"done": 2**29, "total": 2**30} for name in self.pulled},
         }
@@ -91,6 +93,9 @@ class OnShelf:
             raise TurnkeepError(f"{name} is no id of the hub")
         self.pulled.append(name)
         return f"downloading {name}"
+
+    def serve(self, name: str) -> str:
+        raise TurnkeepError(f"{name} cannot be served: it is not whole")
 
 
 PLACE = Place("nats://127.0.0.1:4222", "http://127.0.0.1:8080", True, "turnkeep launch", "turnkeep url")
@@ -109,6 +114,7 @@ async def serving(client: Client, live: Any = None, *, read_only: bool = False) 
     console = Console(
         client, live, TOKEN, plainly, lambda: PLACE, SHELF, prefix="turnkeep", read_only=read_only
     )
+    console.log.add(b'{"event": "ready"}\n')
     with listening("127.0.0.1", 0) as listener:
         running = server(console)
         task = asyncio.create_task(running.serve(sockets=[listener]))
@@ -345,7 +351,9 @@ async def test_actions_do_what_their_commands_do(local_worker: Start, tmp_path: 
         turn = (await page.get("sessions/b"))["turns"][0]
         assert (turn["note"], turn["parent"]) == ("begins with 32 tokens of another session", "a")
         assert (await page.post("a/pin"))["said"].startswith("pinned 40 tokens")
+        assert await page.get("sessions/a/pins") == [40]
         assert (await page.post("a/unpin"))["said"] == "unpinned 40"
+        assert await page.get("sessions/a/pins") == []
         file = tmp_path / "a.turnkeep"
         answer = await page.http.get("/api/sessions/a/export")
         assert 'filename="a.turnkeep"' in answer.headers["content-disposition"]
@@ -510,7 +518,7 @@ async def test_that_no_worker_is_there_is_known_at_once(local_worker: Start) -> 
 async def test_models_are_listed_and_downloaded(local_worker: Start) -> None:
     client = (await local_worker()).client
     async with opened(client) as page:
-        assert [one["name"] for one in (await page.get("models"))["here"]] == ["a", "b"]
+        assert [one["name"] for one in (await page.get("models"))["here"]] == ["a", "b", "c"]
         for name, status, says in (("x", 409, "no id of the hub"), ("org/good", 200, "downloading org/good")):
             answer = await page.http.post("/api/models", json={"name": name})
             assert (answer.status_code, says in answer.text) == (status, True)
@@ -519,6 +527,7 @@ async def test_models_are_listed_and_downloaded(local_worker: Start) -> None:
         assert foreign.status_code == 403
     async with opened(client, read_only=True) as page:
         assert (await page.http.post("/api/models", json={"name": "a/b"})).status_code == 405
+        assert (await page.http.post("/api/models/serve", json={"name": "c"})).status_code == 405
     assert SHELF.pulled == ["org/good"]
     SHELF.pulled.clear()
 
@@ -758,7 +767,7 @@ async def test_the_console_knows_the_gateway_beside_its_worker(
     assert re.fullmatch(r"[\w-]{43}", url.partition("token=")[2])
     assert (place["gateway"], place["has_gateway"]) == (f"http://127.0.0.1:{port}", True)
     assert place["nats"].rpartition(":")[2] == arguments[-1]
-    assert re.search(r"turnkeep launch --data-dir \S+ --nats-port \d+$", place["launch"])
+    assert re.search(r"turnkeep launch --data-dir \S+$", place["launch"])
 
 
 def test_each_tenant_and_way_has_a_token_of_its_own_that_needs_the_server_s(tmp_path: Path) -> None:

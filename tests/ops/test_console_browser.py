@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 from urllib.parse import quote
@@ -18,6 +20,7 @@ from tests.commands.command_runs import environment
 from tests.ops.browser import browsing
 from tests.ops.test_console import EVIL, SHELF, TOKEN, serving
 from tests.ops.test_workers_history import Watched
+from tests.parts import free_port
 from turnkeep_client.messages import Generated, decode_result
 
 if TYPE_CHECKING:
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.packaging, pytest.mark.timeout(400)]
 
+TAB, ENTER, ESCAPE = "\ue004", "\ue007", "\ue00c"
 ANSWER = "document.querySelector('.turn:last-child .assistant')?.source ?? ''"
 
 
@@ -255,12 +259,18 @@ async def test_models_are_shown_with_what_fits_and_downloaded(
     def look(url: str) -> None:
         browser.open(f"{url}/?token={TOKEN}")
         browser.click("Models")
-        browser.wait_for("document.querySelectorAll('.models tbody tr').length === 3")
+        browser.wait_for("document.querySelectorAll('.models tbody tr').length === 4")
         seen = browser.text("main")
         assert "This machine has 8 GiB of memory" in seen
         assert ("fits: 2 GiB" in seen, "too large: 2 GiB" in seen) == (True, True)
         browser.click("Copy line")
         browser.wait_for("document.querySelector('#toast').innerText === 'Copied'")
+        browser.click("Serve", ".models button")  # that of c: a is in use, b too large
+        browser.wait_for("document.querySelector('#dialog-title').innerText === 'Serve c?'")
+        browser.click("Serve", "#dialog-yes")
+        browser.wait_for(
+            "document.querySelector('#toast').innerText === 'c cannot be served: it is not whole'"
+        )
         browser.click("Download", ".models button")
         browser.wait_for("document.querySelector('progress')?.position === 0.5")
         browser.type("form input", "x\ue007")
@@ -271,6 +281,36 @@ async def test_models_are_shown_with_what_fits_and_downloaded(
         browser.cdp("Browser.grantPermissions", origin=url, permissions=may)
         await asyncio.to_thread(look, url)
     SHELF.pulled.clear()
+
+
+async def test_the_worker_s_log_is_shown_and_another_model_is_served(
+    browser: Browser, worker_process: Callable[..., WorkerProcess], tiny_model: Path
+) -> None:
+    port = free_port()
+    worker = worker_process("--console", str(port))
+    worker.forks = False
+    shutil.copytree(tiny_model, worker.data_dir / "models" / "other")
+    worker.start()
+
+    def look() -> None:
+        while not (printed := re.search(r"the console is at (\S+)", worker.log)):
+            time.sleep(0.05)
+        browser.open(printed[1])
+        browser.click("Workers")
+        browser.wait_for("document.querySelector('.log pre')?.innerText.includes('ready')")
+        assert re.search(r"\d\d:\d\d:\d\d  info  loaded the model  model=\"tiny\"", browser.text(".log pre"))
+        browser.click("Models")
+        browser.click("Serve", "button[aria-label='Serve other']")
+        browser.click("Serve", "#dialog-yes")
+        browser.wait_for(
+            "document.querySelector('#gone').innerText.startsWith('The console does not answer')"
+        )
+        browser.wait_for("!document.querySelector('#gone').innerText")
+        browser.wait_for("!document.querySelector(`button[aria-label='Serve other']`)")
+        browser.click("Workers")
+        browser.wait_for("document.querySelector('.log pre')?.innerText.includes('model=\"other\"')")
+
+    await asyncio.to_thread(look)
 
 
 async def test_scripts_in_names_and_messages_are_text(
@@ -403,7 +443,7 @@ async def test_what_is_gone_is_said_in_words_and_comes_back_by_itself(
 
 
 @pytest.mark.parametrize("dark", [False, True])
-async def test_texts_placeholders_and_borders_have_the_contrast_of_aa(
+async def test_each_page_can_be_read_and_used_with_a_keyboard_and_a_screen_reader(
     browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]], *, dark: bool
 ) -> None:
     client = (await local_worker()).client
@@ -419,7 +459,7 @@ async def test_texts_placeholders_and_borders_have_the_contrast_of_aa(
                 ("", "h1"),
                 ("session/notes", ".rich code"),
                 ("sessions", ".sessions td"),
-                ("workers", ".workers td"),
+                ("workers", ".log:not([hidden]) pre"),
                 ("connect", ".examples pre"),
                 ("models", ".models td"),
                 ("nothing", "h1 + p"),
@@ -427,13 +467,50 @@ async def test_texts_placeholders_and_borders_have_the_contrast_of_aa(
                 browser.run("location.hash = arguments[0]", f"#/{page}")
                 browser.wait_for("document.querySelector(arguments[0])", is_there)
                 browser.run("for (const one of document.querySelectorAll('details')) one.open = true")
-                assert browser.faint() == [], page
+                assert [*browser.faults(), *browser.unreached()] == [], page
                 assert browser.run("return document.documentElement.scrollWidth") == width, (
                     "nothing sticks out"
                 )
+            browser.open(url.replace("127.0.0.1", "localhost"))  # which has no cookie
+            browser.wait_for("document.querySelector('input[name=token]')")
+            assert [*browser.faults(), *browser.unreached()] == []
         browser.look(1200, 900)
 
     async with serving(client, Watched(60, "w1")) as url:
+        await asyncio.to_thread(look, url)
+
+
+async def test_a_dialog_keeps_the_focus_and_gives_it_back(
+    browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]]
+) -> None:
+    client = (await local_worker()).client
+    await client.session("notes").append(text="abc")
+    focused = "document.activeElement.innerText"
+
+    def look(url: str) -> None:
+        browser.open(f"{url}/?token={TOKEN}#/session/notes")
+        browser.wait_for("document.querySelectorAll('.turn').length === 1")
+        browser.run("document.querySelector('.skip').focus()")
+        browser.press(ENTER)
+        browser.press(TAB)
+        assert browser.run("return document.activeElement.closest('main').id") == "main"
+        browser.run(
+            "[...document.querySelectorAll('button')].find((one) => one.innerText === 'Fork').focus()"
+        )
+        browser.press(ENTER)
+        browser.wait_for("document.activeElement.id === 'dialog-name'")
+        assert browser.faults() == []
+        seen = set()
+        for _ in range(6):
+            browser.press(TAB)
+            seen.add(browser.run(f"return {focused}"))
+        assert {"Cancel", "Fork"} <= seen
+        assert browser.run("return document.querySelector('main').contains(document.activeElement)") is False
+        browser.press(ESCAPE)
+        browser.wait_for("!document.querySelector('dialog').open")
+        assert browser.run(f"return {focused}") == "Fork"
+
+    async with serving(client) as url:
         await asyncio.to_thread(look, url)
 
 

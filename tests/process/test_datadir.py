@@ -28,7 +28,7 @@ def test_opening_creates_a_private_directory_with_its_folders(tmp_path):
             assert folder.parent == path
         assert path.stat().st_mode & 0o077 == 0
         inode = (opened.path / "worker.lock").stat().st_ino
-        note = {"pid": os.getpid(), "worker": "w1", "directory": opened.name, "inode": inode}
+        note = {"pid": os.getpid(), "worker": "w1", "directory": opened.name, "inode": inode, "nats": None}
         assert json.loads((path / "worker.lock").read_text()) == note
 
 

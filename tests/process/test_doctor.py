@@ -64,7 +64,7 @@ async def test_a_port_held_by_another_worker_is_said_so(server, small, tmp_path,
     serve = ("serve", "--data-dir", other.data_dir, "--nats-port", small.nats_port)
     done = await asyncio.to_thread(turnkeep, *serve)
     assert done.stderr == f"turnkeep: {port.missing}; {port.mend}\n"
-    monkeypatch.setattr(broker, "_served_by", lambda _: None)  # as for a process of another user
+    monkeypatch.setattr(broker, "served_by", lambda _: None)  # as for a process of another user
     port = (await examine(other))["port"]
     assert port.missing == f"port {small.nats_port} of 127.0.0.1 is taken by it"
 

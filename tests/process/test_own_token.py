@@ -55,7 +55,7 @@ async def test_commands_find_the_token_by_themselves(worker: LocalWorker) -> Non
 
 
 async def test_another_program_is_told_the_url(worker: LocalWorker) -> None:
-    done = await command("url", *place(worker))
+    done = await command("url", *place(worker)[:2])
     assert done.returncode == 0
     client = await nats.connect(done.stdout.strip())
     assert (await client.request("$SRV.PING", timeout=5)).data
@@ -98,9 +98,9 @@ async def test_a_command_without_the_token_ends_at_once_with_one_line(
     assert done.returncode == 1
     assert done.stderr == (
         f"turnkeep: the NATS server at nats://127.0.0.1:{port} wants a token, and there is no"
-        f" {other}/nats-token; name its worker's data directory by --data-dir\n"
+        f" {other}/nats-token; its worker has --data-dir {worker.settings.data_dir}\n"
     )
-    done = await command("url", *where)
+    done = await command("url", *where[:2])
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         f"turnkeep: there is no {other}/nats-token; start its worker, or name another --data-dir\n"
@@ -111,7 +111,7 @@ async def test_a_command_without_the_token_ends_at_once_with_one_line(
     assert done.returncode == 1
     assert done.stderr == (
         f"turnkeep: the NATS server at nats://127.0.0.1:{port} refuses the token in"
-        f" {other}/nats-token; name its worker's data directory by --data-dir\n"
+        f" {other}/nats-token; its worker has --data-dir {worker.settings.data_dir}\n"
     )
 
 

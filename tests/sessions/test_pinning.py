@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -96,11 +97,14 @@ async def test_the_commands_say_what_they_have_pinned_and_unpinned(wire: Start) 
 
     pinned = await asyncio.to_thread(turnkeep, "pin", "s", "--position", str(2 * BLOCK))
     assert f"pinned {2 * BLOCK} tokens, all of them stored in" in pinned.stdout
+    told = (await asyncio.to_thread(turnkeep, "info", "s")).stdout
+    assert re.search(rf"^pinned +the first {2 * BLOCK} tokens$", told, re.MULTILINE)
     refused = await asyncio.to_thread(turnkeep, "pin", "s", "--position", "999")
     assert (refused.exit_code, refused.stderr.count("\n")) == (1, 1)
     assert "a position must be from 1 to that" in refused.stderr
     unpinned = await asyncio.to_thread(turnkeep, "unpin", "s")
     assert unpinned.stdout == f"unpinned {2 * BLOCK}; 0 B stay pinned\n"
+    assert "pinned  " not in (await asyncio.to_thread(turnkeep, "info", "s")).stdout
     assert "unpinned nothing" in (await asyncio.to_thread(turnkeep, "unpin", "s")).stdout
 
 

@@ -21,7 +21,7 @@ import click
 
 from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.redact import redact, shown
-from worker.process.datadir import TOKEN_NAME
+from worker.process.datadir import TOKEN_NAME, noted_nats
 from worker.process.installed import as_installed
 from worker.process.keys import cache_access
 from worker.process.settings import SettingsError
@@ -295,7 +295,8 @@ def serve(
         if port:
             wait_for_port(port, f"choose another with --{name} PORT")
 
-    own = flags if models else flags | {"prefix": settings.prefix}
+    own = flags | {"data_dir": settings.data_dir}  # else a child's would be NATS_URL's server
+    own |= {} if models else {"prefix": settings.prefix}
     beside = {
         name: [*options_of(config, own, (*CLIENT_SETTINGS, *more)), "--listen", str(port)]
         for name, port, more in (("gateway", gateway_port, ("placeholders",)), ("console", console_port, ()))
@@ -556,7 +557,7 @@ def info(config: Path | None, session: str | None, tenant: str, as_json: bool, *
 
 
 @main.command()
-@with_settings("data_dir", "nats_port")
+@with_settings("data_dir")
 def url(config: Path | None, **flags: Any) -> None:
     """Print the URL of the worker's own NATS server for other programs; its token is part of it."""
     settings = load_settings(config, flags)
@@ -565,7 +566,12 @@ def url(config: Path | None, **flags: Any) -> None:
         raise SettingsError(
             f"there is no {settings.data_dir / TOKEN_NAME}; start its worker, or name another --data-dir"
         )
-    click.echo(f"nats://{token}@127.0.0.1:{settings.nats_port}")
+    nats = noted_nats(settings.data_dir) or settings.own_port
+    if isinstance(nats, str):
+        raise SettingsError(
+            f"the worker of {settings.data_dir} has no NATS server of its own; it uses {nats}"
+        )
+    click.echo(f"nats://{token}@127.0.0.1:{nats}")
 
 
 @main.command()
@@ -699,11 +705,13 @@ def console(
     def place() -> Place:
         port = own_gateway(settings.data_dir)
         gateway = f"http://127.0.0.1:{port or 8080}"
-        launch, url = (command_line(settings, one) for one in ("launch", "url"))
+        launch, url = (command_line(settings, one, ["data_dir"]) for one in ("launch", "url"))
         return Place(shown(url_of(settings)), gateway, port is not None, launch, url)
 
     options: dict[str, Any] = {"keep_s": keep_s, "prefix": settings.prefix, "read_only": read_only}
-    options |= {"opens": opens, "until_eof": until_eof, "place": place, "shelf": Shelf(settings)}
+    is_of_worker = until_eof and not load_models(config, flags)
+    shelf = Shelf(settings, options_of(config, flags, CLIENT_SETTINGS) if is_of_worker else None)
+    options |= {"opens": opens, "until_eof": until_eof, "place": place, "shelf": shelf}
     options["token"] = _console_token(settings, f"console of {tenant}, {'read' if read_only else 'act'}")
     talk(settings, tenant, lambda client: run(client, *listen, sampling=asked, **options))
 

@@ -41,7 +41,7 @@ async def info(client: Client, name: str | None, *, as_json: bool) -> None:
         _print_metrics(metrics)
         return
     async with named(client, name) as asked:
-        session = await asked.info()
+        session = await asked.info(snapshot=True)
     if as_json:
         click.echo(encode(session))
         return
@@ -52,6 +52,7 @@ async def info(client: Client, name: str | None, *, as_json: bool) -> None:
         *_origin(session),
         *_policy(session),
         ("KV on the device", size(session.kv_live_bytes)),
+        *([("pinned", f"the first {', '.join(map(str, session.pinned))} tokens")] if session.pinned else []),
         ("requests answered", str(session.requests)),
         ("requests waiting", _waiting(session)),
     ]

@@ -24,11 +24,11 @@ from turnkeep_client.subjects import Subjects, session_key
 from worker.process.datadir import DataDir
 from worker.process.formatting import size
 from worker.process.keys import cache_access
-from worker.wire.credentials import client_options, over_tls
+from worker.wire.credentials import client_options
 
 from .flags import check_target, force_option, load_settings, tenant_option, with_settings
 from .progress import terminal_progress
-from .talking import CLIENT_SETTINGS, no_session, talk
+from .talking import CLIENT_SETTINGS, located, no_session, talk, url_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -114,7 +114,7 @@ def import_(
     The file is checked before anything is stored. It is trusted content: import only from people whom you
     would let forge the session's answers, and with --kv, change the model.
     """
-    settings = load_settings(config, flags)
+    settings = located(load_settings(config, flags))
     manifest, lines = copies.read(source)
     key = session_key(tenant or manifest.tenant, name or manifest.session)
     with _one_line(), contextlib.ExitStack() as stack:
@@ -152,7 +152,7 @@ def _log_of(settings: Settings) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.callback(structlog.configure, **before)
         if settings.nats is None:
-            directory = stack.enter_context(DataDir.open(settings.data_dir, "import"))
+            directory = stack.enter_context(DataDir.open(settings.data_dir, "import", settings.own_port))
             server = broker.EmbeddedServer(directory, settings)
             anyio.run(server.start)
             if not server.adopted:
@@ -164,7 +164,7 @@ def _log_of(settings: Settings) -> Iterator[None]:
 async def _make_log(settings: Settings) -> None:
     from worker.wire import connection, streams
 
-    url = over_tls(settings, settings.nats or f"nats://127.0.0.1:{settings.nats_port}")
+    url = url_of(settings)
     nc = await connection.connect(url, name="turnkeep import", **client_options(settings))
     try:
         await streams.ensure_log(nc.jetstream(), Subjects(settings.prefix), settings)

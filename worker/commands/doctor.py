@@ -178,7 +178,7 @@ def _own_nats(settings: Settings) -> list[Check]:
 
 
 def _port(settings: Settings) -> Check:
-    port = settings.nats_port
+    port = settings.own_port
     try:
         check_port(port)
     except BrokerError as error:

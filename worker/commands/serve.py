@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib.metadata
 import os
 import signal
+import subprocess
 import sys
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -16,7 +19,7 @@ import structlog
 
 from worker.models.blas import computes_on_linux_cpu, preload
 from worker.observe.logs import configure
-from worker.process.children import child
+from worker.process.children import PROGRAM, child
 from worker.process.concurrency import task_group
 from worker.process.heap import Spare
 from worker.process.settings import SettingsError
@@ -26,6 +29,8 @@ from .talking import command_line
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+
+    from anyio.abc import Process
 
     from worker.app import App
     from worker.process.settings import Settings
@@ -38,6 +43,9 @@ log = structlog.get_logger()
 _SWITCH_INTERVAL_S = 0.001
 #: How long a gateway or a console may take to end; its clients ask the next one again.
 _BESIDE_S = 3.0
+#: The lines of the log that a console gets, and how often.
+_LOG_LINES = 200
+_LOG_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,23 +54,27 @@ class Manner:
 
     `options` of the command line say where the settings are from. `beside` has the options of commands that
     run beside it, a gateway and a console. A worker `of` one of several models, and one that runs
-    `until_eof`, says on its output when it serves, and ends when its standard input does.
+    `until_eof`, says on its output when it serves, and ends when its standard input does. `log` has the last
+    lines that the console has not got yet, `wishes` the model that it asks for.
     """
 
     options: Sequence[str] = ()
     beside: Mapping[str, Sequence[str]] = field(default_factory=dict)
     of: str | None = None
     until_eof: bool = False
+    log: deque[str] = field(default_factory=lambda: deque(maxlen=_LOG_LINES))
+    wishes: list[str] = field(default_factory=list)
 
 
 def serve(settings: Settings, read_again: Callable[[], Settings], manner: Manner) -> None:
     """Run a worker until SIGINT or SIGTERM; a second signal ends the process at once.
 
-    What runs beside it has processes of its own, which end with this one.
+    What runs beside it has processes of its own, which end with this one. If the console asks for another
+    model, this process begins again with that one.
     Without a terminal, SIGHUP applies the disk limits that `read_again` returns. On a terminal SIGHUP means
     that the terminal was closed, and stops the worker like SIGTERM.
     """
-    configure(settings.log_format, settings.log_level)
+    configure(settings.log_format, settings.log_level, manner.log)
     if manner.of is not None:
         structlog.contextvars.bind_contextvars(model=manner.of)
     elif _for_people(settings) and not manner.until_eof:
@@ -86,6 +98,9 @@ def serve(settings: Settings, read_again: Callable[[], Settings], manner: Manner
             await _run(app, settings, lambda: _reload(app, read_again), manner)
 
     anyio.run(run)
+    if manner.wishes:  # a process of its own again, as only that gives back all of the memory
+        own = sys.argv[1:-2] if sys.argv[-2] == "--model" else sys.argv[1:]
+        os.execv(sys.executable, [*PROGRAM, *own, "--model", manner.wishes[-1]])  # noqa: S606  # this program
 
 
 def supervise(models: dict[str, Settings], manner: Manner) -> None:
@@ -93,7 +108,7 @@ def supervise(models: dict[str, Settings], manner: Manner) -> None:
     from worker.supervisor import Supervisor
 
     settings = next(iter(models.values()))
-    configure(settings.log_format, settings.log_level)
+    configure(settings.log_format, settings.log_level, manner.log)
 
     async def run() -> None:
         supervisor = Supervisor(models, manner.options)
@@ -106,13 +121,13 @@ async def _run(app: App | Supervisor, settings: Settings, reload: Callable[[], N
     starting = anyio.CancelScope()
     with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as received:
         async with task_group() as tasks:
-            tasks.start_soon(_obey, received, app, starting, reload)
+            tasks.start_soon(_obey, received, app, starting, reload, manner)
             if manner.of is not None or manner.until_eof:
                 tasks.start_soon(_serve_a_parent, app, starting)
             elif _for_people(settings):
                 tasks.start_soon(_say_what_next, settings, app)
             for name, options in manner.beside.items():
-                tasks.start_soon(_run_beside, app, name, options)
+                tasks.start_soon(_run_beside, app, name, options, manner, starting)
             with starting:
                 await app.run()
             tasks.cancel_scope.cancel()
@@ -134,11 +149,33 @@ async def _say_what_next(settings: Settings, app: App | Supervisor) -> None:
     )
 
 
-async def _run_beside(app: App | Supervisor, name: str, options: Sequence[str]) -> None:
+async def _run_beside(
+    app: App | Supervisor, name: str, options: Sequence[str], manner: Manner, starting: anyio.CancelScope
+) -> None:
     """Run a gateway or a console once the worker serves."""
+
+    async def obey(console: Process) -> None:
+        with contextlib.suppress(anyio.EndOfStream):
+            manner.wishes.append((await console.stdout.receive()).decode().strip())  # type: ignore[union-attr]
+            log.info("restarting with another model", model=manner.wishes[-1])
+            _end(app, starting)
+
+    async def tell(console: Process) -> None:
+        with contextlib.suppress(anyio.BrokenResourceError):
+            while True:
+                while manner.log:
+                    await console.stdin.send(f"{manner.log.popleft()}\n".encode())  # type: ignore[union-attr]
+                await anyio.sleep(_LOG_S)
+
     await app.ready.wait()
-    async with child([name, *options, "--until-eof"], patience_s=_BESIDE_S) as process:
+    stdout = subprocess.PIPE if name == "console" else None
+    running = child([name, *options, "--until-eof"], patience_s=_BESIDE_S, stdout=stdout)
+    async with running as process, task_group() as tasks:
+        if name == "console":
+            tasks.start_soon(obey, process)
+            tasks.start_soon(tell, process)
         code = await process.wait()
+        tasks.cancel_scope.cancel()
         told = f"the {name} has ended, the worker goes on"
         log.error(told, code=code)
 
@@ -162,6 +199,7 @@ async def _obey(
     app: App | Supervisor,
     starting: anyio.CancelScope,
     reload: Callable[[], None],
+    manner: Manner,
 ) -> None:
     """Handle signals: cancel a worker that is still starting, stop one that serves."""
     told = False
@@ -172,6 +210,7 @@ async def _obey(
             os._exit(128 + number)
         else:
             told = True
+            manner.wishes.clear()
             _end(app, starting)
 
 

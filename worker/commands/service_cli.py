@@ -18,10 +18,12 @@ import platformdirs
 
 from ops import units
 from turnkeep_client.errors import TurnkeepError
+from turnkeep_client.redact import shown
 from worker.process.datadir import DataDir
 from worker.process.settings import CONFIG_NAME, load
 
 from .printing import table
+from .talking import talk, url_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -262,7 +264,7 @@ def status() -> None:
         ("state", state),
         ("ready", f"yes, turnkeep {metrics.version}" if metrics else f"no; {why}" if why else "no"),
         ("model", metrics.model if metrics else "-"),
-        ("NATS", settings.nats or f"nats://127.0.0.1:{settings.nats_port}"),
+        ("NATS", shown(url_of(settings))),
         ("gateway", f"http://127.0.0.1:{port}/v1" if port else "none; install --gateway adds one"),
         ("settings", str(config)),
         ("file", str(system.file)),
@@ -273,7 +275,6 @@ def status() -> None:
 
 def _worker(settings: Settings) -> tuple[Metrics | None, str]:
     """Ask the worker for its metrics; return the reason if there are none."""
-    from .talking import talk
 
     async def ask(client: Client) -> Metrics:
         return await client.worker_metrics()

@@ -3,26 +3,37 @@
 from __future__ import annotations
 
 import shlex
+import subprocess
 import threading
 from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
 
 from turnkeep_client.errors import TurnkeepError
 from worker.models import hub, known
 from worker.models.blas import computes_on_linux_cpu
 from worker.models.catalog import count_parameters, list_models
 from worker.models.model_files import ModelError
+from worker.process.children import PROGRAM
+from worker.process.formatting import size
+from worker.supervisor import Needs
 
 from .talking import command_line
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from worker.process.settings import Settings
 
 
 class Shelf:
     """The models that a worker with these settings could serve."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, worker: Sequence[str] | None = None) -> None:
+        """`worker` has the options of the worker that runs this console, if that can change its model."""
         self._settings = settings
+        self._worker = worker
         #: What is downloaded, with bytes that are there, and bytes in all; an `error` if it has failed.
         self._pulls: dict[str, dict[str, Any]] = {}
 
@@ -60,7 +71,25 @@ class Shelf:
         ]
         pulls = {name: dict(pull) for name, pull in list(self._pulls.items())}
         machine = {"memory_bytes": known.memory_bytes(), "on_cpu": computes_on_linux_cpu()}
+        machine["can_serve"] = self._worker is not None
         return machine | {"here": here, "good": good, "pulls": pulls}
+
+    def serve(self, name: str) -> str:
+        """Let the worker that runs this console restart with a model. Blocks; raises `ModelError`."""
+        if self._worker is None:
+            raise ModelError("only a console of turnkeep serve --console can do this; restart the worker")
+        if all(one.name != name for one in list_models(self._settings.data_dir)):
+            raise ModelError(f"there is no model {name} on this machine; download it first")
+        command = [*PROGRAM, "serve", *self._worker, "--model", name, "--weigh"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+        if done.returncode:
+            raise ModelError(f"{name} cannot be served: {done.stderr.strip().rpartition('turnkeep: ')[2]}")
+        needs = msgspec.json.decode(done.stdout, type=Needs)
+        if needs.least_bytes > needs.memory_bytes:
+            least, there = map(size, (needs.least_bytes, needs.memory_bytes))
+            raise ModelError(f"{name} needs {least} of memory, and this machine has {there} for models")
+        click.echo(name)  # to the worker
+        return f"the worker restarts with {name}; conversations go on with it"
 
     def pull(self, name: str) -> str:
         """Begin to download a model, on a thread of its own. Raises `ModelError`."""

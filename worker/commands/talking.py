@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -27,13 +28,13 @@ from turnkeep_client.errors import (
 )
 from turnkeep_client.redact import shown
 from turnkeep_client.subjects import DEFAULT_TENANT
-from worker.process.datadir import TOKEN_NAME, starting_pid
+from worker.process.datadir import TOKEN_NAME, holder_pid, noted_nats, owner, starting_pid
 from worker.process.installed import program
 from worker.process.settings import SettingsError, load_models
 from worker.wire.credentials import CREDENTIAL_SETTINGS, client_options, over_tls
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine
+    from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 
     from turnkeep_client.client import Client
     from turnkeep_client.session import Session
@@ -63,23 +64,23 @@ async def connected(settings: Settings, tenant: str, prefix: str | None = None) 
 
     from turnkeep_client.client import connect
 
-    url = url_of(settings)
     is_told = False
     try:
         while True:
             try:
+                here = located(settings)
                 return await connect(
-                    url,
+                    url_of(here),
                     tenant=tenant,
                     prefix=prefix or settings.prefix,
                     control_timeout_s=_CONTROL_S,
                     timeout_s=math.inf,
-                    **client_options(settings),
+                    **client_options(here),
                 )
             except NoServerError:
                 starting = (
                     None
-                    if settings.nats
+                    if settings.nats or _is_elsewhere(settings)
                     else starting_pid(settings.data_dir) or _just_begun(settings.data_dir)
                 )
                 if starting is None:
@@ -89,13 +90,16 @@ async def connected(settings: Settings, tenant: str, prefix: str | None = None) 
                 is_told = True
                 await asyncio.sleep(_STARTING_S)
     except NotPermittedError as error:
-        if settings.nats is not None or "refuses the credentials" not in str(error):
+        if here.nats is not None or "refuses the credentials" not in str(error):
             raise
-        path = settings.data_dir / TOKEN_NAME
+        from worker.wire.broker import served_by
+
+        path, root = settings.data_dir / TOKEN_NAME, served_by(here.own_port)
         why = f"refuses the token in {path}" if path.exists() else f"wants a token, and there is no {path}"
-        raise NotPermittedError(
-            f"the NATS server at {url} {why}; name its worker's data directory by --data-dir"
-        ) from None
+        helps = "name its worker's data directory by --data-dir"
+        if root is not None and root != settings.data_dir.absolute():
+            helps = f"its worker has --data-dir {root}"
+        raise NotPermittedError(f"the NATS server at {url_of(here)} {why}; {helps}") from None
 
 
 def _just_begun(data_dir: Path) -> int | None:
@@ -119,9 +123,38 @@ def _just_begun(data_dir: Path) -> int | None:
     return None
 
 
+def located(settings: Settings) -> Settings:
+    """Fill in where the worker of the data directory has its NATS server, if the settings leave it open."""
+    if settings.nats is not None or settings.nats_port is not None:
+        return settings
+    nats = noted_nats(settings.data_dir)
+    return replace(settings, nats=nats) if isinstance(nats, str) else replace(settings, nats_port=nats)
+
+
 def url_of(settings: Settings) -> str:
     """Return the address of the NATS server."""
-    return over_tls(settings, settings.nats or f"nats://127.0.0.1:{settings.nats_port}")
+    here = located(settings)
+    return over_tls(here, here.nats or f"nats://127.0.0.1:{here.own_port}")
+
+
+def _is_elsewhere(settings: Settings) -> bool:
+    """Whether the worker that runs on the data directory uses another server than the settings say."""
+    used = noted_nats(settings.data_dir) if holder_pid(settings.data_dir) else None
+    return used not in {None, located(settings).nats_place}
+
+
+def _instead(settings: Settings) -> str:
+    """Say what to do if no server answers where the settings say."""
+    if settings.nats is not None:
+        return "start it, or name another one with --nats or NATS_URL"
+    if _is_elsewhere(settings):
+        at = url_of(replace(settings, nats_port=None))
+        return f"the one of {settings.data_dir} is at {at}: leave out --nats-port"
+    from worker.wire.broker import own_servers
+
+    starts = f"start a worker with: {command_line(settings, 'serve')}"
+    running = [f"{whose} runs with --data-dir {root}" for root, _ in own_servers() if (whose := owner(root))]
+    return f"{' and '.join(running)}: name it, or {starts}" if running else starts
 
 
 def talk(settings: Settings, tenant: str, say: Callable[[Client], Coroutine[Any, Any, _T]]) -> _T:
@@ -141,10 +174,7 @@ def talk(settings: Settings, tenant: str, say: Callable[[Client], Coroutine[Any,
     try:
         return asyncio.run(run())
     except NoServerError as error:
-        helps = f"start a worker with: {command_line(settings, 'serve')}"
-        if settings.nats is not None:
-            helps = "start it, or name another one with --nats"
-        raise NoWorkerError(f"{error}; {helps}") from None
+        raise NoWorkerError(f"{error}; {_instead(settings)}") from None
     except NoWorkerError as error:
         raise NoWorkerError(f"{error}; start a worker with: {command_line(settings, 'serve')}") from None
     except asyncio.CancelledError:
@@ -186,12 +216,12 @@ def _own_prefixes() -> list[str]:
     return []
 
 
-def command_line(settings: Settings, command: str) -> str:
-    """Return the shell command that runs `command` with these settings, without secrets in it."""
+def command_line(settings: Settings, command: str, names: Sequence[str] = CLIENT_SETTINGS) -> str:
+    """Return the shell command that runs `command` with the settings of these names, without secrets."""
     standard, words = type(settings)(), [program(), command]
     # A supervisor knows the prefixes of its models itself, and takes any other for that of a single one.
     is_named = command == "serve" and settings.prefix in _own_prefixes()
-    for name in CLIENT_SETTINGS:
+    for name in names:
         if name == "prefix" and is_named:
             continue
         value = getattr(settings, name)

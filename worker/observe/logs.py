@@ -11,6 +11,8 @@ import structlog
 from turnkeep_client.redact import redact
 
 if TYPE_CHECKING:
+    from collections import deque
+
     from structlog.typing import EventDict, Processor
 
 #: Lines, and words of lines, that a terminal does not show unless `--log-format console` asks for them.
@@ -24,8 +26,17 @@ _DETAILS: Final = frozenset(
 )
 
 
-def configure(log_format: str, log_level: str) -> None:
-    """Set up logging for the process. `auto` is `console` on a terminal, without details, else `json`."""
+def configure(log_format: str, log_level: str, kept: deque[str] | None = None) -> None:
+    """Set up logging for the process. `auto` is `console` on a terminal, without details, else `json`.
+
+    Each line is also added to `kept`, on any thread.
+    """
+
+    def keep(_logger: object, _method: str, line: Any) -> Any:
+        if kept is not None:
+            kept.append(line)
+        return line
+
     is_brief = log_format == "auto" and sys.stderr.isatty()
     console = log_format == "console" or is_brief
     shared: list[Processor] = [
@@ -46,7 +57,7 @@ def configure(log_format: str, log_level: str) -> None:
         else [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     )
     structlog.configure(
-        processors=[*shared, *([_brief] if is_brief else []), *rendered, _redacted],
+        processors=[*shared, *([_brief] if is_brief else []), *rendered, _redacted, keep],
         wrapper_class=structlog.make_filtering_bound_logger(
             logging.getLevelNamesMapping()[log_level.upper()]
         ),

@@ -26,6 +26,7 @@ TOKEN_NAME: Final = "nats-token"  # noqa: S105  # a name
 
 #: A worker that has not started its server for so long does something else, such as a download.
 _STARTING_S: Final = 120.0
+_MAX_NOTE_BYTES: Final = 2**16
 
 _ADVICE: Final = {
     errno.EACCES: "it is not writable for this user; change its owner, or choose another with --data-dir",
@@ -58,10 +59,11 @@ class DataDir:
         self._lock_fd = lock_fd
 
     @classmethod
-    def open(cls, path: Path, worker: str = "") -> DataDir:
+    def open(cls, path: Path, worker: str = "", nats: str | int | None = None) -> DataDir:
         """Create the directory if needed, check that it is writable, and lock it.
 
-        `worker` is the name that another worker reads from the lock file. Raises `DataDirError`.
+        `worker` is the name that another worker reads from the lock file, `nats` what `noted_nats` reads
+        there; None keeps it. Raises `DataDirError`.
         """
         path = path.absolute()
         fd = -1
@@ -73,9 +75,10 @@ class DataDir:
             # The file is never unlinked: two workers could then each lock an inode of this name.
             last, inode = _read_note(fd), os.fstat(fd).st_ino
             # A copy of the directory has another inode, and its lock says nothing of the original's worker.
-            name = (last.get("inode") == inode and last.get("directory")) or uuid4().hex
+            last = last if last.get("inode") == inode else {}
+            name, nats = last.get("directory") or uuid4().hex, nats or last.get("nats")
             os.ftruncate(fd, 0)
-            note = {"pid": os.getpid(), "worker": worker, "directory": name, "inode": inode}
+            note = {"pid": os.getpid(), "worker": worker, "directory": name, "inode": inode, "nats": nats}
             os.pwrite(fd, json.dumps(note).encode(), 0)
             os.fsync(fd)  # a full disk fails here, not in the middle of a turn
             opened = cls(path, fd, name)
@@ -143,6 +146,19 @@ def holder_pid(path: Path) -> int | None:
     return held[0] if held else None
 
 
+def noted_nats(path: Path) -> str | int | None:
+    """Return where the last worker on a data directory had NATS: the URLs, or the port of its own server."""
+    try:
+        fd = os.open(path / LOCK_NAME, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        nats = _read_note(fd).get("nats")
+    finally:
+        os.close(fd)
+    return nats if isinstance(nats, str | int) else None
+
+
 def starting_pid(path: Path) -> int | None:
     """Return the worker's process that locked a data directory a short time ago; None if none did."""
     held = _holder(path)
@@ -178,7 +194,7 @@ def _owner(lock_fd: int) -> str:
 def _read_note(lock_fd: int) -> dict[str, Any]:
     """Read the note of the last owner from the lock file."""
     try:
-        note = json.loads(os.pread(lock_fd, 1024, 0))
+        note = json.loads(os.pread(lock_fd, _MAX_NOTE_BYTES, 0))
     except (OSError, ValueError):
         return {}
     return note if isinstance(note, dict) else {}

@@ -26,6 +26,7 @@ import platformdirs
 from cache.names.policy import FULL, Policy
 from turnkeep_client.errors import InvalidMessageError, TurnkeepError
 from turnkeep_client.messages import DEFAULT_RESIDENT, DEFAULT_SINK, DEFAULT_WINDOW
+from turnkeep_client.redact import shown
 from turnkeep_client.subjects import DEFAULT_PREFIX, ID_RULE, Subjects, check_id, check_prefix
 
 if TYPE_CHECKING:
@@ -287,6 +288,7 @@ _SYNC = Kind(
     "a duration from 0.001 to 3600 seconds", "TIME", lambda v: f"{_within(parse_duration, 0.001, 3600)(v):g}s"
 )
 _URL = Kind("a URL such as http://127.0.0.1:4318, without a password", "URL", _http_url)
+_NATS_PORT: Final = 4222
 _NATS_URLS = _or(
     "embedded", None, Kind("NATS URLs such as nats://host:4222, joined by commas", "URL", _nats_url)
 )
@@ -334,7 +336,11 @@ class Settings:
     nats_key: Path | None = _setting(
         _OPTIONAL_PATH, None, "a PEM file with the key of nats_cert, if that file does not hold it"
     )
-    nats_port: int = _setting(_PORT, 4222, "the port on 127.0.0.1 of the worker's own NATS server")
+    nats_port: int | None = _setting(
+        _or("auto", None, _PORT),
+        None,
+        "the port on 127.0.0.1 of the worker's own NATS server; auto is 4222, for clients that of the worker",
+    )
     nats_websocket: int | None = _setting(
         _or("off", None, _PORT),
         None,
@@ -533,6 +539,16 @@ class Settings:
         _choice("debug", "info", "warning", "error"), "info", "the lowest level that is logged"
     )
 
+    @property
+    def own_port(self) -> int:
+        """The port of the worker's own NATS server."""
+        return self.nats_port or _NATS_PORT
+
+    @property
+    def nats_place(self) -> str | int:
+        """The URLs of the NATS servers without credentials, or the port of the worker's own."""
+        return shown(self.nats) if self.nats else self.own_port
+
 
 #: Settings that several models have in common.
 _SHARED: Final = frozenset(
@@ -593,6 +609,9 @@ def load(
     environment variable counts as unset. A relative `data_dir` starts at `cwd`, or at the file's folder.
 
     If the file has models, the settings are those of the model `of`, or else of the first one.
+
+    Flags with `nats` and without `model`, whatever their values, are a client's: NATS_URL names its server
+    if nothing else names a server or a data directory.
     """
     given = _Given.read(flags, environ, config_path, cwd)
     if of is not None and of not in given.tables:
@@ -662,6 +681,9 @@ class _Given(NamedTuple):
         above = _read(variables, lambda name: _ENV + name.upper(), cwd)
         given = {name: value for name, value in flags.items() if value is not None}
         above |= _read(given, lambda name: "--" + name.replace("_", "-"), cwd)
+        is_open = (values | above).keys().isdisjoint({"nats", "nats_port", "data_dir"})
+        if is_open and "nats" in flags and "model" not in flags and environ.get("NATS_URL", "").strip():
+            above |= _read({"nats": environ["NATS_URL"]}, lambda _: "NATS_URL", cwd)
         return cls(path, values | above, tables, above)
 
     @property

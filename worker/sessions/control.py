@@ -166,6 +166,7 @@ class Control:
             visible_tokens=policy.num_visible(history.position) if policy.window else UNSET,
             visible_from=policy.visible_from(history.position) if policy.window else UNSET,
             snapshot=self._snapshot(key, history) if request.snapshot else UNSET,
+            pinned=await self._pinned(session) if request.snapshot else UNSET,
             parent=history.parent or UNSET,
             tags=history.tags or UNSET,
             answered_by=history.model or UNSET,
@@ -184,6 +185,17 @@ class Control:
             return UNSET  # what was left out has no snapshots any more
         self._store.release(match)
         return match.nodes[-1].digest.hex() if match.nodes else UNSET
+
+    async def _pinned(self, session: Session) -> tuple[int, ...] | UnsetType:
+        """Return the lengths of a session's pinned prefixes."""
+        store, key, history = self._store, session.key, session.history
+        if store is None or not store.has_pins or self._engine.refusal(history.policy) is not None:
+            return UNSET
+        try:
+            tokens = (await session.log.whole_history()).tokens
+        except CutOffError:
+            return UNSET  # for the moment: its last checkpoint is not stored yet
+        return tuple(store.pinned(store.chain(key.tenant, history.policy), tokens)) or UNSET
 
     async def _pin(self, session: Session, request: PinRequest | UnpinRequest) -> Pinned | Unpinned | Failed:
         """Pin or unpin the first tokens of a session, all by default; takes about 2 s at most."""

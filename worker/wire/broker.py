@@ -42,6 +42,8 @@ from worker.process.datadir import TOKEN_NAME, owner
 from .connection import BrokerError, connect
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from worker.process.datadir import DataDir
     from worker.process.settings import Settings
 
@@ -100,7 +102,7 @@ def check_port(port: int, mend: str | None = None) -> None:
             )
             if error.errno == errno.EADDRINUSE:
                 reason = "is taken by another program"
-                if root := _served_by(port):
+                if root := served_by(port):
                     whose = owner(root) or "worker, which has ended"
                     reason = f"is taken by the NATS server of Turnkeep's {whose}"
                     helps = f"choose another with --nats-port, or use that worker: --data-dir {root}"
@@ -117,17 +119,21 @@ def wait_for_port(port: int, mend: str) -> None:
     return check_port(port, mend)
 
 
-def _served_by(port: int) -> Path | None:
+def served_by(port: int) -> Path | None:
     """Return the data directory whose NATS server has a port; None if this user sees none."""
+    return next((root for root, listens in own_servers() if listens == f"{HOST}:{port}"), None)
+
+
+def own_servers() -> Iterator[tuple[Path, str]]:
+    """Yield the data directory and address of each worker's own NATS server that runs and this user sees."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError, ValueError):
             program, *arguments = process.cmdline() or [""]
             if Path(program).name != "nats-server" or arguments[:1] != ["-c"]:
                 continue
             config = Path(arguments[-1])
-            if config.name == _CONFIG and json.loads(config.read_bytes()).get("listen") == f"{HOST}:{port}":
-                return config.parent
-    return None
+            if config.name == _CONFIG:
+                yield config.parent, str(json.loads(config.read_bytes()).get("listen"))
 
 
 def server_name(root: Path) -> str:
@@ -157,7 +163,7 @@ class EmbeddedServer:
     """
 
     def __init__(self, directory: DataDir, settings: Settings) -> None:
-        self.port = settings.nats_port
+        self.port = settings.own_port
         self._websocket_port = settings.nats_websocket
         self.adopted = False
         self._root = directory.path
@@ -214,7 +220,7 @@ class EmbeddedServer:
         # The server's configuration language includes JSON, which quotes reliably.
         config: dict[str, Any] = {
             "server_name": self._name,
-            "listen": f"{HOST}:{settings.nats_port}",
+            "listen": f"{HOST}:{settings.own_port}",
             "http": f"{HOST}:-1",  # health checks, on any free port, which the server writes to a file
             "ports_file_dir": str(self._root),
             "authorization": {"token": self.token},

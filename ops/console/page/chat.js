@@ -50,6 +50,8 @@ export function composer(name, sent, stop) {
       number("Top p", "top_p", { min: 0.001, max: 1, placeholder: "the model's" }),
       number("Seed", "seed", { min: 0, max: 2 ** 53 - 1, step: 1, placeholder: "any" }),
       area("JSON schema of the answer", "schema", { placeholder: '{"type": "object", ...}', spellcheck: "false" }))));
+  // It stays at the foot of the window: what gets the focus must not scroll behind it.
+  new ResizeObserver(() => { document.documentElement.style.scrollPaddingBottom = `${form.offsetHeight + 32}px`; }).observe(form);
 
   async function ask(event) {
     event.preventDefault();

@@ -1,6 +1,6 @@
 /* The models that are here, and others that are known to be good for this machine. */
 
-import { bytes, copied, count, get, made, post, tell, toast } from "./dom.js";
+import { asked, bytes, copied, count, get, made, post, tell, toast } from "./dom.js";
 
 const fits = (one) => made("span", { class: one.fits ? "good" : "bad", title: `about ${bytes(one.needed_bytes)} while it is served, estimated from its weights` },
   one.fits ? `fits: ${bytes(one.needed_bytes)}` : `too large: ${bytes(one.needed_bytes)}`);
@@ -19,13 +19,18 @@ export function models(main, about) {
     table("Models on this machine", ["model", "size", "in memory", "context", "serve"], here),
     made("h2", {}, "Known to be good"), table("Models to download", ["model", "for", "size", "in memory", ""], good), ...(form ? [made("h2", {}, "Download"), form] : []));
 
-  async function pull(name) {
+  async function act(path, name) {
     try {
-      toast((await post("/api/models", { name })).said);
+      toast((await post(path, { name })).said);
       await refresh();
     } catch (error) {
       toast(error.message, true);
     }
+  }
+  const pull = (name) => act("/api/models", name);
+  async function serve(name) {
+    const text = "The worker restarts, which takes some seconds. Conversations go on with this model; an answer that is on its way ends where it is.";
+    if (await asked({ title: `Serve ${name}?`, text, yes: "Serve" })) { toast(`Looking at ${name}`); await act("/api/models/serve", name); }
   }
   function progress(name, pull_) {
     if (pull_.error) return made("span", { class: "bad" }, pull_.error);
@@ -39,10 +44,11 @@ export function models(main, about) {
     const found = await get("/api/models").catch((error) => { if (!last) tell(note, error.message); });
     if (!found || last === JSON.stringify(found)) return;
     last = JSON.stringify(found);
-    tell(note, `This machine has ${bytes(found.memory_bytes)} of memory.${found.on_cpu ? " On its CPU each weight takes 4 bytes." : ""} A worker serves the model that it was started with: copy its line, or name several models in turnkeep.toml.`);
+    const canServe = found.can_serve && !about.read_only;
+    tell(note, `This machine has ${bytes(found.memory_bytes)} of memory.${found.on_cpu ? " On its CPU each weight takes 4 bytes." : ""} A worker serves one model. ${canServe ? "Serve restarts it with another one, until it is next started by hand" : "Copy the line that starts it with another one"}; for several at a time name them in turnkeep.toml.`);
     here.replaceChildren(...found.here.map((one) => row(one.name, [one.dtype, one.in_use && "in use"].filter(Boolean).join(" · "), ["size", bytes(one.size_bytes)],
       ["in memory", fits(one)], ["context", one.context_tokens ? `${count(one.context_tokens)} tokens` : "unbounded"],
-      ["serve", made("button", { class: "link", click: () => copied(one.serve), title: one.serve, "aria-label": `Copy the line that serves ${one.name}` }, "Copy line")])));
+      ["serve", made("span", { class: "acts" }, canServe && one.fits && !one.in_use && made("button", { class: "link", click: () => serve(one.name), "aria-label": `Serve ${one.name}` }, "Serve"), made("button", { class: "link", click: () => copied(one.serve), title: one.serve, "aria-label": `Copy the line that serves ${one.name}` }, "Copy line"))])));
     const known = found.good.map((one) => row(one.name, made("span", { title: one.sources.join("; ") }, one.use), ["for", `${one.memory_gb} GB`], ["size", bytes(one.size_bytes)], ["in memory", fits(one)],
       ["", found.pulls[one.name] ? progress(one.name, found.pulls[one.name]) : !about.read_only
         && made("button", { class: "link", click: () => pull(one.name), "aria-label": `Download ${one.name}` }, "Download")]));

@@ -9,7 +9,7 @@ import { element, growing } from "./turns.js";
 export function session(main, given, about) {
   const name = given ?? newName();
   const turns = new Map();  // by sequence: what is shown, and its element
-  let more = null, stream = null, row = null, turn = 0, isFirst = true, models = "", listed = 0;
+  let more = null, stream = null, row = null, turn = 0, isFirst = true, models = "", listed = 0, cost = null, pins = [];
   const badge = made("span"), facts = made("dl", { class: "facts" }), tree = made("section", { class: "tree", hidden: true });
   const list = made("ol", { class: "talk" });
   const note = made("p", { class: "faint", role: "status" });
@@ -29,6 +29,7 @@ export function session(main, given, about) {
     try {
       toast((await post(path(name, `/${action}`), details)).said);
       await refresh();
+      seePins();
       return true;
     } catch (error) {
       toast(error.message, true);
@@ -106,12 +107,14 @@ export function session(main, given, about) {
     box.hidden = about.read_only || Boolean(row && !isOpen);
   }
 
-  function figures(cost) {
+  function figures(found) {
+    cost = found;
     const all = row ? [["tokens", shown(row.position, exact)],
       ["found in KV", count(cost.found), "tokens of prompts whose KV (what the model keeps of a token) was on the device or the disk"],
       ["prefilled", count(cost.prefilled), "tokens of prompts that the model had to read"],
       ["generated", count(cost.generated), "tokens of answers"], ["time", seconds(cost.seconds), "from requests to their results"], ["last active", age(row.last)],
       ["model", row.model ?? "–"], ["worker", row.worker ?? "–"],
+      ...(pins.length ? [["pinned", `the first ${pins.map(exact).join(", ")} tokens`, "KV on the disk that is never evicted"]] : []),
       ...(row.tags?.length ? [["tags", row.tags.join(", ")]] : [])] : [];
     facts.replaceChildren(...all.map(([term, value, title]) => made("div", { title }, made("dt", {}, term), made("dd", {}, value))));
     badge.replaceChildren(...(row ? [state(row)] : []));
@@ -121,6 +124,10 @@ export function session(main, given, about) {
     one.session === name ? made("b", { "aria-current": "page" }, one.session) : made("a", { href: address(one.session) }, one.session),
     made("span", { class: "faint" }, ` ${one.row?.parent ? `at ${exact(one.row.parent.position)}` : one.row ? "" : "gone"}`),
     one.forks.length > 0 && made("ul", {}, ...one.forks.map(branch)));
+  async function seePins() {
+    pins = await get(path(name, "/pins")).catch(() => []);
+    if (cost) figures(cost);
+  }
   async function drawTree() {
     const found = await get(path(name, "/tree")).catch(() => null), wasNearEnd = isNearEnd();
     tree.hidden = !found;
@@ -182,7 +189,7 @@ export function session(main, given, about) {
     earlier.hidden = !more;
     if (isFirst && !box.hidden) box.querySelector("textarea").focus({ preventScroll: true });
     isFirst = false;
-    if (isChanged) drawTree();
+    if (isChanged) { drawTree(); if (row) seePins(); }
     if (isChanged || Date.now() > listed + 20000) { listed = Date.now(); beside.refresh(); }
   }
 

@@ -1,6 +1,6 @@
 /* The workers of the prefix, and an hour of one of them. */
 
-import { bytes, clock, count, made, seconds, shown, span, GONE } from "./dom.js";
+import { bytes, clock, count, get, made, seconds, shown, span, GONE } from "./dom.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 const PLOTS = [
@@ -109,6 +109,16 @@ function plot(figure, [title, format, lines, limit], course) {
   };
 }
 
+/* A line of the log; one for a program as one for people. */
+function plain(line) {
+  try {
+    const { timestamp, level, event, ...more } = JSON.parse(line);
+    return [timestamp?.slice(11, 19), level, event, ...Object.entries(more).map(([name, value]) => `${name}=${JSON.stringify(value)}`)].join("  ");
+  } catch {
+    return line;
+  }
+}
+
 function figure(title) {
   const made_ = made("figure", {}, made("h3", {}, title), made("div", { class: "legend" }));
   drawn("svg", { role: "img" }, made_);
@@ -130,21 +140,33 @@ export function workers(main, worker) {
   main.append(made("h1", { class: "hidden" }, "Workers"), table, name, plots, made("p", { class: "faint small" },
     "Rates, shares and percentiles are of the minute before each moment; generated tokens a second leave out the time in "
     + "which no answer ran. A gap: nothing happened, or the worker was silent."));
+  const lines = made("pre", { tabindex: 0, "aria-label": "Log" }), log = made("section", { hidden: true }, made("h2", {}, "Log"),
+    made("p", { class: "faint small" }, "The last lines of the worker that runs this console."), made("div", { class: "code log" }, lines));
+  main.append(log);
   plots.hidden = true;
+
+  async function follow() {
+    const said = (await get("/api/log").catch(() => [])).map(plain).join("\n");
+    if (!said || said === lines.textContent) return;
+    const isAtEnd = log.hidden || lines.scrollTop + lines.clientHeight > lines.scrollHeight - 40;
+    log.hidden = false;
+    lines.textContent = said;
+    if (isAtEnd) lines.scrollTop = lines.scrollHeight;
+  }
 
   function draw() {
     const names = Object.keys(latest.workers), focused = document.activeElement?.getAttribute("href");
     table.hidden = !names.length;
     rows.replaceChildren(...names.map((one) => row(one, latest.workers[one], one === latest.worker)));
     rows.querySelector(`a[href="${CSS.escape(focused ?? "")}"]`)?.focus();
-    name.textContent = latest.worker ?? "No worker has been heard of yet";
+    name.textContent = latest.worker ?? (latest.is_served ? "A worker is up; its figures come soon" : "No worker has been heard of yet");
     plots.hidden = !latest.worker;
     if (latest.worker) PLOTS.forEach((one, i) => plot(plots.children[i], one, latest.course));
     document.body.dataset.points = latest.course.at_s.length;
   }
   return {
     worker,
-    refresh: (found) => { latest = found; draw(); },
+    refresh: (found) => { latest = found; draw(); return follow(); },
     resized: () => { if (latest) draw(); },
   };
 }

@@ -414,7 +414,7 @@ export interface Histogram {
 /**
  * Ask for a session's state (on `ctl`). The answer names `limit` waiting requests after the first `skip`.
  *
- * With `snapshot` the answer also names the last stored snapshot of the session's KV.
+ * With `snapshot` the answer also names the last stored snapshot of the session's KV, and its pins.
  */
 export interface InfoRequest {
   type: "info";
@@ -715,7 +715,8 @@ export interface SessionCache {
  *
  * If `policy` is not `full`, `cache` has the policy's numbers. `visible_tokens` tokens keep their KV, at most
  * `capacity_tokens`, and the model sees all tokens from the position `visible_from` on. `snapshot` is the name
- * of the last stored snapshot, as in `turnkeep cache ls`, if the request asked for it. A fork has a `parent`.
+ * of the last stored snapshot, as in `turnkeep cache ls`, and `pinned` has the lengths in tokens of the pinned
+ * prefixes, if the request asked for the snapshot. A fork has a `parent`.
  */
 export interface SessionInfo {
   type: "session";
@@ -737,6 +738,7 @@ export interface SessionInfo {
   visible_tokens?: number;
   visible_from?: number;
   snapshot?: string;
+  pinned?: readonly number[];
   parent?: Parent;
   tags?: readonly string[];
   answered_by?: Model;

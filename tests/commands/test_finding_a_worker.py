@@ -1,0 +1,117 @@
+"""Commands find their worker: by its data directory, by NATS_URL, or the error says where one runs."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.commands.command_runs import turnkeep
+from tests.parts import free_port
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.parts import WorkerProcess
+
+pytestmark = pytest.mark.process
+
+ASKED = ("ask", "Hello?", "--max-tokens", 2)
+
+
+def until_ready(process: WorkerProcess, num_starts: int = 1) -> None:
+    while process.log.count('"ready"') < num_starts:
+        assert process.running, process.log
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def started(worker_process: Callable[..., WorkerProcess]) -> Callable[..., WorkerProcess]:
+    def start(*options: str) -> WorkerProcess:
+        process = worker_process(*options)
+        process.start()
+        until_ready(process)
+        return process
+
+    return start
+
+
+def test_a_question_beside_a_worker_on_another_port_is_answered_by_its_data_directory(
+    started: Callable[..., WorkerProcess],
+) -> None:
+    worker = started()
+    done = turnkeep(*ASKED, "--data-dir", worker.data_dir)
+    assert done.returncode == 0, done.stderr
+    assert "waiting" not in done.stderr
+    worker.kill()
+    assert turnkeep("sessions", "--data-dir", worker.data_dir).returncode == 0, "its server goes on"
+    worker.start()  # which adopts its server, and takes it down at the end
+    until_ready(worker, num_starts=2)
+
+
+def test_the_url_is_that_of_the_server_that_runs(started: Callable[..., WorkerProcess]) -> None:
+    worker = started()
+    for port in ("", "4223"):
+        said = turnkeep("url", "--data-dir", worker.data_dir, TURNKEEP_NATS_PORT=port)
+        assert (said.returncode, said.stdout.strip()) == (0, worker.url), said.stderr
+
+
+def test_a_worker_that_uses_a_server_of_others_is_found_by_its_data_directory(
+    started: Callable[..., WorkerProcess], nats_url: str
+) -> None:
+    server = nats_url.replace("nats://", "nats://name:secret@")
+    worker = started("--nats", server, "--prefix", "found")
+    place = ("--data-dir", worker.data_dir)
+    done = turnkeep(*ASKED, *place, "--prefix", "found")
+    assert done.returncode == 0, done.stderr
+    assert "secret" not in (worker.data_dir / "worker.lock").read_text()
+    said = turnkeep("url", *place)
+    assert said.returncode == 2
+    assert said.stderr == (
+        f"turnkeep: the worker of {worker.data_dir} has no NATS server of its own; it uses {nats_url}\n"
+    )
+
+
+def test_a_wrong_port_is_told_at_once(started: Callable[..., WorkerProcess]) -> None:
+    worker, wrong = started(), free_port()
+    done = turnkeep(*ASKED, "--data-dir", worker.data_dir, "--nats-port", wrong)
+    assert done.returncode == 1
+    right = worker.url.rpartition(":")[2]
+    assert done.stderr == (
+        f"turnkeep: no NATS server at nats://127.0.0.1:{wrong}: connection refused; the one of"
+        f" {worker.data_dir} is at nats://127.0.0.1:{right}: leave out --nats-port\n"
+    )
+
+
+def test_nats_url_names_the_server_unless_the_command_does(
+    started: Callable[..., WorkerProcess],
+) -> None:
+    worker, nowhere = started(), f"nats://127.0.0.1:{free_port()}"
+    done = turnkeep(*ASKED, NATS_URL=worker.url)
+    assert done.returncode == 0, done.stderr
+    for options in (("--data-dir", worker.data_dir), ("--nats", worker.url)):
+        assert turnkeep("sessions", *options, NATS_URL=nowhere).returncode == 0, options
+    gone = turnkeep("sessions", NATS_URL=nowhere)
+    assert gone.stderr == (
+        f"turnkeep: no NATS server at {nowhere}: connection refused;"
+        " start it, or name another one with --nats or NATS_URL\n"
+    )
+    wrong = turnkeep("sessions", NATS_URL="http://s3cret@x")
+    assert wrong.returncode == 2
+    assert wrong.stderr.startswith("turnkeep: NATS_URL: its value is not valid: it must be ")
+    assert "s3cret" not in wrong.stderr
+
+
+def test_a_command_that_finds_no_worker_says_where_one_runs(
+    started: Callable[..., WorkerProcess], tmp_path: Path
+) -> None:
+    worker = started()
+    other, nowhere = ("--data-dir", tmp_path / "other"), ("--nats-port", free_port())
+    done = turnkeep(*ASKED, *other, *nowhere)
+    assert done.returncode == 1
+    assert f"(pid {worker.pid}) runs with --data-dir {worker.data_dir}" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    done = turnkeep(*ASKED, *other, "--nats-port", worker.url.rpartition(":")[2])
+    assert done.stderr.endswith(f"; its worker has --data-dir {worker.data_dir}\n")
