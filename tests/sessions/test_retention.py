@@ -225,6 +225,34 @@ async def test_what_was_to_be_forgotten_is_gone_though_the_worker_died_over_it(
     assert not tokens.state.subjects, "what was published of its answers is gone too"
 
 
+async def test_chunks_of_a_forgotten_session_are_gone_though_its_requests_had_left_the_log_before(
+    quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The token stream did not answer when they were to be removed, and nothing else has their names."""
+
+    async def removes_requests(keeper: Retention, key: SessionKey, close_seq: int, closed_seq: int) -> None:
+        await keeper._remove_before(key, close_seq, closed_seq)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Retention, "forget", removes_requests)
+        patched.setattr(retention, "_PERIOD_S", 60.0)
+        w = await quiet_wire()
+        await w.send("s", generate("g", text="a secret"))
+        await w.send("s", FORGET)
+        await w.send("s", {"type": "open", "id": "o"})
+        await w.send("s", generate("next", text="eee"))
+        await w.worker.stop()
+    w = await quiet_wire()
+    names = {"g"}
+    async with asyncio.timeout(20):
+        while "g" in names:
+            await asyncio.sleep(0.05)
+            of_session = f"{w.prefix}.default.s.>"
+            tokens = await w.js.stream_info(f"{w.prefix}_tok", subjects_filter=of_session)
+            names = {subject.rpartition(".")[2] for subject in tokens.state.subjects or {}}
+    assert names == {"next"}
+
+
 async def test_a_log_takes_more_than_its_limit_as_long_as_sessions_are_closed(quiet_wire: Start) -> None:
     """Twice as much in all; what is open is not touched by it."""
     w = await quiet_wire(log_max_bytes=16 * 2**20, closed_ttl_s=None)

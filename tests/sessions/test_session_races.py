@@ -523,3 +523,19 @@ async def test_what_the_server_has_put_in_a_results_place_is_not_taken_for_it_by
     monkeypatch.setattr(world.log, "get", bodies)
     with pytest.raises(FencedError, match="lost"):
         await world.session._ended(known, "running")
+
+
+async def test_an_answer_ends_as_it_was_streamed_if_the_server_has_lost_what_it_was_begun_on(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its next tokens would follow from another history than those that clients have."""
+    await world.ask(Append(id="a", text="one"))
+    chunks = [Chunk(0, (5,), "x", seq=3)]
+
+    async def published(*_: Any) -> Published:
+        return Published(chunks, 1, base="of another history")
+
+    monkeypatch.setattr(world.log, "published", published)
+    answer = await world.ask(Generate(id="g", max_tokens=8))
+    assert (answer.finish_reason, answer.tokens) == ("given_up", (5,))
+    assert "lost" in answer.warnings[-1]

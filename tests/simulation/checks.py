@@ -350,7 +350,8 @@ def _apply(
                 key, first_seq = history.imported[key, first_seq]
             seed = request.seed if request.seed is not None else derived_seed(key, first_seq)
             seed = seed if request.temperature else 0
-            for i, token in enumerate(result.tokens):
+            is_orphan = result.finish_reason == "given_up" and log.lost  # begun on what the server has lost
+            for i, token in enumerate(() if is_orphan else result.tokens):
                 if token not in [next_token(prompt, result.tokens[:i], seed, way) for way in (0, 1)]:
                     yield f"token {i} of {request.id} at {seq} does not follow from its session"
                     break
@@ -435,10 +436,11 @@ def _check_fork(
 ) -> Iterator[str]:
     """Find the state of the parent that a fork began with."""
     assert request.from_ is not None
-    parent, states = _parent(log, request.from_.session, result.seq or 0, found)
+    is_copy = is_imported(log.asked[result.seq or 0])  # which was as expected where it was carried out
+    since = 0 if is_copy else result.seq or 0
+    parent, states = _parent(log, request.from_.session, since, found)
     digest = message.headers.get(HISTORY_HEADER)
     of = Parent(session=request.from_.session, position=result.position)
-    is_copy = is_imported(log.asked[result.seq or 0])  # which was as expected where it was carried out
     expected = None if is_copy else request.from_.expect_position
     for state in states:
         if _is_open(state) and state.position >= result.position and expected in (None, state.position):

@@ -100,6 +100,11 @@ _RESULT_BYTES: Final = 4096
 
 _MOST_INPUT: Final = 8192
 
+#: Why an answer is given up that does not follow from its session any more.
+_LOST_BASE: Final = (
+    "the NATS server has lost entries on which this answer was begun: it ends as it was streamed"
+)
+
 
 class Execution:
     """Carries out requests for one model. Event loop only."""
@@ -271,6 +276,9 @@ class Execution:
             raise FencedError("the answer has a result already")  # which a replica that lags did not show
         if published.is_sealed:  # another worker ends it too, or has died over it
             pending.cancelled = True
+        pending.base = history.digest()
+        if published.num_tokens and published.base not in ("", pending.base):
+            pending.given_up = _LOST_BASE
         own = digests_of(self._fold.model)
         is_begun_by_other = published.num_tokens > 0 and published.model not in ("", own)
         is_over = is_begun_by_other or bool(pending.given_up)

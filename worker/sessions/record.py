@@ -59,10 +59,10 @@ class Pending:
     the request repeats an answered id, `first` is the body of that id's first result. `stored` is the time at
     which the log stored the request. `held` is what was not yet published when an answer was ended early;
     `published` is the task, if any, that reads the answer's chunks from the token stream. `after` is the
-    session's last known result when the request was begun, and `server` the server process that the session
-    was read from. `given_up` says why the answer ends with what was streamed of it, if it does. Three
-    fields are for spans: `parent` names the publisher's span, `phases` are the parts of the turn's time,
-    and the first `num_resumed` tokens of the answer come from a worker that has died.
+    session's last known result when the request was begun, `base` the digest of the history, and `server` the
+    server process that the session was read from. `given_up` says why the answer ends with what was streamed
+    of it, if it does. Three fields are for spans: `parent` names the publisher's span, `phases` are the parts
+    of the turn's time, and the first `num_resumed` tokens of the answer come from a worker that has died.
     """
 
     seq: int
@@ -81,6 +81,7 @@ class Pending:
     num_resumed: int = 0
     given_up: str = ""
     after: int = 0
+    base: str = ""
     server: str = ""
     done: Event = field(default_factory=Event)
 

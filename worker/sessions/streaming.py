@@ -66,8 +66,9 @@ class AnswerStream:
 
     async def _publish(self, chunk: Chunk) -> None:
         if self._is_heard:
+            pending = self._pending
             seq = await self._journal.publish_chunk(
-                self._key, self._pending.id or "", chunk, self._last_seq, server=self._pending.server
+                self._key, pending.id or "", chunk, self._last_seq, server=pending.server, base=pending.base
             )
             self._is_heard, self._last_seq = seq > 0, seq or self._last_seq
 

@@ -24,7 +24,13 @@ from nats.js.errors import APIError, NotFoundError
 
 from turnkeep_client.direct import DirectGets
 from turnkeep_client.errors import InvalidMessageError
-from turnkeep_client.log import ENDED_HEADER, EXPECT_HEADER, MODEL_HEADER, SEALED_HEADER
+from turnkeep_client.log import (
+    ENDED_HEADER,
+    EXPECT_HEADER,
+    HISTORY_HEADER,
+    MODEL_HEADER,
+    SEALED_HEADER,
+)
 from turnkeep_client.messages import Chunk, decode_chunk, decode_result, encode, failure
 from turnkeep_client.nats_client import server_id
 from turnkeep_client.subjects import REFUSED, SessionKey, check_id
@@ -89,7 +95,8 @@ class Published(NamedTuple):
     """The chunks of an answer that clients may have seen, and the sequence of its subject's last message.
 
     `has_ended` says that a worker has closed the token stream, so the answer has a result; `is_sealed` that
-    one is about to end it as cancelled or expired, or has died over it. `model` is that of the first chunk.
+    one is about to end it as cancelled or expired, or has died over it. The first chunk says the `model`, and
+    the digest of the session before it (`base`).
     """
 
     chunks: list[Chunk]
@@ -97,6 +104,7 @@ class Published(NamedTuple):
     has_ended: bool = False
     is_sealed: bool = False
     model: str = ""
+    base: str = ""
 
     @property
     def num_tokens(self) -> int:
@@ -185,7 +193,7 @@ class Journal:
         chunks: list[Chunk] = []
         num_tokens = num_foreign = last_seq = 0
         has_gap = has_ended = is_sealed = False
-        model = ""
+        model = base = ""
         async for entry in self._entries(self._subjects.token_stream, self._subjects.tokens(key, request_id)):
             last_seq = entry.seq
             if not entry.body:
@@ -206,14 +214,15 @@ class Journal:
             has_gap = has_gap or chunk.i > num_tokens
             if chunk.i == num_tokens and not has_gap:
                 model = model or entry.headers.get(MODEL_HEADER, "")
+                base = base or entry.headers.get(HISTORY_HEADER, "")
                 chunks.append(chunk)
                 num_tokens += len(chunk.tokens)
         if num_foreign:
             log.warning("ignoring chunks that are not of this request", request=request_id, num=num_foreign)
-        return Published(chunks, last_seq, has_ended, is_sealed, model)
+        return Published(chunks, last_seq, has_ended, is_sealed, model, base)
 
     async def publish_chunk(
-        self, key: SessionKey, request_id: str, chunk: Chunk, after: int, *, server: str
+        self, key: SessionKey, request_id: str, chunk: Chunk, after: int, *, server: str, base: str = ""
     ) -> int:
         """Publish the next chunk of an answer; return when it is stored, which is when clients receive it.
 
@@ -221,10 +230,11 @@ class Journal:
         0 if the token stream refuses the chunk. Then publish no later chunks of the answer: the stored chunks
         must have no gap, so that a worker that resumes the answer finds all that clients saw. Raises
         `FencedError` if another worker has published a chunk of the answer since, or if the session was read
-        from another `server` process than the current one.
+        from another `server` process than the current one. `base` is the digest of the session before.
         """
-        body, is_first = encode(chunk), chunk.i == 0
-        return await self._publish(key, request_id, body, after, chunk.seq or 0, server, is_first=is_first)
+        return await self._publish(
+            key, request_id, encode(chunk), after, chunk.seq or 0, server, base=base, is_first=chunk.i == 0
+        )
 
     async def seal(self, key: SessionKey, request_id: str, seq: int, after: int, *, server: str) -> None:
         """Let nobody publish a chunk of the request at `seq` behind the message at `after`.
@@ -243,12 +253,14 @@ class Journal:
         seq: int,
         server: str,
         *,
+        base: str = "",
         is_first: bool = False,
     ) -> int:
         subject, pause_s = self._subjects.tokens(key, request_id, "chunk"), 0.1
         headers = {} if body else {SEALED_HEADER: f"{seq} {self._name}"}
-        if is_first and self._model:
-            headers[MODEL_HEADER] = self._model
+        if is_first:
+            said = {MODEL_HEADER: self._model, HISTORY_HEADER: base}
+            headers |= {name: value for name, value in said.items() if value}
         while True:
             await self._check_server(server)
             is_first = is_first or not after
@@ -503,6 +515,12 @@ class Journal:
         """
         subject = self._subjects.of(key, kind) if kind else self._subjects.log(key)
         await self._js.purge_stream(self._subjects.log_stream, seq=before, subject=subject)
+
+    async def streamed(self, key: SessionKey) -> set[str]:
+        """Return the ids of the requests whose answers have chunks. Raises nats-py's errors."""
+        pattern = self._subjects.tokens(key, "*")
+        info = await self._js.stream_info(self._subjects.token_stream, subjects_filter=pattern)
+        return {subject.rsplit(".", 1)[1] for subject in info.state.subjects or {}}
 
     async def remove_tokens(self, key: SessionKey, request_id: str = "*") -> None:
         """Remove the chunks of a session's answers, or of one of them. Raises nats-py's errors."""

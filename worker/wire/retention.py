@@ -171,7 +171,7 @@ class Retention:
                 if stale := _age_s(note) > _STALE_S:
                     await self._journal.delete(note.seq)
                 return stale
-            names = await self._names(key, closed.result.seq or 0) if closed.forgets else []
+            names = await self._names(key, closed.result.seq or 0) if closed.forgets else set()
             await self._remove_chunks(key, names)
             if due or closed.forgets:
                 await self._remove_before(key, closed.result.seq or 0, closed.entry.seq)
@@ -181,20 +181,19 @@ class Retention:
         self._forgotten.add(note.seq)
         return True
 
-    async def _names(self, key: SessionKey, close_seq: int) -> list[str]:
-        """Return the ids of the requests before a close."""
-        names: list[str] = []
+    async def _names(self, key: SessionKey, close_seq: int) -> set[str]:
+        """Return the ids of the requests before a close, also of those that have left the log."""
+        before, behind = set[str](), set[str]()
         after, more = 0, 1
-        while more and after < close_seq:
+        while more:
             requests, more = await self._journal.page(key, "in", after)
             for entry in requests:
                 after = entry.seq
-                if after < close_seq:
-                    with contextlib.suppress(InvalidMessageError):
-                        names.append(decode_request(entry.body).id)
-        return names
+                with contextlib.suppress(InvalidMessageError):
+                    (before if after < close_seq else behind).add(decode_request(entry.body).id)
+        return before | (await self._journal.streamed(key) - behind)
 
-    async def _remove_chunks(self, key: SessionKey, names: list[str]) -> None:
+    async def _remove_chunks(self, key: SessionKey, names: set[str]) -> None:
         """Remove what was published of the answers to these requests; that of a new session stays."""
         for name in names:
             await self._journal.remove_tokens(key, name)
