@@ -218,7 +218,7 @@ class Engine:
         run = Run(
             key,
             priority,
-            place(monotonic(), priority),
+            place(monotonic(), priority, max_new),
             policy=policy,
             num_most=len(context) + max_new,
             cancelled=cancelled,
@@ -226,7 +226,14 @@ class Engine:
         )
         sampling = sampling or Sampling()
         make = partial(
-            Turn, key, policy=policy, answer=answer, sampling=sampling, priority=priority, scores=scores
+            Turn,
+            key,
+            policy=policy,
+            answer=answer,
+            sampling=sampling,
+            priority=priority,
+            place_s=run.place_s,
+            scores=scores,
         )
         self._cancel_mending(key)
         if self._mending is not None:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from worker.observe.traces import Phase
     from worker.text.answer import Answer
 
+#: The most tokens of a short answer.
+SHORT_TOKENS: Final = 64
 #: Of how many snapshots a turn keeps the times: of its last ones, as a long prompt cuts hundreds.
 MOST_CUTS: Final = 8
 
@@ -45,14 +47,16 @@ class Asked:
     """What a session asks of the device: one append, or a generate, which has an `answer`.
 
     `context` are all tokens of the session up to where sampling starts. Tokens that the answer already holds
-    were published before a crash; they are the end of the context. Higher priorities come first. With
-    `scores`, an append fills them for all tokens of the context.
+    were published before a crash; they are the end of the context. Higher priorities come first, and of one
+    priority the lowest `place_s` (see `admission.place`). With `scores`, an append fills them for all tokens
+    of the context.
     """
 
     key: SessionKey
     context: Tokens
     policy: Policy = FULL
     priority: int = 0
+    place_s: float = 0.0
     answer: Answer | None = None
     sampling: Sampling = field(default_factory=Sampling)
     scores: Scores | None = None
@@ -70,6 +74,11 @@ class Asked:
     def draws(self) -> bool:
         """Whether an answer follows the prompt. The answer needs a batch row."""
         return self.answer is not None
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the answer has few tokens at most, so that it holds a batch row for a short time."""
+        return self.answer is not None and self.answer.max_tokens <= SHORT_TOKENS
 
     @property
     def reusable(self) -> Tokens:
