@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from cache.names.tokens import Chain, Tokens
     from turnkeep_client.messages import Chunk
     from turnkeep_client.subjects import SessionKey
-    from worker.batch.rows import Row, Scores
+    from worker.batch.rows import Embedding, Row, Scores
     from worker.observe.traces import Phase
     from worker.text.answer import Answer
 
@@ -49,7 +49,7 @@ class Asked:
     `context` are all tokens of the session up to where sampling starts. Tokens that the answer already holds
     were published before a crash; they are the end of the context. Higher priorities come first, and of one
     priority the lowest `place_s` (see `admission.place`). With `scores`, an append fills them for all tokens
-    of the context.
+    of the context; with `embedding`, it sets that of the last token but one, and stores nothing.
     """
 
     key: SessionKey
@@ -60,6 +60,7 @@ class Asked:
     answer: Answer | None = None
     sampling: Sampling = field(default_factory=Sampling)
     scores: Scores | None = None
+    embedding: Embedding | None = None
     num_prompt: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -82,7 +83,9 @@ class Asked:
 
     @property
     def reusable(self) -> Tokens:
-        """The context's first tokens whose KV may be reused; the logits of later ones are needed."""
+        """The context's first tokens whose KV may be reused; the outputs of later ones are needed."""
+        if self.embedding is not None:
+            return self.context[:-2]
         return self.context if self.scores is None else self.context[: self.scores.end - 1]
 
     def tokens(self, end: int) -> Tokens:
