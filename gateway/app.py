@@ -31,6 +31,7 @@ from . import (
     bodies,
     chat,
     completions,
+    embeddings,
     following,
     guide,
     items,
@@ -171,6 +172,7 @@ class Gateway:
                 Route("/v1/models", self._models, methods=["GET"]),
                 Route("/v1/models/{model:path}", self._one_model, methods=["GET"]),
                 Route("/v1/embeddings", self._embeddings, methods=["POST"]),
+                Route("/api/embed", self._embeddings, methods=["POST"]),
                 Route(f"{_MESSAGES_PATH}/count_tokens", self._count_tokens(_MESSAGES), methods=["POST"]),
                 Route(f"{_RESPONSES_PATH}/input_tokens", self._count_tokens(_RESPONSES), methods=["POST"]),
                 Route(f"{_RESPONSES_PATH}/{{id}}/input_items", self._input_items, methods=["GET"]),
@@ -260,13 +262,15 @@ class Gateway:
         return _json(models.page_v0(await self._listing.described(self._key(request).tenant)))
 
     async def _embeddings(self, request: Request) -> Response:
-        self._key(request)
-        raise Fault(
-            400,
-            "the worker's model makes no embeddings: ask a server of an embedding model. Served here are"
-            " /v1/chat/completions, /v1/completions, /v1/responses and /v1/messages",
-            code="unsupported_endpoint",
-        )
+        key = self._key(request)
+        with key.one_request():
+            body = await bodies.read(request, self._max_body_bytes)
+            conversations = await self._of(key.tenant, self._listing.chosen(body))
+            await conversations.presence.worker(patience_s=self._patience_s)
+            answer = embeddings.embed if request.url.path.startswith("/api/") else embeddings.embeddings
+            reply, num_tokens = await answer(conversations.client, body)
+            key.spend(num_tokens)
+            return _json(reply)
 
     async def _tokens(self, request: Request) -> Response:
         key = self._key(request)

@@ -42,8 +42,8 @@ def read(body: bytes) -> Turn:
         raise refused(f"n must be 1 to {MOST_ANSWERS}, not {num_answers}", "n")
     if asked.best_of not in (None, num_answers):
         raise refused("best_of is not supported", "best_of")
-    prompts = _prompts(asked.prompt)
-    text, tokens = (prompts[0], None) if isinstance(prompts[0], str) else (None, prompts[0])
+    given = prompts(asked.prompt, _MOST_PROMPTS, "prompt")
+    text, tokens = (given[0], None) if isinstance(given[0], str) else (None, given[0])
     options = openai.sampling(asked, asked.max_tokens)
     if asked.logprobs is not None:
         options |= {"logprobs": True, "top_logprobs": int(asked.logprobs)}
@@ -54,8 +54,8 @@ def read(body: bytes) -> Turn:
         text=text,
         tokens=tokens,
         options=options,
-        n=num_answers * len(prompts),
-        prompts=prompts if len(prompts) > 1 else (),
+        n=num_answers * len(given),
+        prompts=given if len(given) > 1 else (),
         model=asked.model,
         stream=bool(asked.stream),
         include_usage=bool(streamed and streamed.include_usage),
@@ -64,11 +64,11 @@ def read(body: bytes) -> Turn:
     return check(turn, NAMES)
 
 
-def _prompts(given: Any) -> tuple[str | tuple[int, ...], ...]:
-    """Return the prompts of a request, each as text or as tokens. Raises `Fault`."""
+def prompts(given: Any, most: int, param: str) -> tuple[str | tuple[int, ...], ...]:
+    """Return the prompts of a request, `most` at most, each as text or as tokens. Raises `Fault`."""
     several = given if isinstance(given, list) and not all(isinstance(one, int) for one in given) else [given]
-    if len(several) > _MOST_PROMPTS:
-        raise refused(f"a request may have {_MOST_PROMPTS} prompts", "prompt")
+    if len(several) > most:
+        raise refused(f"a request may have {most} prompts", param)
     found: list[str | tuple[int, ...]] = []
     for one in several:
         if isinstance(one, str) and one:
@@ -76,7 +76,7 @@ def _prompts(given: Any) -> tuple[str | tuple[int, ...], ...]:
         elif isinstance(one, list) and one and all(isinstance(token, int) for token in one):
             found.append(tuple(one))
         else:
-            raise refused("a prompt must be a text, or token ids, and not be empty", "prompt")
+            raise refused("a prompt must be a text, or token ids, and not be empty", param)
     return tuple(found)
 
 

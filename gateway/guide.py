@@ -9,7 +9,7 @@ import msgspec
 
 from turnkeep_client import __version__
 
-from . import chat, completions, messages, responses, tokenizing
+from . import chat, completions, embeddings, messages, responses, tokenizing
 from .ollama import requests as ollama
 from .turn import Whole
 
@@ -46,12 +46,13 @@ SERVED: Final = {
     "/api/tags": _Served(("GET",), "The models, as Ollama lists them"),
     "/api/ps": _Served(("GET",), "The models that are loaded, as Ollama lists them"),
     "/api/show": _Served(("POST",), "One model, as Ollama describes it"),
+    "/api/embed": _Served(("POST",), "Ollama's embeddings", embeddings.Embed),
     "/api/version": _Served(("GET",), "The version"),
     "/api/{name}": _Served(("POST", "DELETE"), "Refused: models are managed beside the gateway"),
     "/api/v0/models": _Served(("GET",), "The models, as LM Studio lists them"),
     "/tokenize": _Served(("POST",), "The tokens of a text", tokenizing.Tokenize),
     "/detokenize": _Served(("POST",), "The text of tokens", tokenizing.Detokenize),
-    "/v1/embeddings": _Served(("POST",), "Refused: the worker's model makes no embeddings"),
+    "/v1/embeddings": _Served(("POST",), "OpenAI's embeddings", embeddings.Asked),
     "/v1/models": _Served(("GET",), "The models"),
     "/v1/models/{model}": _Served(("GET",), "One model"),
     "/health": _Served(("GET",), "Whether a worker answers"),

@@ -35,6 +35,7 @@ from parts import (  # noqa: E402
     BLOCK,
     WorkerProcess,
     free_port,
+    make_embedding_model,
     make_endless_model,
     make_tiny_model,
     nats_server_program,
@@ -109,6 +110,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def endless_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model without an end-of-turn token: an answer lasts as long as it was asked to."""
     return make_endless_model(tiny_model, tmp_path_factory.mktemp("models") / "endless")
+
+
+@pytest.fixture(scope="session")
+def embedding_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model as Qwen3-Embedding comes: without a head, and each text ends with a token of its own."""
+    return make_embedding_model(tiny_model, tmp_path_factory.mktemp("models") / "embedding")
 
 
 @pytest.fixture(scope="session")

@@ -80,6 +80,29 @@ def make_tiny_model(folder: Path, **changes: int) -> Path:
     return folder
 
 
+def make_embedding_model(tiny: Path, folder: Path) -> Path:
+    """Make an embedding model of the tiny model: its weights without a head, and a token behind each text."""
+    import mlx.core as mx
+    from tokenizers import Tokenizer
+    from tokenizers.processors import TemplateProcessing
+
+    shutil.copytree(tiny, folder)
+    weights = folder / "model.safetensors"
+    bare = {name.removeprefix("model."): one for name, one in mx.load(str(weights)).items()}
+    mx.eval(bare)
+    mx.save_safetensors(str(weights), bare, metadata={"format": "mlx"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ending = "<|endoftext|>"
+    tokenizer.post_processor = TemplateProcessing(single=f"$A {ending}", special_tokens=[(ending, 0)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "modules.json").write_text("[]")
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_lasttoken": True}))
+    return folder
+
+
 def make_endless_model(tiny: Path, folder: Path) -> Path:
     """Copy the tiny model without its end-of-turn token: an answer lasts as long as it was asked to.
 

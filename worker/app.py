@@ -34,9 +34,12 @@ from worker.device.engine import Engine
 from worker.models import model
 from worker.models.blas import preload
 from worker.models.code import code_digest
+from worker.models.model_files import text_config
 from worker.models.partial_import import import_mlx_lm
+from worker.models.pooling import no_embeddings
 from worker.sessions.attempts import Attempts, SharedLock
 from worker.sessions.control import Control
+from worker.sessions.embedding import Embedder
 from worker.sessions.execution import Execution
 from worker.sessions.history import Fold, digests_of
 from worker.sessions.policies import misfit
@@ -500,6 +503,7 @@ class App:
             self._store,
             subjects,
             services.fold,
+            self._embedder(services.shares),
             model=loaded.name,
             metrics=lambda: self._metrics(intake),
         )
@@ -511,6 +515,20 @@ class App:
 
     async def _erase(self, key: SessionKey) -> bool:
         return await self._sessions.erase(key)
+
+    def _embedder(self, shares: Shares) -> Embedder:
+        loaded = self._loaded
+        return Embedder(
+            self._engine,
+            loaded.tokenizer,
+            shares,
+            refusal=no_embeddings(loaded.model, loaded.folder, self._settings.pooling),
+            model=loaded.name,
+            size=text_config(loaded.config).get("hidden_size") or 0,
+            context_tokens=self._context_tokens,
+            vocab_size=loaded.vocab_size,
+            max_bytes=self._settings.max_message_bytes,
+        )
 
     def _make_engine(self) -> Engine:
         return Engine(

@@ -208,6 +208,6 @@ def at_once(body: bytes) -> dict[str, Any] | None:
 def no_such(path: str) -> Fault:
     """Return the fault of a request for something that is not here."""
     why = f"/api/{path} is not served here: `turnkeep model` pulls, shows and removes models"
-    if path.startswith("embed"):
-        why = "the worker's model makes no embeddings: ask a server of an embedding model"
+    if path == "embeddings":
+        why = "/api/embeddings is not served: ask /api/embed"
     return Fault(501, why)

@@ -28,6 +28,8 @@ from .messages import (
     Counted,
     CountRequest,
     DeadLetter,
+    Embedded,
+    EmbedRequest,
     Failed,
     GatewayMetrics,
     Generate,
@@ -49,8 +51,16 @@ from .subjects import ID_RULE, SessionKey, Subjects
 
 REQUESTS: Final = (Open, Append, Generate, Rewind, Close)
 RESULTS: Final = (Opened, Appended, Generated, Rewound, Closed, Failed)
-CONTROLS: Final = (InfoRequest, MetricsRequest, CancelRequest, PinRequest, UnpinRequest, CountRequest)
-CONTROL_REPLIES: Final = (SessionInfo, Metrics, Cancelled, Pinned, Unpinned, Counted, Failed)
+CONTROLS: Final = (
+    InfoRequest,
+    MetricsRequest,
+    CancelRequest,
+    PinRequest,
+    UnpinRequest,
+    CountRequest,
+    EmbedRequest,
+)
+CONTROL_REPLIES: Final = (SessionInfo, Metrics, Cancelled, Pinned, Unpinned, Counted, Embedded, Failed)
 
 _END: Final = "EndOfTokens"
 _KEY: Final = SessionKey("{tenant}", "{session}")

@@ -33,6 +33,8 @@ from .errors import (
 from .listing import Listed, listed
 from .log import Entry, entry
 from .messages import (
+    Embedded,
+    EmbedRequest,
     GatewayMetrics,
     Generate,
     Generated,
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
         Awaitable,
         Callable,
         Generator,
+        Iterator,
         Mapping,
         Sequence,
     )
@@ -104,6 +107,10 @@ _LOST: Final = (
     nats.errors.StaleConnectionError,
     ConnectionError,
 )
+
+#: The most inputs of a request for embeddings, and their length in characters and token ids.
+_EMBED_INPUTS: Final = 16
+_EMBED_LENGTH: Final = 2**17
 
 _T = TypeVar("_T")
 
@@ -222,6 +229,30 @@ class Client:
         request = build(Generate, request_id, messages=messages, text=text, tokens=tokens, **sampling)
         subject = self._wire.subjects.of(session_key(self.tenant, session), "ask")
         return expect(Generated, decode_result(await self._wire.ask(subject, encode(request), timeout_s)))
+
+    async def embed(
+        self,
+        inputs: Sequence[str | Sequence[int]],
+        *,
+        dimensions: int | None = None,
+        timeout_s: float = 60.0,
+    ) -> Embedded:
+        """Return the vectors of texts or token ids, cut to `dimensions` numbers, by an embedding model.
+
+        A long list takes several requests, each of which may take `timeout_s`. Raises `RequestFailedError`,
+        and `NoWorkerError` if no worker serves or the time is over.
+        """
+        subject = self._wire.subjects.of(SessionKey(self.tenant, "any"), "ctl")
+        parts: list[Embedded] = []
+        for some in _divided(inputs):
+            body = encode(EmbedRequest(inputs=some, dimensions=dimensions))
+            reply = await self._wire.ask(subject, body, timeout_s)
+            parts.append(expect(Embedded, decode_control_reply(reply)))
+        return Embedded(
+            vectors=tuple(vector for part in parts for vector in part.vectors),
+            tokens=tuple(num for part in parts for num in part.tokens),
+            model=parts[0].model if parts else "",
+        )
 
     async def sessions(self) -> list[Listed]:
         """List the tenant's sessions in the log, the last used one first. Needs no worker.
@@ -620,6 +651,20 @@ class _NatsWire:
 def _stored(message: Msg) -> Stored:
     headers = message.headers or {}
     return Stored(int(headers["Nats-Sequence"]), message.data, headers)
+
+
+def _divided(inputs: Sequence[str | Sequence[int]]) -> Iterator[tuple[str | tuple[int, ...], ...]]:
+    """Divide the inputs of an `embed`, so that neither a request nor its reply is too large."""
+    part: list[str | tuple[int, ...]] = []
+    room = _EMBED_LENGTH
+    for one in inputs:
+        if part and (len(one) > room or len(part) == _EMBED_INPUTS):
+            yield tuple(part)
+            part, room = [], _EMBED_LENGTH
+        part.append(one if isinstance(one, str) else tuple(one))
+        room -= len(one)
+    if part:
+        yield tuple(part)
 
 
 async def _cancellable(call: Awaitable[_T]) -> _T:

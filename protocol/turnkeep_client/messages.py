@@ -9,6 +9,7 @@ changes a session.
 from __future__ import annotations
 
 import contextlib
+from struct import unpack
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, TypeVar, get_args
 
 import msgspec
@@ -34,6 +35,7 @@ FEATURES: Final = (
     "logprobs",
     "penalties",
     "count",
+    "embed",
     "priority",
     "deadline",
     "pin",
@@ -887,7 +889,21 @@ class CountRequest(
     chat_template_kwargs: Variables | None = None
 
 
-ControlRequest = InfoRequest | MetricsRequest | CancelRequest | PinRequest | UnpinRequest | CountRequest
+class EmbedRequest(
+    Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="embed", omit_defaults=True
+):
+    """Make a vector of each of the `inputs`, texts or token ids (on `ctl`, of any session's name).
+
+    Vectors are cut to `dimensions` numbers. Nothing of this is in the log.
+    """
+
+    inputs: Annotated[tuple[Text | tuple[TokenId, ...], ...], Meta(min_length=1, max_length=256)]
+    dimensions: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+
+
+ControlRequest = (
+    InfoRequest | MetricsRequest | CancelRequest | PinRequest | UnpinRequest | CountRequest | EmbedRequest
+)
 
 
 class Cancelled(Struct, frozen=True, kw_only=True, tag_field="type", tag="cancelled"):
@@ -927,6 +943,22 @@ class Counted(Struct, frozen=True, kw_only=True, tag_field="type", tag="counted"
     tokens: int
     position: int
     rewritten_from: int | None = None
+
+
+class Embedded(Struct, frozen=True, kw_only=True, tag_field="type", tag="embedded"):
+    """Answer to `embed`: the vectors of the inputs, each of length 1, and how many tokens each input has.
+
+    A vector is base64 of 32-bit floats, little-endian.
+    """
+
+    vectors: tuple[bytes, ...]
+    tokens: tuple[int, ...]
+    model: str
+
+    @property
+    def floats(self) -> list[list[float]]:
+        """The vectors as lists of numbers."""
+        return [list(unpack(f"<{len(one) // 4}f", one)) for one in self.vectors]
 
 
 class Histogram(Struct, frozen=True):
@@ -1123,7 +1155,7 @@ class SessionInfo(Struct, frozen=True, kw_only=True, tag_field="type", tag="sess
     worker: Metrics
 
 
-ControlReply = SessionInfo | Metrics | Cancelled | Pinned | Unpinned | Counted | Failed
+ControlReply = SessionInfo | Metrics | Cancelled | Pinned | Unpinned | Counted | Embedded | Failed
 
 
 class _Named(Struct):

@@ -13,6 +13,7 @@ import mlx.core as mx
 import pytest
 from tiny_models import BLOCK, alone, append, generate, key, loaded, prompt
 
+from turnkeep_client.subjects import SessionKey
 from worker.device.device import Device
 from worker.device.machine import DeviceError
 from worker.device.turn import Faulted, Finished, NoRoomError, Short, Starved
@@ -233,18 +234,21 @@ def test_many_short_prompts_at_once_hold_each_other_up_and_all_end(
 
 
 def test_of_long_prompts_that_cannot_all_go_on_one_begins_anew(make_rig, model) -> None:
-    """Nobody has seen to it that there is room for all of them, so some lose what they had."""
+    """Nobody has seen to it that there is room for all tenants' prompts, so some lose what they had."""
     estimator = make_rig(model, max_batch=4).device.estimator
     gc.collect()
     limit = least_limit(estimator, 1500, weight_bytes=mx.get_active_memory())
     rig = make_rig(model, max_batch=4, limit_bytes=limit)
-    turns = [append(prompt(1500, salt=i), name=f"s{i}") for i in range(6)]
+    turns = [append(prompt(1500, salt=i)) for i in range(6)]
+    for i, turn in enumerate(turns):
+        turn.key = SessionKey(f"t{i}", "s")
     rig.run(*turns)
     assert rig.peak <= limit
     assert {type(rig.end(turn)) for turn in turns} == {Finished}
     assert any(ends != sorted(ends) for ends in map(rig.chunk_ends, turns))
     last = [event for event in rig.events if isinstance(event, Finished)][-1].turn
-    again = generate(last.context, 3, name=last.key.session, num_kept=1900)
+    again = generate(last.context, 3, num_kept=1900)
+    again.key = last.key
     rig.run(again)
     assert rig.tokens(again) == alone(model, again.context, 3)[0]
 

@@ -232,6 +232,26 @@ async def test_a_client_that_goes_away_cancels_its_answer(
     await until(lambda: not any(held.num_running for held in served.index.sessions.values()))
 
 
+async def test_a_client_that_goes_away_leaves_the_queue(
+    local_worker: Start, door: Start, endless_model: Path
+) -> None:
+    """Nothing but the close is left of its request, while the answer that it waited for goes on."""
+    worker = await local_worker(model=str(endless_model), max_batch=1)
+    served = await door(worker.settings.nats, worker.settings.prefix)
+    first, second = Followed(), Followed()
+    running = asyncio.create_task(first.follow(served.url, question("Begin.", 30_000)))
+    await until(lambda: len(first.text) > 20)
+    waiting = asyncio.create_task(second.follow(served.url, question("Then.", 500)))
+    await until(lambda: second.session)
+    waiting.cancel()
+    name = second.session.split(maxsplit=1)[0]
+    async with asyncio.timeout(20):
+        while not any(b'"closed"' in one.body for one in await worker.client.log(name)):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    assert not running.done()
+    running.cancel()
+
+
 async def test_a_stream_lives_while_its_prompt_waits(
     local_worker: Start, door: Start, endless_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -166,7 +166,7 @@ async def test_models_are_listed_as_each_program_wants(http: httpx2.AsyncClient)
 
 
 async def test_what_is_not_there_is_refused_in_words(http: httpx2.AsyncClient) -> None:
-    for name, words in [("embed", "embeddings"), ("embeddings", "embeddings"), ("pull", "turnkeep model")]:
+    for name, words in [("embeddings", "/api/embed"), ("pull", "turnkeep model")]:
         refused = await http.post(f"/api/{name}", json={"model": "m"})
         assert (refused.status_code, words in refused.json()["error"]) == (501, True)
     long = {"model": "m", "messages": [{"role": "user", "content": "word " * 900}]}

@@ -157,7 +157,7 @@ async def test_other_paths_and_methods(http: httpx2.AsyncClient) -> None:
     assert (await http.get("/v1/models/any/name")).json()["id"] == "any/name", "as a request may call it"
     assert models["data"][0]["context_window"] == TINY_CONTEXT
     embedding = await http.post("/v1/embeddings", json={"model": "m", "input": "a"})
-    assert (embedding.status_code, embedding.json()["error"]["code"]) == (400, "unsupported_endpoint")
+    assert (embedding.status_code, "makes no embeddings" in embedding.text) == (400, True)
     for method, path, status, says in [
         ("GET", "/v1/nothing", 404, "GET /v1/nothing is not served"),
         ("GET", CHAT, 405, f"GET {CHAT} is not served, only POST"),

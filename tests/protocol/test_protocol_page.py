@@ -29,6 +29,8 @@ from turnkeep_client.messages import (
     Counted,
     CountRequest,
     DeadLetter,
+    Embedded,
+    EmbedRequest,
     Failed,
     FinishReason,
     GatewayMetrics,
@@ -73,8 +75,8 @@ README = (ROOT / "README.md").read_text()
 
 RESULTS = (Opened, Appended, Generated, Rewound, Closed, Failed)
 PARTS = (SessionCache, Parent, Usage, Seconds, TokenLogprob, PromptToken, Called, CallPart, Progress)
-CONTROL = (InfoRequest, CancelRequest, PinRequest, UnpinRequest, CountRequest)
-REPLIES = (SessionInfo, Cancelled, Pinned, Unpinned, Counted)
+CONTROL = (InfoRequest, CancelRequest, PinRequest, UnpinRequest, CountRequest, EmbedRequest)
+REPLIES = (SessionInfo, Cancelled, Pinned, Unpinned, Counted, Embedded)
 COUNTS = (Histogram, GatewayMetrics, TenantFigures)
 TOLD = (*RESULTS, *PARTS, Chunk, DeadLetter, *CONTROL, *REPLIES, *COUNTS)
 

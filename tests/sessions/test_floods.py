@@ -90,6 +90,19 @@ async def test_a_flood_has_few_turns_on_the_device_while_another_tenant_is_there
         assert (await one.result(seq))["type"] == "generated"
 
 
+async def test_a_short_answer_does_not_wait_for_long_ones_of_its_own_tenant(wire: Start) -> None:
+    """All rows and all places of the tenant are taken by answers that would end only after minutes."""
+    one = await wire(max_batch=2)
+    for n in range(12):
+        await one.publish(f"s{n}", generate("r", **LONG))
+    while (await one.control("s", {"type": "metrics"}))["running"] < 8:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    assert (await one.send("short", generate("r", text="eee", max_tokens=3)))["type"] == "generated"
+    assert len(one.results) == 1
+    for n in range(12):
+        await one.control(f"s{n}", {"type": "cancel", "id": "r"})
+
+
 async def test_a_worker_that_stops_reads_no_more_of_what_waits(
     wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,11 +33,13 @@ class Crowd:
         self._ends: dict[tuple[str, str], asyncio.Event] = {}
         self.tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
 
-    async def come(self, tenant: str, *sessions: str, priority: int = 0, at_once: bool = False) -> None:
+    async def come(
+        self, tenant: str, *sessions: str, priority: int = 0, at_once: bool = False, max_new: int = 1000
+    ) -> None:
         """Have sessions come, and settle."""
         for session in sessions:
             self.tasks[tenant, session] = asyncio.create_task(
-                self._work((tenant, session), priority, at_once)
+                self._work((tenant, session), priority, at_once, max_new)
             )
         await settled()
 
@@ -53,8 +55,8 @@ class Crowd:
     def num(self, tenant: str) -> int:
         return Counter(one for one, _ in self.at_work)[tenant]
 
-    async def _work(self, key: tuple[str, str], priority: int, at_once: bool) -> None:
-        async with self.shares.enter(SessionKey(*key), priority, at_once=at_once):
+    async def _work(self, key: tuple[str, str], priority: int, at_once: bool, max_new: int) -> None:
+        async with self.shares.enter(SessionKey(*key), priority, at_once=at_once, max_new=max_new):
             self.at_work.append(key)
             self.came_in.append(key[1])
             self._ends[key] = asyncio.Event()
@@ -142,6 +144,25 @@ async def test_floods_share_what_there_is_where_nobody_else_is() -> None:
                 await one.end(tenant)
             await one.end(tenant)
             assert one.num(tenant) == MOST // 2
+
+
+async def test_a_short_answer_does_not_wait_for_a_flood_of_long_ones_nor_do_short_ones_flood() -> None:
+    async with crowd() as one:
+        await one.flood("loud")
+        await one.come("loud", *(f"short{number}" for number in range(FLOOD)), max_new=3)
+        assert one.came_in[MOST:] == [f"short{number}" for number in range(MOST // 4)]
+        await one.end("loud", "short0")
+        assert one.came_in[-1] == f"short{MOST // 4}"
+
+
+@pytest.mark.parametrize(("after_s", "next_one"), [(1.0, f"short{MOST // 4}"), (100.0, f"s{MOST}")])
+async def test_a_long_answer_waits_for_short_ones_only_for_a_while(after_s: float, next_one: str) -> None:
+    async with crowd() as one:
+        await one.flood("loud")
+        one.now_s = after_s
+        await one.come("loud", *(f"short{number}" for number in range(FLOOD)), max_new=3)
+        await one.end("loud", "s0")
+        assert one.came_in[MOST + MOST // 4] == next_one
 
 
 async def test_of_a_tenants_sessions_those_of_a_higher_priority_come_first() -> None:

@@ -327,7 +327,7 @@ class Worker(App):
             "returned": intake.num_returned if intake else 0,
             "runs": len(self.device_of_hashes.runs),
             "at work": len(self._sessions._at_work),
-            "shares": sum(one.num_at_work + len(one.waiting) for one in shares),
+            "shares": sum(one.at_work.total() + one.num_waiting for one in shares),
             "readers": services.reading.value - app._MAX_READINGS,
             "alone": services.device_lock._num,
         }

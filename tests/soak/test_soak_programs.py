@@ -11,9 +11,10 @@ import pytest
 from attack import attack
 from damage import damage
 from floods import laid_out, measure
-from harness import Heard, SessionKey, judge, tiny_model
+from harness import Heard, SessionKey, judge, target, tiny_model
 from malformed import malformed
 from service import serve
+from shorts import measure as beside_streams
 from soak import slopes, soak
 
 from turnkeep_client.log import MODEL_HEADER
@@ -46,6 +47,14 @@ async def test_a_tenant_is_answered_beside_floods_of_another(tmp_path: Path) -> 
     assert len(waits["quiet"]) >= 8
     assert all(waits.values()), "not one was answered before the flood was over"
     assert "quiet" in laid_out(waits)
+
+
+@pytest.mark.soak
+async def test_short_answers_are_measured_beside_long_ones(tmp_path: Path) -> None:
+    async with target(tmp_path / "data", tiny_model(tmp_path, endless=True), "--max-batch", "2") as worker:
+        waits, took_s = await beside_streams(worker.url, streams=8, long=1500)
+    assert waits
+    assert took_s > 2.0
 
 
 async def test_damaged_snapshots_under_a_running_worker_change_no_answer(tmp_path: Path) -> None:

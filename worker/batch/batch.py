@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import mlx.core as mx
+import numpy as np
 
 from cache.kv import layers
 
@@ -156,6 +157,21 @@ class Batch:
             if any(one.logprob != one.logprob for one in drawn):  # NaN
                 raise UnsoundError
             piece.scores.drawn += drawn
+
+    def embed(self, pieces: Sequence[PrefillPiece]) -> None:
+        """Run the last pieces of prompts in a pass of their own, and set their embeddings.
+
+        No step may be in flight.
+        """
+        if self._ahead is not None:
+            raise ValueError("a step is in flight")
+        hidden = self._run([], (), pieces, hidden=True).astype(mx.float32)
+        vectors = hidden / mx.linalg.norm(hidden, axis=-1, keepdims=True)
+        mx.eval(vectors, [piece.states for piece in pieces])
+        for piece, vector in zip(pieces, np.array(vectors), strict=True):
+            if piece.embedding is None or not np.isfinite(vector).all():
+                raise UnsoundError
+            piece.embedding.vector = vector.astype("<f4").tobytes()
 
     def remove(self, row: Row) -> list[Any]:
         """Remove a row, and return its KV as separate caches."""

@@ -135,12 +135,18 @@ class Forward:
         _patch_functions(model)
 
     def __call__(
-        self, parts: Sequence[Part], tokens: Sequence[int] | mx.array, pieces: Sequence[PrefillPiece] = ()
+        self,
+        parts: Sequence[Part],
+        tokens: Sequence[int] | mx.array,
+        pieces: Sequence[PrefillPiece] = (),
+        *,
+        hidden: bool = False,
     ) -> mx.array:
         """Build a pass over `tokens` and over pieces of prompts. The caches are updated.
 
         `tokens` are the tokens of `parts`, in order. Returns logits, (rows, vocabulary): first of all
-        `tokens`, then of the last `num_logits` tokens of each piece.
+        `tokens`, then of the last `num_logits` tokens of each piece. With `hidden`, returns the hidden states
+        before the output head instead.
         """
         num_parts, wanted = len(parts), list(range(len(tokens)))
         if not isinstance(tokens, mx.array):
@@ -155,15 +161,16 @@ class Forward:
             for i in range(self._num_layers)
         ]
         chosen = mx.array(wanted or [0])
+        model = self._model.model if hidden else self._model
         if self._selected is None:
-            logits = self._model(tokens[:, None], cache=views)[chosen]
+            outputs = model(tokens[:, None], cache=views)[chosen]
         else:
             self._selected.append(chosen)
             try:
-                logits = self._model(tokens[:, None], cache=views)
+                outputs = model(tokens[:, None], cache=views)
             finally:
                 self._selected.clear()
-        last: mx.array = logits[:, -1]
+        last: mx.array = outputs[:, -1]
         return last
 
 

@@ -34,9 +34,14 @@ class OwnPass:
         self._rotations = rotations
 
     def __call__(
-        self, parts: Sequence[Part], tokens: Sequence[int] | mx.array, pieces: Sequence[PrefillPiece] = ()
+        self,
+        parts: Sequence[Part],
+        tokens: Sequence[int] | mx.array,
+        pieces: Sequence[PrefillPiece] = (),
+        *,
+        hidden: bool = False,
     ) -> mx.array:
-        """Build a pass for each part and piece."""
+        """Build a pass for each part and piece; `hidden` holds for pieces only."""
         found: list[mx.array] = []
         tokens = tokens if isinstance(tokens, mx.array) else mx.array([*tokens], mx.int32)
         for part in parts:
@@ -51,7 +56,9 @@ class OwnPass:
             if num_plain:
                 self._alone(piece.caches, mx.array(piece.tokens[:num_plain]))
             if piece.num_logits:
-                found.append(self._alone(piece.caches, mx.array(piece.tokens[num_plain:])))
+                model = self._model.model if hidden else self._model
+                last = mx.array(piece.tokens[num_plain:])
+                found.append(run_alone(model, piece.caches, last, self._rotations)[0])
         return mx.concatenate(found) if found else mx.array([])
 
     def _alone(self, caches: Sequence[Any], tokens: mx.array) -> mx.array:
@@ -62,7 +69,7 @@ class OwnPass:
 def run_alone(
     model: Any, caches: Sequence[Any], tokens: mx.array, rotations: Sequence[Rotate] | None
 ) -> mx.array:
-    """Build a pass over one session's next `tokens`; return their logits, (1, tokens, vocabulary).
+    """Build a pass over one session's next `tokens`; return the model's outputs, (1, tokens, size).
 
     One call of the model cannot cross a multiple of a ring's grid; tokens on both sides of it take several
     calls.

@@ -77,12 +77,23 @@ class Scores:
         return self.start + len(self.drawn)
 
 
+@dataclass(slots=True)
+class Embedding:
+    """The vector of a prompt: the hidden state of its last token after the final norm, of length 1.
+
+    32-bit floats, little-endian; empty until the prompt has run.
+    """
+
+    vector: bytes = b""
+
+
 @dataclass(frozen=True, slots=True)
 class PrefillPiece:
     """Consecutive tokens of a prompt, to be run into a session's caches, which already hold `start` tokens.
 
     If `row` is set, the piece ends the prompt, and the logits of its last token draw the row's first token.
-    `following` are the tokens after the piece's last ones, if their `scores` are asked for.
+    `following` are the tokens after the piece's last ones, if their `scores` are asked for. If the
+    `embedding` is set, it is that of the piece's last token.
     """
 
     caches: list[Any]
@@ -91,11 +102,12 @@ class PrefillPiece:
     row: Row | None = None
     following: list[int] = field(default_factory=list)
     scores: Scores | None = None
+    embedding: Embedding | None = None
 
     @property
     def num_logits(self) -> int:
-        """Of how many of the last tokens a pass computes the logits."""
-        return len(self.following) if self.row is None else 1
+        """Of how many of the last tokens a pass computes the logits, or the hidden states."""
+        return 1 if self.row is not None or self.embedding is not None else len(self.following)
 
     def parts(self, most: int) -> Iterator[PrefillPiece]:
         """Divide the piece: first its tokens without logits, then the others, `most` at a time."""
@@ -115,12 +127,18 @@ class Pass(Protocol):
     """Runs a model over tokens of many sessions."""
 
     def __call__(
-        self, parts: Sequence[Part], tokens: Sequence[int] | mx.array, pieces: Sequence[PrefillPiece] = ()
+        self,
+        parts: Sequence[Part],
+        tokens: Sequence[int] | mx.array,
+        pieces: Sequence[PrefillPiece] = (),
+        *,
+        hidden: bool = False,
     ) -> mx.array:
         """Build a pass over `tokens`, which are the tokens of `parts` in order, and over pieces of prompts.
 
         Returns logits, (rows, vocabulary): of all `tokens`, then of the last `num_logits` tokens of each
-        piece. The caches are updated.
+        piece. With `hidden`, returns the hidden states before the output head instead. The caches are
+        updated.
         """
 
 

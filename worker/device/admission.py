@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import chain, count, zip_longest
+from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 from .residency import Residency
@@ -23,15 +24,27 @@ if TYPE_CHECKING:
 
 #: Each step of priority counts like having arrived so many seconds earlier.
 PRIORITY_S: Final = 10.0
+#: Each token that an answer may have counts like having arrived so many seconds later, up to the most.
+TOKEN_S: Final = 0.02
+_MOST_TOKENS: Final = 1024
 
 
-def place(arrived_s: float, priority: int) -> float:
+def place(arrived_s: float, priority: int, max_new: int = 0) -> float:
     """Return a request's place in the order of all requests, in seconds; the lowest place comes first.
 
-    A place never changes, so no request starves: later requests of higher priority overtake it only for a
-    limited time.
+    Short answers, of at most `max_new` tokens, come before long ones. A place never changes, so no request
+    starves: later requests overtake it only for a limited time.
     """
-    return arrived_s - priority * PRIORITY_S
+    return arrived_s - priority * PRIORITY_S + min(max_new, _MOST_TOKENS) * TOKEN_S
+
+
+def has_place(num: int, num_short: int, limit: int, part: int, *, is_short: bool) -> bool:
+    """Say whether one more fits beside `num`, of which `num_short` have short answers.
+
+    Above 1, the `limit` is one part in `part` higher for short answers alone: so they need not wait for long
+    ones, and however many of them come, they take no more from long ones.
+    """
+    return num + 1 - min(num_short + is_short, -(-(limit - 1) // part)) <= limit
 
 
 @dataclass(slots=True, eq=False)
@@ -134,10 +147,10 @@ class Admission:
     room for such a turn, they are paused, youngest first, and no younger turn gets memory before it.
     Otherwise the turn waits for older turns, and younger turns may use the remaining memory.
 
-    New turns come next, by priority, and within a priority in rotation by tenant. A new turn that would bring
-    its tenant above `max_tenant_bytes` waits until it fits, or until it is the tenant's only turn. A turn
-    that fits may overtake a turn that does not; from then on the overtaken turn counts as older than the
-    turns that overtake it. So no turn waits for ever, and the oldest always continues.
+    New turns come next, by priority, then in rotation by tenant, and those of a tenant by place. A new turn
+    that would bring its tenant above `max_tenant_bytes` waits until it fits, or until it is the tenant's only
+    turn. A turn that fits may overtake a turn that does not; from then on the overtaken turn counts as older
+    than the turns that overtake it. So no turn waits for ever, and the oldest always continues.
     """
 
     def __init__(self, ledger: Ledger, max_tenant_bytes: int | None = None) -> None:
@@ -264,8 +277,9 @@ class Admission:
         The priority whose first turn has the lowest place comes next. Within a priority, tenants take turns.
         """
         levels = [
-            deque(claim for claim in chain.from_iterable(zip_longest(*tenants.values())) if claim is not None)
+            deque(claim for claim in chain.from_iterable(zip_longest(*queues)) if claim is not None)
             for tenants in self._new.values()
+            if (queues := [sorted(queue, key=attrgetter("place_s")) for queue in tenants.values()])
         ]
         while levels := [level for level in levels if level]:
             yield min(levels, key=lambda level: level[0].place_s).popleft()

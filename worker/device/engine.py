@@ -24,6 +24,7 @@ from cache.names.tokens import as_tokens
 from cache.store import Forgotten
 from turnkeep_client.messages import Progress, joined
 from worker.batch.chooser import Sampling
+from worker.batch.rows import Embedding
 from worker.observe.traces import Phase
 from worker.process.concurrency import task_group
 
@@ -203,6 +204,7 @@ class Engine:
         max_new: int = 0,
         publish: Publish | None = None,
         scores: Scores | None = None,
+        embedding: Embedding | None = None,
         phases: list[Phase] | None = None,
     ) -> TurnResult | None:
         """Bring the KV of `context` onto the device, then sample up to `max_new` tokens into `answer`.
@@ -218,7 +220,7 @@ class Engine:
         run = Run(
             key,
             priority,
-            place(monotonic(), priority),
+            place(monotonic(), priority, max_new),
             policy=policy,
             num_most=len(context) + max_new,
             cancelled=cancelled,
@@ -226,13 +228,33 @@ class Engine:
         )
         sampling = sampling or Sampling()
         make = partial(
-            Turn, key, policy=policy, answer=answer, sampling=sampling, priority=priority, scores=scores
+            Turn,
+            key,
+            policy=policy,
+            answer=answer,
+            sampling=sampling,
+            priority=priority,
+            place_s=run.place_s,
+            scores=scores,
+            embedding=embedding,
         )
         self._cancel_mending(key)
         if self._mending is not None:
             await self._mending.ended(key)
         await self._run_to_end(run, make, context, publish)
         return self._result(run, key.tenant) if run.started_s is not None else None
+
+    async def embed(self, key: SessionKey, tokens: Tokens, *, priority: int = 0) -> bytes:
+        """Return the vector of a prompt, see `Embedding`.
+
+        No session may have this key; nothing of it stays on the device. Raises what `run` raises.
+        """
+        embedding = Embedding()
+        try:
+            await self.run(key, tokens + _UNUSED, lambda: False, priority=priority, embedding=embedding)
+        finally:
+            self.forget(key)
+        return embedding.vector
 
     async def mend(self) -> None:
         """Cut snapshots again that were dropped, as the writer gets room for them; runs until cancelled."""

@@ -79,7 +79,7 @@ class Finder:
         num_kept = min(resident.num_common(turn.context), num_usable)
         turn.num_kept = self._residency.num_usable(turn.key, num_kept, turn.policy)
         turn.source, num_shared = self._find_source(turn, busy, submitted)
-        if self._store is None:
+        if self._store is None or turn.embedding is not None:
             return
         found = max(turn.num_kept, num_shared)
         least = found + found // _RESTORE_GAIN

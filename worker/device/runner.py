@@ -441,9 +441,12 @@ class Runner:
             scored = [piece for piece in pieces.values() if piece.scores is not None]
             for piece in scored:
                 self._batch.score(piece, self.estimator.most_scored)
+            if embedded := [piece for piece in pieces.values() if piece.embedding is not None]:
+                self._batch.embed(embedded)
             # A waiting prompt or command comes before a step that runs ahead.
             alone = undisturbed and len(step.decode) == len(self._scheduler)
-            self._batch.step([one for one in pieces.values() if one.scores is None], run_ahead=alone)
+            plain = [one for one in pieces.values() if one.scores is None and one.embedding is None]
+            self._batch.step(plain, run_ahead=alone)
         except Exception as error:  # noqa: BLE001  # whatever MLX or a model raises
             prompts = tuple(pieces)
             if machine.loses_kv(error):
@@ -484,6 +487,8 @@ class Runner:
             )
         self._paging.begin_piece(turn)
         piece = PrefillPiece(turn.caches or [], start, turn.context.ids(start, end).tolist(), turn.row)
+        if turn.embedding is not None and end == turn.target:
+            return replace(piece, embedding=turn.embedding)
         if turn.scores is None:
             return piece
         following = turn.context.ids(max(start + 1, turn.scores.end), end + 1).tolist()

@@ -1,22 +1,26 @@
 """Decides which turns the device runs next. Pure: turns in, one step out.
 
-A step is one token for every running answer, and pieces of prompts up to a budget. Prompts rotate, first by
-tenant and then within a tenant, so that neither a long prompt nor a tenant with many prompts delays others.
-Higher priorities come first. If a step runs no piece of a priority's prompts, this priority rises a little,
-so that no prompt starves.
+A step is one token for every running answer, and pieces of prompts up to a budget. Tenants take turns, so
+that a tenant with many prompts does not delay others. Of a tenant's prompts, those with the least expected
+work come first, and each second of waiting counts like less work. Higher priorities come first. If a step
+runs no piece of a priority's prompts, this priority rises a little, so that no prompt starves.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, Final
+
+from .admission import has_place
 
 if TYPE_CHECKING:
     from .turn import Turn
 
 
+#: A token of a prompt that has to be run counts like having arrived so many seconds later.
+_PROMPT_TOKEN_S: Final = 0.002
 #: A priority rises by one after this many consecutive steps without a piece of its prompts.
 AGE_STEPS: Final = 16
 
@@ -35,7 +39,8 @@ class Step:
 class Scheduler:
     """Turns by phase: first prefilling, then decoding.
 
-    At most `max_rows` turns decode, at most `max_tenant_rows` of one tenant.
+    At most `max_rows` turns decode, at most `max_tenant_rows` of one tenant. Only for short answers both
+    limits, if above 1, are higher by an eighth.
 
     A piece of a prompt never crosses a multiple of `block`, so that a prefill resumed at a multiple gives the
     same bits. With a large budget, a prompt that allows it uses a multiple of several blocks instead.
@@ -45,7 +50,7 @@ class Scheduler:
         self._max_rows = max_rows
         self._max_tenant_rows = max_rows if max_tenant_rows is None else max_tenant_rows
         self._block = block
-        self._prefilling: dict[str, deque[Turn]] = {}  # by tenant, in the order of their turns
+        self._prefilling: dict[str, list[Turn]] = {}  # by tenant, least recently run first
         self._decoding: list[Turn] = []
         self._passed_over: dict[int, int] = {}  # by priority: steps without a piece of its prompts
 
@@ -67,7 +72,7 @@ class Scheduler:
 
     def add(self, turn: Turn) -> None:
         """Queue a turn whose prompt is not done."""
-        self._prefilling.setdefault(turn.tenant, deque()).append(turn)
+        self._prefilling.setdefault(turn.tenant, []).append(turn)
 
     def start_decoding(self, turn: Turn) -> None:
         """Move a turn whose answer has begun from prefilling to decoding."""
@@ -78,7 +83,7 @@ class Scheduler:
         """Take a turn out, whatever its phase."""
         if turn in self._decoding:
             self._decoding.remove(turn)
-        queue = self._prefilling.get(turn.tenant, deque())
+        queue = self._prefilling.get(turn.tenant, [])
         if turn in queue:
             queue.remove(turn)
             if not queue:
@@ -89,7 +94,7 @@ class Scheduler:
 
         The scheduler's state does not change until `advance`.
         """
-        rows = Counter(turn.tenant for turn in self._decoding)
+        rows = Counter((turn.tenant, turn.is_short) for turn in self._decoding)
         num_blocks = max(budget // self._block, 1)
         pieces: list[tuple[Turn, int]] = []
         for turn in self._rotation() if only is None else [only]:
@@ -99,24 +104,31 @@ class Scheduler:
             size = self._block * max(turn.scale, min(num_blocks, turn.most_blocks))
             end = min((start // size + 1) * size, turn.target, start + budget * turn.scale)
             if end == turn.target and turn.draws:
-                is_full = rows.total() == self._max_rows or rows[turn.tenant] >= self._max_tenant_rows
-                if turn.asks or is_full:
+                if turn.asks or not self._has_row(turn, rows):
                     end -= 1  # the last token waits
                 else:
-                    rows[turn.tenant] += 1
+                    rows[turn.tenant, turn.is_short] += 1
             if end > start:
                 pieces.append((turn, end - start))
                 budget -= (end - start) // turn.scale
         return Step(tuple(self._decoding), tuple(pieces))
 
+    def _has_row(self, turn: Turn, rows: Counter[tuple[str, bool]]) -> bool:
+        """Say whether a turn may decode beside `rows`, counted by tenant and by whether they are short."""
+        num_short = sum(num for (_, is_short), num in rows.items() if is_short)
+        mine, mine_short = rows[turn.tenant, False] + rows[turn.tenant, True], rows[turn.tenant, True]
+        return has_place(rows.total(), num_short, self._max_rows, 8, is_short=turn.is_short) and has_place(
+            mine, mine_short, self._max_tenant_rows, 8, is_short=turn.is_short
+        )
+
     def advance(self, step: Step) -> None:
         """Update the rotation and the ages of prompts for a step that will run."""
         for turn, _ in step.prefill:
-            self._to_the_end(turn)
+            self._prefilling[turn.tenant] = self._prefilling.pop(turn.tenant)
         self._age({turn.priority for turn, _ in step.prefill})
 
     def _rotation(self) -> list[Turn]:
-        """List prefilling turns by priority. Within a priority, tenants alternate."""
+        """List prefilling turns by priority, in which tenants alternate, each with its least work first."""
         levels = {
             priority: priority + self._passed_over.get(priority, 0) // AGE_STEPS
             for priority in {turn.priority for turn in self.prefilling}
@@ -124,7 +136,8 @@ class Scheduler:
         order: list[Turn] = []
         for priority in sorted(levels, key=lambda priority: (-levels[priority], priority)):
             queues = [
-                [turn for turn in queue if turn.priority == priority] for queue in self._prefilling.values()
+                sorted((turn for turn in queue if turn.priority == priority), key=_order)
+                for queue in self._prefilling.values()
             ]
             order += (turn for turn in chain.from_iterable(zip_longest(*queues)) if turn is not None)
         return order
@@ -136,8 +149,6 @@ class Scheduler:
             for priority in {turn.priority for turn in self.prefilling} - served
         }
 
-    def _to_the_end(self, turn: Turn) -> None:
-        queue = self._prefilling.pop(turn.tenant)
-        queue.remove(turn)
-        queue.append(turn)
-        self._prefilling[turn.tenant] = queue
+
+def _order(turn: Turn) -> float:
+    return turn.place_s + (turn.target - turn.num_cached) * _PROMPT_TOKEN_S

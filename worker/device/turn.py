@@ -24,10 +24,12 @@ if TYPE_CHECKING:
     from cache.names.tokens import Chain, Tokens
     from turnkeep_client.messages import Chunk
     from turnkeep_client.subjects import SessionKey
-    from worker.batch.rows import Row, Scores
+    from worker.batch.rows import Embedding, Row, Scores
     from worker.observe.traces import Phase
     from worker.text.answer import Answer
 
+#: The most tokens of a short answer.
+SHORT_TOKENS: Final = 64
 #: Of how many snapshots a turn keeps the times: of its last ones, as a long prompt cuts hundreds.
 MOST_CUTS: Final = 8
 
@@ -45,17 +47,20 @@ class Asked:
     """What a session asks of the device: one append, or a generate, which has an `answer`.
 
     `context` are all tokens of the session up to where sampling starts. Tokens that the answer already holds
-    were published before a crash; they are the end of the context. Higher priorities come first. With
-    `scores`, an append fills them for all tokens of the context.
+    were published before a crash; they are the end of the context. Higher priorities come first, and of one
+    priority the lowest `place_s` (see `admission.place`). With `scores`, an append fills them for all tokens
+    of the context; with `embedding`, it sets that of the last token but one, and stores nothing.
     """
 
     key: SessionKey
     context: Tokens
     policy: Policy = FULL
     priority: int = 0
+    place_s: float = 0.0
     answer: Answer | None = None
     sampling: Sampling = field(default_factory=Sampling)
     scores: Scores | None = None
+    embedding: Embedding | None = None
     num_prompt: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -72,8 +77,15 @@ class Asked:
         return self.answer is not None
 
     @property
+    def is_short(self) -> bool:
+        """Whether the answer has few tokens at most, so that it holds a batch row for a short time."""
+        return self.answer is not None and self.answer.max_tokens <= SHORT_TOKENS
+
+    @property
     def reusable(self) -> Tokens:
-        """The context's first tokens whose KV may be reused; the logits of later ones are needed."""
+        """The context's first tokens whose KV may be reused; the outputs of later ones are needed."""
+        if self.embedding is not None:
+            return self.context[:-2]
         return self.context if self.scores is None else self.context[: self.scores.end - 1]
 
     def tokens(self, end: int) -> Tokens:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from . import blas, catalog, converted, hub, positions
+from .backbone import bare_classes, is_bare
 from .catalog import ModelEntry, list_models, packaged_gguf
 from .misfits import explain, surplus_tokens
 from .model_files import (
@@ -202,7 +203,11 @@ def _load_weights(
 
     written = utils.load_config(folder)
     changes = positions.translate(written)
-    model, config = utils.load_model(folder, lazy=True, model_config=changes)
+    classes: dict[str, Any] = {}
+    if is_bare(folder):
+        changes["tie_word_embeddings"] = True
+        classes["get_model_classes"] = bare_classes
+    model, config = utils.load_model(folder, lazy=True, model_config=changes, **classes)
     if dtype != "keep":
         model = utils.dequantize_model(model)
         model.set_dtype(getattr(mx, dtype))

@@ -91,7 +91,7 @@ class Tokenizer:
         self._fingerprint: bytes | None = None
         self._guard: int = self._ids("a")[-1]
         self._guard_text: str = self._rust.decode([self._guard], skip_special_tokens=False)
-        self._bos = self._find_bos()
+        self._bos, self._after = self._find_ends()
         self._adds_space = self._join(self._ids("a")) == b" a"
 
     @classmethod
@@ -130,6 +130,13 @@ class Tokenizer:
             return self._inside(text) if self._adds_space else self._ids(text)
         ids = self._ids(text)
         return ids if ids[: len(self._bos)] == self._bos else self._bos + ids
+
+    def encode_whole(self, text: str) -> list[int]:
+        """Return the tokens of a text between those that the tokenizer itself puts before and after one.
+
+        What only spells a special token is none.
+        """
+        return self._bos + self._ids(self.as_text(text)) + self._after
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of tokens, special ones included; bytes that are not UTF-8 become U+FFFD."""
@@ -407,14 +414,14 @@ class Tokenizer:
             return bytes(_BYTE_OF[char] for char in name)
         return text.encode()
 
-    def _find_bos(self) -> list[int]:
-        """Find the tokens that the tokenizer itself puts before a text."""
+    def _find_ends(self) -> tuple[list[int], list[int]]:
+        """Find the tokens that the tokenizer itself puts before a text, and after it."""
         plain = self._ids("a")
         ids: list[int] = self._rust.encode("a", add_special_tokens=True).ids
         for i in range(len(ids) - len(plain) + 1):
             if ids[i : i + len(plain)] == plain:
-                return ids[:i]
-        return []
+                return ids[:i], ids[i + len(plain) :]
+        return [], []
 
 
 def _byte_alphabet() -> dict[str, int]:

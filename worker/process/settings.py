@@ -373,6 +373,11 @@ class Settings:
         None,
         "bits per number in KV, in memory and on disk; full is the type of the weights",
     )
+    pooling: str = _setting(
+        _choice("auto", "last"),
+        "auto",
+        "which token's state is a text's embedding; auto is the last one of models made for embeddings",
+    )
     cache_policy: Policy = _setting(
         _or("full", FULL, _POLICY),
         FULL,

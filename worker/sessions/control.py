@@ -1,4 +1,4 @@
-"""Answers control requests (subject `ctl`): cancel, count, info, metrics, pin and unpin."""
+"""Answers control requests (subject `ctl`): cancel, count, embed, info, metrics, pin and unpin."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from turnkeep_client.messages import (
     CancelRequest,
     Counted,
     CountRequest,
+    EmbedRequest,
     Generate,
     InfoRequest,
     MetricsRequest,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from turnkeep_client.subjects import SessionKey, Subjects
     from worker.device.engine import Engine
 
+    from .embedding import Embedder
     from .history import Fold, History
     from .session import Session
     from .sessions import Sessions
@@ -58,6 +60,7 @@ class Control:
         store: Store | None,
         subjects: Subjects,
         fold: Fold,
+        embedder: Embedder,
         *,
         model: str,
         metrics: Callable[[], Metrics],
@@ -68,6 +71,7 @@ class Control:
         self._store = store
         self._subjects = subjects
         self._fold = fold
+        self._embedder = embedder
         self._model = model
         self._metrics = metrics
 
@@ -80,6 +84,8 @@ class Control:
             return failure(error.request_id, "invalid_request", str(error))
         if isinstance(request, MetricsRequest):
             return self._metrics()
+        if isinstance(request, EmbedRequest):
+            return await self._embedder.answer(key.tenant, request)
         with self._sessions.in_use(key) as session:
             return await self._answer(session, request)
 

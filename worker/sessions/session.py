@@ -153,14 +153,13 @@ class Session:
         return _SIZE_BYTES + _TOKEN_BYTES * num_tokens + self.log.record.answered_ids.size_bytes
 
     @property
-    def priority(self) -> int:
-        """The priority of the next request; 0 if unknown."""
+    def next_request(self) -> Request | None:
+        """The next request; None if unknown."""
         if self.log.record.pending:
-            return self.log.record.pending[0].priority
+            return self.log.record.pending[0].request
         with suppress(InvalidMessageError):
-            request = decode_request(self.log.delivered.body) if self.log.delivered else None
-            return request.priority if isinstance(request, Append | Generate) else 0
-        return 0
+            return decode_request(self.log.delivered.body) if self.log.delivered else None
+        return None
 
     def ring(self, delivery: Delivery) -> None:
         """Record that the log has a request at the delivery's sequence, and wake the session's task."""
@@ -173,7 +172,14 @@ class Session:
         while True:
             try:
                 is_stopped = bool(self.log.record.pending) and self.log.record.pending[0].stopped
-                async with self._services.shares.enter(self.key, self.priority, at_once=is_stopped):
+                request = self.next_request
+                share = self._services.shares.enter(
+                    self.key,
+                    request.priority if isinstance(request, Append | Generate) else 0,
+                    at_once=is_stopped,
+                    max_new=request.max_tokens if isinstance(request, Generate) else 0,
+                )
+                async with share:
                     async with task_group() as asides:
                         give = self._read_ahead(asides)
                         await self.log.catch_up()

@@ -2,21 +2,25 @@
 
 The limit is high enough to keep the device busy, and lower while other tenants have work. Sessions above the
 limit wait here before their logs are read. Each working session makes the device's steps and the event loop
-slower for all others, and many more sessions than the device has batch rows bring no gain.
+slower for all others, and many more sessions than the device has batch rows bring no gain. Short answers wait
+only for older long ones, and a few places above the limit are theirs alone.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import sys
+from collections import Counter
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from anyio import Event
 
-from worker.device.admission import place
+from worker.device.admission import has_place, place
 from worker.device.engine import StoppingError
+from worker.device.turn import SHORT_TOKENS
 from worker.process.clock import monotonic
 
 if TYPE_CHECKING:
@@ -28,17 +32,46 @@ if TYPE_CHECKING:
 _PRESENT_S: Final = 10.0
 
 
+@dataclass(slots=True, order=True)
+class _Entry:
+    """A session that waits, or that was admitted. Those with lower places come first."""
+
+    place_s: float
+    number: int
+    is_short: bool = field(compare=False)
+    admitted: Event = field(default_factory=Event, compare=False)
+
+
 @dataclass(slots=True, eq=False)
 class _Tenant:
-    """One tenant's sessions.
+    """One tenant's sessions, those with short answers apart; the waiting ones in two heaps.
 
     `floods` says that it had more sessions than may ever work at once, and some of them still wait.
     """
 
     seen_s: float
-    num_at_work: int = 0
-    waiting: list[tuple[float, int, Event]] = field(default_factory=list)
+    at_work: Counter[bool] = field(default_factory=Counter)
+    waiting: dict[bool, list[_Entry]] = field(default_factory=lambda: {False: [], True: []})
     floods: bool = False
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(map(len, self.waiting.values()))
+
+    def pop(self, share: int) -> _Entry | None:
+        """Remove and return the session that is admitted next; None if none has a place in the share."""
+        heaps = [
+            heap
+            for is_short, heap in self.waiting.items()
+            if heap and has_place(self.at_work.total(), self.at_work[True], share, 4, is_short=is_short)
+        ]
+        return heapq.heappop(min(heaps)) if heaps else None
+
+    def admit(self, entry: _Entry) -> None:
+        """Count a session as at work, unless it is counted already."""
+        if not entry.admitted.is_set():
+            self.at_work[entry.is_short] += 1
+            entry.admitted.set()
 
 
 class Shares:
@@ -53,13 +86,15 @@ class Shares:
         self._least = max(num_rows // 4, 1)
         self._clock = clock
         self._present: dict[str, _Tenant] = {}  # in the order of `seen_s`
-        self._waiting: dict[SessionKey, Event] = {}
+        self._waiting: dict[SessionKey, _Entry] = {}
         self._numbers = itertools.count()
         self._is_stopped = False
 
     @asynccontextmanager
-    async def enter(self, key: SessionKey, priority: int, *, at_once: bool) -> AsyncIterator[None]:
-        """Count the session as at work inside the block.
+    async def enter(
+        self, key: SessionKey, priority: int, *, at_once: bool, max_new: int = sys.maxsize
+    ) -> AsyncIterator[None]:
+        """Count the session as at work inside the block; its next answer has at most `max_new` tokens.
 
         Unless `at_once`, first wait until the tenant has fewer sessions at work than its limit. Raises
         `StoppingError` if the worker stops before that.
@@ -67,20 +102,21 @@ class Shares:
         if self._is_stopped:
             raise StoppingError
         mine = self._seen(key.tenant)
-        admitted = self._waiting[key] = Event()
-        waiting = (place(mine.seen_s, priority), next(self._numbers), admitted)
-        heapq.heappush(mine.waiting, waiting)
+        place_s, number = place(mine.seen_s, priority, max_new), next(self._numbers)
+        entry = self._waiting[key] = _Entry(place_s, number, max_new <= SHORT_TOKENS)
+        heap = mine.waiting[entry.is_short]
+        heapq.heappush(heap, entry)
         if at_once:
             self.admit(key)
         self._admit_waiting()
         try:
-            await admitted.wait()
+            await entry.admitted.wait()
         except BaseException:
-            if admitted.is_set():  # admitted already
-                self._leave(key.tenant)
+            if entry.admitted.is_set():  # admitted already
+                self._leave(key.tenant, entry)
             else:
-                mine.waiting.remove(waiting)
-                heapq.heapify(mine.waiting)
+                heap.remove(entry)
+                heapq.heapify(heap)
             raise
         finally:
             del self._waiting[key]
@@ -89,14 +125,12 @@ class Shares:
                 raise StoppingError
             yield
         finally:
-            self._leave(key.tenant)
+            self._leave(key.tenant, entry)
 
     def admit(self, key: SessionKey) -> None:
         """Admit a waiting session above its tenant's limit, because it no longer needs the device."""
-        admitted = self._waiting.get(key)
-        if admitted is not None and not admitted.is_set():
-            self._present[key.tenant].num_at_work += 1
-            admitted.set()
+        if (entry := self._waiting.get(key)) is not None:
+            self._present[key.tenant].admit(entry)
 
     def stop(self) -> None:
         """Raise `StoppingError` in all waiting and later calls of `enter`."""
@@ -110,27 +144,24 @@ class Shares:
         self._present[name] = tenant
         return tenant
 
-    def _leave(self, name: str) -> None:
-        self._seen(name).num_at_work -= 1
+    def _leave(self, name: str, entry: _Entry) -> None:
+        self._seen(name).at_work[entry.is_short] -= 1
         self._admit_waiting()
 
     def _admit_waiting(self) -> None:
         """Admit waiting sessions of tenants whose share has room."""
         horizon_s = self._clock() - _PRESENT_S
         while (first := next(iter(self._present.items())))[1].seen_s < horizon_s:
-            if first[1].num_at_work or first[1].waiting:
+            if first[1].at_work.total() or first[1].num_waiting:
                 self._seen(first[0])
             else:
                 del self._present[first[0]]
         tenants = self._present.values()
         for tenant in tenants:
-            is_large = tenant.num_at_work + len(tenant.waiting) > self._most
-            tenant.floods = is_large or (tenant.floods and bool(tenant.waiting))
+            is_large = tenant.at_work.total() + tenant.num_waiting > self._most
+            tenant.floods = is_large or (tenant.floods and bool(tenant.num_waiting))
         beside_floods = self._most // len(tenants) if all(tenant.floods for tenant in tenants) else 0
         for tenant in tenants:
-            share = beside_floods if tenant.floods else self._most
-            while tenant.waiting and tenant.num_at_work < max(share, self._least):
-                _, _, admitted = heapq.heappop(tenant.waiting)
-                if not admitted.is_set():
-                    tenant.num_at_work += 1
-                    admitted.set()
+            share = max(beside_floods if tenant.floods else self._most, self._least)
+            while (entry := tenant.pop(share)) is not None:
+                tenant.admit(entry)

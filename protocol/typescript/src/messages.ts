@@ -234,6 +234,29 @@ export interface DeadLetter {
   model: string;
 }
 
+/**
+ * Make a vector of each of the `inputs`, texts or token ids (on `ctl`, of any session's name).
+ *
+ * Vectors are cut to `dimensions` numbers. Nothing of this is in the log.
+ */
+export interface EmbedRequest {
+  type: "embed";
+  inputs: readonly (string | readonly number[])[];
+  dimensions?: number | null;
+}
+
+/**
+ * Answer to `embed`: the vectors of the inputs, each of length 1, and how many tokens each input has.
+ *
+ * A vector is base64 of 32-bit floats, little-endian.
+ */
+export interface Embedded {
+  type: "embedded";
+  vectors: readonly string[];
+  tokens: readonly number[];
+  model: string;
+}
+
 /** Answer to a request that changed nothing. `id` is null if the body has no valid one. */
 export interface Failed {
   type: "failed";
@@ -863,6 +886,6 @@ export type Request = Open | Append | Generate | Rewind | Close;
 
 export type Result = Opened | Appended | Generated | Rewound | Closed | Failed;
 
-export type ControlRequest = InfoRequest | MetricsRequest | CancelRequest | PinRequest | UnpinRequest | CountRequest;
+export type ControlRequest = InfoRequest | MetricsRequest | CancelRequest | PinRequest | UnpinRequest | CountRequest | EmbedRequest;
 
-export type ControlReply = SessionInfo | Metrics | Cancelled | Pinned | Unpinned | Counted | Failed;
+export type ControlReply = SessionInfo | Metrics | Cancelled | Pinned | Unpinned | Counted | Embedded | Failed;

@@ -1,0 +1,82 @@
+"""Embeddings over HTTP, as OpenAI's library asks for them, and Ollama's programs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import httpx2
+import numpy as np
+import pytest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+Start = Any
+TEXTS = ["Is water wet?", "Why is the sky blue?"]
+
+
+@pytest.fixture
+async def served(local_worker: Start, door: Start, embedding_model: Path) -> Any:
+    worker = await local_worker(model=str(embedding_model))
+    return await door(worker.settings.nats, worker.settings.prefix)
+
+
+async def posted(served: Any, path: str, **body: Any) -> httpx2.Response:
+    async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
+        return await http.post(path, json={"model": "m", **body})
+
+
+async def test_openais_library_gets_the_same_vectors_in_each_form(served: Any) -> None:
+    """By itself the library asks for base64, and gives floats to its caller."""
+    create = served.openai.embeddings.create
+    listed = await create(model="m", input=TEXTS)
+    assert [(one.object, one.index) for one in listed.data] == [("embedding", 0), ("embedding", 1)]
+    assert (listed.object, listed.model) == ("list", "m")
+    assert listed.usage.prompt_tokens == listed.usage.total_tokens > 10
+    as_floats = await create(model="m", input=TEXTS, encoding_format="float")
+    for one, other in zip(listed.data, as_floats.data, strict=True):
+        assert np.dot(one.embedding, other.embedding) == pytest.approx(1.0, abs=1e-5)
+    alone = await create(model="m", input=TEXTS[1], dimensions=4)
+    cut = np.array(listed.data[1].embedding[:4])
+    assert np.dot(alone.data[0].embedding, cut / np.linalg.norm(cut)) == pytest.approx(1.0, abs=1e-5)
+
+
+async def test_token_ids_are_taken_as_they_are(served: Any) -> None:
+    create = served.openai.embeddings.create
+    ids = [40, 41, 42]
+    one, several = await create(model="m", input=ids), await create(model="m", input=[ids, ids])
+    assert (one.usage.prompt_tokens, several.usage.prompt_tokens) == (3, 6)
+    assert np.dot(one.data[0].embedding, several.data[1].embedding) == pytest.approx(1.0, abs=1e-5)
+
+
+async def test_a_list_longer_than_a_message_takes_comes_whole_and_in_order(served: Any) -> None:
+    texts = [f"text {number}" for number in range(70)]
+    found = await served.openai.embeddings.create(model="m", input=texts)
+    last = await served.openai.embeddings.create(model="m", input=texts[-1:])
+    assert len(found.data) == 70
+    assert np.dot(found.data[-1].embedding, last.data[0].embedding) == pytest.approx(1.0, abs=1e-5)
+
+
+async def test_ollamas_programs_get_vectors_too(served: Any) -> None:
+    answer = await posted(served, "/api/embed", input=TEXTS)
+    assert answer.status_code == 200
+    told = answer.json()
+    assert (told["model"], len(told["embeddings"])) == ("m", 2)
+    assert told["prompt_eval_count"] > 10
+    assert np.linalg.norm(told["embeddings"][0]) == pytest.approx(1.0, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": ""}, "input"),
+        ({"input": {"a": 1}}, "input"),
+        ({"input": ["a"] * 2049}, "input"),
+        ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
+        ({"input": "a", "dimensions": 10**6}, None),
+    ],
+)
+async def test_what_cannot_be_embedded_is_refused(served: Any, body: Any, param: str | None) -> None:
+    answer = await posted(served, "/v1/embeddings", **body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)

@@ -1,0 +1,116 @@
+"""Vectors of texts over NATS: the model's own hidden states, beside sessions and without a trace."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from parts import TINY_CONTEXT
+
+from turnkeep_client.errors import RequestFailedError
+from worker.models.model import load
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+Start = Any
+TEXTS = ["Is water wet?", "Why is the sky blue? " * 40, "x"]
+
+
+def expected(folder: Path, text: str) -> np.ndarray[Any, Any]:
+    """Return a text's vector by one call of mlx-lm's model over all its tokens."""
+    loaded = load(folder, dtype="float32")
+    model: Any = loaded.model
+    hidden = model.model(mx.array([loaded.tokenizer.encode_whole(text)]))[0, -1]
+    return np.array(hidden / mx.linalg.norm(hidden))
+
+
+async def test_vectors_are_the_last_tokens_states_also_of_texts_of_many_blocks(
+    local_worker: Start, embedding_model: Path
+) -> None:
+    worker = await local_worker(model=str(embedding_model))
+    found = await worker.client.embed(TEXTS * 20)
+    for text, vector in zip(TEXTS * 20, found.floats, strict=True):
+        assert np.dot(expected(embedding_model, text), vector) > 0.99999
+    assert found.tokens[:3] == found.tokens[3:6]
+    ids = load(embedding_model, dtype="float32").tokenizer.encode_whole(TEXTS[0])
+    assert ids[-1] == 0, "the tokenizer's own end of a text"
+    assert np.dot((await worker.client.embed([ids])).floats[0], found.floats[0]) > 0.99999
+
+
+async def test_a_vector_cut_to_fewer_dimensions_is_of_length_1(
+    local_worker: Start, embedding_model: Path
+) -> None:
+    worker = await local_worker(model=str(embedding_model))
+    (whole,) = (await worker.client.embed(TEXTS[:1])).floats
+    (cut,) = (await worker.client.embed(TEXTS[:1], dimensions=4)).floats
+    assert np.linalg.norm(cut) == pytest.approx(1.0)
+    assert np.dot(cut, whole[:4]) == pytest.approx(np.linalg.norm(whole[:4]))
+
+
+async def test_an_embedding_leaves_neither_entries_nor_kv(local_worker: Start, embedding_model: Path) -> None:
+    worker = await local_worker(model=str(embedding_model))
+    await worker.client.embed(TEXTS)
+    metrics = await worker.client.worker_metrics()
+    assert (metrics.resident_sessions, metrics.running, metrics.snapshots.accepted) == (0, 0, 0)
+    assert not await worker.client.log()
+
+
+async def test_a_list_of_many_texts_does_not_stop_a_running_answer(
+    local_worker: Start, embedding_model: Path
+) -> None:
+    """The answer and the list go on beside each other: tokens come until the last vector is there."""
+    worker = await local_worker(model=str(embedding_model))
+    generation = worker.client.session("s").generate(text="eee", max_tokens=1900, ignore_eos=True)
+    chunks = 0
+    async with generation:
+        embedding = asyncio.create_task(worker.client.embed(TEXTS * 30))
+        async for _ in generation:
+            chunks += 1
+            if embedding.done():
+                break
+        assert len((await embedding).vectors) == 90
+    assert chunks > 20
+
+
+@pytest.mark.parametrize(
+    ("inputs", "more", "why"),
+    [
+        ([[]], {}, "has 0 tokens"),
+        ([[1, 10**6]], {}, "token id outside"),
+        (["a " * 50_000], {}, "it must have 1 to"),
+        (["a"], {"dimensions": 10**6}, "dimensions, not 1000000"),
+    ],
+)
+async def test_what_has_no_vector_is_refused_in_words(
+    local_worker: Start, embedding_model: Path, inputs: Any, more: Any, why: str
+) -> None:
+    worker = await local_worker(model=str(embedding_model))
+    with pytest.raises(RequestFailedError, match=why) as refusal:
+        await worker.client.embed(inputs, **more)
+    assert refusal.value.code == "invalid_request"
+
+
+async def test_a_text_as_long_as_the_context_has_a_vector_and_one_beyond_the_memory_is_refused(
+    local_worker: Start, embedding_model: Path
+) -> None:
+    worker = await local_worker(model=str(embedding_model))
+    assert (await worker.client.embed([[40] * TINY_CONTEXT])).tokens == (TINY_CONTEXT,)
+    await worker.stop()
+    small = await local_worker(model=str(embedding_model), max_memory=2**20)
+    with pytest.raises(RequestFailedError, match=r"it must have 1 to [0-9]{3,4}$"):
+        await small.client.embed([[40] * TINY_CONTEXT])
+
+
+async def test_a_chat_model_makes_no_vectors_unless_it_is_told_to(
+    local_worker: Start, tiny_model: Path
+) -> None:
+    worker = await local_worker(model=str(tiny_model))
+    with pytest.raises(RequestFailedError, match="set pooling to last"):
+        await worker.client.embed(["a"])
+    await worker.stop()
+    other = await local_worker(model=str(tiny_model), pooling="last")
+    assert len((await other.client.embed(["a"])).vectors) == 1
