@@ -334,6 +334,21 @@ def test_a_tenants_turns_begin_within_its_share_and_one_of_them_always_can() -> 
     assert admission.num_waiting == 0
 
 
+async def test_a_session_begins_again_at_once_where_its_turn_was_given_up(make_engine) -> None:
+    """The device still has the turn before: the new one must not wait for itself to prefill its prompt."""
+    engine = await make_engine(20_000)
+    context = as_tokens(prompt(900))
+    for _ in range(10):
+        given_up = asyncio.create_task(engine.run(key("s"), context, lambda: False))
+        while not engine._submitted:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        given_up.cancel()
+        async with asyncio.timeout(20):
+            turn = await engine.run(key("s"), context, lambda: False)
+        assert turn.complete
+        engine.forget(key("s"))
+
+
 async def test_a_higher_priority_waits_less_for_memory(make_engine) -> None:
     engine = await make_engine(300)
     order: list[str] = []

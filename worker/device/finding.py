@@ -159,7 +159,8 @@ class Finder:
             return None, 0
         alike = self._residency.alike(turn.key.tenant, context)
         idle = ((key, self._residency.tokens(key)) for key in alike if key not in busy)
-        running = ((other.key, other.context) for other in submitted if other.policy == turn.policy)
+        others = (other for other in submitted if other.key != turn.key)  # its own was given up, and ends
+        running = ((other.key, other.context) for other in others if other.policy == turn.policy)
         for key, tokens in chain(idle, running):
             if key.tenant != turn.key.tenant or min(len(tokens), len(context)) <= most:
                 continue
