@@ -323,13 +323,14 @@ def serve(
     help="Where its worker keeps its files.",
 )
 @click.option("--model", metavar="[PATH|ID]", help="Its model. [default: the packaged one]")
-def demo(data_dir: Path, model: str | None) -> None:
+@click.option("--cluster", is_flag=True, help="With two workers: the other one continues the answer.")
+def demo(data_dir: Path, model: str | None, *, cluster: bool) -> None:
     """Hold a conversation, and kill the worker in the middle of an answer."""
     import asyncio
 
-    from .demo import Demo
+    from .demo import ClusterDemo, Demo
 
-    asyncio.run(Demo(data_dir, model).run())
+    asyncio.run((ClusterDemo if cluster else Demo)(data_dir, model).run())
 
 
 @main.command()
