@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING
 
 import pytest
-from test_console import TOKEN, Page, serving
+from test_console import opened
 
 from ops.fleet import Fleet
 from tests.commands.command_runs import command, where
@@ -51,8 +51,6 @@ async def test_the_owner_of_a_session_is_what_sessions_and_info_show(two: list[L
 
 
 async def test_the_console_has_no_worker_serve_another_model_than_the_others(two: list[LocalWorker]) -> None:
-    async with serving(two[0].client) as url:
-        page = Page(url)
-        await page.http.get("/", params={"token": TOKEN})
+    async with opened(two[0].client) as page:
         refused = await page.http.post("/api/models/serve", json={"name": "b"})
     assert "2 workers serve the prefix" in refused.text
