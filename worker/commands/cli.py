@@ -219,7 +219,7 @@ def _fail(message: str, code: int) -> None:
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(importlib.metadata.version("turnkeep"), prog_name="turnkeep")
 def main() -> None:
-    """Durable LLM sessions over NATS: one worker per machine, KV caches that survive restarts.
+    """Durable LLM sessions over NATS, with KV caches that survive restarts.
 
     `turnkeep serve` starts a worker; `turnkeep chat`, in another terminal, talks with it.
     """
