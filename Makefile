@@ -14,15 +14,18 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test soak simulate packaging lint type check bench tools site lock clean
+.PHONY: help setup demo demo-cluster test soak simulate packaging lint type check bench tools site lock clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
 setup: $(STAMP) ## Make .venv from the lock file (PYTHON=python3.12 chooses the interpreter)
 
 demo: $(STAMP) ## Hold a conversation, and kill the worker in the middle of an answer
 	@$(BIN)/turnkeep demo
+
+demo-cluster: $(STAMP) ## The same with two workers: the other one continues the answer
+	@$(BIN)/turnkeep demo --cluster
 
 test: $(STAMP) ## Run the tests
 	@# A quarter of the time tests wait, so that two cores can do with three processes. A process keeps a file's tests.

@@ -147,19 +147,33 @@ class Process:
 class LocalWorker(Process):
     """`turnkeep serve` on a data directory and a free port of 127.0.0.1."""
 
-    def __init__(self, data_dir: Path, *options: str, program: Sequence[str] = ("worker",)) -> None:
-        """Prepare a worker; `program` is the module to run, with its arguments before `serve`."""
+    def __init__(
+        self,
+        data_dir: Path,
+        *options: str,
+        program: Sequence[str] = ("worker",),
+        beside: LocalWorker | None = None,
+    ) -> None:
+        """Prepare a worker; `program` is the module to run, with its arguments before `serve`.
+
+        It uses the NATS server of the worker `beside`, else its own.
+        """
         port = str(free_port())
-        self._place = f"127.0.0.1:{port}"
+        self.place = f"127.0.0.1:{port}"
+        self.token_file = data_dir / "nats-token"
+        nats: tuple[str, ...] = ("--nats-port", port)
+        if beside is not None:
+            self.place, self.token_file = beside.place, beside.token_file
+            nats = ("--nats", f"nats://{self.place}", "--nats-token-file", str(self.token_file))
         self.data_dir = data_dir
         self._options = options
-        more = ("--data-dir", str(data_dir), "--nats-port", port, "--log-level", "warning", *options)
+        more = ("--data-dir", str(data_dir), *nats, "--log-level", "warning", *options)
         super().__init__("the worker", [sys.executable, "-m", *program, "serve", *more])
 
     @property
     def url(self) -> str:
         """The URL of the worker's NATS server. Raises `FileNotFoundError` until the server's token exists."""
-        return f"nats://{(self.data_dir / 'nats-token').read_text().strip()}@{self._place}"
+        return f"nats://{self.token_file.read_text().strip()}@{self.place}"
 
     async def ready(self, tenant: str) -> Client:
         """Wait until the worker answers; return a connection. Raises `BenchError` if it never does."""

@@ -678,7 +678,7 @@ class App:
         if self._nc is None or not self._nc.is_connected:
             reasons.append("no connection to NATS")
         elif not self._members.is_held:
-            reasons.append("the prefix is not held")
+            reasons.append("this worker is not recorded on the prefix")
         if self._stop.is_set():
             reasons.append("stopping")
         elif not (reasons or self.ready.is_set()):
@@ -710,6 +710,7 @@ class App:
             sampling=self._loaded.sampling,
             context_tokens=self._context_tokens,
             worker=self._settings.worker,
+            others=self._members.others,
             version=VERSION,
             interval_s=self._settings.metrics_interval_s,
             max_message_bytes=self._settings.max_message_bytes,

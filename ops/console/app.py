@@ -215,6 +215,10 @@ class Console:
 
     async def _serve(self, request: Request) -> Response:
         wanted = await _body(request, _Wanted)
+        if others := (await self._client.worker_metrics()).others:
+            raise TurnkeepError(
+                f"{1 + len(others)} workers serve the prefix with this model; stop all but one to change it"
+            )
         return _json({"said": await asyncio.to_thread(self._shelf.serve, wanted.name)})
 
     async def _last_lines(self, _: Request) -> Response:

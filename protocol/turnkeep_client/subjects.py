@@ -129,7 +129,7 @@ class Subjects:
 
     @property
     def lease_bucket(self) -> str:
-        """The KV bucket that holds the lease of the worker that serves the prefix."""
+        """The KV bucket with the records of the workers that serve the prefix."""
         return f"{self.prefix.replace('.', '_')}_lease"
 
     def parse(self, subject: str) -> tuple[SessionKey, Kind, str | None]:

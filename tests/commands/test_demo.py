@@ -1,4 +1,4 @@
-"""`turnkeep demo`: the answer that a kill interrupts goes on, and the KV comes from the disk."""
+"""`turnkeep demo`: the answer that a kill interrupts goes on, with KV from the disk or at another worker."""
 
 from __future__ import annotations
 
@@ -14,13 +14,30 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-@pytest.mark.process
-def test_the_demo_survives_its_kills_and_says_what_each_turn_cost(tmp_path: Path) -> None:
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
     tiny = make_tiny_model(tmp_path / "tiny", max_position_embeddings=8192)
-    model = make_endless_model(tiny, tmp_path / "endless")
+    return make_endless_model(tiny, tmp_path / "endless")
+
+
+@pytest.mark.process
+def test_the_demo_survives_its_kills_and_says_what_each_turn_cost(tmp_path: Path, model: Path) -> None:
     done = turnkeep("demo", "--data-dir", tmp_path / "data", TURNKEEP_MODEL=str(model))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "kill -9 in the middle of the answer" in done.stdout
     rows = [line for line in done.stdout.splitlines() if re.search(r"… +SSD +\d", line)]
     assert len(rows) == 2, done.stdout
     assert "tokens were prefilled, and the first token" in done.stdout
+
+
+@pytest.mark.process
+def test_of_two_workers_the_other_one_continues_the_answer(tmp_path: Path, model: Path) -> None:
+    done = turnkeep("demo", "--cluster", "--data-dir", tmp_path / "data", TURNKEEP_MODEL=str(model))
+    assert done.returncode == 0, done.stdout + done.stderr
+    (killed, other) = re.findall(r"kill -9 of worker (\w+), which answers. Worker (\w+)", done.stdout)[0]
+    assert {killed, other} == {"one", "two"}
+    went_on = rf"mid-answer; after [\d.]+ s worker {other} went on with it"
+    assert re.search(went_on, done.stdout), done.stdout
+    # A fast worker has sent the whole answer before its kill: then the other one prefills for the next.
+    prefilled = re.findall(r"prefilled (\d+) tokens; for the next\s+question (\d+),", done.stdout)[0]
+    assert max(map(int, prefilled)) > 2000, "the whole conversation, as the other one had none of it"

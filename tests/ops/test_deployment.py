@@ -138,7 +138,7 @@ def test_prometheus_takes_its_configuration(tmp_path: Path) -> None:
 def test_no_container_of_ours_is_root_or_writes_to_its_own_files() -> None:
     assert re.findall(r"^USER (.*)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE) == ["10001:10001"]
     ours = [one for one in services().values() if one["image"] == "turnkeep"]
-    assert len(ours) == 8
+    assert len(ours) == 9
     assert all(one["read_only"] and one["cap_drop"] == ["ALL"] for one in ours)
     specs = [one.get("spec", {}) for one in documents("kubernetes.yaml")]
     pods = [spec["template"]["spec"] for spec in specs if "template" in spec]
@@ -176,8 +176,9 @@ class Here:
             "nats-server": [nats_server_program(), "-p", self.text("4222")],  # else the file's
         }
         settings = {name: self.text(value) for name, value in service.get("environment", {}).items()}
-        settings["TURNKEEP_HEALTH"] = self.text("127.0.0.1:9424")  # the image's
-        settings["TURNKEEP_DATA_DIR"] = self.text("/var/lib/turnkeep")
+        name = settings.get("TURNKEEP_WORKER", "")
+        settings["TURNKEEP_HEALTH"] = "off" if name == "two" else self.text("127.0.0.1:9424")  # the image's
+        settings["TURNKEEP_DATA_DIR"] = self.text(f"/var/lib/turnkeep/{name}")  # each has a volume
         settings["TURNKEEP_MODEL"] = str(self._model)
         path = os.pathsep.join([str(ROOT), str(ROOT / "protocol")])
         return [*programs[program], *rest], environment() | settings | {"PYTHONPATH": path}
@@ -218,7 +219,7 @@ def here(tmp_path: Path, tiny_model: Path) -> Iterator[Here]:
 def test_only_workers_are_given_the_workers_seed() -> None:
     ours = {name: one for name, one in services().items() if one["image"] == "turnkeep"}
     seen = {name for name, one in ours.items() if any("accounts:" in volume for volume in one["volumes"])}
-    assert seen == {"accounts", "nats", "mirrors", "seed", "gateway-seed", "worker"}
+    assert seen == {"accounts", "nats", "mirrors", "seed", "gateway-seed", "worker", "worker-two"}
     pods = {
         one["metadata"]["name"]: one["spec"]["template"]
         for one in documents("kubernetes.yaml")
@@ -233,7 +234,7 @@ def test_the_worker_s_probes_ask_where_it_answers() -> None:
         for pod in documents("kubernetes.yaml")
         if pod["kind"] == "StatefulSet" and pod["metadata"]["name"] == "turnkeep"
     )
-    settings = {one["name"]: one["value"] for one in worker["env"]}
+    settings = {one["name"]: one.get("value") for one in worker["env"]}
     assert settings["TURNKEEP_HEALTH"] == "0.0.0.0:9424"
     assert worker["ports"] == [{"name": "health", "containerPort": 9424}]
     probes = {kind: worker[f"{kind}Probe"]["httpGet"] for kind in ("readiness", "liveness")}
@@ -260,6 +261,7 @@ async def test_the_services_of_the_compose_file_serve_a_tenant_and_are_healthy(h
         (words,) = re.findall(r"HEALTHCHECK .*\\\n +CMD (\[.*\])", image)
         assert "TURNKEEP_HEALTH=127.0.0.1:9424 " in image
         here.wait_for(of["worker"], yaml.safe_load(words))
+        here.start(of["worker-two"])
         assert here.run(of["gateway-seed"], of["gateway-seed"]["command"]).returncode == 0
         here.start(of["gateway"])
         here.wait_for(of["gateway"], checked(of["gateway"]))
@@ -283,10 +285,13 @@ async def test_the_services_of_the_compose_file_serve_a_tenant_and_are_healthy(h
     page = here.text("http://127.0.0.1:9422/metrics")
     async with asyncio.timeout(30):
         shown = ""
-        while not re.search(r"^turnkeep_up\{.* 1\.0$", shown, re.MULTILINE):
+        while set(re.findall(r'^turnkeep_up\{.*worker="(\w+)".* 1\.0$', shown, re.MULTILINE)) != {
+            "one",
+            "two",
+        }:
             shown = await asyncio.to_thread(lambda: urllib.request.urlopen(page, timeout=5).read().decode())
     assert "\nturnkeep_consumer_pending 0.0\n" in shown
-    assert await asyncio.to_thread(here.stop) == [143, 143, 0, 0]
+    assert await asyncio.to_thread(here.stop) == [143, 143, 0, 0, 0]
 
 
 def test_the_manifest_s_nodes_run_what_its_first_command_makes(tmp_path: Path) -> None:

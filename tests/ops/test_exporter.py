@@ -39,7 +39,17 @@ if TYPE_CHECKING:
     from tests.parts import WorkerProcess
 
 #: Fields that become labels, or values of `turnkeep_..._info`.
-LABELS = {"worker", "model", "device", "version", "kv_layers", "sampling", "snapshots", "by_tenant"} | {
+LABELS = {
+    "worker",
+    "others",
+    "model",
+    "device",
+    "version",
+    "kv_layers",
+    "sampling",
+    "snapshots",
+    "by_tenant",
+} | {
     "max_message_bytes"  # a setting, of which there is no figure
 }
 LABEL = {"worker": "w1", "model": "tiny", "device": "cpu"}
@@ -349,7 +359,7 @@ def test_no_nats_server_is_one_line() -> None:
     port = free_port()
     assert refused("--nats", f"nats://127.0.0.1:{port}") == (
         f"turnkeep: no NATS server at nats://127.0.0.1:{port}: connection refused;"
-        " start it, or name another one with --nats"
+        " start it, or name another one with --nats or NATS_URL"
     )
 
 

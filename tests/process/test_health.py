@@ -126,7 +126,7 @@ async def test_a_worker_whose_lease_is_not_renewed_is_not_ready(
     js = worker.app._nc.jetstream()  # type: ignore[union-attr]
     config = (await js.stream_info(bucket)).config
     await js.update_stream(config.evolve(subjects=["nobody.$KV.x"]))  # where renewals do not arrive
-    await until(endpoint, "/readyz", (503, "the prefix is not held"))
+    await until(endpoint, "/readyz", (503, "this worker is not recorded on the prefix"))
     assert await get(endpoint, "/livez") == (200, "ok")
     await js.update_stream(config)
     await until(endpoint, "/readyz", (200, "ok"))

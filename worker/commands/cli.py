@@ -219,7 +219,7 @@ def _fail(message: str, code: int) -> None:
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(importlib.metadata.version("turnkeep"), prog_name="turnkeep")
 def main() -> None:
-    """Durable LLM sessions over NATS: one worker per machine, KV caches that survive restarts.
+    """Durable LLM sessions over NATS, with KV caches that survive restarts.
 
     `turnkeep serve` starts a worker; `turnkeep chat`, in another terminal, talks with it.
     """
@@ -323,13 +323,14 @@ def serve(
     help="Where its worker keeps its files.",
 )
 @click.option("--model", metavar="[PATH|ID]", help="Its model. [default: the packaged one]")
-def demo(data_dir: Path, model: str | None) -> None:
+@click.option("--cluster", is_flag=True, help="With two workers: the other one continues the answer.")
+def demo(data_dir: Path, model: str | None, *, cluster: bool) -> None:
     """Hold a conversation, and kill the worker in the middle of an answer."""
     import asyncio
 
-    from .demo import Demo
+    from .demo import ClusterDemo, Demo
 
-    asyncio.run(Demo(data_dir, model).run())
+    asyncio.run((ClusterDemo if cluster else Demo)(data_dir, model).run())
 
 
 @main.command()

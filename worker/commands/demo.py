@@ -1,11 +1,14 @@
 """`turnkeep demo`: a conversation that survives `kill -9`, in about a minute.
 
 Starts `turnkeep serve` as a user would, talks to the worker through the client, kills it during an answer and
-between two turns, and shows what each turn cost. Needs only an installed Turnkeep.
+between two turns, and shows what each turn cost; with two workers the other one goes on. Needs only an
+installed Turnkeep.
 """
 
 from __future__ import annotations
 
+import asyncio
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from uuid import uuid4
@@ -17,6 +20,9 @@ from bench.local import LocalWorker
 from worker.process.installed import program
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from turnkeep_client.client import Client
     from turnkeep_client.session import Session
 
 KILL_AFTER_TOKENS: Final = 25
@@ -30,13 +36,15 @@ class Demo:
     def __init__(self, data_dir: Path, model: str | None) -> None:
         self._console = Console(highlight=False)
         self._is_first = not data_dir.exists()
-        self._worker = LocalWorker(data_dir, *(() if model is None else ("--model", model)))
+        self._options = () if model is None else ("--model", model)
+        self._worker = LocalWorker(data_dir, "--worker", "one", *self._options)
         self._table = Table(title="What each turn cost", box=None, title_justify="left")
         for name in HEAD:
             self._table.add_column(
                 name, justify="left" if name == "turn" else "right", max_width=20, no_wrap=True
             )
         self._position = 0
+        self._gap_s = 0.0  # the longest one within the last answer
 
     async def run(self) -> None:
         """Run the demo."""
@@ -49,19 +57,33 @@ class Demo:
             with self._console.status("start"):
                 client = await self._worker.ready(f"demo-{uuid4().hex[:12]}")
             async with client:
-                await self._play(client.session("lighthouse"))
+                await self._play(client)
         finally:
-            self._worker.stop()
+            self._stop()
 
-    async def _play(self, session: Session) -> None:
+    def _stop(self) -> None:
+        self._worker.stop()
+
+    async def _begin(self, session: Session) -> float:
+        """Append the notes; return the tokens prefilled a second."""
         self._say("A system prompt of two pages, appended and prefilled ahead of the first question")
         with self._console.status("prefill"):
             notes = await session.append(messages=[{"role": "system", "content": NOTES.read_text("utf-8")}])
-        rate = notes.prefilled_tokens / notes.seconds
         self._row("(the notes)", "-", notes.position, notes.cached_tokens, notes.prefilled_tokens, "-", "-")
         await self._ask(session, "When was the lighthouse built?", 60)
+        return notes.prefilled_tokens / notes.seconds
+
+    async def _restart(self) -> str:
+        self._worker.kill()
+        self._say("[bold red]kill -9[/] in the middle of the answer. Restarting; the same answer goes on:")
+        self._worker.start()
+        return "SSD"
+
+    async def _play(self, client: Client) -> None:
+        session = client.session("lighthouse")
+        rate = await self._begin(session)
         await self._ask(session, "Who was the first keeper?", 60)
-        await self._ask(session, "Write a short poem about the lighthouse.", 120, kill=True)
+        await self._ask(session, "Write a short poem about the lighthouse.", 120, kill=self._restart)
         self._say("Once more [bold red]kill -9[/], between two turns, and a restart")
         self._worker.kill()
         self._worker.start()
@@ -77,25 +99,28 @@ class Demo:
         )
 
     async def _ask(
-        self, session: Session, question: str, most: int, *, source: str = "memory", kill: bool = False
+        self,
+        session: Session,
+        question: str,
+        most: int,
+        *,
+        source: str = "memory",
+        kill: Callable[[], Awaitable[str]] | None = None,
     ) -> tuple[int, int, float]:
-        """Ask and print the answer; after a kill the same iterator continues."""
+        """Ask and print the answer. `kill` says where KV is from after it; the same iterator continues."""
         self._console.print(f"\n[bold cyan]>[/] {question}")
         # Without the penalty so small a model repeats itself.
         said = [{"role": "user", "content": question}]
         generation = session.generate(messages=said, max_tokens=most, repetition_penalty=1.1)
-        tokens = 0
+        tokens, self._gap_s, heard_s = 0, 0.0, 0.0
         async for chunk in generation:
+            now_s = time.monotonic()
+            self._gap_s, heard_s = max(self._gap_s, now_s - (heard_s or now_s)), now_s
             self._console.file.write(chunk.text)
             self._console.file.flush()
             tokens += len(chunk.tokens)
             if kill and tokens >= KILL_AFTER_TOKENS:
-                kill, source = False, "SSD"
-                self._worker.kill()
-                self._say(
-                    "[bold red]kill -9[/] in the middle of the answer. Restarting; the same answer goes on:"
-                )
-                self._worker.start()
+                source, kill = await kill(), None
         self._console.print()
         usage, seconds = generation.result.usage, generation.result.seconds
         decode_s = seconds.total - seconds.first_token
@@ -113,3 +138,42 @@ class Demo:
 
     def _say(self, text: str) -> None:
         self._console.print(f"\n[bold green]==[/] {text}")
+
+
+class ClusterDemo(Demo):
+    """The same with two workers on one NATS server: a kill, and the other one continues the answer."""
+
+    def __init__(self, data_dir: Path, model: str | None) -> None:
+        super().__init__(data_dir, model)
+        self._other = LocalWorker(data_dir / "two", "--worker", "two", beside=self._worker)
+
+    def _stop(self) -> None:
+        self._other.stop()
+        super()._stop()  # with the NATS server, which outlives its worker
+
+    async def _play(self, client: Client) -> None:
+        self._say("Starting a second worker, on the NATS server of the first")
+        self._other.start("--model", str(self._worker.model_folder))
+        with self._console.status("start"):
+            await self._other.until(lambda: asyncio.wait_for(anext(client.metrics("two")), 1))
+        session = client.session("lighthouse")
+        await self._begin(session)
+        killed = (await session.info(limit=0)).worker.worker
+        other = "two" if killed == "one" else "one"
+
+        async def kill() -> str:
+            (self._worker if killed == "one" else self._other).kill()
+            self._say(f"[bold red]kill -9[/] of worker {killed}, which answers. Worker {other} goes on:")
+            return "-"
+
+        _, prefilled, _ = await self._ask(session, "Write a short poem about the lighthouse.", 120, kill=kill)
+        gap_s = self._gap_s
+        _, then, first_s = await self._ask(session, "Who was Agnes Holloway?", 40)
+        self._console.print("\n", self._table)
+        self._console.print(
+            f"\nWorker {killed} was killed in mid-answer; after {gap_s:.1f} s worker {other} went on"
+            " with it.\n"
+            f"It had no KV of the conversation, and prefilled {prefilled} tokens; for the next\nquestion"
+            f" {then}, and the first token came {first_s:.2f} s after the worker took it up.\n"
+            "The client has only waited.\n\nSeveral workers of your own: docs/cluster.md"
+        )

@@ -15,6 +15,7 @@ from turnkeep_client.messages import UNLOADED, Metrics, SnapshotCounters
 from .telemetry import Telemetry
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from typing import Any
 
     from cache.store import Store
@@ -38,6 +39,7 @@ def collect(
     sampling: dict[str, float],
     context_tokens: int,
     worker: str,
+    others: Iterable[str],
     version: str,
     interval_s: float,
     max_message_bytes: int,
@@ -50,6 +52,7 @@ def collect(
         sampling=sampling,
         context_tokens=context_tokens,
         device=device.name,
+        others=tuple(sorted(others)),
         uptime_s=telemetry.uptime_s,
         requests={kind: dict(outcomes) for kind, outcomes in telemetry.requests.items()},
         waiting=max(intake.num_sessions - engine.num_running, 0),

@@ -349,7 +349,7 @@ class Settings:
     prefix: str = _setting(
         _name("words of A-Z a-z 0-9 _ - joined by dots", check_prefix),
         DEFAULT_PREFIX,
-        "the first part of every subject; one worker at a time serves a prefix",
+        "the first part of every subject; the workers of a prefix share its sessions",
     )
     model: str | None = _setting(
         _or("packaged", None, _MODEL),
@@ -361,7 +361,7 @@ class Settings:
         _name(ID_RULE, lambda name: check_id("worker", name)),
         default_worker,
         "the host's name",
-        "this worker's name in metrics",
+        "this worker's name; each worker of a prefix needs its own",
     )
     dtype: str = _setting(
         _choice("auto", "keep", "float32", "float16", "bfloat16"),

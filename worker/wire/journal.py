@@ -293,7 +293,7 @@ class Journal:
     async def check_unchanged(self, key: SessionKey, out_seq: int) -> None:
         """Raise `FencedError` if the session's last result is not the one at `out_seq` any more.
 
-        Without a lease another worker may have gone on, and may even have closed the session and removed it.
+        Another worker of the prefix may have gone on, and may even have closed the session and removed it.
         Chunks that do not follow from the session could not be taken back.
         """
         if not self._is_alone() and await self.last_seq(key, "out") != out_seq:

@@ -118,6 +118,8 @@ class Retention:
             try:
                 if self._is_first():
                     await self.sweep()
+                else:
+                    self.num_bytes = await self._journal.log_bytes()
             except (nats.errors.Error, APIError, OSError) as error:
                 log.warning("closed sessions could not be removed, trying again", error=str(error))
             await sleep(_PERIOD_S)

@@ -100,7 +100,7 @@ export function session(main, given, about) {
     if (row) shown_.push(made("details", { class: "menu" }, made("summary", { class: "button" }, "Export"),
       made("div", {}, as("Markdown", "md"), as("JSON", "json"), as("Archive, for turnkeep import", ""))));
     if (row && !about.read_only && row.state !== "forgotten") {
-      shown_.push(button("Delete", () => sure("forget", "Delete", "Its conversation is removed from the log and the worker's disk. This cannot be undone."), "danger"));
+      shown_.push(button("Delete", () => sure("forget", "Delete", "Its conversation is removed from the log and the workers' disks. This cannot be undone."), "danger"));
     }
     if (actions.dataset.state !== `${row?.state}`) actions.replaceChildren(...shown_);
     actions.dataset.state = `${row?.state}`;

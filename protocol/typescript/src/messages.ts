@@ -174,8 +174,9 @@ export interface Close {
  *
  * After `forget`, `forgotten` counts the removed snapshots and `removed_entries` the entries removed from the
  * log. `settled` is false if some of the session's own tokens may be left on the disk: the disk did not answer
- * in time, a file could not be removed, another session's turn uses a snapshot, or there are snapshots that
- * this worker cannot read. Tokens that another open session has too are not its own.
+ * in time, a file could not be removed, another session's turn uses a snapshot, there are snapshots that a
+ * worker cannot read, or another worker did not answer. It says nothing of workers that do not run. Tokens
+ * that another open session has too are not its own.
  */
 export interface Closed {
   type: "closed";
@@ -508,8 +509,9 @@ export interface Message {
  * memory. `returned` counts requests handed back to the log's consumer because their tenant has its maximum of
  * sessions at work. `ignored` counts, by kind, entries and chunks that no worker can have published.
  * `kv_layers` names the layers of each kind of KV. `sampling` has the options of a generate that the model's
- * authors recommend; the worker applies none by itself. `context_tokens` is the most that a session with all
- * of its KV may hold. A `device` of `unloaded` says that the first request loads the model.
+ * authors recommend; the worker applies none by itself. `others` names the other workers of the prefix that
+ * run. `context_tokens` is the most that a session with all of its KV may hold. A `device` of `unloaded` says
+ * that the first request loads the model.
  *
  * `interval_s` is the time until the next message; `max_message_bytes` is the size of the largest request that
  * the log takes. `queue_time` and `request_duration` count the appends and generates from the moment when the
@@ -524,6 +526,7 @@ export interface Metrics {
   version: string;
   model: string;
   device: string;
+  others?: readonly string[];
   uptime_s: number;
   requests: Record<string, Record<string, number>>;
   waiting: number;
