@@ -269,7 +269,7 @@ class App:
         return nc
 
     async def _take_back(self, js: JetStreamContext) -> None:
-        if self._members.is_alone:
+        if not self._members.others:
             await streams.take_back(js, self._subjects)
 
     async def _load_model(self, directory: DataDir, stack: contextlib.AsyncExitStack) -> LoadedModel:

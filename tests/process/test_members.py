@@ -11,6 +11,7 @@ import nats.errors
 import pytest
 
 from turnkeep_client.subjects import Subjects
+from worker.wire import members as members_of
 from worker.wire.connection import BrokerError, connect
 from worker.wire.members import Members
 
@@ -37,8 +38,9 @@ class Kept(Members):
 
 
 @pytest.fixture
-async def members(nats_url):
+async def members(nats_url, monkeypatch):
     """Make records of one prefix, each on a connection of its own; `told` collects what they are told."""
+    monkeypatch.setattr(members_of, "_SETTLE_S", 0.0)
     connections, made = [], []
     subjects = Subjects(f"lease{time.monotonic_ns()}")
 
@@ -155,6 +157,16 @@ async def test_workers_that_start_together_know_of_each_other(members):
     await until(lambda: all(len(one.others) == 3 for one in made))
     assert not any(one.is_alone for one in made)
     assert [one.is_first for one in made].count(True) == 1
+
+
+async def test_a_worker_is_not_alone_at_once_where_a_server_may_have_lost_the_others_records(
+    members, monkeypatch
+):
+    monkeypatch.setattr(members_of, "_SETTLE_S", 0.3)
+    one = await members("w", "d")
+    await one.join()
+    assert not one.is_alone
+    await until(lambda: one.is_alone)
 
 
 async def test_a_worker_is_told_of_one_that_joins_before_that_one_serves(members):

@@ -48,6 +48,10 @@ def cluster(local_worker: Start, tmp_path: Path, endless_model: Path) -> Start:
     return start
 
 
+def _maker(result: Msg) -> str:
+    return words((result.headers or {})[BUILD_HEADER])["worker"]
+
+
 class Look:
     """What the log and the claims say of a prefix."""
 
@@ -65,7 +69,11 @@ class Look:
         """Return which worker stored each result of a session."""
         requests, results = await self._bodies(session, "in"), await self._bodies(session, "out")
         assert len(requests) == len(results), "each request has one result"
-        return [words((one.headers or {})[BUILD_HEADER])["worker"] for one in results]
+        return [_maker(one) for one in results]
+
+    async def last_maker(self, session: str) -> str:
+        """Return which worker stored the last result of a session, which may be removed just now."""
+        return _maker((await self._bodies(session, "out"))[-1])
 
     async def owner(self, session: str) -> str:
         """Return which worker has claimed a session; empty if none has."""
@@ -175,7 +183,7 @@ async def test_forget_erases_what_every_worker_has_of_a_session(cluster: Start, 
     await second.app._owners._js.publish(second.app._owners._claim_subject(key), b"second")
     closed = await second.client.session("s").close(forget=True, timeout_s=PATIENCE_S)
     assert closed.settled
-    assert (await look(second.settings.prefix).makers("s"))[-1] == "second"
+    assert await look(second.settings.prefix).last_maker("s") == "second"
     assert not stored(first)
 
 

@@ -51,6 +51,9 @@ _MISSES: Final = 2
 #: The most bytes of the records, and of claims of sessions (see `owners`): some 50,000.
 _MAX_BYTES: Final = 8 * 2**20
 
+#: Time in which workers make their records again after a server has lost its memory.
+_SETTLE_S: Final = 1.5
+
 WRONG_LAST_SEQUENCE: Final = (10071, 10164)  # another worker's write was faster; is in progress
 
 log = structlog.get_logger()
@@ -110,6 +113,7 @@ class Members:
         self._is_joined = False
         self._is_broken = False  # another worker may have served since this one began
         self._renewed_s = 0.0
+        self._alone_s = 0.0  # until then others may be there whose records a server has lost
         self._misses: dict[str, int] = {}
         self._server = ""
         self._trusted_s = 0.0  # from when on missing records mean something
@@ -130,7 +134,7 @@ class Members:
     @property
     def is_alone(self) -> bool:
         """Whether no other worker can have served the prefix since this one joined."""
-        return self.is_held and not self._is_broken
+        return self.is_held and not self._is_broken and current_time() >= self._alone_s
 
     @property
     def is_first(self) -> bool:
@@ -143,7 +147,7 @@ class Members:
         Raises `BrokerError` if a running worker has its name. Waits until the record of a killed worker has
         expired; one of the same data directory is replaced at once, as the directory's lock proves its end.
         """
-        await self._make_stream()
+        is_new = await self._make_stream()
         await self._nc.subscribe(self.address(self.me, "ping"), cb=self._pong)
         await self._nc.subscribe(self.address(self.me, "hello"), cb=self._hello)
         await self._nc.subscribe(self.address(self.me, "bye"), cb=self._bye)
@@ -151,6 +155,7 @@ class Members:
             while not await self._put(await self._free()):
                 pass  # another worker was faster: `_free` raises, or waits for its end
             self._is_joined, self._server = True, server_id(self._nc)
+            self._alone_s = current_time() + (_SETTLE_S if is_new else 0.0)
             while unknown := [one for one in await self._look() if one.worker not in self.others]:
                 for member in unknown:
                     await self._greet(member)
@@ -351,9 +356,15 @@ class Members:
         except msgspec.MsgspecError:
             return None, last.seq or 0
 
-    async def _make_stream(self) -> None:
-        """Make the stream. Raises `BrokerError`."""
-        replicas, bucket = self._replicas, self._subjects.lease_bucket
+    async def _make_stream(self) -> bool:
+        """Make the stream; return whether there was none. Raises `BrokerError`."""
+        replicas, bucket, is_new = self._replicas, self._subjects.lease_bucket, False
+        try:
+            await self._js.stream_info(self.stream)
+        except NotFoundError:
+            is_new = True
+        except (APIError, nats.errors.Error, OSError) as error:
+            raise BrokerError(f"the stream {self.stream} cannot be looked at: {reason(error)}") from None
         with suppress(APIError, nats.errors.Error):
             replicas = replicas or (await self._js.stream_info(self._subjects.log_stream)).config.num_replicas
         await ensure_stream(
@@ -372,3 +383,4 @@ class Members:
                 allow_msg_ttl=True,
             ),
         )
+        return is_new

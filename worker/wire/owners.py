@@ -53,6 +53,10 @@ _TAKEN: Final = b"+"
 _SUBJECT: Final = "Turnkeep-Subject"
 
 
+#: A delivery, and what accepts it here.
+_Routed = tuple[Msg, "Callable[[], Awaitable[None]]"]
+
+
 class _Passed(msgspec.Struct, frozen=True):
     """A delivery that is passed on: the request's subject and sequence; `reply` acknowledges it, if any."""
 
@@ -90,6 +94,7 @@ class Owners:
         self._tasks = tasks
         self._erase = erase
         self._held: OrderedDict[SessionKey, int] = OrderedDict()  # with the sequences of claims, or 0
+        self._routed: dict[SessionKey, dict[int, _Routed]] = {}  # deliveries that are under way, by sequence
         self._is_leaving = False
         self._intake: Intake
         self._ring: Ring
@@ -139,21 +144,38 @@ class Owners:
                 await self._js.delete_msg(self._members.stream, claim_seq)
 
     def route(self, key: SessionKey, message: Msg, accept: Callable[[], Awaitable[None]]) -> None:
-        """Pass a delivery on to the worker that its session belongs to, or claim the session and `accept`."""
-        self._tasks.start_soon(self._route, key, message, accept)
+        """Pass a delivery on to the worker that its session belongs to, or claim the session and `accept`.
 
-    async def _route(self, key: SessionKey, message: Msg, accept: Callable[[], Awaitable[None]]) -> None:
-        passed = _Passed(message.subject, message.metadata.sequence.stream, message.reply)
-        while not self._is_leaving:
+        Of several deliveries of one request, which come while that worker does not answer, the last counts.
+        """
+        is_first = key not in self._routed
+        self._routed.setdefault(key, {})[message.metadata.sequence.stream] = message, accept
+        if is_first:
+            self._tasks.start_soon(self._route, key)
+
+    async def _route(self, key: SessionKey) -> None:
+        waiting = self._routed[key]
+        while waiting and not self._is_leaving:
             owner = await self._owner(key)
-            if owner.member is None and await self._claim(key, owner.claim_seq):
-                await accept()
-                return
             if owner.member is not None:
-                answer = await self._ask(owner.member, "deliver", msgspec.json.encode(passed), _PASS_S)
-                if answer == _TAKEN:
-                    return
-            await sleep(_RETRY_S)  # until it has ended, or another one has claimed it
+                is_over = await self._pass_on(owner.member, waiting)
+            elif is_over := await self._claim(key, owner.claim_seq):
+                for seq, (_, accept) in list(waiting.items()):
+                    del waiting[seq]
+                    await accept()
+            if not is_over:
+                await sleep(_RETRY_S)  # until that worker has ended, or another one has claimed the session
+        del self._routed[key]
+
+    async def _pass_on(self, owner: Member, waiting: dict[int, _Routed]) -> bool:
+        """Pass deliveries on to a worker; return whether it has taken them."""
+        for seq, (message, _) in list(waiting.items()):
+            passed = msgspec.json.encode(_Passed(message.subject, seq, message.reply))
+            if await self._ask(owner, "deliver", passed, _PASS_S) != _TAKEN:
+                return False
+            if waiting[seq][0] is message:  # else it was delivered again meanwhile
+                del waiting[seq]
+        return True
 
     async def wake(self, delivery: Delivery) -> None:
         """Ring for a request that nobody was given, at the worker that its session belongs to."""
