@@ -187,7 +187,7 @@ FAVOURED: Final[dict[str, dict[str, Any]]] = {
         "leases": True,
         "sync_s": 0.2,
     },
-    "a deadline from the delivery's time": {"kinds": ("crash", "stop"), "num_faults": 5},
+    "a deadline from the delivery's time": {"kinds": ("crash", "stop"), "num_faults": 5, "num_workers": 1},
     "an anchor given up too early": {"kinds": ("crash at", "crash"), "num_faults": 5},
     "an undecodable result taken for none": {"kinds": ("newer worker",), "num_faults": 5},
     "chunks not read back": {"kinds": ("crash at", "crash"), "num_faults": 5},
