@@ -144,6 +144,32 @@ async def test_a_worker_that_joins_leaves_what_is_at_work_where_it_is(cluster: S
     assert second.app._intake.num_sessions == 0
 
 
+async def test_a_fork_is_served_where_its_parent_has_its_kv(cluster: Start, look: Any) -> None:
+    first, _ = await cluster("first"), await cluster("second")
+    await turns(first.client)
+    log = look(first.settings.prefix)
+    for name in SESSIONS:
+        fork = await first.client.session(name).fork(f"{name}-fork", timeout_s=PATIENCE_S)
+        appended = await fork.append(text="more", timeout_s=PATIENCE_S)
+        assert set(await log.makers(f"{name}-fork")) == {await log.last_maker(name)}
+        assert appended.prefilled_tokens < 40
+
+
+async def test_new_sessions_go_to_a_worker_with_far_less_work(cluster: Start, look: Any) -> None:
+    first = await cluster("first")
+    busy = [first.client.session(f"busy{n}").generate(text="eee", max_tokens=1900) for n in range(12)]
+    await asyncio.gather(*(generation.send() for generation in busy))
+    await cluster("second")
+    async with asyncio.timeout(PATIENCE_S):
+        while first.app._intake.num_sessions < 12:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    await turns(first.client)
+    log = look(first.settings.prefix)
+    assert {await log.last_maker(name) for name in SESSIONS} == {"second"}
+    for generation in busy:
+        await generation.cancel()
+
+
 async def test_a_worker_that_stops_hands_its_sessions_over_without_a_gap(cluster: Start, look: Any) -> None:
     first, second = await cluster("first"), await cluster("second")
     await turns(second.client, number=2)

@@ -63,6 +63,7 @@ class Member(msgspec.Struct, frozen=True):
     """A worker of the prefix. `directory` identifies its data directory, `boot` this run of the worker.
 
     `since` is the time of its start, in seconds since 1970. `model` is a digest of its model, once loaded.
+    `load` is the number of sessions with requests that wait or run there, when the record was renewed.
     """
 
     worker: str
@@ -72,6 +73,7 @@ class Member(msgspec.Struct, frozen=True):
     boot: str
     since: float = 0.0
     model: str = ""
+    load: int = 0
 
     def __str__(self) -> str:
         return f"worker {self.worker!r} (pid {self.pid} on {self.host})"
@@ -98,6 +100,8 @@ class Members:
         #: The other workers that run now, by name.
         self.others: dict[str, Member] = {}
         self.stream = f"KV_{subjects.lease_bucket}"
+        #: Returns this worker's load.
+        self.load: Callable[[], int] = lambda: 0
         #: Called with each worker that has ended.
         self.on_gone: Callable[[Member], None] = lambda _: None
         #: Called before another worker that joins is told that this one knows of it.
@@ -330,7 +334,7 @@ class Members:
         try:
             ack = await self._js.publish(
                 self._subject,
-                msgspec.json.encode(self.me),
+                msgspec.json.encode(structs.replace(self.me, load=self.load())),
                 timeout=_TIMEOUT_S,
                 headers={EXPECT_HEADER: str(after)},
                 msg_ttl=TTL_S,

@@ -2,7 +2,8 @@
 
 A session belongs to the worker that stored its last result, as long as that worker runs. Another one that
 gets its delivery or its control request passes it on. A session without an owner belongs to the first worker
-that claims it, by a record in the members' stream; the record goes once the log names the worker.
+that claims it, by a record in the members' stream; the record goes once the log names the worker. A fork
+goes to the worker of its parent, and another new session to one with far less work than the one that gets it.
 
 A worker that is alone claims nothing, and asks nobody.
 """
@@ -21,7 +22,9 @@ from anyio import sleep
 from nats.aio.msg import Msg
 from nats.js.errors import APIError, NotFoundError
 
+from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.log import BUILD_HEADER, EXPECT_HEADER, words
+from turnkeep_client.messages import Open, decode_request
 from turnkeep_client.subjects import SessionKey
 
 from .intake import Delivery
@@ -57,6 +60,11 @@ _SUBJECT: Final = "Turnkeep-Subject"
 _Routed = tuple[Msg, "Callable[[], Awaitable[None]]"]
 
 
+#: A new session is passed on if another worker has so many sessions less at work, and two thirds at most.
+_GAP: Final = 8
+_RATIO: Final = 1.5
+
+
 class _Passed(msgspec.Struct, frozen=True):
     """A delivery that is passed on: the request's subject and sequence; `reply` acknowledges it, if any."""
 
@@ -66,10 +74,14 @@ class _Passed(msgspec.Struct, frozen=True):
 
 
 class _Owner(NamedTuple):
-    """The other worker that a session belongs to, if any; the sequence of its claim, 0 without one."""
+    """The other worker that a session belongs to, if any; the sequence of its claim, 0 without one.
+
+    `is_known` says that the session has belonged to a worker.
+    """
 
     member: Member | None
     claim_seq: int
+    is_known: bool
 
 
 class Owners:
@@ -108,6 +120,7 @@ class Owners:
         for verb, hear in (("deliver", self._delivered), ("control", self._asked), ("erase", self._erased)):
             address = self._members.address(self._members.me, verb)
             await self._nc.subscribe(address, cb=self._spawning(hear))
+        self._members.load = lambda: intake.num_sessions
         self._members.on_gone = self._take_over
         self._members.on_joined = self._claim_all
         if self._members.others:
@@ -157,6 +170,8 @@ class Owners:
         waiting = self._routed[key]
         while waiting and not self._is_leaving:
             owner = await self._owner(key)
+            if not (owner.member or owner.is_known or key in self._held):
+                owner = owner._replace(member=await self._place(key, waiting))
             if owner.member is not None:
                 is_over = await self._pass_on(owner.member, waiting)
             elif is_over := await self._claim(key, owner.claim_seq):
@@ -206,7 +221,18 @@ class Owners:
             name = words(last.headers.get(BUILD_HEADER, "")).get("worker", "") if last else ""
         if name == self._members.me.worker:
             self._hold(key, claim_seq)
-        return _Owner(self._members.others.get(name), claim_seq)
+        return _Owner(self._members.others.get(name), claim_seq, is_known=bool(name))
+
+    async def _place(self, key: SessionKey, waiting: dict[int, _Routed]) -> Member | None:
+        """Choose another worker for a new session; None for this one."""
+        with contextlib.suppress(InvalidMessageError):
+            request = decode_request(waiting[min(waiting)][0].data)
+            if isinstance(request, Open) and request.from_ is not None:
+                return (await self._owner(SessionKey(key.tenant, request.from_.session))).member
+        mine, idlest = self._intake.num_sessions, min(self._members.others.values(), key=_load, default=None)
+        if idlest is None or mine - idlest.load < _GAP or mine < _RATIO * idlest.load:
+            return None
+        return idlest
 
     async def _claimed(self, key: SessionKey) -> tuple[str, int]:
         try:
@@ -260,7 +286,10 @@ class Owners:
         key, _, _ = self._subjects.parse(passed.subject)
         if self._is_leaving:
             return b"-"
-        self._hold(key, self._held.get(key, 0))
+        if key not in self._held:
+            owner = await self._owner(key)
+            if owner.member is not None or not await self._claim(key, owner.claim_seq):
+                return b"-"  # it belongs to a third one by now
         entry = await self._journal.entry(passed.seq)
         if entry is None:
             return _TAKEN  # it has left the log
@@ -306,6 +335,10 @@ class Owners:
                 owner = await self._owner(key)
                 if owner.member is None and await self._claim(key, owner.claim_seq):
                     self._ring(_lost(key, entry))
+
+
+def _load(member: Member) -> int:
+    return member.load
 
 
 def _lost(key: SessionKey, entry: Entry) -> Delivery:
