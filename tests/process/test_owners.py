@@ -21,6 +21,7 @@ from turnkeep_client.client import connect
 from turnkeep_client.direct import DirectGets
 from turnkeep_client.log import BUILD_HEADER, words
 from turnkeep_client.subjects import SessionKey
+from worker.wire.members import Members
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -314,3 +315,29 @@ async def test_a_worker_that_was_paused_goes_on_beside_the_one_that_took_its_ses
         assert all(len(one) == 4 for one in found)
         assert {one[-1] for one in found} <= {*workers}
         assert workers[paused].process.poll() is None
+
+
+async def test_sessions_of_a_worker_that_still_loads_its_model_are_served_by_others(
+    cluster: Start, look: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = await cluster("first"), await cluster("second")
+    await turns(first.client)
+    log = look(first.settings.prefix)
+    mine = [name for name in SESSIONS if await log.last_maker(name) == "first"]
+    await first.stop()
+    name_model, go_on = Members.name_model, asyncio.Event()
+
+    async def loads(members: Members, model: str) -> None:
+        await go_on.wait()
+        await name_model(members, model)
+
+    monkeypatch.setattr(Members, "name_model", loads)
+    starting = asyncio.create_task(cluster("first"))
+    async with asyncio.timeout(PATIENCE_S):
+        while "first" not in second.app._members.others:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    async with asyncio.timeout(5):
+        for name in mine:
+            await second.client.session(name).append(text="more")
+    go_on.set()
+    await starting

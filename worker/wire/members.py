@@ -63,7 +63,8 @@ class Member(msgspec.Struct, frozen=True):
     """A worker of the prefix. `directory` identifies its data directory, `boot` this run of the worker.
 
     `since` is the time of its start, in seconds since 1970. `model` is a digest of its model, once loaded.
-    `load` is the number of sessions with requests that wait or run there, when the record was renewed.
+    `load` is the number of sessions with requests that wait or run there, when the record was renewed. Until
+    it `serves`, it loads its model, and its sessions are others'.
     """
 
     worker: str
@@ -74,6 +75,7 @@ class Member(msgspec.Struct, frozen=True):
     since: float = 0.0
     model: str = ""
     load: int = 0
+    serves: bool = False
 
     def __str__(self) -> str:
         return f"worker {self.worker!r} (pid {self.pid} on {self.host})"
@@ -169,6 +171,14 @@ class Members:
                 f" {self._subject}, and read the stream {self.stream}"
             ) from None
 
+    async def serve(self) -> None:
+        """Tell the other workers that this one serves from now on."""
+        self.me = structs.replace(self.me, serves=True)
+        with suppress(APIError, nats.errors.Error, OSError):  # then the next renewal says so
+            await self._renew()
+            for member in list(self.others.values()):
+                await self._greet(member)
+
     async def name_model(self, model: str) -> None:
         """Record the digest of this worker's model. Raises `BrokerError` if another worker has another."""
         self.me = structs.replace(self.me, model=model)
@@ -200,7 +210,7 @@ class Members:
             await sleep(_LOOK_S)
 
     async def _greet(self, member: Member) -> None:
-        """Tell a worker of this one; if it does not answer, the next look says whether it still runs."""
+        """Tell a worker what this one is; if it does not answer, the next look says whether it still runs."""
         try:
             greeting = msgspec.json.encode(self.me)
             await self._nc.request(self.address(member, "hello"), greeting, timeout=_RENEW_S)

@@ -123,6 +123,7 @@ class Owners:
         self._members.load = lambda: intake.num_sessions
         self._members.on_gone = self._take_over
         self._members.on_joined = self._claim_all
+        await self._members.serve()
         if self._members.others:
             self._tasks.start_soon(self._take_unanswered)
 
@@ -221,7 +222,8 @@ class Owners:
             name = words(last.headers.get(BUILD_HEADER, "")).get("worker", "") if last else ""
         if name == self._members.me.worker:
             self._hold(key, claim_seq)
-        return _Owner(self._members.others.get(name), claim_seq, is_known=bool(name))
+        member = self._members.others.get(name)
+        return _Owner(member if member and member.serves else None, claim_seq, is_known=bool(name))
 
     async def _place(self, key: SessionKey, waiting: dict[int, _Routed]) -> Member | None:
         """Choose another worker for a new session; None for this one."""
@@ -229,7 +231,8 @@ class Owners:
             request = decode_request(waiting[min(waiting)][0].data)
             if isinstance(request, Open) and request.from_ is not None:
                 return (await self._owner(SessionKey(key.tenant, request.from_.session))).member
-        mine, idlest = self._intake.num_sessions, min(self._members.others.values(), key=_load, default=None)
+        others = [one for one in self._members.others.values() if one.serves]
+        mine, idlest = self._intake.num_sessions, min(others, key=_load, default=None)
         if idlest is None or mine - idlest.load < _GAP or mine < _RATIO * idlest.load:
             return None
         return idlest
