@@ -194,7 +194,9 @@ FAVOURED: Final[dict[str, dict[str, Any]]] = {
     "chunks of what was forgotten": _LAGGING
     | {
         "kinds": ("stall",),
-        "num_faults": 5,
+        "num_faults": 8,
+        "num_workers": 3,
+        "lag_s": 0.0,
         "num_clients": 3,
         "num_sessions": 1,
         "patience": 0.0,
