@@ -180,7 +180,7 @@ async def test_a_worker_is_told_of_one_that_joins_before_that_one_serves(members
 
 
 @pytest.mark.parametrize("ending", ["killed", "stopped"])
-async def test_a_worker_that_ends_is_missed_within_a_second(members, ending):
+async def test_a_worker_that_ends_is_missed_once_and_within_a_second(members, ending):
     first, second = await members("first", "one"), await members("second", "two")
     gone = []
     first.on_gone = gone.append
@@ -195,6 +195,8 @@ async def test_a_worker_that_ends_is_missed_within_a_second(members, ending):
         while not gone:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert not first.others
+    await asyncio.sleep(1.0)
+    assert len(gone) == 1, "once, though its record is there for two seconds"
 
 
 async def test_a_worker_whose_record_is_late_is_not_given_up_while_it_answers(members):

@@ -121,6 +121,7 @@ class Members:
         self._renewed_s = 0.0
         self._alone_s = 0.0  # until then others may be there whose records a server has lost
         self._misses: dict[str, int] = {}
+        self._ended: set[str] = set()  # runs of workers that have ended, and may still have a record
         self._server = ""
         self._trusted_s = 0.0  # from when on missing records mean something
 
@@ -162,7 +163,8 @@ class Members:
                 pass  # another worker was faster: `_free` raises, or waits for its end
             self._is_joined, self._server = True, server_id(self._nc)
             self._alone_s = current_time() + (_SETTLE_S if is_new else 0.0)
-            while unknown := [one for one in await self._look() if one.worker not in self.others]:
+            deadline_s = current_time() + _TIMEOUT_S
+            while unknown := await self._unknown(deadline_s):
                 for member in unknown:
                     await self._greet(member)
         except (APIError, nats.errors.Error, OSError) as error:
@@ -192,6 +194,16 @@ class Members:
                     f"{one} serves the prefix {self._subjects.prefix!r} with another model; give this worker"
                     " the same one, or another --prefix"
                 )
+
+    async def _unknown(self, deadline_s: float) -> list[Member]:
+        """Look for workers that do not know of this one yet; a server that does not answer is asked again."""
+        while True:
+            try:
+                return [one for one in await self._look() if one.worker not in self.others]
+            except (APIError, nats.errors.Error, OSError):
+                if current_time() > deadline_s:
+                    raise
+                await sleep(_LOOK_S)
 
     async def _free(self) -> int:
         """Wait until the name is free; return the sequence of the record to replace, 0 if there is none."""
@@ -237,6 +249,7 @@ class Members:
     async def _hello(self, message: Msg) -> None:
         with suppress(msgspec.MsgspecError):
             member = msgspec.json.decode(message.data, type=Member)
+            self._ended.discard(member.boot)
             self._add(member)
             self.on_joined(member)
             await message.respond(b"")
@@ -249,6 +262,7 @@ class Members:
     def _remove(self, member: Member, what: str) -> None:
         if self._knows(member):
             log.info(what, worker=member.worker, host=member.host)
+            self._ended.add(member.boot)
             del self.others[member.worker]
             self._misses.pop(member.worker, None)
             self.on_gone(member)
@@ -297,8 +311,11 @@ class Members:
                 continue
             if self._server != server_id(self._nc):  # which has lost the records
                 self._server, self._trusted_s = server_id(self._nc), current_time() + _STALE_S
-            for member in found.values():
-                self._add(member)
+            self._ended &= {one.boot for one in found.values()}
+            for member in found.values():  # a dead worker's record stays for a while
+                if member.boot not in self._ended or await self._answers(member, is_recorded=False):
+                    self._ended.discard(member.boot)
+                    self._add(member)
             for member in list(self.others.values()):
                 is_seen = await self._answers(member, is_recorded=member.worker in found)
                 num = 0 if is_seen else self._misses.get(member.worker, 0) + 1
