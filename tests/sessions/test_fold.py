@@ -70,6 +70,7 @@ class Log:
     """The journal, in memory."""
 
     server = "one"
+    is_alone = True
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
@@ -130,9 +131,6 @@ class Log:
 
     async def publish_chunk(self, *_: Any, **__: Any) -> int:
         return 1
-
-    async def check_unchanged(self, *_: Any) -> None:
-        """This worker is the only one."""
 
     async def seal(self, *_: Any, **__: Any) -> None:
         pass

@@ -365,7 +365,8 @@ class Session:
             asides.start_soon(self._expire, pending, pending.deadline_s)
         try:
             if isinstance(pending.request, Generate):
-                await self._services.journal.check_unchanged(self.key, pending.after)
+                await self.log.check_unchanged()
+                pending.after = self.log.record.out_seq
             with structlog.contextvars.bound_contextvars(session=str(self.key), request=pending.id):
                 result, history = await self._attempt(pending)
                 await self._commit(pending, result, history)

@@ -287,6 +287,20 @@ class SessionLog:
             after = entries[-1].seq if entries else after
         return None
 
+    async def check_unchanged(self) -> None:
+        """Raise `FencedError` if another worker has stored a result since the log was read.
+
+        It may even have closed the session and removed it. Chunks that do not follow from the session could
+        not be taken back. Entries that are no results are skipped.
+        """
+        record, journal = self.record, self._services.journal
+        async with self._lock:
+            while not journal.is_alone and await journal.last_seq(self.key, "out") != record.out_seq:
+                entries, _ = await journal.page(self.key, "out", record.out_seq)
+                if not entries or record.add_results(entries):
+                    raise FencedError("its last result is not that which was read")
+                self._services.telemetry.ignored["result"] += len(entries)
+
     async def find_answered(self, request_id: str) -> AnsweredRequest | None:
         """Find an id's first request and its result in the log; None if the id has no result."""
         answered = self.record.answered_ids

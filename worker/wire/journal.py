@@ -290,14 +290,10 @@ class Journal:
                 await self._check_not_forgotten(stored, seq)
             return stored
 
-    async def check_unchanged(self, key: SessionKey, out_seq: int) -> None:
-        """Raise `FencedError` if the session's last result is not the one at `out_seq` any more.
-
-        Another worker of the prefix may have gone on, and may even have closed the session and removed it.
-        Chunks that do not follow from the session could not be taken back.
-        """
-        if not self._is_alone() and await self.last_seq(key, "out") != out_seq:
-            raise FencedError("its last result is not that which was read")
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other worker can have served the prefix since this one began."""
+        return self._is_alone()
 
     async def _check_not_forgotten(self, chunk_seq: int, seq: int) -> None:
         """Take back an answer's first message, and raise `FencedError`, if its session was forgotten.

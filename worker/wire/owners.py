@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from random import shuffle
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
@@ -331,7 +330,7 @@ class Owners:
             keys = await self._journal.unanswered()
         except (APIError, nats.errors.Error, OSError):
             return  # they are delivered again
-        shuffle(keys)  # others do the same
+        keys.sort(key=lambda key: hash((self._members.me.boot, key)))  # others do the same, in another order
         for key in keys:
             entry = await self._journal.last(key, "in")
             if entry is not None and not self._intake.expects(key, entry.seq) and not self._is_leaving:
