@@ -603,7 +603,10 @@ class JetStream:
         at_s = self._server.seen_s()
         is_batch = "batch" in request
         if "multi_last" in request:
-            lasts = (stream.last(one, at_s) for one in request["multi_last"])
+            subjects = dict.fromkeys(
+                one for pattern in request["multi_last"] for one in stream.counts(pattern)
+            )
+            lasts = (stream.last(one, at_s) for one in subjects)
             found = sorted((one for one in lasts if one), key=lambda one: one.seq)
         elif "last_by_subj" in request:
             found = [one for one in [stream.last(request["last_by_subj"], at_s)] if one]
