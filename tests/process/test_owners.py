@@ -72,6 +72,9 @@ class Look:
         assert len(requests) == len(results), "each request has one result"
         return [_maker(one) for one in results]
 
+    async def results(self, session: str) -> list[Msg]:
+        return await self._bodies(session, "out")
+
     async def last_maker(self, session: str) -> str:
         """Return which worker stored the last result of a session, which may be removed just now."""
         return _maker((await self._bodies(session, "out"))[-1])
@@ -214,12 +217,27 @@ async def test_forget_erases_what_every_worker_has_of_a_session(cluster: Start, 
     assert not stored(first)
 
 
-async def test_a_request_with_a_malformed_address_is_answered_where_it_arrives(
-    cluster: Start, look: Any
+@pytest.mark.parametrize("name", ["s", "not~a~name"])
+async def test_nothing_that_is_passed_on_ends_the_worker_that_hears_it(
+    cluster: Start, look: Any, name: str
 ) -> None:
+    """A tenant may send requests under names that no session may have."""
     first, _ = await cluster("first"), await cluster("second")
-    reply = await look("").nc.request(f"{first.settings.prefix}.default.s.ctl", b"{}", timeout=5)
-    assert json.loads(reply.data)["code"] == "invalid_request"
+    log, members, subject = (
+        look(first.settings.prefix),
+        first.app._members,
+        f"{first.settings.prefix}.default",
+    )
+    ack = await log.nc.jetstream().publish(f"{subject}.{name}.in", b"[]")
+    for passed in (b"[]", json.dumps({"subject": f"{subject}.{name}.in", "seq": ack.seq}).encode()):
+        with contextlib.suppress(nats.errors.TimeoutError):  # what makes no sense gets no answer
+            await log.nc.request(members.address(members.me, "deliver"), passed, timeout=1)
+    async with asyncio.timeout(PATIENCE_S):
+        while not (results := await log.results(name)):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    assert json.loads(results[0].data)["code"] == "invalid_request"
+    assert (await first.client.session("other").append(text="hello", timeout_s=PATIENCE_S)).position == 5
+    assert not first.task.done()
 
 
 class Process:

@@ -173,8 +173,8 @@ class SessionLog:
             if record.unread_seq <= record.in_seq:
                 break
         # Another worker may have removed the session meanwhile: removals begin with the first request.
-        for seq in {first_seq, *(one.seq for one in [*record.pending][:1])} - {0}:
-            if not await journal.is_there(seq):
+        for seq in (first_seq, record.pending[0].seq if record.pending else 0):
+            if seq and not await journal.is_there(seq):
                 raise FencedError(f"the request at sequence {seq} has left the log")
         record.end_fold()
         if record.proven_seq and (checkpoint := record.next_checkpoint(record.proven_seq)):

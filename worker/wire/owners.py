@@ -26,7 +26,7 @@ from turnkeep_client.log import BUILD_HEADER, EXPECT_HEADER, words
 from turnkeep_client.messages import Open, decode_request
 from turnkeep_client.subjects import SessionKey
 
-from .intake import Delivery
+from .intake import Delivery, session_of
 from .members import WRONG_LAST_SEQUENCE
 
 if TYPE_CHECKING:
@@ -133,8 +133,12 @@ class Owners:
 
     def _spawning(self, hear: Callable[[Msg], Awaitable[bytes]]) -> Callable[[Msg], Awaitable[None]]:
         async def reply(message: Msg) -> None:
-            with contextlib.suppress(nats.errors.Error, OSError):
+            try:
                 await message.respond(await hear(message))
+            except (nats.errors.Error, OSError):
+                pass  # who asks looks again
+            except Exception:
+                log.exception("what another worker has passed on cannot be answered")
 
         async def spawn(message: Msg) -> None:
             self._tasks.start_soon(reply, message)
@@ -147,14 +151,18 @@ class Owners:
 
     def disown(self, key: SessionKey) -> None:
         """Note that another worker has stored a result of a session: the log says whose it is."""
-        self._held.pop(key, None)
+        if claim_seq := self._held.pop(key, 0):
+            self._tasks.start_soon(self._remove_claim, claim_seq)
 
     async def settle(self, key: SessionKey) -> None:
         """Remove the claim of a session: its last result is this worker's."""
         if claim_seq := self._held.get(key, 0):
             self._held[key] = 0
-            with contextlib.suppress(APIError, nats.errors.Error, OSError):
-                await self._js.delete_msg(self._members.stream, claim_seq)
+            await self._remove_claim(claim_seq)
+
+    async def _remove_claim(self, claim_seq: int) -> None:
+        with contextlib.suppress(APIError, nats.errors.Error, OSError):  # another worker may have replaced it
+            await self._js.delete_msg(self._members.stream, claim_seq)
 
     def route(self, key: SessionKey, message: Msg, accept: Callable[[], Awaitable[None]]) -> None:
         """Pass a delivery on to the worker that its session belongs to, or claim the session and `accept`.
@@ -285,16 +293,16 @@ class Owners:
 
     async def _delivered(self, message: Msg) -> bytes:
         passed = msgspec.json.decode(message.data, type=_Passed)
-        key, _, _ = self._subjects.parse(passed.subject)
-        if self._is_leaving:
+        key = session_of(passed.subject)  # whose names may break the rule for ids: the session refuses them
+        if self._is_leaving or key is None:
             return b"-"
+        entry = await self._journal.entry(passed.seq)
+        if entry is None:
+            return _TAKEN  # it has left the log
         if key not in self._held:
             owner = await self._owner(key)
             if owner.member is not None or not await self._claim(key, owner.claim_seq):
                 return b"-"  # it belongs to a third one by now
-        entry = await self._journal.entry(passed.seq)
-        if entry is None:
-            return _TAKEN  # it has left the log
         if passed.reply:
             delivery = Msg(self._nc, passed.subject, passed.reply, entry.body, dict(entry.headers))
             await self._intake.deliver(delivery, self._ring)
