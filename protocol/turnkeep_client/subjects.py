@@ -128,9 +128,9 @@ class Subjects:
         return f"{self.prefix.replace('.', '_')}_tok"
 
     @property
-    def lease_bucket(self) -> str:
+    def workers_bucket(self) -> str:
         """The KV bucket with the records of the workers that serve the prefix."""
-        return f"{self.prefix.replace('.', '_')}_lease"
+        return f"{self.prefix.replace('.', '_')}_workers"
 
     def parse(self, subject: str) -> tuple[SessionKey, Kind, str | None]:
         """Parse a session's subject: key, kind, and for chunks the request id.

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
 
-STREAMS = ("turnkeep_log", "turnkeep_tok", "KV_turnkeep_lease")
+STREAMS = ("turnkeep_log", "turnkeep_tok", "KV_turnkeep_workers")
 
 
 def run(folder: Path, *arguments: str) -> str:

@@ -231,9 +231,9 @@ async def test_who_watches_the_workers_can_do_nothing_else(server: Server) -> No
         *(f"$JS.API.STREAM.{deed}.turnkeep_log" for deed in ("INFO", "UPDATE", "DELETE", "PURGE", "MSG.GET")),
         *(f"$JS.API.CONSUMER.{deed}.turnkeep_log.worker" for deed in ("CREATE", "DELETE", "MSG.NEXT")),
         "$JS.API.CONSUMER.INFO.turnkeep_tok.worker",
-        "$JS.API.CONSUMER.INFO.KV_turnkeep_lease.worker",
-        *(f"$JS.API.DIRECT.GET.{name}" for name in ("turnkeep_log", "turnkeep_tok", "KV_turnkeep_lease")),
-        "$KV.turnkeep_lease.worker",
+        "$JS.API.CONSUMER.INFO.KV_turnkeep_workers.worker",
+        *(f"$JS.API.DIRECT.GET.{name}" for name in ("turnkeep_log", "turnkeep_tok", "KV_turnkeep_workers")),
+        "$KV.turnkeep_workers.worker",
         "$SYS.REQ.SERVER.PING",
     ]
     for subject in publish:

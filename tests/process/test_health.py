@@ -122,7 +122,7 @@ async def test_a_worker_whose_lease_is_not_renewed_is_not_ready(
 ) -> None:
     """A stream without a leader, say: there is a connection, and another worker could have the prefix."""
     worker = await local_worker(health=endpoint)
-    bucket = f"KV_{worker.app._subjects.lease_bucket}"
+    bucket = f"KV_{worker.app._subjects.workers_bucket}"
     js = worker.app._nc.jetstream()  # type: ignore[union-attr]
     config = (await js.stream_info(bucket)).config
     await js.update_stream(config.evolve(subjects=["nobody.$KV.x"]))  # where renewals do not arrive

@@ -81,14 +81,14 @@ class Look:
 
     async def owner(self, session: str) -> str:
         """Return which worker has claimed a session; empty if none has."""
-        bucket = f"{self._prefix}_lease"
+        bucket = f"{self._prefix}_workers"
         with contextlib.suppress(NotFoundError):
             subject = f"$KV.{bucket}.own.default.{session}"
             return ((await self.nc.jetstream().get_last_msg(f"KV_{bucket}", subject)).data or b"").decode()
         return ""
 
     async def num_claims(self) -> int:
-        bucket = f"{self._prefix}_lease"
+        bucket = f"{self._prefix}_workers"
         info = await self.nc.jetstream().stream_info(f"KV_{bucket}", subjects_filter=f"$KV.{bucket}.own.>")
         return len(info.state.subjects or {})
 

@@ -232,7 +232,7 @@ class Server:
         if stream is None:
             return
         answer = self.jetstream.publish(stream, subject, data, headers)
-        if self.note is not None and "_lease." not in subject:  # which come twice a second
+        if self.note is not None and "_workers." not in subject:  # which come twice a second
             said = data[:100].decode(errors="replace")
             self.note("log", f"{subject} {answer and answer.get('error', answer['seq'])} {said}")
         if answer is not None and "error" not in answer:

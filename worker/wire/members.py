@@ -101,7 +101,7 @@ class Members:
         self.me = Member(worker, socket.gethostname(), os.getpid(), directory, uuid4().hex, time())
         #: The other workers that run now, by name.
         self.others: dict[str, Member] = {}
-        self.stream = f"KV_{subjects.lease_bucket}"
+        self.stream = f"KV_{subjects.workers_bucket}"
         #: Returns this worker's load.
         self.load: Callable[[], int] = lambda: 0
         #: Called with each worker that has ended.
@@ -127,11 +127,11 @@ class Members:
 
     def record(self, worker: str) -> str:
         """Return the subject of a worker's record."""
-        return f"$KV.{self._subjects.lease_bucket}.live.{worker}"
+        return f"$KV.{self._subjects.workers_bucket}.live.{worker}"
 
     def address(self, member: Member, verb: str) -> str:
         """Return the subject on which a worker hears others. The stream does not store it."""
-        return f"$KV.{self._subjects.lease_bucket}.peer.{member.boot}.{verb}"
+        return f"$KV.{self._subjects.workers_bucket}.peer.{member.boot}.{verb}"
 
     @property
     def is_held(self) -> bool:
@@ -389,7 +389,7 @@ class Members:
 
     async def _make_stream(self) -> bool:
         """Make the stream; return whether there was none. Raises `BrokerError`."""
-        replicas, bucket, is_new = self._replicas, self._subjects.lease_bucket, False
+        replicas, bucket, is_new = self._replicas, self._subjects.workers_bucket, False
         try:
             await self._js.stream_info(self.stream)
         except NotFoundError:

@@ -252,7 +252,7 @@ class Owners:
         return (found.data or b"").decode(errors="replace"), found.seq or 0
 
     def _claim_subject(self, key: SessionKey) -> str:
-        return f"$KV.{self._subjects.lease_bucket}.own.{key.tenant}.{key.session}"
+        return f"$KV.{self._subjects.workers_bucket}.own.{key.tenant}.{key.session}"
 
     async def _claim(self, key: SessionKey, after: int) -> bool:
         """Claim a session whose claim is at `after`; return whether no other worker was faster."""
