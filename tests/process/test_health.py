@@ -117,7 +117,7 @@ async def test_a_worker_without_nats_is_live_and_not_ready_until_it_is_back(
         server.wait()
 
 
-async def test_a_worker_whose_lease_is_not_renewed_is_not_ready(
+async def test_a_worker_whose_record_is_not_renewed_is_not_ready(
     local_worker: Callable[..., Awaitable[LocalWorker]], endpoint: Endpoint
 ) -> None:
     """A stream without a leader, say: there is a connection, and another worker could have the prefix."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 import structlog
@@ -68,8 +69,12 @@ class Sessions:
         return dict(Counter(one.policy.name for one in histories if one.exists and not one.closed))
 
     def ring(self, delivery: Delivery) -> None:
-        """Pass a delivery to its session, which refuses names that break the rule for ids."""
-        self._get(delivery.key).ring(delivery)
+        """Pass a delivery to its session, which refuses names that break the rule for ids.
+
+        A session that is at work here has crashed no worker since.
+        """
+        again = delivery.again and delivery.key not in self._at_work
+        self._get(delivery.key).ring(replace(delivery, again=again))
 
     @contextlib.contextmanager
     def in_use(self, key: SessionKey) -> Iterator[Session]:
