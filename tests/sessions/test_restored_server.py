@@ -107,19 +107,26 @@ async def test_a_worker_that_outlives_the_servers_last_entries_answers_from_what
     assert (await worker.client.session("s").info()).position == again.position + len("lost 1")
 
 
+async def with_a_request(server: Server, local_worker: Callable[..., Awaitable[Any]]) -> str:
+    """Copy the server's files while its log has a request that no worker has seen; return the prefix."""
+    worker = await local_worker(nats=server.url, ack_wait_s=1.0)
+    await asked(worker.client, "other", "first")
+    await worker.stop()
+    prefix: str = worker.settings.prefix
+    nc = await nats.connect(server.url)
+    request = b'{"type":"append","id":"a","text":"x"}'
+    await nc.jetstream().publish(f"{prefix}.default.s.in", request)
+    await nc.close()
+    server.copy()
+    return prefix
+
+
 async def test_a_request_whose_result_the_server_lost_is_answered_again(
     server: Server, local_worker: Callable[..., Awaitable[Any]]
 ) -> None:
     """The consumer's files have its ack, and nothing else is asked of the session."""
-    worker = await local_worker(nats=server.url, ack_wait_s=1.0)
-    await asked(worker.client, "other", "first")
-    await worker.stop()
-    nc = await nats.connect(server.url)
-    subject = f"{worker.settings.prefix}.default.s"
-    await nc.jetstream().publish(f"{subject}.in", b'{"type":"append","id":"a","text":"x"}')
-    await nc.close()
-    server.copy()
-    worker = await local_worker(nats=server.url, ack_wait_s=1.0, prefix=worker.settings.prefix)
+    prefix = await with_a_request(server, local_worker)
+    worker = await local_worker(nats=server.url, ack_wait_s=1.0, prefix=prefix)
     while not (await worker.client.session("s").info()).position:  # noqa: ASYNC110
         await asyncio.sleep(0.05)
     await asyncio.sleep(1.0)  # until the ack is there
@@ -128,7 +135,7 @@ async def test_a_request_whose_result_the_server_lost_is_answered_again(
     async with asyncio.timeout(20):
         while True:
             with contextlib.suppress(nats.js.errors.NotFoundError):
-                found = await nc.jetstream().get_last_msg(f"{worker.settings.prefix}_log", f"{subject}.out")
+                found = await nc.jetstream().get_last_msg(f"{prefix}_log", f"{prefix}.default.s.out")
                 break
             await asyncio.sleep(0.1)
     assert decode_result(found.data or b"").id == "a"
@@ -139,14 +146,7 @@ async def test_a_result_that_the_server_loses_before_the_request_is_acknowledged
     server: Server, local_worker: Callable[..., Awaitable[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker's late ack would be the server's last word of the request."""
-    worker = await local_worker(nats=server.url, ack_wait_s=1.0)
-    await asked(worker.client, "other", "first")
-    await worker.stop()
-    nc = await nats.connect(server.url)
-    subject = f"{worker.settings.prefix}.default.s"
-    await nc.jetstream().publish(f"{subject}.in", b'{"type":"append","id":"a","text":"x"}')
-    await nc.close()
-    server.copy()
+    prefix = await with_a_request(server, local_worker)
     clear, lost = Doubt.clear, list[Doubt]()
 
     async def loses(doubt: Doubt) -> None:
@@ -161,7 +161,7 @@ async def test_a_result_that_the_server_loses_before_the_request_is_acknowledged
 
     monkeypatch.setattr(Doubt, "clear", loses)
     monkeypatch.setattr(Overlooked, "_look", overlooks)
-    worker = await local_worker(nats=server.url, prefix=worker.settings.prefix)
+    worker = await local_worker(nats=server.url, prefix=prefix)
     async with asyncio.timeout(20):
         while not lost:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
@@ -170,7 +170,7 @@ async def test_a_result_that_the_server_loses_before_the_request_is_acknowledged
         while found is None:
             await asyncio.sleep(0.1)
             with contextlib.suppress(nats.js.errors.NotFoundError):
-                found = await nc.jetstream().get_last_msg(f"{worker.settings.prefix}_log", f"{subject}.out")
+                found = await nc.jetstream().get_last_msg(f"{prefix}_log", f"{prefix}.default.s.out")
     assert decode_result(found.data or b"").id == "a"
     await nc.close()
 
