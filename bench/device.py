@@ -199,7 +199,7 @@ def rate_of(turns: Sequence[Turn]) -> float | None:
 async def measure(run: Run[Plan]) -> None:
     """Start both programs, and let them take turns."""
     module, *told = run.where.program
-    named = (module, *told) if told else (f"{module}.measuring",)
+    named = (module, *told) if told else ("worker.measuring",)
     with tempfile.TemporaryDirectory(prefix="turnkeep-bench-") as folder:
         model = () if run.where.model is None else ("--model", run.where.model)
         program = Program(*named, "--data-dir", folder, "--nats-port", free_port(), *model)

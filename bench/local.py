@@ -151,7 +151,7 @@ class LocalWorker(Process):
         self,
         data_dir: Path,
         *options: str,
-        program: Sequence[str] = ("worker",),
+        program: Sequence[str] = ("commands",),
         beside: LocalWorker | None = None,
     ) -> None:
         """Prepare a worker; `program` is the module to run, with its arguments before `serve`.

@@ -80,7 +80,7 @@ class Where:
     ] = None
     prefix: Annotated[str, Option("First part of that worker's subjects.")] = DEFAULT_PREFIX
     tenant: Annotated[str, Option("Tenant of the bench's sessions.")] = "bench"
-    program: tuple[str, ...] = ("worker",)
+    program: tuple[str, ...] = ("commands",)
     login: dict[str, Any] = field(default_factory=dict, repr=False)  # what nats-py takes besides `nats`
 
 

@@ -98,7 +98,7 @@ async def measure(run: Run[Plan]) -> None:
         if plan.text is None:
             text.write_text("\n\n".join(said for one in run.corpus.conversations for said in one), "utf-8")
         run.progress(0, None, "loading the model")
-        named = (module, *told) if told else (f"{module}.quality",)
+        named = (module, *told) if told else ("worker.quality",)
         program = Program(*named, text, "--data-dir", folder, *options, "--bits", *filter(None, BITS))
         with run.owning(program):
             while said := await program.exchange():

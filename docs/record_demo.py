@@ -26,7 +26,7 @@ def main() -> None:
     root = Path(__file__).resolve().parents[1]
     # Colours as in a terminal, but no spinner: that is drawn by moving the cursor.
     plain = {"FORCE_COLOR": "1", "TTY_INTERACTIVE": "0", "COLUMNS": str(COLUMNS), "TERM": "xterm-256color"}
-    demo = [sys.executable, "-m", "worker", "demo"]
+    demo = [sys.executable, "-m", "commands", "demo"]
     done = subprocess.run(demo, cwd=root, env=os.environ | plain, stdout=subprocess.PIPE, check=True)
     save(Text.from_ansi(f"$ make demo\n{done.stdout.decode()}"), root / "docs" / "demo.svg", COLUMNS)
 

@@ -50,7 +50,7 @@ def main() -> None:
     """Run a worker, talk with it, and draw what top shows meanwhile."""
     port = _free_port()
     with tempfile.TemporaryDirectory() as folder:
-        serve = [sys.executable, "-m", "worker", "serve", "--nats-port", str(port), "--data-dir", folder]
+        serve = [sys.executable, "-m", "commands", "serve", "--nats-port", str(port), "--data-dir", folder]
         with subprocess.Popen([*serve, "--worker", "garden", "--metrics-interval-s", "1", *LIMITS]) as worker:
             try:
                 asyncio.run(_watch(port, Path(folder)))
@@ -64,7 +64,7 @@ async def _watch(port: int, data_dir: Path) -> None:
         await _ready(client)
         shows = ["console", "--nats-port", str(port), "--data-dir", str(data_dir), "--listen", "127.0.0.1:0"]
         console = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "worker", *shows), stderr=asyncio.subprocess.PIPE
+            *(sys.executable, "-m", "commands", *shows), stderr=asyncio.subprocess.PIPE
         )
         url = (await console.stderr.readline()).split()[-1].decode() if console.stderr else ""
         await _garden(client)

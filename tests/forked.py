@@ -33,7 +33,7 @@ _LOCK = threading.Lock()
 
 
 class Forked:
-    """`python -m worker ARGUMENTS` or `python FILE ARGUMENTS`; what tests use of `subprocess.Popen`."""
+    """`python -m commands ARGUMENTS` or `python FILE ARGUMENTS`; what tests use of `subprocess.Popen`."""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ def _run(
     program, *sys.argv[1:] = command
     if program == "-m":
         sys.argv = ["turnkeep", *sys.argv[2:]]
-        from worker.__main__ import main
+        from commands.__main__ import main
 
         main()
     else:

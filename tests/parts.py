@@ -141,7 +141,16 @@ class WorkerProcess:
         self.data_dir = data_dir
         self._port = port
         self.command = [
-            *(sys.executable, "-m", "worker", "serve", "--data-dir", str(data_dir), "--nats-port", str(port)),
+            *(
+                sys.executable,
+                "-m",
+                "commands",
+                "serve",
+                "--data-dir",
+                str(data_dir),
+                "--nats-port",
+                str(port),
+            ),
             *(("--model", str(model)) if model else ()),
             *("--log-format", "json", *options),
         ]

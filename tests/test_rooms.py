@@ -12,7 +12,8 @@ CLIENT = "turnkeep_client"  # the one package of the room `protocol`
 ROOMS = {
     "protocol": {CLIENT},
     "cache": {"cache"},
-    "worker": {"worker", CLIENT, "cache", "bench", "ops", "gateway"},  # the last three: in commands alone
+    "worker": {"worker", CLIENT, "cache"},
+    "commands": {"commands", "worker", CLIENT, "cache", "bench", "ops", "gateway"},
     "bench": {"bench", CLIENT},
     "ops": {"ops", CLIENT, "cache"},
     "gateway": {"gateway", CLIENT},
@@ -23,7 +24,6 @@ GROUND = {"process": set(), "observe": {"process"}}
 #: Of a room's floors each may import those below it.
 FLOORS = {
     "worker": {
-        "commands": {"wire", "models"},
         "sessions": {"wire", "device", "batch", "text"},
         "device": {"batch", "models"},
         "batch": set(),
@@ -39,7 +39,7 @@ FLOORS = {
         "names": set(),
     },
 }
-#: What the worker sees of the cache; the commands on a directory beside that, `admin`.
+#: What the worker sees of the cache; the commands on a directory see `admin` alone.
 FACE = {"names", "kv", "store"}
 MLX = {
     "cache/kv",
@@ -52,9 +52,9 @@ NATS = {
     "worker/wire",
 }
 
-#: Of the worker: the way from the device thread to the event loop, and what drives the client.
-ASYNCIO = {"worker/app.py", "worker/device", "worker/commands"}
-BARE_TASKS = {"worker/commands/stream.py"}
+#: Of the worker: the way from the device thread to the event loop.
+ASYNCIO = {"worker/app.py", "worker/device"}
+BARE_TASKS = {"commands/stream.py"}
 
 
 def modules() -> list[Path]:
@@ -117,7 +117,16 @@ def test_the_ground_of_the_worker_imports_no_floor(floor):
 def test_the_worker_sees_the_cache_by_its_face_alone():
     for path in sorted((ROOT / "worker").rglob("*.py")):
         seen = {name.split(".")[1] for name in imports(path) if name.startswith("cache.")}
-        assert seen <= FACE | ({"admin"} if path.name in {"cache_cli.py", "copy_cli.py"} else set()), path
+        assert seen <= FACE, path
+
+
+def test_two_commands_see_the_cache_by_admin_and_names() -> None:
+    seeing = {path.name: imports(path) for path in (ROOT / "commands").glob("*.py")}
+    seen = {
+        name: {one.split(".")[1] for one in used if one.startswith("cache.")} for name, used in seeing.items()
+    }
+    by_admin = {"admin", "names"}
+    assert {name: of for name, of in seen.items() if of} == {"cache.py": by_admin, "export.py": by_admin}
 
 
 def test_of_the_cache_ops_sees_the_names_alone() -> None:
@@ -165,9 +174,9 @@ def test_only_the_named_places_of_the_worker_touch_asyncio():
     assert {user for user in users("asyncio") if user.startswith("worker")} == ASYNCIO
 
 
-def test_in_the_worker_task_groups_start_all_tasks():
+def test_in_worker_and_commands_task_groups_start_all_tasks():
     starts = {"create_task", "ensure_future", "gather", "run_coroutine_threadsafe"}
-    paths = [path for path in modules() if path.relative_to(ROOT).parts[0] == "worker"]
+    paths = [path for path in modules() if path.relative_to(ROOT).parts[0] in {"worker", "commands"}]
     bare = {path for path in paths if starts & {node.attr for node in attributes(path)}}
     assert {str(path.relative_to(ROOT)) for path in bare} == BARE_TASKS
 

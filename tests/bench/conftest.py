@@ -23,7 +23,7 @@ def turnkeep() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     started: list[Any] = []
 
     def start(*arguments: object) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "worker", "bench", *map(str, arguments)]
+        command = [sys.executable, "-m", "commands", "bench", *map(str, arguments)]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("TURNKEEP_")}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         if CAN_FORK:

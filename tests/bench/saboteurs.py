@@ -47,7 +47,7 @@ class Suite:
     lies: tuple[Lie, ...]
     facts: dict[str, Any] = field(default_factory=dict)
     model: str = "tiny_model"
-    program: str = "worker.__main__"
+    program: str = "commands.__main__"
 
 
 def answer(prompt: int, own: int, tokens: Sequence[int], **fields: Any) -> Turn:

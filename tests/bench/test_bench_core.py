@@ -34,7 +34,7 @@ from bench.run import Run
 from bench.spec import Findings, Plot
 from bench.stats import Estimate
 from bench.turns import Turn
-from worker.commands.cli import main
+from commands.cli import main
 
 
 def make_report(turns: list[Turn] | None = None, **changes: object) -> Report:

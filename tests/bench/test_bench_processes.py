@@ -20,7 +20,7 @@ from bench.faults import BenchError
 from bench.local import Program
 from bench.openai import parse
 from bench.turns import Turn
-from worker.commands.cli import main
+from commands.cli import main
 
 
 @contextlib.contextmanager

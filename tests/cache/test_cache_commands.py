@@ -19,7 +19,7 @@ from made_kv import assert_is_kv_of, identity, save_all
 from cache.admin import archive, survey
 from cache.names.errors import CacheError
 from cache.names.identity import FORMAT_VERSION
-from worker.commands.cli import main
+from commands.cli import main
 
 TOKENS = list(range(10))
 OTHER = [*TOKENS[:8], 77, 78]

@@ -27,7 +27,7 @@ from cache.names.blocks import Span
 from cache.names.errors import DoubtfulSnapshotError
 from cache.names.snapshot import Name, Tensor
 from cache.names.tokens import pack
-from worker.commands.cli import main
+from commands.cli import main
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,7 +15,7 @@ from made_kv import save_all
 
 from cache.admin import archive
 from cache.names.errors import CacheError
-from worker.commands.cli import main
+from commands.cli import main
 from worker.process.datadir import DataDir
 
 if TYPE_CHECKING:

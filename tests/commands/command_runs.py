@@ -21,8 +21,8 @@ from click.testing import CliRunner
 from rich.cells import cell_len
 from structlog.testing import capture_logs
 
+from commands.cli import main
 from tests.forked import CAN_FORK, Forked, Piped
-from worker.commands.cli import main
 
 if TYPE_CHECKING:
     from tests.conftest import LocalWorker
@@ -53,11 +53,11 @@ def turnkeep(
     """
     content = text.encode() if isinstance(text, str) else text
     if CAN_FORK and not fresh:
-        process = Piped(["-m", "worker", *map(str, arguments)], environment() | more)
+        process = Piped(["-m", "commands", *map(str, arguments)], environment() | more)
         out, err = process.communicate(content, timeout=100)
         return subprocess.CompletedProcess(arguments, process.wait(), out, err)
     done = subprocess.run(
-        [sys.executable, "-m", "worker", *map(str, arguments)],
+        [sys.executable, "-m", "commands", *map(str, arguments)],
         input=content,
         capture_output=True,
         timeout=100,
@@ -109,7 +109,7 @@ class Terminal:
         self._seen = 0
         self._control, terminal = pty.openpty()
         fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-        program = [sys.executable, "-m", "worker", *map(str, arguments)]
+        program = [sys.executable, "-m", "commands", *map(str, arguments)]
         settings = environment() | {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"} | more
         self.terminal = terminal
         self.process: Forked | subprocess.Popen[bytes]

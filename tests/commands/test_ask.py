@@ -17,10 +17,10 @@ from command_runs import WAIT_S, Terminal, command, environment, turnkeep, where
 from msgspec import UNSET
 from msgspec.inspect import FloatType, IntType, StructType, UnionType, type_info
 
+from commands.cli import ask as ask_command
+from commands.screen import printable, wrapped
 from tests.parts import TINY_CONTEXT
 from turnkeep_client.messages import Closed, Generate, Generated, decode_request, decode_result, encode
-from worker.commands.cli import ask as ask_command
-from worker.commands.screen import printable, wrapped
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -160,7 +160,7 @@ async def test_where_nobody_reads_on_the_answer_is_cancelled(
     local_worker: Callable[..., Any], endless_model: Path
 ) -> None:
     worker = await local_worker(model=str(endless_model))
-    words = ["-m", "worker", "ask", "hello", "--session", "s", "--max-tokens", "50000"]
+    words = ["-m", "commands", "ask", "hello", "--session", "s", "--max-tokens", "50000"]
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *words,

@@ -29,7 +29,7 @@ def test_a_question_waits_for_the_worker_that_starts(
 ) -> None:
     data, port = tmp_path / "data", free_port()
     where = ["--data-dir", str(data), "--nats-port", str(port)]
-    program = [sys.executable, "-m", "worker"]
+    program = [sys.executable, "-m", "commands"]
     served = Popen([*program, "serve", *where, "--model", str(tiny_model)], env=environment(), stderr=DEVNULL)
     with served as worker:
         try:

@@ -113,7 +113,7 @@ async def test_a_removal_says_which_answer_it_waits_for(local_worker: Start, end
     async with answer:
         async for _ in answer:
             break
-        words = [sys.executable, "-m", "worker", "rm", "s", *where(worker)]
+        words = [sys.executable, "-m", "commands", "rm", "s", *where(worker)]
         removing = await asyncio.create_subprocess_exec(
             *words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()
         )

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from commands.exchanges import last_exchanges
 from turnkeep_client import client as client_module
-from worker.commands.exchanges import last_exchanges
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,8 +12,8 @@ import pytest
 from click.testing import CliRunner
 
 from bench.cli import NAMES
-from worker.commands.cache_cli import cache
-from worker.commands.cli import main
+from commands.cache import cache
+from commands.cli import main
 
 PAGE = (Path(__file__).parents[2] / "docs" / "commands.md").read_text()
 NUMBERS = {"seven": 7, "eight": 8, "nine": 9, "ten": 10, "eleven": 11, "twelve": 12}
@@ -83,7 +83,7 @@ def test_a_list_of_commands_has_whole_sentences(group: tuple[str, ...], columns:
 
 
 def test_the_list_of_commands_imports_none_and_says_what_each_says() -> None:
-    program = "import sys, worker.commands.cli as cli; cli.main(['--help'], standalone_mode=False);"
+    program = "import sys, commands.cli as cli; cli.main(['--help'], standalone_mode=False);"
     program += "names = {'structlog', 'nats', 'asyncio', 'psutil', 'cache.store', 'bench'};"
     program += "print(names & set(sys.modules), file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -114,7 +114,7 @@ def test_the_page_of_commands_counts_the_benches() -> None:
 )
 def test_a_misspelt_command_is_recognised_before_it_is_imported(typed: str, meant: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "worker", *typed.split()], capture_output=True, text=True, check=False
+        [sys.executable, "-P", "-m", "commands", *typed.split()], capture_output=True, text=True, check=False
     )
     assert done.returncode == 2
     assert f"Did you mean '{meant}'?" in done.stderr

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from command_runs import command as run
 from command_runs import environment, turnkeep, where
 
-from worker.commands.cli import main
+from commands.cli import main
 from worker.process.formatting import size, span
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def test_a_table_in_a_pipe_has_one_whole_line_for_each_row(data_dir: Path) -> No
 
 def test_a_table_on_a_terminal_is_folded_and_loses_nothing(data_dir: Path) -> None:
     control, terminal = pty.openpty()
-    command = [sys.executable, "-m", "worker", "model", "list", "--data-dir", str(data_dir)]
+    command = [sys.executable, "-m", "commands", "model", "list", "--data-dir", str(data_dir)]
     environ = environment() | {"COLUMNS": "60", "TERM": "xterm"}
     with subprocess.Popen(command, stdout=terminal, stderr=terminal, env=environ) as process:
         os.close(terminal)

@@ -11,8 +11,8 @@ import pytest
 from command_runs import seen
 from rich.cells import cell_len
 
-from worker.commands.rendering import MarkdownScreen
-from worker.commands.screen import WordWrap, printable, wrapped
+from commands.rendering import MarkdownScreen
+from commands.screen import WordWrap, printable, wrapped
 
 TEXT = (
     "A short line.\n\n    indented, and then on and on past the edge\n"

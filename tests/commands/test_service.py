@@ -52,9 +52,9 @@ def run(tmp_path: Path) -> Run:
 
     def run(*words: str, on_mac: bool = False) -> subprocess.CompletedProcess[str]:
         program = (
-            f"import sys; from worker.commands import service_cli; service_cli._ON_MAC = {on_mac};"
+            f"import sys; from commands import service; service._ON_MAC = {on_mac};"
             "sys.argv = ['/opt/tk/bin/turnkeep', *sys.argv[1:]];"
-            "from worker.commands.cli import main; main(prog_name='turnkeep')"
+            "from commands.cli import main; main(prog_name='turnkeep')"
         )
         env = environment() | {
             "HOME": str(home),
@@ -211,7 +211,7 @@ def test_a_unit_s_words_are_the_command_s(word: str) -> None:
 def test_bash_completes_commands_and_options(run: Run, stub: Callable[..., Path], tmp_path: Path) -> None:
     if shutil.which("bash") is None:
         pytest.skip("there is no bash")
-    stub("turnkeep", f'#!/bin/sh\nexec {sys.executable} -P -m worker "$@"\n')
+    stub("turnkeep", f'#!/bin/sh\nexec {sys.executable} -P -m commands "$@"\n')
     installed = run("completion", "bash", "--install")
     assert installed.returncode == 0
     assert "without the package bash-completion, ~/.bashrc needs: . ~/.local/share/" in installed.stdout

@@ -144,7 +144,7 @@ async def test_an_agent_of_pydantic_ai_ends_over_a_crash(here: Here, tmp_path: P
     port = free_port()
     token, _, address = here.worker.url.removeprefix("nats://").rpartition("@")
     gateway = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "worker", "gateway", "--listen", str(port), "--nats", f"nats://{address}"),
+        *(sys.executable, "-m", "commands", "gateway", "--listen", str(port), "--nats", f"nats://{address}"),
         env={**os.environ, "TURNKEEP_NATS_TOKEN": token},
         cwd=ROOT,
         stderr=asyncio.subprocess.PIPE,

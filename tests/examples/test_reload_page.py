@@ -50,7 +50,7 @@ def test_an_answer_survives_a_reload_of_its_page(
     process = worker_process("--ack-wait-s", "0.5", model=endless_model)
     process.start()
     port, (token, _, server) = free_port(), process.url.removeprefix("nats://").rpartition("@")
-    command = ["-m", "worker", "gateway", "--nats", f"nats://{server}", "--listen", str(port)]
+    command = ["-m", "commands", "gateway", "--nats", f"nats://{server}", "--listen", str(port)]
     environment = {**os.environ, "TURNKEEP_NATS_TOKEN": token}
     asyncio.run(_until_ready(process))
     gateway = Forked.logging_to(tmp_path / "gateway.log", command, environment)

@@ -131,7 +131,7 @@ class Desk:
         given = [part for word in command for part in ((*before, text) if word == TASK else (word,))]
         launch = ["launch", "--gateway", self._url, "--data-dir", str(self._folder / "data"), self._name]
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "worker", *launch, *given),
+            *(sys.executable, "-P", "-m", "commands", *launch, *given),
             env=self._environment,
             cwd=self.project,
             stdin=subprocess.DEVNULL,

@@ -62,7 +62,7 @@ def test_an_agent_that_is_launched_at_once_waits_for_it(worker_process: Any, tin
     process.start()
     while starting_pid(process.data_dir) is None:
         time.sleep(0.02)
-    command = [sys.executable, "-P", "-m", "worker", "launch", "--data-dir", str(process.data_dir)]
+    command = [sys.executable, "-P", "-m", "commands", "launch", "--data-dir", str(process.data_dir)]
     done = subprocess.run(
         [*command, "--print", "pi"], capture_output=True, text=True, timeout=100, check=False
     )
@@ -108,7 +108,7 @@ async def test_options_of_the_command_reach_the_gateway(local_worker: Any, tmp_p
     worker, port, site = await local_worker(), free_port(), "https://chat.example"
     (tmp_path / "keys").write_text("secret acme at_once=2\n")
     command = [
-        *(sys.executable, "-m", "worker", "gateway", "--nats", worker.settings.nats),
+        *(sys.executable, "-m", "commands", "gateway", "--nats", worker.settings.nats),
         *("--prefix", worker.settings.prefix, "--data-dir", str(tmp_path), "--listen", str(port)),
         *("--keys", str(tmp_path / "keys"), "--cors", site, "--explain", "--until-eof"),
     ]

@@ -10,9 +10,9 @@ import pytest
 from click.testing import CliRunner
 
 import gateway
+from commands.cli import main
+from commands.gateway import greeting
 from gateway.serving import listening
-from worker.commands.cli import main
-from worker.commands.gateway_cli import greeting
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -57,7 +57,7 @@ class Gateways:
         self._processes: dict[int, Forked] = {}
 
     def start(self, number: int) -> None:
-        command = ["-m", "worker", "gateway", "--nats", self._nats]
+        command = ["-m", "commands", "gateway", "--nats", self._nats]
         command += ["--listen", str(self.ports[number])]
         log = self._folder / f"gateway-{number}.log"
         self._processes[number] = Forked.logging_to(log, command, self._environment)

@@ -128,7 +128,7 @@ async def gateway_process(started: Any) -> AsyncIterator[Callable[[], tuple[subp
         command = [
             sys.executable,
             "-m",
-            "worker",
+            "commands",
             "gateway",
             "--listen",
             str(port),

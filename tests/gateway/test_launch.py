@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from commands.agents import AGENTS, INSTALLS
 from tests.parts import TINY_CONTEXT
-from worker.commands.agents import AGENTS, INSTALLS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -41,7 +41,7 @@ async def launched(folder: Path, *arguments: str, **environment: str) -> Said:
         (folder / name).write_text(_AGENT)
         (folder / name).chmod(0o755)
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", "worker", "launch", "--data-dir", str(folder / "data"), *arguments),
+        *(sys.executable, "-P", "-m", "commands", "launch", "--data-dir", str(folder / "data"), *arguments),
         env={"HOME": str(folder / "home"), "PATH": f"{folder}:{os.environ['PATH']}", **environment},
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,

@@ -121,7 +121,7 @@ def test_a_hub_out_of_reach_is_one_line_with_the_command_that_brings_the_model(
 
 def test_a_download_that_was_killed_goes_on_where_it_was(server: FakeHub, tmp_path: Path) -> None:
     server.cuts, server.stalled = [50_000], threading.Event()
-    command = [sys.executable, "-m", "worker", "model", "pull", ID, "--data-dir", str(tmp_path)]
+    command = [sys.executable, "-m", "commands", "model", "pull", ID, "--data-dir", str(tmp_path)]
     environ = {**os.environ, "HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path)}
     with subprocess.Popen([*command, "--dtype", "keep"], env=environ) as first:
         deadline = time.monotonic() + 60

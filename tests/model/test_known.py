@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from fake_hub import FakeHub
 
-from worker.commands.shelf import Shelf
+from commands.shelf import Shelf
 from worker.models import hub, known
 from worker.models.model_files import ModelError
 from worker.process.settings import Settings

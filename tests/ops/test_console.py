@@ -19,6 +19,7 @@ import nats
 import pytest
 
 import ops.console
+from commands.cli import _console_token, main
 from ops.console import app as console_app
 from ops.console.app import Console, Place
 from ops.console.door import PAGE
@@ -45,7 +46,6 @@ from turnkeep_client.messages import (
     encode,
 )
 from turnkeep_client.subjects import SessionKey, Subjects
-from worker.commands.cli import _console_token, main
 from worker.process.settings import Settings
 
 if TYPE_CHECKING:
@@ -714,7 +714,7 @@ async def test_the_command_shows_workers_of_the_metrics_subject(nats_url: str) -
     written = block("sh", "turnkeep console").replace("nats://127.0.0.1:4222", nats_url)
     _, *arguments = shlex.split(written.replace("9423", str(port)))
     process = subprocess.Popen(  # noqa: ASYNC220
-        [sys.executable, "-m", "worker", *arguments], env=environment(), stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "commands", *arguments], env=environment(), stderr=subprocess.PIPE, text=True
     )
     worker = await nats.connect(nats_url)
     try:
@@ -751,7 +751,7 @@ async def test_the_console_knows_the_gateway_beside_its_worker(
         pass
     arguments = ("--data-dir", worker.data_dir, "--nats-port", worker.url.rpartition(":")[2])
     process = subprocess.Popen(  # noqa: ASYNC220
-        [sys.executable, "-m", "worker", "console", "--listen", "127.0.0.1:0", *map(str, arguments)],
+        [sys.executable, "-m", "commands", "console", "--listen", "127.0.0.1:0", *map(str, arguments)],
         env=environment(),
         stderr=subprocess.PIPE,
         text=True,
@@ -787,7 +787,17 @@ async def test_the_command_opens_its_page_in_the_browser(nats_url: str, tmp_path
     browser.write_text(f'#!/bin/sh\nprintf %s "$1" > "{opened_}"\n')
     browser.chmod(0o755)
     process = subprocess.Popen(  # noqa: ASYNC220
-        [sys.executable, "-m", "worker", "console", "--open", "--listen", "127.0.0.1:0", "--nats", nats_url],
+        [
+            sys.executable,
+            "-m",
+            "commands",
+            "console",
+            "--open",
+            "--listen",
+            "127.0.0.1:0",
+            "--nats",
+            nats_url,
+        ],
         env=environment() | {"BROWSER": str(browser)},
         stderr=subprocess.PIPE,
         text=True,
@@ -807,7 +817,7 @@ async def test_the_command_ends_quietly_while_an_answer_is_streamed(local_worker
     await worker.stop()
     where = ("--nats", worker.settings.nats, "--prefix", worker.settings.prefix)
     process = subprocess.Popen(  # noqa: ASYNC220
-        [sys.executable, "-m", "worker", "console", "--listen", "127.0.0.1:0", *where],
+        [sys.executable, "-m", "commands", "console", "--listen", "127.0.0.1:0", *where],
         env=environment(),
         stderr=subprocess.PIPE,
         text=True,

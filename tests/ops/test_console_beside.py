@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import httpx2
 import pytest
 
+from commands.shelf import Shelf
 from tests.parts import free_port
 from turnkeep_client.errors import TurnkeepError
-from worker.commands.shelf import Shelf
 from worker.models.model_files import ModelError
 from worker.process.settings import Settings
 

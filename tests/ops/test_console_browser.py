@@ -49,7 +49,7 @@ def browser() -> Iterator[Browser]:
 def console(worker: WorkerProcess, listen: str = "127.0.0.1:0") -> Iterator[str]:
     """`turnkeep console` as a process; yields the address that it prints."""
     place = ["--data-dir", str(worker.data_dir), "--nats-port", worker.url.rpartition(":")[2]]
-    command = [sys.executable, "-m", "worker", "console", *place, "--listen", listen]
+    command = [sys.executable, "-m", "commands", "console", *place, "--listen", listen]
     with subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None

@@ -171,7 +171,7 @@ class Here:
         program, *rest = map(self.text, words)
         programs = {
             "python": [sys.executable],
-            "turnkeep": [sys.executable, "-m", "worker"],
+            "turnkeep": [sys.executable, "-m", "commands"],
             "cp": ["cp"],
             "nats-server": [nats_server_program(), "-p", self.text("4222")],  # else the file's
         }

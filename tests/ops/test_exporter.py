@@ -210,7 +210,17 @@ class Exporter:
 
     def __init__(self, url: str, *options: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "worker", "exporter", "--nats", url, "--listen", "127.0.0.1:0", *options],
+            [
+                sys.executable,
+                "-m",
+                "commands",
+                "exporter",
+                "--nats",
+                url,
+                "--listen",
+                "127.0.0.1:0",
+                *options,
+            ],
             stderr=subprocess.PIPE,
             text=True,
             env=environment(),
@@ -379,7 +389,9 @@ async def test_a_user_who_may_not_hear_the_workers_is_told_so_in_one_line(tmp_pa
 
 
 def test_a_missing_extra_is_one_line(nats_url: str) -> None:
-    program = "import sys; sys.modules['prometheus_client'] = None; from worker.__main__ import main; main()"
+    program = (
+        "import sys; sys.modules['prometheus_client'] = None; from commands.__main__ import main; main()"
+    )
     done = subprocess.run(
         [sys.executable, "-c", program, "exporter", "--nats", nats_url],
         capture_output=True,

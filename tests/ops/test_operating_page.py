@@ -37,7 +37,7 @@ async def test_the_exporter_s_commands_run_as_they_are_written(nats_url: str) ->
     port = str(free_port())
 
     def here(command: str) -> str:
-        program = f"{shlex.quote(sys.executable)} -m worker"
+        program = f"{shlex.quote(sys.executable)} -m commands"
         command = re.sub(r"^turnkeep\b", program, command, flags=re.MULTILINE)
         return command.replace("nats://127.0.0.1:4222", nats_url).replace("9422", port)
 

@@ -6,11 +6,11 @@ import json
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+from commands.screen import printable
 from ops.log.sessions import SessionRow
 from ops.log.tree import trees
 from tests.commands.command_runs import command, where
 from turnkeep_client.messages import Parent
-from worker.commands.screen import printable
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from commands.cli import main
 from turnkeep_client.asyncapi import CONTROL_REPLIES, CONTROLS, REQUESTS, RESULTS
 from turnkeep_client.errors import ERROR_CODES
-from worker.commands.cli import main
 from worker.process.settings import Settings
 
 if TYPE_CHECKING:

@@ -116,7 +116,7 @@ SLOW_START = """
 import sys, time
 from worker.models import model
 model.load = lambda *args, **named: (print("loading", file=sys.stderr, flush=True), time.sleep(60))
-from worker.__main__ import main
+from commands.__main__ import main
 main()
 """
 

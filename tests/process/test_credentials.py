@@ -99,7 +99,7 @@ def test_a_line_of_the_log_has_no_credentials_of_whoever_wrote_it(log_format, ca
 def test_a_malformed_url_is_refused_and_not_repeated(command, url, tmp_path):
     from click.testing import CliRunner
 
-    from worker.commands.cli import main
+    from commands.cli import main
 
     data = () if command == "info" else ("--data-dir", str(tmp_path))
     done = CliRunner().invoke(main, [command, "--nats", url, *data])
@@ -137,7 +137,7 @@ async def test_a_worker_prints_no_credentials_whatever_happens_to_it(
     options += ["--log-max-bytes", "64MiB", "--log-format", "json"]
     with log_file.open("wb") as output:
         worker = subprocess.Popen(  # noqa: ASYNC220  # it outlives this block
-            [sys.executable, "-m", "worker", "serve", *options],
+            [sys.executable, "-m", "commands", "serve", *options],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

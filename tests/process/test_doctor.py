@@ -8,9 +8,9 @@ import re
 import pytest
 from nats.aio.client import Client, ServerVersion
 
+from commands import doctor
+from commands.doctor import Check, checks, exit_code, show
 from tests.commands.command_runs import turnkeep
-from worker.commands import doctor
-from worker.commands.doctor import Check, checks, exit_code, show
 from worker.process.datadir import DataDir
 from worker.wire import broker
 

@@ -15,11 +15,11 @@ from click.testing import CliRunner
 from nats.aio.client import Client, ServerVersion
 from structlog.testing import capture_logs
 
+from commands import serve
+from commands.cli import main
 from tests.commands.command_runs import turnkeep
 from turnkeep_client.client import connect as client
 from turnkeep_client.errors import NotPermittedError
-from worker.commands import serve
-from worker.commands.cli import main
 from worker.process.settings import Settings, SettingsError, load
 from worker.wire.connection import BrokerError, connect
 from worker.wire.credentials import nats_options, over_tls

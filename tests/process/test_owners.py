@@ -246,7 +246,7 @@ class Process:
     def __init__(self, url: str, prefix: str, folder: Path, model: Path) -> None:
         self.name = folder.name
         self._log = folder.with_suffix(".log")
-        command = [*(sys.executable, "-m", "worker", "serve", "--data-dir", str(folder), "--nats", url)]
+        command = [*(sys.executable, "-m", "commands", "serve", "--data-dir", str(folder), "--nats", url)]
         command += ["--prefix", prefix, "--model", str(model), "--worker", self.name, "--log-format", "json"]
         command += ["--log-max-bytes", "64MiB", "--min-free-disk", "0", "--block-tokens", "32"]
         with self._log.open("wb") as log:

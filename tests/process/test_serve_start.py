@@ -40,7 +40,7 @@ WRONG: dict[str, tuple[dict[str, object], str]] = {
 
 def serve(data_dir: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "worker", "serve", "--data-dir", str(data_dir), *options],
+        [sys.executable, "-m", "commands", "serve", "--data-dir", str(data_dir), *options],
         capture_output=True,
         text=True,
         timeout=120,

@@ -68,7 +68,7 @@ def url(tmp_path: Path, endless_model: Path) -> Iterator[str]:
     """The server of a worker under a unit of a name of its own, which the next boot forgets."""
     config, port, token = tmp_path / "turnkeep.toml", free_port(), tmp_path / "data" / "nats-token"
     config.write_text(f"data_dir = 'data'\nnats_port = {port}\nmodel = '{endless_model}'\n")
-    text = units.unit([sys.executable, "-P", "-m", "worker", "serve", "--config", str(config)])
+    text = units.unit([sys.executable, "-P", "-m", "commands", "serve", "--config", str(config)])
     found = f"[Service]\nEnvironment=PYTHONPATH={ROOT}:{ROOT / 'protocol'}"
     path = Path(os.environ["XDG_RUNTIME_DIR"]) / "systemd" / "user" / f"{NAME}.service"
     path.parent.mkdir(parents=True, exist_ok=True)

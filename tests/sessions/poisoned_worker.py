@@ -1,4 +1,4 @@
-"""A worker that some requests end, as an abort in MLX would: run like `python -m worker`.
+"""A worker that some requests end, as an abort in MLX would: run like `python -m commands`.
 
 `POISON` in an append's text ends the process as the request is carried out. When the log is read again,
 `BANE` raises where no error is expected, and `CURSE` ends the process.
@@ -14,8 +14,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from commands.__main__ import main
 from turnkeep_client.messages import Append
-from worker.__main__ import main
 from worker.sessions.execution import Execution
 from worker.sessions.history import Fold
 

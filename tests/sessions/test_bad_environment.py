@@ -17,10 +17,10 @@ import nats.errors
 import pytest
 from click.testing import CliRunner
 
+from commands.cli import main
 from tests.commands.command_runs import turnkeep
 from tests.parts import free_port
 from turnkeep_client.errors import TurnkeepError
-from worker.commands.cli import main
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -254,7 +254,7 @@ def test_help_needs_nothing_but_the_program() -> None:
         ["doctor"],
     ]
     program = (
-        "import sys; from worker.commands.cli import main\n"
+        "import sys; from commands.cli import main\n"
         f"for command in {commands}: main([*command, '--help'], standalone_mode=False)\n"
         "print(*sys.modules, file=sys.stderr)"
     )

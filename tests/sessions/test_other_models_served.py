@@ -61,7 +61,7 @@ async def test_an_answer_ends_as_it_was_streamed_and_its_session_goes_on(
         assert (result.rewritten_from == 0) == (other == "packaged")
         info = await session.info()
         assert info.answered_by == again.model
-        show = (sys.executable, "-m", "worker", "show", "s", "--nats", process.url, "--json")
+        show = (sys.executable, "-m", "commands", "show", "s", "--nats", process.url, "--json")
         shown = await asyncio.to_thread(subprocess.run, show, capture_output=True, check=True, timeout=60)
         models = [turn["result"]["model"]["name"] for turn in json.loads(shown.stdout)["turns"]]
         assert models == [first.model.name, result.model.name, result.model.name]

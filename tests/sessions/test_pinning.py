@@ -22,9 +22,9 @@ from raw_wire import append, generate
 from cache.disk import format as snapshot_format
 from cache.names import blocks
 from cache.names.tokens import unpack
+from commands.cli import main
 from tests.parts import BLOCK
 from turnkeep_client.errors import RequestFailedError
-from worker.commands.cli import main
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -251,7 +251,7 @@ class Serving:
         self.config.write_text('max_disk = "1GiB"\nmin_free_disk = 0\n')
         self._log = folder / "log"
         self._command = [
-            *(sys.executable, "-m", "worker", "serve", "--config", str(self.config), "--nats", nats_url),
+            *(sys.executable, "-m", "commands", "serve", "--config", str(self.config), "--nats", nats_url),
             *("--prefix", f"hup{time.monotonic_ns()}", "--data-dir", str(folder / "data")),
             *("--model", str(model), "--log-format", "json"),
         ]

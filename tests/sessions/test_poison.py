@@ -90,7 +90,7 @@ async def lives(worker_process: Callable[..., Any]) -> AsyncIterator[Lives]:
             await asyncio.sleep(0.1)
     yield Lives(process, nc.jetstream())
     await nc.close()
-    process.command[1:2] = ["-m", "worker"]
+    process.command[1:2] = ["-m", "commands"]
 
 
 @pytest.mark.process

@@ -153,7 +153,7 @@ async def exporter_of(url: str, where: Path) -> AsyncIterator[tuple[psutil.Popen
     port = free_port()
     with (where / "exporter.log").open("wb") as log:
         process = psutil.Popen(
-            [sys.executable, "-m", "worker", "exporter", "--nats", url, "--listen", f"127.0.0.1:{port}"],
+            [sys.executable, "-m", "commands", "exporter", "--nats", url, "--listen", f"127.0.0.1:{port}"],
             stdout=log,
             stderr=subprocess.STDOUT,
         )

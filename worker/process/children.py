@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from anyio.abc import Process
 
 #: Begins the command line of this program.
-PROGRAM: Final = (sys.executable, "-P", "-m", "worker")
+PROGRAM: Final = (sys.executable, "-P", "-m", "commands")
 
 
 @asynccontextmanager

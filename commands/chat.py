@@ -16,7 +16,7 @@ from turnkeep_client.session import build
 
 from . import control
 from .ask import decoded
-from .close_cli import start_of_last
+from .close import start_of_last
 from .exchanges import last_exchanges
 from .rendering import MarkdownScreen
 from .sampling import cut, preferred, whole

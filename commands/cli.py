@@ -59,45 +59,45 @@ _INTERRUPTED = 130
 
 #: Commands of other modules, which are imported when the command is run: module, attribute, first sentence.
 _ELSEWHERE: Final = {
-    "bench": ("worker.commands.bench_cli", "bench", "Measure a worker from outside."),
+    "bench": ("commands.bench", "bench", "Measure a worker from outside."),
     "cache": (
-        "worker.commands.cache_cli",
+        "commands.cache",
         "cache",
         "Snapshots on disk: list, verify, remove, export and import.",
     ),
     "completion": (
-        "worker.commands.service_cli",
+        "commands.service",
         "completion",
         "Print the script that completes commands and options in a shell.",
     ),
-    "close": ("worker.commands.close_cli", "close", "End sessions."),
+    "close": ("commands.close", "close", "End sessions."),
     "dead": (
-        "worker.commands.log_cli",
+        "commands.sessions",
         "dead",
         "Requests that workers gave up: each crashed the worker or failed on every attempt.",
     ),
     "export": (
-        "worker.commands.copy_cli",
+        "commands.export",
         "export",
         "Write SESSION's log to FILE, which another log can import and `turnkeep replay` can play.",
     ),
     "fork": (
-        "worker.commands.fork_cli",
+        "commands.fork",
         "fork",
         "Open the session NEW with the tokens of SESSION: all, or those up to a position.",
     ),
     "gateway": (
-        "worker.commands.gateway_cli",
+        "commands.gateway",
         "gateway",
         "Serve OpenAI's and Anthropic's APIs over HTTP, on durable sessions, until Ctrl-C.",
     ),
     "import": (
-        "worker.commands.copy_cli",
+        "commands.export",
         "import_",
         "Put the session in FILE into the log, beside a worker or without one.",
     ),
     "launch": (
-        "worker.commands.launch_cli",
+        "commands.launch",
         "launch",
         (
             "Start an agent that talks to the gateway: aider, claude, cn, codex, opencode, pi, or another"
@@ -105,56 +105,56 @@ _ELSEWHERE: Final = {
         ),
     ),
     "log": (
-        "worker.commands.verify_cli",
+        "commands.log",
         "log",
         "The log as a whole: verify it.",
     ),
     "model": (
-        "worker.commands.model_cli",
+        "commands.model",
         "model",
         "Models: list, describe, download, convert and remove them.",
     ),
     "replay": (
-        "worker.commands.replay",
+        "commands.replay",
         "replay",
         "Play recorded sessions again, and compare every token with the record.",
     ),
     "rewind": (
-        "worker.commands.close_cli",
+        "commands.close",
         "rewind",
         (
             "Remove the end of SESSION: its last question with the answer, more of them, or all from a"
             " position on."
         ),
     ),
-    "rm": ("worker.commands.close_cli", "rm", "Remove sessions, open or closed: the same as close --forget."),
+    "rm": ("commands.close", "rm", "Remove sessions, open or closed: the same as close --forget."),
     "service": (
-        "worker.commands.service_cli",
+        "commands.service",
         "service",
         "A worker that this machine starts by itself: install, status, logs, uninstall.",
     ),
     "sessions": (
-        "worker.commands.log_cli",
+        "commands.sessions",
         "sessions",
         "List the sessions in the log, most recently active first.",
     ),
     "size": (
-        "worker.commands.size_cli",
+        "commands.size",
         "size",
         "Estimate memory, disk and SSD writes for a number of sessions.",
     ),
     "run": (
-        "worker.commands.run_cli",
+        "commands.run",
         "run",
         "Talk with MODEL, or answer MESSAGE; downloads the model, and starts a worker, if need be.",
     ),
     "show": (
-        "worker.commands.log_cli",
+        "commands.sessions",
         "show",
         "Print a session's conversation from the log, with the cost of each request.",
     ),
     "tree": (
-        "worker.commands.fork_cli",
+        "commands.fork",
         "tree",
         "Show which sessions were forked from which; with SESSION, only the tree that it is in.",
     ),
@@ -279,7 +279,7 @@ def serve(
         cache_access(settings)
         _examine(settings, models, as_json=False)
     if weigh:
-        from .size_cli import weigh as run_weigh
+        from .size import weigh as run_weigh
 
         run_weigh(settings)
         return
@@ -696,7 +696,7 @@ def console(
         raise TurnkeepError(f"{library} is missing; pip install 'turnkeep[ops]' brings it") from None
     from ops.console.app import Place
 
-    from .launch_cli import own_gateway
+    from .launch import own_gateway
     from .sampling import asked
     from .shelf import Shelf
     from .talking import command_line, url_of

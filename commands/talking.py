@@ -15,7 +15,7 @@ import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 import click
 
@@ -110,7 +110,7 @@ def _just_begun(data_dir: Path) -> int | None:
     for process in psutil.process_iter(["cmdline", "create_time"]):
         words = process.info["cmdline"] or []
         is_serve = (
-            any(Path(one).name in {"turnkeep", "worker"} for one in words[:4]) and "serve" in words[1:5]
+            any(Path(one).name in {"turnkeep", "commands"} for one in words[:4]) and "serve" in words[1:5]
         )
         if not is_serve or time.time() - process.info["create_time"] > _IMPORTS_S:
             continue
@@ -178,11 +178,21 @@ def talk(settings: Settings, tenant: str, say: Callable[[Client], Coroutine[Any,
     except NoWorkerError as error:
         raise NoWorkerError(f"{error}; start a worker with: {command_line(settings, 'serve')}") from None
     except asyncio.CancelledError:
-        sys.exit(_TERMINATED)
+        _end_terminated()
     except OSError as error:
         if error.errno != errno.EIO:  # printed to a closed terminal, before SIGHUP came
             raise
-        sys.exit(_TERMINATED)
+        _end_terminated()
+
+
+def _end_terminated() -> NoReturn:
+    """End with the exit code of SIGTERM; what a closed terminal did not take would change it to 120."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    sys.exit(_TERMINATED)
 
 
 @contextlib.asynccontextmanager

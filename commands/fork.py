@@ -10,10 +10,10 @@ from ops.log.ending import check_open
 from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.messages import encode
 
-from .close_cli import start_of_last
+from .close import start_of_last
 from .flags import as_json, load_settings, tag_option, tenant_option, with_result_timeout, with_settings
-from .log_cli import telling_tags
 from .printing import table
+from .sessions import telling_tags
 from .talking import CLIENT_SETTINGS, named, talk
 
 if TYPE_CHECKING:

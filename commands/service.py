@@ -228,7 +228,7 @@ def _settings_file(config: Path | None) -> Path:
 def _program() -> list[str]:
     """Return the command of this installation, by absolute paths."""
     called = Path(sys.argv[0]).absolute()
-    return [str(called)] if called.name == _PROGRAM else [sys.executable, "-P", "-m", "worker"]
+    return [str(called)] if called.name == _PROGRAM else [sys.executable, "-P", "-m", "commands"]
 
 
 def _check_free(settings: Settings, gateway: int | None) -> None:

@@ -1,4 +1,4 @@
-"""The program `turnkeep`, and `python -m worker`."""
+"""The program `turnkeep`, and `python -m commands`."""
 
 import importlib.metadata
 import sys
@@ -20,7 +20,7 @@ def main() -> None:
             f"turnkeep: its package turnkeep_client is {client_version} and must be {version};"
             f" install turnkeep {version} again, with pip install --force-reinstall --no-deps"
         )
-    from .commands.cli import main as run
+    from .cli import main as run
 
     run(prog_name="turnkeep")
 
