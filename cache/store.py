@@ -19,11 +19,13 @@ from .disk.folder import may_hold
 from .disk.header import NO_NAME
 from .disk.past import StoredPast
 from .disk.rows import Pin
+from .disk.tier import SharedDirectory, Tier
 from .disk.writer import DropReason, Write, Writer
 from .index.behind import Behind
 from .index.loading import Form, Loading, Match
 from .index.opening import Opened, open_directory
 from .index.pins import Pinned
+from .index.remote import Remote, RemoteCounts
 from .index.removal import Removal
 from .index.room import Room
 from .index.stats import SnapshotStats
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 
     from .disk.restore import Restored
     from .index.nodes import Node
+    from .index.remote import Found
     from .kv.arrays import Arrays
     from .names.blocks import Span
     from .names.identity import Identity
@@ -53,9 +56,11 @@ __all__ = [
     "Match",
     "Store",
     "StoredPast",
+    "Tier",
     "access_by",
     "file_bytes",
     "may_hold",
+    "tier_at",
 ]
 
 _log = structlog.get_logger("turnkeep.cache")
@@ -103,6 +108,14 @@ def access_by(key_file: Path | None) -> Access:
     return Sealed(read_key(key_file))
 
 
+def tier_at(directory: Path, access: Access, *, max_bytes: int, min_free_bytes: int) -> Tier:
+    """Open a remote tier in a directory that workers share; it is made if it is missing. Blocking.
+
+    Raises `OSError`, and `SealedError` if `access` has another key than the files there.
+    """
+    return SharedDirectory(directory, access, max_bytes=max_bytes, min_free_bytes=min_free_bytes)
+
+
 def file_bytes(name: Name, identity: Identity, tensors: tuple[Tensor, ...]) -> int:
     """Return the size that a snapshot's file would have."""
     return snapshot_format.encode(name, identity, tensors).size_bytes
@@ -123,6 +136,7 @@ class Store:
         keep_behind: int | None,
         model: str,
         monotonic: Callable[[], float],
+        tier: Tier | None,
     ) -> None:
         self._folder = opened.folder
         self._catalog = opened.catalog
@@ -162,6 +176,11 @@ class Store:
             rejected=opened.rejected,
             release=self.release,
         )
+        self._remote = None
+        if tier is not None:
+            self._remote = Remote(tier, opened.folder, opened.index, self._adopt)
+            self._remote.note(identity.digest(), identity.block_tokens)
+            self._removal.useless = self._remote.remove
         self._closing = False
         self._room.shrink_at_once()
 
@@ -180,6 +199,7 @@ class Store:
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
         access: Access = PLAIN,
+        tier: Tier | None = None,
     ) -> Store:
         """Lock the directory, reconcile the index with the files, and return the store.
 
@@ -189,8 +209,9 @@ class Store:
         snapshots that wait in memory for the disk; `min_free_bytes` of the file system stay free. KV that no
         layer sees is evicted once all sessions are `keep_behind` tokens past it; with None, only when disk
         space is needed. `model` is the model's name in listings. `clock` (seconds since 1970) orders uses,
-        `monotonic` times the pauses after failed writes. `access` has the directory's key. Raises
-        `DirectoryLockedError`, `SealedError`, `OSError`.
+        `monotonic` times the pauses after failed writes. `access` has the directory's key. What is stored is
+        put in the `tier` too, and can be fetched from there. Raises `DirectoryLockedError`, `SealedError`,
+        `OSError`.
         """
         opened = await asyncio.to_thread(open_directory, directory, identity.digest(), model, clock, access)
         return cls(
@@ -203,6 +224,7 @@ class Store:
             keep_behind=keep_behind,
             model=model,
             monotonic=monotonic,
+            tier=tier,
         )
 
     def chain(self, tenant: str, policy: Policy = FULL, of: Tokens | None = None) -> Chain:
@@ -256,6 +278,22 @@ class Store:
             if self._monotonic() > until or is_stopped():
                 return
             await asyncio.sleep(_SETTLE_S)
+
+    async def find_remote(self, chain: Chain, tokens: Sequence[int]) -> Found | None:
+        """Look in the remote tier for what continues the stored prefix of `tokens`; None: nothing."""
+        if self._remote is None or self._closing:
+            return None
+        edges, _ = self._form(chain.policy).prefixes.known(chain, as_tokens(tokens))
+        return await self._remote.find(chain, as_tokens(tokens), edges[-1])
+
+    async def fetch(self, found: Found) -> tuple[int, float]:
+        """Fetch snapshots from the remote tier into this directory; return the bytes, and the seconds.
+
+        What cannot be fetched, or does not fit, is left out with all that continues it.
+        """
+        if self._remote is None or self._closing:
+            return 0, 0.0
+        return await self._remote.fetch(found)
 
     def hold(self, tenant: str | Chain, tokens: Sequence[int]) -> HeldPrefix:
         """Protect the snapshots of these tokens, stored or queued, from eviction until `release`.
@@ -415,6 +453,8 @@ class Store:
         snapshot that a load or a turn holds is removed when it is released; a pinned one stays. After a
         `barrier` no removed snapshot comes back, not even through a write in flight.
         """
+        if self._remote is not None:
+            self._remote.forget()
         within = self._within(tenant, pack(tokens))
         return self._removal.discard(node for node in within if not node.kept and node.end > shared)
 
@@ -429,16 +469,20 @@ class Store:
         """
         packed = pack(tokens)
         num_snapshots = self.forget(tenant, tokens, shared=shared)
+        is_remote_clean = True
         try:
             async with asyncio.timeout(timeout_s):
                 await self._drained()
                 erasure = self._writer.erase(packed)
                 await self._writer.barrier()
+                if self._remote is not None:
+                    is_remote_clean = await self._remote.erase(tenant, packed, shared)
         except TimeoutError:
             return Forgotten(num_snapshots, settled=False)
         is_held = any(node.doomed for node in self._within(tenant, packed))
         is_unknown = bool(self._index.children(NO_NAME.parent))
-        return Forgotten(num_snapshots, erasure.clean and not is_held and not is_unknown)
+        is_clean = erasure.clean and is_remote_clean
+        return Forgotten(num_snapshots, is_clean and not is_held and not is_unknown)
 
     async def clear(self, timeout_s: float = 5.0) -> bool:
         """Remove everything, of all tenants and models, pins and quarantine too.
@@ -446,6 +490,8 @@ class Store:
         False if time ran out or a removal failed. Snapshots that are saved after the call stay. No earlier
         snapshot comes back, not even through a write in flight.
         """
+        if self._remote is not None:
+            self._remote.forget()
         self._index.clear()
         self._room.clear()
         erasure = self._writer.clear()
@@ -499,6 +545,16 @@ class Store:
             return False
         return True
 
+    async def barrier_remote(self, timeout_s: float) -> bool:
+        """Wait until the remote tier has what was stored before this call; False after `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                if self._remote is not None:
+                    await self._remote.barrier()
+        except TimeoutError:
+            return False
+        return True
+
     def stats(self) -> SnapshotStats:
         """Return the current counts."""
         return SnapshotStats.collect(
@@ -508,6 +564,7 @@ class Store:
             restored_bytes=self._loading.restored_bytes,
             rejected=self._loading.rejected,
             timed_out=self._loading.timed_out,
+            remote=self._remote.counts if self._remote is not None else RemoteCounts(),
         )
 
     async def close(self, timeout_s: float = 5.0, *, discard: bool = False) -> bool:
@@ -522,8 +579,11 @@ class Store:
         self._closing = True
         self._room.close()
         drained = await (self.clear(timeout_s / 2) if discard else self.barrier(timeout_s / 2))
-        stopped, left = await asyncio.gather(
-            self._writer.stop(timeout_s / 2), self._loading.close(timeout_s / 2)
+        remote = self._remote
+        _, stopped, left = await asyncio.gather(
+            asyncio.sleep(0) if remote is None else remote.close(timeout_s / 2),
+            self._writer.stop(timeout_s / 2),
+            self._loading.close(timeout_s / 2),
         )
         if stopped:
             self._catalog.close()
@@ -576,9 +636,22 @@ class Store:
         self._index.use(node)
         self._writer.use(node.used, node.digest)
 
+    def _adopt(self, name: Name, path: Path, size_bytes: int) -> Node | None:
+        """Take over a file that was fetched from the remote tier; None if there is no room for it."""
+        if self._closing or self._writer.paused or (name.start and self._index.get(name.parent) is None):
+            return None
+        node = self._index.add(name, size_bytes)
+        if not self._room.make(size_bytes):
+            self._index.undo_add(node)
+            return None
+        self._writer.write(node, None, path)
+        return node
+
     def _write_ended(self, write: Write) -> None:
         """Update the index after a write has ended. Called by the writer, on the event loop."""
         self._removal.note_end(write)
+        if self._remote is not None and write.node.durable and write.fetched is None:
+            self._remote.offer(write.node)
         self._room.check()
 
 

@@ -63,6 +63,10 @@ COUNTERS: Final[tuple[tuple[str, ...], ...]] = (
     ("snapshots_timed_out", "snapshots.timed_out", "Restores that the disk did not answer in time."),
     ("snapshots_written_bytes", "snapshots.written_bytes", "Bytes written to the disk."),
     ("snapshots_restored_bytes", "snapshots.restored_bytes", "Bytes read from the disk."),
+    ("remote_put_bytes", "snapshots.remote_put_bytes", "Bytes put in the remote tier."),
+    ("remote_fetched_bytes", "snapshots.remote_fetched_bytes", "Bytes fetched from the remote tier."),
+    ("remote_dropped", "snapshots.remote_dropped", "Snapshots that were not put in the remote tier."),
+    ("remote_failed", "snapshots.remote_failed", "Calls of the remote tier that failed."),
 )
 GAUGES: Final[tuple[tuple[str, ...], ...]] = (
     ("uptime_seconds", "uptime_s", "Time since the worker started."),

@@ -144,6 +144,11 @@ PANELS: Final = (
             "read": _per_s("snapshots_restored_bytes_total"),
         },
     ),
+    Panel(
+        "Remote tier",
+        "Bps",
+        {"put": _per_s("remote_put_bytes_total"), "fetched": _per_s("remote_fetched_bytes_total")},
+    ),
     Panel("Snapshots in flight", "none", {"": _of("snapshots_in_flight")}),
     Panel(
         "Snapshots dropped", "cps", {"": _per_s("snapshots_dropped_total", "reason")}, ("worker", "reason")

@@ -67,7 +67,7 @@ from .observe.tracing import start_traces
 from .process.concurrency import in_thread, shielded, task_group
 from .process.datadir import DataDir, DataDirInUseError
 from .process.formatting import size
-from .process.keys import cache_access
+from .process.keys import cache_access, remote_tier
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -77,7 +77,7 @@ if TYPE_CHECKING:
     from nats.js import JetStreamContext
 
     from cache.names.identity import Identity
-    from cache.store import Access
+    from cache.store import Access, Tier
     from turnkeep_client.messages import Metrics
     from turnkeep_client.subjects import SessionKey
     from worker.models.model import LoadedModel, Progress
@@ -178,6 +178,7 @@ class App:
                 await stack.enter_async_context(self._background("health", health.serve))
             await self._start_traces(stack)
             access = cache_access(settings)
+            tier = await self._in_thread(remote_tier, settings, access)
             try:
                 directory = stack.enter_context(
                     DataDir.open(settings.data_dir, settings.worker, settings.nats_place)
@@ -197,7 +198,7 @@ class App:
             names = await streams.ensure(js, self._subjects, settings)
             self._maker = await self._name_model(directory, loaded)
             await self._members.name_model(digests_of(self._maker))
-            await self._open_store(directory, loaded, access, stack)
+            await self._open_store(directory, loaded, access, tier, stack)
             if self._store is None:
                 self._has_unopened = await in_thread(may_hold, directory.snapshots)
             await self._serve(nc, js, names, loaded)
@@ -336,7 +337,12 @@ class App:
             log.warning("kv_bits holds in some layers only", kv_layers=self._device.kv_layers)
 
     async def _open_store(
-        self, directory: DataDir, loaded: LoadedModel, access: Access, stack: contextlib.AsyncExitStack
+        self,
+        directory: DataDir,
+        loaded: LoadedModel,
+        access: Access,
+        tier: Tier | None,
+        stack: contextlib.AsyncExitStack,
     ) -> None:
         """Open the snapshots; on a failure the worker serves without them."""
         settings = self._settings
@@ -361,6 +367,7 @@ class App:
                 keep_behind=settings.keep_behind,
                 model=loaded.name,
                 access=access,
+                tier=tier,
             )
         except (OSError, CacheError, sqlite3.Error) as error:
             log.error("serving without snapshots: they cannot be opened", reason=str(error))  # noqa: TRY400

@@ -144,6 +144,10 @@ class Folder:
             with suppress(OSError):
                 path.unlink(missing_ok=True)
 
+    def fetched(self, digest: bytes, number: int) -> Path:
+        """Return a path for a file that comes from the remote tier, until it is placed."""
+        return (self.tmp / self.access.file_name(digest)).with_suffix(f".fetched{number}")
+
     def _unfinished(self, digest: bytes) -> Path:
         return (self.tmp / self.access.file_name(digest)).with_suffix("")
 

@@ -28,6 +28,7 @@ from .rows import PARTIAL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from pathlib import Path
 
     from cache.index.nodes import Node
     from cache.names.identity import Identity
@@ -77,8 +78,9 @@ class Write:
 
     node: Node  # the event loop's; the writer reads `row`
     row: Row
-    encoded: EncodedSnapshot | None  # None once it is abandoned
+    encoded: EncodedSnapshot | None  # None once it is abandoned, and for a file that was fetched
     size_bytes: int
+    fetched: Path | None = None  # a whole file from the remote tier
     state: WriteState = WriteState.QUEUED
     abandoned: DropReason | Literal["cancelled"] | None = None
     error: Exception | None = None
@@ -195,9 +197,9 @@ class Writer:
         self.counts.accepted += num_snapshots
         self.counts.dropped[reason] += num_snapshots
 
-    def write(self, node: Node, encoded: EncodedSnapshot) -> None:
-        """Queue a snapshot; the caller must have checked `room_bytes`."""
-        write = Write(node, node.row, encoded, node.size_bytes)
+    def write(self, node: Node, encoded: EncodedSnapshot | None, fetched: Path | None = None) -> None:
+        """Queue a snapshot, or a file that was fetched; the caller must have checked `room_bytes`."""
+        write = Write(node, node.row, encoded, node.size_bytes, fetched)
         self.counts.accepted += 1
         self.counts.in_flight += 1
         self.counts.in_flight_bytes += write.size_bytes
@@ -378,7 +380,9 @@ class Writer:
 
     def _write(self, write: Write) -> None:
         encoded = write.encoded
-        if self._end_if_abandoned(write) or encoded is None:
+        if self._end_if_abandoned(write):
+            if write.fetched is not None:
+                write.fetched.unlink(missing_ok=True)
             return
         if self._failed:
             write.state = WriteState.FAILED
@@ -395,14 +399,19 @@ class Writer:
                 self._place(write, encoded)
         except Exception as error:  # noqa: BLE001  # the thread must go on
             write.state, write.error = WriteState.FAILED, error
+            if write.fetched is not None:  # an erasure removed it: no fault of the disk
+                write.state, write.abandoned = WriteState.CANCELLED, "cancelled"
             return
         if write.state is WriteState.DURABLE:
             self._left.pop(digest, None)
             self._in_catalog(self._catalog.put, [write.row])
 
-    def _place(self, write: Write, encoded: EncodedSnapshot) -> None:
+    def _place(self, write: Write, encoded: EncodedSnapshot | None) -> None:
         with self._folder.placing(write.row.digest) as path:
-            snapshot_format.write(encoded, path, self._folder.access)
+            if write.fetched is not None:  # not synced: a load finds what a power failure took
+                write.fetched.rename(path)
+            elif encoded is not None:
+                snapshot_format.write(encoded, path, self._folder.access)
             if not self._end_if_abandoned(write):
                 self._folder.place(path, write.row.digest)
                 write.state = WriteState.DURABLE

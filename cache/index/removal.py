@@ -14,7 +14,7 @@ import structlog
 from cache.disk.writer import DropReason, WriteState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from cache.disk.rows import Row
     from cache.disk.writer import Write, Writer
@@ -37,6 +37,8 @@ class Removal:
         self._left: set[bytes] = set()
         #: How many files are being shortened by `make_partial`.
         self.num_shortened = 0
+        #: Called with each node that no worker needs: a larger one has its tokens, or it is doubtful.
+        self.useless: Callable[[Node], None] = lambda _: None
 
     def evict(self, need_bytes: int, limit: int) -> list[Row]:
         """Evict up to `limit` least recently used files until `need_bytes` are free; return their rows.
@@ -121,6 +123,7 @@ class Removal:
         if not self._index.has(node):
             return False
         _log.warning("snapshot_quarantined", digest=node.digest.hex(), reason=doubt)
+        self.useless(node)
         self._remove([*self._index.descendants(node), node], "no_parent")
         return True
 
@@ -133,7 +136,11 @@ class Removal:
             self._left.discard(node.digest)
             self._index.mark_durable(node)
             if node.resumable:
-                self.discard(self._index.superseded(node))
+                superseded = self._index.superseded(node)
+                self.discard(superseded)
+                for other in superseded:
+                    if not self._index.has(other):
+                        self.useless(other)
             return
         if self._index.has(node):
             if node.rest_bytes:

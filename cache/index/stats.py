@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from cache.disk.writer import Counts
 
     from .index import Index
+    from .remote import RemoteCounts
     from .room import Room
 
 
@@ -17,7 +18,8 @@ class SnapshotStats:
     """The counts: `accepted = durable + sum(dropped) + failed + cancelled + in_flight`.
 
     `stored` and `stored_bytes` count the present snapshots, `evicted` the evicted ones, `rejected` the
-    doubtful files, `timed_out` the loads that the disk did not answer in time. For bytes, `free + pinned +
+    doubtful files, `timed_out` the loads that the disk did not answer in time; for those that begin with
+    `remote_` see `RemoteCounts`. For bytes, `free + pinned +
     evictable = capacity` holds (see `room.DiskUsage`); `kept_bytes` is the size of pinned prefixes. All other
     byte counts are totals since the start.
     """
@@ -41,10 +43,22 @@ class SnapshotStats:
     pinned_bytes: int = 0
     evictable_bytes: int = 0
     kept_bytes: int = 0
+    remote_put_bytes: int = 0
+    remote_fetched_bytes: int = 0
+    remote_dropped: int = 0
+    remote_failed: int = 0
 
     @classmethod
     def collect(
-        cls, counts: Counts, index: Index, room: Room, *, restored_bytes: int, rejected: int, timed_out: int
+        cls,
+        counts: Counts,
+        index: Index,
+        room: Room,
+        *,
+        restored_bytes: int,
+        rejected: int,
+        timed_out: int,
+        remote: RemoteCounts,
     ) -> Self:
         """Collect the counts of an open store."""
         usage = room.usage()
@@ -68,4 +82,8 @@ class SnapshotStats:
             pinned_bytes=usage.pinned,
             evictable_bytes=usage.evictable,
             kept_bytes=usage.kept,
+            remote_put_bytes=remote.put_bytes,
+            remote_fetched_bytes=remote.fetched_bytes,
+            remote_dropped=remote.dropped,
+            remote_failed=remote.failed,
         )

@@ -977,7 +977,8 @@ class SnapshotCounters(Struct, frozen=True, kw_only=True):
     `accepted = durable + sum(dropped) + failed + cancelled + in_flight` counts snapshots. `free + pinned +
     evictable = capacity` counts bytes. `pinned` bytes must not be evicted now: pinned prefixes (`kept`) and
     blocks that are being written or loaded. `rejected` counts files that failed a check, `timed_out` loads
-    that the disk did not answer in time.
+    that the disk did not answer in time. Of the remote tier: bytes put there and fetched, snapshots that were
+    not put, and calls that failed.
     """
 
     accepted: int = 0
@@ -999,6 +1000,10 @@ class SnapshotCounters(Struct, frozen=True, kw_only=True):
     pinned_bytes: int = 0
     evictable_bytes: int = 0
     kept_bytes: int = 0
+    remote_put_bytes: int = 0
+    remote_fetched_bytes: int = 0
+    remote_dropped: int = 0
+    remote_failed: int = 0
 
 
 #: The name of tenants that have no figures of their own; no tenant can have it.

@@ -87,6 +87,8 @@ class Finder:
         if num_usable > least and not self._device.kv(turn.policy).is_plain:  # it was rewound, say
             usable = turn.context[:num_usable]
             await self._store.settle(turn.chain, usable, least, PATIENCE_S, run.waits_no_more)
+        if num_usable > least:
+            await self._fetch(self._store, turn.chain, turn, num_usable, found)
         for _ in range(_RESTORE_TRIES):
             if num_usable <= least:  # mostly so for a session in memory
                 break
@@ -111,6 +113,19 @@ class Finder:
                     turn.source = None
                 break
         self._hold(self._store, turn.chain, turn, run)
+
+    async def _fetch(self, store: Store, chain: Chain, turn: Turn, num_usable: int, num_found: int) -> None:
+        """Fetch what the remote tier has of the context and this machine does not, if that saves time."""
+        asked_s = monotonic()
+        there = await store.find_remote(chain, turn.context[:num_usable])
+        if there is None:
+            return
+        held = self._device.kv(turn.policy).held
+        size_bytes = held(there.num_tokens) - held(there.num_stored)
+        if self.rates.should_fetch(size_bytes, there.num_tokens - max(there.num_stored, num_found)):
+            num_bytes, seconds = await store.fetch(there)
+            self.rates.fetched(num_bytes, seconds)
+            turn.restores.append(Phase("fetch", asked_s, monotonic()))
 
     def _hold(self, store: Store, chain: Chain, turn: Turn, run: Run) -> None:
         """Keep the stored blocks on disk until the turn is over, since the turn's snapshots continue them."""

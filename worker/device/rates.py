@@ -17,10 +17,14 @@ _FORGOTTEN: Final = 0.95
 
 
 class Rates:
-    """Average seconds for a byte read from disk, and for a prefilled token; None until they are measured."""
+    """Average seconds for a byte read from disk or fetched from the remote tier, and for a prefilled token.
+
+    None until they are measured.
+    """
 
     def __init__(self) -> None:
         self._byte_s: float | None = None
+        self._remote_byte_s: float | None = None
         self._token_s: float | None = None
 
     def restored(self, size_bytes: int, seconds: float) -> None:
@@ -28,10 +32,25 @@ class Rates:
         if size_bytes >= _LEAST_BYTES:
             self._byte_s = _mixed(self._byte_s, seconds / size_bytes)
 
+    def fetched(self, size_bytes: int, seconds: float) -> None:
+        """Learn from a fetch."""
+        if size_bytes >= _LEAST_BYTES:
+            self._remote_byte_s = _mixed(self._remote_byte_s, seconds / size_bytes)
+
     def prefilled(self, num_tokens: int, seconds: float) -> None:
         """Learn from a prompt's prefill."""
         if num_tokens >= _LEAST_TOKENS:
             self._token_s = _mixed(self._token_s, seconds / num_tokens)
+
+    def should_fetch(self, size_bytes: int, num_saved: int) -> bool:
+        """Say whether to fetch and read `size_bytes` is faster than to prefill `num_saved` tokens."""
+        if self._remote_byte_s is None or self._token_s is None:
+            return True
+        byte_s = self._remote_byte_s + (self._byte_s or 0.0)
+        is_faster = size_bytes * byte_s <= num_saved * self._token_s
+        if not is_faster:
+            self._remote_byte_s *= _FORGOTTEN
+        return is_faster
 
     def should_restore(self, size_bytes: int, num_saved: int) -> bool:
         """Say whether to read `size_bytes` is faster than to prefill `num_saved` tokens, as far as known."""

@@ -105,8 +105,8 @@ class Turn(Asked):
     session `source` has, or will soon have, KV of more of these tokens. The turn ends at `num_granted`
     tokens, the limit of its memory, even if its answer is not complete. `spans` are the parts of the context
     without a snapshot; `edges` are where the stored pieces of the last, partial block start and end (see
-    `blocks.tail_start`). `chain`, which names the turn's blocks to the store, and `restores` belong to the
-    event loop.
+    `blocks.tail_start`). `chain`, which names the turn's blocks to the store, and `restores`, with what was
+    fetched for them, belong to the event loop.
     """
 
     num_kept: int = 0

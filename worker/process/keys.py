@@ -1,15 +1,18 @@
-"""Reads the encryption key of the snapshots on disk, for the worker and for commands on its directory."""
+"""Opens what the snapshots on disk need besides their directory: the encryption key, and the remote tier.
+
+For the worker, and for commands on its directory.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cache.names.errors import KeyFileError
+from cache.names.errors import KeyFileError, SealedError
 
 from .settings import SettingsError
 
 if TYPE_CHECKING:
-    from cache.store import Access
+    from cache.store import Access, Tier
 
     from .settings import Settings
 
@@ -22,3 +25,27 @@ def cache_access(settings: Settings) -> Access:
         return access_by(settings.cache_key_file)
     except KeyFileError as error:
         raise SettingsError(f"cache_key_file: {error}") from None
+
+
+def remote_tier(settings: Settings, access: Access) -> Tier | None:
+    """Open the remote tier, if one is set. Blocking; raises `SettingsError`."""
+    from cache.store import tier_at
+
+    if settings.remote_tier is None:
+        return None
+    if settings.snapshots != "on":
+        raise SettingsError(
+            f"remote_tier is for snapshots, and snapshots is {settings.snapshots}; make it on"
+        )
+    if settings.remote_tier.resolve().is_relative_to(settings.data_dir.resolve()):
+        raise SettingsError(
+            f"remote_tier: {settings.remote_tier} is in this worker's own data_dir; choose another"
+        )
+    limits = {"max_bytes": settings.remote_tier_max, "min_free_bytes": settings.min_free_disk}
+    try:
+        return tier_at(settings.remote_tier, access, **limits)
+    except SealedError as error:
+        raise SettingsError(f"remote_tier: {error}") from None
+    except OSError as error:
+        why = f"{settings.remote_tier} cannot be used: {error.strerror}"
+        raise SettingsError(f"remote_tier: {why}; name a directory that this worker may write to") from None

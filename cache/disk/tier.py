@@ -1,0 +1,230 @@
+"""The remote tier: snapshot files that several workers share, in a directory or an object store.
+
+A worker puts every complete snapshot there, and gets from there what another worker has put. A file in the
+tier is the same as in a worker's own directory, encrypted if that is, and never changes: its name is the
+digest of its tokens, model and tenant. So workers need not agree on anything. Nothing in the tier is trusted:
+what is fetched is verified when it is read, as every snapshot.
+
+Belongs to the threads of `index.remote`. Knows names and files; nothing of tokens or the index.
+"""
+
+from __future__ import annotations
+
+import errno
+import heapq
+import os
+import shutil
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from uuid import uuid4
+
+import structlog
+
+from . import private
+from .access import SEAL
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator
+    from pathlib import Path
+
+    from .access import Access
+
+_log = structlog.get_logger("turnkeep.cache")
+
+#: Errors of a hard link between two file systems, or in one that has none.
+_UNLINKABLE: Final = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EOPNOTSUPP})
+#: A sweep evicts until this share of the limit is used, so that not every put needs a sweep.
+_SWEPT_SHARE: Final = 0.9
+#: How often the directory is measured again, since other workers change it too.
+_MEASURE_S: Final = 60.0
+#: The folder with the files; `Access.check` looks for files of another key there.
+_FILES: Final = "snapshots"
+_TMP: Final = "tmp"
+
+
+class Key(NamedTuple):
+    """The name of a file in the tier: the snapshot that it continues, and its own file name."""
+
+    parent: str
+    file: str
+
+
+class Tier(Protocol):
+    """Files that workers share. All methods block, are safe on any thread, and raise `OSError`."""
+
+    def put(self, key: Key, path: Path) -> None:
+        """Store a copy of the complete file at `path`, unless the tier has this key."""
+
+    def contains(self, parent: str, files: Collection[str] | None = None) -> dict[str, int]:
+        """Return the stored files that continue `parent`, by file name, with their sizes in bytes.
+
+        With `files` only these are looked for.
+        """
+
+    def get(self, key: Key, path: Path) -> bool:
+        """Copy a file to `path`; False if the tier does not have it. It counts as used now."""
+
+    def remove(self, keys: Iterable[Key]) -> None:
+        """Remove files; missing ones are no error."""
+
+
+class SharedDirectory:
+    """A tier in a directory that the workers share: on one machine, or over NFS and the like.
+
+    On the file system of a worker's own directory its files are hard links, which take no space of their own.
+    Least recently used files beyond `max_bytes` are removed, each chain from its end; so are files while the
+    file system has less than `min_free_bytes` left.
+    """
+
+    def __init__(self, directory: Path, access: Access, *, max_bytes: int, min_free_bytes: int) -> None:
+        """Raises `OSError`, and `SealedError` if the directory has files of another key."""
+        self._files, self._tmp = directory / _FILES, directory / _TMP
+        self._max_bytes, self._min_free_bytes = max_bytes, min_free_bytes
+        self._used_bytes = 0
+        self._measure_at = 0.0
+        if any((directory / name).exists() for name in ("lock", "worker.lock")):
+            raise FileExistsError(errno.EEXIST, "it is a worker's own directory", str(directory))
+        access.check(directory)
+        for folder in (directory, self._files, self._tmp):
+            folder.mkdir(parents=True, exist_ok=True, mode=private.DIRECTORY_MODE)
+        if access.mark and not (directory / SEAL).exists():
+            (directory / SEAL).write_text(access.mark)
+        probe = self._tmp / f"probe-{uuid4().hex}"
+        probe.touch(private.FILE_MODE)
+        probe.unlink()
+
+    def put(self, key: Key, path: Path) -> None:
+        """See `Tier`."""
+        target = self._path(key)
+        if target.exists():
+            os.utime(target)
+            return
+        size_bytes = path.stat().st_size
+        self._make_room(size_bytes)
+        target.parent.mkdir(exist_ok=True, mode=private.DIRECTORY_MODE)
+        with suppress(FileExistsError):  # another worker was faster
+            _link_or_copy(path, target, self._tmp / uuid4().hex)
+            self._used_bytes += size_bytes
+
+    def contains(self, parent: str, files: Collection[str] | None = None) -> dict[str, int]:
+        """See `Tier`."""
+        found: dict[str, int] = {}
+        if files is not None and len(files) == 1:
+            for file in files:
+                with suppress(FileNotFoundError):
+                    found[file] = self._path(Key(parent, file)).stat().st_size
+            return found
+        with suppress(FileNotFoundError), os.scandir(self._files / parent[:2]) as entries:
+            for entry in entries:
+                of, _, file = entry.name.partition(".")
+                if of == parent and (files is None or file in files):
+                    with suppress(FileNotFoundError):
+                        found[file] = entry.stat().st_size
+        return found
+
+    def get(self, key: Key, path: Path) -> bool:
+        """See `Tier`."""
+        source = self._path(key)
+        try:
+            path.unlink(missing_ok=True)
+            _link_or_copy(source, path, path.with_suffix(".copy"))
+            os.utime(source)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def remove(self, keys: Iterable[Key]) -> None:
+        """See `Tier`."""
+        for key in keys:
+            self._path(key).unlink(missing_ok=True)
+
+    def _path(self, key: Key) -> Path:
+        return self._files / key.parent[:2] / f"{key.parent}.{key.file}"
+
+    def _make_room(self, size_bytes: int) -> None:
+        now = time.monotonic()
+        if now >= self._measure_at or self._used_bytes + size_bytes > self._max_bytes:
+            self._used_bytes = self._swept(size_bytes)
+            self._measure_at = now + _MEASURE_S
+        stat = os.statvfs(self._files)
+        if stat.f_bavail * stat.f_frsize - size_bytes < self._min_free_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def _swept(self, size_bytes: int) -> int:
+        """Evict until `size_bytes` fit the limit; return the bytes that are used then."""
+        entries = {entry.file: entry for entry in self._entries()}
+        used_bytes = sum(entry.size_bytes for entry in entries.values())
+        if used_bytes + size_bytes <= self._max_bytes:
+            return used_bytes
+        aim = int(self._max_bytes * _SWEPT_SHARE) - size_bytes
+        for entry in _in_order_of_eviction(entries):
+            if used_bytes <= aim:
+                break
+            self.remove([Key(entry.parent, entry.file)])
+            used_bytes -= entry.size_bytes
+        _log.info("remote_tier_swept", used_bytes=used_bytes, max_bytes=self._max_bytes)
+        return used_bytes
+
+    def _entries(self) -> Iterator[_Entry]:
+        for folder in list(self._files.iterdir()):
+            with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as files:
+                for entry in files:
+                    parent, _, file = entry.name.partition(".")
+                    with suppress(FileNotFoundError):
+                        stat = entry.stat()
+                        yield _Entry(parent, file, stat.st_size, stat.st_mtime)
+
+
+class _Entry(NamedTuple):
+    parent: str
+    file: str
+    size_bytes: int
+    used: float
+
+
+def _in_order_of_eviction(entries: dict[str, _Entry]) -> Iterator[_Entry]:
+    """Yield files, least recently used first, and after all that continue them: a chain needs its beginning.
+
+    A file is used whenever one that continues it is.
+    """
+    stems = {entry.file.partition(".")[0]: entry for entry in entries.values()}
+    used: dict[str, float] = {}
+    num_children: dict[str, int] = dict.fromkeys(stems, 0)
+    for stem, entry in sorted(stems.items(), key=lambda item: item[1].used, reverse=True):
+        if entry.parent in stems:
+            num_children[entry.parent] += 1
+        at = stem
+        while at in stems and at not in used:
+            used[at] = entry.used
+            at = stems[at].parent
+    leaves = [(used[stem], stem) for stem, num in num_children.items() if not num]
+    heapq.heapify(leaves)
+    while leaves:
+        _, stem = heapq.heappop(leaves)
+        yield stems[stem]
+        parent = stems[stem].parent
+        if parent in stems:
+            num_children[parent] -= 1
+            if not num_children[parent]:
+                heapq.heappush(leaves, (used[parent], parent))
+
+
+def _link_or_copy(source: Path, target: Path, fresh: Path) -> None:
+    """Make `target` a hard link of `source`, or a copy, which is written to `fresh` first.
+
+    Raises `FileExistsError` if there is a target.
+    """
+    try:
+        target.hardlink_to(source)
+    except OSError as error:
+        if error.errno not in _UNLINKABLE:
+            raise
+    else:
+        return
+    try:
+        with source.open("rb") as whole, open(fresh, "xb", opener=private.opener) as copy:
+            shutil.copyfileobj(whole, copy, 1 << 20)
+        fresh.rename(target)
+    finally:
+        fresh.unlink(missing_ok=True)

@@ -1,0 +1,351 @@
+"""The remote tier as a store uses it: puts what is stored, fetches what another worker has, and forgets.
+
+Belongs to the event loop, except for the methods that run on threads. One thread puts and removes, in the
+order of the calls, so a snapshot that was put and then forgotten is not left in the tier. Other threads
+fetch. A tier that fails costs only time: KV that it does not give is prefilled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from bisect import bisect_left
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from time import monotonic
+from typing import TYPE_CHECKING, Final, TypeVar
+
+import structlog
+
+from cache.disk import header
+from cache.disk.readers import Readers
+from cache.disk.tier import Key
+from cache.names import blocks
+from cache.names.errors import DoubtfulSnapshotError
+from cache.names.tokens import TOKEN_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from cache.disk.folder import Folder
+    from cache.disk.tier import Tier
+    from cache.names.snapshot import Name
+    from cache.names.tokens import Chain, Tokens
+
+    from .index import Index
+    from .nodes import Node
+
+_T = TypeVar("_T")
+
+_log = structlog.get_logger("turnkeep.cache")
+
+_THREADS: Final = 4
+#: Files that are asked for at a time. What follows a missing one cannot be used.
+_BATCH: Final = 16
+#: The time limit of a call, plus the time for the bytes of a large file at a slow network's rate.
+_LIMIT_S: Final = 10.0
+#: Snapshots that wait to be put; more are dropped.
+_MAX_WAITING: Final = 10_000
+_FIRST_PAUSE_S: Final = 1.0
+_LONGEST_PAUSE_S: Final = 60.0
+#: How long an adopted file may take to be placed, and how often that is looked at.
+_PLACED_S: Final = 5.0
+_POLL_S: Final = 0.002
+#: The parent of the files that only say by their names which identities have snapshots in the tier.
+_IDENTITIES: Final = "identities"
+
+
+@dataclass(slots=True)
+class RemoteCounts:
+    """Totals since the start: bytes put and fetched, snapshots that were not put, and calls that failed."""
+
+    put_bytes: int = 0
+    fetched_bytes: int = 0
+    dropped: int = 0
+    failed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Snapshots of the tier that continue what is stored here: (parent, digest) in order.
+
+    With them `num_tokens` tokens would be stored; `num_stored` are.
+    """
+
+    num_stored: int
+    num_tokens: int
+    links: tuple[tuple[bytes, bytes], ...]
+
+
+class Remote:
+    """One worker's side of the tier. `adopt` takes over a fetched file; None if it is refused."""
+
+    def __init__(
+        self, tier: Tier, folder: Folder, index: Index, adopt: Callable[[Name, Path, int], Node | None]
+    ) -> None:
+        self.counts = RemoteCounts()
+        self._tier = tier
+        self._folder = folder
+        self._index = index
+        self._adopt = adopt
+        #: Raised by each `forget`: files that are on their way then are not adopted.
+        self._num_forgotten = 0
+        self._paused_until = self._pause_s = 0.0
+        self._numbers = count()
+        self._readers = Readers(_THREADS, lambda: None)
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="turnkeep-tier", daemon=True)
+        self._thread.start()
+
+    def note(self, identity: bytes, block_tokens: int) -> None:
+        """Let all workers know that an identity has snapshots in the tier, so that they can be forgotten."""
+        self._jobs.put(partial(self._trying, partial(self._note, identity, block_tokens)))
+
+    def offer(self, node: Node) -> None:
+        """Put a snapshot that is complete on disk, unless the tier is too slow or fails."""
+        if self._jobs.qsize() >= _MAX_WAITING or monotonic() < self._paused_until:
+            self.counts.dropped += 1
+            return
+        self._jobs.put(partial(self._trying, partial(self._put, node.parent, node.digest)))
+
+    def remove(self, node: Node) -> None:
+        """Remove a snapshot that is doubtful, or that a larger one contains."""
+        self._jobs.put(partial(self._trying, partial(self._remove, self._key(node.parent, node.digest))))
+
+    async def find(self, chain: Chain, tokens: Tokens, num_stored: int) -> Found | None:
+        """Look for snapshots with which more than `num_stored` of the tokens would be stored."""
+        if num_stored >= len(tokens) or monotonic() < self._paused_until:
+            return None
+        names = chain.names(tokens)[: len(tokens) // chain.block + 1]
+        first = self._index.num_known(names[1:])
+        found = await self._asked(partial(self._find, names, first, tokens, chain.block))
+        if found is None or found[0] <= num_stored:
+            return None
+        return Found(num_stored, *found)
+
+    async def fetch(self, found: Found) -> tuple[int, float]:
+        """Fetch snapshots and store them here; return the number of bytes, and seconds.
+
+        The first one that is missing, doubtful or refused ends the fetch, as what continues it is no use.
+        """
+        began, before, forgotten = monotonic(), self.counts.fetched_bytes, self._num_forgotten
+        last = node = None
+        for at in range(0, len(found.links), _BATCH):
+            links = found.links[at : at + _BATCH]
+            got = await asyncio.gather(*(self._asked(partial(self._get, *link)) for link in links))
+            for number, one in enumerate(got):
+                node = self._adopted(*one) if one is not None and self._num_forgotten == forgotten else None
+                if node is None:
+                    self._discard(got[number:])
+                    break
+                last = node
+            if node is None:
+                break
+        until = monotonic() + _PLACED_S
+        while last is not None and self._index.has(last) and not last.durable:
+            if monotonic() > until:
+                break
+            await asyncio.sleep(_POLL_S)
+        return self.counts.fetched_bytes - before, monotonic() - began
+
+    def _adopted(self, name: Name, path: Path, size_bytes: int) -> Node | None:
+        known = self._index.get(name.digest)
+        if known is not None and not known.is_hollow:  # another turn was faster
+            self._discard([(name, path, size_bytes)])
+            return known
+        node = self._adopt(name, path, size_bytes)
+        if node is not None:
+            self.counts.fetched_bytes += size_bytes
+        return node
+
+    def forget(self) -> None:
+        """Adopt nothing that is being fetched now."""
+        self._num_forgotten += 1
+
+    async def erase(self, tenant: str, packed: bytes, shared: int) -> bool:
+        """Remove the snapshots of these tokens, but not those of the first `shared`, nor shared ones.
+
+        Returns whether none is left. The caller limits the time.
+        """
+        done: Future[bool] = Future()
+        self._jobs.put(partial(self._erase, tenant, packed, shared, done))
+        return await asyncio.wrap_future(done)
+
+    async def barrier(self) -> None:
+        """Wait until all that was to be put and removed before this call is."""
+        done: Future[None] = Future()
+        self._jobs.put(partial(done.set_result, None))
+        await asyncio.wrap_future(done)
+
+    async def close(self, timeout_s: float) -> bool:
+        """Put what waits, and end the threads; False if that took too long."""
+        self._jobs.put(None)
+        readers = self._readers.close(timeout_s)
+        _, ended = await asyncio.gather(asyncio.to_thread(self._thread.join, timeout_s), readers)
+        return ended and not self._thread.is_alive()
+
+    async def _asked(self, work: Callable[[], _T | None]) -> _T | None:
+        """Run `work` on a thread; None if the tier fails or does not answer in time."""
+        try:
+            return await self._readers.run(work, _LIMIT_S)
+        except (OSError, TimeoutError) as error:
+            self._failed(error)
+            return None
+
+    def _discard(self, got: Sequence[tuple[Name, Path, int] | None]) -> None:
+        """Remove fetched files that were not adopted."""
+        for one in got:
+            if one is not None:
+                self._jobs.put(partial(one[1].unlink, missing_ok=True))
+
+    def _failed(self, error: Exception) -> None:
+        """Ask and put nothing for a while, twice as long each time. Any thread."""
+        self.counts.failed += 1
+        if not self._pause_s:
+            _log.error("remote_tier_fails", error=str(error) or repr(error))
+        self._pause_s = min(max(_FIRST_PAUSE_S, 2 * self._pause_s), _LONGEST_PAUSE_S)
+        self._paused_until = monotonic() + self._pause_s
+
+    # From here on: the threads.
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+
+    def _trying(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001  # the thread must go on
+            self._failed(error)
+        else:
+            if self._pause_s:
+                _log.info("remote_tier_recovered")
+            self._pause_s = self._paused_until = 0.0
+
+    def _stem(self, digest: bytes) -> str:
+        return self._folder.access.file_name(digest).partition(".")[0]
+
+    def _key(self, parent: bytes, digest: bytes) -> Key:
+        return Key(self._stem(parent), self._folder.access.file_name(digest))
+
+    def _note(self, identity: bytes, block_tokens: int) -> None:
+        key = Key(_IDENTITIES, f"{identity.hex()}-{block_tokens}")
+        if not self._tier.contains(*key[:1], [key.file]):
+            path = self._folder.tmp / f"{key.file}.identity"
+            path.touch()
+            self._tier.put(key, path)
+            path.unlink(missing_ok=True)
+
+    def _put(self, parent: bytes, digest: bytes) -> None:
+        path = self._folder.path(digest)
+        try:
+            size_bytes = path.stat().st_size
+            self._tier.put(self._key(parent, digest), path)
+        except FileNotFoundError:
+            if path.exists():
+                raise
+            return  # evicted meanwhile
+        self.counts.put_bytes += size_bytes
+
+    def _remove(self, key: Key) -> None:
+        self._tier.remove([key])
+
+    def _find(
+        self, names: Sequence[bytes], first: int, tokens: Tokens, block: int
+    ) -> tuple[int, tuple[tuple[bytes, bytes], ...]]:
+        """Find by bisection how far full blocks reach (a tier loses a chain from its end); then pieces."""
+
+        def is_missing(number: int) -> bool:
+            key = self._key(names[number], names[number + 1])
+            return not self._tier.contains(key.parent, [key.file])
+
+        last = len(names) - 1
+        if first < last and is_missing(first):
+            num = first
+        else:
+            num = first + bisect_left(range(first, last), True, key=is_missing)
+        links = [(names[number], names[number + 1]) for number in range(first, num)]
+        end = num * block
+        if num:  # else every session of the tenant would be looked at
+            for parent, digest, num_tokens in self._pieces(names[num], tokens.packed(end, end + block)):
+                links.append((parent, digest))
+                end += num_tokens
+        return end, tuple(links)
+
+    def _pieces(self, parent: bytes, rest: bytes) -> Iterator[tuple[bytes, bytes, int]]:
+        """Yield the longest pieces of a tail, one behind the other: parent, digest, number of tokens."""
+        while rest:
+            named = self._named(parent, rest)
+            there = self._tier.contains(self._stem(parent), named)
+            if not there:
+                return
+            digest, num_tokens = max((named[file] for file in there), key=lambda one: one[1])
+            yield parent, digest, num_tokens
+            parent, rest = digest, rest[num_tokens * TOKEN_BYTES :]
+
+    def _named(self, parent: bytes, rest: bytes) -> dict[str, tuple[bytes, int]]:
+        """Map the file names of all snapshots that continue `parent` with a beginning of `rest`."""
+        ends = range(TOKEN_BYTES, len(rest) + 1, TOKEN_BYTES)
+        digests = ((blocks.link(parent, rest[:end]), end // TOKEN_BYTES) for end in ends)
+        return {self._folder.access.file_name(digest): (digest, num) for digest, num in digests}
+
+    def _get(self, parent: bytes, digest: bytes) -> tuple[Name, Path, int] | None:
+        key, path = self._key(parent, digest), self._folder.fetched(digest, next(self._numbers))
+        if not self._tier.get(key, path):
+            return None
+        try:
+            name = header.read_name(path, self._folder.access)
+        except DoubtfulSnapshotError as error:
+            _log.warning("remote_snapshot_doubtful", digest=digest.hex(), reason=error.reason)
+            path.unlink(missing_ok=True)
+            self._tier.remove([key])
+            return None
+        return name, path, path.stat().st_size
+
+    def _erase(self, tenant: str, packed: bytes, shared: int, done: Future[bool]) -> None:
+        if not done.set_running_or_notify_cancel():
+            return
+        try:
+            for identity in self._tier.contains(_IDENTITIES):
+                digest, _, block = identity.partition("-")
+                with suppress(ValueError):  # not of Turnkeep
+                    self._erase_of(blocks.root(bytes.fromhex(digest), tenant), int(block), packed, shared)
+        except Exception as error:  # noqa: BLE001  # the thread must go on
+            self._failed(error)
+            done.set_result(False)
+        else:
+            done.set_result(True)
+
+    def _erase_of(self, root: bytes, block: int, packed: bytes, shared: int) -> None:
+        """Remove the chain of these tokens from its end, up to a snapshot that another one continues."""
+        width, names = block * TOKEN_BYTES, [root]
+        for at in range(0, len(packed) - width + 1, width):
+            names.append(blocks.link(names[-1], packed[at : at + width]))
+        for number in reversed(range(len(names))):
+            start = number * block
+            rest = packed[number * width : (number + 1) * width]
+            is_continued = self._erase_pieces(names[number], rest, shared - start)
+            if is_continued or start <= shared:
+                return
+            self._remove(self._key(names[number - 1], names[number]))
+
+    def _erase_pieces(self, parent: bytes, rest: bytes, least: int) -> bool:
+        """Remove snapshots behind `parent` that hold a beginning of `rest`, if longer than `least` tokens.
+
+        Returns whether a snapshot is left there.
+        """
+        there = self._tier.contains(self._stem(parent))
+        named = self._named(parent, rest) if there else {}
+        left = set(there) - named.keys()
+        for file in there.keys() & named.keys():
+            digest, num = named[file]
+            if self._erase_pieces(digest, rest[num * TOKEN_BYTES :], least - num) or num <= least:
+                left.add(file)
+            else:
+                self._remove(Key(self._stem(parent), file))
+        return bool(left)

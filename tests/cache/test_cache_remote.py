@@ -1,0 +1,229 @@
+"""Stores that share a remote tier: what one stored another restores, and what was forgotten is nowhere."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from made_kv import BLOCK, assert_is_kv_of, assert_sum_rule, identity, save_all
+
+from cache.disk.access import PLAIN
+from cache.disk.tier import Key, SharedDirectory
+from cache.names.errors import SealedError
+from cache.names.tokens import as_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from pathlib import Path
+
+    from cache.store import Store
+
+TOKENS = list(range(10))
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> SharedDirectory:
+    return SharedDirectory(tmp_path / "tier", PLAIN, max_bytes=1 << 30, min_free_bytes=0)
+
+
+@pytest.fixture
+def open_two(
+    open_store: Callable[..., Awaitable[Store]], tmp_path: Path, tier: SharedDirectory
+) -> Callable[..., Awaitable[tuple[Store, Store]]]:
+    async def open_(**changes: Any) -> tuple[Store, Store]:
+        options = {"tier": tier, **changes}
+        return await open_store(tmp_path / "one", **options), await open_store(tmp_path / "two", **options)
+
+    return open_
+
+
+async def put(store: Store, tokens: list[int], tenant: str = "a") -> None:
+    """Save KV, and wait until the tier has it."""
+    save_all(store, tenant, tokens)
+    await store.barrier(5)
+    assert await store.barrier_remote(5)
+
+
+async def fetched(store: Store, tokens: list[int], tenant: str = "a") -> int:
+    """Fetch what there is of some tokens; return how many are restored."""
+    found = await store.find_remote(store.chain(tenant), tokens)
+    if found is not None:
+        await store.fetch(found)
+    restored = await store.load(store.match(tenant, tokens))
+    assert_sum_rule(store)
+    if restored is None:
+        return 0
+    assert_is_kv_of(restored.tensors, tokens[: restored.num_tokens])
+    return restored.num_tokens
+
+
+def in_tier(tmp_path: Path) -> list[Path]:
+    files = (tmp_path / "tier" / "snapshots").glob("*/*")
+    return [path for path in files if not path.name.startswith("identities.")]
+
+
+async def test_another_store_restores_blocks_and_tail(open_two: Any) -> None:
+    one, two = await open_two()
+    await put(one, TOKENS)
+    assert two.match("a", TOKENS).num_tokens == 0
+    assert await fetched(two, TOKENS) == 10
+    assert two.stats().stored == 3
+    assert (await two.find_remote(two.chain("a"), TOKENS)) is None, "it has all of it now"
+
+
+async def test_only_what_is_missing_is_fetched(open_two: Any) -> None:
+    one, two = await open_two()
+    await put(two, TOKENS[:4])
+    await put(one, TOKENS)
+    found = await two.find_remote(two.chain("a"), TOKENS)
+    assert found is not None
+    assert (len(found.links), found.num_tokens) == (2, 10)
+
+
+async def test_a_tail_that_grew_is_fetched_in_pieces(open_two: Any) -> None:
+    one, two = await open_two()
+    await put(one, TOKENS[:9])
+    await put(one, TOKENS)
+    assert await fetched(two, [*TOKENS, 77]) == 10
+
+
+async def test_a_block_replaces_the_pieces_in_the_tier_that_it_contains(
+    open_two: Any, tmp_path: Path
+) -> None:
+    one, _ = await open_two()
+    await put(one, TOKENS[:9])
+    await put(one, TOKENS[:11])
+    await put(one, [*TOKENS, 10, 11])
+    assert len(in_tier(tmp_path)) == 12 // BLOCK
+
+
+@pytest.mark.parametrize("changes", [{"tenant": "b"}, {"identity": identity(block_tokens=8)}])
+async def test_another_tenant_or_model_fetches_nothing(
+    open_store: Any, tmp_path: Path, tier: SharedDirectory, changes: dict[str, Any]
+) -> None:
+    one = await open_store(tmp_path / "one", tier=tier)
+    await put(one, TOKENS)
+    tenant = changes.pop("tenant", "a")
+    two = await open_store(tmp_path / "two", tier=tier, **changes)
+    assert await fetched(two, TOKENS, tenant) == 0
+
+
+async def test_what_was_forgotten_is_in_no_store_and_not_in_the_tier(open_two: Any, tmp_path: Path) -> None:
+    one, two = await open_two()
+    await put(one, TOKENS)
+    assert (await two.erase("a", TOKENS)).settled
+    assert in_tier(tmp_path) == []
+    assert await fetched(two, TOKENS) == 0
+
+
+async def test_forgetting_leaves_what_other_sessions_continue_in_the_tier(
+    open_two: Any, tmp_path: Path
+) -> None:
+    one, two = await open_two()
+    await put(one, TOKENS)
+    other = [*TOKENS[:8], 77, 78]
+    await put(two, other)
+    assert (await one.erase("a", TOKENS)).settled
+    assert len(in_tier(tmp_path)) == 3, "two blocks and the other tail"
+    assert await fetched(one, other) == 10
+
+
+async def test_forgetting_leaves_the_shared_beginning(open_two: Any, tmp_path: Path) -> None:
+    one, _ = await open_two()
+    await put(one, TOKENS)
+    assert (await one.erase("a", TOKENS, shared=4)).settled
+    assert len(in_tier(tmp_path)) == 1
+
+
+async def test_of_another_model_s_snapshots_none_is_left_after_forgetting(
+    open_store: Any, tmp_path: Path, tier: SharedDirectory
+) -> None:
+    one = await open_store(tmp_path / "one", tier=tier)
+    await put(one, TOKENS)
+    two = await open_store(tmp_path / "two", tier=tier, identity=identity(block_tokens=8))
+    assert (await two.erase("a", TOKENS)).settled
+    assert in_tier(tmp_path) == []
+
+
+async def test_a_file_that_is_not_what_its_name_says_is_removed_from_the_tier(
+    open_two: Any, tmp_path: Path
+) -> None:
+    one, two = await open_two()
+    await put(one, TOKENS)
+    for path in in_tier(tmp_path):
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.unlink()
+        path.write_bytes(content)
+    assert await fetched(two, TOKENS) == 0
+    assert two.stats().rejected == 1
+    await two.barrier_remote(5)
+    assert len(in_tier(tmp_path)) == 2, "the first block; what continues it ages"
+
+
+async def test_a_hole_ends_what_is_fetched(open_two: Any, tmp_path: Path, tier: SharedDirectory) -> None:
+    one, two = await open_two()
+    await put(one, TOKENS)
+    names = one.chain("a").names(as_tokens(TOKENS))
+    tier.remove([Key(names[1].hex(), PLAIN.file_name(names[2]))])
+    assert await fetched(two, TOKENS) == 4
+
+
+async def test_a_tier_that_is_gone_costs_nothing_but_warmth(open_two: Any, tmp_path: Path) -> None:
+    one, two = await open_two()
+    await put(one, TOKENS)
+    (tmp_path / "tier" / "snapshots").rename(tmp_path / "away")
+    save_all(two, "a", [5, 6, 7, 8])
+    await two.barrier(5)
+    assert await two.barrier_remote(5)
+    assert two.stats().remote_failed == 1
+    assert await fetched(two, TOKENS) == 0
+    assert await fetched(two, [5, 6, 7, 8]) == 4
+
+
+async def test_a_tier_keeps_within_its_limit_and_evicts_chains_from_their_ends(
+    open_store: Any, tmp_path: Path
+) -> None:
+    plenty = SharedDirectory(tmp_path / "tier", PLAIN, max_bytes=1 << 30, min_free_bytes=0)
+    one = await open_store(tmp_path / "one", tier=plenty)
+    await put(one, TOKENS)
+    files = in_tier(tmp_path)
+    for path in files:
+        os.utime(path, (1, 1))
+    size_bytes = max(path.stat().st_size for path in files)
+    tight = SharedDirectory(tmp_path / "tier", PLAIN, max_bytes=int(3.5 * size_bytes), min_free_bytes=0)
+    two = await open_store(tmp_path / "two", tier=tight)
+    await put(two, [9, 9, 9, 9])
+    assert len(in_tier(tmp_path)) == 3
+    assert await fetched(two, TOKENS) == 8, "the tail went first"
+
+
+async def test_a_full_file_system_takes_no_more(open_store: Any, tmp_path: Path) -> None:
+    full = SharedDirectory(tmp_path / "tier", PLAIN, max_bytes=1 << 30, min_free_bytes=1 << 60)
+    one = await open_store(tmp_path / "one", tier=full)
+    await put(one, TOKENS)
+    assert in_tier(tmp_path) == []
+    assert one.stats().remote_failed
+
+
+async def test_a_worker_s_own_directory_is_no_tier(open_store: Any, tmp_path: Path) -> None:
+    await open_store(tmp_path / "one")
+    with pytest.raises(FileExistsError, match="a worker's own directory"):
+        SharedDirectory(tmp_path / "one", PLAIN, max_bytes=1 << 30, min_free_bytes=0)
+
+
+async def test_an_encrypted_tier_is_for_those_with_its_key(open_store: Any, tmp_path: Path) -> None:
+    from cache.disk.sealing import Sealed
+
+    key = Sealed(b"k" * 32)
+    tier = SharedDirectory(tmp_path / "tier", key, max_bytes=1 << 30, min_free_bytes=0)
+    one = await open_store(tmp_path / "one", tier=tier, access=key)
+    await put(one, TOKENS)
+    names = one.chain("a").names(as_tokens(TOKENS))
+    assert not any(name.hex() in str(path) for name in names for path in in_tier(tmp_path))
+    two = await open_store(tmp_path / "two", tier=tier, access=key)
+    assert await fetched(two, TOKENS) == 10
+    for other in (PLAIN, Sealed(b"o" * 32)):
+        with pytest.raises(SealedError):
+            SharedDirectory(tmp_path / "tier", other, max_bytes=1 << 30, min_free_bytes=0)
