@@ -11,6 +11,8 @@ import pytest
 from made_kv import BLOCK, LAYOUT, assert_is_kv_of, assert_sum_rule, cut, identity, kv
 
 from cache.disk import format as snapshot_format
+from cache.disk.access import PLAIN
+from cache.disk.tier import SharedDirectory
 from cache.kv.arrays import Blank
 from cache.names import blocks
 from cache.names.blocks import Span
@@ -301,3 +303,17 @@ async def test_snapshots_of_the_first_version_stay_until_they_are_evicted(open_s
     store = await open_store()
     assert store.stats().stored == 2
     assert store.match("a", TOKENS).num_tokens == 4
+
+
+async def test_another_store_that_shares_a_tier_resumes_at_a_state(open_store, tmp_path) -> None:
+    tier = SharedDirectory(tmp_path / "tier", PLAIN, max_bytes=1 << 30, min_free_bytes=0)
+    one = await open_store(tmp_path / "one", layout=STATEFUL, tier=tier)
+    for end, resumable in ((4, False), (8, True), (11, True)):
+        assert save(one, TOKENS, end, resumable=resumable)
+    assert await one.barrier(5)
+    assert await one.barrier_remote(5)
+    two = await open_store(tmp_path / "two", layout=STATEFUL, tier=tier)
+    found = await two.find_remote(two.chain("a"), TOKENS)
+    assert found is not None
+    await two.fetch(found)
+    assert await restored(two, TOKENS) == 11

@@ -778,7 +778,8 @@ export interface SessionInfo {
  * `accepted = durable + sum(dropped) + failed + cancelled + in_flight` counts snapshots. `free + pinned +
  * evictable = capacity` counts bytes. `pinned` bytes must not be evicted now: pinned prefixes (`kept`) and
  * blocks that are being written or loaded. `rejected` counts files that failed a check, `timed_out` loads that
- * the disk did not answer in time.
+ * the disk did not answer in time. Of the remote tier: bytes put there and fetched, snapshots that were not
+ * put, and calls that failed.
  */
 export interface SnapshotCounters {
   accepted?: number;
@@ -800,6 +801,10 @@ export interface SnapshotCounters {
   pinned_bytes?: number;
   evictable_bytes?: number;
   kept_bytes?: number;
+  remote_put_bytes?: number;
+  remote_fetched_bytes?: number;
+  remote_dropped?: number;
+  remote_failed?: number;
 }
 
 /**

@@ -1,0 +1,94 @@
+"""Workers that share a remote tier: who takes over restores, and nobody keeps what was forgotten."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from worker.process.settings import SettingsError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from pathlib import Path
+
+    Start = Callable[..., Awaitable[Any]]
+
+PATIENCE_S = 30
+TEXT = "x" * 300
+
+
+@pytest.fixture
+def cluster(local_worker: Start, tmp_path: Path, endless_model: Path) -> Start:
+    """Start a worker of the prefix, by its name."""
+
+    async def start(name: str, **settings: Any) -> Any:
+        settings = {"ack_wait_s": 60.0, "model": str(endless_model)} | settings
+        settings |= {"remote_tier": tmp_path / "tier", "data_dir": tmp_path / name}
+        return await local_worker(worker=name, **settings)
+
+    return start
+
+
+def in_tier(tmp_path: Path) -> list[str]:
+    files = (tmp_path / "tier" / "snapshots").glob("*/*")
+    return [path.name for path in files if not path.name.startswith("identities.")]
+
+
+async def stored(worker: Any) -> None:
+    """Wait until the tier has what the worker has."""
+    assert await worker.app._store.barrier(PATIENCE_S)
+    assert await worker.app._store.barrier_remote(PATIENCE_S)
+
+
+async def test_a_worker_that_takes_over_restores_what_the_other_one_had(cluster: Start) -> None:
+    first = await cluster("first")
+    session = first.client.session("s")
+    appended = await session.append(text=TEXT, timeout_s=PATIENCE_S)
+    await stored(first)
+    second = await cluster("second")
+    await first.stop()
+    usage = (await second.client.session("s").generate(text="eee", max_tokens=4, timeout_s=PATIENCE_S)).usage
+    assert usage.prefilled_tokens <= usage.prompt_tokens - appended.position + 1, usage
+    metrics = await second.client.session("s").info()
+    assert metrics.worker.snapshots.remote_fetched_bytes > 0
+
+
+async def test_an_answer_goes_on_warm_with_the_same_tokens(cluster: Start) -> None:
+    first = await cluster("first")
+    asked = {"text": TEXT, "max_tokens": 600, "timeout_s": PATIENCE_S}
+    whole = await first.client.session("whole").generate(**asked)
+    generation = first.client.session("s").generate(**asked)
+    tokens: list[int] = []
+    async for chunk in generation:
+        tokens += chunk.tokens
+        if len(tokens) > 200 and not first.task.done():
+            await cluster("second")
+            first.app.stop()
+            await first.task
+    assert tuple(tokens) == whole.tokens == generation.result.tokens
+    assert generation.result.usage.prefilled_tokens < 40
+
+
+async def test_what_is_forgotten_at_one_worker_is_in_the_tier_no_more(cluster: Start, tmp_path: Path) -> None:
+    first, second = await cluster("first"), await cluster("second")
+    for name in ("one", "two"):
+        await first.client.session(name).append(text=TEXT, timeout_s=PATIENCE_S)
+    for worker in (first, second):
+        await stored(worker)
+    assert in_tier(tmp_path)
+    for name in ("one", "two"):
+        assert (await second.client.session(name).close(forget=True)).settled
+    assert not in_tier(tmp_path)
+
+
+async def test_a_tier_that_cannot_be_is_a_line_at_the_start(
+    cluster: Start, local_worker: Start, tmp_path: Path
+) -> None:
+    (tmp_path / "tier").write_text("a file")
+    with pytest.raises(SettingsError, match=r"remote_tier: .*tier cannot be used: .*; name a directory"):
+        await cluster("first")
+    with pytest.raises(SettingsError, match="in this worker's own data_dir; choose another"):
+        await local_worker(remote_tier=tmp_path / "data" / "tier")
+    with pytest.raises(SettingsError, match="remote_tier is for snapshots, and snapshots is off"):
+        await local_worker(remote_tier=tmp_path / "else", snapshots="off")
