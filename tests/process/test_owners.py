@@ -174,6 +174,55 @@ async def test_new_sessions_go_to_a_worker_with_far_less_work(cluster: Start, lo
         await generation.cancel()
 
 
+async def test_a_worker_that_drains_gives_each_session_away_between_two_requests(
+    cluster: Start, look: Any
+) -> None:
+    first, second = await cluster("first"), await cluster("second")
+    await turns(first.client)
+    log, session = look(first.settings.prefix), first.client.session("busy")
+    await session.append(text="hello", timeout_s=PATIENCE_S)
+    is_first = await log.last_maker("busy") == "first"
+    drained, other = (first, second) if is_first else (second, first)
+    busy = session.generate(text="eee", max_tokens=1500)
+    await busy.send()
+    async with asyncio.timeout(PATIENCE_S):
+        while (await session.info()).state != "running":  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    members, others = drained.app._members, other.settings.worker
+    drain = members.address(members.me, "drain")
+    assert json.loads((await log.nc.request(drain, b"true", timeout=5)).data) == [others]
+    await turns(first.client)
+    new = first.client.session("new")
+    await new.append(text="hello", timeout_s=PATIENCE_S)
+    assert {await log.last_maker(name) for name in [*SESSIONS, "new"]} == {others}
+    assert (await busy.cancel()).was == "running"
+    assert await log.last_maker("busy") == drained.settings.worker
+    await session.append(text="hello", timeout_s=PATIENCE_S)
+    assert await log.last_maker("busy") == others
+    assert drained.app._intake.num_sessions == 0
+    assert json.loads((await log.nc.request(drain, b"false", timeout=5)).data) == [others]
+    fork = await new.fork("fork", timeout_s=PATIENCE_S)
+    assert await log.last_maker("fork") == others, "which has its parent"
+    await fork.close()
+    address = other.app._members.address(other.app._members.me, "drain")
+    await log.nc.request(address, b"true", timeout=5)
+    await turns(first.client)
+    assert {await log.last_maker(name) for name in SESSIONS} == {drained.settings.worker}
+
+
+async def test_the_only_worker_that_takes_sessions_does_not_drain(cluster: Start, look: Any) -> None:
+    first, second = await cluster("first"), await cluster("second")
+    nc = look(first.settings.prefix).nc
+    ask = [one.app._members.address(one.app._members.me, "drain") for one in (first, second)]
+    assert json.loads((await nc.request(ask[0], b"true", timeout=5)).data) == ["second"]
+    assert json.loads((await nc.request(ask[1], b"true", timeout=5)).data) == []
+    await second.stop()
+    async with asyncio.timeout(PATIENCE_S):
+        while first.app._members.others:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    assert (await first.client.session("s").append(text="hello", timeout_s=PATIENCE_S)).position == 5
+
+
 async def test_a_worker_that_stops_hands_its_sessions_over_without_a_gap(cluster: Start, look: Any) -> None:
     first, second = await cluster("first"), await cluster("second")
     await turns(second.client, number=2)

@@ -230,7 +230,7 @@ class Intake:
             if self._num_to_come <= 0:
                 self._pull_over.set()
             key = session_of(message.subject)
-            if key is None or key in self._anchors or self._holds(key):
+            if key is None or self._holds(key):
                 await self.deliver(message, ring)
             else:
                 self._route(key, message, partial(self.deliver, message, ring))

@@ -64,7 +64,8 @@ class Member(msgspec.Struct, frozen=True):
 
     `since` is the time of its start, in seconds since 1970. `model` is a digest of its model, once loaded.
     `load` is the number of sessions with requests that wait or run there, when the record was renewed. Until
-    it `serves`, it loads its model, and its sessions are others'.
+    it `serves`, it loads its model, and its sessions are others'. One that `drains` takes no sessions, and
+    gives its own away.
     """
 
     worker: str
@@ -76,6 +77,7 @@ class Member(msgspec.Struct, frozen=True):
     model: str = ""
     load: int = 0
     serves: bool = False
+    drains: bool = False
 
     def __str__(self) -> str:
         return f"worker {self.worker!r} (pid {self.pid} on {self.host})"
@@ -131,7 +133,7 @@ class Members:
 
     def address(self, member: Member, verb: str) -> str:
         """Return the subject on which a worker hears others. The stream does not store it."""
-        return f"$KV.{self._subjects.workers_bucket}.peer.{member.boot}.{verb}"
+        return address(self._subjects, member, verb)
 
     @property
     def is_held(self) -> bool:
@@ -180,6 +182,14 @@ class Members:
             await self._renew()
             for member in list(self.others.values()):
                 await self._greet(member)
+
+    async def drain(self, *, on: bool) -> None:
+        """Record that this worker gives its sessions away, or no longer does. Raises nats-py's errors."""
+        self.me = structs.replace(self.me, drains=on)
+        log.info("drains" if on else "drains no more", worker=self.me.worker)
+        await self._renew()
+        for member in list(self.others.values()):
+            await self._greet(member)
 
     async def name_model(self, model: str) -> None:
         """Record the digest of this worker's model. Raises `BrokerError` if another worker has another."""
@@ -335,14 +345,8 @@ class Members:
 
     async def _look(self) -> list[Member]:
         """Read the records of the other workers. Raises nats-py's errors."""
-        asked = {"multi_last": [self.record("*")], "batch": 1024}
-        found: list[Member] = []
-        for message in (await self._gets.read(self.stream, asked))[0]:
-            with suppress(msgspec.MsgspecError):
-                member = msgspec.json.decode(message.data, type=Member)
-                if member.worker != self.me.worker and message.headers:
-                    found.append(member)
-        return found
+        found = await recorded(self._gets, self._subjects)
+        return [one for one in found if one.worker != self.me.worker]
 
     async def _renew(self) -> Member | None:
         """Renew the record, even after it has expired; return who has this worker's name now, if another."""
@@ -415,3 +419,23 @@ class Members:
             ),
         )
         return is_new
+
+
+def address(subjects: Subjects, member: Member, verb: str) -> str:
+    """Return the subject on which a worker hears other workers, and what is asked of it by name."""
+    return f"$KV.{subjects.workers_bucket}.peer.{member.boot}.{verb}"
+
+
+async def recorded(gets: DirectGets, subjects: Subjects) -> list[Member]:
+    """Read the records of a prefix's workers; one that was killed has its record for 2 s.
+
+    Raises nats-py's errors.
+    """
+    bucket = subjects.workers_bucket
+    asked = {"multi_last": [f"$KV.{bucket}.live.*"], "batch": 1024}
+    found: list[Member] = []
+    for message in (await gets.read(f"KV_{bucket}", asked))[0]:
+        with suppress(msgspec.MsgspecError):
+            if message.headers:
+                found.append(msgspec.json.decode(message.data, type=Member))
+    return found

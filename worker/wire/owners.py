@@ -4,6 +4,7 @@ A session belongs to the worker that stored its last result, as long as that wor
 gets its delivery or its control request passes it on. A session without an owner belongs to the first worker
 that claims it, by a record in the members' stream; the record goes once the log names the worker. A fork
 goes to the worker of its parent, and another new session to one with far less work than the one that gets it.
+An owner gives a session away between two requests: if it drains, or if another worker has far less work.
 
 A worker that is alone claims nothing, and asks nobody.
 """
@@ -51,7 +52,10 @@ _RETRY_S: Final = 0.1
 _CONTROL_S: Final = 120.0
 #: How long another worker may take to erase a session's KV.
 _ERASE_S: Final = 3.0
+#: Answers to a delivery that is passed on: it is taken; the owner gives the session away; neither yet.
 _TAKEN: Final = b"+"
+_GIVEN: Final = b"~"
+_NOT_YET: Final = b"-"
 _SUBJECT: Final = "Turnkeep-Subject"
 
 
@@ -62,14 +66,20 @@ _Routed = tuple[Msg, "Callable[[], Awaitable[None]]"]
 #: A new session is passed on if another worker has so many sessions less at work, and two thirds at most.
 _GAP: Final = 8
 _RATIO: Final = 1.5
+#: An own session, whose KV then has to move, only if that one has so many less.
+_GAP_TO_GIVE: Final = 64
 
 
 class _Passed(msgspec.Struct, frozen=True):
-    """A delivery that is passed on: the request's subject and sequence; `reply` acknowledges it, if any."""
+    """A delivery that is passed on: the request's subject and sequence; `reply` acknowledges it, if any.
+
+    `giver` is the run of the worker that owns the session and gives it away.
+    """
 
     subject: str
     seq: int
     reply: str = ""
+    giver: str = ""
 
 
 class _Owner(NamedTuple):
@@ -116,7 +126,13 @@ class Owners:
     ) -> None:
         """Hear what other workers pass on; take what nobody has. `answer` answers a control request."""
         self._intake, self._ring, self._answer = intake, ring, answer
-        for verb, hear in (("deliver", self._delivered), ("control", self._asked), ("erase", self._erased)):
+        heard = {
+            "deliver": self._delivered,
+            "control": self._asked,
+            "erase": self._erased,
+            "drain": self._drained,
+        }
+        for verb, hear in heard.items():
             address = self._members.address(self._members.me, verb)
             await self._nc.subscribe(address, cb=self._spawning(hear))
         self._members.load = lambda: intake.num_sessions
@@ -147,7 +163,11 @@ class Owners:
 
     def holds(self, key: SessionKey) -> bool:
         """Whether a session is this worker's, as far as it knows without asking."""
-        return not self._members.others or key in self._held
+        if not self._members.others:
+            return True
+        if key in self._intake.at_work:  # a worker that drains gives it away after its running requests
+            return not self._members.me.drains
+        return key in self._held and self._heir() is None
 
     def disown(self, key: SessionKey) -> None:
         """Note that another worker has stored a result of a session: the log says whose it is."""
@@ -178,11 +198,16 @@ class Owners:
         waiting = self._routed[key]
         while waiting and not self._is_leaving:
             owner = await self._owner(key)
+            heir = None if owner.member or key not in self._held else self._heir()
             if not (owner.member or owner.is_known or key in self._held):
                 owner = owner._replace(member=await self._place(key, waiting))
+            answer = _GIVEN
             if owner.member is not None:
-                is_over = await self._pass_on(owner.member, waiting)
-            elif is_over := await self._claim(key, owner.claim_seq):
+                answer = await self._pass_on(owner.member, waiting)
+            elif heir is not None:
+                answer = await self._give(key, heir, waiting)
+            is_over = answer == _TAKEN
+            if answer == _GIVEN and (is_over := await self._claim(key, owner.claim_seq)):
                 for seq, (_, accept) in list(waiting.items()):
                     del waiting[seq]
                     await accept()
@@ -190,15 +215,30 @@ class Owners:
                 await sleep(_RETRY_S)  # until that worker has ended, or another one has claimed the session
         del self._routed[key]
 
-    async def _pass_on(self, owner: Member, waiting: dict[int, _Routed]) -> bool:
-        """Pass deliveries on to a worker; return whether it has taken them."""
+    async def _give(self, key: SessionKey, heir: Member, waiting: dict[int, _Routed]) -> bytes:
+        """Give a session away with its new requests, unless some are at work here; return the answer."""
+        if key not in self._intake.at_work:
+            answer = await self._pass_on(heir, waiting, gives=True)
+            if answer == _TAKEN:
+                self.disown(key)
+            return answer
+        for seq, (message, accept) in list(waiting.items()):
+            if (message.metadata.num_delivered or 1) > 1:  # it may be the one at work
+                del waiting[seq]
+                await accept()
+        return _NOT_YET
+
+    async def _pass_on(self, owner: Member, waiting: dict[int, _Routed], *, gives: bool = False) -> bytes:
+        """Pass deliveries on to a worker, with their session if this one `gives` it; return the answer."""
+        giver = self._members.me.boot if gives else ""
         for seq, (message, _) in list(waiting.items()):
-            passed = msgspec.json.encode(_Passed(message.subject, seq, message.reply))
-            if await self._ask(owner, "deliver", passed, _PASS_S) != _TAKEN:
-                return False
+            passed = msgspec.json.encode(_Passed(message.subject, seq, message.reply, giver))
+            answer = await self._ask(owner, "deliver", passed, _PASS_S)
+            if answer != _TAKEN:
+                return answer or _NOT_YET
             if waiting[seq][0] is message:  # else it was delivered again meanwhile
                 del waiting[seq]
-        return True
+        return _TAKEN
 
     async def wake(self, delivery: Delivery) -> None:
         """Ring for a request that nobody was given, at the worker that its session belongs to."""
@@ -237,12 +277,21 @@ class Owners:
         with contextlib.suppress(InvalidMessageError):
             request = decode_request(waiting[min(waiting)][0].data)
             if isinstance(request, Open) and request.from_ is not None:
-                return (await self._owner(SessionKey(key.tenant, request.from_.session))).member
-        others = [one for one in self._members.others.values() if one.serves]
+                parent = await self._owner(SessionKey(key.tenant, request.from_.session))
+                return parent.member or self._heir()
+        return self._less_busy(_GAP)
+
+    def _less_busy(self, gap: int) -> Member | None:
+        """Return the worker with the least work, if this one has far more, or drains."""
+        others = [one for one in self._members.others.values() if one.serves and not one.drains]
         mine, idlest = self._intake.num_sessions, min(others, key=_load, default=None)
-        if idlest is None or mine - idlest.load < _GAP or mine < _RATIO * idlest.load:
-            return None
-        return idlest
+        if idlest is None or self._members.me.drains:
+            return idlest
+        return idlest if mine - idlest.load >= gap and mine >= _RATIO * idlest.load else None
+
+    def _heir(self) -> Member | None:
+        """Return who gets a session of this worker that is not at work."""
+        return self._less_busy(_GAP_TO_GIVE)
 
     async def _claimed(self, key: SessionKey) -> tuple[str, int]:
         try:
@@ -295,16 +344,22 @@ class Owners:
         passed = msgspec.json.decode(message.data, type=_Passed)
         key = session_of(passed.subject)  # whose names may break the rule for ids: the session refuses them
         if self._is_leaving or key is None:
-            return b"-"
+            return _NOT_YET
         entry = await self._journal.entry(passed.seq)
         if entry is None:
             return _TAKEN  # it has left the log
         if key not in self._held:
             owner = await self._owner(key)
-            if owner.member is not None or not await self._claim(key, owner.claim_seq):
-                return b"-"  # it belongs to a third one by now
+            is_free = owner.member is None or owner.member.boot == passed.giver
+            if not is_free or not await self._claim(key, owner.claim_seq):
+                return _NOT_YET  # it belongs to a third one by now
         if passed.reply:
             delivery = Msg(self._nc, passed.subject, passed.reply, entry.body, dict(entry.headers))
+            if self._members.me.drains and (delivery.metadata.num_delivered or 1) == 1:
+                if key in self._intake.at_work:
+                    return _NOT_YET
+                self.disown(key)
+                return _GIVEN
             await self._intake.deliver(delivery, self._ring)
         elif not self._intake.expects(key, passed.seq):
             self._ring(_lost(key, entry))
@@ -313,9 +368,17 @@ class Owners:
     async def _asked(self, message: Msg) -> bytes:
         return await self._answer((message.headers or {}).get(_SUBJECT, ""), message.data)
 
+    async def _drained(self, message: Msg) -> bytes:
+        """Begin to give sessions away, or stop that; answer how many other workers take some."""
+        on = msgspec.json.decode(message.data, type=bool)
+        takers = [one.worker for one in self._members.others.values() if one.serves and not one.drains]
+        if takers or not on:
+            await self._members.drain(on=on)
+        return msgspec.json.encode(takers)
+
     async def _erased(self, message: Msg) -> bytes:
         tenant, session = msgspec.json.decode(message.data, type=tuple[str, str])
-        return _TAKEN if await self._erase(SessionKey(tenant, session)) else b"-"
+        return _TAKEN if await self._erase(SessionKey(tenant, session)) else _NOT_YET
 
     def _claim_all(self, _: Member) -> None:
         """Claim the sessions that are at work here, for a worker that joins one that was alone."""
@@ -334,6 +397,8 @@ class Owners:
 
     async def _take_unanswered(self) -> None:
         """Claim the sessions with requests that no running worker has; the server delivers them later."""
+        if self._members.me.drains and self._heir() is not None:
+            return  # that one takes them
         try:
             keys = await self._journal.unanswered()
         except (APIError, nats.errors.Error, OSError):
