@@ -75,8 +75,8 @@ _COMMANDS: Final = {
     "rewind": (
         "close",
         (
-            "Remove the end of SESSION: its last question with the answer, more of them, or all from a position"
-            " on."
+            "Remove the end of SESSION: its last question with the answer, more of them, or all from a"
+            " position on."
         ),
     ),
     "rm": ("close", "Remove sessions, open or closed: the same as close --forget."),
