@@ -75,9 +75,9 @@ def gateway(
     Needs the extra gateway; if it is missing, a message says how to install it.
     """
     try:
-        from gateway.app import Gateway
+        from gateway.http.app import Gateway
+        from gateway.http.serving import listening, serve, server
         from gateway.keys import Keys
-        from gateway.serving import listening, serve, server
     except ModuleNotFoundError as missing:
         library = (missing.name or "").partition(".")[0]
         if library not in {"starlette", "uvicorn", "h11"}:

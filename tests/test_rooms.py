@@ -52,6 +52,8 @@ NATS = {
     "worker/wire",
 }
 
+#: Of the gateway: an API of its users each, over the form in `turn`.
+DIALECTS = ("openai", "anthropic", "responses", "ollama")
 #: Of the worker: the way from the device thread to the event loop.
 ASYNCIO = {"worker/app.py", "worker/device"}
 BARE_TASKS = {"commands/stream.py"}
@@ -148,22 +150,20 @@ def test_only_the_named_places_touch_mlx():
 
 def test_only_the_edges_of_gateway_and_console_touch_http_libraries():
     """Dialects, digests and the index are pure; the console's figures, turns and actions know no HTTP."""
-    of_gateway = {f"gateway/{name}.py" for name in ("app", "bodies", "durable", "sending", "serving")}
+    of_gateway = {f"gateway/http/{name}.py" for name in ("app", "bodies", "durable", "sending", "serving")}
     of_console = {f"ops/console/{name}.py" for name in ("app", "door", "serving")}
     assert users("starlette", "uvicorn") == of_gateway | of_console
-    pure = {
-        "answers",
-        "boundaries",
-        "chat",
-        "completions",
-        "items",
-        "messages",
-        "openai",
-        "responses",
-        "turn",
-    }
-    for name in pure:
-        assert "asyncio" not in tops(imports(ROOT / "gateway" / f"{name}.py"))
+    dialects = [path for name in DIALECTS for path in (ROOT / "gateway" / name).glob("*.py")]
+    for path in [*dialects, ROOT / "gateway" / "boundaries.py", ROOT / "gateway" / "turn.py"]:
+        assert "asyncio" not in tops(imports(path)), path
+
+
+def test_a_dialect_imports_of_the_gateway_only_dialects_and_what_they_share():
+    flat = {path.stem for path in (ROOT / "gateway").glob("*.py")}
+    for name in DIALECTS:
+        used = set().union(*(imports(path) for path in (ROOT / "gateway" / name).glob("*.py")))
+        seen = {one.split(".")[1] for one in used if one.startswith("gateway.")}
+        assert seen & (flat | {"http"}) <= {"turn", "recorded"}, name
 
 
 def test_only_the_named_places_touch_nats():
