@@ -15,6 +15,7 @@ ROOMS = {
     "worker": {"worker", CLIENT, "cache"},
     "commands": {"commands", "worker", CLIENT, "cache", "bench", "ops", "gateway"},
     "bench": {"bench", CLIENT},
+    "bench/programs": {"bench", "worker", CLIENT, "cache"},  # which run in processes of their own
     "ops": {"ops", CLIENT, "cache"},
     "gateway": {"gateway", CLIENT},
 }
@@ -44,8 +45,7 @@ FACE = {"names", "kv", "store"}
 MLX = {
     "cache/kv",
     *("worker/device", "worker/batch", "worker/models", "worker/sizing.py"),
-    *("worker/quality.py", "worker/measuring.py"),
-    "bench/in_process.py",  # a program of its own, which a bench compares a worker with
+    *(f"bench/programs/{name}.py" for name in ("quality", "device", "in_process")),
 }
 NATS = {
     *(f"protocol/turnkeep_client/{name}.py" for name in ("client", "direct", "nats_client")),
@@ -60,7 +60,7 @@ BARE_TASKS = {"commands/stream.py"}
 
 
 def modules() -> list[Path]:
-    return [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
+    return [path for room in ROOMS if "/" not in room for path in sorted((ROOT / room).rglob("*.py"))]
 
 
 def module_parts(path: Path) -> tuple[str, ...]:
@@ -96,8 +96,15 @@ def tops(names: frozenset[str]) -> set[str]:
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_module_imports_only_the_rooms_that_it_may(path):
-    room = path.relative_to(ROOT).parts[0]
+    inside = path.relative_to(ROOT)
+    room = next(room for room in sorted(ROOMS, reverse=True) if inside.is_relative_to(room))
     assert tops(imports(path)) & PACKAGES <= ROOMS[room]
+
+
+def test_only_the_programs_of_a_bench_know_the_worker_and_nobody_imports_them():
+    apart = [path for path in modules() if not path.relative_to(ROOT).is_relative_to("bench/programs")]
+    used = set().union(*(imports(path) for path in apart))
+    assert not {name for name in used if name.startswith("bench.programs")}
 
 
 @pytest.mark.parametrize(("room", "floor"), [(room, floor) for room in FLOORS for floor in FLOORS[room]])
