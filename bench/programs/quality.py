@@ -1,9 +1,9 @@
 """A program that measures the cost of quantised KV.
 
-`turnkeep bench quality` runs `python -m bench.programs.quality TEXT --data-dir FOLDER ...`, and makes a report
-of its output. Each line is a JSON array, printed as soon as it is measured: the bits, the window of the text,
-and the measured values by name. Loads the model as a worker does, once per precision, and runs it with the
-worker's attention, without NATS, sessions or the scheduler.
+`turnkeep bench quality` runs `python -m bench.programs.quality TEXT --data-dir FOLDER ...`, and makes a
+report of its output. Each line is a JSON array, printed as soon as it is measured: the bits, the window of
+the text, and the measured values by name. Loads the model as a worker does, once per precision, and runs it
+with the worker's attention, without NATS, sessions or the scheduler.
 """
 
 from __future__ import annotations
