@@ -132,7 +132,7 @@ class Store:
         #: Identities of all models and policies that have snapshots here.
         self._identities = opened.identities
         self._model = model
-        self._writer = Writer(
+        self._writer: Writer[Node] = Writer(
             opened.folder,
             opened.catalog,
             queue_bytes=queue_bytes,
@@ -576,7 +576,7 @@ class Store:
         self._index.use(node)
         self._writer.use(node.used, node.digest)
 
-    def _write_ended(self, write: Write) -> None:
+    def _write_ended(self, write: Write[Node]) -> None:
         """Update the index after a write has ended. Called by the writer, on the event loop."""
         self._removal.note_end(write)
         self._room.check()

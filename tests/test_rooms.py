@@ -22,13 +22,14 @@ ROOMS = {
 PACKAGES = set().union(*ROOMS.values()) | {"ops"}
 #: Of the worker: every floor may import these two, and they import nothing of it but each other's first.
 GROUND = {"process": set(), "observe": {"process"}}
-#: Of a room's floors each may import those below it.
+#: Of a room's floors each may import those below it, also for its types. The device implements the port of
+#: the sessions, which know nothing else of it.
 FLOORS = {
     "worker": {
-        "sessions": {"wire", "device", "batch", "text"},
-        "device": {"batch", "models"},
+        "device": {"sessions", "batch", "models"},
+        "sessions": {"wire", "text", "batch", "models"},
+        "text": {"batch", "models"},
         "batch": set(),
-        "text": {"models"},
         "models": set(),
         "wire": set(),
     },
@@ -109,7 +110,7 @@ def test_only_the_programs_of_a_bench_know_the_worker_and_nobody_imports_them():
 
 @pytest.mark.parametrize(("room", "floor"), [(room, floor) for room in FLOORS for floor in FLOORS[room]])
 def test_a_floor_of_a_room_imports_only_those_below_it(room, floor):
-    used = set().union(*(imports(path) for path in (ROOT / room / floor).glob("*.py")))
+    used = set().union(*(imports(path, of_types=True) for path in (ROOT / room / floor).glob("*.py")))
     others = {name.split(".")[1] for name in used if name.startswith(f"{room}.")} - {floor}
     assert others & FLOORS[room].keys() == FLOORS[room][floor]
     if room == "cache":
@@ -118,9 +119,15 @@ def test_a_floor_of_a_room_imports_only_those_below_it(room, floor):
 
 @pytest.mark.parametrize("floor", GROUND)
 def test_the_ground_of_the_worker_imports_no_floor(floor):
-    used = set().union(*(imports(path) for path in (ROOT / "worker" / floor).glob("*.py")))
+    used = set().union(*(imports(path, of_types=True) for path in (ROOT / "worker" / floor).glob("*.py")))
     others = {name.split(".")[1] for name in used if name.startswith("worker.")} - {floor}
     assert others == GROUND[floor]
+
+
+def test_the_device_knows_of_the_sessions_their_port_and_the_order_of_requests_alone():
+    paths = (ROOT / "worker" / "device").glob("*.py")
+    used = set().union(*(imports(path, of_types=True) for path in paths))
+    assert {one.split(".")[2] for one in used if one.startswith("worker.sessions.")} == {"port", "order"}
 
 
 def test_the_worker_sees_the_cache_by_its_face_alone():
