@@ -1,7 +1,7 @@
 """`turnkeep bench device`: what this device does, and the constants of a worker that suit it.
 
-Two programs take turns: `worker.measuring` runs the worker's own batch, snapshots and NATS server, and
-`bench.in_process` runs mlx-lm. A round is a block.
+Two programs take turns: `bench.programs.device` runs the worker's own batch, snapshots and NATS server, and
+`bench.programs.in_process` runs mlx-lm. A round is a block.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ def rate_of(turns: Sequence[Turn]) -> float | None:
 async def measure(run: Run[Plan]) -> None:
     """Start both programs, and let them take turns."""
     module, *told = run.where.program
-    named = (module, *told) if told else ("worker.measuring",)
+    named = (module, *told) if told else ("bench.programs.device",)
     with tempfile.TemporaryDirectory(prefix="turnkeep-bench-") as folder:
         model = () if run.where.model is None else ("--model", run.where.model)
         program = Program(*named, "--data-dir", folder, "--nats-port", free_port(), *model)
@@ -216,7 +216,7 @@ async def measure(run: Run[Plan]) -> None:
                 "block": said.block,
             }
             run.facts |= {"sync_interval": said.sync, **said.constants}
-            mlx = Program("bench.in_process", said.folder, like=program)
+            mlx = Program("bench.programs.in_process", said.folder, like=program)
             with run.owning(mlx):
                 await mlx.exchange()
                 run.facts["BLAS"] = common_blas(program, mlx)

@@ -340,7 +340,7 @@ async def _start(run: Run[Plan], stack: contextlib.AsyncExitStack) -> tuple[list
         start(SLOW, *same, disk=f"{SYNC_S}"),
         start(FAILING, *same, disk="fails"),
     )
-    program = Program("bench.in_process", folder, like=first)
+    program = Program("bench.programs.in_process", folder, like=first)
     stack.enter_context(run.owning(program))
     await program.exchange(timeout_s=plan.turn_timeout)  # it is ready
     sides[IN_PROCESS] = _in_process(run, program)

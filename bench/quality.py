@@ -1,8 +1,8 @@
 """`turnkeep bench quality`: the memory that quantised KV saves, and the quality that it costs.
 
-The program `worker.quality` runs the model as a worker does, and prints the figures of each window of the
-text and of the answer after it. A window is a block: the geometric mean of the windows' perplexities equals
-the perplexity over all tokens.
+The program `bench.programs.quality` runs the model as a worker does, and prints the figures of each window of
+the text and of the answer after it. A window is a block: the geometric mean of the windows' perplexities
+equals the perplexity over all tokens.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ async def measure(run: Run[Plan]) -> None:
         if plan.text is None:
             text.write_text("\n\n".join(said for one in run.corpus.conversations for said in one), "utf-8")
         run.progress(0, None, "loading the model")
-        named = (module, *told) if told else ("worker.quality",)
+        named = (module, *told) if told else ("bench.programs.quality",)
         program = Program(*named, text, "--data-dir", folder, *options, "--bits", *filter(None, BITS))
         with run.owning(program):
             while said := await program.exchange():

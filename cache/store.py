@@ -146,7 +146,7 @@ class Store:
         #: Identities of all models and policies that have snapshots here.
         self._identities = opened.identities
         self._model = model
-        self._writer = Writer(
+        self._writer: Writer[Node] = Writer(
             opened.folder,
             opened.catalog,
             queue_bytes=queue_bytes,
@@ -647,7 +647,7 @@ class Store:
         self._writer.write(node, None, path)
         return node
 
-    def _write_ended(self, write: Write) -> None:
+    def _write_ended(self, write: Write[Node]) -> None:
         """Update the index after a write has ended. Called by the writer, on the event loop."""
         self._removal.note_end(write)
         if self._remote is not None and write.node.durable and write.fetched is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from uuid import uuid4
 
@@ -15,22 +16,109 @@ from ops.log.ending import removed
 from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.messages import encode
 
+from .flags import reasoning_option, tenant_option, tool_option, with_sampling, with_settings
 from .sampling import asked, cut
 from .screen import printable, wrapped
 from .stream import stream
+from .talking import CLIENT_SETTINGS, talk
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from pathlib import Path
 
     from turnkeep_client.client import Client
     from turnkeep_client.session import Sampling, Session
 
+    from .flags import Given
+
 #: How long to wait until a session that was made for one question is removed.
 _CLOSE_S: Final = 2.0
+#: The exit code after Ctrl-C.
+_INTERRUPTED: Final = 130
 
 
-def question(argument: str | None) -> str:
+@click.command()
+@click.argument("question", required=False)
+@click.option(
+    "--session", "name", metavar="NAME", help="Session to ask in. [default: a new one, removed afterwards]"
+)
+@tenant_option
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print nothing until the answer has ended, then its result as one line of JSON: text, token ids,"
+    " finish_reason, usage, seconds.",
+)
+@click.option(
+    "--logprobs",
+    metavar="N",
+    type=click.IntRange(0, 20),
+    help="With --json: logprobs, and the N likeliest tokens.",
+)
+@click.option("--echo", is_flag=True, help="With --json: logprobs of the question's tokens too.")
+@tool_option
+@reasoning_option
+@click.option("--answer-prefix", "prefix_", metavar="TEXT", help="Begin the answer with this text.")
+@click.option(
+    "-n",
+    "count",
+    metavar="N",
+    type=click.IntRange(1),
+    help="Print N answers; the session stays as it is.",
+)
+@click.option(
+    "--schema",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="Answer with JSON that this JSON schema describes.",
+)
+@with_sampling
+@with_settings(*CLIENT_SETTINGS)
+def ask(
+    given: Given,
+    question: str | None,
+    name: str | None,
+    tenant: str,
+    as_json: bool,
+    logprobs: int | None,
+    echo: bool,
+    tools: tuple[Path, ...],
+    reasoning: str | None,
+    prefix_: str | None,
+    count: int | None,
+    schema: Path | None,
+    system: str | None,
+    sampling: Sampling,
+) -> None:
+    """Ask one question and print the answer as it arrives.
+
+    Piped input is added to QUESTION, or is the question if there is none: git diff | turnkeep ask "What
+    changed?" With - for QUESTION, type the question and end it with Ctrl-D.
+    """
+    text = whole_question(question)
+    if tools:
+        sampling |= {"tools": tools_of(tools)}
+    if (logprobs is not None or echo) and not as_json:
+        raise click.UsageError("--logprobs and --echo are for --json, whose result has them")
+    if logprobs is not None:
+        sampling |= {"logprobs": True, "top_logprobs": logprobs}
+    if echo:
+        sampling |= {"echo": True}
+    if schema is not None:
+        sampling |= {"response_format": by_schema(schema)}
+    if prefix_:
+        sampling |= {"prefix": prefix_}
+
+    async def run(client: Client) -> bool:
+        return await answer(
+            client, name, text, system, sampling, as_json=as_json, count=count, reasoning=reasoning
+        )
+
+    if not talk(given.load(), tenant, run):
+        sys.exit(_INTERRUPTED)
+
+
+def whole_question(argument: str | None) -> str:
     """Return the question: the argument, then standard input; or only standard input (`-`).
 
     Reads a terminal only for `-`. Raises `UsageError` if there is no question.
@@ -81,7 +169,7 @@ def by_schema(path: Path) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"schema": schema}}
 
 
-async def ask(
+async def answer(
     client: Client,
     name: str | None,
     text: str,

@@ -15,19 +15,19 @@ from bench.cli import bench
 from worker.models.blas import preload
 from worker.wire.credentials import CREDENTIAL_SETTINGS, nats_options, over_tls
 
-from .flags import load_settings, with_settings
+from .flags import with_settings
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from worker.process.settings import Settings
+
+    from .flags import Given
 
 
 @click.command()
 @with_settings(*CREDENTIAL_SETTINGS)
-def _group(config: Path | None, **flags: Any) -> None:
+def _group(given: Given) -> None:
     preload()  # what a worker is compared with inherits the choice of OpenBLAS's kernels
-    click.get_current_context().obj = partial(_login, load_settings(config, flags))
+    click.get_current_context().obj = partial(_login, given.load())
 
 
 def _login(settings: Settings, url: str) -> dict[str, Any]:

@@ -6,11 +6,13 @@ need the cache's lock; if another process has it, the error names that process.
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 import sqlite3
 import sys
 import time
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +28,7 @@ from worker.process.formatting import size, span
 from worker.process.keys import cache_access
 from worker.process.settings import parse_duration, parse_size
 
-from .flags import as_json, check_target, force_option, load_settings, with_settings
+from .flags import as_json, check_target, force_option, with_settings
 from .printing import table
 from .progress import terminal_progress
 
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from worker.process.settings import Settings
+
+    from .flags import Given
 
 
 class CacheCommandError(TurnkeepError):
@@ -71,44 +75,50 @@ def _parsed(parse: Callable[[object], Any], wants: str) -> Callable[[Any, Any, s
     return callback
 
 
+@dataclass(frozen=True)
+class _Where:
+    """Where a command looks for the cache: `--dir`, else the data directory's."""
+
+    directory: Path | None
+    given: Given
+
+    def existing(self) -> tuple[Path, Settings]:
+        """Find the cache. Raises `CacheCommandError` if no worker has made one yet."""
+        place, settings, is_fresh = self.located()
+        if is_fresh:
+            raise CacheCommandError(
+                f"{_empty_message(place)}; a worker with this data directory makes a cache there"
+            )
+        return place, settings
+
+    def located(self) -> tuple[Path, Settings, bool]:
+        """Find the cache; the returned bool says whether its data directory has no cache yet.
+
+        An empty data directory is normal; a wrong `--dir` is the user's error.
+        """
+        settings = self.given.load()
+        place = self.directory or settings.data_dir / "snapshots"
+        is_fresh = self.directory is None and survey.is_fresh(place)
+        return place, settings, is_fresh
+
+
 def _cache_options(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add the options that name the data directory, and the options of the settings in `names`."""
+    """Add the options that name the cache, passed as `where`, and those of the settings in `names`."""
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        command = with_settings("data_dir", "cache_key_file", *names)(command)
+        @with_settings("data_dir", "cache_key_file", *names)
+        @functools.wraps(command)
+        def called(given: Given, directory: Path | None, **options: Any) -> None:
+            command(where=_Where(directory, given), **options)
+
         return click.option(
             "--dir",
             "directory",
             type=click.Path(path_type=Path),
             help="The cache's directory. [default: the folder snapshots of --data-dir]",
-        )(command)
+        )(called)
 
     return decorate
-
-
-def _existing_cache(
-    directory: Path | None, config: Path | None, flags: dict[str, Any]
-) -> tuple[Path, Settings]:
-    """Find the cache. Raises `CacheCommandError` if no worker has made one yet."""
-    place, settings, is_fresh = _locate_cache(directory, config, flags)
-    if is_fresh:
-        raise CacheCommandError(
-            f"{_empty_message(place)}; a worker with this data directory makes a cache there"
-        )
-    return place, settings
-
-
-def _locate_cache(
-    directory: Path | None, config: Path | None, flags: dict[str, Any]
-) -> tuple[Path, Settings, bool]:
-    """Find the cache; the returned bool says whether its data directory has no cache yet.
-
-    An empty data directory is normal; a wrong `--dir` is the user's error.
-    """
-    settings = load_settings(config, flags)
-    place = directory or settings.data_dir / "snapshots"
-    is_fresh = directory is None and survey.is_fresh(place)
-    return place, settings, is_fresh
 
 
 def _empty_message(place: Path) -> str:
@@ -123,12 +133,12 @@ def cache() -> None:
 @cache.command("ls")
 @as_json
 @_cache_options()
-def ls(directory: Path | None, config: Path | None, as_json: bool, **flags: Any) -> None:
+def ls(where: _Where, as_json: bool) -> None:
     """List the stored chains of tokens, the last used first, and the pins.
 
     The list cannot name sessions or tenants: names on disk are salted digests of tenant and tokens.
     """
-    place, settings, is_fresh = _locate_cache(directory, config, flags)
+    place, settings, is_fresh = where.located()
     found = survey.Survey() if is_fresh else survey.inspect(place, cache_access(settings))
     chains = [
         {
@@ -174,9 +184,9 @@ def ls(directory: Path | None, config: Path | None, as_json: bool, **flags: Any)
 @cache.command()
 @as_json
 @_cache_options("max_disk", "min_free_disk")
-def du(directory: Path | None, config: Path | None, as_json: bool, **flags: Any) -> None:
+def du(where: _Where, as_json: bool) -> None:
     """Show the disk space of each model's snapshots, and the space that the limits leave."""
-    place, settings, is_fresh = _locate_cache(directory, config, flags)
+    place, settings, is_fresh = where.located()
     found = survey.Survey() if is_fresh else survey.inspect(place, cache_access(settings))
     files_bytes = sum(usage.size_bytes for usage in found.usage) + found.foreign_bytes
     total = files_bytes + found.quarantined_bytes
@@ -225,11 +235,9 @@ def _usage_rows(found: survey.Survey) -> list[list[str]]:
 @click.option("--quarantine", is_flag=True, help="Move doubtful files to quarantine; needs the lock.")
 @as_json
 @_cache_options()
-def verify(
-    directory: Path | None, config: Path | None, quarantine: bool, as_json: bool, **flags: Any
-) -> None:
+def verify(where: _Where, quarantine: bool, as_json: bool) -> None:
     """Read every file and check its length, checksum, name and layout. Exit code 1 if a file is doubtful."""
-    place, settings = _existing_cache(directory, config, flags)
+    place, settings = where.existing()
     with terminal_progress() as show:
         found = survey.verify(
             place,
@@ -269,20 +277,18 @@ def verify(
 @as_json
 @_cache_options()
 def prune(
-    directory: Path | None,
-    config: Path | None,
+    where: _Where,
     older_than_s: float | None,
     to_bytes: int | None,
     model: str | None,
     everything: bool,
     as_json: bool,
-    **flags: Any,
 ) -> None:
     """Remove snapshots that meet every condition given. Needs the lock; pinned prefixes stay."""
     conditions = [older_than_s, to_bytes, model]
     if everything == any(condition is not None for condition in conditions):
         raise click.UsageError("say what to remove: --all, or conditions (--older-than, --to-bytes, --model)")
-    place, settings = _existing_cache(directory, config, flags)
+    place, settings = where.existing()
     if everything:
         pruned = pruning.prune_all(place)
     else:
@@ -312,9 +318,9 @@ def prune(
 @cache.command()
 @click.argument("names", nargs=-1, required=True, metavar="NAME...")
 @_cache_options()
-def unpin(directory: Path | None, config: Path | None, names: tuple[str, ...], **flags: Any) -> None:
+def unpin(where: _Where, names: tuple[str, ...]) -> None:
     """Remove pins by their names in `ls`, for pins whose session is gone. Needs the lock."""
-    place, settings = _existing_cache(directory, config, flags)
+    place, settings = where.existing()
     for pin in pruning.unpin(place, list(names), cache_access(settings)):
         click.echo(f"unpinned {pin.name.hex()[:12]}: {len(pin.tokens) // 4} tokens")
 
@@ -326,19 +332,17 @@ def unpin(directory: Path | None, config: Path | None, names: tuple[str, ...], *
 @force_option
 @_cache_options()
 def export(
-    directory: Path | None,
-    config: Path | None,
+    where: _Where,
     digests: tuple[str, ...],
     target: Path,
     everything: bool,
     force: bool,
-    **flags: Any,
 ) -> None:
     """Write chains, named as in `ls`, to a tar file that another cache can import; it is not encrypted."""
     if everything == bool(digests):
         raise click.UsageError("name the chains to export, or say --all")
     check_target(target, force=force)
-    place, settings = _existing_cache(directory, config, flags)
+    place, settings = where.existing()
     carried = archive.export(place, None if everything else digests, target, cache_access(settings))
     click.echo(f"wrote {carried.num_files} files, {size(carried.size_bytes)}, to {target}")
 
@@ -347,7 +351,7 @@ def export(
 @click.argument("source", type=click.Path(path_type=Path, exists=True, dir_okay=False), metavar="FILE.tar")
 @as_json
 @_cache_options("max_disk", "min_free_disk")
-def import_(directory: Path | None, config: Path | None, source: Path, as_json: bool, **flags: Any) -> None:
+def import_(where: _Where, source: Path, as_json: bool) -> None:
     """Import the snapshots of a tar file into the cache, after checking each. Needs the lock.
 
     They serve the same model and the same tenant names as in the cache they came from.
@@ -356,7 +360,7 @@ def import_(directory: Path | None, config: Path | None, source: Path, as_json: 
     prove that a file is complete and matches its name. They cannot prove that a model computed it: a session
     that continues from forged KV answers as if it had another history.
     """
-    place, settings = _existing_cache(directory, config, flags)
+    place, settings = where.existing()
     carried = archive.import_files(
         place,
         source,

@@ -14,14 +14,16 @@ from turnkeep_client.errors import InvalidMessageError, RequestFailedError, Turn
 from turnkeep_client.messages import Generate
 from turnkeep_client.session import build
 
-from . import control
 from .ask import decoded
 from .close import start_of_last
+from .control import print_info
 from .exchanges import last_exchanges
+from .flags import reasoning_option, tenant_option, with_sampling
 from .rendering import MarkdownScreen
 from .sampling import cut, preferred, whole
 from .screen import printable, wrapped
 from .stream import stream
+from .talking import with_client
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -69,7 +71,26 @@ _SHOWN: Final = 2000
 _LINE, _QUOTED = "\n", "\n> "
 
 
+@click.command()
+@click.option(
+    "--session", "name", metavar="NAME", default="chat", show_default=True, help="Session to continue."
+)
+@tenant_option
+@reasoning_option
+@with_sampling
+@with_client
 async def chat(
+    client: Client, name: str, reasoning: str | None, system: str | None, sampling: Sampling
+) -> None:
+    """Talk with the model. A later chat with the same session continues the conversation.
+
+    Lines that begin with a slash are commands; /help lists them. If standard input is not a terminal, each of
+    its lines is a question.
+    """
+    await converse(client, name, system, sampling, reasoning)
+
+
+async def converse(
     client: Client, name: str, system: str | None, sampling: Sampling, reasoning: str | None = None
 ) -> None:
     """Read lines and stream answers until the input ends. Raises `TurnkeepError` if it cannot start."""
@@ -231,7 +252,7 @@ class _Chat:
         _say(f"Saved in {name}, exchanges: {len(past)}")
 
     async def _info(self, _: str) -> None:
-        await control.info(self._client, self._name, as_json=False)
+        await print_info(self._client, self._name)
 
 
 async def _lines(past: Sequence[str]) -> AsyncIterator[str]:

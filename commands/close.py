@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -13,17 +12,16 @@ from turnkeep_client.errors import InvalidMessageError, NotPermittedError, NoWor
 from worker.process.installed import as_installed
 
 from .exchanges import last_exchanges
-from .flags import load_settings, tenant_option, with_result_timeout, with_settings
+from .flags import tenant_option, with_result_timeout, with_settings
 from .screen import printable
-from .talking import CLIENT_SETTINGS, named, talk
+from .talking import CLIENT_SETTINGS, named, talk, with_client
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from turnkeep_client.client import Client
     from turnkeep_client.session import Session
 
     from .exchanges import Exchange
+    from .flags import Given
 
 #: Characters that are shown of the question at which a rewind ends.
 _SHOWN = 60
@@ -36,43 +34,38 @@ _patience = with_result_timeout("How long to wait for the result of one request.
 @click.option("--forget", is_flag=True, help="Also remove its content from the log and the worker's disk.")
 @_patience
 @tenant_option
-@with_settings(*CLIENT_SETTINGS)
-def close(config: Path | None, sessions: tuple[str, ...], forget: bool, **flags: Any) -> None:
+@with_client
+async def close(client: Client, sessions: tuple[str, ...], forget: bool, timeout_s: float) -> bool:
     """End sessions. Some days later the worker removes them from the log.
 
     `turnkeep open` can use the name of a closed session again. Tokens that belong also to another session or
     to a pin stay on the worker's disk, even with --forget.
     """
-    _close(config, sessions, forget=forget, **flags)
+    return await _close(client, sessions, timeout_s, forget=forget)
 
 
 @click.command()
 @click.argument("sessions", metavar="SESSION...", nargs=-1, required=True)
 @_patience
 @tenant_option
-@with_settings(*CLIENT_SETTINGS)
-def rm(config: Path | None, sessions: tuple[str, ...], **flags: Any) -> None:
+@with_client
+async def rm(client: Client, sessions: tuple[str, ...], timeout_s: float) -> bool:
     """Remove sessions, open or closed: the same as close --forget."""
-    _close(config, sessions, forget=True, **flags)
+    return await _close(client, sessions, timeout_s, forget=True)
 
 
-def _close(
-    config: Path | None, names: tuple[str, ...], *, forget: bool, tenant: str, timeout_s: float, **flags: Any
-) -> None:
-    async def run(client: Client) -> bool:
-        failed = False
-        for name in names:
-            try:
-                await _end(client, name, timeout_s, forget=forget)
-            except (NoWorkerError, NotPermittedError):
-                raise
-            except TurnkeepError as error:  # of this session alone
-                click.echo(f"turnkeep: {as_installed(str(error))}", err=True)
-                failed = True
-        return failed
-
-    if talk(load_settings(config, flags), tenant, run):
-        sys.exit(1)
+async def _close(client: Client, names: tuple[str, ...], timeout_s: float, *, forget: bool) -> bool:
+    """Close or remove sessions; return whether that of any has failed."""
+    failed = False
+    for name in names:
+        try:
+            await _end(client, name, timeout_s, forget=forget)
+        except (NoWorkerError, NotPermittedError):
+            raise
+        except TurnkeepError as error:  # of this session alone
+            click.echo(f"turnkeep: {as_installed(str(error))}", err=True)
+            failed = True
+    return failed
 
 
 async def _end(client: Client, name: str, timeout_s: float, *, forget: bool) -> None:
@@ -104,13 +97,12 @@ async def _say_what_runs(session: Session) -> None:
 @tenant_option
 @with_settings(*CLIENT_SETTINGS)
 def rewind(
-    config: Path | None,
+    given: Given,
     session: str,
     last: int | None,
     position: int | None,
     timeout_s: float,
     tenant: str,
-    **flags: Any,
 ) -> None:
     """Remove the end of SESSION: its last question with the answer, more of them, or all from a position on.
 
@@ -130,7 +122,7 @@ def rewind(
         rewound = await client.session(session).rewind(first, timeout_s=timeout_s)
         click.echo(f"rewound {session} to position {rewound.position}{note}")
 
-    talk(load_settings(config, flags), tenant, run)
+    talk(given.load(), tenant, run)
 
 
 async def start_of_last(client: Client, session: str, count: int) -> tuple[int, Exchange]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import click
 from msgspec import UNSET
@@ -14,25 +14,79 @@ from turnkeep_client.errors import NotPermittedError, NoWorkerError, RequestFail
 from turnkeep_client.messages import encode
 from worker.process.formatting import size, span
 
+from .flags import SpanType, as_json, tag_option, tenant_option, tool_option, with_settings
 from .printing import table
-from .talking import named
+from .talking import CLIENT_SETTINGS, named, talk, with_client
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from turnkeep_client.client import Client
     from turnkeep_client.messages import Metrics, SessionInfo
+
+    from .flags import Given
 
 #: How long to wait for a metrics message; workers publish one every few seconds.
 _PATIENCE_S: Final = 15.0
 
 
-async def open_session(client: Client, name: str, cache: dict[str, Any], tags: tuple[str, ...]) -> None:
-    """Start a session under a cache policy, and print its policy."""
-    opened = await client.session(name).open(cache, tags=tags, timeout_s=30)
-    click.echo(f"opened {name} under {opened.cache or 'full'}")
+@click.command("open")
+@click.argument("session")
+@tenant_option
+@click.option(
+    "--policy",
+    type=click.Choice(["full", "sink_window", "paged"]),
+    help="Tokens with KV: all, the first and the last ones, or all on SSD and some on the device."
+    " [default: the worker's]",
+)
+@click.option("--sink", metavar="N", type=int, help="First tokens that sink_window keeps. [default: 4]")
+@click.option("--window", metavar="N", type=int, help="Last tokens that sink_window keeps. [default: 1024]")
+@click.option(
+    "--resident", metavar="N", type=int, help="Tokens that paged has on the device. [default: 4096]"
+)
+@click.option(
+    "--pin",
+    metavar="START-END",
+    type=SpanType(),
+    multiple=True,
+    help="Tokens that paged always has there; may be given several times.",
+)
+@tag_option("A name for it, which `turnkeep sessions --tag` finds; may be given several times.")
+@with_client
+async def open_(
+    client: Client,
+    session: str,
+    policy: str | None,
+    sink: int | None,
+    window: int | None,
+    resident: int | None,
+    pin: tuple[tuple[int, int], ...],
+    tags: tuple[str, ...],
+) -> None:
+    """Start SESSION under a cache policy, which it keeps until it is closed.
+
+    Not needed for a session under the worker's default: its first request starts it. Under sink_window a
+    session may go on without end, in memory of a fixed size. Under paged all of it stays within reach, up to
+    the model's context: prompts read all of it from SSD, answers what matters to them.
+    """
+    asked = {"policy": policy, "sink": sink, "window": window, "resident": resident, "pin": pin or None}
+    cache = {name: value for name, value in asked.items() if value is not None}
+    opened = await client.session(session).open(cache, tags=tags, timeout_s=30)
+    click.echo(f"opened {session} under {opened.cache or 'full'}")
 
 
-async def info(client: Client, name: str | None, *, as_json: bool) -> None:
-    """Show a session and its worker, or the worker alone."""
+@click.command()
+@click.argument("session", required=False)
+@tenant_option
+@as_json
+@with_client
+async def info(client: Client, session: str | None, as_json: bool) -> None:
+    """Show a session and its worker; without SESSION, show the worker alone."""
+    await print_info(client, session, as_json=as_json)
+
+
+async def print_info(client: Client, name: str | None, *, as_json: bool = False) -> None:
+    """Print what a worker says of a session and of itself, or of itself alone."""
     if name is None:
         metrics = await _metrics(client)
         if as_json:
@@ -84,36 +138,79 @@ def _waiting(session: SessionInfo) -> str:
     return (", ".join(session.waiting) or "none") + (f" and {num_more} more" if num_more > 0 else "")
 
 
-async def count(
-    client: Client, name: str | None, text: str, *, raw: bool, tools: list[dict[str, Any]] | None
+@click.command()
+@click.argument("question", required=False)
+@click.option("--session", "name", metavar="NAME", help="As the next question of this session.")
+@click.option("--raw", is_flag=True, help="Count the text alone, without the chat template.")
+@tool_option
+@tenant_option
+@with_settings(*CLIENT_SETTINGS)
+def count(
+    given: Given,
+    question: str | None,
+    name: str | None,
+    tenant: str,
+    raw: bool,
+    tools: tuple[Path, ...],
 ) -> None:
-    """Print the number of tokens that a question would add to a session, and the position after them."""
-    session = client.session(name or "any-new-session")
+    """Count the tokens that a question would add to a session, without asking it.
+
+    Piped input is added to QUESTION, or is the question if there is none.
+    """
+    from .ask import tools_of, whole_question
+
+    if raw and tools:
+        raise click.UsageError("--tool is for a conversation, not for --raw text")
+    text, known = whole_question(question), tools_of(tools) or None
     said = [{"role": "user", "content": text}]
-    counted = await (session.count(text=text, raw=True) if raw else session.count(messages=said, tools=tools))
-    click.echo(f"{counted.tokens} tokens" + (f", to position {counted.position}" if name else ""))
+
+    async def run(client: Client) -> None:
+        session = client.session(name or "any-new-session")
+        counted = await (
+            session.count(text=text, raw=True) if raw else session.count(messages=said, tools=known)
+        )
+        click.echo(f"{counted.tokens} tokens" + (f", to position {counted.position}" if name else ""))
+
+    talk(given.load(), tenant, run)
 
 
-async def cancel(client: Client, name: str, request_id: str | None) -> None:
-    """Stop a request, or the running one, and print whether it was running."""
-    async with named(client, name) as session:
-        request_id = request_id or (await session.info(limit=0)).active
+@click.command()
+@click.argument("session")
+@click.argument("request_id", metavar="[ID]", required=False)
+@tenant_option
+@with_client
+async def cancel(client: Client, session: str, request_id: str | None) -> None:
+    """Stop request ID of SESSION; the tokens of its answer so far stay in the session.
+
+    Without ID: the request that is running. `turnkeep info SESSION` shows the ids.
+    """
+    async with named(client, session) as found:
+        request_id = request_id or (await found.info(limit=0)).active
         if request_id is None:
             raise TurnkeepError(
-                f"no request of session {name} is running; turnkeep info {name} shows those that wait"
+                f"no request of session {session} is running; turnkeep info {session} shows those that wait"
             )
         try:
-            cancelled = await session.cancel(request_id)
+            cancelled = await found.cancel(request_id)
         except RequestFailedError:
-            await check_open(session)  # the worker says the same of a session that it does not know
+            await check_open(found)  # the worker says the same of a session that it does not know
             raise
     click.echo(f"cancelled {cancelled.id}, which was {cancelled.was}")
 
 
-async def pin(client: Client, name: str, position: int | None) -> None:
-    """Pin a session's tokens, and print the size of their KV."""
-    async with named(client, name) as session:
-        pinned = await session.pin(position)
+@click.command()
+@click.argument("session")
+@tenant_option
+@click.option("--position", type=click.IntRange(1), help="Number of first tokens to pin. [default: all]")
+@with_client
+async def pin(client: Client, session: str, position: int | None) -> None:
+    """Keep the KV of SESSION's tokens on disk, safe from eviction, until they are unpinned.
+
+    A pin belongs to the tenant and outlives the session: it serves every session that begins with these
+    tokens.
+    """
+    async with named(client, session) as found:
+        pinned = await found.pin(position)
     stored = "all of them" if pinned.stored_tokens == pinned.tokens else f"{pinned.stored_tokens} of them"
     click.echo(
         f"pinned {pinned.tokens} tokens, {stored} stored in {size(pinned.size_bytes)};"
@@ -123,10 +220,15 @@ async def pin(client: Client, name: str, position: int | None) -> None:
         click.echo("turnkeep: the disk did not confirm the pin in time; pin again after a restart", err=True)
 
 
-async def unpin(client: Client, name: str, position: int | None) -> None:
-    """Remove the pins of a session's tokens."""
-    async with named(client, name) as session:
-        unpinned = await session.unpin(position)
+@click.command()
+@click.argument("session")
+@tenant_option
+@click.option("--position", type=click.IntRange(1), help="Only the pin with N tokens. [default: all]")
+@with_client
+async def unpin(client: Client, session: str, position: int | None) -> None:
+    """Remove the pins of SESSION's tokens; their KV may then be evicted."""
+    async with named(client, session) as found:
+        unpinned = await found.unpin(position)
     lengths = ", ".join(map(str, unpinned.prefixes)) or "nothing"
     click.echo(f"unpinned {lengths}; {size(unpinned.pinned_bytes)} stay pinned")
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from uuid import uuid4
 
+import click
 from rich.console import Console
 from rich.table import Table
 
@@ -177,3 +178,18 @@ class ClusterDemo(Demo):
             f" {then}, and the first token came {first_s:.2f} s after the worker took it up.\n"
             "The client has only waited.\n\nSeveral workers of your own: docs/cluster.md"
         )
+
+
+@click.command()
+@click.option(
+    "--data-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=".demo",
+    show_default=True,
+    help="Where its worker keeps its files.",
+)
+@click.option("--model", metavar="[PATH|ID]", help="Its model. [default: the packaged one]")
+@click.option("--cluster", is_flag=True, help="With two workers: the other one continues the answer.")
+def demo(data_dir: Path, model: str | None, *, cluster: bool) -> None:
+    """Hold a conversation, and kill the worker in the middle of an answer."""
+    asyncio.run((ClusterDemo if cluster else Demo)(data_dir, model).run())

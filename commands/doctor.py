@@ -1,4 +1,4 @@
-"""Checks whether a worker could run here: what was found, what is missing, and how to fix it.
+"""The command `doctor`: could a worker run here? What was found, what is missing, and how to fix it.
 
 Starts no worker; each check imports its heavy modules itself.
 """
@@ -11,11 +11,12 @@ import platform
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, NoReturn
 
+import click
 from rich.text import Text
 
 from worker.models import hub
@@ -27,12 +28,15 @@ from worker.wire.broker import SERVER_PREFIX, check_port, find_server, greet, se
 from worker.wire.connection import BrokerError, connect, loses_entries, server_version
 from worker.wire.credentials import nats_options, over_tls
 
+from .flags import as_json, with_settings
 from .printing import table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from worker.process.settings import Settings
+
+    from .flags import Given
 
 State = Literal["ok", "warn", "fail"]
 
@@ -239,3 +243,21 @@ def _split(error: Exception) -> tuple[str, str]:
     """Split a one-line error into the fault and the advice."""
     wrong, _, help_ = str(error).partition("; ")
     return wrong, help_
+
+
+@click.command()
+@as_json
+@with_settings()
+def doctor(given: Given, as_json: bool) -> None:
+    """Check this machine: what was found, what is missing, and how to fix it."""
+    examine(given.load(), given.load_models(), as_json=as_json)
+
+
+def examine(settings: Settings, models: Mapping[str, Settings], *, as_json: bool) -> NoReturn:
+    """Print what was found, and end with the exit code for it."""
+    found = checks(settings, models)
+    if as_json:
+        click.echo(json.dumps([asdict(check) for check in found]))
+    else:
+        show(found)
+    sys.exit(exit_code(found))

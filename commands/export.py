@@ -8,7 +8,7 @@ import sqlite3
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import anyio
 import click
@@ -26,7 +26,7 @@ from worker.process.formatting import size
 from worker.process.keys import cache_access
 from worker.wire.credentials import client_options
 
-from .flags import check_target, force_option, load_settings, tenant_option, with_settings
+from .flags import check_target, force_option, tenant_option, with_settings
 from .progress import terminal_progress
 from .talking import CLIENT_SETTINGS, located, no_session, talk, url_of
 
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
     from turnkeep_client.client import Client
     from worker.process.settings import Settings
+
+    from .flags import Given
 
 
 #: What makes two models: fields of an identity. The others are settings and versions.
@@ -64,14 +66,12 @@ def _one_line() -> Iterator[None]:
 @click.option("--kv", is_flag=True, help="With its KV, of a worker that runs on this machine.")
 @force_option
 @with_settings("cache_key_file", *CLIENT_SETTINGS)
-def export(
-    config: Path | None, session: str, target: Path, tenant: str, kv: bool, force: bool, **flags: Any
-) -> None:
+def export(given: Given, session: str, target: Path, tenant: str, kv: bool, force: bool) -> None:
     """Write SESSION's log to FILE, which another log can import and `turnkeep replay` can play.
 
     Requests without a result are left out.
     """
-    settings = load_settings(config, flags)
+    settings = given.load()
     key = session_key(tenant, session)
     check_target(target, force=force)
 
@@ -103,9 +103,7 @@ def export(
 @click.option("--tenant", metavar="NAME", help="Tenant of the session. [default: as it was]")
 @click.option("--kv", is_flag=True, help="With its KV, into the cache of a worker that is stopped.")
 @with_settings("max_disk", "min_free_disk", "cache_key_file", *CLIENT_SETTINGS)
-def import_(
-    config: Path | None, source: Path, name: str | None, tenant: str | None, kv: bool, **flags: Any
-) -> None:
+def import_(given: Given, source: Path, name: str | None, tenant: str | None, kv: bool) -> None:
     """Put the session in FILE into the log, beside a worker or without one.
 
     With --kv no worker may run on the data directory. What is missing there is made: the cache, the log and,
@@ -114,7 +112,7 @@ def import_(
     The file is checked before anything is stored. It is trusted content: import only from people whom you
     would let forge the session's answers, and with --kv, change the model.
     """
-    settings = located(load_settings(config, flags))
+    settings = located(given.load())
     manifest, lines = copies.read(source)
     key = session_key(tenant or manifest.tenant, name or manifest.session)
     with _one_line(), contextlib.ExitStack() as stack:

@@ -7,6 +7,7 @@ import functools
 import math
 import os
 import re
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -17,7 +18,7 @@ from turnkeep_client.errors import TurnkeepError
 from worker.process import settings as settings_module
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
     from worker.process.settings import Settings
 
@@ -56,6 +57,10 @@ tenant_option = click.option(
     default="default",
     show_default=True,
     help="Tenant that the session belongs to.",
+)
+#: Of commands that read the log; the tenant that they connect as is the default one.
+tenants_option = click.option(
+    "--tenant", "tenants", metavar="NAME", default="*", help="Only of this tenant. [default: all]"
 )
 
 
@@ -144,6 +149,16 @@ def listen_option(port: int, reached: str) -> Callable[[Callable[..., Any]], Cal
     )
 
 
+def keep_option(
+    least_s: float, default_s: float, kept: str
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Add `--keep-s` to a command that watches workers."""
+    kind = Number(least_s, 7 * 86400)
+    return click.option(
+        "--keep-s", metavar="SECONDS", type=kind, default=default_s, show_default=True, help=kept
+    )
+
+
 def with_result_timeout(help_text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Add `--timeout`, passed as `timeout_s`."""
     return click.option(
@@ -157,25 +172,71 @@ def with_result_timeout(help_text: str) -> Callable[[Callable[..., Any]], Callab
     )
 
 
-def with_settings(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add the command-line options of the named settings (no names: of all), and `--config`.
+@dataclass(frozen=True)
+class Given:
+    """The settings file and the settings' options that a command was given; the flag `of` names a model."""
 
-    Commands that talk to a worker, which have a prefix, get `--model` too, passed as the flag `of`.
+    config: Path | None
+    flags: Mapping[str, Any]
+
+    def but(self, **flags: Any) -> Given:
+        """Return the same with other values of some options."""
+        return replace(self, flags={**self.flags, **flags})
+
+    def load(self) -> Settings:
+        """Load the settings, of the model `of` if there are several. Raises `SettingsError`."""
+        own = {name: value for name, value in self.flags.items() if name != "of"}
+        return settings_module.load(own, os.environ, self.config, of=self.flags.get("of"))
+
+    def load_models(self) -> dict[str, Settings]:
+        """Load the settings of each of several models, or of the one that the flag `of` names.
+
+        Empty if the settings name one model only. Raises `SettingsError`.
+        """
+        if (of := self.flags.get("of")) is not None:
+            return {of: self.load()}
+        own = {name: value for name, value in self.flags.items() if name != "of"}
+        return settings_module.load_models(own, os.environ, self.config)
+
+    def options(self, names: Collection[str] | None = None) -> list[str]:
+        """Write the options again, for another command: those of `names`, or all."""
+        given = {"config": self.config}
+        given |= {name: self.flags[name] for name in self.flags if names is None or name in names}
+        return [
+            word
+            for name, value in given.items()
+            if value is not None
+            for word in (f"--{name.replace('_', '-')}", str(value))
+        ]
+
+
+def with_settings(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Add `--config` and the options of the named settings (no names: of all), passed as `given`.
+
+    Commands that talk to a worker, which have a prefix, get `--model` too, passed as its flag `of`.
     """
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        for setting in reversed(settings_module.describe()):
-            if (not names or setting.name in names) and not setting.is_secret:
-                help_text = f"{setting.purpose[0].upper()}{setting.purpose[1:]}. "
-                help_text += f"[{setting.variable}; default: {setting.default}]"
-                metavar = f"[{setting.shape}]" if "|" in setting.shape else setting.shape
-                command = click.option(setting.flag, setting.name, metavar=metavar, help=help_text)(command)
+        added = [one for one in settings_module.describe() if not names or one.name in names]
+        added = [one for one in added if not one.is_secret]
+        flags = [one.name for one in added] + ["of"] * ("prefix" in names)
+
+        @functools.wraps(command)
+        def called(*args: Any, config: Path | None, **options: Any) -> Any:
+            given = Given(config, {name: options.pop(name) for name in flags})
+            return command(*args, given=given, **options)
+
+        for setting in reversed(added):
+            help_text = f"{setting.purpose[0].upper()}{setting.purpose[1:]}. "
+            help_text += f"[{setting.variable}; default: {setting.default}]"
+            metavar = f"[{setting.shape}]" if "|" in setting.shape else setting.shape
+            called = click.option(setting.flag, setting.name, metavar=metavar, help=help_text)(called)
         if "prefix" in names:
             help_text = "A model of turnkeep.toml's [models], instead of --prefix. [default: the first]"
-            command = click.option("--model", "of", metavar="NAME", help=help_text)(command)
+            called = click.option("--model", "of", metavar="NAME", help=help_text)(called)
         return click.option(
             "--config", type=click.Path(path_type=Path), help="Settings file. [default: ./turnkeep.toml]"
-        )(command)
+        )(called)
 
     return decorate
 
@@ -256,37 +317,6 @@ def with_sampling(command: Callable[..., Any]) -> Callable[..., Any]:
     for flag, metavar, kind, purpose in reversed(_SAMPLING):
         sampled = click.option(flag, metavar=metavar, type=kind, help=purpose)(sampled)
     return click.option("--system", metavar="TEXT", help="System message, sent first.")(sampled)
-
-
-def load_settings(config: Path | None, flags: dict[str, Any]) -> Settings:
-    """Load the settings for a command, given its options; the flag `of` names one of several models.
-
-    Raises `SettingsError`.
-    """
-    own = {name: value for name, value in flags.items() if name != "of"}
-    return settings_module.load(own, os.environ, config, of=flags.get("of"))
-
-
-def load_models(config: Path | None, flags: dict[str, Any]) -> dict[str, Settings]:
-    """Load the settings of each of several models, or of the one that the flag `of` names.
-
-    Empty if the settings name one model only. Raises `SettingsError`.
-    """
-    if (of := flags.get("of")) is not None:
-        return {of: load_settings(config, flags)}
-    own = {name: value for name, value in flags.items() if name != "of"}
-    return settings_module.load_models(own, os.environ, config)
-
-
-def options_of(config: Path | None, flags: dict[str, Any], names: Collection[str] | None = None) -> list[str]:
-    """Write a command's options for the settings again, for another command: those of `names`, or all."""
-    given = {"config": config} | {name: flags[name] for name in flags if names is None or name in names}
-    return [
-        word
-        for name, value in given.items()
-        if value is not None
-        for word in (f"--{name.replace('_', '-')}", str(value))
-    ]
 
 
 class SpanType(click.ParamType[tuple[int, int]]):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -11,17 +11,18 @@ from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.messages import encode
 
 from .close import start_of_last
-from .flags import as_json, load_settings, tag_option, tenant_option, with_result_timeout, with_settings
+from .flags import as_json, tag_option, tenant_option, tenants_option, with_result_timeout, with_settings
 from .printing import table
 from .sessions import telling_tags
-from .talking import CLIENT_SETTINGS, named, talk
+from .talking import CLIENT_SETTINGS, named, talk, with_client
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from ops.log.tree import Branch
     from turnkeep_client.client import Client
+
+    from .flags import Given
 
 
 @click.command()
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 @tenant_option
 @with_settings(*CLIENT_SETTINGS)
 def fork(
-    config: Path | None,
+    given: Given,
     session: str,
     name: str,
     position: int | None,
@@ -42,7 +43,6 @@ def fork(
     tags: tuple[str, ...],
     timeout_s: float,
     tenant: str,
-    **flags: Any,
 ) -> None:
     """Open the session NEW with the tokens of SESSION: all, or those up to a position.
 
@@ -59,15 +59,15 @@ def fork(
         info = await forked.info(limit=0)
         click.echo(f"forked {session} at position {info.position} as {name}")
 
-    talk(load_settings(config, flags), tenant, run)
+    talk(given.load(), tenant, run)
 
 
 @click.command()
 @click.argument("session", required=False)
-@click.option("--tenant", metavar="NAME", default="*", help="Only of this tenant. [default: all]")
+@tenants_option
 @as_json
-@with_settings(*CLIENT_SETTINGS)
-def tree(config: Path | None, session: str | None, tenant: str, as_json: bool, **flags: Any) -> None:
+@with_client
+async def tree(client: Client, session: str | None, tenants: str, as_json: bool) -> None:
     """Show which sessions were forked from which; with SESSION, only the tree that it is in.
 
     Reads the first entries of all sessions.
@@ -75,10 +75,7 @@ def tree(config: Path | None, session: str | None, tenant: str, as_json: bool, *
     from ops.log.sessions import begun, list_sessions
     from ops.log.tree import trees
 
-    async def read(client: Client) -> list[Branch]:
-        return trees(await begun(client, await list_sessions(client, tenant)))
-
-    found = talk(load_settings(config, flags), "default", read)
+    found = trees(await begun(client, await list_sessions(client, tenants)))
     shown = [one for one in found if session is None or any(part.session == session for part in one)]
     if as_json:
         click.echo(encode({"trees": shown}))

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -17,13 +17,15 @@ from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.subjects import DEFAULT_TENANT
 from worker.process.settings import default_worker
 
-from .flags import Number, listen_option, load_models, load_settings, with_settings
+from .flags import Number, listen_option, with_settings
 from .talking import CLIENT_SETTINGS, connected, talk
 
 if TYPE_CHECKING:
     from uvicorn import Server
 
     from turnkeep_client.client import Client
+
+    from .flags import Given
 
 
 @click.command()
@@ -58,14 +60,13 @@ if TYPE_CHECKING:
 @click.option("--until-eof", is_flag=True, hidden=True, help="End when standard input does.")
 @with_settings(*CLIENT_SETTINGS, "placeholders")
 def gateway(
-    config: Path | None,
+    given: Given,
     listen: tuple[str, int],
     keys: Path | None,
     idle_hours: float,
     cors: list[str],
     explain: bool,
     until_eof: bool,
-    **flags: Any,
 ) -> None:
     """Serve OpenAI's and Anthropic's APIs over HTTP, on durable sessions, until Ctrl-C.
 
@@ -74,16 +75,16 @@ def gateway(
     Needs the extra gateway; if it is missing, a message says how to install it.
     """
     try:
-        from gateway.app import Gateway
+        from gateway.http.app import Gateway
+        from gateway.http.serving import listening, serve, server
         from gateway.keys import Keys
-        from gateway.serving import listening, serve, server
     except ModuleNotFoundError as missing:
         library = (missing.name or "").partition(".")[0]
         if library not in {"starlette", "uvicorn", "h11"}:
             raise
         raise TurnkeepError(f"{library} is missing; pip install 'turnkeep[gateway]' brings it") from None
 
-    settings, models = load_settings(config, flags), load_models(config, flags)
+    settings, models = given.load(), given.load_models()
     if explain:
         logging.basicConfig(format="%(message)s")
         logging.getLogger("gateway").setLevel(logging.INFO)

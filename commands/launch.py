@@ -13,7 +13,7 @@ from contextlib import suppress
 from http.client import HTTPException
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
 import click
@@ -24,10 +24,12 @@ from worker.process.datadir import holder_pid, starting_pid
 from worker.process.installed import program
 
 from .agents import AGENTS, INSTALLS, Door, own_prompt_tokens, start_of
-from .flags import load_settings, with_settings
+from .flags import with_settings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from .flags import Given
 
 #: How long the gateway may take to name its model.
 _PATIENCE_S: Final = 10.0
@@ -58,21 +60,20 @@ _PORT: Final = 8080
 @click.argument("agent")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def launch(
-    config: Path | None,
+    given: Given,
     url: str | None,
     key: str,
     model: str | None,
     only_print: bool,
     agent: str,
     arguments: tuple[str, ...],
-    **flags: Any,
 ) -> None:
     """Start an agent that talks to the gateway: aider, claude, cn, codex, opencode, pi, or another program.
 
     Its environment and arguments name the gateway and its model; what the user has configured is not
     changed. All arguments after its name are the agent's, as in `turnkeep launch pi -p "Say hello"`.
     """
-    settings = load_settings(config, flags)
+    settings = given.load()
     own = own_gateway(settings.data_dir)
     url = url or f"http://127.0.0.1:{own or _PORT}"
     door = _awaited_door(url.rstrip("/").removesuffix("/v1"), key, model, settings.data_dir, own)

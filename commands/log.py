@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from turnkeep_client.messages import encode
 
-from .flags import as_json, load_settings, with_settings
+from .flags import as_json, tenants_option
 from .progress import terminal_progress
 from .screen import printable
-from .talking import CLIENT_SETTINGS, talk
+from .talking import with_client
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from ops.log.verifying import Report
     from turnkeep_client.client import Client
 
 
@@ -28,23 +24,20 @@ def log() -> None:
 
 @log.command()
 @click.argument("sessions", nargs=-1, metavar="[SESSION...]")
-@click.option("--tenant", metavar="NAME", default="*", help="Only of this tenant. [default: all]")
+@tenants_option
 @as_json
-@with_settings(*CLIENT_SETTINGS)
-def verify(config: Path | None, sessions: tuple[str, ...], tenant: str, as_json: bool, **flags: Any) -> None:
+@with_client
+async def verify(client: Client, sessions: tuple[str, ...], tenants: str, as_json: bool) -> bool:
     """Check all sessions, or these: has the log lost or changed any of their entries?
 
     Reads every entry, and needs no model. Exit code 1 if a session is damaged.
     """
     from ops.log.verifying import verify as check
 
-    async def read(client: Client) -> Report:
-        with terminal_progress(of_bytes=False) as show:
-            return await check(
-                client, tenant, sessions, lambda done, total: show(done, total, "verifying sessions")
-            )
-
-    report = talk(load_settings(config, flags), "default", read)
+    with terminal_progress(of_bytes=False) as show:
+        report = await check(
+            client, tenants, sessions, lambda done, total: show(done, total, "verifying sessions")
+        )
     if as_json:
         click.echo(encode(report))
     else:
@@ -53,4 +46,4 @@ def verify(config: Path | None, sessions: tuple[str, ...], tenant: str, as_json:
                 click.echo(f"{one.tenant}/{one.session} at {fault.seq}: {printable(fault.what)}")
         damaged = len(report.damaged)
         click.echo(f"{report.sessions} sessions, {damaged} damaged; {report.entries} entries read")
-    sys.exit(1 if report.damaged else 0)
+    return bool(report.damaged)

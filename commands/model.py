@@ -10,14 +10,14 @@ import click
 
 from worker.process.formatting import size
 
-from .flags import as_json, load_settings, with_settings
+from .flags import as_json, with_settings
 from .printing import table
 from .progress import terminal_progress
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from worker.models.catalog import ModelEntry
+
+    from .flags import Given
 
 
 @click.group()
@@ -28,14 +28,14 @@ def model() -> None:
 @model.command("list")
 @as_json
 @with_settings("data_dir")
-def list_(config: Path | None, as_json: bool, **flags: Any) -> None:
+def list_(given: Given, as_json: bool) -> None:
     """List the models on this machine, which --model takes by these names.
 
     Folders and GGUF files in the data directory's folder `models`, or links there, are listed too.
     """
     from worker.models.catalog import list_models
 
-    found = list_models(load_settings(config, flags).data_dir)
+    found = list_models(given.load().data_dir)
     if as_json:
         click.echo(json.dumps([_plain(entry) for entry in found]))
         return
@@ -60,11 +60,11 @@ def list_(config: Path | None, as_json: bool, **flags: Any) -> None:
 @click.argument("name")
 @as_json
 @with_settings("data_dir")
-def show(config: Path | None, name: str, as_json: bool, **flags: Any) -> None:
+def show(given: Given, name: str, as_json: bool) -> None:
     """Describe one model, by its name, a part of its name, or its path; its weights are not read."""
     from worker.models.catalog import count_parameters, habits, named
 
-    entry = named(name, load_settings(config, flags).data_dir)
+    entry = named(name, given.load().data_dir)
     num, changed = count_parameters(entry), habits(entry).in_words()
     if as_json:
         click.echo(json.dumps(_plain(entry) | {"parameters": num, "messages": changed}))
@@ -94,7 +94,7 @@ def show(config: Path | None, name: str, as_json: bool, **flags: Any) -> None:
 @model.command()
 @click.argument("name", metavar="ID")
 @with_settings("data_dir", "dtype")
-def pull(config: Path | None, name: str, **flags: Any) -> None:
+def pull(given: Given, name: str) -> None:
     """Download a model from the hub, or what is new in it: org/name, or org/name:Q4_K_M for a GGUF file.
 
     A download that was stopped goes on where it was. Every file's checksum is compared with the hub's. The
@@ -104,7 +104,7 @@ def pull(config: Path | None, name: str, **flags: Any) -> None:
     from worker.models.model import default_dtype
     from worker.models.model_files import ModelError
 
-    settings = load_settings(config, flags)
+    settings = given.load()
     if not hub.is_id(name):
         raise ModelError(f"{name} is no id of the hub; give org/name, or org/name:Q4_K_M for a GGUF file")
     dtype = settings.dtype if settings.dtype != "auto" else default_dtype()
@@ -124,7 +124,7 @@ def pull(config: Path | None, name: str, **flags: Any) -> None:
 )
 @click.option("--name", help="The new model's name; without it the source's, with the bits.")
 @with_settings("data_dir")
-def convert(config: Path | None, source: str, bits: str, name: str | None, **flags: Any) -> None:
+def convert(given: Given, source: str, bits: str, name: str | None) -> None:
     """Make a model with weights of few bits from SOURCE, and print its folder.
 
     SOURCE is the name of a model on this machine, a folder, a GGUF file, or an id of the hub. The new model
@@ -136,7 +136,7 @@ def convert(config: Path | None, source: str, bits: str, name: str | None, **fla
 
     if name is not None and ("/" in name or name.startswith(".")):
         raise click.BadParameter("a name has no slash, and no dot at its beginning", param_hint="--name")
-    data_dir = load_settings(config, flags).data_dir
+    data_dir = given.load().data_dir
     with terminal_progress(lambda what: click.echo(what, err=True)) as progress:
         origin = resolve(source, data_dir, dtype="keep", progress=progress)
         stem = named(source, data_dir).name.rpartition("/")[2].replace(":", "-")
@@ -148,21 +148,21 @@ def convert(config: Path | None, source: str, bits: str, name: str | None, **fla
 @model.command()
 @click.argument("name")
 @with_settings("data_dir")
-def rm(config: Path | None, name: str, **flags: Any) -> None:
+def rm(given: Given, name: str) -> None:
     """Remove a model from this machine, with what was converted from it; of a link, the link alone."""
     from worker.models.catalog import named, remove
 
-    entry = named(name, load_settings(config, flags).data_dir)
+    entry = named(name, given.load().data_dir)
     click.echo(f"removed {entry.name}, which frees {size(remove(entry))}")
 
 
 @model.command()
 @with_settings("data_dir", "model", "dtype")
-def path(config: Path | None, **flags: Any) -> None:
+def path(given: Given) -> None:
     """Print the MLX folder that a worker with these settings loads; convert or download it first."""
     from worker.models.model import default_dtype, resolve
 
-    settings = load_settings(config, flags)
+    settings = given.load()
     dtype = settings.dtype if settings.dtype != "auto" else default_dtype()
     with terminal_progress(lambda what: click.echo(what, err=True)) as progress:
         folder = resolve(settings.model, settings.data_dir, dtype=dtype, progress=progress)

@@ -13,7 +13,7 @@ import click
 from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.messages import encode
 
-from .flags import as_json, load_settings, moment, tenant_option, with_result_timeout, with_settings
+from .flags import as_json, moment, tenant_option, with_result_timeout, with_settings
 from .printing import table
 from .progress import terminal_progress
 from .talking import CLIENT_SETTINGS, connected, no_session, talk
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from ops.log.replay import Report
     from turnkeep_client.client import Client
+
+    from .flags import Given
 
 
 def _speed(_: Any, __: Any, value: str) -> float:
@@ -56,7 +58,7 @@ def _speed(_: Any, __: Any, value: str) -> float:
 @as_json
 @with_settings(*CLIENT_SETTINGS)
 def replay(
-    config: Path | None,
+    given: Given,
     sessions: tuple[str, ...],
     tenant: str,
     source: Path | None,
@@ -68,7 +70,6 @@ def replay(
     keep: bool,
     timeout_s: float,
     as_json: bool,
-    **flags: Any,
 ) -> None:
     """Play recorded sessions again, and compare every token with the record.
 
@@ -79,7 +80,7 @@ def replay(
     from ops.log.record import fold, within
     from ops.log.replay import Replay
 
-    settings = load_settings(config, flags)
+    settings = given.load()
     run = uuid4().hex[:8]
 
     async def play(client: Client) -> Report:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import click
 
@@ -14,7 +14,7 @@ from turnkeep_client.errors import NoWorkerError, TurnkeepError
 from worker.process.children import PROGRAM
 from worker.process.datadir import owner, starting_pid
 
-from .flags import load_settings, options_of, reasoning_option, tenant_option, with_sampling, with_settings
+from .flags import reasoning_option, tenant_option, with_sampling, with_settings
 from .talking import CLIENT_SETTINGS, talk
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from turnkeep_client.client import Client
     from turnkeep_client.session import Sampling
+
+    from .flags import Given
 
 #: How long its worker may take to end, which writes the last KV to disk.
 _ENDING_S: Final = 30.0
@@ -41,7 +43,7 @@ _INTERRUPTED: Final = 130
 @with_sampling
 @with_settings(*CLIENT_SETTINGS)
 def run(
-    config: Path | None,
+    given: Given,
     model: str | None,
     message: str | None,
     name: str | None,
@@ -49,7 +51,6 @@ def run(
     reasoning: str | None,
     system: str | None,
     sampling: Sampling,
-    **flags: Any,
 ) -> None:
     """Talk with MODEL, or answer MESSAGE; downloads the model, and starts a worker, if need be.
 
@@ -57,7 +58,7 @@ def run(
     of the running worker, else the packaged one. A worker that was started for this ends with it; one that
     runs already stays.
     """
-    settings = load_settings(config, flags)
+    settings = given.load()
 
     async def say(client: Client) -> bool:
         serves = await _model_of(client, settings.data_dir)
@@ -67,18 +68,18 @@ def run(
                 " --data-dir and --nats-port"
             )
         if message is not None or not sys.stdin.isatty():
-            from .ask import ask, question
+            from .ask import answer, whole_question
 
-            return await ask(
-                client, name, question(message), system, sampling, as_json=False, reasoning=reasoning
+            return await answer(
+                client, name, whole_question(message), system, sampling, as_json=False, reasoning=reasoning
             )
-        from .chat import chat
+        from .chat import converse
 
-        await chat(client, name or "chat", system, sampling, reasoning)
+        await converse(client, name or "chat", system, sampling, reasoning)
         return True
 
     is_there = settings.nats is not None or owner(settings.data_dir) is not None
-    options = [*options_of(config, flags), *(() if model is None else ("--model", model))]
+    options = [*given.options(), *(() if model is None else ("--model", model))]
     with contextlib.nullcontext() if is_there else _worker(options):
         answered = talk(settings, tenant, say)
     if not answered:

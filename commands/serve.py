@@ -15,17 +15,20 @@ from typing import TYPE_CHECKING
 
 import anyio
 import click
-import structlog
 
 from worker.models.blas import computes_on_linux_cpu, preload
+from worker.observe.bare_structlog import structlog
 from worker.observe.logs import configure
 from worker.process.children import PROGRAM, child
 from worker.process.concurrency import task_group
 from worker.process.heap import Spare
+from worker.process.keys import cache_access
 from worker.process.settings import SettingsError
+from worker.wire.credentials import worker_options
 
+from .flags import with_settings
 from .progress import terminal_progress
-from .talking import command_line
+from .talking import CLIENT_SETTINGS, command_line
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -35,6 +38,8 @@ if TYPE_CHECKING:
     from worker.app import App
     from worker.process.settings import Settings
     from worker.supervisor import Supervisor
+
+    from .flags import Given
 
 log = structlog.get_logger()
 
@@ -66,7 +71,86 @@ class Manner:
     wishes: list[str] = field(default_factory=list)
 
 
-def serve(settings: Settings, read_again: Callable[[], Settings], manner: Manner) -> None:
+@click.command()
+@click.option("--check", is_flag=True, help="Check what this worker needs, as doctor does, and end.")
+@click.option(
+    "--gateway",
+    "gateway_port",
+    metavar="[PORT]",
+    type=click.IntRange(0, 65535),
+    is_flag=False,
+    flag_value=8080,
+    help="Run a gateway too, on this machine's loopback address. [default port: 8080]",
+)
+@click.option(
+    "--console",
+    "console_port",
+    metavar="[PORT]",
+    type=click.IntRange(0, 65535),
+    is_flag=False,
+    flag_value=9423,
+    help="Run a console too, a page to chat in, on the loopback address. [default port: 9423]",
+)
+@click.option("--of", metavar="NAME", hidden=True, help="Serve one of [models], until standard input ends.")
+@click.option("--weigh", is_flag=True, hidden=True, help="Print what the model needs, and end.")
+@click.option("--until-eof", is_flag=True, hidden=True, help="End when standard input does.")
+@with_settings()
+def serve(
+    given: Given,
+    check: bool,
+    gateway_port: int | None,
+    console_port: int | None,
+    of: str | None,
+    weigh: bool,
+    until_eof: bool,
+) -> None:
+    """Run a worker, with its own NATS server unless --nats names one. Ctrl-C stops it.
+
+    Log lines go to standard error: as text on a terminal, as JSON in a pipe or a file. `turnkeep serve
+    --log-format console 2>&1 | tee log` shows text and keeps it.
+
+    If turnkeep.toml has tables [models.NAME], each of these models gets a worker when it is asked for.
+    On SIGHUP a worker reads the settings again and applies max_disk and min_free_disk.
+    """
+    settings = given.but(of=of).load()
+    models = given.load_models() if of is None else {}
+    if not (models or of) and (given.flags["memory"] or given.flags["unload_after_s"]):
+        raise SettingsError(
+            "--memory and --unload-after-s are for [models] in turnkeep.toml, which has none; one model alone"
+            " has --device-memory, and stays loaded"
+        )
+    if check:
+        from .doctor import examine
+
+        worker_options(settings)
+        cache_access(settings)
+        examine(settings, models, as_json=False)
+    if weigh:
+        from .size import weigh as run_weigh
+
+        run_weigh(settings)
+        return
+    from worker.wire.broker import wait_for_port
+
+    for name, port in (("gateway", gateway_port), ("console", console_port)):
+        if port:
+            wait_for_port(port, f"choose another with --{name} PORT")
+
+    own = given.but(data_dir=settings.data_dir)  # else a child's would be NATS_URL's server
+    own = own if models else own.but(prefix=settings.prefix)
+    beside = {
+        name: [*own.options((*CLIENT_SETTINGS, *more)), "--listen", str(port)]
+        for name, port, more in (("gateway", gateway_port, ("placeholders",)), ("console", console_port, ()))
+        if port is not None
+    }
+    manner = Manner(options=given.options(), beside=beside, of=of, until_eof=until_eof)
+    if models:
+        supervise(models, manner)
+    else:
+        run(settings, given.but(of=of).load, manner)
+
+
+def run(settings: Settings, read_again: Callable[[], Settings], manner: Manner) -> None:
     """Run a worker until SIGINT or SIGTERM; a second signal ends the process at once.
 
     What runs beside it has processes of its own, which end with this one. If the console asks for another

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -23,35 +23,26 @@ from turnkeep_client.messages import (
 )
 from worker.process.formatting import size, span
 
-from .flags import (
-    as_json,
-    load_settings,
-    moment,
-    tag_option,
-    tenant_option,
-    with_result_timeout,
-    with_settings,
-)
+from .flags import as_json, moment, tag_option, tenant_option, tenants_option, with_result_timeout
 from .printing import table
 from .screen import printable
-from .talking import CLIENT_SETTINGS, no_session, talk
+from .talking import no_session, with_client
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-    from pathlib import Path
 
     from ops.log.conversation import Turn
     from ops.log.sessions import SessionRow
     from turnkeep_client.client import Client
     from turnkeep_client.history import History
-    from turnkeep_client.messages import Called, Request, Result, ToolCall
+    from turnkeep_client.messages import Called, Request, ToolCall
 
 #: Sessions of which the first words are read, one after another: a list of 100,000 must take seconds.
 _WITH_WORDS = 1000
 
 
 @click.command()
-@click.option("--tenant", metavar="NAME", default="*", help="Only of this tenant. [default: all]")
+@tenants_option
 @click.option("--match", metavar="PATTERN", default="*", help="Only names like this: 'agent-*'.")
 @click.option(
     "--state",
@@ -71,10 +62,10 @@ _WITH_WORDS = 1000
 @click.option("--limit", metavar="N", type=click.IntRange(1), help="At most so many lines.")
 @click.option("--bytes", "with_bytes", is_flag=True, help="Show sizes; this reads every entry.")
 @as_json
-@with_settings(*CLIENT_SETTINGS)
-def sessions(
-    config: Path | None,
-    tenant: str,
+@with_client
+async def sessions(
+    client: Client,
+    tenants: str,
     match: str,
     states: tuple[str, ...],
     tags: tuple[str, ...],
@@ -85,7 +76,6 @@ def sessions(
     limit: int | None,
     with_bytes: bool,
     as_json: bool,
-    **flags: Any,
 ) -> None:
     """List the sessions in the log, most recently active first.
 
@@ -103,28 +93,22 @@ def sessions(
             and (until is None or row.last < until)
         )
 
-    async def read(client: Client) -> tuple[str, list[SessionRow]]:
-        found = await running(client, await list_sessions(client, tenant, match))
-        rows = [row for row in found if wanted(row)]
-        if tags:
-            rows = [row for row in await begun(client, rows) if set(tags) <= set(row.tags)]
-        if with_bytes or by == "bytes":
-            rows = await measured(client, rows, tenant)
-        rows = order(rows, by)
-        rows = (rows[::-1] if reverse else rows)[:limit]
-        hidden = 0 if states else sum(row.state == "forgotten" for row in found)
-        note = f"; not listed: {hidden} that were forgotten" if hidden else ""
-        return f"{len(rows)} of {len(found) - hidden} sessions{note}", [
-            *await begun(client, rows[:_WITH_WORDS]),
-            *rows[_WITH_WORDS:],
-        ]
-
-    count, rows = talk(load_settings(config, flags), "default", read)
+    found = await running(client, await list_sessions(client, tenants, match))
+    rows = [row for row in found if wanted(row)]
+    if tags:
+        rows = [row for row in await begun(client, rows) if set(tags) <= set(row.tags)]
+    if with_bytes or by == "bytes":
+        rows = await measured(client, rows, tenants)
+    rows = order(rows, by)
+    rows = (rows[::-1] if reverse else rows)[:limit]
+    rows = [*await begun(client, rows[:_WITH_WORDS]), *rows[_WITH_WORDS:]]
     if as_json:
         click.echo(encode({"sessions": rows}))
         return
     _print_sessions(rows)
-    click.echo(count)
+    hidden = 0 if states else sum(row.state == "forgotten" for row in found)
+    note = f"; not listed: {hidden} that were forgotten" if hidden else ""
+    click.echo(f"{len(rows)} of {len(found) - hidden} sessions{note}")
 
 
 def _print_sessions(rows: list[SessionRow]) -> None:
@@ -175,10 +159,8 @@ def _state(row: SessionRow) -> str:
 @tenant_option
 @click.option("--last", metavar="N", type=click.IntRange(1), help="Only the last so many requests.")
 @as_json
-@with_settings(*CLIENT_SETTINGS)
-def show(
-    config: Path | None, session: str, tenant: str, last: int | None, as_json: bool, **flags: Any
-) -> None:
+@with_client
+async def show(client: Client, session: str, last: int | None, as_json: bool) -> None:
     """Print a session's conversation from the log, with the cost of each request.
 
     A fork begins with what it has of its parent's conversation.
@@ -186,20 +168,19 @@ def show(
     from ops.log.conversation import conversation
     from ops.log.record import pair_up
 
-    async def read(client: Client) -> tuple[list[Turn], dict[int, History]]:
-        entries = await client.log(session)
-        if not (turns := list(conversation(entries))):
-            raise await no_session(client, session)
-        shown = turns[-last:] if last else turns
-        forks = {turn.seq for turn in shown if isinstance(turn.result, Opened) and turn.result.parent}
-        opened = {one.asked.seq: one.answered.seq for one in pair_up(entries) if one.asked.seq in forks}
-        own = client.session(session)
-        return shown, {seq: await own.history(before=end + 1) for seq, end in opened.items()}
-
-    shown, inherited = talk(load_settings(config, flags), tenant, read)
+    entries = await client.log(session)
+    if not (turns := list(conversation(entries))):
+        raise await no_session(client, session)
+    shown = turns[-last:] if last else turns
+    forks = {turn.seq for turn in shown if isinstance(turn.result, Opened) and turn.result.parent}
+    opened = {one.asked.seq: one.answered.seq for one in pair_up(entries) if one.asked.seq in forks}
+    own = client.session(session)
+    inherited = {seq: await own.history(before=end + 1) for seq, end in opened.items()}
     if as_json:
         messages = {seq: history.messages for seq, history in inherited.items()}
-        click.echo(encode({"tenant": tenant, "session": session, "turns": shown, "inherited": messages}))
+        click.echo(
+            encode({"tenant": client.tenant, "session": session, "turns": shown, "inherited": messages})
+        )
         return
     for turn in shown:
         for line in _lines(turn, inherited.get(turn.seq)):
@@ -212,14 +193,14 @@ def dead() -> None:
 
 
 @dead.command("list")
-@click.option("--tenant", metavar="NAME", default="*", help="Only of this tenant. [default: all]")
+@tenants_option
 @as_json
-@with_settings(*CLIENT_SETTINGS)
-def dead_list(config: Path | None, tenant: str, as_json: bool, **flags: Any) -> None:
+@with_client
+async def dead_list(client: Client, tenants: str, as_json: bool) -> None:
     """List the dead letters, the oldest first."""
     from ops.log.dead import letters
 
-    found = talk(load_settings(config, flags), "default", lambda client: letters(client, tenant))
+    found = await letters(client, tenants)
     if as_json:
         click.echo(encode({"dead": found}))
         return
@@ -247,14 +228,12 @@ def dead_list(config: Path | None, tenant: str, as_json: bool, **flags: Any) -> 
 @click.argument("request", metavar="ID")
 @tenant_option
 @as_json
-@with_settings(*CLIENT_SETTINGS)
-def dead_show(
-    config: Path | None, session: str, request: str, tenant: str, as_json: bool, **flags: Any
-) -> None:
+@with_client
+async def dead_show(client: Client, session: str, request: str, as_json: bool) -> None:
     """Print a dead letter with its request; ID is the request's id, or its sequence."""
     from ops.log.dead import find
 
-    found = talk(load_settings(config, flags), tenant, lambda client: find(client, session, request))
+    found = await find(client, session, request)
     if as_json:
         click.echo(encode(found))
         return
@@ -276,27 +255,16 @@ def dead_show(
 @click.option("--anyway", is_flag=True, help="Also if the session has gone on since.")
 @with_result_timeout("How long to wait for the result.")
 @tenant_option
-@with_settings(*CLIENT_SETTINGS)
-def dead_retry(
-    config: Path | None,
-    session: str,
-    request: str,
-    anyway: bool,
-    timeout_s: float,
-    tenant: str,
-    **flags: Any,
-) -> None:
+@with_client
+async def dead_retry(client: Client, session: str, request: str, anyway: bool, timeout_s: float) -> None:
     """Send a dead request again, under a new id; once it is answered its letter is removed.
 
     Exit code 1 if it failed again. Without --anyway it fails if the session has another position by now.
     """
     from ops.log.dead import find, retry
 
-    async def run(client: Client) -> Result:
-        found = await find(client, session, request)
-        return await retry(client, found, anyway=anyway, timeout_s=timeout_s)
-
-    result = talk(load_settings(config, flags), tenant, run)
+    found = await find(client, session, request)
+    result = await retry(client, found, anyway=anyway, timeout_s=timeout_s)
     if isinstance(result, Failed):
         raise RequestFailedError(result.code, printable(result.message), retryable=result.retryable)
     click.echo(f"{result.id}: {result.__struct_config__.tag}, position {result.position}")
@@ -306,17 +274,14 @@ def dead_retry(
 @click.argument("session")
 @click.argument("request", metavar="ID")
 @tenant_option
-@with_settings(*CLIENT_SETTINGS)
-def dead_drop(config: Path | None, session: str, request: str, tenant: str, **flags: Any) -> None:
+@with_client
+async def dead_drop(client: Client, session: str, request: str) -> None:
     """Remove a dead letter; the request and its result stay in the log."""
     from ops.log.dead import find
 
-    async def run(client: Client) -> None:
-        found = await find(client, session, request)
-        await client.stored.delete(found.at)
-        click.echo(f"dropped the letter of {request}")
-
-    talk(load_settings(config, flags), tenant, run)
+    found = await find(client, session, request)
+    await client.stored.delete(found.at)
+    click.echo(f"dropped the letter of {request}")
 
 
 def _lines(turn: Turn, inherited: History | None = None) -> Iterator[str]:

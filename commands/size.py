@@ -12,17 +12,18 @@ import msgspec
 from worker.process.formatting import size as in_units
 from worker.process.settings import SettingsError, parse_size, policy_text
 
-from .flags import Number, as_json, load_settings, with_settings
+from .flags import Number, as_json, with_settings
 from .printing import table
 from .progress import terminal_progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from worker.models.model import LoadedModel
     from worker.process.settings import Settings
     from worker.sizing import Load, Plan, Sized
+
+    from .flags import Given
 
 _SETTINGS: Final = (
     *("data_dir", "model", "dtype", "kv_bits", "cache_policy", "device_memory", "max_memory"),
@@ -68,7 +69,7 @@ def _tokens(flag: str, default: int, purpose: str, least: int = 0) -> Callable[[
 @as_json
 @with_settings(*_SETTINGS)
 def size(
-    config: Path | None,
+    given: Given,
     sessions: int,
     turns_per_hour: float,
     prompt_tokens: int,
@@ -76,7 +77,6 @@ def size(
     context: int,
     drive: int | None,
     as_json: bool,
-    **flags: Any,
 ) -> None:
     """Estimate memory, disk and SSD writes for a number of sessions.
 
@@ -85,7 +85,7 @@ def size(
     """
     from worker.sizing import Load, measure, plan
 
-    settings = load_settings(config, flags)
+    settings = given.load()
     loaded, dtype = _loaded(settings)
     max_context = min(settings.max_context or loaded.context_tokens, loaded.context_tokens)
     if settings.cache_policy.window is None and context > max_context:

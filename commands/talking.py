@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import errno
+import functools
 import math
 import os
 import shlex
@@ -33,12 +34,16 @@ from worker.process.installed import program
 from worker.process.settings import SettingsError, load_models
 from worker.wire.credentials import CREDENTIAL_SETTINGS, client_options, over_tls
 
+from .flags import with_settings
+
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 
     from turnkeep_client.client import Client
     from turnkeep_client.session import Session
     from worker.process.settings import Settings
+
+    from .flags import Given
 
 #: The settings of a command that talks to NATS.
 CLIENT_SETTINGS: Final = ("data_dir", "nats", "nats_port", "prefix", *CREDENTIAL_SETTINGS)
@@ -183,6 +188,22 @@ def talk(settings: Settings, tenant: str, say: Callable[[Client], Coroutine[Any,
         if error.errno != errno.EIO:  # printed to a closed terminal, before SIGHUP came
             raise
         _end_terminated()
+
+
+def with_client(command: Callable[..., Coroutine[Any, Any, int | None]]) -> Callable[..., None]:
+    """Add the options of the connection, and run a command with a client, which is its first argument.
+
+    The client is of the tenant that `tenant_option` names, if the command has it. What the command returns
+    is its exit code.
+    """
+
+    @with_settings(*CLIENT_SETTINGS)
+    @functools.wraps(command)
+    def called(given: Given, tenant: str = DEFAULT_TENANT, **options: Any) -> None:
+        if code := talk(given.load(), tenant, lambda client: command(client, **options)):
+            sys.exit(code)
+
+    return called
 
 
 def _end_terminated() -> NoReturn:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from . import answers, following, places, responses
+from . import following
+from .http import places
+from .responses import answers
+from .responses import requests as responses
 from .turn import Fault, fault_of, number_in, refused
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from .conversations import Conversations
-    from .places import Place
+    from .http.places import Place
     from .recorded import Recorded
 
 _MOST_KEY: Final = 255

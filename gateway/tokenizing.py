@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from msgspec import Struct
 
-from . import chat
+from .openai import chat
 from .planning import new_name
 from .turn import decoded, refused
 

@@ -15,19 +15,21 @@ ROOMS = {
     "worker": {"worker", CLIENT, "cache"},
     "commands": {"commands", "worker", CLIENT, "cache", "bench", "ops", "gateway"},
     "bench": {"bench", CLIENT},
+    "bench/programs": {"bench", "worker", CLIENT, "cache"},  # which run in processes of their own
     "ops": {"ops", CLIENT, "cache"},
     "gateway": {"gateway", CLIENT},
 }
 PACKAGES = set().union(*ROOMS.values()) | {"ops"}
 #: Of the worker: every floor may import these two, and they import nothing of it but each other's first.
 GROUND = {"process": set(), "observe": {"process"}}
-#: Of a room's floors each may import those below it.
+#: Of a room's floors each may import those below it, also for its types. The device implements the port of
+#: the sessions, which know nothing else of it.
 FLOORS = {
     "worker": {
-        "sessions": {"wire", "device", "batch", "text"},
-        "device": {"batch", "models"},
+        "device": {"sessions", "batch", "models"},
+        "sessions": {"wire", "text", "batch", "models"},
+        "text": {"batch", "models"},
         "batch": set(),
-        "text": {"models"},
         "models": set(),
         "wire": set(),
     },
@@ -44,21 +46,22 @@ FACE = {"names", "kv", "store"}
 MLX = {
     "cache/kv",
     *("worker/device", "worker/batch", "worker/models", "worker/sizing.py"),
-    *("worker/quality.py", "worker/measuring.py"),
-    "bench/in_process.py",  # a program of its own, which a bench compares a worker with
+    *(f"bench/programs/{name}.py" for name in ("quality", "device", "in_process")),
 }
 NATS = {
     *(f"protocol/turnkeep_client/{name}.py" for name in ("client", "direct", "nats_client")),
     "worker/wire",
 }
 
+#: Of the gateway: an API of its users each, over the form in `turn`.
+DIALECTS = ("openai", "anthropic", "responses", "ollama")
 #: Of the worker: the way from the device thread to the event loop.
 ASYNCIO = {"worker/app.py", "worker/device"}
 BARE_TASKS = {"commands/stream.py"}
 
 
 def modules() -> list[Path]:
-    return [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
+    return [path for room in ROOMS if "/" not in room for path in sorted((ROOT / room).rglob("*.py"))]
 
 
 def module_parts(path: Path) -> tuple[str, ...]:
@@ -94,13 +97,20 @@ def tops(names: frozenset[str]) -> set[str]:
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_module_imports_only_the_rooms_that_it_may(path):
-    room = path.relative_to(ROOT).parts[0]
+    inside = path.relative_to(ROOT)
+    room = next(room for room in sorted(ROOMS, reverse=True) if inside.is_relative_to(room))
     assert tops(imports(path)) & PACKAGES <= ROOMS[room]
+
+
+def test_only_the_programs_of_a_bench_know_the_worker_and_nobody_imports_them():
+    apart = [path for path in modules() if not path.relative_to(ROOT).is_relative_to("bench/programs")]
+    used = set().union(*(imports(path) for path in apart))
+    assert not {name for name in used if name.startswith("bench.programs")}
 
 
 @pytest.mark.parametrize(("room", "floor"), [(room, floor) for room in FLOORS for floor in FLOORS[room]])
 def test_a_floor_of_a_room_imports_only_those_below_it(room, floor):
-    used = set().union(*(imports(path) for path in (ROOT / room / floor).glob("*.py")))
+    used = set().union(*(imports(path, of_types=True) for path in (ROOT / room / floor).glob("*.py")))
     others = {name.split(".")[1] for name in used if name.startswith(f"{room}.")} - {floor}
     assert others & FLOORS[room].keys() == FLOORS[room][floor]
     if room == "cache":
@@ -109,9 +119,15 @@ def test_a_floor_of_a_room_imports_only_those_below_it(room, floor):
 
 @pytest.mark.parametrize("floor", GROUND)
 def test_the_ground_of_the_worker_imports_no_floor(floor):
-    used = set().union(*(imports(path) for path in (ROOT / "worker" / floor).glob("*.py")))
+    used = set().union(*(imports(path, of_types=True) for path in (ROOT / "worker" / floor).glob("*.py")))
     others = {name.split(".")[1] for name in used if name.startswith("worker.")} - {floor}
     assert others == GROUND[floor]
+
+
+def test_the_device_knows_of_the_sessions_their_port_and_the_order_of_requests_alone():
+    paths = (ROOT / "worker" / "device").glob("*.py")
+    used = set().union(*(imports(path, of_types=True) for path in paths))
+    assert {one.split(".")[2] for one in used if one.startswith("worker.sessions.")} == {"port", "order"}
 
 
 def test_the_worker_sees_the_cache_by_its_face_alone():
@@ -148,22 +164,20 @@ def test_only_the_named_places_touch_mlx():
 
 def test_only_the_edges_of_gateway_and_console_touch_http_libraries():
     """Dialects, digests and the index are pure; the console's figures, turns and actions know no HTTP."""
-    of_gateway = {f"gateway/{name}.py" for name in ("app", "bodies", "durable", "sending", "serving")}
+    of_gateway = {f"gateway/http/{name}.py" for name in ("app", "bodies", "durable", "sending", "serving")}
     of_console = {f"ops/console/{name}.py" for name in ("app", "door", "serving")}
     assert users("starlette", "uvicorn") == of_gateway | of_console
-    pure = {
-        "answers",
-        "boundaries",
-        "chat",
-        "completions",
-        "items",
-        "messages",
-        "openai",
-        "responses",
-        "turn",
-    }
-    for name in pure:
-        assert "asyncio" not in tops(imports(ROOT / "gateway" / f"{name}.py"))
+    dialects = [path for name in DIALECTS for path in (ROOT / "gateway" / name).glob("*.py")]
+    for path in [*dialects, ROOT / "gateway" / "boundaries.py", ROOT / "gateway" / "turn.py"]:
+        assert "asyncio" not in tops(imports(path)), path
+
+
+def test_a_dialect_imports_of_the_gateway_only_dialects_and_what_they_share():
+    flat = {path.stem for path in (ROOT / "gateway").glob("*.py")}
+    for name in DIALECTS:
+        used = set().union(*(imports(path) for path in (ROOT / "gateway" / name).glob("*.py")))
+        seen = {one.split(".")[1] for one in used if one.startswith("gateway.")}
+        assert seen & (flat | {"http"}) <= {"turn", "recorded"}, name
 
 
 def test_only_the_named_places_touch_nats():

@@ -60,8 +60,8 @@ from worker.wire.overlooked import Overlooked
 from worker.wire.owners import Owners
 from worker.wire.retention import Retention
 
+from .metrics import collect
 from .observe.health import HealthServer
-from .observe.metrics import collect
 from .observe.telemetry import Telemetry
 from .observe.tracing import start_traces
 from .process.concurrency import in_thread, shielded, task_group
@@ -515,7 +515,7 @@ class App:
             metrics=lambda: self._metrics(intake),
         )
         desk = Desk(
-            *(nc, js, subjects, control, owners, outbox, self._telemetry, asides),
+            *(nc, js, subjects, control.answer, owners, outbox, self._telemetry, asides),
             ask_timeout_s=settings.token_ttl_s,
         )
         return desk, intake, self._sessions

@@ -28,8 +28,8 @@ from worker.wire.connection import connect
 from worker.wire.credentials import over_tls, worker_options
 from worker.wire.standin import StandIn
 
+from .metrics import unloaded
 from .observe.health import HealthServer
-from .observe.metrics import unloaded
 from .process.children import PROGRAM, child
 from .process.concurrency import shielded, task_group
 from .process.datadir import DataDir

@@ -19,7 +19,7 @@ import threading
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, Literal, Protocol, TypeVar
 
 import structlog
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
-    from cache.index.nodes import Node
     from cache.names.identity import Identity
     from cache.names.snapshot import ModelLayout
 
@@ -67,8 +66,23 @@ class WriteState(enum.Enum):
     CANCELLED = "cancelled"
 
 
+class _Node(Protocol):
+    """What a snapshot is in the index, of which the writer knows no more."""
+
+    @property
+    def row(self) -> Row:
+        """Its row in the catalog."""
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of its file."""
+
+
+NodeT = TypeVar("NodeT", bound=_Node)
+
+
 @dataclass(slots=True, eq=False)
-class Write:
+class Write(Generic[NodeT]):
     """One snapshot to be written.
 
     The event loop sets `abandoned`; the writer checks it before it starts to write and before it renames the
@@ -76,7 +90,7 @@ class Write:
     removes the file, so that no abandoned snapshot comes back.
     """
 
-    node: Node  # the event loop's; the writer reads `row`
+    node: NodeT  # the event loop's
     row: Row
     encoded: EncodedSnapshot | None  # None once it is abandoned, and for a file that was fetched
     size_bytes: int
@@ -138,7 +152,7 @@ class Counts:
     written_bytes: int = 0
 
 
-class Writer:
+class Writer(Generic[NodeT]):
     """The event loop's side of the thread. Calls `on_end` on the event loop once for each write."""
 
     def __init__(
@@ -150,7 +164,7 @@ class Writer:
         free_bytes: int,
         quarantined_bytes: int,
         noted: Iterable[bytes],
-        on_end: Callable[[Write], None],
+        on_end: Callable[[Write[NodeT]], None],
         monotonic: Callable[[], float],
     ) -> None:
         self.counts = Counts()
@@ -167,7 +181,7 @@ class Writer:
         self._monotonic = monotonic
         self._pause_s = 0.0
         self._paused_until = 0.0
-        self._in_flight: dict[Node, Write] = {}
+        self._in_flight: dict[NodeT, Write[NodeT]] = {}
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
         self._catalog_failed = False
@@ -197,7 +211,7 @@ class Writer:
         self.counts.accepted += num_snapshots
         self.counts.dropped[reason] += num_snapshots
 
-    def write(self, node: Node, encoded: EncodedSnapshot | None, fetched: Path | None = None) -> None:
+    def write(self, node: NodeT, encoded: EncodedSnapshot | None, fetched: Path | None = None) -> None:
         """Queue a snapshot, or a file that was fetched; the caller must have checked `room_bytes`."""
         write = Write(node, node.row, encoded, node.size_bytes, fetched)
         self.counts.accepted += 1
@@ -206,7 +220,7 @@ class Writer:
         self._in_flight[node] = write
         self._jobs.put(_Job(partial(self._write, write), partial(self._ended, write)))
 
-    def abandon(self, node: Node, reason: DropReason | Literal["cancelled"]) -> None:
+    def abandon(self, node: NodeT, reason: DropReason | Literal["cancelled"]) -> None:
         """Abandon a node's write, if any. The write counts as in flight until the thread has dropped it."""
         write = self._in_flight.get(node)
         if write is not None:
@@ -312,14 +326,14 @@ class Writer:
             self.free_bytes, self.quarantined_bytes = measured
         job.done()
 
-    def _ended(self, write: Write) -> None:
+    def _ended(self, write: Write[NodeT]) -> None:
         self._count(write)
         self._on_end(write)
 
     def _unlinked(self, size_bytes: int) -> None:
         self.unlinking_bytes -= size_bytes
 
-    def _count(self, write: Write) -> None:
+    def _count(self, write: Write[NodeT]) -> None:
         del self._in_flight[write.node]
         self.counts.in_flight -= 1
         self.counts.in_flight_bytes -= write.size_bytes
@@ -336,7 +350,7 @@ class Writer:
         else:
             self.counts.durable += 1
 
-    def _pause(self, write: Write) -> None:
+    def _pause(self, write: Write[NodeT]) -> None:
         """Pause writing, twice as long each time, and abandon the queued writes."""
         if self.paused:
             return  # it failed in the same burst: it had begun before it was abandoned
@@ -378,7 +392,7 @@ class Writer:
             return False
         return True
 
-    def _write(self, write: Write) -> None:
+    def _write(self, write: Write[NodeT]) -> None:
         encoded = write.encoded
         if self._end_if_abandoned(write):
             if write.fetched is not None:
@@ -406,7 +420,7 @@ class Writer:
             self._left.pop(digest, None)
             self._in_catalog(self._catalog.put, [write.row])
 
-    def _place(self, write: Write, encoded: EncodedSnapshot | None) -> None:
+    def _place(self, write: Write[NodeT], encoded: EncodedSnapshot | None) -> None:
         with self._folder.placing(write.row.digest) as path:
             if write.fetched is not None:  # not synced: a load finds what a power failure took
                 write.fetched.rename(path)
@@ -416,7 +430,7 @@ class Writer:
                 self._folder.place(path, write.row.digest)
                 write.state = WriteState.DURABLE
 
-    def _end_if_abandoned(self, write: Write) -> bool:
+    def _end_if_abandoned(self, write: Write[NodeT]) -> bool:
         if write.abandoned is None:
             return False
         write.state = WriteState.CANCELLED if write.abandoned == "cancelled" else WriteState.DROPPED

@@ -107,7 +107,7 @@ class Loading:
         self,
         folder: Folder,
         index: Index,
-        writer: Writer,
+        writer: Writer[Node],
         removal: Removal,
         *,
         rejected: int,

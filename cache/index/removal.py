@@ -30,7 +30,7 @@ _log = structlog.get_logger("turnkeep.cache")
 class Removal:
     """Removes nodes from the index, and queues the removal of their files on the writer."""
 
-    def __init__(self, index: Index, writer: Writer) -> None:
+    def __init__(self, index: Index, writer: Writer[Node]) -> None:
         self._index = index
         self._writer = writer
         #: Abandoned files that may be on disk, because a later save of the same snapshot was to replace them.
@@ -127,7 +127,7 @@ class Removal:
         self._remove([*self._index.descendants(node), node], "no_parent")
         return True
 
-    def note_end(self, write: Write) -> None:
+    def note_end(self, write: Write[Node]) -> None:
         """Bring the index up to date after a write has ended."""
         node = write.node
         # The partial file that an abandoned write was to replace is gone once its own file is in place.

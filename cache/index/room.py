@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from .behind import Behind
     from .index import Index
+    from .nodes import Node
     from .pins import TrackedPin
     from .removal import Removal
 
@@ -62,7 +63,7 @@ class Room:
     def __init__(
         self,
         index: Index,
-        writer: Writer,
+        writer: Writer[Node],
         pins: Iterable[Pin],
         removal: Removal,
         behind: Behind,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from gateway import openai
+from gateway.openai import common as openai
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

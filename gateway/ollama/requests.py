@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from msgspec import Struct
 
-from gateway import openai
+from gateway.openai import common as openai
 from gateway.turn import Fault, Turn, as_whole, check, decoded, prefilled, refused
 from turnkeep_client.blocks import Warned, other_text
 from turnkeep_client.messages import Function, Message, ToolCall, encode

@@ -372,12 +372,19 @@ SESSION_LIES = (
 
 
 SUITES = (
-    Suite(device.BENCH, DEVICE, honest_device, DEVICE_LIES, program="worker.measuring"),
+    Suite(device.BENCH, DEVICE, honest_device, DEVICE_LIES, program="bench.programs.device"),
     Suite(load.BENCH, LOAD, honest_load, LOAD_LIES),
     Suite(overhead.BENCH, OVERHEAD, honest_overhead, OVERHEAD_LIES),
     Suite(peers.BENCH, PEERS, honest_peers, PEERS_LIES),
     Suite(pressure.BENCH, PRESSURE, honest_pressure, PRESSURE_LIES, facts=LIMITS),
-    Suite(quality.BENCH, QUALITY, honest_quality, QUALITY_LIES, model="wide_model", program="worker.quality"),
+    Suite(
+        quality.BENCH,
+        QUALITY,
+        honest_quality,
+        QUALITY_LIES,
+        model="wide_model",
+        program="bench.programs.quality",
+    ),
     Suite(recall.BENCH, RECALL, honest_recall, RECALL_LIES, model="wide_model"),
     Suite(restart.BENCH, RESTART, honest_restart, RESTART_LIES),
     Suite(session.BENCH, SESSION, honest_session, SESSION_LIES),

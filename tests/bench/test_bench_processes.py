@@ -25,7 +25,7 @@ from commands.cli import main
 
 @contextlib.contextmanager
 def running(model: Path) -> Iterator[Program]:
-    program = Program("bench.in_process", model)
+    program = Program("bench.programs.in_process", model)
     program.start()
     try:
         yield program

@@ -17,7 +17,7 @@ from command_runs import WAIT_S, Terminal, command, environment, turnkeep, where
 from msgspec import UNSET
 from msgspec.inspect import FloatType, IntType, StructType, UnionType, type_info
 
-from commands.cli import ask as ask_command
+from commands.ask import ask as ask_command
 from commands.screen import printable, wrapped
 from tests.parts import TINY_CONTEXT
 from turnkeep_client.messages import Closed, Generate, Generated, decode_request, decode_result, encode

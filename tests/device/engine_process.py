@@ -20,13 +20,14 @@ from worker.device.admission import Ledger
 from worker.device.device import Device
 from worker.device.engine import Engine
 from worker.observe.telemetry import Telemetry
+from worker.sessions.port import Asked
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
     from worker.batch.chooser import Sampling
-    from worker.device.engine import TurnResult
+    from worker.sessions.port import TurnResult
 
 IDENTITY = Identity(weights="w", config="c", tokenizer="t", kv_dtype="float32", block_tokens=BLOCK)
 
@@ -58,7 +59,7 @@ class Process:
         self.model = model
 
     async def append(self, tokens: list[int], name: str = "s", policy: Policy = FULL) -> TurnResult:
-        outcome = await self.engine.run(key(name), as_tokens(tokens), lambda: False, policy=policy)
+        outcome = await self.engine.run(Asked(key(name), as_tokens(tokens), policy=policy), lambda: False)
         assert outcome is not None
         return outcome
 
@@ -74,13 +75,8 @@ class Process:
         growing = answer(num)
         self.model.bits.clear()
         outcome = await self.engine.run(
-            key(name),
-            as_tokens(tokens),
+            Asked(key(name), as_tokens(tokens), answer=growing, sampling=sampling, policy=policy),
             lambda: False,
-            answer=growing,
-            sampling=sampling,
-            max_new=num,
-            policy=policy,
         )
         assert outcome is not None
         return outcome, growing.tokens, self.model.bits[-num:]

@@ -19,11 +19,13 @@ from tiny_models import alone, answer, key, loaded, prompt
 from cache.names.tokens import as_tokens
 from turnkeep_client.subjects import SessionKey
 from worker.batch.chooser import Sampling
-from worker.device.admission import PRIORITY_S, Admission, Claim, Decision, Ledger, place
+from worker.device.admission import Admission, Claim, Decision, Ledger
 from worker.device.device import Device
 from worker.device.engine import Engine
 from worker.device.turn import Short
 from worker.observe.telemetry import Telemetry
+from worker.sessions.order import PRIORITY_S, place
+from worker.sessions.port import Asked
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -289,7 +291,7 @@ async def test_a_large_turn_is_not_starved_by_small_ones(make_engine) -> None:
     order: list[str] = []
 
     async def run(name: str, num_tokens: int) -> None:
-        await engine.run(key(name), as_tokens(prompt(num_tokens)), lambda: False)
+        await engine.run(Asked(key(name), as_tokens(prompt(num_tokens))), lambda: False)
         order.append(name)
 
     tasks = [asyncio.create_task(run("first", 400))]
@@ -309,7 +311,7 @@ async def test_a_tenant_with_many_turns_that_wait_for_memory_does_not_hold_up_an
     order: list[str] = []
 
     async def run(tenant: str, index: int) -> None:
-        await engine.run(SessionKey(tenant, f"s{index}"), as_tokens(prompt(250)), lambda: False)
+        await engine.run(Asked(SessionKey(tenant, f"s{index}"), as_tokens(prompt(250))), lambda: False)
         order.append(tenant)
 
     tasks = [asyncio.create_task(run("many", index)) for index in range(8)]
@@ -339,12 +341,12 @@ async def test_a_session_begins_again_at_once_where_its_turn_was_given_up(make_e
     engine = await make_engine(20_000)
     context = as_tokens(prompt(900))
     for _ in range(10):
-        given_up = asyncio.create_task(engine.run(key("s"), context, lambda: False))
+        given_up = asyncio.create_task(engine.run(Asked(key("s"), context), lambda: False))
         while not engine._submitted:  # noqa: ASYNC110
             await asyncio.sleep(0)
         given_up.cancel()
         async with asyncio.timeout(20):
-            turn = await engine.run(key("s"), context, lambda: False)
+            turn = await engine.run(Asked(key("s"), context), lambda: False)
         assert turn.complete
         engine.forget(key("s"))
 
@@ -354,7 +356,7 @@ async def test_a_higher_priority_waits_less_for_memory(make_engine) -> None:
     order: list[str] = []
 
     async def run(name: str, priority: int) -> None:
-        await engine.run(key(name), as_tokens(prompt(250)), lambda: False, priority=priority)
+        await engine.run(Asked(key(name), as_tokens(prompt(250)), priority=priority), lambda: False)
         order.append(name)
 
     tasks = []
@@ -373,10 +375,10 @@ def test_what_waits_long_enough_is_overtaken_by_nobody() -> None:
 async def test_a_cancelled_waiter_leaves_the_queue(make_engine) -> None:
     """A turn takes what caches allocate for it: 768 of 1,024 tokens, which leaves 256 for a small one."""
     engine = await make_engine(1024)
-    running = asyncio.create_task(engine.run(key("running"), as_tokens(prompt(590)), lambda: False))
+    running = asyncio.create_task(engine.run(Asked(key("running"), as_tokens(prompt(590))), lambda: False))
     await asyncio.sleep(0)
-    large = asyncio.create_task(engine.run(key("large"), as_tokens(prompt(500)), lambda: False))
-    small = asyncio.create_task(engine.run(key("small"), as_tokens(prompt(10)), lambda: False))
+    large = asyncio.create_task(engine.run(Asked(key("large"), as_tokens(prompt(500))), lambda: False))
+    small = asyncio.create_task(engine.run(Asked(key("small"), as_tokens(prompt(10))), lambda: False))
     await asyncio.sleep(0)
     assert (engine.num_running, engine.num_waiting) == (2, 1)
     engine.cancel(key("large"))
@@ -399,8 +401,8 @@ def test_one_that_others_wait_for_leaves_the_queue_to_them_when_it_gives_up() ->
 
 async def test_a_rewound_session_counts_with_what_it_held_until_its_turn_is_over(make_engine) -> None:
     engine = await make_engine(300)
-    await engine.run(key("rewound"), as_tokens(prompt(250)), lambda: False)
-    turn = asyncio.create_task(engine.run(key("rewound"), as_tokens(prompt(10)), lambda: False))
+    await engine.run(Asked(key("rewound"), as_tokens(prompt(250))), lambda: False)
+    turn = asyncio.create_task(engine.run(Asked(key("rewound"), as_tokens(prompt(10))), lambda: False))
     await asyncio.sleep(0)
     assert engine.ledger.used_bytes == engine.size_bytes(256), "caches grow by so many tokens"
     await turn
@@ -427,7 +429,9 @@ async def test_the_ledger_never_exceeds_its_limit_under_random_turns(make_engine
             cancelled = (index + turn) % 3 == 0
             if (index + turn) % 4 == 0:
                 asyncio.get_running_loop().call_later(0.002, engine.cancel, name)
-            await engine.run(name, as_tokens(prompt(num_tokens)), lambda cancelled=cancelled: cancelled)
+            await engine.run(
+                Asked(name, as_tokens(prompt(num_tokens))), lambda cancelled=cancelled: cancelled
+            )
             over.append(max(engine.ledger.used_bytes - engine.ledger.max_bytes, 0))
 
     await asyncio.gather(*(session(index) for index in range(6)))
@@ -447,12 +451,8 @@ def answered(engine: Engine, name: str, num_prompt: int, num_tokens: int, sampli
     """Begin an answer to the prompt that belongs to its name."""
     given = answer(num_tokens)
     run = engine.run(
-        key(name),
-        as_tokens(prompt(num_prompt, salt=len(name))),
+        Asked(key(name), as_tokens(prompt(num_prompt, salt=len(name))), answer=given, sampling=sampling),
         lambda: False,
-        answer=given,
-        sampling=sampling,
-        max_new=num_tokens,
     )
     return given, asyncio.create_task(run)
 
@@ -463,7 +463,7 @@ async def test_answers_that_outgrow_the_memory_pause_the_youngest_and_lose_no_to
 ) -> None:
     """Three of 600 tokens each in memory for 1,600, with 60 idle: each comes out as if it ran alone."""
     engine = await make_engine(1600)
-    await engine.run(key("idle"), as_tokens(prompt(60)), lambda: False)
+    await engine.run(Asked(key("idle"), as_tokens(prompt(60))), lambda: False)
     with structlog.testing.capture_logs() as lines:
         runs = [answered(engine, "x" * i, 20 * i, 600 - 20 * i, sampling) for i in (1, 2, 3)]
         await asyncio.sleep(0)
@@ -483,7 +483,7 @@ async def test_answers_that_outgrow_the_memory_pause_the_youngest_and_lose_no_to
 
 async def test_a_short_answer_reserves_little_whatever_it_might_have_needed(make_engine) -> None:
     engine = await make_engine(2000)
-    await engine.run(key("idle"), as_tokens(prompt(1200)), lambda: False)
+    await engine.run(Asked(key("idle"), as_tokens(prompt(1200))), lambda: False)
     given, task = answered(engine, "s", 20, 1900, Sampling())
     await until(lambda: len(given.tokens) > 2)
     assert engine.ledger.used_bytes == engine.size_bytes(512 + 1199)
@@ -510,8 +510,8 @@ async def test_a_paused_answer_that_is_cancelled_keeps_what_it_has(make_engine) 
 async def test_a_dropped_session_takes_nothing_from_its_turn_that_was_just_admitted(make_engine) -> None:
     """The device asks for room between the turn's admission and its task's next step."""
     engine = await make_engine(1000)
-    await engine.run(key("second"), as_tokens(prompt(100)), lambda: False)
-    first = asyncio.create_task(engine.run(key("first"), as_tokens(prompt(590)), lambda: False))
+    await engine.run(Asked(key("second"), as_tokens(prompt(100))), lambda: False)
+    first = asyncio.create_task(engine.run(Asked(key("first"), as_tokens(prompt(590))), lambda: False))
     await asyncio.sleep(0)
     reserve, used = engine.ledger.reserve, []
 
@@ -526,7 +526,7 @@ async def test_a_dropped_session_takes_nothing_from_its_turn_that_was_just_admit
         return victims
 
     engine.ledger.reserve = watched  # type: ignore[method-assign]
-    second = asyncio.create_task(engine.run(key("second"), as_tokens(prompt(300)), lambda: False))
+    second = asyncio.create_task(engine.run(Asked(key("second"), as_tokens(prompt(300))), lambda: False))
     _, outcome = await asyncio.gather(first, second)
     assert used == [engine.size_bytes(512)], "what the turn has reserved is still its own"
     assert (outcome.num_cached, outcome.num_prefilled) == (0, 299)
@@ -561,7 +561,7 @@ async def test_what_the_device_is_short_of_the_loop_drops_least_recently_used_fi
     gc.collect()
     engine = await make_engine(4000, limit_bytes=mx.get_active_memory() + 2**19)
     for index in range(12):
-        await engine.run(key(f"s{index}"), as_tokens(prompt(200, salt=index)), lambda: False)
+        await engine.run(Asked(key(f"s{index}"), as_tokens(prompt(200, salt=index))), lambda: False)
     held = [engine.live_bytes(key(f"s{i}"), as_tokens(prompt(200, salt=i))) > 0 for i in range(12)]
     assert held == sorted(held)
     assert 2 < sum(held) < 12
@@ -585,9 +585,7 @@ async def test_loop_and_device_agree_on_who_is_resident_whatever_comes(make_engi
             given = answer(dice.randrange(1, 30))
             if dice.random() < 0.2:
                 asyncio.get_running_loop().call_later(dice.random() / 50, engine.cancel, key(f"s{index}"))
-            await engine.run(
-                key(f"s{index}"), as_tokens(context), lambda: False, answer=given, max_new=given.max_tokens
-            )
+            await engine.run(Asked(key(f"s{index}"), as_tokens(context), answer=given), lambda: False)
             answers.append((context, given.tokens))
             if dice.random() < 0.2:
                 engine.forget(key(f"s{index}"))

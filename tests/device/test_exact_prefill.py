@@ -24,8 +24,8 @@ from cache.names.tokens import as_tokens
 from worker.batch.forward import Forward
 from worker.batch.parts import OwnPart
 from worker.device import cutting, finding
-from worker.device.engine import DeviceFaultError
 from worker.device.run import Run
+from worker.sessions.port import Asked, DeviceFaultError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -288,11 +288,8 @@ async def test_a_prompt_that_loses_its_past_leaves_an_answer_beside_it_alone(mod
 
         growing = engine_process.answer(1000)
         beside = process.engine.run(
-            engine_process.key("beside"),
-            as_tokens(range(40)),
+            Asked(engine_process.key("beside"), as_tokens(range(40)), answer=growing),
             lambda: False,
-            answer=growing,
-            max_new=1000,
             publish=publish,
         )
         answering = asyncio.create_task(beside)

@@ -19,7 +19,7 @@ from cache.kv.states import leaves
 from cache.names.tokens import as_tokens
 from worker.batch.batch import Batch
 from worker.device import machine
-from worker.device.engine import DeviceFaultError
+from worker.sessions.port import Asked, DeviceFaultError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -96,7 +96,7 @@ def buffers(monkeypatch) -> Buffers:
 
 def start(process: Process, name: str, tokens: list[int], num: int) -> tuple[asyncio.Task[Any], list[int]]:
     growing = answer(num)
-    run = process.engine.run(key(name), as_tokens(tokens), lambda: False, answer=growing, max_new=num)
+    run = process.engine.run(Asked(key(name), as_tokens(tokens), answer=growing), lambda: False)
     return asyncio.create_task(run), growing.tokens
 
 

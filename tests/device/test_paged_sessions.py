@@ -28,6 +28,7 @@ from worker.batch.forward import Forward
 from worker.batch.parts import OwnPart
 from worker.device import finding
 from worker.device.choice import ChosenStep, StepChooser
+from worker.sessions.port import Asked
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -436,8 +437,8 @@ async def test_an_answer_gets_its_chunks_while_its_publishing_waits(model, tmp_p
         await process.append(tokens, policy=POLICY)
         growing = engine_process.answer(40)
         key, context = engine_process.key("s"), as_tokens([*tokens, 5])
-        more = {"answer": growing, "max_new": 40, "policy": POLICY, "publish": publish}
-        running = asyncio.create_task(process.engine.run(key, context, lambda: False, **more))
+        asked = Asked(key, context, POLICY, answer=growing)
+        running = asyncio.create_task(process.engine.run(asked, lambda: False, publish))
         assert await asyncio.to_thread(has_come.wait, 10)
         can_publish.set()
         await running
@@ -464,12 +465,8 @@ async def test_a_turn_that_is_cancelled_while_it_waits_for_the_disk_ends(
         monkeypatch.setattr(process.store, "recall", never)
         growing = engine_process.answer(50)
         outcome = await engine.run(
-            engine_process.key("s"),
-            tokens + as_tokens([5]),
+            Asked(engine_process.key("s"), tokens + as_tokens([5]), answer=growing, policy=POLICY),
             lambda: cancelled,
-            answer=growing,
-            max_new=50,
-            policy=POLICY,
         )
         assert cancelled
         assert outcome is not None
@@ -509,7 +506,7 @@ async def test_a_turn_that_is_cancelled_while_it_waits_for_blocks_on_their_way_e
     async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
         engine, cancelled = process.engine, False
         running = asyncio.create_task(
-            engine.run(engine_process.key("s"), as_tokens(tokens), lambda: cancelled, policy=POLICY)
+            engine.run(Asked(engine_process.key("s"), as_tokens(tokens), policy=POLICY), lambda: cancelled)
         )
         await asyncio.sleep(0.5)
         assert not running.done()

@@ -24,6 +24,7 @@ from cache.names.snapshot import ITEM_BYTES, Tensor
 from cache.names.tokens import as_tokens
 from turnkeep_client.subjects import SessionKey
 from worker.batch.chooser import Sampling
+from worker.sessions.port import Asked
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -258,12 +259,7 @@ async def test_sessions_that_begin_at_once_with_the_same_tokens_read_them_once(o
         outcomes = await asyncio.gather(
             *(
                 process.engine.run(
-                    key(name),
-                    as_tokens(tokens),
-                    lambda: False,
-                    answer=growing[name],
-                    sampling=GREEDY,
-                    max_new=8,
+                    Asked(key(name), as_tokens(tokens), answer=growing[name], sampling=GREEDY), lambda: False
                 )
                 for name, tokens in contexts.items()
             )
@@ -278,7 +274,7 @@ async def test_nothing_is_shared_between_tenants(open_process) -> None:
     async with open_process() as process:
         await process.append(shared)
         other = SessionKey("other", "s")
-        outcome = await process.engine.run(other, as_tokens(shared), lambda: False)
+        outcome = await process.engine.run(Asked(other, as_tokens(shared)), lambda: False)
         assert (outcome.num_cached, outcome.num_prefilled) == (0, len(shared) - 1)
 
 

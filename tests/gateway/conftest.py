@@ -10,9 +10,9 @@ import httpx2
 import pytest
 from openai import AsyncOpenAI
 
-from gateway.app import Gateway
+from gateway.http.app import Gateway
+from gateway.http.serving import listening, serve, server
 from gateway.keys import Keys
-from gateway.serving import listening, serve, server
 from turnkeep_client.client import connect
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from starlette.applications import Starlette
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from gateway.serving import listening
+from gateway.http.serving import listening
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from gateway import boundaries, chat
+from gateway import boundaries
 from gateway.index import MOST_SESSIONS, Asked, Held, Index, RequestName, base_of, tags
+from gateway.openai import chat
 from turnkeep_client.messages import Called, CalledFunction, Generated, Seconds, Usage
 
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "a": 1}}}

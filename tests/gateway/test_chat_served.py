@@ -12,8 +12,8 @@ import pytest
 from openai import BadRequestError
 from parts import CHAT_TEMPLATE
 
-from gateway import chat
 from gateway.conversations import Conversations
+from gateway.openai import chat
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

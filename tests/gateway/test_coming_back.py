@@ -422,7 +422,7 @@ async def test_an_answer_is_a_durable_stream(served: Any, http: httpx2.AsyncClie
 async def test_a_durable_stream_ends_for_now_while_its_answer_runs(
     served: Any, http: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.durable._POLL_S", 0.3)
+    monkeypatch.setattr("gateway.http.durable._POLL_S", 0.3)
     create = served.openai.responses.create
     running = await create(input="Begin.", background=True, **options(30_000))
     async with asyncio.timeout(10):

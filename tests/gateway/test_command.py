@@ -12,7 +12,7 @@ from click.testing import CliRunner
 import gateway
 from commands.cli import main
 from commands.gateway import greeting
-from gateway.serving import listening
+from gateway.http.serving import listening
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -141,7 +141,7 @@ async def test_paths_are_taken_as_they_are_but_for_a_slash_at_the_end(served: An
 async def test_a_body_that_is_shorter_or_longer_than_it_says(
     served: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.bodies._BODY_S", 0.3)
+    monkeypatch.setattr("gateway.http.bodies._BODY_S", 0.3)
     async with connected(served) as wire:
         await wire.send(POST + b"content-length: %d\r\n\r\n" % (len(BODY) + 10) + BODY)
         answer = await wire.rest(5)
@@ -158,7 +158,7 @@ async def test_a_body_that_is_shorter_or_longer_than_it_says(
 async def test_requests_that_come_slowly_are_closed_also_on_a_used_connection(
     served: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.serving._HEAD_S", 0.4)
+    monkeypatch.setattr("gateway.http.serving._HEAD_S", 0.4)
     get = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"
 
     async def drip(wire: Wire) -> None:
@@ -215,7 +215,7 @@ async def test_texts_that_are_none_and_texts_that_are_deep(served: Any) -> None:
 async def test_many_connections_that_do_nothing_keep_nobody_out(
     served: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.serving._HEAD_S", 1.0)
+    monkeypatch.setattr("gateway.http.serving._HEAD_S", 1.0)
     async with contextlib.AsyncExitStack() as open_ones:
         for _ in range(200):
             await open_ones.enter_async_context(connected(served))

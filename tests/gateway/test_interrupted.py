@@ -255,8 +255,8 @@ async def test_a_client_that_goes_away_leaves_the_queue(
 async def test_a_stream_lives_while_its_prompt_waits(
     local_worker: Start, door: Start, endless_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.sending._HEARTBEAT_S", 0.1)
-    monkeypatch.setattr("gateway.sending._PATIENCE_S", 0.1)
+    monkeypatch.setattr("gateway.http.sending._HEARTBEAT_S", 0.1)
+    monkeypatch.setattr("gateway.http.sending._PATIENCE_S", 0.1)
     worker = await local_worker(model=str(endless_model), max_batch=1)
     served = await door(worker.settings.nats, worker.settings.prefix)
     first, second = Followed(), Followed()

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import httpx2
 import pytest
 
-from gateway import boundaries, chat
+from gateway import boundaries
 from gateway.index import append_id
+from gateway.openai import chat
 from turnkeep_client.messages import encode
 
 if TYPE_CHECKING:

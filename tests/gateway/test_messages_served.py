@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from parts import make_tiny_model
 
-from gateway import anthropic, boundaries, messages
+from gateway import boundaries
+from gateway.anthropic import common as anthropic
+from gateway.anthropic import messages
 from gateway.keys import Keys
 from gateway.turn import Fault, fault_of
 from turnkeep_client.errors import NoServerError, RequestFailedError

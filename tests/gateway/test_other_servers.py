@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from gateway import chat, completions, messages, responses
+from gateway.anthropic import messages
+from gateway.openai import chat, completions
+from gateway.responses import requests as responses
 from gateway.turn import ALL_THAT_FITS, Fault, decoded
 
 if TYPE_CHECKING:

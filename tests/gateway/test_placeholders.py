@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 import httpx2
 import pytest
 
-from gateway import chat, messages, responses
+from gateway.anthropic import messages
+from gateway.openai import chat
+from gateway.responses import requests as responses
 
 if TYPE_CHECKING:
     from gateway.turn import Turn

@@ -304,8 +304,8 @@ async def test_an_answer_follows_a_schema(served: Any) -> None:
 
 
 async def test_a_stream_lives_while_its_prompt_waits(endless: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.sending._HEARTBEAT_S", 0.1)
-    monkeypatch.setattr("gateway.sending._PATIENCE_S", 0.1)
+    monkeypatch.setattr("gateway.http.sending._HEARTBEAT_S", 0.1)
+    monkeypatch.setattr("gateway.http.sending._PATIENCE_S", 0.1)
     served, more = endless
     create = served.openai.responses.create
     running = await create(input="Begin.", stream=True, **more | {"max_output_tokens": 30_000})

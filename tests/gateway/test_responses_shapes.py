@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from gateway import answers, boundaries, responses
+from gateway import boundaries
+from gateway.responses import answers
+from gateway.responses import requests as responses
 from gateway.turn import Fault
 from turnkeep_client.chunks import Assembly
 from turnkeep_client.messages import (

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gateway import chat, completions
+from gateway.openai import chat, completions
 from turnkeep_client.messages import (
     Called,
     CalledFunction,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import httpx2
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway import app
+from gateway.http import app
 from gateway.keys import Keys
 from gateway.seen import Seen
 

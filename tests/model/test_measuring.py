@@ -10,8 +10,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from parts import free_port
 
 from bench.device import MEASURES
+from bench.programs.device import Measuring
 from cache.kv import layers
-from worker.measuring import Measuring
 from worker.models import model
 from worker.process import settings
 from worker.process.datadir import DataDir

@@ -12,8 +12,8 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from tiny_gguf import TinyLlama
 
+from bench.programs.quality import Comparison, Plan, Side
 from worker.models import gguf_model, model
-from worker.quality import Comparison, Plan, Side
 
 if TYPE_CHECKING:
     from pathlib import Path

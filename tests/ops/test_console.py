@@ -19,7 +19,7 @@ import nats
 import pytest
 
 import ops.console
-from commands.cli import _console_token, main
+from commands.console import token_of
 from ops.console import app as console_app
 from ops.console.app import Console, Place
 from ops.console.door import PAGE
@@ -704,11 +704,6 @@ async def test_a_port_alone_is_one_of_the_loopback_address(name: str, nats_url: 
     assert done.stderr == f"turnkeep: cannot listen on 127.0.0.1:{port} ({why}); choose another --listen\n"
 
 
-def test_it_has_its_former_name_too() -> None:
-    found = main.get_command(main.make_context("turnkeep", ["dashboard"]), "dashboard")
-    assert found is main.commands["console"]
-
-
 async def test_the_command_shows_workers_of_the_metrics_subject(nats_url: str) -> None:
     port = free_port()
     written = block("sh", "turnkeep console").replace("nats://127.0.0.1:4222", nats_url)
@@ -772,14 +767,14 @@ async def test_the_console_knows_the_gateway_beside_its_worker(
 
 def test_each_tenant_and_way_has_a_token_of_its_own_that_needs_the_server_s(tmp_path: Path) -> None:
     own, other = Settings(data_dir=tmp_path), Settings(data_dir=tmp_path, nats="nats://127.0.0.1:4222")
-    assert _console_token(own, "a") != _console_token(own, "a"), "there is no server yet: it is random"
+    assert token_of(own, "a") != token_of(own, "a"), "there is no server yet: it is random"
     (tmp_path / "nats-token").write_text("secret")
-    assert _console_token(own, "a") == _console_token(own, "a")
-    assert _console_token(own, "a") != _console_token(own, "b")
-    first = _console_token(own, "a")
+    assert token_of(own, "a") == token_of(own, "a")
+    assert token_of(own, "a") != token_of(own, "b")
+    first = token_of(own, "a")
     (tmp_path / "nats-token").write_text("another")
-    assert _console_token(own, "a") != first
-    assert _console_token(other, "a") != _console_token(other, "a")
+    assert token_of(own, "a") != first
+    assert token_of(other, "a") != token_of(other, "a")
 
 
 async def test_the_command_opens_its_page_in_the_browser(nats_url: str, tmp_path: Path) -> None:

@@ -39,13 +39,13 @@ from turnkeep_client.messages import (
     encode,
 )
 from turnkeep_client.subjects import SessionKey
-from worker.device.engine import TurnResult
 from worker.models.tokenizer import Tokenizer
 from worker.observe.telemetry import Telemetry
 from worker.sessions import session
 from worker.sessions.attempts import Attempts, SharedLock
 from worker.sessions.execution import Execution
 from worker.sessions.history import Fold, History
+from worker.sessions.port import Asked, TurnResult
 from worker.sessions.services import Services
 from worker.sessions.session import Session
 from worker.sessions.shares import Shares
@@ -57,7 +57,6 @@ from worker.wire.retention import Retention
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from cache.names.tokens import Tokens
     from turnkeep_client.messages import Request, Result
 
 KEY = SessionKey("default", "s")
@@ -147,11 +146,10 @@ class Formula:
         self._choices = sorted(tokenizer.eos_ids) + tokenizer.encode("ab \n\u00e9", at_start=False)
         self.cancel_after: int | None = None
 
-    async def run(
-        self, _: SessionKey, context: Tokens, cancelled: Any, *, answer: Any = None, **__: Any
-    ) -> TurnResult | None:
+    async def run(self, asked: Asked, cancelled: Any, *_: Any, **__: Any) -> TurnResult | None:
         if cancelled():
             return None
+        context, answer = asked.context, asked.answer
         tokens = [len(context), *context[max(len(context) - 16, 0) :]]
         while answer is not None and answer.finish_reason is None and self.cancel_after != len(answer.tokens):
             digest = blake2b(str(tokens).encode(), digest_size=4).digest()
@@ -184,10 +182,6 @@ class Formula:
 
     async def erase(self, *_: Any) -> Any:
         return SimpleNamespace(num_snapshots=0, settled=True)
-
-    @property
-    def ledger(self) -> Any:
-        return self
 
     def ever_fits(self, _: int) -> bool:
         return True

@@ -28,6 +28,7 @@ from worker.sessions.policies import misfit
 
 if TYPE_CHECKING:
     from worker.models.tokenizer import Tokenizer
+    from worker.sessions.port import Asked
 
 SINK_WINDOW = CachePolicy(policy="sink_window", sink=4, window=40)
 SAID = SessionCache(policy="sink_window", sink=4, window=40)
@@ -181,17 +182,17 @@ async def test_a_session_in_a_window_outgrows_the_context(world: World) -> None:
     await world.ask(Open(id="o", cache=SINK_WINDOW))
     over = await world.ask(append(1, 10_100))
     assert (over.position, over.visible_from) == (10_100, 10_060)
-    asked: list[dict[str, Any]] = []
+    asked: list[Asked] = []
     run = world.engine.run
 
-    async def noting(*args: Any, **named: Any) -> Any:
-        asked.append(named)
-        return await run(*args, **named)
+    async def noting(one: Asked, *args: Any, **named: Any) -> Any:
+        asked.append(one)
+        return await run(one, *args, **named)
 
     world.engine.run = noting  # type: ignore[method-assign]
     answer = await world.ask(Generate(id="g", max_tokens=20_000))
     assert answer.position > 10_100
-    assert (asked[0]["max_new"], asked[0]["policy"]) == (20_000, Policy(4, 40))
+    assert (asked[0].answer.max_tokens, asked[0].policy) == (20_000, Policy(4, 40))
 
 
 @pytest.mark.usefixtures("often")

@@ -22,10 +22,10 @@ from turnkeep_client.messages import (
     Open,
     encode,
 )
-from worker.device.engine import DeviceFaultError
 from worker.models.tokenizer import Tokenizer
 from worker.observe.telemetry import Telemetry
 from worker.sessions.attempts import AttemptNote, SharedLock
+from worker.sessions.port import DeviceFaultError
 from worker.sessions.record import Pending
 from worker.wire.intake import Intake
 from worker.wire.journal import FencedError, Published

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from turnkeep_client.subjects import SessionKey
-from worker.device.engine import StoppingError
+from worker.sessions.port import StoppingError
 from worker.sessions.shares import Shares
 
 if TYPE_CHECKING:

@@ -19,15 +19,16 @@ from anyio import Event, move_on_after
 from tokenizers import Tokenizer as Rust
 from tokenizers import decoders, models, pre_tokenizers
 
+from cache.names.policy import FULL
 from cache.names.tokens import as_tokens
 from cache.store import Forgotten
 from turnkeep_client.messages import Histogram, Metrics, Model, Progress, SnapshotCounters, joined
 from worker import app
 from worker.app import App
-from worker.device.engine import StoppingError, TurnResult
 from worker.models.model import LoadedModel
 from worker.models.tokenizer import Tokenizer
 from worker.process.concurrency import task_group
+from worker.sessions.port import EnginePort, StoppingError, TurnResult
 from worker.wire import streams
 from worker.wire.members import Members
 
@@ -38,8 +39,9 @@ if TYPE_CHECKING:
     from cache.names.tokens import Tokens
     from turnkeep_client.messages import Chunk
     from turnkeep_client.subjects import SessionKey
-    from worker.batch.chooser import Sampling
+    from worker.observe.traces import Phase
     from worker.process.settings import Settings
+    from worker.sessions.port import Asked, Publish
     from worker.text.answer import Answer
 
     from .loop import Loop, Process
@@ -54,6 +56,7 @@ POISON: Final = 0
 _END: Final = 2
 CONTEXT: Final = 4096
 _KV_BYTES: Final = 64
+_MOST_BYTES: Final = 10**9
 #: How many of its writes a disk loses, and how many of its erasures it does not confirm.
 _DISK_FAILS: Final = 0.2
 _COUNTS: Final = (
@@ -99,11 +102,10 @@ class _Run:
     stopped: Event = field(default_factory=Event)
 
 
-class Device:
+class Device(EnginePort):
     """Stands for `worker.device.engine.Engine`. `disk` is what earlier ones have left."""
 
     def __init__(self, loop: Loop, process: Process, rounding: int, disk: dict[SessionKey, Tokens]) -> None:
-        self.ledger = SimpleNamespace(max_bytes=10**9, ever_fits=lambda size: size <= 10**9)
         self.resident: dict[SessionKey, Tokens] = {}
         self.runs: dict[SessionKey, _Run] = {}
         self._loop = loop
@@ -115,13 +117,20 @@ class Device:
     def refusal(self, policy: Policy) -> str | None:
         return None
 
-    def size_bytes(self, num_tokens: int, policy: Policy) -> int:
+    @property
+    def max_bytes(self) -> int:
+        return _MOST_BYTES
+
+    def size_bytes(self, num_tokens: int, policy: Policy = FULL) -> int:
         return num_tokens * _KV_BYTES
 
-    def live_bytes(self, key: SessionKey, tokens: Tokens, policy: Policy) -> int:
+    def ever_fits(self, size_bytes: int) -> bool:
+        return size_bytes <= _MOST_BYTES
+
+    def live_bytes(self, key: SessionKey, tokens: Tokens, policy: Policy = FULL) -> int:
         return _KV_BYTES * self.resident.get(key, as_tokens()).num_common(tokens)
 
-    def most_tokens(self, most: int, policy: Policy) -> int:
+    def most_tokens(self, most: int, policy: Policy = FULL) -> int:
         return most
 
     def progress(self, key: SessionKey) -> Progress | None:
@@ -145,6 +154,9 @@ class Device:
             return Forgotten(0, settled=not is_failing)
         del self._disk[key]
         return Forgotten(1, settled=True)
+
+    async def embed(self, key: SessionKey, tokens: Tokens, *, priority: int = 0) -> bytes:
+        raise NotImplementedError  # no client of a history asks for vectors
 
     async def mend(self) -> None:
         """Leave what the disk has not taken as it is."""
@@ -171,15 +183,12 @@ class Device:
 
     async def run(
         self,
-        key: SessionKey,
-        context: Tokens,
+        asked: Asked,
         cancelled: Callable[[], bool],
-        *,
-        answer: Answer | None = None,
-        sampling: Sampling | None = None,
-        publish: Callable[[Chunk], Any] | None = None,
-        **_: Any,
+        publish: Publish | None = None,
+        phases: list[Phase] | None = None,
     ) -> TurnResult | None:
+        key, context, answer = asked.key, asked.context, asked.answer
         if key in self.runs:
             raise AssertionError(f"two turns of {key} at once")
         if self._stopping:
@@ -202,7 +211,7 @@ class Device:
                 raise StoppingError
             tokens, first_token_s = context, self._loop.time()
             if answer is not None and not run.is_cancelled:
-                await self._answer(run, context, answer, sampling, publish)
+                await self._answer(run, context, answer, asked.sampling, publish)
                 num_known = run.num_context - (len(context) - run.num_context)
                 tokens = context[: run.num_context] + answer.tokens if num_known else context
                 if self._stopping and answer.finish_reason is None:
@@ -274,7 +283,7 @@ class Worker(App):
         )
         self._dtype, self._maker = "float32", Model(name="hashes")
         self._device: Any = SimpleNamespace(kv_layers={}, name="hashes", busy_s=0.0)
-        self._context_tokens, self._kv_bytes = CONTEXT, 10**9
+        self._context_tokens, self._kv_bytes = CONTEXT, _MOST_BYTES
         async with task_group() as self._starting, contextlib.AsyncExitStack() as stack:
             nc = await self._connect("nats://world:4222", self._directory, stack)
             js = nc.jetstream()

@@ -10,8 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from dataclasses import dataclass
-from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -23,12 +21,20 @@ from cache.names.policy import FULL
 from cache.names.tokens import as_tokens
 from cache.store import Forgotten
 from turnkeep_client.messages import Progress, joined
-from worker.batch.chooser import Sampling
 from worker.batch.rows import Embedding
 from worker.observe.traces import Phase
 from worker.process.concurrency import task_group
+from worker.sessions.order import place
+from worker.sessions.port import (
+    Asked,
+    DeviceFaultError,
+    EnginePort,
+    NoMemoryError,
+    StoppingError,
+    TurnResult,
+)
 
-from .admission import Admission, Claim, place
+from .admission import Admission, Claim
 from .finding import Finder
 from .memory import GROWTH_TOKENS, grown
 from .mending import Mending
@@ -51,8 +57,7 @@ from .turn import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-    from typing import TypeAlias
+    from collections.abc import Callable
 
     from anyio.abc import TaskGroup
 
@@ -60,16 +65,12 @@ if TYPE_CHECKING:
     from cache.names.policy import Policy
     from cache.names.tokens import Tokens
     from cache.store import Store
-    from turnkeep_client.messages import Chunk
     from turnkeep_client.subjects import SessionKey
-    from worker.batch.rows import Scores
     from worker.observe.telemetry import Telemetry
-    from worker.text.answer import Answer
+    from worker.sessions.port import Publish
 
     from .admission import Decision, Ledger
     from .device import Device
-
-    Publish: TypeAlias = Callable[[Chunk], Awaitable[None]]
 
 
 log = structlog.get_logger()
@@ -82,36 +83,7 @@ _UNUSED = as_tokens([0])
 _ERASE_S = 2.0
 
 
-class DeviceFaultError(Exception):
-    """The forward pass failed; the session's tokens have not changed."""
-
-
-class NoMemoryError(Exception):
-    """The device had no room for the next piece of the prompt; the session's tokens have not changed."""
-
-
-class StoppingError(Exception):
-    """The worker stops: the turn was ended early, and its request stays unanswered."""
-
-
-@dataclass(frozen=True, slots=True)
-class TurnResult:
-    """The cost of a turn. `num_cached` prompt tokens already had KV; `num_prefilled` were run.
-
-    `complete` says that the turn was not cancelled before its whole context had KV. `started_s` and
-    `first_token_s` are readings of the monotonic clock.
-    """
-
-    complete: bool
-    num_cached: int
-    num_prefilled: int
-    live_bytes: int
-    prefill_s: float
-    started_s: float
-    first_token_s: float
-
-
-class Engine:
+class Engine(EnginePort):
     """Runs turns on the device; event loop only."""
 
     def __init__(
@@ -155,6 +127,11 @@ class Engine:
         self.measured_bytes = 0
 
     @property
+    def max_bytes(self) -> int:
+        """The device memory that all KV may take."""
+        return self.ledger.max_bytes
+
+    @property
     def num_running(self) -> int:
         """Number of turns on the device."""
         return len(self._turns)
@@ -171,6 +148,10 @@ class Engine:
     def size_bytes(self, num_tokens: int, policy: Policy = FULL) -> int:
         """Count the device memory that the KV of `num_tokens` takes."""
         return self._kv.under(policy).held(num_tokens)
+
+    def ever_fits(self, size_bytes: int) -> bool:
+        """Say whether a turn of this size could run alone on the device."""
+        return self.ledger.ever_fits(size_bytes)
 
     def live_bytes(self, key: SessionKey, tokens: Tokens, policy: Policy = FULL) -> int:
         """Count the bytes of resident KV that a session with these tokens can reuse."""
@@ -193,65 +174,33 @@ class Engine:
 
     async def run(
         self,
-        key: SessionKey,
-        context: Tokens,
+        asked: Asked,
         cancelled: Callable[[], bool],
-        *,
-        policy: Policy = FULL,
-        priority: int = 0,
-        answer: Answer | None = None,
-        sampling: Sampling | None = None,
-        max_new: int = 0,
         publish: Publish | None = None,
-        scores: Scores | None = None,
-        embedding: Embedding | None = None,
         phases: list[Phase] | None = None,
     ) -> TurnResult | None:
-        """Bring the KV of `context` onto the device, then sample up to `max_new` tokens into `answer`.
-
-        There must be no `refusal` of the policy. Without an answer, `scores` are filled if they are given.
-        `publish(chunk)` is awaited for the answer's new tokens, several at a time if it is slower than the
-        device. Among waiting turns higher priorities come first. Returns None if the turn was
-        `cancelled()` before it reached the device; later, `cancel` ends it with the tokens so far. The phases
-        of the turn's time are appended to `phases`, even if the turn fails. Raises `DeviceFaultError`;
-        `NoMemoryError`; `CutOffError` if the turn needs token ids that `context` leaves out; and
-        `StoppingError` if the worker stops before the end.
-        """
+        """Run turns until the answer is complete, or the request is stopped."""
         run = Run(
-            key,
-            priority,
-            place(monotonic(), priority, max_new),
-            policy=policy,
-            num_most=len(context) + max_new,
+            asked.key,
+            asked.priority,
+            place(monotonic(), asked.priority, asked.max_new),
+            asked=asked,
+            num_most=len(asked.context) + asked.max_new,
             cancelled=cancelled,
             phases=[] if phases is None else phases,
         )
-        sampling = sampling or Sampling()
-        make = partial(
-            Turn,
-            key,
-            policy=policy,
-            answer=answer,
-            sampling=sampling,
-            priority=priority,
-            place_s=run.place_s,
-            scores=scores,
-            embedding=embedding,
-        )
-        self._cancel_mending(key)
+        self._cancel_mending(asked.key)
         if self._mending is not None:
-            await self._mending.ended(key)
-        await self._run_to_end(run, make, context, publish)
-        return self._result(run, key.tenant) if run.started_s is not None else None
+            await self._mending.ended(asked.key)
+        await self._run_to_end(run, publish)
+        return self._result(run) if run.started_s is not None else None
 
     async def embed(self, key: SessionKey, tokens: Tokens, *, priority: int = 0) -> bytes:
-        """Return the vector of a prompt, see `Embedding`.
-
-        No session may have this key; nothing of it stays on the device. Raises what `run` raises.
-        """
+        """Run a prompt, of which nothing stays on the device."""
         embedding = Embedding()
+        asked = Asked(key, tokens + _UNUSED, priority=priority, embedding=embedding)
         try:
-            await self.run(key, tokens + _UNUSED, lambda: False, priority=priority, embedding=embedding)
+            await self.run(asked, lambda: False)
         finally:
             self.forget(key)
         return embedding.vector
@@ -269,28 +218,24 @@ class Engine:
         if left:
             log.warning("some sessions will be prefilled again: their KV is not on disk", sessions=left)
 
-    async def _run_to_end(
-        self, run: Run, make: Callable[[Tokens], Turn], context: Tokens, publish: Publish | None = None
-    ) -> None:
+    async def _run_to_end(self, run: Run, publish: Publish | None = None) -> None:
         """Run turns one after another, until one is not paused or the run is stopped."""
         self._runs[run] = run
         try:
-            await self._run_turns(run, make, context, publish)
+            await self._run_turns(run, publish)
         finally:
             if not run.is_abandoned:
                 self._release(run)
                 del self._runs[run]
 
-    async def _run_turns(
-        self, run: Run, make: Callable[[Tokens], Turn], context: Tokens, publish: Publish | None
-    ) -> None:
-        is_over = False
+    async def _run_turns(self, run: Run, publish: Publish | None) -> None:
+        is_over, context = False, run.asked.context
         while not is_over:
             asked_s = monotonic()
             if run.is_stopped or not await self._admitted(run, len(context)):
                 break
             run.phases.append(Phase("queue", asked_s, monotonic()))
-            turn = make(context)
+            turn = Turn.of(run.asked, context, run.place_s)
             is_over = await self._run_turn(run, turn, publish)
             if turn.answer is not None and not is_over:  # paused: it continues behind the tokens that it has
                 context = context[: turn.num_prompt] + turn.answer.tokens
@@ -309,14 +254,14 @@ class Engine:
             key,
             0,
             place(monotonic(), 0),
-            policy=policy,
+            asked=Asked(key, tokens + _UNUSED, policy),
             num_most=len(tokens) + 1,
             cancelled=lambda: False,
             phases=[],
             mends=True,
         )
         with contextlib.suppress(DeviceFaultError, NoMemoryError, CutOffError, StoppingError):
-            await self._run_to_end(run, partial(Turn, key, policy=policy), tokens + _UNUSED)
+            await self._run_to_end(run)
         if run.is_forgotten:
             self.forget(key)  # at its end the device kept the KV again
             return False
@@ -333,10 +278,7 @@ class Engine:
                 self._cancel(run)
 
     def cancel(self, key: SessionKey) -> None:
-        """End the session's turn after the running step.
-
-        If the turn has not reached the device yet, the caller's `cancelled()` must already return true.
-        """
+        """End the session's turn after the running step."""
         for run in self._runs.values():
             if run.key == key:
                 self._cancel(run)
@@ -518,8 +460,8 @@ class Engine:
             elif turn in self._turns:
                 self._end_turn(run, turn, resumes=False)
 
-    def _result(self, run: Run, tenant: str) -> TurnResult:
-        num_cached = run.num_reused or 0
+    def _result(self, run: Run) -> TurnResult:
+        tenant, num_cached = run.key.tenant, run.num_reused or 0
         num_prefilled = run.num_covered - num_cached
         self._telemetry.cached_tokens += num_cached
         self._telemetry.prefilled_tokens += num_prefilled

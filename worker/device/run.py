@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from cache.names.policy import Policy
     from cache.store import HeldPrefix, StoredPast
     from worker.observe.traces import Phase
+    from worker.sessions.port import Asked
 
     from .turn import NeedsKv, Turn, TurnEvent
 
@@ -43,7 +44,7 @@ class Run(Claim):
     `needs` are the device's requests for KV, not served yet.
     """
 
-    policy: Policy
+    asked: Asked
     num_most: int
     cancelled: Callable[[], bool]
     phases: list[Phase]
@@ -74,6 +75,11 @@ class Run(Claim):
     prefill_s: float = 0.0
     started_s: float | None = None
     first_token_s: float | None = None
+
+    @property
+    def policy(self) -> Policy:
+        """The session's policy."""
+        return self.asked.policy
 
     @property
     def is_stopped(self) -> bool:

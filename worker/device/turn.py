@@ -11,25 +11,21 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from cache.names.policy import FULL
-from worker.batch.chooser import Sampling
+from worker.sessions.order import SHORT_TOKENS
+from worker.sessions.port import Asked
 
 if TYPE_CHECKING:
     import mlx.core as mx
 
     from cache.kv.paged import Past
     from cache.names.blocks import Span
-    from cache.names.policy import Policy
     from cache.names.snapshot import Tensor
     from cache.names.tokens import Chain, Tokens
     from turnkeep_client.messages import Chunk
     from turnkeep_client.subjects import SessionKey
-    from worker.batch.rows import Embedding, Row, Scores
+    from worker.batch.rows import Row
     from worker.observe.traces import Phase
-    from worker.text.answer import Answer
 
-#: The most tokens of a short answer.
-SHORT_TOKENS: Final = 64
 #: Of how many snapshots a turn keeps the times: of its last ones, as a long prompt cuts hundreds.
 MOST_CUTS: Final = 8
 
@@ -43,28 +39,62 @@ class ResidentKv:
 
 
 @dataclass(slots=True, eq=False)
-class Asked:
-    """What a session asks of the device: one append, or a generate, which has an `answer`.
+class Turn(Asked):
+    """What a session asks for, on its way through the device.
 
-    `context` are all tokens of the session up to where sampling starts. Tokens that the answer already holds
-    were published before a crash; they are the end of the context. Higher priorities come first, and of one
-    priority the lowest `place_s` (see `admission.place`). With `scores`, an append fills them for all tokens
-    of the context; with `embedding`, it sets that of the last token but one, and stores nothing.
+    Turns of one priority come in the order of `place_s` (see `sessions.order`), the lowest first.
+    KV of the context's first tokens comes from one of three places. The session's own KV on the device covers
+    the first `num_kept` tokens. `restored`, evaluated arrays by name, covers the first `num_restored`. Or the
+    session `source` has, or will soon have, KV of more of these tokens. The turn ends at `num_granted`
+    tokens, the limit of its memory, even if its answer is not complete. `spans` are the parts of the context
+    without a snapshot; `edges` are where the stored pieces of the last, partial block start and end (see
+    `blocks.tail_start`). `chain`, which names the turn's blocks to the store, and `restores`, with what was
+    fetched for them, belong to the event loop.
     """
 
-    key: SessionKey
-    context: Tokens
-    policy: Policy = FULL
-    priority: int = 0
     place_s: float = 0.0
-    answer: Answer | None = None
-    sampling: Sampling = field(default_factory=Sampling)
-    scores: Scores | None = None
-    embedding: Embedding | None = None
-    num_prompt: int = field(init=False)
+    num_kept: int = 0
+    restored: dict[str, mx.array] | None = None
+    num_restored: int = 0
+    source: SessionKey | None = None
+    num_granted: int = sys.maxsize
+    spans: list[Span] = field(default_factory=list)
+    edges: tuple[int, ...] = ()
+    chain: Chain | None = None
+    restores: list[Phase] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self.num_prompt = len(self.context) - (len(self.answer.tokens) if self.answer else 0)
+    # Written by the device thread:
+    num_reused: int = field(init=False, default=0)
+    num_prefilled: int = field(init=False, default=0)
+    num_cached: int = field(init=False, default=0)  # tokens that have KV
+    target: int = field(init=False, default=0)  # tokens that have KV once the prompt is done
+    prefill_s: float = field(init=False, default=0.0)
+    resident: ResidentKv | None = field(init=False, default=None)  # on the device until the turn starts
+    asks: bool = field(init=False, default=False)  # for chunks; the prompt's last token waits for them
+    scale: int = field(
+        init=False, default=1
+    )  # how many times longer than usual its pieces are, which run alone
+    most_blocks: int = field(init=False, default=1)  # in a piece, if the step's budget allows more than one
+    past: Past | None = field(init=False, default=None)  # KV on SSD that the prompt's next piece sees
+    behind_since_s: float | None = field(init=False, default=None)
+    caches: list[Any] | None = field(init=False, default=None)
+    row: Row | None = field(init=False, default=None)
+    cuts: deque[Phase] = field(init=False, default_factory=lambda: deque(maxlen=MOST_CUTS))
+
+    @classmethod
+    def of(cls, asked: Asked, context: Tokens, place_s: float) -> Turn:
+        """Make a turn for what is asked; its `context` is longer by the tokens that an earlier turn drew."""
+        return cls(
+            asked.key,
+            context,
+            policy=asked.policy,
+            priority=asked.priority,
+            answer=asked.answer,
+            sampling=asked.sampling,
+            scores=asked.scores,
+            embedding=asked.embedding,
+            place_s=place_s,
+        )
 
     @property
     def tenant(self) -> str:
@@ -94,48 +124,6 @@ class Asked:
             return self.context[:end]
         num_forced = len(self.context) - self.num_prompt
         return (self.context + self.answer.tokens[num_forced:])[:end]
-
-
-@dataclass(slots=True, eq=False)
-class Turn(Asked):
-    """One append or generate on its way through the device.
-
-    KV of the context's first tokens comes from one of three places. The session's own KV on the device covers
-    the first `num_kept` tokens. `restored`, evaluated arrays by name, covers the first `num_restored`. Or the
-    session `source` has, or will soon have, KV of more of these tokens. The turn ends at `num_granted`
-    tokens, the limit of its memory, even if its answer is not complete. `spans` are the parts of the context
-    without a snapshot; `edges` are where the stored pieces of the last, partial block start and end (see
-    `blocks.tail_start`). `chain`, which names the turn's blocks to the store, and `restores`, with what was
-    fetched for them, belong to the event loop.
-    """
-
-    num_kept: int = 0
-    restored: dict[str, mx.array] | None = None
-    num_restored: int = 0
-    source: SessionKey | None = None
-    num_granted: int = sys.maxsize
-    spans: list[Span] = field(default_factory=list)
-    edges: tuple[int, ...] = ()
-    chain: Chain | None = None
-    restores: list[Phase] = field(default_factory=list)
-
-    # Written by the device thread:
-    num_reused: int = field(init=False, default=0)
-    num_prefilled: int = field(init=False, default=0)
-    num_cached: int = field(init=False, default=0)  # tokens that have KV
-    target: int = field(init=False, default=0)  # tokens that have KV once the prompt is done
-    prefill_s: float = field(init=False, default=0.0)
-    resident: ResidentKv | None = field(init=False, default=None)  # on the device until the turn starts
-    asks: bool = field(init=False, default=False)  # for chunks; the prompt's last token waits for them
-    scale: int = field(
-        init=False, default=1
-    )  # how many times longer than usual its pieces are, which run alone
-    most_blocks: int = field(init=False, default=1)  # in a piece, if the step's budget allows more than one
-    past: Past | None = field(init=False, default=None)  # KV on SSD that the prompt's next piece sees
-    behind_since_s: float | None = field(init=False, default=None)
-    caches: list[Any] | None = field(init=False, default=None)
-    row: Row | None = field(init=False, default=None)
-    cuts: deque[Phase] = field(init=False, default_factory=lambda: deque(maxlen=MOST_CUTS))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,19 +1,20 @@
 """Imports structlog without rich, which its package imports for tracebacks that `logs` never prints.
 
-That takes a twentieth of a worker's start.
+That takes a twentieth of a worker's start. The first import of structlog in a process must be this one; rich
+may be imported afterwards.
 """
 
 from __future__ import annotations
 
 import sys
 
+__all__ = ["structlog"]
 
-def import_structlog() -> None:
-    """Import structlog; call it before anything else does. Others may import rich afterwards."""
-    if not {"structlog", "rich"}.isdisjoint(sys.modules):
-        return
+_is_first = {"structlog", "rich"}.isdisjoint(sys.modules)
+if _is_first:
     sys.modules["rich"] = None  # type: ignore[assignment]  # what Python takes for "there is none"
-    try:
-        import structlog  # noqa: F401
-    finally:
+try:
+    import structlog
+finally:
+    if _is_first:
         del sys.modules["rich"]

@@ -39,10 +39,10 @@ if TYPE_CHECKING:
     from cache.store import Store
     from turnkeep_client.messages import ControlReply, Failed, Metrics, PinRequest
     from turnkeep_client.subjects import SessionKey, Subjects
-    from worker.device.engine import Engine
 
     from .embedding import Embedder
     from .history import Fold, History
+    from .port import EnginePort
     from .session import Session
     from .sessions import Sessions
 
@@ -56,7 +56,7 @@ class Control:
     def __init__(
         self,
         sessions: Sessions,
-        engine: Engine,
+        engine: EnginePort,
         store: Store | None,
         subjects: Subjects,
         fold: Fold,

@@ -14,16 +14,17 @@ import numpy as np
 from cache.names.tokens import as_tokens
 from turnkeep_client.messages import Embedded, failure
 from turnkeep_client.subjects import SessionKey
-from worker.device.engine import DeviceFaultError, NoMemoryError, StoppingError
 from worker.process.concurrency import in_thread, task_group
+
+from .port import DeviceFaultError, NoMemoryError, StoppingError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from turnkeep_client.messages import EmbedRequest, Failed
-    from worker.device.engine import Engine
     from worker.models.tokenizer import Tokenizer
 
+    from .port import EnginePort
     from .shares import Shares
 
 #: Size of a number of a vector in a reply: 32 bits in base64.
@@ -39,7 +40,7 @@ class Embedder:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: EnginePort,
         tokenizer: Tokenizer,
         shares: Shares,
         *,

@@ -57,6 +57,7 @@ from .echo import echo_of, told
 from .formats import Formats, is_prefix_final
 from .history import RefusedError, digests_of, seen, spoken, unread
 from .policies import chosen, misfit
+from .port import Asked
 from .streaming import AnswerStream
 
 if TYPE_CHECKING:
@@ -75,7 +76,6 @@ if TYPE_CHECKING:
     from turnkeep_client.subjects import SessionKey
     from worker.batch.chooser import Grammar
     from worker.batch.rows import Scores
-    from worker.device.engine import Engine, TurnResult
     from worker.models.tokenizer import Tokenizer
     from worker.observe.telemetry import Telemetry
     from worker.text.splitting import Splitter
@@ -83,6 +83,7 @@ if TYPE_CHECKING:
     from worker.wire.retention import Retention
 
     from .history import Fold, History, Input
+    from .port import EnginePort, TurnResult
     from .record import Pending
 
 log = structlog.get_logger()
@@ -113,7 +114,7 @@ class Execution:
         self,
         *,
         journal: Journal,
-        engine: Engine,
+        engine: EnginePort,
         fold: Fold,
         tokenizer: Tokenizer,
         telemetry: Telemetry,
@@ -231,14 +232,8 @@ class Execution:
         cached = prefilled = 0
         live_bytes = self._engine.live_bytes(key, history.tokens, policy)
         if tokens != history.tokens:
-            turn = await self._engine.run(
-                key,
-                tokens,
-                lambda: pending.stopped,
-                policy=policy,
-                priority=pending.priority,
-                phases=pending.phases,
-            )
+            asked = Asked(key, tokens, policy, pending.priority)
+            turn = await self._engine.run(asked, lambda: pending.stopped, phases=pending.phases)
             if turn is None or not turn.complete:
                 return withdrawn(pending, history, history.position), history
             self._telemetry.queue_time.observe(pending.waited_s(turn.started_s))
@@ -387,15 +382,8 @@ class Execution:
         """
         if scores.end >= prompt.position:
             return None
-        turn = await self._engine.run(
-            key,
-            prompt.tokens,
-            lambda: pending.stopped,
-            policy=prompt.policy,
-            priority=pending.priority,
-            scores=scores,
-            phases=pending.phases,
-        )
+        asked = Asked(key, prompt.tokens, prompt.policy, pending.priority, scores=scores)
+        turn = await self._engine.run(asked, lambda: pending.stopped, phases=pending.phases)
         if turn is not None:
             self._telemetry.queue_time.observe(pending.waited_s(turn.started_s))
         return turn
@@ -486,17 +474,16 @@ class Execution:
         if answer.finish_reason is not None:
             return None
         num_known = len(answer.tokens)
-        turn = await self._engine.run(
+        asked = Asked(
             key,
             prompt.tokens + answer.tokens,
-            lambda: pending.stopped,
-            policy=prompt.policy,
-            priority=pending.priority,
-            answer=answer,
-            sampling=_sampling(key, request, pending, self._own_sampling, grammar),
-            max_new=answer.max_tokens - num_known,
-            publish=lambda chunk: chunks.publish(chunk, warnings),
-            phases=pending.phases,
+            prompt.policy,
+            pending.priority,
+            answer,
+            _sampling(key, request, pending, self._own_sampling, grammar),
+        )
+        turn = await self._engine.run(
+            asked, lambda: pending.stopped, lambda chunk: chunks.publish(chunk, warnings), pending.phases
         )
         if turn is not None and not num_known and not request.echo:
             self._telemetry.queue_time.observe(pending.waited_s(turn.started_s))
@@ -611,13 +598,12 @@ class Execution:
                 f"{self._context_tokens}: rewind it, or start a new session",
             )
         needed = self._engine.size_bytes(num_prompt + room, policy)
-        ledger = self._engine.ledger
         smaller = "shorten the session" if policy.window is None else "open it with a smaller window"
-        if not ledger.ever_fits(needed):
+        if not self._engine.ever_fits(needed):
             raise RefusedError(
                 "memory_exceeded",
                 f"{num_prompt} tokens and room for {room} more take {needed} bytes of KV, the limit is "
-                f"{ledger.max_bytes}: {smaller}, or raise max_memory",
+                f"{self._engine.max_bytes}: {smaller}, or raise max_memory",
             )
 
 

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from anyio import Semaphore
 
     from turnkeep_client.subjects import SessionKey
-    from worker.device.engine import Engine
     from worker.observe.otlp import Traces
     from worker.observe.telemetry import Telemetry
     from worker.wire.journal import Journal
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from .attempts import Attempts, SharedLock
     from .execution import Execution
     from .history import Fold
+    from .port import EnginePort
     from .shares import Shares
     from .trail import Trails
 
@@ -38,7 +38,7 @@ class Services:
 
     journal: Journal
     outbox: Outbox
-    engine: Engine
+    engine: EnginePort
     execution: Execution
     fold: Fold
     telemetry: Telemetry

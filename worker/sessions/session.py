@@ -34,7 +34,6 @@ from turnkeep_client.messages import (
     failure,
 )
 from turnkeep_client.subjects import session_key
-from worker.device.engine import DeviceFaultError, NoMemoryError, StoppingError
 from worker.process.clock import monotonic, time
 from worker.process.concurrency import task_group
 from worker.wire.journal import FencedError, Published
@@ -42,6 +41,7 @@ from worker.wire.journal import FencedError, Published
 from .attempts import Doubt
 from .execution import failed, withdrawn
 from .history import RefusedError
+from .port import DeviceFaultError, NoMemoryError, StoppingError
 from .session_log import SessionLog
 from .spans import turn_times
 

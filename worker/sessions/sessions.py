@@ -16,11 +16,11 @@ from anyio import Event, move_on_after, sleep
 
 from cache.names.errors import CutOffError
 from turnkeep_client.subjects import SessionKey
-from worker.device.engine import StoppingError
 from worker.process.clock import monotonic
 from worker.wire.journal import FencedError
 
 from .history import RefusedError
+from .port import StoppingError
 from .session import Session
 
 if TYPE_CHECKING:

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Final
 
 from anyio import Event
 
-from worker.device.admission import has_place, place
-from worker.device.engine import StoppingError
-from worker.device.turn import SHORT_TOKENS
 from worker.process.clock import monotonic
+
+from .order import SHORT_TOKENS, has_place, place
+from .port import StoppingError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

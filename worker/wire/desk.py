@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from turnkeep_client.messages import ControlReply, Generate, Result
     from turnkeep_client.subjects import SessionKey, Subjects
     from worker.observe.telemetry import Calls, Telemetry
-    from worker.sessions.control import Control
 
     from .outbox import Outbox
     from .owners import Owners
@@ -58,7 +57,7 @@ class Desk:
         nc: Client,
         js: JetStreamContext,
         subjects: Subjects,
-        control: Control,
+        control: Callable[[str, bytes], Awaitable[ControlReply]],
         owners: Owners,
         outbox: Outbox,
         telemetry: Telemetry,
@@ -66,7 +65,10 @@ class Desk:
         *,
         ask_timeout_s: float,
     ) -> None:
-        """`tasks` gets a task per request. An ask waits `ask_timeout_s` for its result on `out`."""
+        """`control` answers the body of a request on a subject of `ctl`. `tasks` gets a task per request.
+
+        An ask waits `ask_timeout_s` for its result on `out`.
+        """
         self._nc = nc
         self._js = js
         self._subjects = subjects
@@ -139,11 +141,11 @@ class Desk:
             reply = await self._owners.control(key, message.subject, message.data)
             if reply is not None:
                 return Raw(reply)
-        return await self._control.answer(message.subject, message.data)
+        return await self._control(message.subject, message.data)
 
     async def control(self, subject: str, body: bytes) -> bytes:
         """Answer a control request that another worker has passed on."""
-        return encode(await self._control.answer(subject, body))
+        return encode(await self._control(subject, body))
 
     async def _ask(self, message: Msg) -> Result:
         try:

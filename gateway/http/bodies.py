@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Final
 
 from starlette.requests import ClientDisconnect
 
+from gateway.turn import Fault, refused
 from turnkeep_client.blocks import printed
-
-from .turn import Fault, refused
 
 if TYPE_CHECKING:
     from starlette.requests import Request

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from msgspec import Struct
 
+from gateway.openai import common as openai
+from gateway.recorded import RESPONSES
+from gateway.turn import Turn, Whole, as_whole, check, parts_checked, refused
 from turnkeep_client.messages import Message
 
-from . import openai
 from .items import Item, called_name, messages
-from .recorded import RESPONSES
-from .turn import Turn, Whole, as_whole, check, parts_checked, refused
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

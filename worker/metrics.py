@@ -12,7 +12,7 @@ import psutil
 
 from turnkeep_client.messages import UNLOADED, Metrics, SnapshotCounters
 
-from .telemetry import Telemetry
+from .observe.telemetry import Telemetry
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -1,8 +1,8 @@
 """A program that runs mlx-lm alone, for comparison: no network, no log, no snapshots.
 
-`python -m bench.in_process MODEL` runs new sessions for each line of its standard input, and prints a line
-with their turns. The input is `[prompts, max_tokens]` in JSON: a list for each turn, with a prompt for each
-session. Sessions keep their caches from turn to turn. The first line of output, `[]`, means ready.
+`python -m bench.programs.in_process MODEL` runs new sessions for each line of its standard input, and prints
+a line with their turns. The input is `[prompts, max_tokens]` in JSON: a list for each turn, with a prompt for
+each session. Sessions keep their caches from turn to turn. The first line of output, `[]`, means ready.
 """
 
 from __future__ import annotations

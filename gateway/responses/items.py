@@ -7,18 +7,16 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from msgspec import Struct
 
+from gateway.turn import Fault, number_in, refused
 from turnkeep_client.blocks import other_text, text_of
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.messages import Function, Message, ToolCall, encode
 
-from .turn import Fault, number_in, refused
-
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from gateway.recorded import Recorded
     from turnkeep_client.blocks import Warned
-
-    from .recorded import Recorded
 
 _ROLES: Final = ("system", "developer", "user", "assistant")
 #: Items that tell this model nothing: what other models thought, and searches without their results.

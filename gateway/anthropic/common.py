@@ -10,9 +10,8 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from gateway.turn import Fault
     from turnkeep_client.messages import Generated
-
-    from .turn import Fault
 
 _REASONS: Final = {
     "length": "max_tokens",

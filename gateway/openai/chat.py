@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from msgspec import Struct
 
+from gateway.turn import Turn, Whole, as_whole, check, decoded, parts_checked, prefilled, refused
 from turnkeep_client.blocks import other_text, text_of
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.messages import Function, Message, ToolCall, encode
 
-from . import openai
-from .turn import Turn, Whole, as_whole, check, decoded, parts_checked, prefilled, refused
+from . import common as openai
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

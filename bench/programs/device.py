@@ -1,4 +1,4 @@
-"""A program that measures a device: `python -m worker.measuring --data-dir FOLDER --nats-port PORT`.
+"""A program that measures a device: `python -m bench.programs.device --data-dir FOLDER --nats-port PORT`.
 
 `turnkeep bench device` runs it. It loads a model as a worker does and prints a line that describes it. Each
 line of its input is an array in JSON, a method of `Measuring` with its arguments. For each line it prints the
@@ -21,8 +21,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from worker.models import blas
-
-from .process import settings
+from worker.process import settings
 
 blas.preload()  # before anything imports MLX
 
@@ -284,7 +283,7 @@ def _drop_cached(folder: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Answer lines until the input ends."""
-    parser = argparse.ArgumentParser(prog="python -m worker.measuring")
+    parser = argparse.ArgumentParser(prog="python -m bench.programs.device")
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--nats-port", required=True)
     parser.add_argument("--model")

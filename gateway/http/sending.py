@@ -9,28 +9,29 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import msgspec
 from starlette.responses import Response
 
+from gateway import recorded
+from gateway.answering import Begun, Found
+from gateway.turn import Fault, fault_of, renamed, told
 from turnkeep_client.blocks import Warned
 from turnkeep_client.errors import RequestFailedError, TurnkeepError
 from turnkeep_client.messages import Chunk, Generated
 
-from . import recorded
-from .answering import Begun, Found
 from .places import Marked
-from .turn import Fault, fault_of, renamed, told
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from starlette.types import Receive, Scope, Send
 
-    from .answering import Answering
-    from .conversations import Conversations
-    from .dialect import Dialect, Events
-    from .keys import Key
-    from .metrics import Counters
+    from gateway.answering import Answering
+    from gateway.conversations import Conversations
+    from gateway.dialect import Dialect, Events
+    from gateway.keys import Key
+    from gateway.metrics import Counters
+    from gateway.planning import How
+    from gateway.turn import Turn
+
     from .places import Place
-    from .planning import How
-    from .turn import Turn
 
 #: How long a stream waits for its first part, or for a refusal, before it says that it is one.
 _PATIENCE_S: Final = 1.0

@@ -1,9 +1,9 @@
-"""A program that measures the cost of quantised KV: `python -m worker.quality TEXT --data-dir FOLDER ...`.
+"""A program that measures the cost of quantised KV.
 
-`turnkeep bench quality` runs it and makes a report of its output. Each line is a JSON array, printed as soon
-as it is measured: the bits, the window of the text, and the measured values by name. Loads the model as a
-worker does, once per precision, and runs it with the worker's attention, without NATS, sessions or the
-scheduler.
+`turnkeep bench quality` runs `python -m bench.programs.quality TEXT --data-dir FOLDER ...`, and makes a
+report of its output. Each line is a JSON array, printed as soon as it is measured: the bits, the window of
+the text, and the measured values by name. Loads the model as a worker does, once per precision, and runs it
+with the worker's attention, without NATS, sessions or the scheduler.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from worker.models import blas
-
-from .process import settings
+from worker.process import settings
 
 blas.preload()  # before anything imports MLX
 
@@ -176,7 +175,7 @@ def _print(kv_bits: int | None, window: int | None, figures: dict[str, float]) -
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the measurement."""
-    parser = argparse.ArgumentParser(prog="python -m worker.quality")
+    parser = argparse.ArgumentParser(prog="python -m bench.programs.quality")
     parser.add_argument("text", type=Path)
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--model")

@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import msgspec
 from msgspec import Struct
 
+from gateway.openai import common as openai
+from gateway.turn import Turn, Whole, as_whole, check, parts_checked, prefilled, refused
 from turnkeep_client.blocks import block_text, text_of
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.messages import Function, Message, ToolCall, encode
 
-from . import anthropic, openai
-from .turn import Turn, Whole, as_whole, check, parts_checked, prefilled, refused
+from . import common as anthropic
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from gateway.turn import Fault
     from turnkeep_client.blocks import Warned
     from turnkeep_client.messages import CallPart, Chunk, Generated
-
-    from .turn import Fault
 
 #: A line of some clients' system prompts that changes by request, and tells the model nothing.
 _BILLING: Final = re.compile(r"x-anthropic-billing-header[^\n]*\n*")

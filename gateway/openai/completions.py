@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from . import openai
-from .turn import MOST_ANSWERS, Turn, Whole, as_whole, check, refused
+from gateway.turn import MOST_ANSWERS, Turn, Whole, as_whole, check, refused
+
+from . import common as openai
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,20 +8,18 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from gateway.anthropic.common import event, signature
+from gateway.openai import common as openai
+from gateway.turn import ALL_THAT_FITS, fault_of
 from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.messages import Generated
-
-from . import openai
-from .anthropic import event, signature
-from .turn import ALL_THAT_FITS, fault_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from gateway.recorded import Recorded
+    from gateway.turn import Fault, Turn
     from turnkeep_client.messages import Called, Chunk, TokenLogprob
-
-    from .recorded import Recorded
-    from .turn import Fault, Turn
 
 #: Statuses other than `completed`.
 _STATUSES: Final = {

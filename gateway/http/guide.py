@@ -7,11 +7,13 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from gateway import tokenizing
+from gateway.anthropic import messages
+from gateway.ollama import requests as ollama
+from gateway.openai import chat, completions, embeddings
+from gateway.responses import requests as responses
+from gateway.turn import Whole
 from turnkeep_client import __version__
-
-from . import chat, completions, embeddings, messages, responses, tokenizing
-from .ollama import requests as ollama
-from .turn import Whole
 
 
 class _Served(NamedTuple):

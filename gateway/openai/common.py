@@ -7,16 +7,14 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import msgspec
 from msgspec import Struct
 
+from gateway.turn import ALL_THAT_FITS, Whole, decoded, refused
 from turnkeep_client.blocks import Warned, printed
-
-from .turn import ALL_THAT_FITS, Whole, decoded, refused
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from gateway.turn import Fault
     from turnkeep_client.messages import Generated, LikelyToken, TokenLogprob
-
-    from .turn import Fault
 
 #: Fields that are passed on under their own names.
 _SAME: Final = ("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty", "stop")

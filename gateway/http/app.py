@@ -20,39 +20,30 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
+from gateway import following, models, recorded, tokenizing
+from gateway.anthropic import common as anthropic
+from gateway.anthropic import messages
+from gateway.conversations import Conversations
+from gateway.dialect import EVENT_STREAM, Dialect
+from gateway.lookups import Lookups, after, own_id
+from gateway.metrics import Counters
+from gateway.models import Models
+from gateway.ollama import answers as ollama
+from gateway.ollama import requests as ollama_requests
+from gateway.openai import chat, completions, embeddings
+from gateway.openai import common as openai
+from gateway.responses import answers, items
+from gateway.responses import requests as responses
+from gateway.turn import WARNINGS, Fault, Turn, all_read, fault_of, refused, told
 from turnkeep_client import __version__
 from turnkeep_client.blocks import printed
 from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.subjects import DEFAULT_TENANT
 
-from . import (
-    answers,
-    anthropic,
-    bodies,
-    chat,
-    completions,
-    embeddings,
-    following,
-    guide,
-    items,
-    messages,
-    models,
-    openai,
-    recorded,
-    responses,
-    tokenizing,
-)
-from .conversations import Conversations
-from .dialect import EVENT_STREAM, Dialect
+from . import bodies, guide
 from .durable import HEADERS, Reading
-from .lookups import Lookups, after, own_id
-from .metrics import Counters
-from .models import Models
-from .ollama import answers as ollama
-from .ollama import requests
 from .origins import PROGRAMS, is_from_here, is_local, is_loopback, may_be_a_site, name_in
 from .sending import Answer, Asker
-from .turn import WARNINGS, Fault, Turn, all_read, fault_of, refused, told
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
@@ -60,10 +51,10 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.types import ASGIApp, Receive, Scope, Send
 
+    from gateway.keys import Key, Keys
+    from gateway.lookups import Kept
     from turnkeep_client.client import Client
 
-    from .keys import Key, Keys
-    from .lookups import Kept
     from .places import Place
 
     _Handler = Callable[[Request], Awaitable[Response]]
@@ -97,14 +88,14 @@ _OLLAMA: Final = {
         words.whole,
         words.events,
         ollama.error,
-        requests.NAMES,
+        ollama_requests.NAMES,
         None,
         ollama.NDJSON,
-        requests.at_once,
+        ollama_requests.at_once,
     )
     for name, read, words in (
-        ("chat", requests.chat, ollama.CHAT),
-        ("generate", requests.generate, ollama.GENERATE),
+        ("chat", ollama_requests.chat, ollama.CHAT),
+        ("generate", ollama_requests.generate, ollama.GENERATE),
     )
 }
 
@@ -256,7 +247,7 @@ class Gateway:
 
     async def _not_here(self, request: Request) -> Response:
         self._key(request)
-        raise requests.no_such(request.path_params["name"])
+        raise ollama_requests.no_such(request.path_params["name"])
 
     async def _models_v0(self, request: Request) -> Response:
         return _json(models.page_v0(await self._listing.described(self._key(request).tenant)))

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import msgspec
 from msgspec import Struct
 
+from gateway.turn import Whole, as_whole, decoded, refused
+
 from .completions import prompts
-from .turn import Whole, as_whole, decoded, refused
 
 if TYPE_CHECKING:
     from turnkeep_client.client import Client

@@ -12,21 +12,21 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from starlette.responses import Response
 
+from gateway.dialect import EVENT_STREAM
+from gateway.responses.answers import Events
+from gateway.turn import fault_of, number_in, refused
 from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.messages import Chunk, Generated
 
-from .answers import Events
-from .dialect import EVENT_STREAM
 from .places import Marked, behind_number
-from .turn import fault_of, number_in, refused
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
 
     from starlette.types import Receive, Scope, Send
 
-    from .answering import Answering
-    from .lookups import Kept
+    from gateway.answering import Answering
+    from gateway.lookups import Kept
 
 #: How long what there is of a running answer is collected.
 _COLLECT_S: Final = 0.1

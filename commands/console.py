@@ -1,0 +1,85 @@
+"""The command `console`: a web page with all workers of a prefix, a tenant's sessions and a chat."""
+
+from __future__ import annotations
+
+import base64
+import hmac
+import secrets
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from turnkeep_client.errors import TurnkeepError
+from turnkeep_client.redact import shown
+from worker.wire.credentials import own_token
+
+from .flags import keep_option, listen_option, tenant_option, with_settings
+from .sampling import asked
+from .talking import CLIENT_SETTINGS, command_line, talk, url_of
+
+if TYPE_CHECKING:
+    from worker.process.settings import Settings
+
+    from .flags import Given
+
+
+@click.command()
+@listen_option(9423, "The page is not encrypted: beyond this machine, put a proxy before it.")
+@keep_option(60, 3600.0, "Length of the history, and time until a silent worker is forgotten.")
+@click.option("--read-only", is_flag=True, help="Show everything, and let nothing be done.")
+@click.option("--open", "opens", is_flag=True, help="Open the page in the browser, too.")
+@click.option("--until-eof", is_flag=True, hidden=True, help="End when standard input does.")
+@tenant_option
+@with_settings(*CLIENT_SETTINGS)
+def console(
+    given: Given,
+    listen: tuple[str, int],
+    keep_s: float,
+    read_only: bool,
+    opens: bool,
+    until_eof: bool,
+    tenant: str,
+) -> None:
+    """Serve a web page with all workers of a prefix, a tenant's sessions and a chat, until Ctrl-C.
+
+    The printed address has a token, without which nobody gets in. Needs the extra ops; if it is missing, a
+    message says how to install it.
+    """
+    try:
+        from ops.console.serving import run
+    except ModuleNotFoundError as missing:
+        library = (missing.name or "").partition(".")[0]
+        if library not in {"starlette", "uvicorn", "h11"}:
+            raise
+        raise TurnkeepError(f"{library} is missing; pip install 'turnkeep[ops]' brings it") from None
+    from ops.console.app import Place
+
+    from .launch import own_gateway
+    from .shelf import Shelf
+
+    settings = given.load()
+
+    def place() -> Place:
+        port = own_gateway(settings.data_dir)
+        gateway = f"http://127.0.0.1:{port or 8080}"
+        launch, url = (command_line(settings, one, ["data_dir"]) for one in ("launch", "url"))
+        return Place(shown(url_of(settings)), gateway, port is not None, launch, url)
+
+    options: dict[str, Any] = {"keep_s": keep_s, "prefix": settings.prefix, "read_only": read_only}
+    is_of_worker = until_eof and not given.load_models()
+    shelf = Shelf(settings, given.options(CLIENT_SETTINGS) if is_of_worker else None)
+    options |= {"opens": opens, "until_eof": until_eof, "place": place, "shelf": shelf}
+    options["token"] = token_of(settings, f"console of {tenant}, {'read' if read_only else 'act'}")
+    talk(settings, tenant, lambda client: run(client, *listen, sampling=asked, **options))
+
+
+def token_of(settings: Settings, of: str) -> str:
+    """Return a console's token: with the worker's own server the same at each start, so that pages go on.
+
+    Who can read that server's token may do everything that the console may. Else it is random.
+    """
+    secret = None if settings.nats else own_token(settings.data_dir)
+    if secret is None:
+        return secrets.token_urlsafe(32)
+    digest = hmac.digest(secret.encode(), of.encode(), "sha256")
+    return base64.urlsafe_b64encode(digest).decode().rstrip("=")

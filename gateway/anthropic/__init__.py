@@ -1,0 +1,1 @@
+"""Anthropic's API: a dialect over the same form as the others."""

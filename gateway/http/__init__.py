@@ -1,0 +1,1 @@
+"""The gateway's HTTP application: paths, bodies, answers whole or as events, and the server that runs it."""

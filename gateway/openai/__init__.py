@@ -1,0 +1,1 @@
+"""OpenAI's chat completions, completions and embeddings: dialects over the same form as the others."""

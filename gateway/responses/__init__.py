@@ -1,0 +1,1 @@
+"""OpenAI's Responses: a dialect over the same form as the others."""

@@ -1,0 +1,500 @@
+"""Requests on `in` and `ctl`, decoded strictly, and what they consist of. `messages` has all messages."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Final, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec.structs import force_setattr
+
+from .blocks import ContentError, text_of
+from .subjects import ID_PATTERN, ID_RULE
+
+#: The options of a generate that a model's authors may recommend, in the model's `generation_config.json`.
+RECOMMENDED: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+Id = Annotated[str, Meta(pattern=ID_PATTERN, description=ID_RULE)]
+Position = Annotated[int, Meta(ge=0, le=2**53, description="tokens from the session's start")]
+Length = Annotated[int, Meta(ge=1, le=2**53, description="tokens from the session's start")]
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Text = Annotated[str, Meta(description="raw text, tokenised without the chat template")]
+_SPELLED: Final = (
+    "whether to parse special tokens that are spelled out; by default in text, and not in messages"
+)
+SpecialTokens = Annotated[bool, Meta(description=_SPELLED)]
+Deadline = Annotated[float, Meta(gt=0, le=31_536_000, description="seconds after the log stored the request")]
+Priority = Annotated[int, Meta(ge=-10, le=10, description="among waiting requests, higher first")]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+Stop = Annotated[str, Meta(min_length=1, max_length=256)]
+Tag = Annotated[str, Meta(pattern=r"^[^\x00-\x1f\x7f]{1,64}$", description="1 to 64 printable characters")]
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+
+
+class Function(Struct, frozen=True, forbid_unknown_fields=True):
+    """The function that a tool call names, in OpenAI's shape."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One tool call of an assistant message, in OpenAI's shape."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: Function
+
+
+class ToolFunction(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A function that a model may call; `parameters` is a JSON schema of an object."""
+
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.\-]{1,128}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A tool, in OpenAI's shape. The chat template gets it as it was sent, with its keys in their order."""
+
+    type: Literal["function"] = "function"
+    function: ToolFunction
+
+
+class _ChosenFunction(Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+
+
+class NamedTool(Struct, frozen=True, forbid_unknown_fields=True):
+    """The tool that an answer must call, in OpenAI's shape."""
+
+    function: _ChosenFunction
+    type: Literal["function"] = "function"
+
+
+class Reasoning(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What becomes of an answer's reasoning. After `budget` tokens it is ended.
+
+    Without `keep` it leaves the session when the next user message comes; the answer's text is then prefilled
+    again. Some chat templates drop it by themselves.
+    """
+
+    keep: bool = True
+    budget: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+
+
+Part = Annotated[
+    dict[str, Any],
+    Meta(description="with a type: a text has its text; a placeholder stands for images and the like"),
+]
+
+
+class Message(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, dict=True):
+    """One chat message in OpenAI's shape; rendered by the model's chat template.
+
+    The parts of a content are joined on construction, so `content` is a string, or null if an assistant only
+    calls tools.
+    """
+
+    #: A decoded message as it was sent, which is how a request is encoded again.
+    sent: ClassVar[dict[str, Any] | None] = None
+    role: Role
+    content: str | tuple[Part, ...] | None = None
+    name: str | None = None
+    tool_calls: tuple[ToolCall, ...] | None = ()
+    tool_call_id: str | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.content, tuple):
+            try:
+                force_setattr(self, "content", text_of(self.content, "content", []))
+            except ContentError as error:
+                raise ValueError(f"has no valid {error.where}: {error}") from None
+        if self.tool_calls is None:
+            force_setattr(self, "tool_calls", ())
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise ValueError("needs content; only an assistant message with tool_calls may have none")
+
+    def as_sent(self) -> dict[str, Any]:
+        """Return the message as a chat template wants it, with its keys in the order in which they were sent.
+
+        A template may require the content that a message with only tool calls lacks.
+        """
+        return _in_order({"role": self.role, "content": "", **msgspec.to_builtins(self)}, self.sent)  # type: ignore[no-any-return]
+
+    def of_keys(self, given: Any) -> Message:
+        """Return the message, encoded with its keys in the order of those that were `given`."""
+        force_setattr(self, "sent", _in_order(msgspec.to_builtins(self), given))
+        return self
+
+
+def _in_order(value: Any, given: Any) -> Any:
+    """Return a value of JSON with the keys of its objects in the order of another one like it."""
+    match value, given:
+        case dict(), dict():
+            names = dict.fromkeys((*given, *value))
+            return {name: _in_order(value[name], given.get(name)) for name in names if name in value}
+        case list() | tuple(), list() if len(value) == len(given):
+            return [_in_order(*both) for both in zip(value, given, strict=True)]
+    return value
+
+
+#: What a `sink_window` or `paged` keeps where the `open` does not say it.
+DEFAULT_SINK: Final = 4
+DEFAULT_WINDOW: Final = 1024
+DEFAULT_RESIDENT: Final = 4096
+_MOST_TOKENS: Final = 2**31 - 1
+# The bounds are checked after decoding, so that a refusal can give their reason.
+_Span = Annotated[int, Meta(extra_json_schema={"minimum": 1, "maximum": _MOST_TOKENS})]
+
+
+class CachePolicy(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Which tokens keep their KV, and at what precision. A missing `policy` is the worker's default.
+
+    `full` keeps all tokens. `sink_window` keeps the first `sink` tokens (4 by default) and the last `window`
+    (1024); a token sees only these, the session may continue without end, and its KV has a fixed size.
+    `paged` keeps all tokens on SSD and `resident` of them (4096) on the device: the first and the last ones,
+    the spans `pin` (start, end), and the chunks that matter most to the current turn. An answer sees the
+    tokens on the device; a prompt sees all tokens, read from SSD. With `kv_bits`, a worker whose KV has
+    another precision refuses the session.
+    """
+
+    policy: Literal["full", "sink_window", "paged"] | None = None
+    sink: _Span | None = None
+    window: _Span | None = None
+    resident: _Span | None = None
+    pin: tuple[tuple[int, int], ...] | None = None
+    kv_bits: Literal[4, 8] | None = None
+
+    def __post_init__(self) -> None:
+        for policy, names in (("sink_window", ("sink", "window")), ("paged", ("resident", "pin"))):
+            given = [name for name in names if getattr(self, name) is not None]
+            if given and self.policy != policy:
+                raise ValueError(f"takes {' and '.join(given)} with the policy {policy} only")
+        if self.sink is not None and not 1 <= self.sink <= _MOST_TOKENS:
+            raise ValueError(
+                f"needs a sink of 1 to {_MOST_TOKENS} tokens, not {self.sink}: attention rests on the first"
+                " tokens, and without them in sight answers fall apart"
+            )
+        if self.window is not None and not 1 <= self.window <= _MOST_TOKENS:
+            raise ValueError(f"needs a window of 1 to {_MOST_TOKENS} tokens, not {self.window}")
+        if self.resident is not None and not 1 <= self.resident <= _MOST_TOKENS:
+            raise ValueError(f"needs 1 to {_MOST_TOKENS} resident tokens, not {self.resident}")
+        for start, end in self.pin or ():
+            if not 0 <= start < end <= _MOST_TOKENS:
+                raise ValueError(f"needs pins of a start and a larger end, from 0, not [{start}, {end}]")
+
+
+class ForkPoint(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Where a new session begins: with the first `position` tokens of another session of the tenant.
+
+    Without `position`: with all tokens that the session has after its last result. With `expect_position`,
+    only if it has that many then.
+    """
+
+    session: Id
+    position: Position | None = None
+    expect_position: Position | None = None
+
+
+class _Request(
+    Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="type", omit_defaults=True
+):
+    id: Id
+    expect_position: Position | None = None
+
+
+class Open(_Request, frozen=True, tag="open"):
+    """Start a session explicitly. Optional: the first append or generate starts it too.
+
+    With `from` it is a fork: it begins with tokens of another session and keeps that session's cache policy.
+    `tags` are names under which operators find it.
+    """
+
+    cache: CachePolicy = CachePolicy()
+    from_: ForkPoint | None = msgspec.field(name="from", default=None)
+    tags: Annotated[tuple[Tag, ...], Meta(max_length=16)] = ()
+
+    def __post_init__(self) -> None:
+        if self.from_ is not None and self.cache.policy is not None:
+            raise ValueError("open takes from or a cache policy, not both: a fork keeps its parent's policy")
+
+
+#: Variables that a template gets from the worker.
+_OWN_VARIABLES: Final = ("messages", "tools", "add_generation_prompt")
+Variables = Annotated[
+    dict[str, Any],
+    Meta(max_length=64, description="variables for the chat template, such as enable_thinking"),
+]
+
+
+class _Input(_Request, frozen=True):
+    messages: tuple[Message, ...] | None = None
+    text: Text | None = None
+    tokens: tuple[TokenId, ...] | None = None
+    special_tokens: SpecialTokens | None = None
+    chat_template_kwargs: Variables | None = None
+    deadline_s: Deadline | None = None
+    priority: Priority = 0
+
+    @property
+    def num_inputs(self) -> int:
+        """Count how many of `messages`, `text` and `tokens` are given."""
+        return sum(part is not None for part in (self.messages, self.text, self.tokens))
+
+
+Tools = Annotated[tuple[Tool, ...], Meta(max_length=512)]
+
+
+def _check_rendering(tools: Tools, variables: dict[str, Any]) -> list[str]:
+    """Check what a chat template gets besides messages; return the names of the tools."""
+    if own := next((name for name in _OWN_VARIABLES if name in variables), None):
+        raise ValueError(f"the request has {own} in chat_template_kwargs, which the template gets otherwise")
+    # Those of a decoded request are objects: it may be copied.
+    names = [tool["function"]["name"] if isinstance(tool, dict) else tool.function.name for tool in tools]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"the request has two tools of the name {twice}")
+    return names
+
+
+class Append(_Input, frozen=True, tag="append"):
+    """Add exactly one of `messages`, `text`, `tokens` to the session and prefill it at once.
+
+    `tools` and `chat_template_kwargs` are those of the session from then on, as in a generate.
+    """
+
+    tools: Tools | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_inputs != 1:
+            raise ValueError(f"append takes exactly one of messages, text, tokens; it has {self.num_inputs}")
+        _check_rendering(self.tools or (), self.chat_template_kwargs or {})
+
+
+class JsonSchema(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A JSON schema, in OpenAI's shape. `name` and `description` have no effect.
+
+    A keyword that cannot be enforced is refused; with `strict` false it is ignored.
+    """
+
+    schema: dict[str, Any]
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class _Format(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
+    pass
+
+
+class JsonSchemaFormat(_Format, frozen=True, tag="json_schema"):
+    """The answer is JSON that the schema describes, on one line."""
+
+    json_schema: JsonSchema
+
+
+class JsonObjectFormat(_Format, frozen=True, tag="json_object"):
+    """The answer is a JSON object, on one line."""
+
+
+class RegexFormat(_Format, frozen=True, tag="regex"):
+    """The whole answer matches a regular expression, in the syntax of Rust's regex crate."""
+
+    regex: Annotated[str, Meta(min_length=1)]
+
+
+class LarkFormat(_Format, frozen=True, tag="lark"):
+    """The answer follows a grammar in llguidance's variant of Lark."""
+
+    grammar: Annotated[str, Meta(min_length=1)]
+
+
+class ChoiceFormat(_Format, frozen=True, tag="choice"):
+    """The answer is one of some texts."""
+
+    choices: Annotated[tuple[Annotated[str, Meta(min_length=1)], ...], Meta(min_length=1, max_length=4096)]
+
+
+class TextFormat(_Format, frozen=True, tag="text"):
+    """The answer is any text, as without a format."""
+
+
+ResponseFormat = JsonSchemaFormat | JsonObjectFormat | RegexFormat | LarkFormat | ChoiceFormat | TextFormat
+
+
+class Generate(_Input, frozen=True, tag="generate"):
+    """Sample tokens, after appending at most one of `messages`, `text`, `tokens`.
+
+    `logit_bias` (added to the logits of token ids), penalties, temperature, `top_k`, `top_p` and `min_p`
+    apply in this order. A temperature of 0 takes the most likely token; `top_k` 0 and `top_p` 1 are off. The
+    `repetition_penalty` is for the answer's tokens and the session's tokens; under `sink_window` only for the
+    session's tokens that the model sees when the answer begins. `presence_penalty` and `frequency_penalty`
+    are for the answer's tokens, as in OpenAI's API. A missing seed is derived from the request, so an
+    interrupted answer continues with the same tokens.
+
+    The model's end tokens are not drawn before the answer has `min_tokens` tokens; with `ignore_eos` they do
+    not end it. With `logprobs`, each token of the answer has the logarithm of its probability by the model
+    itself, before everything above, and the `top_logprobs` likeliest tokens. `echo` says the same of each
+    token that the request adds before its answer; only with `echo` may `max_tokens` be 0. `raw` leaves out
+    the assistant header that the chat template would add after messages. The answer, from its first token or
+    the end of its reasoning on, follows the `response_format`; then it ends, even before `min_tokens`.
+
+    `prefix` is the beginning of the answer, given by the client: it belongs to the prompt, and to the answer
+    in later turns. With `own_sampling`, options that the request leaves out are those that the model's
+    authors recommend (`generation_config.json`).
+
+    `tools` stay those of the session until a request gives others, or none (`[]`). `tool_choice` says whether
+    the answer may call them (`auto`), must not (`none`), must (`required`), or must call the one that it
+    names. Without `parallel_tool_calls` the answer ends with its first call. `chat_template_kwargs` stay
+    those of the session in the same way (`{}`: none).
+    """
+
+    max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 256
+    prefix: Annotated[str, Meta(description="the answer's first text, given")] = ""
+    own_sampling: bool = False
+    tools: Tools | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool = "auto"
+    parallel_tool_calls: bool = True
+    reasoning: Reasoning = Reasoning()
+    temperature: Annotated[float, Meta(ge=0, le=100)] | UnsetType = UNSET
+    top_p: Annotated[float, Meta(gt=0, le=1)] | UnsetType = UNSET
+    top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] | UnsetType = UNSET
+    min_p: Annotated[float, Meta(ge=0, le=1)] | UnsetType = UNSET
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | UnsetType = UNSET
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    logit_bias: Annotated[dict[Annotated[int, Meta(ge=0, le=2**31 - 1)], Bias], Meta(max_length=1024)] = {}
+    min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
+    ignore_eos: bool = False
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] = 0
+    echo: bool = False
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
+    stop: Annotated[tuple[Stop, ...], Meta(max_length=16)] | Stop = ()
+    raw: bool = False
+    response_format: ResponseFormat | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            force_setattr(self, "stop", (self.stop,))
+        if self.num_inputs > 1:
+            raise ValueError(
+                f"generate takes at most one of messages, text, tokens; it has {self.num_inputs}"
+            )
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("generate takes top_logprobs with logprobs only: set logprobs to true")
+        if not self.max_tokens and not self.echo:
+            raise ValueError("generate takes max_tokens 0 with echo only: an answer has a token at least")
+        names = _check_rendering(self.tools or (), self.chat_template_kwargs or {})
+        if isinstance(self.tool_choice, NamedTool) and self.tools is not None:
+            chosen = self.tool_choice.function.name
+            if chosen not in names:
+                raise ValueError(f"generate has a tool_choice of {chosen}, which is none of its tools")
+        if self.ignore_eos and not isinstance(self.response_format, TextFormat | None):
+            raise ValueError(
+                "generate takes ignore_eos without a response_format only:"
+                " such an answer ends when it is whole"
+            )
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"generate needs min_tokens of at most max_tokens ({self.max_tokens}), not {self.min_tokens}"
+            )
+
+
+class Rewind(_Request, frozen=True, tag="rewind"):
+    """Forget every token from `position` on."""
+
+    position: Position
+
+
+class Close(_Request, frozen=True, tag="close"):
+    """End the session. Only an `open` can use its name again; after some days it is removed from the log.
+
+    `forget` removes the session's content at once: from the worker's disk, except prefixes that other
+    sessions or a pin share, and from the log, except the close and its result. Snapshots of tokens that the
+    session no longer had, after a rewind or a cancelled request, stay on the disk until they are evicted.
+    """
+
+    forget: bool = False
+
+
+Request = Open | Append | Generate | Rewind | Close
+
+
+class InfoRequest(
+    Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="info", omit_defaults=True
+):
+    """Ask for a session's state (on `ctl`). The answer names `limit` waiting requests after the first `skip`.
+
+    With `snapshot` the answer also names the last stored snapshot of the session's KV, and its pins.
+    """
+
+    skip: Annotated[int, Meta(ge=0, le=2**53)] = 0
+    limit: Annotated[int, Meta(ge=0, le=1000)] = 100
+    snapshot: bool = False
+
+
+class MetricsRequest(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="metrics"):
+    """Ask for the worker's metrics (on the `ctl` of any session, which need not exist)."""
+
+
+class CancelRequest(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="cancel"):
+    """Stop a waiting or running request of the session (on `ctl`)."""
+
+    id: Id
+
+
+class PinRequest(
+    Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="pin", omit_defaults=True
+):
+    """Keep the KV of the session's first `position` tokens on disk until `unpin` (on `ctl`).
+
+    Without a position: all tokens so far. The pin belongs to the tenant and the prefix, not to the session:
+    it outlives session and worker, and serves every session with the same prefix.
+    """
+
+    position: Length | None = None
+
+
+class UnpinRequest(
+    Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="unpin", omit_defaults=True
+):
+    """Unpin all pinned prefixes of the session, or the one with `position` tokens (on `ctl`)."""
+
+    position: Length | None = None
+
+
+class CountRequest(
+    Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="count", omit_defaults=True
+):
+    """Count the tokens that a generate with this input would add; nothing runs (on `ctl`).
+
+    Of a session that does not exist: the tokens that it would begin with. Other `tools` than the session's
+    are counted as a generate would add them.
+    """
+
+    messages: tuple[Message, ...] | None = None
+    text: Text | None = None
+    tokens: tuple[TokenId, ...] | None = None
+    special_tokens: SpecialTokens | None = None
+    raw: bool = False
+    tools: Tools | None = None
+    chat_template_kwargs: Variables | None = None
+
+
+class EmbedRequest(
+    Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="embed", omit_defaults=True
+):
+    """Make a vector of each of the `inputs`, texts or token ids (on `ctl`, of any session's name).
+
+    Vectors are cut to `dimensions` numbers. Nothing of this is in the log.
+    """
+
+    inputs: Annotated[tuple[Text | tuple[TokenId, ...], ...], Meta(min_length=1, max_length=256)]
+    dimensions: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+
+
+ControlRequest = (
+    InfoRequest | MetricsRequest | CancelRequest | PinRequest | UnpinRequest | CountRequest | EmbedRequest
+)

@@ -1,0 +1,477 @@
+"""Results, chunks and replies, which are decoded openly. `messages` has all messages."""
+
+from __future__ import annotations
+
+from struct import unpack
+from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeVar, get_args
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec.structs import replace
+
+from .errors import ERROR_CODES, RETRYABLE, AnswerNotParsedError, ErrorCode
+from .metrics import Metrics  # noqa: TC001  # msgspec reads it
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+_T = TypeVar("_T")
+
+
+class _Result(Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults=True):
+    id: str
+    seq: int
+    position: int
+    repeat_of: int | None = None
+
+
+class SessionCache(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The cache policy of a session.
+
+    Under `sink_window` it keeps the first `sink` tokens and the last `window`. Under `paged`, `resident`
+    tokens are on the device, always including the spans `pin`.
+    """
+
+    policy: str
+    sink: int | None = None
+    window: int | None = None
+    resident: int | None = None
+    pin: tuple[tuple[int, int], ...] = ()
+
+    def __str__(self) -> str:
+        """Name the policy with its numbers."""
+        if self.resident is not None:
+            pins = "".join(f", always {start}-{end}" for start, end in self.pin)
+            return f"{self.policy} ({self.resident} tokens on the device{pins})"
+        if self.sink is None or self.window is None:
+            return self.policy
+        return f"{self.policy} (the first {self.sink} tokens and the last {self.window})"
+
+
+class Model(Struct, frozen=True, kw_only=True):
+    """A model by its name, and by digests of its weights and of its tokenizer, as hex."""
+
+    name: str
+    weights: str = ""
+    tokenizer: str = ""
+
+
+class Change(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a request did to the session's tokens: so workers read a log without a model.
+
+    The first `kept` tokens stay; behind them come those of the `input`, then the answer's. `input` is base64
+    of the ids as LEB128 numbers; if it is long, other messages of the log have it, which the result's header
+    `Turnkeep-Parts` names. If the session was tokenised anew for another tokenizer, the first `raw` tokens
+    are raw content. With `holds_answer`, the input ends with the answer: the result's tokens are another
+    tokenizer's.
+    """
+
+    kept: int
+    input: str = ""
+    raw: int = 0
+    holds_answer: bool = False
+
+
+class _Bounded(_Result, frozen=True, kw_only=True):
+    """The fields `cache` and `visible_from`, set if the session's policy is not `full`.
+
+    The model sees all tokens from the position `visible_from` on. Of the earlier tokens it sees only the
+    sinks, or under `paged` only those on the device.
+    """
+
+    cache: SessionCache | None = None
+    visible_from: int | None = None
+
+
+class Parent(Struct, frozen=True, kw_only=True):
+    """The session that a fork was made from, and the number of tokens that the fork took from it."""
+
+    session: str
+    position: int
+
+
+class Opened(_Bounded, frozen=True, tag="opened"):
+    """Answer to `open`. `cache` is the session's policy; it is left out if the policy is `full`.
+
+    A fork has a `parent`, and `position` counts the tokens that it took from it; `model` is its parent's.
+    """
+
+    model: Model | None = None
+    parent: Parent | None = None
+    tags: tuple[str, ...] = ()
+
+
+class Rewound(_Bounded, frozen=True, tag="rewound"):
+    """Answer to `rewind`."""
+
+
+class Closed(_Result, frozen=True, tag="closed"):
+    """Answer to `close`; `position` is the session's last one.
+
+    After `forget`, `forgotten` counts the removed snapshots and `removed_entries` the entries removed from
+    the log. `settled` is false if some of the session's own tokens may be left on the disk: the disk did not
+    answer in time, a file could not be removed, another session's turn uses a snapshot, there are
+    snapshots that a worker cannot read, or another worker did not answer. It says nothing of workers that do
+    not run. Tokens that another open session has too are not its own.
+    """
+
+    forgotten: int | None = None
+    removed_entries: int | None = None
+    settled: bool = True
+
+
+class _Turned(_Bounded, frozen=True, kw_only=True):
+    """What a turn did to the tokens, and with which `model`.
+
+    `previous_model` is that of the session's turn before, if it was another one.
+    """
+
+    change: Change | None = None
+    model: Model | None = None
+    previous_model: Model | None = None
+    rewritten_from: int | None = None
+
+
+class Appended(_Turned, frozen=True, tag="appended"):
+    """Answer to `append`; `tokens = cached_tokens + prefilled_tokens`: all session tokens but the last.
+
+    The following generate runs the last token, whose logits give the answer's first token. After an empty
+    append the counts are zero. `kv_live_bytes` is the size of the KV that the next token sees; under `paged`
+    it includes the sketches (2-bit copies of the keys) of all tokens. `rewritten_from` is set if the chat
+    template changed earlier text, or the model has another tokenizer than the one before: the tokens from
+    that position on were replaced and prefilled again.
+    `warnings` are as in a `Generated`.
+    """
+
+    tokens: int
+    cached_tokens: int
+    prefilled_tokens: int
+    kv_live_bytes: int
+    seconds: float
+    warnings: tuple[str, ...] = ()
+
+
+_OPEN: Final = "later versions have other values too"
+FinishReason = Literal[
+    "stop",
+    "length",
+    "cancelled",
+    "expired",
+    "tool_calls",
+    "tool_calls_malformed",
+    "model_changed",
+    "given_up",
+]
+#: The finish reasons of answers that were ended from outside: by their client, a deadline, or their worker.
+STOPPED: Final = frozenset({"cancelled", "expired", "model_changed", "given_up"})
+_OpenReason = Annotated[str, Meta(description=_OPEN, examples=list(get_args(FinishReason)))]
+_OpenCode = Annotated[str, Meta(description=_OPEN, examples=list(ERROR_CODES))]
+
+
+class Usage(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Tokens of one generate: `prompt_tokens = cached_tokens + prefilled_tokens`.
+
+    `reasoning_tokens` of the `completion_tokens` are reasoning.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+    prefilled_tokens: int
+    completion_tokens: int
+    reasoning_tokens: int = 0
+
+
+class Seconds(Struct, frozen=True, kw_only=True):
+    """Times of one generate: in the queue, in prefill, to the first token, total."""
+
+    queued: float
+    prefill: float
+    first_token: float
+    total: float
+
+
+class LikelyToken(Struct, frozen=True, omit_defaults=True):
+    """A token and the logarithm of its probability.
+
+    `token` is its text. `bytes` are its bytes if these are not whole characters.
+    """
+
+    id: int
+    token: str
+    logprob: float
+    bytes: tuple[int, ...] | None = None
+
+
+class TokenLogprob(LikelyToken, frozen=True, omit_defaults=True):
+    """One token of an answer. `top` are the `top_logprobs` likeliest tokens in its place, likeliest first."""
+
+    top: tuple[LikelyToken, ...] = ()
+
+
+class PromptToken(Struct, frozen=True, omit_defaults=True):
+    """One token of a prompt, as `TokenLogprob` has it of an answer's.
+
+    `logprob` is null for the first token of a session.
+    """
+
+    id: int
+    token: str
+    logprob: float | None
+    bytes: tuple[int, ...] | None = None
+    top: tuple[LikelyToken, ...] = ()
+
+
+class CalledFunction(Struct, frozen=True):
+    """The function of a tool call; `arguments` is JSON as text."""
+
+    name: str
+    arguments: str
+
+
+class Called(Struct, frozen=True):
+    """One tool call of an answer, in OpenAI's shape."""
+
+    id: str
+    function: CalledFunction
+    type: str = "function"
+
+
+class Generated(_Turned, frozen=True, tag="generated"):
+    """Answer to `generate`. `tokens` are all ids that were added. `text` leaves out the stop string (`stop`).
+
+    With `logprobs`, the field of that name has an item for each token; with `echo`, `prompt_logprobs` for
+    each token that the request added before them. `reasoning` and `tool_calls` are not in the text. A call of
+    no offered tool, or that does not fit its schema, or cannot be parsed, is in the text; an answer with no
+    other call then has the `finish_reason` `tool_calls_malformed`. `warnings` say what of the request had no
+    effect, or was told to the model in another form: placeholders, and messages as the chat template renders
+    them. `prefix_tokens` is how many of the prompt's tokens, its last ones, are the request's `prefix`;
+    `resumed_tokens` is how many of the answer's an earlier worker had published. An answer that another model
+    had begun ends as it was streamed, with the `finish_reason` `model_changed`.
+    One that the worker failed to complete does so with `given_up`; then `warnings` say why.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    finish_reason: _OpenReason
+    usage: Usage
+    seconds: Seconds
+    kv_live_bytes: int
+    stop: str | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[PromptToken, ...] = ()
+    reasoning: str = ""
+    tool_calls: tuple[Called, ...] = ()
+    warnings: tuple[str, ...] = ()
+    prefix_tokens: int = 0
+    resumed_tokens: int = 0
+
+    def parsed(self, kind: type[_T]) -> _T:
+        """Parse the text as JSON of a type: one that msgspec knows, such as `dict`, or a pydantic model.
+
+        Raises `AnswerNotParsedError`.
+        """
+        if self.finish_reason != "stop":
+            raise AnswerNotParsedError(
+                f"the answer is not whole: its finish_reason is {self.finish_reason!r} after"
+                f" {self.usage.completion_tokens} tokens"
+            )
+        read = getattr(kind, "model_validate_json", None)
+        try:
+            found: _T = read(self.text) if read else msgspec.json.decode(self.text, type=kind)
+        except ValueError as error:  # of msgspec and of pydantic
+            raise AnswerNotParsedError(
+                f"the answer is no {getattr(kind, '__name__', kind)}: {error}; it begins {self.text[:80]!r}"
+            ) from error
+        return found
+
+
+class Failed(Struct, frozen=True, kw_only=True, tag_field="type", tag="failed", omit_defaults=True):
+    """Answer to a request that changed nothing. `id` is null if the body has no valid one."""
+
+    id: str | None
+    code: _OpenCode
+    message: str
+    retryable: bool
+    seq: int | None = None
+    position: int | None = None
+    repeat_of: int | None = None
+
+
+def failure(
+    request_id: str | None,
+    code: ErrorCode,
+    message: str,
+    *,
+    seq: int | None = None,
+    position: int | None = None,
+) -> Failed:
+    """Build a `failed`; the code decides `retryable`."""
+    retryable = code in RETRYABLE
+    return Failed(id=request_id, code=code, message=message, retryable=retryable, seq=seq, position=position)
+
+
+class DeadLetter(Struct, frozen=True, kw_only=True, tag_field="type", tag="dead"):
+    """Why workers gave up the request at sequence `seq`. Stored on the session's subject `dead`."""
+
+    seq: int
+    id: str | None
+    request: str
+    position: int
+    attempts: int
+    reason: str
+    worker: str
+    model: str
+
+
+class UnknownResult(Struct, frozen=True, kw_only=True):
+    """A result whose type or shape this version does not know; `body` is its JSON."""
+
+    type: str
+    seq: int
+    id: str | None = None
+    position: int | None = None
+    repeat_of: int | None = None
+    body: bytes = b""
+
+
+KnownResult = Opened | Appended | Generated | Rewound | Closed | Failed
+Result = KnownResult | UnknownResult
+
+
+class CallPart(Struct, frozen=True, omit_defaults=True):
+    """A part of the tool call number `index`, from 0: `id` and `name` once, then text of its arguments."""
+
+    index: int
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
+class Chunk(Struct, frozen=True, omit_defaults=True):
+    """A part of an answer: some of its tokens, and what is said of them; `i` is the index of the first.
+
+    `text` has only whole characters. `logprobs` has an item for each token, if the request asks for them.
+    `reasoning` and `tool_calls` are not in the text; a call is told when it is complete. The first chunk has
+    the `warnings` of the result.
+
+    `seq` is the generate's stream sequence, or that of the one it repeats: ignore chunks with another `seq`.
+    """
+
+    i: int
+    tokens: tuple[int, ...]
+    text: str
+    seq: int | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    reasoning: str = ""
+    tool_calls: tuple[CallPart, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+def joined(chunks: Sequence[Chunk]) -> Chunk:
+    """Join consecutive chunks of one answer; at least one."""
+    return replace(
+        chunks[0],
+        tokens=tuple(token for chunk in chunks for token in chunk.tokens),
+        text="".join(chunk.text for chunk in chunks),
+        logprobs=tuple(one for chunk in chunks for one in chunk.logprobs),
+        reasoning="".join(chunk.reasoning for chunk in chunks),
+        tool_calls=tuple(one for chunk in chunks for one in chunk.tool_calls),
+    )
+
+
+class Cancelled(Struct, frozen=True, kw_only=True, tag_field="type", tag="cancelled"):
+    """Answer to `cancel`: the state of the request when it was cancelled."""
+
+    id: str
+    was: Annotated[str, Meta(description=_OPEN, examples=["waiting", "running"])]
+
+
+class Pinned(Struct, frozen=True, kw_only=True, tag_field="type", tag="pinned"):
+    """Answer to `pin`. `stored_tokens` of the `tokens` are on disk or being written; they take `size_bytes`.
+
+    `pinned_bytes` is the size of all pins in the worker's cache. `noted`: whether the pin itself is on disk.
+    """
+
+    tokens: int
+    stored_tokens: int
+    size_bytes: int
+    pinned_bytes: int
+    noted: bool
+
+
+class Unpinned(Struct, frozen=True, kw_only=True, tag_field="type", tag="unpinned"):
+    """Answer to `unpin`: the lengths in tokens of the unpinned prefixes."""
+
+    prefixes: tuple[int, ...]
+    pinned_bytes: int
+
+
+class Counted(Struct, frozen=True, kw_only=True, tag_field="type", tag="counted", omit_defaults=True):
+    """Answer to `count`: the session would have `position` tokens, the last `tokens` of them new.
+
+    `rewritten_from` is set if the chat template would change earlier text: then `tokens` are those from there
+    on.
+    """
+
+    tokens: int
+    position: int
+    rewritten_from: int | None = None
+
+
+class Embedded(Struct, frozen=True, kw_only=True, tag_field="type", tag="embedded"):
+    """Answer to `embed`: the vectors of the inputs, each of length 1, and how many tokens each input has.
+
+    A vector is base64 of 32-bit floats, little-endian.
+    """
+
+    vectors: tuple[bytes, ...]
+    tokens: tuple[int, ...]
+    model: str
+
+    @property
+    def floats(self) -> list[list[float]]:
+        """The vectors as lists of numbers."""
+        return [list(unpack(f"<{len(one) // 4}f", one)) for one in self.vectors]
+
+
+class Progress(Struct, frozen=True, kw_only=True):
+    """Progress of the running request: `cached_tokens` of its `context_tokens` have KV by now."""
+
+    cached_tokens: int
+    context_tokens: int
+    generated_tokens: int
+
+
+class SessionInfo(Struct, frozen=True, kw_only=True, tag_field="type", tag="session"):
+    """Answer to `info`. `waiting` names the requested part of the `num_waiting` waiting requests.
+
+    If `policy` is not `full`, `cache` has the policy's numbers. `visible_tokens` tokens keep their KV, at
+    most `capacity_tokens`, and the model sees all tokens from the position `visible_from` on. `snapshot` is
+    the name of the last stored snapshot, as in `turnkeep cache ls`, and `pinned` has the lengths in tokens of
+    the pinned prefixes, if the request asked for the snapshot. A fork has a `parent`.
+    """
+
+    tenant: str
+    session: str
+    position: int
+    state: Annotated[str, Meta(description=_OPEN, examples=["idle", "waiting", "running"])]
+    active: str | None
+    waiting: tuple[str, ...]
+    num_waiting: int = 0
+    requests: int
+    progress: Progress | None
+    resident: bool
+    kv_live_bytes: int
+    policy: str
+    cache: SessionCache | UnsetType = UNSET
+    capacity_tokens: int | UnsetType = UNSET
+    visible_tokens: int | UnsetType = UNSET
+    visible_from: int | UnsetType = UNSET
+    snapshot: str | UnsetType = UNSET
+    pinned: tuple[int, ...] | UnsetType = UNSET
+    parent: Parent | UnsetType = UNSET
+    tags: tuple[str, ...] | UnsetType = UNSET
+    answered_by: Model | UnsetType = UNSET
+    model: str
+    worker: Metrics

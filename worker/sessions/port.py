@@ -1,0 +1,148 @@
+"""What sessions ask of the device, and what they get: the port that `worker.device.engine` implements.
+
+Sessions know nothing else of the device; the simulation has one of its own behind this port.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+from cache.names.policy import FULL
+from worker.batch.chooser import Sampling
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from cache.names.policy import Policy
+    from cache.names.tokens import Tokens
+    from cache.store import Forgotten
+    from turnkeep_client.messages import Chunk, Progress
+    from turnkeep_client.subjects import SessionKey
+    from worker.batch.rows import Embedding, Scores
+    from worker.observe.traces import Phase
+    from worker.text.answer import Answer
+
+    Publish: TypeAlias = Callable[[Chunk], Awaitable[None]]
+
+
+class DeviceFaultError(Exception):
+    """The forward pass failed; the session's tokens have not changed."""
+
+
+class NoMemoryError(Exception):
+    """The device had no room for the next piece of the prompt; the session's tokens have not changed."""
+
+
+class StoppingError(Exception):
+    """The worker stops: the turn was ended early, and its request stays unanswered."""
+
+
+@dataclass(slots=True, eq=False)
+class Asked:
+    """One append, or a generate, which has an `answer`.
+
+    `context` are all tokens of the session up to where sampling starts. Tokens that the answer already holds
+    were published before a crash; they are the end of the context. Higher priorities come first. With
+    `scores`, an append fills them for all tokens of the context; with `embedding`, it sets that of the last
+    token but one, and stores nothing.
+    """
+
+    key: SessionKey
+    context: Tokens
+    policy: Policy = FULL
+    priority: int = 0
+    answer: Answer | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+    scores: Scores | None = None
+    embedding: Embedding | None = None
+    num_prompt: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_prompt = len(self.context) - (len(self.answer.tokens) if self.answer else 0)
+
+    @property
+    def max_new(self) -> int:
+        """The most tokens that come behind the context."""
+        return 0 if self.answer is None else self.num_prompt + self.answer.max_tokens - len(self.context)
+
+
+@dataclass(frozen=True, slots=True)
+class TurnResult:
+    """The cost of a turn. `num_cached` prompt tokens already had KV; `num_prefilled` were run.
+
+    `complete` says that the turn was not cancelled before its whole context had KV. `started_s` and
+    `first_token_s` are readings of the monotonic clock.
+    """
+
+    complete: bool
+    num_cached: int
+    num_prefilled: int
+    live_bytes: int
+    prefill_s: float
+    started_s: float
+    first_token_s: float
+
+
+class EnginePort(Protocol):
+    """Runs turns, at most one of each session at a time. Event loop only."""
+
+    @property
+    def max_bytes(self) -> int:
+        """The device memory that all KV may take."""
+
+    async def run(
+        self,
+        asked: Asked,
+        cancelled: Callable[[], bool],
+        publish: Publish | None = None,
+        phases: list[Phase] | None = None,
+    ) -> TurnResult | None:
+        """Bring the KV of a context onto the device, then sample the answer behind it, if there is one.
+
+        There must be no `refusal` of the policy. `publish(chunk)` is awaited for the answer's new tokens,
+        several at a time if it is slower than the device. Returns None if the turn was `cancelled()` before
+        it reached the device; later, `cancel` ends it with the tokens so far. The phases of the turn's time
+        are appended to `phases`, even if the turn fails. Raises `DeviceFaultError`; `NoMemoryError`;
+        `CutOffError` if the turn needs token ids that the context leaves out; and `StoppingError` if the
+        worker stops before the end.
+        """
+
+    async def embed(self, key: SessionKey, tokens: Tokens, *, priority: int = 0) -> bytes:
+        """Return the vector of a prompt, see `Embedding`.
+
+        No session may have this key; nothing of it stays on the device. Raises what `run` raises.
+        """
+
+    def cancel(self, key: SessionKey) -> None:
+        """End the session's turn after the running step.
+
+        If the turn has not reached the device yet, the caller's `cancelled()` must already return true.
+        """
+
+    def progress(self, key: SessionKey) -> Progress | None:
+        """Return the progress of a session's running turn; None if there is none."""
+
+    def refusal(self, policy: Policy) -> str | None:
+        """Return why this worker cannot serve a session under a policy; None if it can."""
+
+    def size_bytes(self, num_tokens: int, policy: Policy = FULL) -> int:
+        """Count the device memory that the KV of `num_tokens` takes."""
+
+    def ever_fits(self, size_bytes: int) -> bool:
+        """Whether so much KV could be on the device, if nothing else was."""
+
+    def live_bytes(self, key: SessionKey, tokens: Tokens, policy: Policy = FULL) -> int:
+        """Count the bytes of resident KV that a session with these tokens can reuse."""
+
+    def most_tokens(self, most: int, policy: Policy = FULL) -> int:
+        """Return the largest number of tokens, at most `most`, with which a session fits into KV memory."""
+
+    def forget(self, key: SessionKey) -> None:
+        """Drop a session's KV from the device. Its snapshots stay on SSD."""
+
+    async def erase(self, key: SessionKey, tokens: Tokens, shared: int) -> Forgotten:
+        """Drop a session's KV from the device and its snapshots from SSD. Takes 2 s at most.
+
+        The snapshots of the first `shared` tokens stay. Drops the rest before the first wait.
+        """
