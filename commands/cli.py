@@ -45,6 +45,10 @@ _COMMANDS: Final = {
     ),
     "demo": ("demo", "Hold a conversation, and kill the worker in the middle of an answer."),
     "doctor": ("doctor", "Check this machine: what was found, what is missing, and how to fix it."),
+    "drain": (
+        "drain",
+        "Let WORKER give its sessions to the other workers, and wait until it has nothing to do.",
+    ),
     "export": (
         "export",
         "Write SESSION's log to FILE, which another log can import and `turnkeep replay` can play.",

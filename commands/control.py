@@ -238,7 +238,7 @@ def _print_metrics(metrics: Metrics) -> None:
     rows = [
         ("model", f"{metrics.model} on {metrics.device}, turnkeep {metrics.version}"),
         *([("other workers", ", ".join(metrics.others))] if metrics.others else []),
-        ("up", span(metrics.uptime_s)),
+        ("up", f"{span(metrics.uptime_s)}{', gives its sessions away' if metrics.drains else ''}"),
         ("sessions", f"{metrics.sessions} in memory, {metrics.resident_sessions} on the device"),
         ("requests", f"{metrics.running} running, {metrics.waiting} waiting"),
     ]

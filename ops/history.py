@@ -71,6 +71,7 @@ class History:
                 "up": one.up,
                 "age_s": one.age_s,
                 "uptime_s": one.metrics.uptime_s,
+                "drains": one.metrics.drains,
                 "pinned_bytes": one.metrics.snapshots.kept_bytes,
                 **dict(zip(SERIES, values, strict=True)),
             }

@@ -53,12 +53,18 @@ class _Column:
     order: Callable[[Sighting, Figures], Any]
 
 
+def _up(one: Sighting, _: Figures) -> str:
+    if not one.up:
+        return "silent"
+    return "drains" if one.metrics.drains else span(one.metrics.uptime_s)
+
+
 _COLUMNS: Final = (
     _Column("worker", lambda one, _: one.metrics.worker, lambda one, _: one.metrics.worker),
     _Column("model", lambda one, _: one.metrics.model, lambda one, _: one.metrics.model),
     _Column(
         "up",
-        lambda one, _: span(one.metrics.uptime_s) if one.up else "silent",
+        _up,
         lambda one, _: one.metrics.uptime_s if one.up else -one.age_s,
     ),
     _Column("sess", lambda one, _: count(one.metrics.sessions), lambda one, _: one.metrics.sessions),
@@ -269,7 +275,9 @@ def worker_lines(one: Sighting, own: Figures) -> list[tuple[str, str]]:
             ("worker", f"{now.worker}: {about}"),
             ("silent", f"for {span(one.age_s)}; its last figures are not shown"),
         ]
-    return [("worker", f"{now.worker}: {about}, up {span(now.uptime_s)}"), *_work(now, own), *_room(now, own)]
+    drains = ", gives its sessions away" if now.drains else ""
+    about = f"{now.worker}: {about}, up {span(now.uptime_s)}{drains}"
+    return [("worker", about), *_work(now, own), *_room(now, own)]
 
 
 def _work(now: Metrics, own: Figures) -> list[tuple[str, str]]:

@@ -717,7 +717,7 @@ class App:
             sampling=self._loaded.sampling,
             context_tokens=self._context_tokens,
             worker=self._settings.worker,
-            others=self._members.others,
+            members=self._members,
             version=VERSION,
             interval_s=self._settings.metrics_interval_s,
             max_message_bytes=self._settings.max_message_bytes,

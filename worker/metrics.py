@@ -15,7 +15,6 @@ from turnkeep_client.messages import UNLOADED, Metrics, SnapshotCounters
 from .observe.telemetry import Telemetry
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
     from typing import Any
 
     from cache.store import Store
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from worker.device.engine import Engine
     from worker.sessions.sessions import Sessions
     from worker.wire.intake import Intake
+    from worker.wire.members import Members
     from worker.wire.retention import Retention
 
 
@@ -39,7 +39,7 @@ def collect(
     sampling: dict[str, float],
     context_tokens: int,
     worker: str,
-    others: Iterable[str],
+    members: Members,
     version: str,
     interval_s: float,
     max_message_bytes: int,
@@ -52,7 +52,8 @@ def collect(
         sampling=sampling,
         context_tokens=context_tokens,
         device=device.name,
-        others=tuple(sorted(others)),
+        others=tuple(sorted(members.others)),
+        drains=members.me.drains,
         uptime_s=telemetry.uptime_s,
         requests={kind: dict(outcomes) for kind, outcomes in telemetry.requests.items()},
         waiting=max(intake.num_sessions - engine.num_running, 0),

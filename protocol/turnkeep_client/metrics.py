@@ -85,8 +85,8 @@ class Metrics(Struct, frozen=True, kw_only=True, tag_field="type", tag="metrics"
     of sessions at work. `ignored` counts, by kind, entries and chunks that no worker can have published.
     `kv_layers` names the layers of each kind of KV. `sampling` has the options of a generate that the model's
     authors recommend; the worker applies none by itself. `others` names the other workers of the prefix that
-    run. `context_tokens` is the most that a session with all
-    of its KV may hold. A `device` of `unloaded` says that the first request loads the model.
+    run; one that `drains` gives its sessions to them. `context_tokens` is the most that a session with all of
+    its KV may hold. A `device` of `unloaded` says that the first request loads the model.
 
     `interval_s` is the time until the next message; `max_message_bytes` is the size of the largest request
     that the log takes. `queue_time` and `request_duration` count the appends and generates from the moment
@@ -101,6 +101,7 @@ class Metrics(Struct, frozen=True, kw_only=True, tag_field="type", tag="metrics"
     model: str
     device: str
     others: tuple[str, ...] = ()
+    drains: bool = False
     uptime_s: float
     requests: dict[str, dict[str, int]]
     waiting: int

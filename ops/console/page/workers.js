@@ -18,7 +18,7 @@ const hits = (one) => {
   return all > 0 ? `${Math.round(100 * one.cached_per_s / all)}%` : GONE;
 };
 const COLUMNS = [
-  ["state", (one) => one.up ? `up ${span(one.uptime_s)}` : `silent for ${span(one.age_s)}`],
+  ["state", (one) => one.up ? `up ${span(one.uptime_s)}${one.drains ? ", gives its sessions away" : ""}` : `silent for ${span(one.age_s)}`],
   ["sessions", (one) => shown(one.sessions, count)],
   ["running", (one) => shown(one.running, count)],
   ["waiting", (one) => shown(one.waiting, count)],

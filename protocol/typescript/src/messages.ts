@@ -510,8 +510,8 @@ export interface Message {
  * sessions at work. `ignored` counts, by kind, entries and chunks that no worker can have published.
  * `kv_layers` names the layers of each kind of KV. `sampling` has the options of a generate that the model's
  * authors recommend; the worker applies none by itself. `others` names the other workers of the prefix that
- * run. `context_tokens` is the most that a session with all of its KV may hold. A `device` of `unloaded` says
- * that the first request loads the model.
+ * run; one that `drains` gives its sessions to them. `context_tokens` is the most that a session with all of
+ * its KV may hold. A `device` of `unloaded` says that the first request loads the model.
  *
  * `interval_s` is the time until the next message; `max_message_bytes` is the size of the largest request that
  * the log takes. `queue_time` and `request_duration` count the appends and generates from the moment when the
@@ -527,6 +527,7 @@ export interface Metrics {
   model: string;
   device: string;
   others?: readonly string[];
+  drains?: boolean;
   uptime_s: number;
   requests: Record<string, Record<string, number>>;
   waiting: number;

@@ -1,0 +1,61 @@
+"""The command `drain`: a worker gives its sessions to the others of its prefix, and takes none."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from turnkeep_client.errors import TurnkeepError
+from turnkeep_client.subjects import Subjects
+
+from .flags import with_settings
+from .talking import CLIENT_SETTINGS, located, url_of
+
+if TYPE_CHECKING:
+    from worker.process.settings import Settings
+
+    from .flags import Given
+
+_POLL_S: Final = 0.5
+
+
+@click.command()
+@click.argument("worker")
+@click.option("--undo", is_flag=True, help="Let the worker take sessions again.")
+@with_settings(*CLIENT_SETTINGS)
+def drain(given: Given, worker: str, *, undo: bool) -> None:
+    """Let WORKER give its sessions to the other workers, and wait until it has nothing to do.
+
+    Each session moves between two requests; running answers end where they are. The worker goes on running:
+    stop it then, or let it take sessions again with --undo. `turnkeep info` names the workers of a prefix.
+    """
+    asyncio.run(_drain(given.load(), worker, on=not undo))
+
+
+async def _drain(settings: Settings, name: str, *, on: bool) -> None:
+    from worker.wire.credentials import client_options
+    from worker.wire.draining import Workers
+
+    here, subjects = located(settings), Subjects(settings.prefix)
+    async with Workers.at(url_of(here), subjects, **client_options(here)) as workers:
+        there = await workers.there()
+        if name not in there:
+            names = f"; there are: {', '.join(sorted(there))}" if there else ""
+            raise TurnkeepError(f"no worker {name} serves the prefix {subjects.prefix!r}{names}")
+        takers = await workers.drain(there[name], on=on)
+        if not on:
+            click.echo(f"{name} takes sessions again")
+            return
+        if not takers:
+            raise TurnkeepError(f"no other worker takes the sessions of {name}; start one first")
+        click.echo(f"{name} gives its sessions to {', '.join(takers)}")
+        shown = 0
+        while (member := (await workers.there()).get(name)) is not None and member.load:
+            if member.load != shown:
+                shown = member.load
+                click.echo(f"sessions at work there: {shown}", err=True)
+            await asyncio.sleep(_POLL_S)
+        undo = f"turnkeep drain {name} --undo"
+        click.echo(f"{name} has nothing to do; stop it, or let it take sessions again: {undo}")

@@ -1,0 +1,45 @@
+"""`turnkeep drain`: what it says, and whom it refuses."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from command_runs import command, where
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from pathlib import Path
+
+
+@pytest.fixture
+async def two(local_worker: Callable[..., Awaitable[Any]], tmp_path: Path) -> tuple[Any, Any]:
+    """Two workers of a prefix."""
+    return tuple([await local_worker(data_dir=tmp_path / name, worker=name) for name in ("one", "two")])
+
+
+async def test_a_worker_is_drained_and_takes_sessions_again(two: tuple[Any, Any]) -> None:
+    one, _ = two
+    done = await command("drain", "one", *where(one))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == (
+        "one gives its sessions to two\n"
+        "one has nothing to do; stop it, or let it take sessions again: turnkeep drain one --undo\n"
+    )
+    assert (await command("info", *where(one))).stdout.count("gives its sessions away") <= 1
+    session = one.client.session("s")
+    await session.append(text="hello")
+    assert (await session.info()).worker.worker == "two"
+    done = await command("drain", "two", *where(one))
+    assert done.stderr == "turnkeep: no other worker takes the sessions of two; start one first\n"
+    done = await command("drain", "one", "--undo", *where(one))
+    assert (done.returncode, done.stdout) == (0, "one takes sessions again\n")
+    assert (await command("drain", "two", *where(one))).returncode == 0
+
+
+async def test_a_worker_that_is_not_there_is_named_with_those_that_are(two: tuple[Any, Any]) -> None:
+    one, _ = two
+    done = await command("drain", "three", *where(one))
+    prefix = one.settings.prefix
+    assert done.returncode == 1
+    assert done.stderr == f"turnkeep: no worker three serves the prefix {prefix!r}; there are: one, two\n"

@@ -1,0 +1,61 @@
+"""Asks a worker to give its sessions away, for the command `drain`. Not used by a worker itself."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+import nats.errors
+from nats.js.errors import APIError
+
+from turnkeep_client.direct import DirectGets
+
+from .connection import BrokerError, connect
+from .members import address, recorded
+from .streams import reason
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from typing import Any
+
+    from nats.aio.client import Client
+
+    from turnkeep_client.subjects import Subjects
+
+    from .members import Member
+
+_TIMEOUT_S: Final = 5.0
+
+
+class Workers:
+    """The workers of a prefix, as their records say."""
+
+    def __init__(self, nc: Client, subjects: Subjects) -> None:
+        self._nc, self._subjects = nc, subjects
+        self._gets = DirectGets(nc, timeout_s=_TIMEOUT_S)
+
+    @classmethod
+    @asynccontextmanager
+    async def at(cls, url: str, subjects: Subjects, **options: Any) -> AsyncIterator[Workers]:
+        """Connect, with `options` of nats-py. All faults of the server are raised as `BrokerError`."""
+        nc = await connect(url, name="turnkeep drain", **options)
+        try:
+            yield cls(nc, subjects)
+        except (nats.errors.Error, APIError, OSError) as error:
+            raise BrokerError(
+                f"the workers cannot be asked ({reason(error)}); this user of the NATS server must be allowed"
+                " what a worker is"
+            ) from None
+        finally:
+            await nc.close()
+
+    async def there(self) -> dict[str, Member]:
+        """Return the workers by name; one that was killed is there for 2 s."""
+        return {one.worker: one for one in await recorded(self._gets, self._subjects)}
+
+    async def drain(self, member: Member, *, on: bool) -> list[str]:
+        """Ask a worker to drain, or no longer to; return who takes sessions. If nobody does, it does not."""
+        subject = address(self._subjects, member, "drain")
+        reply = await self._nc.request(subject, msgspec.json.encode(on), timeout=_TIMEOUT_S)
+        return msgspec.json.decode(reply.data, type=list[str])
