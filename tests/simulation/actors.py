@@ -567,6 +567,13 @@ async def _stop(history: History, random: Random) -> None:
         victim.worker.stop()
 
 
+async def _drain(history: History, random: Random) -> None:
+    """Let a worker give its sessions away, or take some again."""
+    victim, on = random.choice(history.supervisors), random.random() < 0.7
+    if victim.worker is not None and victim.process is not None:
+        victim.process.start(victim.worker.drain(on=on))
+
+
 async def _cut(history: History, random: Random) -> None:
     """Cut somebody's connection, and perhaps keep it from coming back for a while."""
     links, away_s = history.server.links, random.choice((0.0, 0.5, 3.0))
@@ -662,6 +669,7 @@ FAULTS: Final[dict[str, Fault]] = {
     "crash at": _crash_at,
     "stall": _stall,
     "stop": _stop,
+    "drain": _drain,
     "cut": _cut,
     "kill client": _kill_client,
     "crash server": _crash_server,

@@ -15,7 +15,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
+import nats.errors
 from anyio import Event, move_on_after
+from nats.js.errors import APIError
 from tokenizers import Tokenizer as Rust
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -303,6 +305,12 @@ class Worker(App):
             nc, self._subjects, worker=self._settings.worker, directory="", lost=self._fail
         )
         return nc
+
+    async def drain(self, *, on: bool) -> None:
+        """Give sessions away, or take some again; what the server does not hear changes nothing."""
+        with contextlib.suppress(nats.errors.Error, APIError, OSError):
+            if self.ready.is_set():
+                await self._members.drain(on=on)
 
     def _make_engine(self) -> Any:
         return self.device_of_hashes
