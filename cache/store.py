@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import structlog
@@ -37,7 +38,6 @@ from .names.tokens import TOKEN_BYTES, Chain, as_tokens, pack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-    from pathlib import Path
 
     from .disk.restore import Restored
     from .index.nodes import Node
@@ -108,12 +108,17 @@ def access_by(key_file: Path | None) -> Access:
     return Sealed(read_key(key_file))
 
 
-def tier_at(directory: Path, access: Access, *, max_bytes: int, min_free_bytes: int) -> Tier:
-    """Open a remote tier in a directory that workers share; it is made if it is missing. Blocking.
+def tier_at(place: str, access: Access, *, max_bytes: int, min_free_bytes: int) -> Tier:
+    """Open a remote tier: an object store's URL, or a directory, which is made if it is missing. Blocking.
 
-    Raises `OSError`, and `SealedError` if `access` has another key than the files there.
+    The limits are for directories. Raises `OSError`, `SealedError` if `access` has another key than the files
+    in a directory, and `ModuleNotFoundError` if the library for object stores is missing.
     """
-    return SharedDirectory(directory, access, max_bytes=max_bytes, min_free_bytes=min_free_bytes)
+    if "://" in place:
+        from .disk.objects import ObjectStore
+
+        return ObjectStore(place)
+    return SharedDirectory(Path(place), access, max_bytes=max_bytes, min_free_bytes=min_free_bytes)
 
 
 def file_bytes(name: Name, identity: Identity, tensors: tuple[Tensor, ...]) -> int:

@@ -44,7 +44,7 @@ _T = TypeVar("_T")
 
 _log = structlog.get_logger("turnkeep.cache")
 
-_THREADS: Final = 4
+_THREADS: Final = 8
 #: Files that are asked for at a time. What follows a missing one cannot be used.
 _BATCH: Final = 16
 #: The time limit of a call, plus the time for the bytes of a large file at a slow network's rate.

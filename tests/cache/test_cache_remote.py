@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from made_kv import BLOCK, assert_is_kv_of, assert_sum_rule, identity, save_all
 
 from cache.disk.access import PLAIN
-from cache.disk.tier import Key, SharedDirectory
+from cache.disk.objects import ObjectStore
+from cache.disk.tier import Key, SharedDirectory, Tier
 from cache.names.errors import SealedError
 from cache.names.tokens import as_tokens
 
@@ -22,14 +24,18 @@ if TYPE_CHECKING:
 TOKENS = list(range(10))
 
 
-@pytest.fixture
-def tier(tmp_path: Path) -> SharedDirectory:
-    return SharedDirectory(tmp_path / "tier", PLAIN, max_bytes=1 << 30, min_free_bytes=0)
+@pytest.fixture(params=["directory", "objects"])
+def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Tier:
+    """A directory; or an object store, by the library's own store in a directory."""
+    if request.param == "directory":
+        return SharedDirectory(tmp_path / "tier", PLAIN, max_bytes=1 << 30, min_free_bytes=0)
+    (tmp_path / "tier").mkdir()
+    return ObjectStore((tmp_path / "tier").as_uri())
 
 
 @pytest.fixture
 def open_two(
-    open_store: Callable[..., Awaitable[Store]], tmp_path: Path, tier: SharedDirectory
+    open_store: Callable[..., Awaitable[Store]], tmp_path: Path, tier: Tier
 ) -> Callable[..., Awaitable[tuple[Store, Store]]]:
     async def open_(**changes: Any) -> tuple[Store, Store]:
         options = {"tier": tier, **changes}
@@ -59,8 +65,8 @@ async def fetched(store: Store, tokens: list[int], tenant: str = "a") -> int:
 
 
 def in_tier(tmp_path: Path) -> list[Path]:
-    files = (tmp_path / "tier" / "snapshots").glob("*/*")
-    return [path for path in files if not path.name.startswith("identities.")]
+    files = (path for path in (tmp_path / "tier").rglob("*") if path.is_file())
+    return [path for path in files if "identities" not in str(path)]
 
 
 async def test_another_store_restores_blocks_and_tail(open_two: Any) -> None:
@@ -100,10 +106,11 @@ async def test_a_block_replaces_the_pieces_in_the_tier_that_it_contains(
 
 @pytest.mark.parametrize("changes", [{"tenant": "b"}, {"identity": identity(block_tokens=8)}])
 async def test_another_tenant_or_model_fetches_nothing(
-    open_store: Any, tmp_path: Path, tier: SharedDirectory, changes: dict[str, Any]
+    open_store: Any, tmp_path: Path, tier: Tier, changes: dict[str, Any]
 ) -> None:
     one = await open_store(tmp_path / "one", tier=tier)
     await put(one, TOKENS)
+    changes = dict(changes)
     tenant = changes.pop("tenant", "a")
     two = await open_store(tmp_path / "two", tier=tier, **changes)
     assert await fetched(two, TOKENS, tenant) == 0
@@ -137,7 +144,7 @@ async def test_forgetting_leaves_the_shared_beginning(open_two: Any, tmp_path: P
 
 
 async def test_of_another_model_s_snapshots_none_is_left_after_forgetting(
-    open_store: Any, tmp_path: Path, tier: SharedDirectory
+    open_store: Any, tmp_path: Path, tier: Tier
 ) -> None:
     one = await open_store(tmp_path / "one", tier=tier)
     await put(one, TOKENS)
@@ -162,7 +169,7 @@ async def test_a_file_that_is_not_what_its_name_says_is_removed_from_the_tier(
     assert len(in_tier(tmp_path)) == 2, "the first block; what continues it ages"
 
 
-async def test_a_hole_ends_what_is_fetched(open_two: Any, tmp_path: Path, tier: SharedDirectory) -> None:
+async def test_a_hole_ends_what_is_fetched(open_two: Any, tmp_path: Path, tier: Tier) -> None:
     one, two = await open_two()
     await put(one, TOKENS)
     names = one.chain("a").names(as_tokens(TOKENS))
@@ -173,7 +180,10 @@ async def test_a_hole_ends_what_is_fetched(open_two: Any, tmp_path: Path, tier: 
 async def test_a_tier_that_is_gone_costs_nothing_but_warmth(open_two: Any, tmp_path: Path) -> None:
     one, two = await open_two()
     await put(one, TOKENS)
-    (tmp_path / "tier" / "snapshots").rename(tmp_path / "away")
+    for path in (tmp_path / "tier").iterdir():
+        shutil.rmtree(path)
+    (tmp_path / "tier").rmdir()
+    (tmp_path / "tier").write_text("no directory any more")
     save_all(two, "a", [5, 6, 7, 8])
     await two.barrier(5)
     assert await two.barrier_remote(5)
@@ -197,6 +207,12 @@ async def test_a_tier_keeps_within_its_limit_and_evicts_chains_from_their_ends(
     await put(two, [9, 9, 9, 9])
     assert len(in_tier(tmp_path)) == 3
     assert await fetched(two, TOKENS) == 8, "the tail went first"
+
+
+@pytest.mark.parametrize("url", ["nosuch://bucket", "file:///no/such/directory", "s3://"])
+def test_what_is_no_object_store_is_an_error_of_one_line(url: str) -> None:
+    with pytest.raises(OSError, match=r"^[^\n]+$"):
+        ObjectStore(url)
 
 
 async def test_a_full_file_system_takes_no_more(open_store: Any, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ def cluster(local_worker: Start, tmp_path: Path, endless_model: Path) -> Start:
 
     async def start(name: str, **settings: Any) -> Any:
         settings = {"ack_wait_s": 60.0, "model": str(endless_model)} | settings
-        settings |= {"remote_tier": tmp_path / "tier", "data_dir": tmp_path / name}
+        settings |= {"remote_tier": str(tmp_path / "tier"), "data_dir": tmp_path / name}
         return await local_worker(worker=name, **settings)
 
     return start
@@ -89,6 +89,6 @@ async def test_a_tier_that_cannot_be_is_a_line_at_the_start(
     with pytest.raises(SettingsError, match=r"remote_tier: .*tier cannot be used: .*; name a directory"):
         await cluster("first")
     with pytest.raises(SettingsError, match="in this worker's own data_dir; choose another"):
-        await local_worker(remote_tier=tmp_path / "data" / "tier")
+        await local_worker(remote_tier=str(tmp_path / "data" / "tier"))
     with pytest.raises(SettingsError, match="remote_tier is for snapshots, and snapshots is off"):
-        await local_worker(remote_tier=tmp_path / "else", snapshots="off")
+        await local_worker(remote_tier=str(tmp_path / "else"), snapshots="off")

@@ -5,6 +5,7 @@ For the worker, and for commands on its directory.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cache.names.errors import KeyFileError, SealedError
@@ -37,15 +38,18 @@ def remote_tier(settings: Settings, access: Access) -> Tier | None:
         raise SettingsError(
             f"remote_tier is for snapshots, and snapshots is {settings.snapshots}; make it on"
         )
-    if settings.remote_tier.resolve().is_relative_to(settings.data_dir.resolve()):
-        raise SettingsError(
-            f"remote_tier: {settings.remote_tier} is in this worker's own data_dir; choose another"
-        )
+    place = settings.remote_tier
+    if "://" not in place and Path(place).resolve().is_relative_to(settings.data_dir.resolve()):
+        raise SettingsError(f"remote_tier: {place} is in this worker's own data_dir; choose another")
     limits = {"max_bytes": settings.remote_tier_max, "min_free_bytes": settings.min_free_disk}
     try:
-        return tier_at(settings.remote_tier, access, **limits)
+        return tier_at(place, access, **limits)
+    except ModuleNotFoundError:
+        raise SettingsError("obstore is missing; pip install 'turnkeep[objects]' brings it") from None
     except SealedError as error:
         raise SettingsError(f"remote_tier: {error}") from None
     except OSError as error:
-        why = f"{settings.remote_tier} cannot be used: {error.strerror}"
-        raise SettingsError(f"remote_tier: {why}; name a directory that this worker may write to") from None
+        right = "the URL of an object store" if "://" in place else "a directory"
+        raise SettingsError(
+            f"remote_tier: {place} cannot be used: {error.strerror}; name {right} that this worker may write"
+        ) from None

@@ -429,13 +429,16 @@ class Settings:
         _size(_MIB), 20 * _GIB, "disk space for snapshots; least recently used ones are evicted"
     )
     min_free_disk: int = _setting(_size(0), _GIB, "disk space that snapshots must leave free")
-    remote_tier: Path | None = _setting(
-        _OPTIONAL_PATH,
+    remote_tier: str | None = _setting(
+        _or("none", None, Kind("a directory, or a URL such as s3://bucket/prefix", "DIR|URL", _text)),
         None,
-        "a directory that workers share: each puts its snapshots there, and fetches those of others",
+        "a directory or an object store that workers share: each puts its snapshots there, and fetches those"
+        " of others",
     )
     remote_tier_max: int = _setting(
-        _size(_MIB), 100 * _GIB, "disk space for remote_tier; least recently used snapshots are removed"
+        _size(_MIB),
+        100 * _GIB,
+        "disk space for a directory as remote_tier; least recently used snapshots are removed",
     )
     keep_behind: int | None = _setting(
         _or("all", None, _count(0, 2**31)),

@@ -1,0 +1,86 @@
+"""A remote tier in an object store: S3, Google Cloud Storage, Azure, or what speaks S3 as MinIO does.
+
+The only module that imports obstore, the extra `objects`. Credentials and endpoint come from the environment,
+as its library reads them (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT`, ...). The store's own rules limit its size.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import obstore
+from obstore.exceptions import BaseError, NotFoundError
+from obstore.store import from_url
+
+from . import private
+from .tier import Key
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator
+    from pathlib import Path
+
+
+class ObjectStore:
+    """A `Tier` at a URL, such as s3://bucket/prefix. Safe on any thread."""
+
+    def __init__(self, url: str) -> None:
+        """Raises `OSError` if the URL is none of an object store, or its listing is refused."""
+        with _as_os_error():
+            self._store = from_url(url)
+            next(iter(obstore.list(self._store, chunk_size=1)), None)
+
+    def put(self, key: Key, path: Path) -> None:
+        """See `Tier`."""
+        with _as_os_error():
+            if not self.contains(key.parent, [key.file]):
+                obstore.put(self._store, _path(key), path)
+
+    def contains(self, parent: str, files: Collection[str] | None = None) -> dict[str, int]:
+        """See `Tier`."""
+        with _as_os_error():
+            if files is not None and len(files) == 1:
+                (file,) = files
+                try:
+                    return {file: obstore.head(self._store, _path(Key(parent, file)))["size"]}
+                except (FileNotFoundError, NotFoundError):
+                    return {}
+            there = {
+                one["path"].rpartition("/")[2]: one["size"]
+                for page in obstore.list(self._store, parent)
+                for one in page
+            }
+        return {file: size for file, size in there.items() if files is None or file in files}
+
+    def get(self, key: Key, path: Path) -> bool:
+        """See `Tier`."""
+        with _as_os_error():
+            try:
+                stream = obstore.get(self._store, _path(key)).stream()
+                with open(path, "wb", opener=private.opener) as file:
+                    file.writelines(stream)
+            except (FileNotFoundError, NotFoundError):
+                return False
+        return True
+
+    def remove(self, keys: Iterable[Key]) -> None:
+        """See `Tier`."""
+        with _as_os_error():
+            for key in keys:
+                try:
+                    obstore.delete(self._store, _path(key))
+                except (FileNotFoundError, NotFoundError):
+                    continue
+
+
+def _path(key: Key) -> str:
+    return f"{key.parent}/{key.file}"
+
+
+@contextmanager
+def _as_os_error() -> Iterator[None]:
+    """Raise the library's errors as `OSError`, with their first line."""
+    try:
+        yield
+    except BaseError as error:
+        raise OSError(None, str(error).partition("\n")[0]) from None
