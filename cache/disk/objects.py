@@ -83,4 +83,4 @@ def _as_os_error() -> Iterator[None]:
     try:
         yield
     except BaseError as error:
-        raise OSError(None, str(error).partition("\n")[0]) from None
+        raise OSError(None, str(error).partition("\n")[0].partition(": <?xml")[0]) from None
