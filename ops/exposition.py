@@ -70,6 +70,7 @@ COUNTERS: Final[tuple[tuple[str, ...], ...]] = (
 )
 GAUGES: Final[tuple[tuple[str, ...], ...]] = (
     ("uptime_seconds", "uptime_s", "Time since the worker started."),
+    ("drains", "drains", "1 while the worker gives its sessions to the others."),
     ("metrics_interval_seconds", "interval_s", "Time between two metrics messages."),
     ("sessions", "sessions", "Sessions in memory."),
     ("policy_sessions", "sessions_by_policy", "Sessions in memory, by cache policy.", "policy"),

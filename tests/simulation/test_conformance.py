@@ -165,7 +165,7 @@ async def what_is_returned_comes_again_when_it_was_asked_to(place: Place) -> Non
     (now, later), _ = await place.pull(2, 0.1)
     await now.nak()
     await later.nak(delay=1.0)
-    found, _ = await place.pull(64, 0.1)
+    found, _ = await place.pull(1, 0.8)
     assert [message.subject for message in found] == [place.of("in", "now")]
     await found[0].ack()
     found, _ = await place.pull(64, 1.1)
