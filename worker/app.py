@@ -41,7 +41,8 @@ from worker.sessions.attempts import Attempts, SharedLock
 from worker.sessions.control import Control
 from worker.sessions.embedding import Embedder
 from worker.sessions.execution import Execution
-from worker.sessions.history import Fold, digests_of
+from worker.sessions.fold import Fold
+from worker.sessions.history import digests_of
 from worker.sessions.policies import misfit
 from worker.sessions.services import Services
 from worker.sessions.sessions import Sessions

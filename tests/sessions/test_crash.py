@@ -35,7 +35,7 @@ from turnkeep_client.messages import (
 from turnkeep_client.subjects import SessionKey, Subjects
 from worker.models.tokenizer import Tokenizer
 from worker.sessions.execution import _sampling
-from worker.sessions.history import Fold
+from worker.sessions.fold import Fold
 from worker.sessions.record import Pending, Record
 from worker.wire.journal import Entry, Journal
 

@@ -44,7 +44,7 @@ from worker.observe.telemetry import Telemetry
 from worker.sessions import session
 from worker.sessions.attempts import Attempts, SharedLock
 from worker.sessions.execution import Execution
-from worker.sessions.history import Fold, History
+from worker.sessions.fold import Fold
 from worker.sessions.port import Asked, TurnResult
 from worker.sessions.services import Services
 from worker.sessions.session import Session
@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from turnkeep_client.messages import Request, Result
+    from worker.sessions.history import History
 
 KEY = SessionKey("default", "s")
 NO_RESULT = b"not a result"

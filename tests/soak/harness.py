@@ -54,7 +54,8 @@ from turnkeep_client.nats_client import Nats  # noqa: E402
 from turnkeep_client.subjects import SessionKey, Subjects, session_key  # noqa: E402
 from worker.models.tokenizer import Tokenizer  # noqa: E402
 from worker.sessions.checkpoint import Checkpoint  # noqa: E402
-from worker.sessions.history import Fold, History  # noqa: E402
+from worker.sessions.fold import Fold  # noqa: E402
+from worker.sessions.history import History  # noqa: E402
 from worker.sessions.record import Record  # noqa: E402
 from worker.wire.journal import Entry  # noqa: E402
 

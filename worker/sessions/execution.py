@@ -82,7 +82,8 @@ if TYPE_CHECKING:
     from worker.wire.journal import Journal, Published
     from worker.wire.retention import Retention
 
-    from .history import Fold, History, Input
+    from .fold import Fold
+    from .history import History, Input
     from .port import EnginePort, TurnResult
     from .record import Pending
 

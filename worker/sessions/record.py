@@ -45,7 +45,8 @@ if TYPE_CHECKING:
     from worker.observe.traces import Phase
     from worker.wire.journal import Entry, Published
 
-    from .history import Fold, History
+    from .fold import Fold
+    from .history import History
 
 
 log = structlog.get_logger()

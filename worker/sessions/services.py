@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from .attempts import Attempts, SharedLock
     from .execution import Execution
-    from .history import Fold
+    from .fold import Fold
     from .port import EnginePort
     from .shares import Shares
     from .trail import Trails
