@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from prometheus_client.metrics_core import Metric
 
-    from turnkeep_client.client import Backlog
     from turnkeep_client.messages import Metrics
+    from turnkeep_client.wire import Backlog
 
     from .fleet import Sighting
 

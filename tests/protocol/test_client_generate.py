@@ -589,7 +589,7 @@ async def test_other_results_in_between_do_not_hide_the_right_one(
     client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reading back goes on over as many batches as it takes."""
-    monkeypatch.setattr(turnkeep_client.client, "READ_BATCH", 3)
+    monkeypatch.setattr(turnkeep_client.wire, "READ_BATCH", 3)
 
     async def deaf(subject: str, on_body: Callable[[bytes], None]) -> Callable[[], Awaitable[None]]:
         return lambda: asyncio.sleep(0)

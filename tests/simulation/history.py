@@ -164,7 +164,7 @@ def patched(history: History) -> Iterator[None]:
             (record, "_CHECKPOINT_EVERY", plan.checkpoint_every),
             (execution, "_MOST_INPUT", 16),
             (journal, "_BATCH", plan.batch),
-            (turnkeep_client.client, "READ_BATCH", plan.batch),
+            (turnkeep_client.wire, "READ_BATCH", plan.batch),
             (tokens, "_PART", 4),
             (sessions_history, "KEPT", 8),
             (retention, "_PERIOD_S", 1.0),
