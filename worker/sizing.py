@@ -22,7 +22,7 @@ from worker.batch.choosing import batch_for
 from worker.batch.matching import num_sketched
 from worker.batch.rows import PrefillPiece
 from worker.device import machine
-from worker.device.runner import estimator
+from worker.device.served_model import estimator
 from worker.sessions.policies import misfit
 
 if TYPE_CHECKING:

@@ -39,7 +39,7 @@ from worker.batch.choosing import batch_for  # noqa: E402
 from worker.batch.rows import PrefillPiece, Row  # noqa: E402
 from worker.batch.trials import Trials  # noqa: E402
 from worker.device import machine  # noqa: E402
-from worker.device.runner import estimator  # noqa: E402
+from worker.device.served_model import estimator  # noqa: E402
 from worker.models import model as models  # noqa: E402
 from worker.process.datadir import DataDir  # noqa: E402
 from worker.wire import connection, streams  # noqa: E402

@@ -77,7 +77,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from cache.kv import layers
 from worker.batch.choosing import batch_for
 from worker.batch.trials import Trials
-from worker.device.runner import trial_key
+from worker.device.served_model import trial_key
 from worker.models import model
 
 folder, path = map(Path, sys.argv[1:])
