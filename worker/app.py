@@ -43,6 +43,7 @@ from worker.sessions.embedding import Embedder
 from worker.sessions.execution import Execution
 from worker.sessions.fold import Fold
 from worker.sessions.history import digests_of
+from worker.sessions.limits import Limits
 from worker.sessions.policies import misfit
 from worker.sessions.services import Services
 from worker.sessions.sessions import Sessions
@@ -553,6 +554,14 @@ class App:
         settings, loaded = self._settings, self._loaded
         goes_on = settings.other_model == "continue"
         fold = Fold(loaded.tokenizer, settings.cache_policy, self._maker, takes_over=goes_on)
+        limits = Limits(
+            self._engine,
+            fold.policy,
+            context_tokens=self._context_tokens,
+            block_tokens=settings.block_tokens,
+            vocab_size=loaded.vocab_size,
+            kv_bits=settings.kv_bits,
+        )
         execution = Execution(
             journal=journal,
             engine=self._engine,
@@ -560,11 +569,8 @@ class App:
             tokenizer=loaded.tokenizer,
             telemetry=self._telemetry,
             retention=self._retention,
+            limits=limits,
             max_result_bytes=settings.max_message_bytes,
-            context_tokens=self._context_tokens,
-            block_tokens=settings.block_tokens,
-            vocab_size=loaded.vocab_size,
-            kv_bits=settings.kv_bits,
             own_sampling=loaded.sampling,
             placeholders=settings.placeholders == "on",
             token_ttl_s=settings.token_ttl_s,

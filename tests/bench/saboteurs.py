@@ -15,7 +15,7 @@ from worker.device.acquisition import Acquisition
 from worker.device.admission import Ledger
 from worker.device.runner import Runner
 from worker.models import model
-from worker.sessions import execution, fold, history
+from worker.sessions import fold, history, results
 
 #: What prefilling a token takes in honest runs of long sessions.
 PREFILL_S = 0.003
@@ -134,8 +134,8 @@ def change_read() -> None:
 
 def report_no_kv() -> None:
     """Answer that a session has no KV."""
-    generated = execution.Generated
-    execution.Generated = lambda **fields: generated(**(fields | {"kv_live_bytes": 0}))
+    generated = results.Generated
+    results.Generated = lambda **fields: generated(**(fields | {"kv_live_bytes": 0}))
 
 
 def forget_sessions() -> None:

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
 
     from turnkeep_client.messages import Request, Result
     from worker.sessions.history import History
+from worker.sessions.limits import Limits
 
 KEY = SessionKey("default", "s")
 NO_RESULT = b"not a result"
@@ -254,12 +255,10 @@ class World:
             "fold": self.fold,
         }
         parts["engine"] = self.engine
+        sizes = {"context_tokens": 10_000, "block_tokens": 32, "vocab_size": 2**20}
         limits: Any = {
-            "context_tokens": 10_000,
-            "block_tokens": 32,
+            "limits": Limits(self.engine, policy, kv_bits=None, **sizes),  # type: ignore[arg-type]
             "max_result_bytes": 2**20,
-            "vocab_size": 2**20,
-            "kv_bits": None,
             "own_sampling": {},
             "placeholders": True,
             "token_ttl_s": 900.0,

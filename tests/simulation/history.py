@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
-import turnkeep_client.client
+import turnkeep_client.wire
 import worker.wire.connection
 from cache.names import tokens
 from turnkeep_client.messages import Closed, Opened, Rewound

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from cache.names.policy import FULL
+from cache.names.tokens import to_compact
 from turnkeep_client.blocks import Warned, text_of
+from turnkeep_client.messages import Change
 
 from .policies import in_words
 
@@ -126,7 +129,7 @@ def spoken(text: str, reasoning: str, calls: Sequence[Called]) -> Message:
     return message
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Input:
     """A history with a request's input added; its first `kept` tokens are unchanged.
 
@@ -141,3 +144,8 @@ class Input:
     num_given: int = 0
     num_raw: int = 0
     warnings: tuple[str, ...] = ()
+
+    @cached_property
+    def change(self) -> Change:
+        """Say in the result which tokens of the session the request has kept and added."""
+        return Change(kept=self.kept, input=to_compact(self.history.tokens[self.kept :]), raw=self.num_raw)

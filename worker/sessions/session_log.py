@@ -28,8 +28,8 @@ from turnkeep_client.messages import (
 )
 from worker.wire.journal import FencedError, TooLargeError
 
-from .execution import failed
 from .record import Record, pending_at
+from .results import failed
 from .trail import Trail
 
 if TYPE_CHECKING:
