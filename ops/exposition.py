@@ -131,7 +131,7 @@ def families(sightings: Sequence[Sighting], backlog: Backlog | None, *, connecte
         histogram = HistogramMetricFamily(f"turnkeep_{name}", text, labels=_WORKER)
         for metrics in figures:
             value = attrgetter(field)(metrics)
-            if isinstance(value, Histogram):  # earlier workers lack some
+            if isinstance(value, Histogram):
                 histogram.add_metric(_labels(metrics), _buckets(value), value.sum)
         yield histogram
 

@@ -45,7 +45,6 @@ from turnkeep_client.messages import (  # noqa: E402
     Open,
     Opened,
     Request,
-    decode_answered,
     decode_chunk,
     decode_request,
     decode_result,
@@ -303,7 +302,7 @@ def judge(
             record = Record(fold, whole=True)
             record.add_results(told[key])
             parts = {
-                one.seq: _part(link, checkpoints, decode_answered(one.body), tokenizer)
+                one.seq: _part(link, checkpoints, decode_request(one.body), tokenizer)
                 for one in asked[key]
                 if (link := record.parts_of(one.seq)) is not None
             }

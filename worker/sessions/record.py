@@ -25,7 +25,6 @@ from turnkeep_client.messages import (
     Generated,
     Open,
     UnknownResult,
-    decode_answered,
     decode_request,
     decode_result,
 )
@@ -318,7 +317,7 @@ class Record:
         if recorded is None:
             self.pending.append(pending_at(entry))
             return
-        pending = pending_at(entry, decode_answered)
+        pending = pending_at(entry, decode_request)
         request, result, out = pending.request, recorded.result, recorded.entry
         # A close without a session before it belongs to a forgotten session with its entries gone: its digest
         # proves nothing here. Nor does that of a request cancelled behind an unanswered close, or of a

@@ -22,7 +22,7 @@ from turnkeep_client.messages import (
     Generated,
     Open,
     Opened,
-    decode_answered,
+    decode_request,
     encode,
     encode_repeat,
 )
@@ -207,7 +207,7 @@ class SessionLog:
         for entry in requests:
             if (link := record.parts_of(entry.seq)) is not None:
                 packed = await self._trail.read(Link.parse(link))
-                opens = isinstance(pending_at(entry, decode_answered).request, Open)
+                opens = isinstance(pending_at(entry, decode_request).request, Open)
                 if packed is not None:
                     found[entry.seq] = self._trail.base(packed) if opens else packed.decode()
         return found
@@ -308,7 +308,7 @@ class SessionLog:
             body = await self._services.journal.get(found.in_seq)
             if body is not None:
                 with suppress(InvalidMessageError):
-                    if (request := decode_answered(body)).id == request_id:
+                    if (request := decode_request(body)).id == request_id:
                         return AnsweredRequest(request, found)
                 return None
             if answered.find(request_id) == found:
