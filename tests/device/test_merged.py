@@ -15,9 +15,9 @@ from tiny_models import GREEDY, VOCABULARY, alone, begin, generate, prefill, pro
 
 from worker.batch import choosing
 from worker.batch import merged as merged_module
-from worker.batch.chooser import Sampling
 from worker.batch.choosing import batch_for
 from worker.batch.own_pass import OwnPass
+from worker.batch.row_sampler import Sampling
 from worker.batch.rows import PrefillPiece, Row
 from worker.batch.trials import Trials
 

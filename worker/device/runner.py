@@ -17,8 +17,8 @@ import structlog
 
 from cache.kv import layers
 from cache.names.errors import CutOffError, LostPastError
-from worker.batch.chooser import Chooser
 from worker.batch.lookup import MOST_SEEN
+from worker.batch.row_sampler import RowSampler
 from worker.batch.rows import PrefillPiece, Row, UnsoundError
 
 from . import machine
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
     from pathlib import Path
 
-    from worker.batch.chooser import Drawn
+    from worker.batch.row_sampler import Drawn
     from worker.models.model import LoadedModel
 
     from .choice import ChosenStep
@@ -347,7 +347,7 @@ class Runner:
             turn.row = Row(
                 caches=turn.caches,
                 known=turn.context.ids(max(len(turn.context) - MOST_SEEN, turn.context.held_from)),
-                chooser=Chooser(
+                sampler=RowSampler(
                     turn.sampling,
                     answered=turn.answer.tokens,
                     prompt=_repeated(turn) if turn.sampling.repetition_penalty != 1.0 else (),

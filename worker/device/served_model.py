@@ -22,8 +22,8 @@ from cache.kv.ring import RingCache
 from cache.kv.states import leaves
 from cache.names.policy import Policy
 from cache.names.snapshot import ModelLayout
-from worker.batch.chooser import Chooser, Sampling
 from worker.batch.choosing import batch_for
+from worker.batch.row_sampler import RowSampler, Sampling
 from worker.batch.rows import PrefillPiece, Row, UnsoundError
 from worker.batch.trials import SHIPPED, Trials
 from worker.models.code import code_digest, package_digest
@@ -151,7 +151,7 @@ class ServedModel:
             block_tokens=block_tokens,
         )
         caches = make()
-        row = Row(caches, array("I", [0]), Chooser(Sampling()), num_cached=1, num_left=1)
+        row = Row(caches, array("I", [0]), RowSampler(Sampling()), num_cached=1, num_left=1)
         self.batch.step([PrefillPiece(caches, 0, [0], row)])
         if not row.is_sound:
             raise ModelError(

@@ -33,7 +33,7 @@ from turnkeep_client.messages import (
     encode,
     joined,
 )
-from worker.batch.chooser import Sampling
+from worker.batch.row_sampler import Sampling
 from worker.process.concurrency import in_thread, task_group
 from worker.text.answer import Answer
 from worker.text.arguments import Offered
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
         TokenLogprob,
     )
     from turnkeep_client.subjects import SessionKey
-    from worker.batch.chooser import Grammar
+    from worker.batch.row_sampler import Grammar
     from worker.batch.rows import Scores
     from worker.models.tokenizer import Tokenizer
     from worker.observe.telemetry import Telemetry
