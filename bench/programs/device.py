@@ -34,7 +34,7 @@ from cache.names.identity import Identity  # noqa: E402
 from cache.store import Store  # noqa: E402
 from turnkeep_client.errors import TurnkeepError  # noqa: E402
 from turnkeep_client.subjects import Subjects, session_key  # noqa: E402
-from worker.batch.choosing import batch_for  # noqa: E402
+from worker.batch.batch_kinds import batch_for  # noqa: E402
 from worker.batch.row_sampler import RowSampler, Sampling  # noqa: E402
 from worker.batch.rows import PrefillPiece, Row  # noqa: E402
 from worker.batch.trials import Trials  # noqa: E402

@@ -14,7 +14,7 @@ from tiny_models import GREEDY, WIDE, alone, begin, kv, prompt
 
 from worker.batch import batch as steps
 from worker.batch import pools, slots
-from worker.batch.choosing import batch_for
+from worker.batch.batch_kinds import batch_for
 from worker.batch.forward import Forward
 from worker.batch.merged_rows import MergedRows
 from worker.batch.own_pass import OwnPass

@@ -9,7 +9,7 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from test_logprobs import run
 from tiny_models import VOCABULARY, begin, prompt
 
-from worker.batch.choosing import batch_for
+from worker.batch.batch_kinds import batch_for
 from worker.batch.row_sampler import RowSampler, Sampling
 from worker.text.grammar import Grammar
 

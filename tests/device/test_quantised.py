@@ -17,7 +17,7 @@ from cache.kv import layers
 from cache.kv.size import KvSize
 from worker.batch import batch as steps
 from worker.batch import cpu, forward
-from worker.batch.choosing import batch_for
+from worker.batch.batch_kinds import batch_for
 from worker.batch.row_sampler import RowSampler, Sampling
 from worker.batch.rows import PrefillPiece, Row
 from worker.models.model import ModelError, cache_sizes

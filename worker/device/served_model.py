@@ -22,7 +22,7 @@ from cache.kv.ring import RingCache
 from cache.kv.states import leaves
 from cache.names.policy import Policy
 from cache.names.snapshot import ModelLayout
-from worker.batch.choosing import batch_for
+from worker.batch.batch_kinds import batch_for
 from worker.batch.row_sampler import RowSampler, Sampling
 from worker.batch.rows import PrefillPiece, Row, UnsoundError
 from worker.batch.trials import SHIPPED, Trials
