@@ -27,7 +27,7 @@ from worker.batch import batch_kinds, matching
 from worker.batch.forward import Forward
 from worker.batch.parts import OwnPart
 from worker.device import finding
-from worker.device.choice import ChosenStep, StepChooser
+from worker.device.step_chooser import ChosenStep, StepChooser
 from worker.sessions.port import Asked
 
 if TYPE_CHECKING:

@@ -3,8 +3,8 @@
 A step runs all rows and pieces of prompts, and draws the rows' tokens. Two things differ between models, and
 `batch_kinds` chooses both: how a pass runs (`Pass`: one for all, or the model's own), and where rows keep
 their KV beside their own caches (`Keeping`: in pools, merged, or nowhere). Two things make a step faster
-without changing the tokens: rows speculate while there are few of them (`lookup`), and the next step may be in flight
-before the last tokens are known.
+without changing the tokens: rows speculate while there are few of them (`lookup`), and the next step may be
+in flight before the last tokens are known.
 
 A step only appends to plain caches, so setting a cache's offset back undoes the step.
 """

@@ -1,4 +1,4 @@
-"""Runs the device thread's work: `choice` chooses a step, the runner runs the step and ends turns.
+"""Runs the device thread's work: `step_chooser` chooses a step, the runner runs the step and ends turns.
 
 The runner owns the model and the batch; `acquisition` gets the KV of turns. The runner knows nothing of
 commands, nor of the thread itself. Device thread only.
@@ -23,13 +23,13 @@ from worker.batch.rows import PrefillPiece, Row, UnsoundError
 
 from . import machine
 from .acquisition import Acquisition
-from .choice import StepChooser
 from .cutting import Cutting
 from .pace import Pace
 from .paging import Paging
 from .room import Room
 from .scheduler import Scheduler
 from .served_model import ServedModel
+from .step_chooser import StepChooser
 from .turn import (
     Event,
     Faulted,
@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from worker.batch.row_sampler import Drawn
     from worker.models.model import LoadedModel
 
-    from .choice import ChosenStep
     from .scheduler import Step
+    from .step_chooser import ChosenStep
     from .turn import KvRead
 
 log = structlog.get_logger()
