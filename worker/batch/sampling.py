@@ -84,7 +84,7 @@ class Logprobs:
     """
 
     def __init__(self, logits: mx.array, choice: mx.array, draws: Sequence[Draw]) -> None:
-        """`logits` are (rows, vocabulary), `step_chooser` (rows,)."""
+        """`logits` are (rows, vocabulary), `choice` (rows,)."""
         counts = [draw.sampling.top_logprobs for draw in draws]
         self._rows = [i for i, count in enumerate(counts) if count is not None]
         self._counts = [count for count in counts if count is not None]
