@@ -58,7 +58,6 @@ from worker.wire.intake import Intake
 from worker.wire.journal import Journal
 from worker.wire.members import Members
 from worker.wire.outbox import Outbox
-from worker.wire.overlooked import Overlooked
 from worker.wire.owners import Owners
 from worker.wire.retention import Retention
 
@@ -70,6 +69,7 @@ from .process.concurrency import in_thread, shielded, task_group
 from .process.datadir import DataDir, DataDirInUseError
 from .process.formatting import size
 from .process.keys import cache_access
+from .wire.undelivered import Undelivered
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -456,7 +456,7 @@ class App:
             ("keep-alive", intake.keep_alive),
             ("sweep", sessions.sweep),
             ("retention", self._retention.run),
-            ("overlooked", self._overlooked.run),
+            ("undelivered", self._undelivered.run),
             ("streams", partial(self._keep_streams, js)),
             ("mending", self._engine.mend),
             ("loop-lag", self._telemetry.watch_loop),
@@ -498,7 +498,7 @@ class App:
         trails = Trails(journal, loaded.tokenizer, asides, max_message_bytes=settings.max_message_bytes)
         services = self._services(journal, outbox, trails, intake)
         self._sessions = Sessions(services, work, idle_timeout_s=settings.idle_timeout_s)
-        self._overlooked = Overlooked(journal, intake, members, owners, ack_wait_s=settings.ack_wait_s)
+        self._undelivered = Undelivered(journal, intake, members, owners, ack_wait_s=settings.ack_wait_s)
         control = Control(
             self._sessions,
             self._engine,

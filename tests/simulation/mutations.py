@@ -10,7 +10,7 @@ from anyio import sleep_forever
 
 from turnkeep_client import calls, messages
 from worker.sessions import attempts, record, session, session_log, trail
-from worker.wire import intake, journal, overlooked, retention
+from worker.wire import intake, journal, retention, undelivered
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -123,7 +123,7 @@ def _but_checkpoints(remove: Any) -> Any:
 
 
 #: A second guard behind acks that come too early.
-_NO_LOOK: Final[Change] = (overlooked.Overlooked, "run", lambda _: _never)
+_NO_LOOK: Final[Change] = (undelivered.Undelivered, "run", lambda _: _never)
 
 MUTATIONS: Final[dict[str, tuple[Change, ...]]] = {
     "no fence": ((journal, "EXPECT_HEADER", lambda _: "Nats-Expected-Nothing"),),

@@ -32,7 +32,7 @@ log = structlog.get_logger()
 _SLACK_S: Final = 1.0
 
 
-class Overlooked:
+class Undelivered:
     """Wakes sessions with such requests, after this worker's start and each start of the server."""
 
     def __init__(
