@@ -52,7 +52,6 @@ from worker.sessions.trail import Trails
 from worker.wire import broker, streams
 from worker.wire.connection import BrokerError, connect, loses_entries, server_version, small_payload
 from worker.wire.credentials import over_tls, worker_options
-from worker.wire.desk import Desk
 from worker.wire.discovery import Discovery
 from worker.wire.intake import Intake
 from worker.wire.journal import Journal
@@ -69,6 +68,7 @@ from .process.concurrency import in_thread, shielded, task_group
 from .process.datadir import DataDir, DataDirInUseError
 from .process.formatting import size
 from .process.keys import cache_access
+from .wire.endpoints import Endpoints
 from .wire.undelivered import Undelivered
 
 if TYPE_CHECKING:
@@ -402,9 +402,9 @@ class App:
         async with task_group() as parts:
             async with task_group() as asides:
                 async with task_group() as work:
-                    desk, intake, sessions = self._build(nc, js, names, work=work, asides=asides)
-                    await desk.open()
-                    await self._owners.open(intake, sessions.ring, desk.control)
+                    endpoints, intake, sessions = self._build(nc, js, names, work=work, asides=asides)
+                    await endpoints.open()
+                    await self._owners.open(intake, sessions.ring, endpoints.control)
                     discovery = self._make_discovery(nc, loaded)
                     self._start_parts(parts, nc, js, intake, sessions)
                     async with self._background("intake", partial(intake.pull, sessions.ring)):
@@ -426,7 +426,7 @@ class App:
                     self._engine.stop()
                     sessions.stop()
                     work.cancel_scope.deadline = current_time() + _STOP_S
-                await desk.close()
+                await endpoints.close()
                 asides.cancel_scope.cancel()
             await self._members.leave()
             await intake.return_anchors()
@@ -466,7 +466,7 @@ class App:
 
     def _build(
         self, nc: Client, js: JetStreamContext, names: Streams, *, work: TaskGroup, asides: TaskGroup
-    ) -> tuple[Desk, Intake, Sessions]:
+    ) -> tuple[Endpoints, Intake, Sessions]:
         """Build the parts that serve requests.
 
         `work` gets the tasks of sessions; `asides` gets tasks that are cancelled after the sessions have
@@ -509,11 +509,11 @@ class App:
             model=loaded.name,
             metrics=lambda: self._metrics(intake),
         )
-        desk = Desk(
+        endpoints = Endpoints(
             *(nc, js, subjects, control.answer, owners, outbox, self._telemetry, asides),
             ask_timeout_s=settings.token_ttl_s,
         )
-        return desk, intake, self._sessions
+        return endpoints, intake, self._sessions
 
     async def _erase(self, key: SessionKey) -> bool:
         return await self._sessions.erase(key)

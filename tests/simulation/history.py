@@ -21,7 +21,7 @@ from worker.observe import telemetry
 from worker.sessions import execution, record, sessions
 from worker.sessions import history as sessions_history
 from worker.sessions.session_log import SessionLog
-from worker.wire import desk, intake, journal, retention
+from worker.wire import endpoints, intake, journal, retention
 
 from .actors import PLAIN, SUBJECTS, History, Plan, Read, Supervisor
 from .checks import check, is_imported, logs, unanswered, unforgotten
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 #: A worker that reads one log at a time, answers one question, keeps no idle session and no closed one.
 _TIGHT: Final[tuple[tuple[Any, str, Any], ...]] = (
     (app, "_MAX_READINGS", 1),
-    (desk, "_MAX_OPEN", 1),
+    (endpoints, "_MAX_OPEN", 1),
     (sessions, "_MAX_IDLE_BYTES", 0),
     (retention, "_NEARLY_FULL", 0.0),
     (retention, "_RELIEVED", 0.0),

@@ -20,7 +20,7 @@ from turnkeep_client.messages import MetricsRequest, decode_control, failure
 from turnkeep_client.subjects import CONSUMER
 
 from .connection import confirm_subscriptions
-from .desk import QUEUE
+from .endpoints import QUEUE
 from .outbox import Outbox
 from .streams import ensure
 
