@@ -42,7 +42,7 @@ _TOO_MANY: Final = "too many questions wait until the model is loaded; ask again
 log = structlog.get_logger()
 
 
-class StandIn:
+class Activator:
     """Stands in for one worker; `wake` is called with every request that only the worker can answer."""
 
     def __init__(
