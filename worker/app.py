@@ -48,7 +48,6 @@ from worker.sessions.policies import misfit
 from worker.sessions.services import Services
 from worker.sessions.sessions import Sessions
 from worker.sessions.shares import Shares
-from worker.sessions.trail import Trails
 from worker.wire import broker, streams
 from worker.wire.connection import BrokerError, connect, loses_entries, server_version, small_payload
 from worker.wire.credentials import over_tls, worker_options
@@ -68,6 +67,7 @@ from .process.concurrency import in_thread, shielded, task_group
 from .process.datadir import DataDir, DataDirInUseError
 from .process.formatting import size
 from .process.keys import cache_access
+from .sessions.attachments import Attachments
 from .wire.endpoints import Endpoints
 from .wire.undelivered import Undelivered
 
@@ -495,8 +495,10 @@ class App:
             max_sessions_per_tenant=settings.max_waiting_per_tenant,
             max_message_bytes=settings.max_message_bytes,
         )
-        trails = Trails(journal, loaded.tokenizer, asides, max_message_bytes=settings.max_message_bytes)
-        services = self._services(journal, outbox, trails, intake)
+        attachments = Attachments(
+            journal, loaded.tokenizer, asides, max_message_bytes=settings.max_message_bytes
+        )
+        services = self._services(journal, outbox, attachments, intake)
         self._sessions = Sessions(services, work, idle_timeout_s=settings.idle_timeout_s)
         self._undelivered = Undelivered(journal, intake, members, owners, ack_wait_s=settings.ack_wait_s)
         control = Control(
@@ -544,7 +546,9 @@ class App:
             has_unopened=self._has_unopened,
         )
 
-    def _services(self, journal: Journal, outbox: Outbox, trails: Trails, intake: Intake) -> Services:
+    def _services(
+        self, journal: Journal, outbox: Outbox, attachments: Attachments, intake: Intake
+    ) -> Services:
         """Collect the services that all sessions share."""
 
         async def ack(key: SessionKey) -> None:
@@ -583,7 +587,7 @@ class App:
             execution=execution,
             fold=fold,
             telemetry=self._telemetry,
-            trails=trails,
+            attachments=attachments,
             ack=ack,
             disown=self._owners.disown,
             reading=Semaphore(_MAX_READINGS),

@@ -42,6 +42,7 @@ from turnkeep_client.subjects import SessionKey
 from worker.models.tokenizer import Tokenizer
 from worker.observe.telemetry import Telemetry
 from worker.sessions import session
+from worker.sessions.attachments import Attachments
 from worker.sessions.attempts import Attempts, SharedLock
 from worker.sessions.execution import Execution
 from worker.sessions.fold import Fold
@@ -49,7 +50,6 @@ from worker.sessions.port import Asked, TurnResult
 from worker.sessions.services import Services
 from worker.sessions.session import Session
 from worker.sessions.shares import Shares
-from worker.sessions.trail import Trails
 from worker.wire.intake import Delivery
 from worker.wire.journal import Entry, FencedError, Published
 from worker.wire.retention import Retention
@@ -268,10 +268,10 @@ class World:
         execution = Execution(tokenizer=self._tokenizer, retention=retention, **limits, **parts)
         self.tasks = Tasks()
         size = self.max_message_bytes
-        self.trails = Trails(self.log, self._tokenizer, self.tasks, max_message_bytes=size)  # type: ignore[arg-type]
+        self.attachments = Attachments(self.log, self._tokenizer, self.tasks, max_message_bytes=size)  # type: ignore[arg-type]
         services = Services(
             execution=execution,
-            trails=self.trails,
+            attachments=self.attachments,
             outbox=self.outbox,  # type: ignore[arg-type]
             ack=self._release,
             disown=lambda _: None,
