@@ -75,14 +75,14 @@ def packed(folder: Path, whole: dict[str, bytes]) -> Path:
 
 
 def resealed(whole: dict[str, bytes], change: Callable[[dict[str, Any]], None]) -> dict[str, bytes]:
-    """Change the first line of the log, and make its checksum right; session.json has none, as before."""
+    """Change the first line of the log, and make the checksums right."""
     first, *rest = whole["log.jsonl"].splitlines()
     line = json.loads(first)
     change(line)
     log = b"\n".join([json.dumps(line).encode(), *rest])
     head = json.loads(whole["session.json"]) | {"digest": blake2b(log, digest_size=16).hexdigest()}
     head.pop("checksum", None)
-    return {"session.json": json.dumps(head).encode(), "log.jsonl": log}
+    return {"session.json": copies._signed(json.dumps(head).encode()), "log.jsonl": log}
 
 
 def sparse(name: str, real_bytes: int) -> bytes:

@@ -132,7 +132,7 @@ def world(loop: Loop, outcome: Outcome, *, tell: bool) -> Iterator[Any]:
         return server.connection(_process.get())
 
     with ExitStack() as stack:
-        for module in (turnkeep_client.client, worker.wire.connection):
+        for module in (turnkeep_client.wire, worker.wire.connection):
             stack.enter_context(_set(module, "Nats", make))
         before = structlog.get_config()
         level = logging.DEBUG if tell else logging.ERROR
