@@ -17,7 +17,7 @@ from turnkeep_client.log import CHECKPOINT_HEADER, HISTORY_HEADER
 from worker.process.concurrency import in_thread
 from worker.wire.journal import answers
 
-from .answered import AnsweredIds
+from .answered_ids import AnsweredIds
 from .checkpoint import Checkpoint
 
 if TYPE_CHECKING:

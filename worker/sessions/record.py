@@ -31,7 +31,7 @@ from turnkeep_client.messages import (
 from worker.observe.traces import trace_headers
 from worker.process.clock import monotonic, time
 
-from .answered import AnsweredAt, AnsweredIds
+from .answered_ids import AnsweredAt, AnsweredIds
 from .checkpoint import Checkpoint
 from .history import DivergedError
 

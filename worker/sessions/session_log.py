@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from worker.wire.intake import Delivery
     from worker.wire.journal import Entry
 
-    from .answered import AnsweredAt
+    from .answered_ids import AnsweredAt
     from .attempts import Doubt
     from .history import History
     from .record import Pending
