@@ -42,10 +42,10 @@ from worker.text.splitting import Calls, MarkedSplitter, call_id
 from worker.text.text import TextStream
 from worker.wire.journal import FencedError
 
-from .echo import echo_of, told
 from .formats import Formats, is_prefix_final
 from .history import RefusedError, digests_of, seen, spoken, unread
 from .port import Asked
+from .prompt_logprobs import echo_of, told
 from .results import appended, begun_elsewhere, generated, opened, withdrawn
 from .streaming import AnswerStream
 
