@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from raw_wire import Wire
 
     from worker.sessions.session import Session
-    from worker.wire.journal import Entry
+    from worker.wire.consistent_reads import Entry
 
 EVERY = 4
 WINDOW = Policy(2, 40)

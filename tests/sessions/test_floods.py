@@ -14,7 +14,7 @@ from raw_wire import LONG, append, generate
 
 from worker.sessions.session import Session
 from worker.sessions.session_log import SessionLog
-from worker.wire import endpoints, intake, journal
+from worker.wire import consistent_reads, endpoints, intake
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -34,7 +34,7 @@ NUM_FLOOD = 80
 @pytest.fixture
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few requests are read, or delivered, at a time, and what is returned comes again soon."""
-    monkeypatch.setattr(journal, "_BATCH", 8)
+    monkeypatch.setattr(consistent_reads, "_BATCH", 8)
     monkeypatch.setattr(intake, "_FETCH", 8)
     monkeypatch.setattr(intake, "_RETURN_S", 0.1)
 

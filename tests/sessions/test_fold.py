@@ -50,8 +50,9 @@ from worker.sessions.port import Asked, TurnResult
 from worker.sessions.services import Services
 from worker.sessions.session import Session
 from worker.sessions.shares import Shares
+from worker.wire.consistent_reads import Entry
 from worker.wire.intake import Delivery
-from worker.wire.journal import Entry, FencedError, Published
+from worker.wire.journal import FencedError, Published
 from worker.wire.retention import Retention
 
 if TYPE_CHECKING:

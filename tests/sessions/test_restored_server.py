@@ -20,7 +20,7 @@ from turnkeep_client.messages import decode_result
 from turnkeep_client.subjects import SessionKey
 from worker.app import WorkerError
 from worker.sessions.attempts import Doubt
-from worker.wire.journal import Entry
+from worker.wire.consistent_reads import Entry
 from worker.wire.undelivered import Undelivered
 
 if TYPE_CHECKING:

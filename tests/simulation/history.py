@@ -21,7 +21,7 @@ from worker.observe import telemetry
 from worker.sessions import execution, record, sessions
 from worker.sessions import history as sessions_history
 from worker.sessions.session_log import SessionLog
-from worker.wire import endpoints, intake, journal, retention
+from worker.wire import consistent_reads, endpoints, intake, retention
 
 from .actors import PLAIN, SUBJECTS, History, Plan, Read, Supervisor
 from .checks import check, is_imported, logs, unanswered, unforgotten
@@ -163,7 +163,7 @@ def patched(history: History) -> Iterator[None]:
         for owner, name, value in (
             (record, "_CHECKPOINT_EVERY", plan.checkpoint_every),
             (execution, "_MOST_INPUT", 16),
-            (journal, "_BATCH", plan.batch),
+            (consistent_reads, "_BATCH", plan.batch),
             (turnkeep_client.wire, "READ_BATCH", plan.batch),
             (tokens, "_PART", 4),
             (sessions_history, "KEPT", 8),

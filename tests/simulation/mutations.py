@@ -10,7 +10,7 @@ from anyio import sleep_forever
 
 from turnkeep_client import calls, messages
 from worker.sessions import attachments, attempts, record, session, session_log
-from worker.wire import intake, journal, retention, undelivered
+from worker.wire import consistent_reads, intake, journal, retention, undelivered
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -145,7 +145,9 @@ MUTATIONS: Final[dict[str, tuple[Change, ...]]] = {
     "an anchor given up too early": ((session.Session, "_answer", _give_up_anchor), _NO_LOOK),
     "chunks of what was forgotten": ((journal.Journal, "_check_not_forgotten", lambda _: _nothing),),
     "chunks without a fence": ((journal.Journal, "_publish", lambda _: _publish_anyhow),),
-    "a lagging replica believed": ((journal.Journal, "_is_replicated", lambda _: _never_replicated),),
+    "a lagging replica believed": (
+        (consistent_reads.ConsistentReads, "_is_replicated", lambda _: _never_replicated),
+    ),
     "a forget that misses what a rewind cut off": ((journal.Journal, "remove_tokens", _behind_the_rewind),),
     "checkpoints left behind a close that forgets": ((journal.Journal, "remove", _but_checkpoints),),
     "results left behind a close that forgets": ((retention, "answers", lambda _: lambda _: 2**60),),

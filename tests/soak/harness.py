@@ -56,7 +56,7 @@ from worker.sessions.checkpoint import Checkpoint  # noqa: E402
 from worker.sessions.fold import Fold  # noqa: E402
 from worker.sessions.history import History  # noqa: E402
 from worker.sessions.record import Record  # noqa: E402
-from worker.wire.journal import Entry  # noqa: E402
+from worker.wire.consistent_reads import Entry  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Mapping

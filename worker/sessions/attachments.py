@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
     from turnkeep_client.subjects import SessionKey
     from worker.models.tokenizer import Tokenizer
-    from worker.wire.journal import Entry, Journal
+    from worker.wire.consistent_reads import Entry
+    from worker.wire.journal import Journal
 
     from .history import History
 

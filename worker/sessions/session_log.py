@@ -35,8 +35,8 @@ from .results import failed
 if TYPE_CHECKING:
     from turnkeep_client.messages import Request, Result
     from turnkeep_client.subjects import SessionKey
+    from worker.wire.consistent_reads import Entry
     from worker.wire.intake import Delivery
-    from worker.wire.journal import Entry
 
     from .answered_ids import AnsweredAt
     from .attempts import Doubt

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
     from turnkeep_client.subjects import SessionKey
 
+    from .consistent_reads import Entry
     from .intake import Intake
-    from .journal import Entry, Journal
+    from .journal import Journal
     from .members import Members
     from .owners import Owners
 
