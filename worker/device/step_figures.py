@@ -1,4 +1,4 @@
-"""What the steps of the device have taken: memory for the metrics message, times and counts for `telemetry`."""
+"""What the steps of the device have taken: memory for the metrics, times and counts for `telemetry`."""
 
 from __future__ import annotations
 
