@@ -16,8 +16,8 @@ from commands import cli
 from ops.exposition import families
 from turnkeep_client import errors
 from turnkeep_client.asyncapi import CONTROL_REPLIES, CONTROLS, REQUESTS, RESULTS
-from turnkeep_client.client import Backlog
 from turnkeep_client.messages import Chunk, DeadLetter, GatewayMetrics, Metrics
+from turnkeep_client.wire import Backlog
 from worker.process.settings import describe
 
 if TYPE_CHECKING:

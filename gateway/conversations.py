@@ -270,7 +270,7 @@ class Conversations:
             self._leave(asked, answering)
         try:
             messages = () if turn.messages is None else turn.messages[plan.num_known :]
-            most = self.presence.max_message_bytes or sys.maxsize  # earlier workers do not say it
+            most = self.presence.max_message_bytes or sys.maxsize
             header_bytes = min(recorded.num_bytes(answering.note), most // 2)
             pieces = ahead(messages, plan.options, most, header_bytes)
             await self._open(plan)

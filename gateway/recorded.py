@@ -28,7 +28,7 @@ from turnkeep_client.messages import (
     Message,
     Open,
     ToolCall,
-    decode_answered,
+    decode_request,
     decode_result,
     encode,
 )
@@ -192,7 +192,7 @@ async def _exchanges(
     prompts: dict[str, _Conversation] = {}
     async for _, one in client.stored.every(key, "in"):
         try:
-            request = decode_answered(one.body)
+            request = decode_request(one.body)
         except InvalidMessageError:
             continue
         if isinstance(request, Open) and request.from_ is not None:

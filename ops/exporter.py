@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
     from prometheus_client.metrics_core import Metric
 
-    from turnkeep_client.client import Backlog, Client
+    from turnkeep_client.client import Client
+    from turnkeep_client.wire import Backlog
 
 #: How often the log's consumer is looked at.
 _LOOK_S: Final = 2.0

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from prometheus_client.metrics_core import Metric
 
-    from turnkeep_client.client import Backlog
     from turnkeep_client.messages import Metrics
+    from turnkeep_client.wire import Backlog
 
     from .fleet import Sighting
 
@@ -136,7 +136,7 @@ def families(sightings: Sequence[Sighting], backlog: Backlog | None, *, connecte
         histogram = HistogramMetricFamily(f"turnkeep_{name}", text, labels=_WORKER)
         for metrics in figures:
             value = attrgetter(field)(metrics)
-            if isinstance(value, Histogram):  # earlier workers lack some
+            if isinstance(value, Histogram):
                 histogram.add_metric(_labels(metrics), _buckets(value), value.sum)
         yield histogram
 

@@ -38,7 +38,7 @@ class Figures:
         self.duration = since(now.request_duration, before.request_duration if before else None)
         self.first_token = since(now.time_to_first_token, before.time_to_first_token if before else None)
         self.per_token = since(now.time_per_output_token, before.time_per_output_token if before else None)
-        #: While answers ran. Workers of earlier versions do not say how long that was.
+        #: While answers ran.
         self.generated_per_s = share(self.per_token.count, decoding_s) if before and self.per_token else None
         self.batch = since(now.batch_size, before.batch_size if before else None)
         self.num_drops = sum(now.snapshots.dropped.values())

@@ -49,7 +49,7 @@ MLX = {
     *(f"bench/programs/{name}.py" for name in ("quality", "device", "in_process")),
 }
 NATS = {
-    *(f"protocol/turnkeep_client/{name}.py" for name in ("client", "direct", "nats_client")),
+    *(f"protocol/turnkeep_client/{name}.py" for name in ("wire", "direct", "nats_client")),
     "worker/wire",
 }
 

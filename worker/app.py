@@ -41,22 +41,21 @@ from worker.sessions.attempts import Attempts, SharedLock
 from worker.sessions.control import Control
 from worker.sessions.embedding import Embedder
 from worker.sessions.execution import Execution
-from worker.sessions.history import Fold, digests_of
+from worker.sessions.fold import Fold
+from worker.sessions.history import digests_of
+from worker.sessions.limits import Limits
 from worker.sessions.policies import misfit
 from worker.sessions.services import Services
 from worker.sessions.sessions import Sessions
 from worker.sessions.shares import Shares
-from worker.sessions.trail import Trails
 from worker.wire import broker, streams
 from worker.wire.connection import BrokerError, connect, loses_entries, server_version, small_payload
 from worker.wire.credentials import over_tls, worker_options
-from worker.wire.desk import Desk
 from worker.wire.discovery import Discovery
 from worker.wire.intake import Intake
 from worker.wire.journal import Journal
 from worker.wire.members import Members
 from worker.wire.outbox import Outbox
-from worker.wire.overlooked import Overlooked
 from worker.wire.owners import Owners
 from worker.wire.retention import Retention
 
@@ -68,6 +67,9 @@ from .process.concurrency import in_thread, shielded, task_group
 from .process.datadir import DataDir, DataDirInUseError
 from .process.formatting import size
 from .process.keys import cache_access, remote_tier
+from .sessions.attachments import Attachments
+from .wire.endpoints import Endpoints
+from .wire.undelivered import Undelivered
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -407,9 +409,9 @@ class App:
         async with task_group() as parts:
             async with task_group() as asides:
                 async with task_group() as work:
-                    desk, intake, sessions = self._build(nc, js, names, work=work, asides=asides)
-                    await desk.open()
-                    await self._owners.open(intake, sessions.ring, desk.control)
+                    endpoints, intake, sessions = self._build(nc, js, names, work=work, asides=asides)
+                    await endpoints.open()
+                    await self._owners.open(intake, sessions.ring, endpoints.control)
                     discovery = self._make_discovery(nc, loaded)
                     self._start_parts(parts, nc, js, intake, sessions)
                     async with self._background("intake", partial(intake.pull, sessions.ring)):
@@ -431,7 +433,7 @@ class App:
                     self._engine.stop()
                     sessions.stop()
                     work.cancel_scope.deadline = current_time() + _STOP_S
-                await desk.close()
+                await endpoints.close()
                 asides.cancel_scope.cancel()
             await self._members.leave()
             await intake.return_anchors()
@@ -461,7 +463,7 @@ class App:
             ("keep-alive", intake.keep_alive),
             ("sweep", sessions.sweep),
             ("retention", self._retention.run),
-            ("overlooked", self._overlooked.run),
+            ("undelivered", self._undelivered.run),
             ("streams", partial(self._keep_streams, js)),
             ("mending", self._engine.mend),
             ("loop-lag", self._telemetry.watch_loop),
@@ -471,7 +473,7 @@ class App:
 
     def _build(
         self, nc: Client, js: JetStreamContext, names: Streams, *, work: TaskGroup, asides: TaskGroup
-    ) -> tuple[Desk, Intake, Sessions]:
+    ) -> tuple[Endpoints, Intake, Sessions]:
         """Build the parts that serve requests.
 
         `work` gets the tasks of sessions; `asides` gets tasks that are cancelled after the sessions have
@@ -500,10 +502,12 @@ class App:
             max_sessions_per_tenant=settings.max_waiting_per_tenant,
             max_message_bytes=settings.max_message_bytes,
         )
-        trails = Trails(journal, loaded.tokenizer, asides, max_message_bytes=settings.max_message_bytes)
-        services = self._services(journal, outbox, trails, intake)
+        attachments = Attachments(
+            journal, loaded.tokenizer, asides, max_message_bytes=settings.max_message_bytes
+        )
+        services = self._services(journal, outbox, attachments, intake)
         self._sessions = Sessions(services, work, idle_timeout_s=settings.idle_timeout_s)
-        self._overlooked = Overlooked(journal, intake, members, owners, ack_wait_s=settings.ack_wait_s)
+        self._undelivered = Undelivered(journal, intake, members, owners, ack_wait_s=settings.ack_wait_s)
         control = Control(
             self._sessions,
             self._engine,
@@ -514,11 +518,11 @@ class App:
             model=loaded.name,
             metrics=lambda: self._metrics(intake),
         )
-        desk = Desk(
+        endpoints = Endpoints(
             *(nc, js, subjects, control.answer, owners, outbox, self._telemetry, asides),
             ask_timeout_s=settings.token_ttl_s,
         )
-        return desk, intake, self._sessions
+        return endpoints, intake, self._sessions
 
     async def _erase(self, key: SessionKey) -> bool:
         return await self._sessions.erase(key)
@@ -549,7 +553,9 @@ class App:
             has_unopened=self._has_unopened,
         )
 
-    def _services(self, journal: Journal, outbox: Outbox, trails: Trails, intake: Intake) -> Services:
+    def _services(
+        self, journal: Journal, outbox: Outbox, attachments: Attachments, intake: Intake
+    ) -> Services:
         """Collect the services that all sessions share."""
 
         async def ack(key: SessionKey) -> None:
@@ -559,6 +565,14 @@ class App:
         settings, loaded = self._settings, self._loaded
         goes_on = settings.other_model == "continue"
         fold = Fold(loaded.tokenizer, settings.cache_policy, self._maker, takes_over=goes_on)
+        limits = Limits(
+            self._engine,
+            fold.policy,
+            context_tokens=self._context_tokens,
+            block_tokens=settings.block_tokens,
+            vocab_size=loaded.vocab_size,
+            kv_bits=settings.kv_bits,
+        )
         execution = Execution(
             journal=journal,
             engine=self._engine,
@@ -566,11 +580,8 @@ class App:
             tokenizer=loaded.tokenizer,
             telemetry=self._telemetry,
             retention=self._retention,
+            limits=limits,
             max_result_bytes=settings.max_message_bytes,
-            context_tokens=self._context_tokens,
-            block_tokens=settings.block_tokens,
-            vocab_size=loaded.vocab_size,
-            kv_bits=settings.kv_bits,
             own_sampling=loaded.sampling,
             placeholders=settings.placeholders == "on",
             token_ttl_s=settings.token_ttl_s,
@@ -583,7 +594,7 @@ class App:
             execution=execution,
             fold=fold,
             telemetry=self._telemetry,
-            trails=trails,
+            attachments=attachments,
             ack=ack,
             disown=self._owners.disown,
             reading=Semaphore(_MAX_READINGS),

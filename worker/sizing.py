@@ -18,12 +18,13 @@ from cache.names.identity import Identity
 from cache.names.policy import FULL
 from cache.names.snapshot import GROWING, ITEM_BYTES, ModelLayout, Name, Tensor, carried
 from cache.store import file_bytes
-from worker.batch.choosing import batch_for
 from worker.batch.matching import num_sketched
 from worker.batch.rows import PrefillPiece
 from worker.device import machine
-from worker.device.runner import estimator
+from worker.device.served_model import estimator
 from worker.sessions.policies import misfit
+
+from .batch.batch_kinds import batch_for
 
 if TYPE_CHECKING:
     from collections.abc import Collection

@@ -26,7 +26,6 @@ from turnkeep_client.subjects import Subjects
 from worker.wire.broker import EmbeddedServer
 from worker.wire.connection import connect
 from worker.wire.credentials import over_tls, worker_options
-from worker.wire.standin import StandIn
 
 from .metrics import unloaded
 from .observe.health import HealthServer
@@ -35,6 +34,7 @@ from .process.concurrency import shielded, task_group
 from .process.datadir import DataDir
 from .process.formatting import size
 from .process.settings import word
+from .wire.activator import Activator
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
@@ -106,7 +106,7 @@ def leaving(lacking_bytes: int, idle: Iterable[InMemory]) -> list[str]:
 class _Model:
     """One model: its worker, if there is one, and who stands in for it."""
 
-    standin: StandIn
+    standin: Activator
     needs: Needs
     size_bytes = 0
 
@@ -207,7 +207,7 @@ class Supervisor:
             )
             stack.push_async_callback(shielded, nc.close)
             for model in self._models:
-                model.standin = StandIn(nc, Subjects(model.settings.prefix), model.metrics, model.wake)
+                model.standin = Activator(nc, Subjects(model.settings.prefix), model.metrics, model.wake)
                 await model.standin.open(model.settings)
             await self._serve()
         if self._fatal:

@@ -34,12 +34,12 @@ from cache.names.identity import Identity  # noqa: E402
 from cache.store import Store  # noqa: E402
 from turnkeep_client.errors import TurnkeepError  # noqa: E402
 from turnkeep_client.subjects import Subjects, session_key  # noqa: E402
-from worker.batch.chooser import Chooser, Sampling  # noqa: E402
-from worker.batch.choosing import batch_for  # noqa: E402
+from worker.batch.batch_kinds import batch_for  # noqa: E402
+from worker.batch.row_sampler import RowSampler, Sampling  # noqa: E402
 from worker.batch.rows import PrefillPiece, Row  # noqa: E402
 from worker.batch.trials import Trials  # noqa: E402
 from worker.device import machine  # noqa: E402
-from worker.device.runner import estimator  # noqa: E402
+from worker.device.served_model import estimator  # noqa: E402
 from worker.models import model as models  # noqa: E402
 from worker.process.datadir import DataDir  # noqa: E402
 from worker.wire import connection, streams  # noqa: E402
@@ -267,7 +267,7 @@ class Measuring:
                 caches = layers.fork(self._prefilled(before), self._new(), len(before))
             else:
                 caches = self._run(before)
-            row = Row(caches, array("I", prompt), Chooser(Sampling()), len(prompt), steps + 1)
+            row = Row(caches, array("I", prompt), RowSampler(Sampling()), len(prompt), steps + 1)
             pieces.append(PrefillPiece(caches, len(before), [last], row))
         self._batches[together].step(pieces)
         return [piece.row for piece in pieces if piece.row is not None]

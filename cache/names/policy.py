@@ -91,8 +91,7 @@ class Policy:
     def __str__(self) -> str:
         """Return the policy as a part of an identity.
 
-        Paged sessions say `exact`: without it this names KV of an earlier version, whose prompts saw only
-        the tokens on the device.
+        Paged sessions say `exact`: their prompts see all tokens, also those whose KV is on SSD.
         """
         if self.window is None:
             return "full"

@@ -55,7 +55,7 @@ def usage(result: Generated) -> dict[str, Any]:
 
 
 def end(result: Generated) -> dict[str, Any]:
-    """Name the end of an answer. Workers of earlier versions do not say which stop sequence ended it."""
+    """Name the end of an answer."""
     reason = "end_turn" if result.stop is None else "stop_sequence"
     return {"stop_reason": _REASONS.get(result.finish_reason, reason), "stop_sequence": result.stop}
 

@@ -26,7 +26,7 @@ from turnkeep_client import __version__
 from turnkeep_client.checkpoints import Link, backwards
 from turnkeep_client.errors import InvalidMessageError, TurnkeepError
 from turnkeep_client.log import BUILD_HEADER, HISTORY_HEADER, MODEL_HEADER, Entry, words
-from turnkeep_client.messages import decode_answered, decode_result
+from turnkeep_client.messages import decode_request, decode_result
 from turnkeep_client.subjects import SessionKey, session_key
 
 from .record import pair_up
@@ -42,7 +42,7 @@ FORMAT: Final = 2
 #: Members that are no snapshots.
 OWN: Final = ("session.json", "log.jsonl")
 _SESSION, _LOG = OWN
-#: Precedes the digest of what is before it, at the end of `session.json`; earlier versions wrote none.
+#: Precedes the digest of what is before it, at the end of `session.json`.
 _CHECKSUM: Final = b',"checksum":"'
 #: The headers of results that a file has. All others are left out: the server obeys some of them.
 HEADERS: Final = (MODEL_HEADER, HISTORY_HEADER, BUILD_HEADER)
@@ -236,7 +236,7 @@ def _check(manifest: Manifest, lines: Sequence[Line]) -> None:
     """Raise `InvalidMessageError` or `tarfile.ReadError` if a log could not contain these lines."""
     session_key(manifest.tenant, manifest.session)
     for line in lines:
-        decode_answered(bytes(line.request))
+        decode_request(bytes(line.request))
         decode_result(bytes(line.result))
         if any(map(_CONTROL.search, line.headers.values())):
             raise tarfile.ReadError("a header has a line break or another control character")
@@ -274,8 +274,8 @@ def _manifest(source: Path, content: bytes) -> Manifest:
         raise CopyError(
             f"{source} has format {form}, and this version reads {FORMAT}; take the other version"
         )
-    signed, is_signed, digest = content.rpartition(_CHECKSUM)
-    if is_signed and digest != _digest(signed).encode() + b'"}':
+    signed, _, digest = content.rpartition(_CHECKSUM)
+    if digest != _digest(signed).encode() + b'"}':
         raise tarfile.ReadError("its content is not what was written")
     manifest = msgspec.json.decode(content, type=Manifest)
     if _CONTROL.search(f"{manifest.version}{manifest.model}"):

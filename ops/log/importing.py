@@ -10,7 +10,7 @@ import msgspec
 from turnkeep_client.checkpoints import CheckpointMessage, Link, digest
 from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.log import BEGAN_HEADER, PARTS_HEADER
-from turnkeep_client.messages import Close, Closed, decode_answered, decode_result
+from turnkeep_client.messages import Close, Closed, decode_request, decode_result
 from turnkeep_client.stream import LastSequenceError, Unsent
 
 from .copies import HEADERS, CopyError
@@ -113,7 +113,7 @@ class Import:
                 new = self._new_seqs.get(json.loads(bytes(of)), 1)
                 result["repeat_of"] = msgspec.Raw(str(new).encode())
             answer = decode_result(bytes(line.result))
-            is_close = isinstance(decode_answered(bytes(line.request)), Close) and isinstance(answer, Closed)
+            is_close = isinstance(decode_request(bytes(line.request)), Close) and isinstance(answer, Closed)
             if is_close and answer.repeat_of is None:  # by this note the session leaves the log in time
                 yield Unsent(self._subjects.of(self._key, "closed"), b"", {})
                 seq += 1

@@ -19,7 +19,7 @@ from turnkeep_client.messages import (
     Generated,
     Open,
     UnknownResult,
-    decode_answered,
+    decode_request,
     decode_result,
 )
 
@@ -74,7 +74,7 @@ def pair_up(entries: Sequence[Entry]) -> Iterator[Exchange]:
             results.setdefault(result.seq, (result, entry))
     for entry in entries:
         if entry.kind == "in" and entry.seq in results:
-            request = decoded(decode_answered, entry.body)
+            request = decoded(decode_request, entry.body)
             if request is not None:
                 result, answered = results[entry.seq]
                 yield Exchange(request, result, entry, answered)

@@ -29,7 +29,7 @@ from turnkeep_client.messages import (
     Rewind,
     Rewound,
     UnknownResult,
-    decode_answered,
+    decode_request,
     decode_result,
 )
 from turnkeep_client.subjects import REFUSED
@@ -237,7 +237,7 @@ def _fitting(asked: Mapping[int, bytes], answers: Mapping[int, _Answer]) -> Iter
     for seq, answer in answers.items():
         if seq not in asked or not answer.changes or isinstance(answer.result, UnknownResult):
             continue
-        request, result = decoded(decode_answered, asked[seq]), answer.result
+        request, result = decoded(decode_request, asked[seq]), answer.result
         if request is None:
             if not _is_json(asked[seq]):  # else it is of a newer version
                 yield Fault(seq, "cannot be read")

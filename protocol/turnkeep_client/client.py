@@ -1,34 +1,17 @@
 """The async Python client: one NATS connection of one tenant.
 
-Only this module, `nats_client` and `direct` import nats. It publishes, reads and subscribes for `calls` and
-`generation`, which do the waiting.
+What it asks of NATS is in `wire`; `calls` and `generation` do the waiting.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import math
-from collections import deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
-import msgspec
-import nats.errors
-from nats.js.errors import APIError, NoStreamResponseError
-
-from .calls import Call, ResultFeeds, Stored, expect
-from .direct import DirectGets, TooManyError
+from . import wire
+from .calls import Call, ResultFeeds, expect
 from .errors import (
-    ClientClosedError,
     InvalidMessageError,
-    MessageTooLargeError,
-    NoAnswerError,
-    NoServerError,
-    NotPermittedError,
-    NoWorkerError,
-    RequestFailedError,
-    TurnkeepError,
 )
 from .listing import Listed, listed
 from .log import Entry, entry
@@ -48,71 +31,33 @@ from .messages import (
     decode_result,
     encode,
 )
-from .nats_client import Nats, refusal, unreachable
-from .redact import redact, shown
 from .session import Cache, Messages, Sampling, Session, build
-from .stream import TOO_MANY, LogStream, StreamError
-from .subjects import CONSUMER, DEFAULT_PREFIX, DEFAULT_TENANT, SessionKey, Subjects, check_id, session_key
+from .stream import LogStream
+from .subjects import DEFAULT_PREFIX, DEFAULT_TENANT, SessionKey, Subjects, check_id, session_key
+from .wire import Backlog, NatsWire
 
 if TYPE_CHECKING:
     from collections.abc import (
-        AsyncGenerator,
         AsyncIterator,
         Awaitable,
         Callable,
         Generator,
         Iterator,
-        Mapping,
         Sequence,
     )
     from typing import Self, Unpack
 
-    from nats.aio.msg import Msg
-    from nats.aio.subscription import Subscription
 
 DEFAULT_URL: Final = "nats://127.0.0.1:4222"
 #: The timeout of requests, as in the SDKs of OpenAI and Anthropic.
 TIMEOUT_S: Final = 600.0
 
-#: Timeout for the log's acknowledgement before publishing again; doubles up to the second value.
-FIRST_ACK_S: Final = 2.0
-LAST_ACK_S: Final = 30.0
-#: Attempts before a missing log means that no worker has ever run: a cluster may be electing a leader.
-NUM_TRIES: Final = 4
-TRY_PAUSE_S: Final = 0.2
-RECONNECT_PAUSE_S: Final = 0.25
-#: Limits of one batch when reading a stream, and the timeout for its next message.
-READ_BATCH: Final = 256
-READ_BATCH_BYTES: Final = 4 * 2**20
-READ_S: Final = 2.0
-#: Timeout of a request to JetStream's API: a large stream takes a while to count its subjects.
-API_S: Final = 10.0
-
 #: Longest timeout of a question about the worker alone, which it answers at once.
 METRICS_S: Final = 5.0
-
-#: What a header takes beside its name and value, with its part of the lines around all headers.
-_HEADER_BYTES: Final = 16
-
-_MESSAGE_TOO_LARGE: Final = 10054  # JetStream's code: larger than the stream's max_msg_size
-
-#: nats-py does not wrap a connection reset.
-_NATS_ERRORS: Final = (nats.errors.Error, OSError)
-
-#: Those of them that say that there is no connection.
-_LOST: Final = (
-    nats.errors.ConnectionClosedError,
-    nats.errors.ConnectionDrainingError,
-    nats.errors.ConnectionReconnectingError,
-    nats.errors.StaleConnectionError,
-    ConnectionError,
-)
 
 #: The most inputs of a request for embeddings, and their length in characters and token ids.
 _EMBED_INPUTS: Final = 16
 _EMBED_LENGTH: Final = 2**17
-
-_T = TypeVar("_T")
 
 
 def connect(
@@ -136,9 +81,9 @@ def connect(
     `InvalidMessageError`.
     """
     check_id("tenant", tenant)
-    wire = _NatsWire(Subjects(prefix))
-    client = Client(wire, tenant, timeout_s, control_timeout_s)
-    return Connecting(client, lambda: wire.connect(url, connect_timeout_s, name=name, **nats_options))
+    nats = NatsWire(Subjects(prefix))
+    client = Client(nats, tenant, timeout_s, control_timeout_s)
+    return Connecting(client, lambda: nats.connect(url, connect_timeout_s, name=name, **nats_options))
 
 
 class Connecting:
@@ -162,19 +107,10 @@ class Connecting:
         return self._client
 
 
-@dataclass(frozen=True, slots=True)
-class Backlog:
-    """Counts of requests: undelivered; delivered but not acknowledged; and, among the latter, redelivered."""
-
-    num_pending: int
-    num_ack_pending: int
-    num_redelivered: int
-
-
 class Client:
     """A connection of one tenant. Create it with `connect`."""
 
-    def __init__(self, wire: _NatsWire, tenant: str, timeout_s: float, control_timeout_s: float) -> None:
+    def __init__(self, wire: NatsWire, tenant: str, timeout_s: float, control_timeout_s: float) -> None:
         self.tenant = tenant
         self._wire = wire
         self._feeds = ResultFeeds(wire, timeout_s)
@@ -283,7 +219,7 @@ class Client:
         key, subjects = session_key(self.tenant, session), self._wire.subjects
         if end is None:
             end = 1 + await self._wire.last_seq(subjects.log_stream, subjects.of(key, "out"))
-        num_entries = READ_BATCH
+        num_entries = wire.READ_BATCH
         while end > 1:
             start = max(1, end - num_entries)
             stored = await self._wire.read_all(subjects.log_stream, subjects.log(key), start, end)
@@ -348,311 +284,6 @@ class Client:
         await self._wire.send(subject, encode(metrics), {})
 
 
-class _RefusedError(Exception):
-    """The server refuses this user; the message says why."""
-
-
-class _UnreachedError(Exception):
-    """No server could be reached; the message says why."""
-
-
-class _NatsWire:
-    """`calls.Wire` over nats-py."""
-
-    def __init__(self, subjects: Subjects) -> None:
-        self.subjects = subjects
-        self.epoch = 0
-        self.closed = False
-        self._is_leaving = False
-        self._may_be_refused = True  # until it is connected for the first time
-        self._num_to_try = 1  # servers that were not tried yet
-        self.watchers: set[asyncio.Event] = set()
-        self._nats = Nats()
-        self._gets = DirectGets(self._nats, timeout_s=READ_S)
-        self._jetstream = self._nats.jetstream()
-        self._connected = asyncio.Event()
-        self._last_error = ""
-        #: The last refusals of subjects, each as the server says it.
-        self._denials = deque[str](maxlen=16)
-
-    async def connect(self, url: str, timeout_s: float, **options: Any) -> None:
-        urls = url.split(",")
-        self._num_to_try = len(urls)
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._nats.connect(
-                    urls,
-                    error_cb=self._on_error,
-                    disconnected_cb=self._on_disconnected,
-                    reconnected_cb=self._on_reconnected,
-                    closed_cb=self._on_closed,
-                    max_reconnect_attempts=-1,
-                    reconnect_time_wait=RECONNECT_PAUSE_S,  # type: ignore[arg-type]  # nats-py only sleeps for it
-                    **options,
-                )
-        except _RefusedError as error:
-            await self._nats.abandon()
-            raise NotPermittedError(f"the NATS server at {shown(url)} {error}") from None
-        except (_UnreachedError, *_NATS_ERRORS) as error:
-            await self._nats.abandon()
-            why = redact(self._last_error or str(error)) or f"no answer within {timeout_s} s"
-            raise NoServerError(f"no NATS server at {shown(url)}: {why}") from None
-        self._may_be_refused = False
-        self._connected.set()
-
-    async def close(self) -> None:
-        self._is_leaving = True
-        with contextlib.suppress(*_NATS_ERRORS):  # the server may be gone
-            await self._nats.close()
-
-    async def publish(self, subject: str, body: bytes, headers: dict[str, str] | None = None) -> int:
-        patience_s, num_refusals = FIRST_ACK_S, 0
-        while True:
-            await self._connected.wait()
-            self._check(body, headers)
-            try:
-                ack = await _cancellable(
-                    self._jetstream.publish(subject, body, timeout=patience_s, headers=headers)
-                )
-            except NoStreamResponseError:
-                num_refusals += 1
-                if num_refusals == NUM_TRIES:
-                    raise NoAnswerError(
-                        f"no stream stores {subject}: no worker was ever started on this NATS server"
-                        f" with the prefix {self.subjects.prefix!r}"
-                    ) from None
-                await asyncio.sleep(TRY_PAUSE_S)
-            except APIError as error:
-                raise _refusal(error) from None
-            except nats.errors.TimeoutError:
-                # The log may have stored the request. A second entry under the same id does no harm.
-                self._check_permission(subject)
-                patience_s = min(2 * patience_s, LAST_ACK_S)
-            except _NATS_ERRORS:  # between two connections
-                await asyncio.sleep(TRY_PAUSE_S)
-            else:
-                if ack.stream != self.subjects.log_stream:
-                    raise NoAnswerError(
-                        f"{subject} is stored by the stream {ack.stream!r}, which is not a worker's:"
-                        f" it should be {self.subjects.log_stream!r}"
-                    )
-                return ack.seq
-
-    async def ask(self, subject: str, body: bytes, timeout_s: float) -> bytes:
-        self._check(body)
-        try:
-            return (await _cancellable(self._nats.request(subject, body, timeout=timeout_s))).data
-        except nats.errors.NoRespondersError:
-            raise NoAnswerError(f"no worker serves {subject}") from None
-        except nats.errors.TimeoutError:
-            self._check_permission(subject)
-            raise NoAnswerError(f"no worker answered on {subject} within {timeout_s} s") from None
-        except _NATS_ERRORS as error:
-            raise _unreached(f"{subject} could not be asked", error) from None
-
-    async def read(self, stream: str, subject: str, seq: int) -> list[Stored]:
-        found: list[Stored] = []
-        # The caller reads again after any error. A missing stream is an empty one.
-        with contextlib.suppress(*_NATS_ERRORS):
-            await self._read_on(stream, subject, seq, found)
-        return found
-
-    async def read_all(
-        self, stream: str, subject: str, start: int = 1, end: float = math.inf
-    ) -> list[Stored]:
-        """Return all messages of `subject` in `stream` from `start` to before `end`.
-
-        Raises `NoWorkerError` if the stream cannot be read.
-        """
-        found: list[Stored] = []
-        self._check()
-        try:
-            await self._read_on(stream, subject, start, found, end)
-        except _NATS_ERRORS as error:
-            raise _unreached(f"{stream} could not be read", error) from None
-        return [one for one in found if one.seq < end]
-
-    async def batches(self, stream: str, request: dict[str, Any]) -> AsyncGenerator[list[Stored], None]:
-        self._check()
-        try:
-            async with contextlib.aclosing(self._batches(stream, request)) as batches:
-                async for batch in batches:
-                    yield batch
-        except TooManyError as error:
-            raise StreamError(str(error), TOO_MANY) from None
-        except _NATS_ERRORS as error:
-            self._check_permission(f"$JS.API.DIRECT.GET.{stream}")
-            raise _unreached(f"{stream} could not be read", error) from None
-
-    async def send(self, subject: str, body: bytes, headers: dict[str, str]) -> None:
-        self._check(body, headers)
-        try:
-            await self._nats.publish(subject, body, headers=headers)
-        except _NATS_ERRORS as error:
-            raise _unreached(f"{subject} could not be published", error) from None
-
-    async def api(self, subject: str, body: bytes, headers: dict[str, str] | None = None) -> dict[str, Any]:
-        self._check(body, headers)
-        try:
-            reply = await _cancellable(self._nats.request(subject, body, timeout=API_S, headers=headers))
-        except _NATS_ERRORS as error:
-            self._check_permission(subject)
-            raise _unreached(f"JetStream does not answer on {subject}", error) from None
-        answer: dict[str, Any] = msgspec.json.decode(reply.data or b"{}")
-        if (refused := answer.get("error")) is not None:
-            raise StreamError(
-                f"{self.subjects.log_stream}: {refused.get('description')}", refused.get("err_code", 0)
-            )
-        return answer
-
-    async def last_seq(self, stream: str, subject: str) -> int:
-        """Return the sequence of the last message of `subject`, 0 if there is none.
-
-        Raises `NoWorkerError` if the stream cannot be read.
-        """
-        body = msgspec.json.encode({"last_by_subj": subject})
-        call = self._nats.request(f"$JS.API.DIRECT.GET.{stream}", body, timeout=READ_S)
-        try:
-            reply = await _cancellable(call)
-        except _NATS_ERRORS as error:
-            raise _unreached(f"{stream} could not be read", error) from None
-        return int((reply.headers or {}).get("Nats-Sequence", "0"))
-
-    @property
-    def why_closed(self) -> str:
-        if self._is_leaving or self._nats.last_error is None:
-            return "the client is closed"
-        return f"the NATS server has closed the connection ({redact(str(self._nats.last_error))})"
-
-    @property
-    def connected(self) -> bool:
-        return self._connected.is_set() and not self.closed
-
-    async def backlog(self) -> Backlog:
-        call = self._jetstream.consumer_info(self.subjects.log_stream, CONSUMER, timeout=READ_S)
-        try:
-            found = await _cancellable(call)
-        except _NATS_ERRORS as error:
-            raise _unreached(f"the consumer of {self.subjects.log_stream} cannot be read", error) from None
-        return Backlog(found.num_pending or 0, found.num_ack_pending or 0, found.num_redelivered or 0)
-
-    async def lacks(self, stream: str, subject: str, seq: int, *, is_old: bool) -> bool:
-        with contextlib.suppress(NoWorkerError):
-            if not await self.read_all(stream, subject, seq, seq + 1):
-                # A replica that lags has neither this message nor a later one.
-                return is_old or await self.last_seq(stream, f"{self.subjects.prefix}.>") > seq
-        return False
-
-    async def _read_on(
-        self, stream: str, subject: str, seq: int, found: list[Stored], end: float = math.inf
-    ) -> None:
-        request = {"seq": seq, "next_by_subj": subject}
-        async with contextlib.aclosing(self._batches(stream, request)) as batches:
-            async for batch in batches:
-                found += batch
-                if batch[-1].seq + 1 >= end:
-                    return
-
-    async def _batches(self, stream: str, request: dict[str, Any]) -> AsyncGenerator[list[Stored], None]:
-        """Yield the messages that a batched direct get finds, batch by batch. Raises nats-py's errors."""
-        num_more = 1
-        while num_more:
-            if not self._connected.is_set():
-                raise nats.errors.ConnectionClosedError
-            limits = {"batch": READ_BATCH, "max_bytes": READ_BATCH_BYTES}
-            messages, num_more = await self._gets.read(stream, limits | request)
-            if messages:
-                found = [_stored(message) for message in messages]
-                yield found
-                request = request | {"seq": found[-1].seq + 1}
-
-    async def listen(self, subject: str, on_body: Callable[[bytes], None]) -> Callable[[], Awaitable[None]]:
-        async def deliver(message: Msg) -> None:
-            on_body(message.data)
-
-        subscription = await self._subscribe(subject, cb=deliver)
-
-        async def stop() -> None:
-            with contextlib.suppress(*_NATS_ERRORS):  # a closed connection has no subscriptions
-                await subscription.unsubscribe()
-
-        return stop
-
-    async def bodies(self, subject: str) -> AsyncGenerator[bytes, None]:
-        """Yield every message of a subject until the connection is closed."""
-        subscription = await self._subscribe(subject)
-        try:
-            with contextlib.suppress(*_NATS_ERRORS):  # nats-py sends the first ping before the subscription
-                await _cancellable(self._nats.flush())
-                await _cancellable(self._nats.flush())
-            self._check_permission(subject, "subscribe to")
-            async for message in subscription.messages:
-                yield message.data
-        finally:
-            with contextlib.suppress(*_NATS_ERRORS):
-                await subscription.unsubscribe()
-
-    async def _subscribe(self, subject: str, **options: Any) -> Subscription:
-        self._check()
-        try:
-            return await self._nats.subscribe(subject, **options)
-        except _NATS_ERRORS as error:
-            raise _unreached(f"cannot subscribe to {subject}", error) from None
-
-    def _check(self, body: bytes = b"", headers: Mapping[str, str] | None = None) -> None:
-        if self.closed:
-            raise ClientClosedError(self.why_closed)
-        # The server counts headers too, and ends the connection of a client that sends too much.
-        lines = (f"{name}{value}".encode() for name, value in (headers or {}).items())
-        size_bytes = len(body) + sum(_HEADER_BYTES + len(line) for line in lines)
-        if size_bytes > self._nats.max_payload:
-            raise MessageTooLargeError(
-                f"the request has {size_bytes} bytes, the NATS server accepts {self._nats.max_payload} at"
-                " most: send it as several appends"
-            )
-
-    def _check_permission(self, subject: str, deed: str = "publish on") -> None:
-        # The server reports a violation to the connection, not to the caller.
-        for denial in self._denials:
-            if f'"{subject.lower()}"' in denial:
-                raise NotPermittedError(f"this user may not {deed} {subject}: {denial}")
-
-    def _wake(self) -> None:
-        for watcher in self.watchers:
-            watcher.set()
-
-    async def _on_error(self, error: Exception) -> None:
-        if self._may_be_refused and (why := refusal(error)):
-            self._may_be_refused = False  # more errors may come while the connection closes
-            raise _RefusedError(why)  # nats-py would try again until the timeout
-        why = unreachable(error)
-        self._last_error = why or str(error) or type(error).__name__
-        if self._may_be_refused and why:
-            self._num_to_try -= 1
-            if self._num_to_try == 0:
-                raise _UnreachedError(why)
-        if "permissions violation" in self._last_error.lower():
-            self._denials.append(self._last_error.lower())
-
-    async def _on_disconnected(self) -> None:
-        self._connected.clear()
-
-    async def _on_reconnected(self) -> None:
-        self.epoch += 1
-        self._connected.set()
-        self._wake()
-
-    async def _on_closed(self) -> None:
-        self.closed = True
-        self._connected.set()  # a waiting publish must see that it is closed
-        self._wake()
-
-
-def _stored(message: Msg) -> Stored:
-    headers = message.headers or {}
-    return Stored(int(headers["Nats-Sequence"]), message.data, headers)
-
-
 def _divided(inputs: Sequence[str | Sequence[int]]) -> Iterator[tuple[str | tuple[int, ...], ...]]:
     """Divide the inputs of an `embed`, so that neither a request nor its reply is too large."""
     part: list[str | tuple[int, ...]] = []
@@ -665,33 +296,3 @@ def _divided(inputs: Sequence[str | Sequence[int]]) -> Iterator[tuple[str | tupl
         room -= len(one)
     if part:
         yield tuple(part)
-
-
-async def _cancellable(call: Awaitable[_T]) -> _T:
-    """Await a call of nats-py without losing a cancellation.
-
-    nats-py uses `asyncio.wait_for`, which before Python 3.12 loses a cancellation that arrives together with
-    the reply or an error: the caller would wait forever.
-    """
-    task = asyncio.current_task()
-    num_before = task.cancelling() if task else 0
-    try:
-        return await call
-    finally:
-        if task and task.cancelling() > num_before:
-            raise asyncio.CancelledError
-
-
-def _unreached(what: str, error: Exception) -> NoWorkerError:
-    """Say that something failed because of an error of nats-py."""
-    why = getattr(error, "description", None) or str(error) or type(error).__name__
-    kind = NoServerError if isinstance(error, _LOST) else NoAnswerError
-    return kind(f"{what}: {why}")
-
-
-def _refusal(error: APIError) -> TurnkeepError:
-    if error.err_code == _MESSAGE_TOO_LARGE:
-        return MessageTooLargeError("the request is larger than the log accepts: send it as several appends")
-    return RequestFailedError(
-        "overloaded", f"the log refused the request: {error.description}", retryable=True
-    )

@@ -25,7 +25,7 @@ from .messages import (
     Parent,
     Rewound,
     ToolCall,
-    decode_answered,
+    decode_request,
     decode_result,
 )
 from .subjects import SessionKey
@@ -124,7 +124,7 @@ def _exchanges(entries: Iterable[Entry]) -> Iterator[tuple[Request, _Changing, i
     for one in entries:
         with suppress(InvalidMessageError):  # refused by the worker, or not a worker's
             if one.kind == "in":
-                requests[one.seq] = decode_answered(one.body)
+                requests[one.seq] = decode_request(one.body)
                 continue
             result = decode_result(one.body)
             if not isinstance(result, _CHANGING) or result.repeat_of is not None or one.history is None:

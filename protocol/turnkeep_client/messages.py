@@ -113,22 +113,6 @@ def decode_request(body: bytes) -> Request:
     return _as_sent(_decode(_REQUEST, body, "a request"), body)
 
 
-def decode_answered(body: bytes) -> Request:
-    """Decode a request of the log that has its result; raises `InvalidMessageError`.
-
-    An open of an earlier version may have chosen a `prefill` in its `cache`, which is left out.
-    """
-    try:
-        return decode_request(body)
-    except InvalidMessageError:
-        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            match msgspec.json.decode(body):
-                case {"type": "open", "cache": {"prefill": "exact" | "resident"} as cache} as fields:
-                    del cache["prefill"]
-                    return decode_request(encode(fields))
-        raise
-
-
 def decode_control(body: bytes) -> ControlRequest:
     """Decode a body from `ctl`; raises `InvalidMessageError`."""
     return _as_sent(_decode(_CONTROL, body, "a control request"), body)

@@ -91,7 +91,7 @@ class Metrics(Struct, frozen=True, kw_only=True, tag_field="type", tag="metrics"
     `interval_s` is the time until the next message; `max_message_bytes` is the size of the largest request
     that the log takes. `queue_time` and `request_duration` count the appends and generates from the moment
     when the log stored them, by the server's clock: `queue_time` until they began to run, `request_duration`
-    until the results of successful ones were stored. Workers of earlier versions send none of these.
+    until the results of successful ones were stored.
     `decoding_s` adds up the steps that decoded answers, so that tokens a second can leave out
     idle time. `by_tenant` is sent only on the metrics subject, never in an answer to a control request.
     """

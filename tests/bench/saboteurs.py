@@ -15,7 +15,7 @@ from worker.device.acquisition import Acquisition
 from worker.device.admission import Ledger
 from worker.device.runner import Runner
 from worker.models import model
-from worker.sessions import execution, history
+from worker.sessions import fold, history, results
 
 #: What prefilling a token takes in honest runs of long sessions.
 PREFILL_S = 0.003
@@ -134,19 +134,19 @@ def change_read() -> None:
 
 def report_no_kv() -> None:
     """Answer that a session has no KV."""
-    generated = execution.Generated
-    execution.Generated = lambda **fields: generated(**(fields | {"kv_live_bytes": 0}))
+    generated = results.Generated
+    results.Generated = lambda **fields: generated(**(fields | {"kv_live_bytes": 0}))
 
 
 def forget_sessions() -> None:
     """Answer every second turn as if its session began with it."""
-    extend, extended = history.Fold.extend, []
+    extend, extended = fold.Fold.extend, []
 
-    def forget(self: history.Fold, before: history.History, *rest: Any) -> Any:
+    def forget(self: fold.Fold, before: history.History, *rest: Any) -> Any:
         extended.append(before.position)
         return extend(self, self.begin(before.conversation.started) if len(extended) % 2 else before, *rest)
 
-    history.Fold.extend = forget
+    fold.Fold.extend = forget
 
 
 def refuse_what_fits() -> None:

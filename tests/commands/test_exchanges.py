@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from commands.exchanges import last_exchanges
-from turnkeep_client import client as client_module
+from turnkeep_client import wire
+from turnkeep_client.errors import RequestFailedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,7 +32,7 @@ async def test_exchanges_are_what_a_rewind_a_failure_and_a_closing_leave(
     told = await session.append(messages=[{"role": "system", "content": "Be brief."}])
     second = await session.generate(**user("two"))
     assert await seen() == [("one", 0), ("two", told.position)]
-    with pytest.raises(client_module.RequestFailedError):
+    with pytest.raises(RequestFailedError):
         await session.generate(**user("x" * 3000))
     assert (await session.generate(**user("one"), request_id="one")).repeat_of == first.seq
     await session.generate(**user("three"))
@@ -53,7 +54,7 @@ async def test_only_the_end_of_a_long_log_is_read(
     for i in range(12):
         await session.generate(**user(f"question {i}"))
         await worker.client.session("other").append(text="x")
-    monkeypatch.setattr(client_module, "READ_BATCH", 8)
+    monkeypatch.setattr(wire, "READ_BATCH", 8)
     pieces = [piece async for piece in worker.client.log_backwards("s")]
     entries = [entry for piece in reversed(pieces) for entry in piece]
     assert entries == await worker.client.log("s")

@@ -146,9 +146,9 @@ def serve(model: Any) -> Served:
     return Served(
         caches=layers.describe(make_prompt_cache(model)),
         together=together,
-        window=runner.refusal(Policy(4, 1024), has_disk=True) is None,
-        paged=runner.refusal(Policy.paged(1024, sink=4), has_disk=True) is None,
-        restored=runner.unsupported_cache is None and _is_restored(model),
+        window=runner.served.refusal(Policy(4, 1024), has_disk=True) is None,
+        paged=runner.served.refusal(Policy.paged(1024, sink=4), has_disk=True) is None,
+        restored=runner.served.unsupported_cache is None and _is_restored(model),
     )
 
 

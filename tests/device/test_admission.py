@@ -18,7 +18,7 @@ from tiny_models import alone, answer, key, loaded, prompt
 
 from cache.names.tokens import as_tokens
 from turnkeep_client.subjects import SessionKey
-from worker.batch.chooser import Sampling
+from worker.batch.row_sampler import Sampling
 from worker.device.admission import Admission, Claim, Decision, Ledger
 from worker.device.device import Device
 from worker.device.engine import Engine

@@ -14,12 +14,12 @@ from tiny_models import GREEDY, WIDE, alone, begin, kv, prompt
 
 from worker.batch import batch as steps
 from worker.batch import pools, slots
-from worker.batch.chooser import Chooser, Sampling
-from worker.batch.choosing import batch_for
+from worker.batch.batch_kinds import batch_for
 from worker.batch.forward import Forward
 from worker.batch.merged_rows import MergedRows
 from worker.batch.own_pass import OwnPass
 from worker.batch.pools import Pools
+from worker.batch.row_sampler import RowSampler, Sampling
 from worker.batch.rows import Keeping, PrefillPiece, Row
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def test_prompts_are_read_beside_answers_and_beside_each_other(make_model) -> No
             some = tokens[start : start + 10]
             if some:
                 ends = start + len(some) == len(tokens)
-                row = Row(own, tokens.copy(), Chooser(GREEDY), len(tokens), 1000) if ends else None
+                row = Row(own, tokens.copy(), RowSampler(GREEDY), len(tokens), 1000) if ends else None
                 pieces.append(PrefillPiece(own, start, some, row))
         batch.step(pieces)
         for piece, drawn in zip(early, answers, strict=True):
@@ -148,9 +148,9 @@ def test_prompts_are_read_beside_answers_and_beside_each_other(make_model) -> No
     batch.step([])
     for tokens in late:
         row = next(
-            row for row in firsts.values() if row.num_cached - row.chooser.num_drawn + 1 == len(tokens)
+            row for row in firsts.values() if row.num_cached - row.sampler.num_drawn + 1 == len(tokens)
         )
-        assert row.known[len(tokens) :] == alone(model, tokens, row.chooser.num_drawn)[0]
+        assert row.known[len(tokens) :] == alone(model, tokens, row.sampler.num_drawn)[0]
 
 
 def test_a_row_without_kv_yet_decodes_beside_rows_with_some(make_model) -> None:
@@ -257,7 +257,7 @@ def test_no_answer_becomes_longer_than_it_may(make_model) -> None:
     while piece.row.num_left > 0:
         batch.step([])
     assert piece.row.num_left == 0
-    assert piece.row.chooser.num_drawn == 30
+    assert piece.row.sampler.num_drawn == 30
 
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "mamba2"])

@@ -213,8 +213,9 @@ async def test_of_a_damaged_block_that_is_forgotten_meanwhile_no_copy_stays(mode
         with pytest.raises(LostPastError, match="damaged"):
             list(past.parts("1"))
         assert len(list((tmp_path / "quarantine").iterdir())) == 1
-        more = {"policy": POLICY, "num_most": 0, "cancelled": lambda: False, "phases": []}
-        process.engine._finder.release(Run(engine_process.key("s"), 0, 0.0, prefix=prefix, past=past, **more))
+        more = {"asked": Asked(engine_process.key("s"), asked, POLICY), "num_most": 0, "phases": []}
+        more |= {"cancelled": lambda: False, "prefix": prefix, "past": past}
+        process.engine._finder.release(Run(engine_process.key("s"), 0, 0.0, **more))
         assert await process.store.barrier(10)
         assert list((tmp_path / "quarantine").iterdir()) == []
 

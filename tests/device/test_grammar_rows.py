@@ -9,8 +9,8 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from test_logprobs import run
 from tiny_models import VOCABULARY, begin, prompt
 
-from worker.batch.chooser import Chooser, Sampling
-from worker.batch.choosing import batch_for
+from worker.batch.batch_kinds import batch_for
+from worker.batch.row_sampler import RowSampler, Sampling
 from worker.text.grammar import Grammar
 
 if TYPE_CHECKING:
@@ -104,9 +104,9 @@ def test_a_row_whose_grammar_allows_nothing_more_can_only_end(make_model, gramma
 
 def test_an_answer_that_was_published_in_part_goes_on_in_its_grammar(make_model, grammar) -> None:
     sampling = Sampling(grammar=grammar("(a{2}b{2})*"))
-    whole = Chooser(sampling, end_tokens=ENDS)
+    whole = RowSampler(sampling, end_tokens=ENDS)
     whole.push([4, 4, 1])
-    resumed = Chooser(sampling, answered=[4, 4, 1], end_tokens=ENDS)
+    resumed = RowSampler(sampling, answered=[4, 4, 1], end_tokens=ENDS)
     assert whole.needs_last
     (one,), (other,) = whole.draws(), resumed.draws()
     assert one.mask is not None
@@ -115,7 +115,7 @@ def test_an_answer_that_was_published_in_part_goes_on_in_its_grammar(make_model,
 
 
 def test_no_end_is_drawn_before_min_tokens_unless_the_answer_is_complete(grammar) -> None:
-    chooser = Chooser(Sampling(grammar=grammar("a{1,4}"), min_tokens=9), end_tokens=ENDS)
-    chooser.push([4])
-    assert chooser.draws()[0].banned == sorted(ENDS)
-    assert [bool(draw.banned) for draw in chooser.draws([4, 4, 4])] == [True, True, True, False]
+    sampler = RowSampler(Sampling(grammar=grammar("a{1,4}"), min_tokens=9), end_tokens=ENDS)
+    sampler.push([4])
+    assert sampler.draws()[0].banned == sorted(ENDS)
+    assert [bool(draw.banned) for draw in sampler.draws([4, 4, 4])] == [True, True, True, False]

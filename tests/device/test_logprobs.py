@@ -10,8 +10,8 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from tiny_models import begin, prefill, prompt
 
-from worker.batch.chooser import Sampling
-from worker.batch.choosing import batch_for
+from worker.batch.batch_kinds import batch_for
+from worker.batch.row_sampler import Sampling
 
 if TYPE_CHECKING:
     from worker.batch.rows import Row

@@ -11,7 +11,7 @@ from tiny_models import CONFIGS, prompt
 
 from cache.kv.size import KvSize
 from cache.names.policy import Policy
-from worker.batch.choosing import batch_for
+from worker.batch.batch_kinds import batch_for
 from worker.batch.rows import PrefillPiece
 from worker.device.machine import _PROFILES
 from worker.device.memory import Estimator, Shape, attention_bytes, shape_of

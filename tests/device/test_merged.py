@@ -13,11 +13,11 @@ from mlx_lm.models.cache import BatchKVCache, RotatingKVCache, make_prompt_cache
 from structlog.testing import capture_logs
 from tiny_models import GREEDY, VOCABULARY, alone, begin, generate, prefill, prompt
 
-from worker.batch import choosing
+from worker.batch import batch_kinds
 from worker.batch import merged as merged_module
-from worker.batch.chooser import Sampling
-from worker.batch.choosing import batch_for
+from worker.batch.batch_kinds import batch_for
 from worker.batch.own_pass import OwnPass
+from worker.batch.row_sampler import Sampling
 from worker.batch.rows import PrefillPiece, Row
 from worker.batch.trials import Trials
 
@@ -55,7 +55,7 @@ def _no_rings(monkeypatch) -> None:
     def refuse(*_: Any) -> float:
         raise TypeError("no rings here")
 
-    monkeypatch.setattr(choosing, "_deviation_rotated", refuse)
+    monkeypatch.setattr(batch_kinds, "_deviation_rotated", refuse)
 
 
 def is_merged(row: Row) -> bool:
@@ -200,7 +200,7 @@ def test_rows_without_room_to_be_merged_run_one_after_the_other(make_model) -> N
 
 def test_windows_that_fail_the_trial_share_a_pass_and_are_not_merged(make_model, monkeypatch) -> None:
     model = make_model("exaone4")
-    monkeypatch.setattr(choosing, "WAYS", ({},))
+    monkeypatch.setattr(batch_kinds, "WAYS", ({},))
     batch = batch_for(model)
     contexts = [prompt(n, salt=n) for n in (9, 5, 14)]
     pieces = [begin(model, tokens) for tokens in contexts]
@@ -253,21 +253,21 @@ class Forgetful(merged_module._Window):
 def test_what_gives_other_logits_than_a_row_alone_is_not_merged(make_model, monkeypatch, kind, like) -> None:
     """The comparison at load sees a mask, an order, or a position that is wrong."""
     model = make_model(kind)
-    assert choosing.merged_for(model, Trials()) is not None
+    assert batch_kinds.merged_for(model, Trials()) is not None
     wrong = {own: like if issubclass(like, of) else of for own, of in merged_module._USUAL.items()}
-    monkeypatch.setattr(choosing, "WAYS", (wrong,))
-    assert choosing.merged_for(model, Trials()) is None
+    monkeypatch.setattr(batch_kinds, "WAYS", (wrong,))
+    assert batch_kinds.merged_for(model, Trials()) is None
 
 
 def test_windows_that_keep_their_first_tokens_are_not_merged(make_model, monkeypatch) -> None:
     """mlx-lm would drop those tokens, silently (mlx-lm#1631)."""
     model = make_model("exaone4")
     sinks = [RotatingKVCache(8, keep=2)]
-    assert choosing.merged_for(model, Trials()).can_join(make_prefilled(model))
+    assert batch_kinds.merged_for(model, Trials()).can_join(make_prefilled(model))
     sinks[0].update_and_fetch(mx.zeros((1, 2, 1, 8)), mx.zeros((1, 2, 1, 8)))
-    assert not choosing.merged_for(model, Trials()).can_join(sinks)
-    monkeypatch.setattr(choosing, "make_prompt_cache", lambda _: sinks)
-    assert choosing.merged_for(model, Trials()) is None
+    assert not batch_kinds.merged_for(model, Trials()).can_join(sinks)
+    monkeypatch.setattr(batch_kinds, "make_prompt_cache", lambda _: sinks)
+    assert batch_kinds.merged_for(model, Trials()) is None
 
 
 def make_prefilled(model: Any, num_tokens: int = 5) -> list[Any]:
@@ -280,7 +280,7 @@ def make_prefilled(model: Any, num_tokens: int = 5) -> list[Any]:
 def test_a_row_that_leaves_keeps_nothing_of_the_others(make_model, kind) -> None:
     """Its arrays are copies: a view would pin the buffers of the whole batch."""
     model = make_model(kind)
-    merged = choosing.merged_for(model, Trials())
+    merged = batch_kinds.merged_for(model, Trials())
     own = make_prefilled(model)
     merged.join([(i, own) for i in range(200)])
     OwnPass(model)([merged.part([5] * 200)], [1] * 200)
@@ -296,7 +296,7 @@ def test_a_row_that_leaves_keeps_nothing_of_the_others(make_model, kind) -> None
 def test_joining_takes_no_more_than_is_said(make_model, kind) -> None:
     """What the device is asked for before a row joins, and what `nbytes` counts afterwards."""
     model = make_model(kind)
-    merged = choosing.merged_for(model, Trials())
+    merged = batch_kinds.merged_for(model, Trials())
     for i in range(6):
         caches = make_prefilled(model, 20 + 90 * i)
         said, before = merged.joining_bytes([caches]), mx.get_active_memory()
@@ -327,7 +327,7 @@ def test_a_seed_draws_the_same_tokens_alone_and_merged(make_model) -> None:
 def test_growth_is_told_before_it_happens(make_model) -> None:
     """Merged KV is allocated by 256 tokens, for all rows at once; the first time right after a join."""
     model = make_model("deepseek_v3")
-    merged = choosing.merged_for(model, Trials())
+    merged = batch_kinds.merged_for(model, Trials())
     own = make_prefilled(model)
     merged.join([(i, own) for i in range(3)])
     num_grown = 0

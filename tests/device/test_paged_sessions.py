@@ -23,11 +23,11 @@ from cache.names.blocks import Span
 from cache.names.policy import CHUNK, Policy
 from cache.names.tokens import as_tokens
 from worker import sizing
-from worker.batch import choosing, matching
+from worker.batch import batch_kinds, matching
 from worker.batch.forward import Forward
 from worker.batch.parts import OwnPart
 from worker.device import finding
-from worker.device.choice import ChosenStep, StepChooser
+from worker.device.step_chooser import ChosenStep, StepChooser
 from worker.sessions.port import Asked
 
 if TYPE_CHECKING:
@@ -238,9 +238,9 @@ async def test_restored_sessions_beside_each_other_need_room_for_what_the_device
 
 
 def test_a_model_whose_layers_cannot_be_compared_has_no_sketches_and_runs(model, monkeypatch) -> None:
-    assert choosing.batch_for(model).sketched == (0, 1)
+    assert batch_kinds.batch_for(model).sketched == (0, 1)
     monkeypatch.setattr(matching, "find", lambda *_: 1 // 0)
-    batch = choosing.batch_for(model)
+    batch = batch_kinds.batch_for(model)
     assert (batch.sketched, batch.has_rings) == ((), True)
 
 

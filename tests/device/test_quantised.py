@@ -17,8 +17,8 @@ from cache.kv import layers
 from cache.kv.size import KvSize
 from worker.batch import batch as steps
 from worker.batch import cpu, forward
-from worker.batch.chooser import Chooser, Sampling
-from worker.batch.choosing import batch_for
+from worker.batch.batch_kinds import batch_for
+from worker.batch.row_sampler import RowSampler, Sampling
 from worker.batch.rows import PrefillPiece, Row
 from worker.models.model import ModelError, cache_sizes
 from worker.models.quantised import quantise_kv, unpacked_bytes
@@ -257,7 +257,7 @@ def test_a_step_on_quantised_kv_takes_no_more_than_was_estimated(
     prefill(model, beside, prompt(num_cached), block=256)
     for own, length in ((caches, num_cached + num_new), (beside, num_cached)):
         tokens = prompt(length + 1)
-        row = Row(own, tokens, Chooser(GREEDY), len(tokens), 100)
+        row = Row(own, tokens, RowSampler(GREEDY), len(tokens), 100)
         batch.step([PrefillPiece(own, length, tokens[-1:], row)])
         assert measured(batch, []) <= estimator.scratch_bytes(len(batch.rows), [], batch.num_cached)
 

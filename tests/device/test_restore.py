@@ -23,7 +23,7 @@ from cache.names.policy import FULL, Policy
 from cache.names.snapshot import ITEM_BYTES, Tensor
 from cache.names.tokens import as_tokens
 from turnkeep_client.subjects import SessionKey
-from worker.batch.chooser import Sampling
+from worker.batch.row_sampler import Sampling
 from worker.sessions.port import Asked
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from worker.batch.chooser import Sampling
+from worker.batch.row_sampler import Sampling
 from worker.batch.sampling import draw
 
 VOCABULARY = 24

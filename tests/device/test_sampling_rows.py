@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from worker.batch import sampling as sampling_module
-from worker.batch.chooser import Chooser, Draw, Sampling
+from worker.batch.row_sampler import Draw, RowSampler, Sampling
 from worker.batch.sampling import Logprobs, draw_all, waits_for_logits
 
 VOCABULARY = 3000
@@ -37,8 +37,8 @@ def some_sampling(dice: random.Random) -> Sampling:
 def some_draw(dice: random.Random) -> Draw:
     answered = [dice.choice((5, 9, dice.randrange(VOCABULARY))) for _ in range(dice.randrange(40))]
     prompt = dice.sample(range(VOCABULARY), dice.randrange(40))
-    chooser = Chooser(some_sampling(dice), answered=answered, prompt=prompt, end_tokens=frozenset((1, 2)))
-    return chooser.draws()[0]
+    sampler = RowSampler(some_sampling(dice), answered=answered, prompt=prompt, end_tokens=frozenset((1, 2)))
+    return sampler.draws()[0]
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -46,15 +46,15 @@ def test_penalties_and_biases_are_what_their_definitions_say(seed) -> None:
     """OpenAI's for presence and frequency, CTRL's for repetition, in plain Python."""
     dice = random.Random(seed)
     logits = rows(seed, 8)
-    choosers = []
+    samplers = []
     for _ in range(8):
         answered = [dice.choice((5, 9, dice.randrange(VOCABULARY))) for _ in range(30)]
-        choosers.append(
-            (Chooser(some_sampling(dice), answered=answered, prompt=[9, 40], end_tokens={1, 2}), answered)
+        samplers.append(
+            (RowSampler(some_sampling(dice), answered=answered, prompt=[9, 40], end_tokens={1, 2}), answered)
         )
-    found = np.array(sampling_module._changed(logits, [one.draws()[0] for one, _ in choosers]))
-    for mine, values, (chooser, answered) in zip(found, np.array(logits), choosers, strict=True):
-        sampling, expected = chooser.sampling, values.astype(np.float64)
+    found = np.array(sampling_module._changed(logits, [one.draws()[0] for one, _ in samplers]))
+    for mine, values, (sampler, answered) in zip(found, np.array(logits), samplers, strict=True):
+        sampling, expected = sampler.sampling, values.astype(np.float64)
         for token, bias in sampling.logit_bias:
             expected[token] += bias
         for token in {9, 40, *answered} if sampling.repetition_penalty != 1.0 else ():
@@ -70,14 +70,14 @@ def test_penalties_and_biases_are_what_their_definitions_say(seed) -> None:
 
 def test_a_draft_s_tokens_are_the_answer_s_for_the_draws_behind_them() -> None:
     sampling = Sampling(repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2, min_tokens=12)
-    chooser = Chooser(sampling, answered=[7] * 10, prompt=[3], end_tokens=frozenset((1,)))
-    drafted = chooser.draws([8, 9, 8])
+    sampler = RowSampler(sampling, answered=[7] * 10, prompt=[3], end_tokens=frozenset((1,)))
+    drafted = sampler.draws([8, 9, 8])
     for known, (draw_ahead, token) in enumerate(zip(drafted, [8, 9, 8, None], strict=True)):
-        (plain,) = chooser.draws()
+        (plain,) = sampler.draws()
         assert (draw_ahead.index, sorted(draw_ahead.seen)) == (plain.index, sorted(plain.seen)), known
         assert (draw_ahead.counts, draw_ahead.banned) == (plain.counts, plain.banned)
         if token is not None:
-            chooser.push([token])
+            sampler.push([token])
     assert [draw_ahead.banned for draw_ahead in drafted] == [[1], [1], (), ()]
 
 
@@ -91,7 +91,7 @@ def test_logprobs_are_the_model_s_own_whatever_changes_the_choice(kind) -> None:
         Sampling(repetition_penalty=1.5, top_logprobs=20),
         Sampling(0.7, top_k=5, top_logprobs=1, seed=9),
     ]
-    draws = [Chooser(sampling, prompt=[4]).draws()[0] for sampling in samplings]
+    draws = [RowSampler(sampling, prompt=[4]).draws()[0] for sampling in samplings]
     choice = draw_all(logits, draws).tokens
     tokens = choice.tolist()
     assert tokens[2] == 11

@@ -10,7 +10,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from tiny_models import append, generate, key, prefill, prompt
 
-from worker.batch.choosing import batch_for
+from worker.batch.batch_kinds import batch_for
 from worker.batch.rows import PrefillPiece, Scores
 from worker.device.turn import Finished
 

@@ -75,9 +75,9 @@ from pathlib import Path
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 from cache.kv import layers
-from worker.batch.choosing import batch_for
+from worker.batch.batch_kinds import batch_for
 from worker.batch.trials import Trials
-from worker.device.runner import trial_key
+from worker.device.served_model import trial_key
 from worker.models import model
 
 folder, path = map(Path, sys.argv[1:])

@@ -14,7 +14,7 @@ from cache.kv import layers
 from cache.names.blocks import Span, spans
 from cache.names.errors import CutOffError
 from cache.names.tokens import as_tokens
-from worker.batch.chooser import Sampling
+from worker.batch.row_sampler import Sampling
 from worker.device.runner import Runner
 from worker.device.turn import Faulted, Finished, Prefilled, Sampled, SnapshotCut, Turn
 

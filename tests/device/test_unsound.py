@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 from tiny_models import GREEDY, alone, generate, prompt
 
-from worker.batch.chooser import Draw, Sampling
+from worker.batch.row_sampler import Draw, Sampling
 from worker.batch.rows import UnsoundError
 from worker.batch.sampling import draw_all
 from worker.device.turn import Faulted, Finished

@@ -11,7 +11,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from cache.names.tokens import as_tokens
 from turnkeep_client.subjects import SessionKey
-from worker.batch.chooser import Chooser, Sampling
+from worker.batch.row_sampler import RowSampler, Sampling
 from worker.batch.rows import PrefillPiece, Row
 from worker.batch.sampling import draw
 from worker.device.turn import Turn
@@ -346,7 +346,7 @@ def begin(model: Any, tokens: list[int], sampling: Sampling = GREEDY) -> Prefill
     """Prefill all but the last token, which draws the first one of the answer."""
     caches = make_prompt_cache(model)
     prefill(model, caches, tokens[:-1])
-    row = Row(caches, tokens.copy(), Chooser(sampling, prompt=tokens), len(tokens), 1000)
+    row = Row(caches, tokens.copy(), RowSampler(sampling, prompt=tokens), len(tokens), 1000)
     return PrefillPiece(caches, len(tokens) - 1, tokens[-1:], row)
 
 

@@ -75,14 +75,14 @@ def packed(folder: Path, whole: dict[str, bytes]) -> Path:
 
 
 def resealed(whole: dict[str, bytes], change: Callable[[dict[str, Any]], None]) -> dict[str, bytes]:
-    """Change the first line of the log, and make its checksum right; session.json has none, as before."""
+    """Change the first line of the log, and make the checksums right."""
     first, *rest = whole["log.jsonl"].splitlines()
     line = json.loads(first)
     change(line)
     log = b"\n".join([json.dumps(line).encode(), *rest])
     head = json.loads(whole["session.json"]) | {"digest": blake2b(log, digest_size=16).hexdigest()}
     head.pop("checksum", None)
-    return {"session.json": json.dumps(head).encode(), "log.jsonl": log}
+    return {"session.json": copies._signed(json.dumps(head).encode()), "log.jsonl": log}
 
 
 def sparse(name: str, real_bytes: int) -> bytes:
@@ -172,12 +172,12 @@ async def test_a_changed_byte_of_the_manifest_is_noticed(tmp_path: Path, change:
     await refused(made, "its content is not what was written")
 
 
-def test_a_file_of_earlier_versions_has_no_checksum_of_its_manifest_and_is_read(tmp_path: Path) -> None:
+async def test_a_manifest_without_its_checksum_is_refused(tmp_path: Path) -> None:
     whole = sound(tmp_path)
     head = json.loads(whole["session.json"])
     assert head.pop("checksum")
-    manifest, lines = copies.read(packed(tmp_path, whole | {"session.json": json.dumps(head).encode()}))
-    assert (manifest.session, len(lines)) == ("garden", 2)
+    made = packed(tmp_path, whole | {"session.json": json.dumps(head).encode()})
+    await refused(made, "its content is not what was written")
 
 
 async def test_of_a_results_headers_only_those_of_an_export_are_published(

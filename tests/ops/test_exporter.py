@@ -29,9 +29,9 @@ from ops.fleet import Fleet
 from tests.commands.command_runs import ROOT, beside, environment, turnkeep
 from tests.parts import free_port
 from tests.protocol.scripted_worker import NatsServer, metrics
-from turnkeep_client.client import Backlog
 from turnkeep_client.messages import Histogram, Metrics, SnapshotCounters, TenantFigures, encode
 from turnkeep_client.subjects import Subjects
+from turnkeep_client.wire import Backlog
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

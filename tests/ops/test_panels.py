@@ -23,9 +23,9 @@ from ops.panels import ALERTS, PANELS
 from tests.ops.test_exporter import Exporter
 from tests.parts import free_port
 from tests.protocol.scripted_worker import metrics
-from turnkeep_client.client import Backlog
 from turnkeep_client.messages import Histogram, Metrics, SnapshotCounters, TenantFigures, encode
 from turnkeep_client.subjects import Subjects
+from turnkeep_client.wire import Backlog
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator

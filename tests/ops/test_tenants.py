@@ -19,8 +19,9 @@ from parts import free_port, nats_server_program
 
 from ops.nats.tenants import main
 from tests.commands.command_runs import command
-from turnkeep_client.client import Backlog, connect
+from turnkeep_client.client import connect
 from turnkeep_client.errors import ClientClosedError, NotPermittedError, NoWorkerError
+from turnkeep_client.wire import Backlog
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -14,8 +14,8 @@ import pytest
 from scripted_worker import KEY, SUBJECTS, TEXTS, TOKENS, FakeWorker, NatsServer, answer, generated, heard
 
 import turnkeep_client.calls
-import turnkeep_client.client
 import turnkeep_client.generation
+import turnkeep_client.wire
 from turnkeep_client.errors import (
     ClientClosedError,
     NoWorkerError,
@@ -49,7 +49,7 @@ TEXT = "".join(TEXTS)
 def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look for what is missing after a tenth of a second instead of two."""
     monkeypatch.setattr(turnkeep_client.calls, "FIRST_POLL_S", 0.1)
-    monkeypatch.setattr(turnkeep_client.client, "FIRST_ACK_S", 0.3)
+    monkeypatch.setattr(turnkeep_client.wire, "FIRST_ACK_S", 0.3)
 
 
 async def silent(worker: FakeWorker, seq: int, request: Request) -> None:
@@ -589,7 +589,7 @@ async def test_other_results_in_between_do_not_hide_the_right_one(
     client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reading back goes on over as many batches as it takes."""
-    monkeypatch.setattr(turnkeep_client.client, "READ_BATCH", 3)
+    monkeypatch.setattr(turnkeep_client.wire, "READ_BATCH", 3)
 
     async def deaf(subject: str, on_body: Callable[[bytes], None]) -> Callable[[], Awaitable[None]]:
         return lambda: asyncio.sleep(0)

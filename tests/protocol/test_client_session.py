@@ -562,7 +562,7 @@ async def test_a_full_log_is_an_overload_worth_a_retry(client: Client, worker: F
 async def test_a_tenant_that_the_server_does_not_know_as_ours_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("turnkeep_client.client.FIRST_ACK_S", 0.2)
+    monkeypatch.setattr("turnkeep_client.wire.FIRST_ACK_S", 0.2)
     config = tmp_path / "permissions.conf"
     config.write_text(
         """

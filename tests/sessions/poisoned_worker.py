@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from commands.__main__ import main
 from turnkeep_client.messages import Append
 from worker.sessions.execution import Execution
-from worker.sessions.history import Fold
+from worker.sessions.fold import Fold
 
 carry_out, replay = Execution.carry_out, Fold.replay
 

@@ -22,9 +22,9 @@ from turnkeep_client.checkpoints import CheckpointMessage, Link, digest
 from turnkeep_client.log import CHECKPOINT_HEADER, HISTORY_HEADER, MODEL_HEADER
 from turnkeep_client.messages import Append, Close, Closed, Generate, Message, Open, Rewind
 from worker.models.tokenizer import Tokenizer
-from worker.sessions import history, record, trail
+from worker.sessions import attachments, history, record
+from worker.sessions.attachments import Attachments
 from worker.sessions.checkpoint import _Body
-from worker.sessions.trail import Trails
 from worker.text import conversation
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from raw_wire import Wire
 
     from worker.sessions.session import Session
-    from worker.wire.journal import Entry
+    from worker.wire.consistent_reads import Entry
 
 EVERY = 4
 WINDOW = Policy(2, 40)
@@ -56,7 +56,7 @@ def often() -> Iterator[None]:
 def _make_often(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(record, "_CHECKPOINT_EVERY", EVERY)
     patch.setattr(conversation, "_KEPT", 8)
-    patch.setattr(trail, "_PART_BYTES", 700)
+    patch.setattr(attachments, "_PART_BYTES", 700)
     patch.setattr("cache.names.tokens._PART", 8)
     patch.setattr(history, "KEPT", 16)
 
@@ -385,7 +385,7 @@ def replace_message(world: World) -> None:
 
 
 def lose_one(world: World) -> None:
-    """A part of the trail was removed from the log: of the last checkpoint, the first message."""
+    """A part of the attachments was removed from the log: of the last checkpoint, the first message."""
     begun = [each for each in checkpoints(world) if is_first(each)][-1]
     world.log.entries[begun.seq - 1] = replace(begun, body=b"")
 
@@ -515,13 +515,13 @@ async def test_a_worker_opens_a_session_from_what_another_one_has_stored(
     one.worker.app._sessions.stop()
     one.worker.app._sessions._sessions.clear()
     found = []
-    confirmed = trail.Trail._confirmed
+    confirmed = attachments.SessionAttachments._confirmed
 
     async def noting(self: Any, *arguments: Any) -> Any:
         found.append(await confirmed(self, *arguments))
         return found[-1]
 
-    monkeypatch.setattr(trail.Trail, "_confirmed", noting)
+    monkeypatch.setattr(attachments.SessionAttachments, "_confirmed", noting)
     assert await one.position("s") == before
     assert len(found) == 1
     assert found[0] is not None
@@ -534,5 +534,5 @@ def test_the_parts_of_a_checkpoint_are_small_enough_for_the_log() -> None:
     """With base64 and its frame, in the smallest messages that a log may be set to."""
     journal: Any = None
     for size in (64 * 2**10, 2**20):
-        trails = Trails(journal, journal, journal, max_message_bytes=size)
-        assert len(CheckpointMessage(bytes(trails.part_bytes), before="9" * 60).pack()) < size
+        attachments = Attachments(journal, journal, journal, max_message_bytes=size)
+        assert len(CheckpointMessage(bytes(attachments.part_bytes), before="9" * 60).pack()) < size

@@ -35,9 +35,9 @@ from turnkeep_client.messages import (
 from turnkeep_client.subjects import SessionKey, Subjects
 from worker.models.tokenizer import Tokenizer
 from worker.sessions.execution import _sampling
-from worker.sessions.history import Fold
+from worker.sessions.fold import Fold
 from worker.sessions.record import Pending, Record
-from worker.wire.journal import Entry, Journal
+from worker.wire.journal import Journal
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
     from turnkeep_client.client import Client
     from turnkeep_client.messages import Chunk, Request, Result
+    from worker.wire.consistent_reads import Entry
 
 pytestmark = pytest.mark.process
 

@@ -14,7 +14,7 @@ from raw_wire import LONG, append, generate
 
 from worker.sessions.session import Session
 from worker.sessions.session_log import SessionLog
-from worker.wire import desk, intake, journal
+from worker.wire import consistent_reads, endpoints, intake
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -34,7 +34,7 @@ NUM_FLOOD = 80
 @pytest.fixture
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few requests are read, or delivered, at a time, and what is returned comes again soon."""
-    monkeypatch.setattr(journal, "_BATCH", 8)
+    monkeypatch.setattr(consistent_reads, "_BATCH", 8)
     monkeypatch.setattr(intake, "_FETCH", 8)
     monkeypatch.setattr(intake, "_RETURN_S", 0.1)
 
@@ -186,7 +186,7 @@ async def test_questions_of_one_tenant_leave_places_for_others(
         await look(session, **how)
 
     monkeypatch.setattr(Session, "refresh", waits)
-    monkeypatch.setattr(desk, "_MAX_OPEN", 4)
+    monkeypatch.setattr(endpoints, "_MAX_OPEN", 4)
     one = await wire()
     info = {"type": "info"}
     asked = [asyncio.create_task(one.control(f"s{n}", info, tenant="loud")) for n in range(4)]

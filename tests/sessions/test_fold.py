@@ -42,22 +42,25 @@ from turnkeep_client.subjects import SessionKey
 from worker.models.tokenizer import Tokenizer
 from worker.observe.telemetry import Telemetry
 from worker.sessions import session
+from worker.sessions.attachments import Attachments
 from worker.sessions.attempts import Attempts, SharedLock
 from worker.sessions.execution import Execution
-from worker.sessions.history import Fold, History
+from worker.sessions.fold import Fold
 from worker.sessions.port import Asked, TurnResult
 from worker.sessions.services import Services
 from worker.sessions.session import Session
 from worker.sessions.shares import Shares
-from worker.sessions.trail import Trails
+from worker.wire.consistent_reads import Entry
 from worker.wire.intake import Delivery
-from worker.wire.journal import Entry, FencedError, Published
+from worker.wire.journal import FencedError, Published
 from worker.wire.retention import Retention
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from turnkeep_client.messages import Request, Result
+    from worker.sessions.history import History
+from worker.sessions.limits import Limits
 
 KEY = SessionKey("default", "s")
 NO_RESULT = b"not a result"
@@ -253,12 +256,10 @@ class World:
             "fold": self.fold,
         }
         parts["engine"] = self.engine
+        sizes = {"context_tokens": 10_000, "block_tokens": 32, "vocab_size": 2**20}
         limits: Any = {
-            "context_tokens": 10_000,
-            "block_tokens": 32,
+            "limits": Limits(self.engine, policy, kv_bits=None, **sizes),  # type: ignore[arg-type]
             "max_result_bytes": 2**20,
-            "vocab_size": 2**20,
-            "kv_bits": None,
             "own_sampling": {},
             "placeholders": True,
             "token_ttl_s": 900.0,
@@ -268,10 +269,10 @@ class World:
         execution = Execution(tokenizer=self._tokenizer, retention=retention, **limits, **parts)
         self.tasks = Tasks()
         size = self.max_message_bytes
-        self.trails = Trails(self.log, self._tokenizer, self.tasks, max_message_bytes=size)  # type: ignore[arg-type]
+        self.attachments = Attachments(self.log, self._tokenizer, self.tasks, max_message_bytes=size)  # type: ignore[arg-type]
         services = Services(
             execution=execution,
-            trails=self.trails,
+            attachments=self.attachments,
             outbox=self.outbox,  # type: ignore[arg-type]
             ack=self._release,
             disown=lambda _: None,

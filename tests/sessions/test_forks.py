@@ -14,7 +14,7 @@ from turnkeep_client.errors import InvalidMessageError, RequestFailedError
 from turnkeep_client.messages import ForkPoint, Open, Opened, Parent, SessionCache
 from turnkeep_client.session import build
 from turnkeep_client.subjects import SessionKey
-from worker.wire.journal import Journal
+from worker.wire.consistent_reads import ConsistentReads
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -149,9 +149,9 @@ async def test_a_fork_has_the_last_acknowledged_turn_though_a_replica_does_not_s
     parent = await conversation(worker.client, turns=1)
     position = (await parent.info()).position
     await worker.stop()
-    batch, left = Journal._direct_batch, {"in": 2, "out": 2}
+    batch, left = ConsistentReads._direct_batch, {"in": 2, "out": 2}
 
-    async def lagging(self: Journal, stream: str, subject: str, after: int) -> Any:
+    async def lagging(self: ConsistentReads, stream: str, subject: str, after: int) -> Any:
         entries, num_more = await batch(self, stream, subject, after)
         *_, session, kind = subject.split(".")
         if session == "parent" and left.get(kind) and not after:
@@ -162,8 +162,8 @@ async def test_a_fork_has_the_last_acknowledged_turn_though_a_replica_does_not_s
     async def replicated(*_: Any) -> bool:
         return True
 
-    monkeypatch.setattr(Journal, "_direct_batch", lagging)
-    monkeypatch.setattr(Journal, "_is_replicated", replicated)
+    monkeypatch.setattr(ConsistentReads, "_direct_batch", lagging)
+    monkeypatch.setattr(ConsistentReads, "_is_replicated", replicated)
     worker = await local_worker(model=str(endless_model))
     fork = await worker.client.session("parent").fork("fork", position)
     assert (await fork.info()).position == position

@@ -16,7 +16,7 @@ from worker.wire.journal import Journal
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from worker.wire.journal import Entry
+    from worker.wire.consistent_reads import Entry
 
 NUM_SESSIONS = 12
 #: More than one request's worth.

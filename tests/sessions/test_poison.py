@@ -14,7 +14,7 @@ import pytest
 from raw_wire import append, generate
 
 from worker.sessions import sessions
-from worker.sessions.history import Fold
+from worker.sessions.fold import Fold
 from worker.sessions.session import Session
 
 if TYPE_CHECKING:

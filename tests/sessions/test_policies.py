@@ -23,7 +23,7 @@ from turnkeep_client.messages import (
     Rewind,
     SessionCache,
 )
-from worker.sessions.execution import MOST_POLICIES
+from worker.sessions.limits import MOST_POLICIES
 from worker.sessions.policies import misfit
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ from turnkeep_client.client import connect
 from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.messages import Appended, Generated, Metrics
 from worker.sessions.session import Session
-from worker.wire.journal import FencedError, Journal
+from worker.wire.consistent_reads import ConsistentReads
+from worker.wire.journal import FencedError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -89,15 +90,15 @@ async def test_what_a_replica_does_not_show_yet_can_be_cancelled(
     running = await w.publish("s", generate("g", text="eee", max_tokens=1900))
     await w.until("s", "running")
     waiting = await w.publish("s", generate("w", text="eee"))
-    batch, left = Journal._direct_batch, 3
+    batch, left = ConsistentReads._direct_batch, 3
 
-    async def lagging(self: Journal, stream: str, subject: str, after: int) -> Any:
+    async def lagging(self: ConsistentReads, stream: str, subject: str, after: int) -> Any:
         nonlocal left
         left -= subject.endswith(".in")
         return ([], 0) if left > 0 and subject.endswith(".in") else await batch(self, stream, subject, after)
 
-    monkeypatch.setattr(Journal, "_direct_batch", lagging)
-    monkeypatch.setattr(Journal, "_is_replicated", replicated)
+    monkeypatch.setattr(ConsistentReads, "_direct_batch", lagging)
+    monkeypatch.setattr(ConsistentReads, "_is_replicated", replicated)
     assert (await w.control("s", {"type": "cancel", "id": "w"})).get("was") == "waiting"
     assert (await w.result(waiting))["finish_reason"] == "cancelled"
     await w.control("s", {"type": "cancel", "id": "g"})
@@ -113,9 +114,9 @@ async def test_what_is_asked_of_a_session_is_not_older_than_its_last_result_thou
     await session.append(tokens=[7] * 40)
     position = (await session.append(tokens=[8] * 50)).position
     await worker.stop()
-    batch, left = Journal._direct_batch, 0
+    batch, left = ConsistentReads._direct_batch, 0
 
-    async def lagging(self: Journal, stream: str, subject: str, after: int) -> Any:
+    async def lagging(self: ConsistentReads, stream: str, subject: str, after: int) -> Any:
         nonlocal left
         is_of_log = subject.endswith(".s.out") or (subject.endswith(".s.in") and hidden != "results")
         entries, num_more = await batch(self, stream, subject, after)
@@ -124,8 +125,8 @@ async def test_what_is_asked_of_a_session_is_not_older_than_its_last_result_thou
         left -= 1
         return (entries[:-1], num_more) if hidden == "the last turn" else ([], 0)
 
-    monkeypatch.setattr(Journal, "_direct_batch", lagging)
-    monkeypatch.setattr(Journal, "_is_replicated", replicated)
+    monkeypatch.setattr(ConsistentReads, "_direct_batch", lagging)
+    monkeypatch.setattr(ConsistentReads, "_is_replicated", replicated)
     for asked in ("info", "count", "pin"):
         worker, left = await local_worker(), 2
         session = worker.client.session("s")

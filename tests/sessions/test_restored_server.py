@@ -20,8 +20,8 @@ from turnkeep_client.messages import decode_result
 from turnkeep_client.subjects import SessionKey
 from worker.app import WorkerError
 from worker.sessions.attempts import Doubt
-from worker.wire.journal import Entry
-from worker.wire.overlooked import Overlooked
+from worker.wire.consistent_reads import Entry
+from worker.wire.undelivered import Undelivered
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -156,11 +156,11 @@ async def test_a_result_that_the_server_loses_before_the_request_is_acknowledged
             server.restore("msgs")
             await asyncio.sleep(3.0)
 
-    async def overlooks(_: Overlooked, server: str) -> str:
+    async def overlooks(_: Undelivered, server: str) -> str:
         return server
 
     monkeypatch.setattr(Doubt, "clear", loses)
-    monkeypatch.setattr(Overlooked, "_look", overlooks)
+    monkeypatch.setattr(Undelivered, "_look", overlooks)
     worker = await local_worker(nats=server.url, prefix=prefix)
     async with asyncio.timeout(20):
         while not lost:  # noqa: ASYNC110
@@ -201,7 +201,7 @@ async def test_a_returned_delivery_that_never_comes_again_is_looked_for_again() 
         async def wake(self, delivery: Delivery) -> None:
             rung.append(delivery.seq)
 
-    looks = Overlooked(Log(), Returned(), Alone(), All(), ack_wait_s=-1.0)  # type: ignore[arg-type]
+    looks = Undelivered(Log(), Returned(), Alone(), All(), ack_wait_s=-1.0)  # type: ignore[arg-type]
     assert await looks._look("S") == ""
     assert not rung
     del returned[0]

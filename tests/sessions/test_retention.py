@@ -16,7 +16,8 @@ from turnkeep_client.subjects import SessionKey
 from worker.sessions import record, sessions
 from worker.sessions.session import Session
 from worker.wire import retention
-from worker.wire.journal import Entry, FencedError, Journal
+from worker.wire.consistent_reads import Entry
+from worker.wire.journal import FencedError, Journal
 from worker.wire.retention import Retention
 
 if TYPE_CHECKING:

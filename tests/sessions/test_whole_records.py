@@ -13,12 +13,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from test_fold import STORED, World, tampered
 
-from cache.names.policy import Policy
 from cache.names.tokens import as_tokens
 from turnkeep_client.log import BUILD_HEADER, HISTORY_HEADER
-from turnkeep_client.messages import Append, CachePolicy, Close, Generate, Open, Rewind, UnknownResult, encode
+from turnkeep_client.messages import Append, Close, Generate, Open, Rewind, UnknownResult, encode
 from worker.models.tokenizer import Tokenizer
-from worker.wire.journal import Entry
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -199,24 +197,3 @@ async def test_an_answered_request_that_is_not_known_here_is_a_newer_version_s(w
     assert refused.code == "history_diverged"
     assert "newer version" in refused.message
     assert [result.seq for result in world.results] == [1, 3]
-
-
-@pytest.mark.parametrize("prefill", [None, "exact", "resident"])
-async def test_a_paged_session_is_read_whatever_an_earlier_version_noted_of_its_prefill(
-    world: World, prefill: str | None
-) -> None:
-    """Its `open` and its results had the field; now such an `open` is refused, also after it."""
-    await world.ask(Open(id="o", cache=CachePolicy("paged", resident=600)))
-    asked = encode(Open(id="o", cache=CachePolicy("paged", resident=600)))
-    if prefill is not None:
-        asked = asked.replace(b'"resident":600', b'"resident":600,"prefill":"%s"' % prefill.encode())
-    world.log.entries[0] = Entry(1, "in", STORED, asked, {})
-    if prefill == "exact":
-        changed(world, cache={"policy": "paged", "resident": 600, "prefill": "exact"})
-    world.crash()
-    assert (await world.ask(Append(id="a", text="one"))).position == 3
-    assert world.session.log.record.history.policy == Policy.paged(600, sink=4)
-    if prefill is not None:
-        refused = await world.ask(asked)
-        assert refused.code == "invalid_request"
-        assert "cache has no field 'prefill'" in refused.message

@@ -34,8 +34,9 @@ from turnkeep_client.messages import (
     decode_request,
     decode_result,
 )
-from worker.sessions.history import Fold, spoken
+from worker.sessions.fold import Fold
 from worker.sessions.history import History as State
+from worker.sessions.history import spoken
 
 from .actors import SUBJECTS
 from .device import POISON, next_token, tokenizer

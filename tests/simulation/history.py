@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
-import turnkeep_client.client
+import turnkeep_client.wire
 import worker.wire.connection
 from cache.names import tokens
 from turnkeep_client.messages import Closed, Opened, Rewound
@@ -21,7 +21,7 @@ from worker.observe import telemetry
 from worker.sessions import execution, record, sessions
 from worker.sessions import history as sessions_history
 from worker.sessions.session_log import SessionLog
-from worker.wire import desk, intake, journal, retention
+from worker.wire import consistent_reads, endpoints, intake, retention
 
 from .actors import PLAIN, SUBJECTS, History, Plan, Read, Supervisor
 from .checks import check, is_imported, logs, unanswered, unforgotten
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 #: A worker that reads one log at a time, answers one question, keeps no idle session and no closed one.
 _TIGHT: Final[tuple[tuple[Any, str, Any], ...]] = (
     (app, "_MAX_READINGS", 1),
-    (desk, "_MAX_OPEN", 1),
+    (endpoints, "_MAX_OPEN", 1),
     (sessions, "_MAX_IDLE_BYTES", 0),
     (retention, "_NEARLY_FULL", 0.0),
     (retention, "_RELIEVED", 0.0),
@@ -132,7 +132,7 @@ def world(loop: Loop, outcome: Outcome, *, tell: bool) -> Iterator[Any]:
         return server.connection(_process.get())
 
     with ExitStack() as stack:
-        for module in (turnkeep_client.client, worker.wire.connection):
+        for module in (turnkeep_client.wire, worker.wire.connection):
             stack.enter_context(_set(module, "Nats", make))
         before = structlog.get_config()
         level = logging.DEBUG if tell else logging.ERROR
@@ -163,8 +163,8 @@ def patched(history: History) -> Iterator[None]:
         for owner, name, value in (
             (record, "_CHECKPOINT_EVERY", plan.checkpoint_every),
             (execution, "_MOST_INPUT", 16),
-            (journal, "_BATCH", plan.batch),
-            (turnkeep_client.client, "READ_BATCH", plan.batch),
+            (consistent_reads, "_BATCH", plan.batch),
+            (turnkeep_client.wire, "READ_BATCH", plan.batch),
             (tokens, "_PART", 4),
             (sessions_history, "KEPT", 8),
             (retention, "_PERIOD_S", 1.0),

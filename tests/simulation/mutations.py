@@ -9,8 +9,8 @@ import msgspec
 from anyio import sleep_forever
 
 from turnkeep_client import calls, messages
-from worker.sessions import attempts, record, session, session_log, trail
-from worker.wire import intake, journal, overlooked, retention
+from worker.sessions import attachments, attempts, record, session, session_log
+from worker.wire import consistent_reads, intake, journal, retention, undelivered
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -75,8 +75,10 @@ def _unconfirmed(confirmed: Any) -> Any:
     async def mutated(self: Any, checkpoint: Any, named: Any) -> Any:
         history = checkpoint.history
         seen = type(history).digest
-        entries, _ = await self._trails.journal.page(self.key, "out", checkpoint.in_seq)
-        told = {journal.answers(one): one.headers.get(trail.HISTORY_HEADER, "") for one in reversed(entries)}
+        entries, _ = await self._shared.journal.page(self.key, "out", checkpoint.in_seq)
+        told = {
+            journal.answers(one): one.headers.get(attachments.HISTORY_HEADER, "") for one in reversed(entries)
+        }
         type(history).digest = lambda *_: told.get(checkpoint.in_seq, "")
         try:
             return await confirmed(self, checkpoint, named)
@@ -123,7 +125,7 @@ def _but_checkpoints(remove: Any) -> Any:
 
 
 #: A second guard behind acks that come too early.
-_NO_LOOK: Final[Change] = (overlooked.Overlooked, "run", lambda _: _never)
+_NO_LOOK: Final[Change] = (undelivered.Undelivered, "run", lambda _: _never)
 
 MUTATIONS: Final[dict[str, tuple[Change, ...]]] = {
     "no fence": ((journal, "EXPECT_HEADER", lambda _: "Nats-Expected-Nothing"),),
@@ -136,14 +138,16 @@ MUTATIONS: Final[dict[str, tuple[Change, ...]]] = {
     ),
     "a deadline from the delivery's time": ((record.Pending, "deadline_s", _from_delivery),),
     "a checkpoint believed without its digest": (
-        (trail.Trail, "_confirmed", _unconfirmed),
-        (trail, "digest", lambda _: lambda _: b""),
-        (trail, "backwards", lambda _: _unchecked),
+        (attachments.SessionAttachments, "_confirmed", _unconfirmed),
+        (attachments, "digest", lambda _: lambda _: b""),
+        (attachments, "backwards", lambda _: _unchecked),
     ),
     "an anchor given up too early": ((session.Session, "_answer", _give_up_anchor), _NO_LOOK),
     "chunks of what was forgotten": ((journal.Journal, "_check_not_forgotten", lambda _: _nothing),),
     "chunks without a fence": ((journal.Journal, "_publish", lambda _: _publish_anyhow),),
-    "a lagging replica believed": ((journal.Journal, "_is_replicated", lambda _: _never_replicated),),
+    "a lagging replica believed": (
+        (consistent_reads.ConsistentReads, "_is_replicated", lambda _: _never_replicated),
+    ),
     "a forget that misses what a rewind cut off": ((journal.Journal, "remove_tokens", _behind_the_rewind),),
     "checkpoints left behind a close that forgets": ((journal.Journal, "remove", _but_checkpoints),),
     "results left behind a close that forgets": ((retention, "answers", lambda _: lambda _: 2**60),),
@@ -211,9 +215,9 @@ async def _unchecked(link: Any, read: Any) -> Any:
     """Follow checkpoints by their sequences alone."""
     while link is not None:
         body = await read(link.seq)
-        message = msgspec.json.decode(body, type=trail.CheckpointMessage) if body else None
+        message = msgspec.json.decode(body, type=attachments.CheckpointMessage) if body else None
         yield message
-        link = trail.Link.parse(message.before) if message else None
+        link = attachments.Link.parse(message.before) if message else None
 
 
 @contextmanager

@@ -45,7 +45,6 @@ from turnkeep_client.messages import (  # noqa: E402
     Open,
     Opened,
     Request,
-    decode_answered,
     decode_chunk,
     decode_request,
     decode_result,
@@ -54,9 +53,10 @@ from turnkeep_client.nats_client import Nats  # noqa: E402
 from turnkeep_client.subjects import SessionKey, Subjects, session_key  # noqa: E402
 from worker.models.tokenizer import Tokenizer  # noqa: E402
 from worker.sessions.checkpoint import Checkpoint  # noqa: E402
-from worker.sessions.history import Fold, History  # noqa: E402
+from worker.sessions.fold import Fold  # noqa: E402
+from worker.sessions.history import History  # noqa: E402
 from worker.sessions.record import Record  # noqa: E402
-from worker.wire.journal import Entry  # noqa: E402
+from worker.wire.consistent_reads import Entry  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Mapping
@@ -302,7 +302,7 @@ def judge(
             record = Record(fold, whole=True)
             record.add_results(told[key])
             parts = {
-                one.seq: _part(link, checkpoints, decode_answered(one.body), tokenizer)
+                one.seq: _part(link, checkpoints, decode_request(one.body), tokenizer)
                 for one in asked[key]
                 if (link := record.parts_of(one.seq)) is not None
             }

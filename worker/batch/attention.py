@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from mlx_lm.models import base
 
 from . import cpu, cuda, ring_attention
-from .running import RunningAttention
+from .streamed_attention import StreamedAttention
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,9 +50,9 @@ class Attention:
         )
         return theirs
 
-    def running(self, queries: mx.array) -> RunningAttention:
+    def running(self, queries: mx.array) -> StreamedAttention:
         """Start attention to keys that arrive in several parts."""
-        return RunningAttention(queries, self.scale, self.more.get("sinks"))
+        return StreamedAttention(queries, self.scale, self.more.get("sinks"))
 
     def to_ring(
         self,

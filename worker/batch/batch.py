@@ -1,10 +1,10 @@
 """Holds the running answers (rows) and runs steps: one loop for all models. Device thread only.
 
 A step runs all rows and pieces of prompts, and draws the rows' tokens. Two things differ between models, and
-`choosing` chooses both: how a pass runs (`Pass`: one for all, or the model's own), and where rows keep their
-KV beside their own caches (`Keeping`: in pools, merged, or nowhere). Two things make a step faster without
-changing the tokens: rows speculate while there are few of them (`lookup`), and the next step may be in flight
-before the last tokens are known.
+`batch_kinds` chooses both: how a pass runs (`Pass`: one for all, or the model's own), and where rows keep
+their KV beside their own caches (`Keeping`: in pools, merged, or nowhere). Two things make a step faster
+without changing the tokens: rows speculate while there are few of them (`lookup`), and the next step may be
+in flight before the last tokens are known.
 
 A step only appends to plain caches, so setting a cache's offset back undoes the step.
 """
@@ -20,9 +20,9 @@ import numpy as np
 
 from cache.kv import layers
 
-from .chooser import Draw, Sampling
 from .lookup import Lookup
 from .parts import OwnPart
+from .row_sampler import Draw, Sampling
 from .rows import UnsoundError
 from .sampling import Choice, Logprobs, draw_all, waits_for_logits
 
@@ -215,9 +215,9 @@ class Batch:
         drafts, parts = found
         tokens = [token for row, draft in drafts for token in (row.known[-1], *draft)]
         logits = self._run(parts, tokens, pieces)
-        draws = [draw for row, draft in drafts for draw in row.chooser.draws(draft)]
+        draws = [draw for row, draft in drafts for draw in row.sampler.draws(draft)]
         beginning = [piece.row for piece in pieces if piece.row is not None]
-        draws += [draw for row in beginning for draw in row.chooser.draws()]
+        draws += [draw for row in beginning for draw in row.sampler.draws()]
         choice = draw_all(logits, draws) if draws else None
         logprobs = Logprobs(logits, choice.tokens, draws) if choice is not None else None
         return _LaunchedStep(drafts, beginning, choice, logprobs, [piece.states for piece in pieces], began_s)
@@ -237,7 +237,7 @@ class Batch:
             return None
         drafts, parts = found
         logits = self._run(parts, launched.choice.tokens[mx.array([order[row] for row, _ in drafts])])
-        draws = [draw for row, _ in drafts for draw in row.chooser.draws(num_ahead=1)]
+        draws = [draw for row, _ in drafts for draw in row.sampler.draws(num_ahead=1)]
         choice = draw_all(logits, draws)
         logprobs = Logprobs(logits, choice.tokens, draws)
         begin: Any = mx.async_eval
@@ -246,7 +246,7 @@ class Batch:
 
     def _may_run_ahead(self, row: Row) -> bool:
         """Say whether a row's next step can be launched without knowing its last token."""
-        if row.chooser.needs_last or waits_for_logits(row.chooser.sampling):
+        if row.sampler.needs_last or waits_for_logits(row.sampler.sampling):
             return False
         if row.caches is None:
             return self._keeping.may_run_ahead(row)

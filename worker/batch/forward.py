@@ -8,8 +8,8 @@ cache is merged.
 
 The code of the models is not changed. During a pass, views with `offset`, `make_mask` and `update_and_fetch`
 replace the layers' caches, and the attention function that models call is replaced by one that accepts such
-views. Not every architecture fits: `choosing` runs a few tokens with and without this module and compares the
-logits.
+views. Not every architecture fits: `batch_kinds` runs a few tokens with and without this module and compares
+the logits.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
     import mlx.core as mx
 
-    from .chooser import Chooser, Drawn
     from .lookup import Lookup
     from .parts import Part
+    from .row_sampler import Drawn, RowSampler
     from .slots import Form
 
 
@@ -42,7 +42,7 @@ class Row:
 
     caches: list[Any] | None
     known: array[int]
-    chooser: Chooser
+    sampler: RowSampler
     num_cached: int
     num_left: int
     most_held: int = sys.maxsize
@@ -57,7 +57,7 @@ class Row:
         self.drawn, self.is_sound = drawn, is_sound
         self.known.extend(tokens)
         self.num_left -= len(tokens)
-        self.chooser.push(tokens)
+        self.sampler.push(tokens)
 
 
 @dataclass(slots=True)

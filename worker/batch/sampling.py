@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from .chooser import Draw, Drawn, Sampling
+from .row_sampler import Draw, Drawn, Sampling
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -1,7 +1,7 @@
 """Stores on disk which trials a model has passed, so that later starts need not repeat them.
 
 A trial runs dozens of passes, to find out whether rows can share a pass or be merged. With a large vocabulary
-on a CPU it takes seconds, or half a minute on busy cores. `choosing` runs the trials; this module must not
+on a CPU it takes seconds, or half a minute on busy cores. `batch_kinds` runs the trials; this module must not
 know what they test.
 """
 

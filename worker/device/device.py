@@ -95,7 +95,7 @@ class Device:
 
     def refusal(self, policy: Policy, *, has_disk: bool) -> str | None:
         """Return why sessions cannot have a policy; None if they can. `has_disk`: KV is stored on disk."""
-        return self._runner.refusal(policy, has_disk=has_disk)
+        return self._runner.served.refusal(policy, has_disk=has_disk)
 
     @property
     def busy_s(self) -> float:
@@ -195,12 +195,12 @@ class Device:
 
     def _start_runner(self, loaded: LoadedModel) -> Runner:
         self._runner = runner = self._make_runner(loaded)
-        self.estimator = runner.estimator
-        self.unsupported_cache = runner.unsupported_cache
-        self.layout = runner.layout
-        self.caches = runner.caches
-        self.kv_layers = runner.kv_layers
-        self.trimmable = runner.trimmable
+        self.estimator = runner.served.estimator
+        self.unsupported_cache = runner.served.unsupported_cache
+        self.layout = runner.served.layout
+        self.caches = runner.served.caches
+        self.kv_layers = runner.served.kv_layers
+        self.trimmable = runner.served.trimmable
         self.name = machine.name()
         return runner
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from cache.names.blocks import Span
 from cache.names.errors import CutOffError, LostPastError
 from cache.names.policy import FULL
 from cache.names.tokens import as_tokens
@@ -25,20 +24,13 @@ from worker.batch.rows import Embedding
 from worker.observe.traces import Phase
 from worker.process.concurrency import task_group
 from worker.sessions.order import place
-from worker.sessions.port import (
-    Asked,
-    DeviceFaultError,
-    EnginePort,
-    NoMemoryError,
-    StoppingError,
-    TurnResult,
-)
+from worker.sessions.port import Asked, DeviceFaultError, EnginePort, NoMemoryError, StoppingError, TurnResult
 
-from .admission import Admission, Claim
 from .finding import Finder
-from .memory import GROWTH_TOKENS, grown
+from .grants import Grants
 from .mending import Mending
-from .run import Run, resolve
+from .run import Run, on_device, resolve
+from .step_figures import StepFigures
 from .turn import (
     Event,
     Faulted,
@@ -69,14 +61,12 @@ if TYPE_CHECKING:
     from worker.observe.telemetry import Telemetry
     from worker.sessions.port import Publish
 
-    from .admission import Decision, Ledger
+    from .admission import Ledger
     from .device import Device
 
 
 log = structlog.get_logger()
 
-#: Tokens that an answer reserves at first, and again whenever fewer than half as many are left.
-LIKELY_TOKENS = GROWTH_TOKENS
 #: An append leaves its context's last token, without KV, to the next turn.
 _UNUSED = as_tokens([0])
 #: A `close` with `forget` is answered within this time.
@@ -108,11 +98,10 @@ class Engine(EnginePort):
         self._store = store
         self._telemetry = telemetry
         self._kv = kv
-        self._piece_tokens = piece_tokens
         self._has_unopened = has_unopened
         self._residency = ledger.residency
-        self._admission = Admission(ledger, max_tenant_bytes)
-        self._runs: dict[Claim, Run] = {}
+        self._grants = Grants(device, ledger, self._stop_run, kv, piece_tokens, max_tenant_bytes)
+        self._runs = self._grants.runs
         self._turns: dict[Turn, Run] = {}  # those with memory reserved
         self._submitted: dict[Turn, None] = {}  # those of them that are on the device, in their order
         self._finder = Finder(device, store, ledger)
@@ -120,11 +109,7 @@ class Engine(EnginePort):
         loop = asyncio.get_running_loop()
         device.listen(lambda report: loop.call_soon_threadsafe(self._handle, report))
         self._stopping = False
-        self.active_bytes = 0
-        self.peak_bytes = 0
-        #: What the largest step so far was estimated to need beside weights and KV, and what it did need.
-        self.estimated_bytes = 0
-        self.measured_bytes = 0
+        self.steps = StepFigures(telemetry)
 
     @property
     def max_bytes(self) -> int:
@@ -139,7 +124,7 @@ class Engine(EnginePort):
     @property
     def num_waiting(self) -> int:
         """Number of turns that wait for device memory."""
-        return self._admission.num_waiting
+        return self._grants.num_waiting
 
     def refusal(self, policy: Policy) -> str | None:
         """Return why this worker cannot serve a session under a policy; None if it can."""
@@ -159,14 +144,7 @@ class Engine(EnginePort):
 
     def progress(self, key: SessionKey) -> Progress | None:
         """Return the progress of a session's running turn; None if there is none."""
-        for turn, run in self._turns.items():
-            if turn.key == key:
-                return Progress(
-                    cached_tokens=run.num_cached,
-                    context_tokens=len(turn.context),
-                    generated_tokens=run.num_generated,
-                )
-        return None
+        return next((run.progress(turn) for turn, run in self._turns.items() if turn.key == key), None)
 
     def most_tokens(self, most: int, policy: Policy = FULL) -> int:
         """Return the largest number of tokens, at most `most`, with which a session fits into KV memory."""
@@ -225,7 +203,7 @@ class Engine(EnginePort):
             await self._run_turns(run, publish)
         finally:
             if not run.is_abandoned:
-                self._release(run)
+                self._grants.release(run)
                 del self._runs[run]
 
     async def _run_turns(self, run: Run, publish: Publish | None) -> None:
@@ -293,7 +271,7 @@ class Engine(EnginePort):
         self._cancel_mending(key, forgotten=True)
         if self._residency.pop(key):
             self._device.drop(key)
-        self._apply(self._admission.decide())
+        self._grants.decide()
 
     async def erase(self, key: SessionKey, tokens: Tokens, shared: int) -> Forgotten:
         """Drop a session's KV from the device and its snapshots from SSD. Takes 2 s at most.
@@ -326,31 +304,25 @@ class Engine(EnginePort):
 
     def _handle(self, report: StepReport) -> None:
         """Handle the device thread's report of one step."""
-        self.active_bytes, self.peak_bytes = report.active_bytes, report.peak_bytes
-        if report.measured_bytes > self.measured_bytes:
-            self.estimated_bytes, self.measured_bytes = report.estimated_bytes, report.measured_bytes
-        if report.num_rows:
-            self._telemetry.batch_size.observe(report.num_rows)
-            self._telemetry.decoding_s += report.step_s
-            per_token_s = report.step_s * report.num_rows / max(report.num_decoded, 1)
-            self._telemetry.time_per_output_token.observe(per_token_s, report.num_decoded)
-        self._telemetry.draft_tokens = report.num_drafted
-        self._telemetry.accepted_draft_tokens = report.num_accepted
-        self._telemetry.evicted_tokens = report.num_evicted
+        self.steps.note(report)
         for event in report.events:
             self._handle_event(event)
 
     def _handle_event(self, event: Event) -> None:
         match event:
             case SnapshotCut():
-                self._save(event)
+                if self._mending is not None:
+                    self._mending.save(event, self._turns.get(event.turn))
             case Starved():
                 if self._store is not None:
                     self._store.free_memory()
-            case Short():
-                self._make_room(event)
+            case Short(
+                num_bytes, but
+            ):  # sessions go whose turns are not submitted yet, too: they reuse less KV
+                self._grants.drop_idle(num_bytes, {but, *(turn.key for turn in self._submitted)})
+                self._device.made_room()
             case KvLost():
-                self._drop_idle(sys.maxsize)
+                self._grants.drop_idle(sys.maxsize, {turn.key for turn in self._submitted})
             case _:
                 self._handle_turn(event)
 
@@ -373,7 +345,7 @@ class Engine(EnginePort):
                 if run is not None:
                     run.num_generated = chunk.i + 1
                     run.num_lost = 0
-                    self._grow(run, turn.num_prompt + chunk.i + 1)
+                    self._grants.grow(run, turn.num_prompt + chunk.i + 1)
             case Finished(_, num_cached, _, earliest):
                 self._residency.pop(turn.key)
                 if num_cached:
@@ -389,21 +361,6 @@ class Engine(EnginePort):
             # Its memory is free now, not only when the task that waits for the turn runs.
             self._end_turn(run, turn, resumes=resumes and not self._is_over(run, turn))
 
-    def _make_room(self, short: Short) -> None:
-        """Drop the KV of sessions, least recently used first, until the device has the bytes that it lacks.
-
-        Idle sessions are dropped first, then sessions whose turns are not submitted yet. Such a turn will
-        reuse less KV.
-        """
-        self._drop_idle(short.num_bytes, short.but)
-        self._device.made_room()
-
-    def _drop_idle(self, num_bytes: int, but: SessionKey | None = None) -> None:
-        for key in self._residency.oldest(num_bytes, {but, *(turn.key for turn in self._submitted)}):
-            self._residency.pop(key)
-            self._device.drop(key)
-        self._apply(self._admission.decide())
-
     def _is_over(self, run: Run, turn: Turn) -> bool:
         """Say whether an ended turn is complete or must not be continued."""
         answer_is_over = turn.answer is None or turn.answer.finish_reason is not None
@@ -415,11 +372,11 @@ class Engine(EnginePort):
         self._submitted.pop(turn, None)
         run.turn = None
         if resumes and not run.is_abandoned:
-            self._ask(
+            self._grants.ask(
                 run, len(turn.context) if turn.answer is None else turn.num_prompt + len(turn.answer.tokens)
             )
             return
-        self._release(run)
+        self._grants.release(run)
         if run.is_abandoned:
             del self._runs[run]
 
@@ -440,7 +397,9 @@ class Engine(EnginePort):
             if self._stopping and not run.mends:
                 raise StoppingError
             if run.mends:
-                turn.spans = self._fitting(turn)
+                turn.spans = (
+                    self._mending.fitting(turn, self._device.kv(turn.policy)) if self._mending else []
+                )
                 run.is_cancelled |= turn.num_kept < len(turn.context) - 1  # its KV has left the device
             if run.waits_no_more():
                 self._end_turn(run, turn, resumes=not run.is_stopped)
@@ -461,23 +420,14 @@ class Engine(EnginePort):
                 self._end_turn(run, turn, resumes=False)
 
     def _result(self, run: Run) -> TurnResult:
-        tenant, num_cached = run.key.tenant, run.num_reused or 0
-        num_prefilled = run.num_covered - num_cached
+        result = run.result()
+        num_cached, num_prefilled = result.num_cached, result.num_prefilled
         self._telemetry.cached_tokens += num_cached
         self._telemetry.prefilled_tokens += num_prefilled
         tenants = self._telemetry.tenants
-        tenants.count_tokens("cached", tenant, num_cached)
-        tenants.count_tokens("prefilled", tenant, num_prefilled)
-        started_s = run.started_s or monotonic()
-        return TurnResult(
-            complete=run.is_complete,
-            num_cached=num_cached,
-            num_prefilled=num_prefilled,
-            live_bytes=run.live_bytes,
-            prefill_s=run.prefill_s,
-            started_s=started_s,
-            first_token_s=run.first_token_s or monotonic(),
-        )
+        tenants.count_tokens("cached", run.key.tenant, num_cached)
+        tenants.count_tokens("prefilled", run.key.tenant, num_prefilled)
+        return result
 
     async def _follow(self, run: Run, turn: Turn, publish: Publish | None) -> bool:
         """Submit a turn and pass on its tokens until it ends; False if it was only paused."""
@@ -495,7 +445,7 @@ class Engine(EnginePort):
                 if publish is not None:
                     await publish(joined([event.chunk for event in sampled]))
             if isinstance(events[-1], Faulted | Finished):
-                run.phases += _on_device(turn, submitted_s, drawn_s)
+                run.phases += on_device(turn, submitted_s, drawn_s)
             end = events[-1]
             if isinstance(end, Faulted) and isinstance(end.error, LostKvError) and self._is_over(run, turn):
                 end = Finished(turn, turn.num_cached, 0)  # all its tokens are there
@@ -528,95 +478,16 @@ class Engine(EnginePort):
         num_recalled = await self._finder.read(needs, run)
         self._telemetry.recalled_tokens += num_recalled
 
-    def _save(self, cut: SnapshotCut) -> None:
-        run = self._turns.get(cut.turn)
-        if self._store is None or (run is not None and run.mends and run.is_stopped):
-            return  # what is mended may have been forgotten
-        if cut.tensors is None or cut.state_lost:
-            self._store.skip(1)
-            self._lacks(cut.turn)
-        if cut.tensors is None:
-            return
-        try:
-            tokens = cut.turn.tokens(cut.span.end)
-            chain = cut.turn.chain or self._store.chain(cut.turn.tenant, cut.turn.policy)
-            if not self._store.save(chain, tokens, cut.span, cut.tensors):
-                self._lacks(cut.turn)
-        except Exception:
-            # The turn's end may be the next event, and must not get lost with a snapshot.
-            log.exception("a snapshot was not saved", session=str(cut.turn.key))
-
-    def _lacks(self, turn: Turn) -> None:
-        """Note that a snapshot of a turn was dropped."""
-        run = self._turns.get(turn)
-        if self._mending is not None and not (run is not None and run.mends):
-            self._mending.note(turn.key)
-
-    def _fitting(self, turn: Turn) -> list[Span]:
-        """Return the first missing spans of a turn that fit together into the writer's queue."""
-        left = self._store.room() if self._store is not None else 0
-        kv, fitting = self._device.kv(turn.policy), list[Span]()
-        for span in turn.spans:
-            left -= kv.snapshot(span.num_tokens, at=span.end)
-            if left < 0:
-                break
-            fitting.append(span)
-        return fitting
-
     async def _admitted(self, run: Run, num_context: int) -> bool:
         """Wait for the memory that a turn is likely to need; False if the turn is cancelled meanwhile."""
         if run.admitted is None:
             if self._stopping and not run.mends:
                 raise StoppingError
-            self._ask(run, num_context)
+            self._grants.ask(run, num_context)
         try:
             return run.admitted is not None and await run.admitted
         finally:
             run.admitted = None
-
-    def _ask(self, run: Run, num_tokens: int) -> None:
-        """Ask for memory for a turn that has `num_tokens` so far, and release its earlier reservation."""
-        run.is_halted = False
-        run.num_granted, run.num_asked = 0, min(grown(num_tokens + LIKELY_TOKENS), run.num_most)
-        run.admitted = asyncio.get_running_loop().create_future()
-        self._apply(self._admission.begin(run, self._price(run)))
-
-    def _price(self, run: Run) -> int:
-        """Count the bytes of a turn that grows to all the tokens that it asks for."""
-        # A rewound session keeps its memory until its turn is over: trimming frees nothing.
-        num_tokens = max(run.num_asked, len(self._residency.tokens(run.key)))
-        # Caches grow by more than a token at a time: many short prompts hold more than their tokens' KV.
-        allocated = self._kv.under(run.policy).held(grown(num_tokens), ahead=self._piece_tokens)
-        return max(min(allocated, self.ledger.max_bytes), self.size_bytes(num_tokens, run.policy))
-
-    def _grow(self, run: Run, num_tokens: int) -> None:
-        """Ask for more memory before the turn needs it.
-
-        A turn that reaches the end of its granted memory is paused.
-        """
-        has_asked = run.num_asked > run.num_granted
-        if has_asked or run.num_granted == run.num_most or run.num_granted - num_tokens > LIKELY_TOKENS // 2:
-            return
-        run.num_asked = min(run.num_granted + LIKELY_TOKENS, run.num_most)
-        self._apply(self._admission.grow(run, self._price(run)))
-
-    def _release(self, run: Run) -> None:
-        """Release a run's memory; its session now counts as idle, with its resident KV."""
-        self._apply(self._admission.release(run))
-
-    def _apply(self, decision: Decision) -> None:
-        for key in decision.dropped:
-            self._device.drop(key)
-        for claim in decision.granted:
-            run = self._runs[claim]
-            run.num_granted = run.num_asked
-            resolve(run.admitted, granted=True)
-            if run.turn is not None:
-                self._device.grant(run.turn, run.num_granted)
-        for claim in decision.paused:
-            run = self._runs[claim]
-            log.info("pausing a turn for want of memory", session=str(claim.key))
-            self._stop_run(run)
 
     def _stop_run(self, run: Run) -> None:
         """End a run's turn with its tokens so far. A turn that is not on the device yet is not submitted."""
@@ -624,13 +495,3 @@ class Engine(EnginePort):
         if run.turn in self._submitted:
             self._device.cancel(run.turn)
         resolve(run.room, granted=False)
-
-
-def _on_device(turn: Turn, submitted_s: float, drawn_s: float | None) -> list[Phase]:
-    """List the phases that an ended turn spent on the device; its first token was drawn at `drawn_s`."""
-    now_s = monotonic()
-    phases = [Phase("prefill", submitted_s, drawn_s or now_s, turn.num_prefilled)]
-    if drawn_s is not None:
-        num_drawn = len(turn.answer.tokens) - (len(turn.context) - turn.num_prompt) if turn.answer else 0
-        phases.append(Phase("decode", drawn_s, now_s, num_drawn))
-    return [*phases, *turn.cuts]

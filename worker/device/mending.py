@@ -1,8 +1,8 @@
-"""Makes good the snapshots that were dropped because the writer's queue was full. Event loop only.
+"""Hands snapshots to the store, and makes good those that the full queue of its writer has dropped.
 
 The KV of an idle session that is only on the device is lost with the process. Once the queue is empty, the
 session's missing blocks are cut again, in turns that add no token, most recently active sessions first. Knows
-which sessions lack snapshots; the engine runs the turns.
+which sessions lack snapshots; the engine runs the turns. Event loop only.
 """
 
 from __future__ import annotations
@@ -11,11 +11,21 @@ import asyncio
 from time import monotonic
 from typing import TYPE_CHECKING, Final
 
+import structlog
+
+from cache.names.blocks import Span
+
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from cache.kv.size import KvSize
     from cache.store import Store
     from turnkeep_client.subjects import SessionKey
+
+    from .run import Run
+    from .turn import SnapshotCut, Turn
+
+log = structlog.get_logger()
 
 #: How often to look whether the writer's queue is empty.
 _POLL_S: Final = 0.05
@@ -40,6 +50,39 @@ class Mending:
         self._lacking: dict[SessionKey, None] = {}  # least recently active first
         self._some = asyncio.Event()
         self._ended: dict[SessionKey, asyncio.Event] = {}
+
+    def save(self, cut: SnapshotCut, run: Run | None) -> None:
+        """Hand a snapshot to the store; `run` is that of its turn, if the turn is not over."""
+        mends = run is not None and run.mends
+        if run is not None and run.mends and run.is_stopped:
+            return  # what is mended may have been forgotten
+        if cut.tensors is None or cut.state_lost:
+            self._store.skip(1)
+            self._lacks(cut.turn.key, mends=mends)
+        if cut.tensors is None:
+            return
+        try:
+            tokens = cut.turn.tokens(cut.span.end)
+            chain = cut.turn.chain or self._store.chain(cut.turn.tenant, cut.turn.policy)
+            if not self._store.save(chain, tokens, cut.span, cut.tensors):
+                self._lacks(cut.turn.key, mends=mends)
+        except Exception:
+            # The turn's end may be the next event, and must not get lost with a snapshot.
+            log.exception("a snapshot was not saved", session=str(cut.turn.key))
+
+    def fitting(self, turn: Turn, kv: KvSize) -> list[Span]:
+        """Return the first missing spans of a turn that fit together into the writer's queue."""
+        left, fitting = self._store.room(), list[Span]()
+        for span in turn.spans:
+            left -= kv.snapshot(span.num_tokens, at=span.end)
+            if left < 0:
+                break
+            fitting.append(span)
+        return fitting
+
+    def _lacks(self, key: SessionKey, *, mends: bool) -> None:
+        if not mends:
+            self.note(key)
 
     def note(self, key: SessionKey) -> None:
         """Record that a snapshot of a session was dropped."""

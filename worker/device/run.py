@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from time import monotonic
 from typing import TYPE_CHECKING, Final
 
 from cache.names.errors import LostPastError
+from turnkeep_client.messages import Progress
+from worker.observe.traces import Phase
+from worker.sessions.port import TurnResult
 
 from .admission import Claim
 from .turn import LostKvError
@@ -19,7 +23,6 @@ if TYPE_CHECKING:
 
     from cache.names.policy import Policy
     from cache.store import HeldPrefix, StoredPast
-    from worker.observe.traces import Phase
     from worker.sessions.port import Asked
 
     from .turn import NeedsKv, Turn, TurnEvent
@@ -86,6 +89,14 @@ class Run(Claim):
         """Whether the run has been told to end."""
         return self.is_cancelled or self.cancelled()
 
+    def progress(self, turn: Turn) -> Progress:
+        """Say how far its turn has come."""
+        return Progress(
+            cached_tokens=self.num_cached,
+            context_tokens=len(turn.context),
+            generated_tokens=self.num_generated,
+        )
+
     def waits_no_more(self) -> bool:
         """Say whether the run has been told to end, or to pause."""
         return self.is_halted or self.is_stopped
@@ -113,3 +124,26 @@ class Run(Claim):
             self.num_lost += 2 if error.is_suspect else 1
             return self.num_lost <= _MOST_LOST
         return False
+
+    def result(self) -> TurnResult:
+        """Return what the run has cost."""
+        num_cached = self.num_reused or 0
+        return TurnResult(
+            complete=self.is_complete,
+            num_cached=num_cached,
+            num_prefilled=self.num_covered - num_cached,
+            live_bytes=self.live_bytes,
+            prefill_s=self.prefill_s,
+            started_s=self.started_s or monotonic(),
+            first_token_s=self.first_token_s or monotonic(),
+        )
+
+
+def on_device(turn: Turn, submitted_s: float, drawn_s: float | None) -> list[Phase]:
+    """List the phases that an ended turn spent on the device; its first token was drawn at `drawn_s`."""
+    now_s = monotonic()
+    phases = [Phase("prefill", submitted_s, drawn_s or now_s, turn.num_prefilled)]
+    if drawn_s is not None:
+        num_drawn = len(turn.answer.tokens) - (len(turn.context) - turn.num_prompt) if turn.answer else 0
+        phases.append(Phase("decode", drawn_s, now_s, num_drawn))
+    return [*phases, *turn.cuts]

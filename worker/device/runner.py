@@ -1,4 +1,4 @@
-"""Runs the device thread's work: `choice` chooses a step, the runner runs the step and ends turns.
+"""Runs the device thread's work: `step_chooser` chooses a step, the runner runs the step and ends turns.
 
 The runner owns the model and the batch; `acquisition` gets the KV of turns. The runner knows nothing of
 commands, nor of the thread itself. Device thread only.
@@ -6,47 +6,30 @@ commands, nor of the thread itself. Device thread only.
 
 from __future__ import annotations
 
-import hashlib
-import importlib.metadata
-import json
 import sys
 import time
-from array import array
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import numpy as np
 import structlog
-from mlx.utils import tree_flatten
-from mlx_lm.models.cache import make_prompt_cache
 
 from cache.kv import layers
-from cache.kv.paged import ASKED
-from cache.kv.ring import RingCache
-from cache.kv.states import leaves
 from cache.names.errors import CutOffError, LostPastError
-from cache.names.policy import Policy
-from cache.names.snapshot import ModelLayout
-from worker.batch.chooser import Chooser, Sampling
-from worker.batch.choosing import batch_for
 from worker.batch.lookup import MOST_SEEN
+from worker.batch.row_sampler import RowSampler
 from worker.batch.rows import PrefillPiece, Row, UnsoundError
-from worker.batch.trials import SHIPPED, Trials
-from worker.models.code import code_digest, package_digest
-from worker.models.model_files import ModelError
-from worker.models.quantised import unpacked_bytes
 
 from . import machine
 from .acquisition import Acquisition
-from .choice import StepChooser
 from .cutting import Cutting
-from .memory import Estimator, shape_of
 from .pace import Pace
 from .paging import Paging
 from .room import Room
 from .scheduler import Scheduler
+from .served_model import ServedModel
+from .step_chooser import StepChooser
 from .turn import (
     Event,
     Faulted,
@@ -65,69 +48,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
     from pathlib import Path
 
-    from worker.batch.batch import Batch
-    from worker.batch.chooser import Drawn
+    from worker.batch.row_sampler import Drawn
     from worker.models.model import LoadedModel
 
-    from .choice import ChosenStep
     from .scheduler import Step
+    from .step_chooser import ChosenStep
     from .turn import KvRead
 
 log = structlog.get_logger()
-
-
-def trial_key(loaded: LoadedModel, caches: str) -> str:
-    """Return a digest of what a trial's result depends on, except our own code and the weights' values.
-
-    `caches` describes the model's own caches (`layers.describe`).
-    """
-    model: Any = loaded.model  # mlx has no annotations here
-    parameters: Any = tree_flatten(model.parameters())
-    parts = (
-        json.dumps(loaded.config, sort_keys=True, default=str),
-        sorted({str(array.dtype) for _, array in parameters}),
-        caches,
-        code_digest(model),
-        importlib.metadata.version("mlx"),
-        str(mx.default_device()),
-    )
-    return hashlib.sha256(repr(parts).encode()).hexdigest()
-
-
-def estimator(
-    loaded: LoadedModel, caches: list[Any], limit_bytes: int, sketched: Collection[int]
-) -> Estimator:
-    """Make the estimator of a model. `caches` are caches of the model that have run one token.
-
-    For `sketched`, see `cache.kv.layers.make`.
-    """
-    unpacked, shape, device = unpacked_bytes(caches), shape_of(loaded.config), machine.profile()
-    return Estimator(
-        shape=shape,
-        limit_bytes=limit_bytes,
-        weight_bytes=loaded.weight_bytes,
-        kv=layers.sizes(caches, sketched),
-        num_layers=len(caches),
-        # Attention to quantised KV has no such kernel.
-        fused=shape.fuses(device.fused_head_dims) and not unpacked,
-        kept_layers=device.kept_layers,
-        unpacked_bytes=unpacked if machine.on_cpu() else 0,
-        # A layer's keys, and its scores and their softmax; on a CPU numpy does it, in little memory.
-        asked_bytes=0 if machine.on_cpu() else 4 * shape.num_heads * (shape.head_dim + 2 * ASKED),
-    )
-
-
-def _no_window(model: Any, batch: Batch) -> str | None:
-    """Say why sessions of a model cannot use a policy with sinks and a window; None if they can."""
-    try:
-        caches = layers.make(model, Policy(4, 1024))
-    except ValueError as error:
-        return str(error)
-    if not any(type(cache) is RingCache for _, cache in leaves(caches)):
-        return "no layer of this model keeps all tokens; use the policy full"
-    if not batch.has_rings:
-        return "this model's attention cannot be told how far away a token is; use the policy full"
-    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,18 +86,23 @@ class Runner:
         mx.reset_peak_memory()
         self._report = report
         self._block = block_tokens
-        self._batch = self._choose_batch(loaded, max_draft, trials)
-        make = self._try_caches(loaded, limit_bytes)
-        #: Idle sessions' KV, and the restores that have room or wait for it.
-        self.room = Room(self.estimator, block_tokens, self._emit)
-        self._no_window = _no_window(loaded.model, self._batch)
-        #: Cuts snapshots for the disk, once its `room` is set.
-        self.cutting = Cutting(
-            self._batch, self.estimator, block_tokens, self._emit, trimmable=self.trimmable
+        self.served = ServedModel(
+            loaded,
+            self._has_room,
+            block_tokens=block_tokens,
+            limit_bytes=limit_bytes,
+            max_draft=max_draft,
+            trials=trials,
         )
+        self._batch, estimator, trimmable = self.served.batch, self.served.estimator, self.served.trimmable
+        #: Idle sessions' KV, and the restores that have room or wait for it.
+        self.room = Room(estimator, block_tokens, self._emit)
+        #: Cuts snapshots for the disk, once its `room` is set.
+        self.cutting = Cutting(self._batch, estimator, block_tokens, self._emit, trimmable=trimmable)
         self._scheduler = Scheduler(max_batch, block_tokens, max_tenant_rows)
         self._pace = Pace(stall_s, block_tokens * machine.profile().prompt_blocks)
-        self._acquisition = Acquisition(loaded, self._batch, self.room, make, trimmable=self.trimmable)
+        make = self.served.make_caches
+        self._acquisition = Acquisition(loaded, self._batch, self.room, make, trimmable=trimmable)
         parts = (self._batch, self.cutting, self._acquisition)
         self._chooser = StepChooser(self._scheduler, self._pace, self.room, *parts, self._emit)
         self._paging = Paging(self._scheduler, self._batch, block_tokens, self._emit)
@@ -178,70 +111,8 @@ class Runner:
         self._peak = 0
         self._num_decoded = 0
 
-    def _choose_batch(self, loaded: LoadedModel, max_draft: int | None, trials: Path | None) -> Batch:
-        """Choose the batch for the model's rows by trials. The file `trials` remembers their results."""
-        own = make_prompt_cache(loaded.model)
-        loaded.model(mx.array([[0]]), cache=own)  # fills the caches; not evaluated
-        key = trial_key(loaded, layers.describe(own))
-        known = Trials(trials, f"{key} {package_digest('worker.batch')}", SHIPPED.get(key))
-        device = machine.profile()
-        return batch_for(
-            loaded.model,
-            self._has_room,
-            max_draft=device.max_draft if max_draft is None else max_draft,
-            pooled_rows=device.pooled_rows,
-            merged_rows=device.merged_rows,
-            runs_ahead=not machine.on_cpu(),
-            trials=known,
-        )
-
-    def _try_caches(self, loaded: LoadedModel, limit_bytes: int | None) -> Callable[[Policy], list[Any]]:
-        """Run one token to learn the classes and size of the model's KV.
-
-        Returns a function that makes caches for a policy.
-        """
-        make = partial(
-            layers.make,
-            loaded.model,
-            rings=self._batch.windows_are_rings,
-            sketched=self._batch.sketched,
-            block_tokens=self._block,
-        )
-        caches = make()
-        row = Row(caches, array("I", [0]), Chooser(Sampling()), num_cached=1, num_left=1)
-        self._batch.step([PrefillPiece(caches, 0, [0], row)])
-        if not row.is_sound:
-            raise ModelError(
-                f"{loaded.folder} is broken: {UnsoundError()}; get its weights again, or try --dtype float32"
-            )
-        self._batch.remove(row)
-        #: The cache class that cannot be snapshotted, or else what snapshots hold; the classes of all layers;
-        #: whether KV can be cut and trimmed at any token.
-        self.unsupported_cache = layers.unsupported(caches)
-        self.layout = ModelLayout(())
-        if self.unsupported_cache is None:
-            self.layout = layers.layout(caches, make, self._batch.sketched)
-        self.caches = layers.describe(caches)
-        self.kv_layers = layers.kinds(caches)
-        self.trimmable = layers.trimmable(caches)
-        limit_bytes = limit_bytes or machine.default_limit_bytes()
-        machine.limit_active(limit_bytes)
-        self.estimator = estimator(loaded, caches, limit_bytes, self._batch.sketched)
-        return make
-
     def _has_room(self, size_bytes: int) -> bool:
         return self.room.has_or_asks(size_bytes)
-
-    def refusal(self, policy: Policy, *, has_disk: bool) -> str | None:
-        """Return why sessions cannot have a policy; None if they can. May be called from any thread.
-
-        `has_disk` says that KV is stored on disk.
-        """
-        if policy.recall and not has_disk:
-            return "this worker stores no KV on disk, which paged sessions need; use another policy"
-        if policy.recall and not (self._batch.windows_are_rings and self.layout.sketches):
-            return "this model's keys cannot be sketched, or its rows not share a pass; use another policy"
-        return None if policy.window is None else self._no_window
 
     @property
     def is_busy(self) -> bool:
@@ -333,9 +204,10 @@ class Runner:
         self._events.append(event)
 
     def _no_room(self, turn: Turn, size_bytes: int) -> str:
+        limit_bytes = self.served.estimator.limit_bytes
         return (
             f"after {turn.num_cached} of {turn.target} tokens the next piece takes {size_bytes} bytes beside"
-            f" the {mx.get_active_memory()} in use, the limit of the device is {self.estimator.limit_bytes};"
+            f" the {mx.get_active_memory()} in use, the limit of the device is {limit_bytes};"
             " shorten the session, or raise device_memory"
         )
 
@@ -440,7 +312,7 @@ class Runner:
         try:
             scored = [piece for piece in pieces.values() if piece.scores is not None]
             for piece in scored:
-                self._batch.score(piece, self.estimator.most_scored)
+                self._batch.score(piece, self.served.estimator.most_scored)
             if embedded := [piece for piece in pieces.values() if piece.embedding is not None]:
                 self._batch.embed(embedded)
             # A waiting prompt or command comes before a step that runs ahead.
@@ -475,7 +347,7 @@ class Runner:
             turn.row = Row(
                 caches=turn.caches,
                 known=turn.context.ids(max(len(turn.context) - MOST_SEEN, turn.context.held_from)),
-                chooser=Chooser(
+                sampler=RowSampler(
                     turn.sampling,
                     answered=turn.answer.tokens,
                     prompt=_repeated(turn) if turn.sampling.repetition_penalty != 1.0 else (),

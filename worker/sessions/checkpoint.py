@@ -17,7 +17,7 @@ from cache.names.tokens import Boundary, Tokens
 from turnkeep_client.messages import Model, Parent, SessionCache  # noqa: TC001  # msgspec looks them up
 from worker.text.templates import Conversation
 
-from .answered import AnsweredIds
+from .answered_ids import AnsweredIds
 from .history import History
 from .policies import in_words, recorded
 

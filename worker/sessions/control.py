@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from turnkeep_client.subjects import SessionKey, Subjects
 
     from .embedding import Embedder
-    from .history import Fold, History
+    from .fold import Fold
+    from .history import History
     from .port import EnginePort
     from .session import Session
     from .sessions import Sessions

@@ -10,41 +10,30 @@ import json
 from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby, zip_longest
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import structlog
 from msgspec import UNSET, structs
 
-from cache.names.policy import FULL
-from cache.names.tokens import to_compact
 from turnkeep_client.log import derived_seed
 from turnkeep_client.messages import (
     RECOMMENDED,
     Append,
-    Appended,
     Called,
     CalledFunction,
-    Change,
     Chunk,
     Close,
     Closed,
-    Failed,
     Generate,
-    Generated,
     NamedTool,
     Open,
-    Opened,
     Parent,
     Rewind,
     Rewound,
-    Seconds,
-    Usage,
     encode,
-    failure,
     joined,
 )
-from worker.batch.chooser import Sampling
-from worker.process.clock import monotonic
+from worker.batch.row_sampler import Sampling
 from worker.process.concurrency import in_thread, task_group
 from worker.text.answer import Answer
 from worker.text.arguments import Offered
@@ -53,20 +42,17 @@ from worker.text.splitting import Calls, MarkedSplitter, call_id
 from worker.text.text import TextStream
 from worker.wire.journal import FencedError
 
-from .echo import echo_of, told
 from .formats import Formats, is_prefix_final
 from .history import RefusedError, digests_of, seen, spoken, unread
-from .policies import chosen, misfit
 from .port import Asked
+from .prompt_logprobs import echo_of, told
+from .results import appended, begun_elsewhere, generated, opened, withdrawn
 from .streaming import AnswerStream
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-    from cache.names.policy import Policy
-    from turnkeep_client.errors import ErrorCode
     from turnkeep_client.messages import (
-        CachePolicy,
         CallPart,
         FinishReason,
         ForkPoint,
@@ -74,7 +60,7 @@ if TYPE_CHECKING:
         TokenLogprob,
     )
     from turnkeep_client.subjects import SessionKey
-    from worker.batch.chooser import Grammar
+    from worker.batch.row_sampler import Grammar
     from worker.batch.rows import Scores
     from worker.models.tokenizer import Tokenizer
     from worker.observe.telemetry import Telemetry
@@ -82,7 +68,9 @@ if TYPE_CHECKING:
     from worker.wire.journal import Journal, Published
     from worker.wire.retention import Retention
 
-    from .history import Fold, History, Input
+    from .fold import Fold
+    from .history import History, Input
+    from .limits import Limits
     from .port import EnginePort, TurnResult
     from .record import Pending
 
@@ -90,9 +78,6 @@ log = structlog.get_logger()
 
 #: Up to this many characters or token ids, tokenising takes less time than starting a thread.
 _LITTLE: Final = 256
-
-#: Cache policies that clients may choose until the worker restarts: each takes memory, and time of a forget.
-MOST_POLICIES: Final = 64
 
 #: Size of a result and its headers without the tokens of input and answer, and without text, but with text
 #: held back for a stop string: 256 characters of up to 6 bytes each as JSON.
@@ -119,26 +104,18 @@ class Execution:
         tokenizer: Tokenizer,
         telemetry: Telemetry,
         retention: Retention,
-        context_tokens: int,
-        block_tokens: int,
+        limits: Limits,
         max_result_bytes: int,
-        vocab_size: int,
-        kv_bits: int | None,
         own_sampling: Mapping[str, float],
         placeholders: bool,
         token_ttl_s: float,
         erase_elsewhere: Callable[[SessionKey], Awaitable[bool]],
     ) -> None:
-        """`context_tokens` is the most that a session under `full` or `paged` may hold.
+        """`own_sampling` are the options that the model's authors recommend.
 
-        `vocab_size` bounds token ids. `own_sampling` are the options that the model's authors recommend.
         Without `placeholders`, messages with images and the like are refused. Published chunks are kept for
         `token_ttl_s`. `erase_elsewhere` has other workers drop the KV of a session, and says whether they
-        have.
-
-        An answer ends before its result takes more than `max_result_bytes` of the log. `kv_bits` is the
-        precision of this worker's KV; None is full precision. A `sink_window` is refused if its window is
-        smaller than `block_tokens`, or larger than `context_tokens` together with its sink.
+        have. An answer ends before its result takes more than `max_result_bytes` of the log.
         """
         self._journal = journal
         self._engine = engine
@@ -146,19 +123,15 @@ class Execution:
         self._tokenizer = tokenizer
         self._telemetry = telemetry
         self._retention = retention
-        self._context_tokens = context_tokens
-        self._block_tokens = block_tokens
+        self._limits = limits
         self._max_answer_bytes = max(max_result_bytes - _RESULT_BYTES, max_result_bytes // 4)
         #: Characters of an input's tokens in a result; longer ones are stored before it.
         self.most_input = min(_MOST_INPUT, max_result_bytes // 16)
-        self._vocab_size = vocab_size
-        self._kv_bits = kv_bits
         self._own_sampling = own_sampling
         self._placeholders = placeholders
         self._token_ttl_s = token_ttl_s
         self._erase_elsewhere = erase_elsewhere
         self._formats = Formats(tokenizer)
-        self._policies: set[Policy] = set()  # under which sessions were opened
 
     async def carry_out(
         self, key: SessionKey, request: Append | Generate | Open | Rewind, pending: Pending, history: History
@@ -173,11 +146,11 @@ class Execution:
             case Generate():
                 return await self._generate(key, request, pending, history)
             case Open(cache=cache):
-                self._check_precision(cache.kv_bits)
-                after = self._fold.opened(history, self._chosen(cache), request.tags)
-                self._check_policy(after.policy)
-                self._note_policy(after.policy)
-                return _opened(request, pending, after), after
+                self._limits.check_precision(cache.kv_bits)
+                after = self._fold.opened(history, self._limits.chosen(cache), request.tags)
+                self._limits.check_policy(after.policy)
+                self._limits.note(after.policy)
+                return opened(request, pending, after), after
             case Rewind(position=position):
                 after = self._fold.rewound(history, position)
                 return Rewound(id=request.id, seq=pending.seq, position=position, **seen(after)), after
@@ -195,10 +168,10 @@ class Execution:
                 "invalid_request",
                 f"cannot fork {of.session} at {position}: it is at position {parent.position}",
             )
-        self._check_precision(request.cache.kv_bits)
+        self._limits.check_precision(request.cache.kv_bits)
         after = self._fold.forked(parent, Parent(session=of.session, position=position), request.tags)
-        self._check_policy(after.policy)
-        return _opened(request, pending, after), after
+        self._limits.check_policy(after.policy)
+        return opened(request, pending, after), after
 
     async def close(
         self,
@@ -225,55 +198,27 @@ class Execution:
         self, key: SessionKey, request: Append, pending: Pending, history: History
     ) -> tuple[Result, History]:
         policy = history.policy
-        self._check_policy(policy)
+        self._limits.check_policy(policy)
         extended = await self._extend(history, request)
         tokens = extended.history.tokens
-        self._check_size(len(tokens), policy, room=0)
-        cached = prefilled = 0
-        live_bytes = self._engine.live_bytes(key, history.tokens, policy)
+        self._limits.check_size(len(tokens), policy, room=0)
+        turn, live_bytes = None, self._engine.live_bytes(key, history.tokens, policy)
         if tokens != history.tokens:
             asked = Asked(key, tokens, policy, pending.priority)
             turn = await self._engine.run(asked, lambda: pending.stopped, phases=pending.phases)
             if turn is None or not turn.complete:
                 return withdrawn(pending, history, history.position), history
             self._telemetry.queue_time.observe(pending.waited_s(turn.started_s))
-            live_bytes = turn.live_bytes
-            cached = turn.num_cached
-            prefilled = turn.num_prefilled
-        result = Appended(
-            id=request.id,
-            seq=pending.seq,
-            position=len(tokens),
-            tokens=cached + prefilled,
-            cached_tokens=cached,
-            prefilled_tokens=prefilled,
-            kv_live_bytes=live_bytes,
-            seconds=monotonic() - pending.received_s,
-            **_turned(history, extended, _change(extended)),
-            warnings=extended.warnings,
-            **seen(extended.history),
-        )
+        result = appended(pending, turn, history, extended, live_bytes)
         return result, extended.history
 
     async def _generate(
         self, key: SessionKey, request: Generate, pending: Pending, history: History
     ) -> tuple[Result, History]:
         policy = history.policy
-        self._check_policy(policy)
-        self._check_bias(request)
-        async with task_group() as tasks:
-            reading = pending.published or tasks.start_soon(
-                self._journal.published, key, request.id, pending.seq, pending.stored
-            )
-            extended = await self._extend(history, request)
-            published = await reading
-        if published.has_ended and await self._journal.last_seq(key, "out") > pending.after:
-            raise FencedError("the answer has a result already")  # which a replica that lags did not show
-        if published.is_sealed:  # another worker ends it too, or has died over it
-            pending.cancelled = True
-        pending.base = history.digest()
-        if published.num_tokens and published.base not in ("", pending.base):
-            pending.given_up = _LOST_BASE
+        self._limits.check_policy(policy)
+        self._limits.check_bias(request)
+        published, extended = await self._begun(key, request, pending, history)
         own = digests_of(self._fold.model)
         is_begun_by_other = published.num_tokens > 0 and published.model not in ("", own)
         is_over = is_begun_by_other or bool(pending.given_up)
@@ -285,24 +230,21 @@ class Execution:
                 "invalid_request",
                 "the session is empty: append something first, or send messages, text or tokens",
             )
-        self._check_size(len(prompt), policy, room=min(request.max_tokens, 1))
+        self._limits.check_size(len(prompt), policy, room=min(request.max_tokens, 1))
         scores, echo_bytes = echo_of(request, extended, self._max_answer_bytes)
         # Context and memory limit an answer; the tokens that a dead worker has published stay in any case.
-        most = len(prompt) + request.max_tokens if policy.is_endless else self._context_tokens
-        most = self._engine.most_tokens(most, policy) - len(prompt)
-        most = max(most, published.num_tokens)
-        change = _change(extended)
+        most = len(prompt) + request.max_tokens if policy.is_endless else self._limits.context_tokens
+        most = max(self._engine.most_tokens(most, policy) - len(prompt), published.num_tokens)
         splitter = self._splitter(key, request, pending, extended.history)
         grammar, warnings = await self._formats.grammar(
             request, extended.history, splits=splitter is not None
         )
         warnings = extended.warnings + warnings
-        room = self._max_answer_bytes - echo_bytes - min(len(change.input), self.most_input)
+        room = self._max_answer_bytes - echo_bytes - min(len(extended.change.input), self.most_input)
         room -= len(encode({"warnings": warnings}))
         warnings += (pending.given_up,) if pending.given_up else ()
-        stream = TextStream(self._tokenizer, request.stop)
         answer = Answer(
-            stream,
+            TextStream(self._tokenizer, request.stop),
             splitter=splitter,
             max_tokens=min(request.max_tokens, most),
             max_bytes=room,
@@ -321,22 +263,37 @@ class Execution:
             turn = _together(turn, sampled)
         elif is_scored:
             answer.finish_reason = "length"
-        if answer.finish_reason == "stop" and grammar and answer.tokens[-1] in answer.end_tokens:
-            followed = await in_thread(grammar.follow, answer.tokens[:-1])
-            if not followed.is_complete:  # a limit of the grammar's was reached
-                answer.finish_reason = "length"
-        if answer.finish_reason is None:
-            late = pending.expired and not pending.cancelled
-            why: FinishReason = "given_up" if pending.given_up else "expired" if late else "cancelled"
-            pending.held = answer.cancel("model_changed" if is_begun_by_other else why)
-            await chunks.seal()
+        await _settle(pending, answer, grammar, chunks, is_begun_by_other=is_begun_by_other)
         if not answer.tokens and answer.finish_reason != "length":
             return withdrawn(pending, history, history.position), history
         message = spoken(answer.text, answer.reasoning, answer.calls)
         after = self._fold.answered(extended.history, request, answer.tokens, message)
-        result = self._generated(key, pending, answer, turn, extended, after, history, change)
+        live_bytes = turn.live_bytes if turn else self._engine.live_bytes(key, after.tokens, after.policy)
+        result = generated(pending, answer, turn, history, extended, after, live_bytes)
         echoed = told(scores, extended, answer)
         return structs.replace(result, warnings=warnings, prompt_logprobs=echoed), after
+
+    async def _begun(
+        self, key: SessionKey, request: Generate, pending: Pending, history: History
+    ) -> tuple[Published, Input]:
+        """Read what a dead worker has published of an answer, and add the request's input.
+
+        Notes in `pending` if that cannot go on.
+        """
+        async with task_group() as tasks:
+            reading = pending.published or tasks.start_soon(
+                self._journal.published, key, request.id, pending.seq, pending.stored
+            )
+            extended = await self._extend(history, request)
+            published = await reading
+        if published.has_ended and await self._journal.last_seq(key, "out") > pending.after:
+            raise FencedError("the answer has a result already")  # which a replica that lags did not show
+        if published.is_sealed:  # another worker ends it too, or has died over it
+            pending.cancelled = True
+        pending.base = history.digest()
+        if published.num_tokens and published.base not in ("", pending.base):
+            pending.given_up = _LOST_BASE
+        return published, extended
 
     async def _end_foreign(
         self, key: SessionKey, request: Generate, pending: Pending, history: History, published: Published
@@ -350,28 +307,7 @@ class Execution:
         calls = _whole_calls(chunk.tool_calls)
         message = spoken(chunk.text, chunk.reasoning, calls)
         extended = await in_thread(self._fold.extend, history, request, message)
-        after, now_s = extended.history, monotonic() - pending.received_s
-        result = Generated(
-            id=request.id,
-            seq=pending.seq,
-            position=after.position,
-            text=chunk.text,
-            tokens=chunk.tokens,
-            logprobs=chunk.logprobs,
-            reasoning=chunk.reasoning,
-            tool_calls=calls,
-            finish_reason="model_changed",
-            usage=Usage(
-                prompt_tokens=0, cached_tokens=0, prefilled_tokens=0, completion_tokens=len(chunk.tokens)
-            ),
-            seconds=Seconds(queued=now_s, prefill=0.0, first_token=now_s, total=now_s),
-            kv_live_bytes=0,
-            resumed_tokens=len(chunk.tokens),
-            warnings=extended.warnings,
-            **_turned(history, extended, structs.replace(_change(extended), holds_answer=True)),
-            **seen(after),
-        )
-        return result, after
+        return begun_elsewhere(pending, chunk, calls, history, extended), extended.history
 
     async def _score(
         self, key: SessionKey, pending: Pending, prompt: History, scores: Scores
@@ -446,7 +382,7 @@ class Execution:
         Another worker may have published them, even if this worker had the session in memory all the time.
         """
         for chunk in published:
-            if not all(0 <= token < self._vocab_size for token in chunk.tokens):
+            if not all(0 <= token < self._limits.vocab_size for token in chunk.tokens):
                 log.warning("ignoring tokens that this model does not have", first=chunk.i)
                 break
             for token, said in zip_longest(chunk.tokens, chunk.logprobs[: len(chunk.tokens)]):
@@ -491,178 +427,25 @@ class Execution:
             self._telemetry.time_to_first_token.observe(turn.first_token_s - pending.received_s)
         return turn
 
-    def _generated(
-        self,
-        key: SessionKey,
-        pending: Pending,
-        answer: Answer,
-        turn: TurnResult | None,
-        extended: Input,
-        after: History,
-        before: History,
-        change: Change,
-    ) -> Generated:
-        now_s, begun_s = monotonic(), pending.received_s
-        # The beginning of an interrupted answer is in the context, but not in the prompt.
-        num_prompt = extended.history.position if turn else 0
-        num_cached = min(turn.num_cached, num_prompt) if turn else 0
-        return Generated(
-            id=pending.id or "",
-            seq=pending.seq,
-            position=after.position,
-            text=answer.text,
-            tokens=tuple(answer.tokens),
-            logprobs=tuple(answer.logprobs),
-            reasoning=answer.reasoning,
-            tool_calls=answer.calls,
-            finish_reason=answer.finish_reason or "cancelled",
-            stop=answer.stop,
-            usage=Usage(
-                prompt_tokens=num_prompt,
-                cached_tokens=num_cached,
-                prefilled_tokens=num_prompt - num_cached,
-                completion_tokens=len(answer.tokens),
-                reasoning_tokens=answer.num_thought,
-            ),
-            seconds=Seconds(
-                queued=(turn.started_s if turn else now_s) - begun_s,
-                prefill=turn.prefill_s if turn else 0.0,
-                first_token=(turn.first_token_s if turn else now_s) - begun_s,
-                total=now_s - begun_s,
-            ),
-            kv_live_bytes=(
-                turn.live_bytes if turn else self._engine.live_bytes(key, after.tokens, after.policy)
-            ),
-            prefix_tokens=extended.num_given,
-            resumed_tokens=pending.num_resumed,
-            **_turned(before, extended, change),
-            **seen(after),
-        )
 
-    def _check_bias(self, request: Generate) -> None:
-        """Refuse biases for tokens that the model does not have."""
-        beyond = [token for token in request.logit_bias if token >= self._vocab_size]
-        if beyond:
-            raise RefusedError(
-                "invalid_request",
-                f"logit_bias names the token {beyond[0]}; the model's tokens are 0 to {self._vocab_size - 1}",
-            )
-
-    def _check_precision(self, kv_bits: int | None) -> None:
-        """Refuse a session that asks for another KV precision than this worker's."""
-        if kv_bits not in (None, self._kv_bits):
-            kept = f"in {self._kv_bits} bits" if self._kv_bits else "in full precision"
-            raise RefusedError(
-                "invalid_request",
-                f"this worker keeps KV {kept}, not in {kv_bits} bits: leave cache.kv_bits out, or open the"
-                f" session at a worker with --kv-bits {kv_bits} and a prefix of its own",
-            )
-
-    def _chosen(self, cache: CachePolicy) -> Policy:
-        """Return the policy that an `open` asks for.
-
-        Raises `RefusedError` if the request contradicts itself.
-        """
-        try:
-            return chosen(cache, self._fold.policy)
-        except ValueError as error:
-            raise RefusedError("invalid_request", str(error)) from error
-
-    def _check_policy(self, policy: Policy) -> None:
-        """Refuse a session under a policy that this worker or its model cannot serve."""
-        why = misfit(policy, block_tokens=self._block_tokens, context_tokens=self._context_tokens)
-        if why := why or self._engine.refusal(policy):
-            raise RefusedError("invalid_request", why)
-
-    def _note_policy(self, policy: Policy) -> None:
-        """Record the policy of an `open` request.
-
-        Refuse it if the worker would have too many different policies. Open sessions are not affected.
-        """
-        if policy in (FULL, self._fold.policy, *self._policies):
-            return
-        if len(self._policies) == MOST_POLICIES:
-            raise RefusedError(
-                "invalid_request",
-                f"sessions were opened under {MOST_POLICIES} cache policies since this worker started, and it"
-                f" takes no other: choose one of those, or leave cache.policy out for {self._fold.policy}",
-            )
-        self._policies.add(policy)
-
-    def _check_size(self, num_prompt: int, policy: Policy, *, room: int) -> None:
-        """Refuse a prompt that can never run with `room` further tokens for its answer."""
-        if not policy.is_endless and num_prompt + room > self._context_tokens:
-            raise RefusedError(
-                "context_exceeded",
-                f"the session would hold {num_prompt} tokens and {room} new ones, the context is "
-                f"{self._context_tokens}: rewind it, or start a new session",
-            )
-        needed = self._engine.size_bytes(num_prompt + room, policy)
-        smaller = "shorten the session" if policy.window is None else "open it with a smaller window"
-        if not self._engine.ever_fits(needed):
-            raise RefusedError(
-                "memory_exceeded",
-                f"{num_prompt} tokens and room for {room} more take {needed} bytes of KV, the limit is "
-                f"{self._engine.max_bytes}: {smaller}, or raise max_memory",
-            )
-
-
-def failed(pending: Pending, position: int, code: ErrorCode, message: str) -> Failed:
-    """Build the `failed` result of a request that left the session at `position`."""
-    return failure(pending.id, code, message, seq=pending.seq, position=position)
-
-
-def _opened(request: Open, pending: Pending, after: History) -> Opened:
-    return Opened(
-        id=request.id,
-        seq=pending.seq,
-        position=after.position,
-        parent=after.parent,
-        tags=after.tags,
-        model=after.model,
-        **seen(after),
-    )
-
-
-def _change(extended: Input) -> Change:
-    tokens = extended.history.tokens[extended.kept :]
-    return Change(kept=extended.kept, input=to_compact(tokens), raw=extended.num_raw)
-
-
-def _turned(before: History, extended: Input, change: Change) -> dict[str, Any]:
-    """Build the fields of a result about the tokens and the model; `before` is the session before it."""
-    model = extended.history.model
-    previous = before.model if before.position and before.model != model else None
-    return {
-        "change": change,
-        "model": model,
-        "previous_model": previous,
-        "rewritten_from": extended.rewritten_from,
-    }
-
-
-def withdrawn(pending: Pending, history: History, position: int) -> Result:
-    """Build the result of a request that was cancelled or expired before it changed the session.
-
-    `position` is the session's position: if the log cannot be read, `history` may be incomplete.
-    """
-    if pending.expired and not pending.cancelled:
-        return failed(pending, position, "expired", "its deadline passed; nothing was added")
-    if not isinstance(pending.request, Generate):
-        return failed(pending, position, "expired", "cancelled before it was carried out; nothing was added")
-    waited_s = monotonic() - pending.received_s
-    return Generated(
-        id=pending.request.id,
-        seq=pending.seq,
-        position=position,
-        text="",
-        tokens=(),
-        finish_reason="cancelled",
-        usage=Usage(prompt_tokens=0, cached_tokens=0, prefilled_tokens=0, completion_tokens=0),
-        seconds=Seconds(queued=waited_s, prefill=0.0, first_token=waited_s, total=waited_s),
-        kv_live_bytes=0,
-        **seen(history),
-    )
+async def _settle(
+    pending: Pending,
+    answer: Answer,
+    grammar: Grammar | None,
+    chunks: AnswerStream,
+    *,
+    is_begun_by_other: bool,
+) -> None:
+    """Give an answer its finish reason, after its turn."""
+    if answer.finish_reason == "stop" and grammar and answer.tokens[-1] in answer.end_tokens:
+        followed = await in_thread(grammar.follow, answer.tokens[:-1])
+        if not followed.is_complete:  # a limit of the grammar's was reached
+            answer.finish_reason = "length"
+    if answer.finish_reason is None:
+        late = pending.expired and not pending.cancelled
+        why: FinishReason = "given_up" if pending.given_up else "expired" if late else "cancelled"
+        pending.held = answer.cancel("model_changed" if is_begun_by_other else why)
+        await chunks.seal()
 
 
 def _whole_calls(parts: Sequence[CallPart]) -> tuple[Called, ...]:

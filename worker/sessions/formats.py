@@ -26,7 +26,7 @@ from .history import RefusedError
 
 if TYPE_CHECKING:
     from turnkeep_client.messages import Generate
-    from worker.batch.chooser import Grammar
+    from worker.batch.row_sampler import Grammar
     from worker.models.tokenizer import Tokenizer
 
     from .history import History

@@ -1,52 +1,34 @@
-"""A session's tokens and conversation, and how requests and results change them. Pure: no I/O, no device.
-
-A session is the fold of its log: its answered requests are applied in the order of their sequences, each with
-its result. Results have the tokens, so that is arithmetic: no text is rendered or tokenised. Live requests
-find their tokens with the model's tokenizer (`extend`), and come to the same history.
-"""
+"""A session's tokens and conversation, and what is added to them. Pure values; `fold` computes them."""
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from cache.names.policy import FULL
-from cache.names.tokens import as_tokens, from_compact
-from turnkeep_client.blocks import Warned, sentences, text_of
-from turnkeep_client.messages import (
-    Append,
-    Appended,
-    Close,
-    Closed,
-    Failed,
-    Generate,
-    Generated,
-    Model,
-    Open,
-    Opened,
-    Parent,
-    Rewind,
-    Rewound,
-)
-from worker.text.harmony import FINAL
-from worker.text.templates import Addition, Conversation, Said, TemplateError
+from cache.names.tokens import to_compact
+from turnkeep_client.blocks import Warned, text_of
+from turnkeep_client.messages import Change
 
-from .policies import in_words, recorded
+from .policies import in_words
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from datetime import datetime
+    from collections.abc import Callable, Sequence
     from typing import TypeAlias
 
     from cache.names.policy import Policy
     from cache.names.tokens import Tokens
     from turnkeep_client.errors import ErrorCode
-    from turnkeep_client.messages import Called, Change, Request, Result
+    from turnkeep_client.messages import (
+        Called,
+        Model,
+        Parent,
+    )
     from turnkeep_client.messages import Message as ChatMessage
-    from worker.text.templates import Message, Tokenizer
+    from worker.text.templates import Addition, Conversation, Message
 
     Edit: TypeAlias = Callable[["History"], tuple[Conversation, Addition]]
 
@@ -147,7 +129,7 @@ def spoken(text: str, reasoning: str, calls: Sequence[Called]) -> Message:
     return message
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Input:
     """A history with a request's input added; its first `kept` tokens are unchanged.
 
@@ -163,377 +145,7 @@ class Input:
     num_raw: int = 0
     warnings: tuple[str, ...] = ()
 
-
-class Fold:
-    """Applies requests to histories with one model's tokenizer. Thread-safe: it has no state.
-
-    Tokenising a long text takes long, so call `extend` on a thread, not on the event loop.
-    """
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        policy: Policy = FULL,
-        model: Model | None = None,
-        *,
-        takes_over: bool = True,
-    ) -> None:
-        """Sessions that choose no cache policy begin with `policy`. The tokenizer is that of `model`.
-
-        Unless it `takes_over`, it refuses to extend sessions of other models.
-        """
-        self.policy = policy
-        self.model = model or Model(name="model")
-        self._tokenizer = tokenizer
-        self._takes_over = takes_over
-
-    def begin(self, started: datetime) -> History:
-        """Return the history of a session without entries; chat templates may print the date `started`."""
-        return History(Conversation(self._tokenizer, started), as_tokens(), policy=self.policy)
-
-    def check(self, history: History, request: Request) -> None:
-        """Raise `RefusedError` if the session's state does not allow the request."""
-        gone = history.closed or not history.exists
-        if isinstance(request, Open):
-            if not gone:
-                instead = "go on without an open" if request.from_ is None else "fork under another name"
-                raise RefusedError(
-                    "invalid_request",
-                    f"the session is open already, at position {history.position}; {instead}",
-                )
-        elif history.closed:
-            raise RefusedError(
-                "unknown_session", "the session was closed; an open starts a new one under this name"
-            )
-        elif gone and isinstance(request, Rewind | Close):
-            raise RefusedError(
-                "unknown_session", "there is no such session; an append or a generate starts one"
-            )
-        expected = request.expect_position
-        position = 0 if gone else history.position
-        if expected is not None and expected != position:
-            raise RefusedError(
-                "position_conflict", f"the session is at position {position}, not at the expected {expected}"
-            )
-        if isinstance(request, Rewind) and request.position > history.position:
-            raise RefusedError(
-                "invalid_request",
-                f"cannot rewind to {request.position}: the session is at position {history.position}",
-            )
-
-    def extend(self, history: History, request: Append | Generate, answer: Message | None = None) -> Input:
-        """Add a request's input, and for a generate the answer header, or its `answer` as a message.
-
-        The tokens of another tokenizer are replaced: what was said is rendered and tokenised anew.
-
-        Raises `RefusedError` for tokens outside the vocabulary and for messages that the chat template
-        refuses, and `CutOffError`.
-        """
-        self._check_model(history)
-        kept, num_added, num_raw, warnings = history.position, 0, 0, list[str]()
-        state = replace(history, exists=True)
-        try:
-            if _is_foreign(history, self.model):
-                state, num_raw = self._tokenised_anew(state)
-                kept = 0
-            for edit in self._edits(state, request, answer, warnings):
-                conversation, addition = edit(state)
-                kept, num_added = min(kept, addition.keep), len(addition.tokens)
-                tokens = state.tokens[: addition.keep] + addition.tokens
-                state = replace(state, conversation=conversation, tokens=tokens)
-        except TemplateError as error:
-            raise RefusedError("invalid_request", str(error)) from None
-        except RecursionError:
-            raise RefusedError("invalid_request", "a tool or the arguments of a call nest too deep") from None
-        has_prefix = answer is None and isinstance(request, Generate) and bool(request.prefix)
-        num_given = num_added if has_prefix else 0
-        after = self._after_input(
-            history, request, state.tokens, kept, num_given, num_raw, self.model, answer
-        )
-        return Input(
-            history=after,
-            kept=kept,
-            rewritten_from=kept if kept < history.position else None,
-            num_given=num_given,
-            num_raw=num_raw,
-            warnings=tuple(warnings),
-        )
-
-    def answered(
-        self, extended: History, request: Generate, tokens: Sequence[int], message: Message
-    ) -> History:
-        """Add an answer's tokens, and what they say."""
-        keeps = request.reasoning.keep
-        conversation = extended.conversation.answered(extended.tokens, tokens, message, keeps_reasoning=keeps)
-        return replace(extended, conversation=conversation, tokens=extended.tokens + tokens, exists=True)
-
-    def opened(self, history: History, policy: Policy, tags: tuple[str, ...] = ()) -> History:
-        """Start a session; it may replace a closed session of the same name."""
-        return replace(self.begin(history.conversation.started), exists=True, policy=policy, tags=tags)
-
-    def forked(self, whole: History, parent: Parent, tags: tuple[str, ...] = ()) -> History:
-        """Start a session with the first tokens of its parent, given the parent's `whole` history.
-
-        At a position inside an answer or a prompt this is what a rewind to that position leaves. Raises
-        `CutOffError`.
-        """
-        begun = self.rewound(whole, parent.position)
-        return replace(begun, tokens=begun.tokens.apart(), parent=parent, tags=tags)
-
-    def closed(self, history: History) -> History:
-        """End a session. Its tokens are kept only for its position."""
-        return replace(history, closed=True)
-
-    def rewound(self, history: History, position: int) -> History:
-        """Drop the tokens from `position` on. Raises `CutOffError`."""
-        conversation = history.conversation.rewind(history.tokens, position)
-        return replace(history, conversation=conversation, tokens=history.tokens[:position])
-
-    def replay(
-        self,
-        history: History,
-        request: Request,
-        result: Result,
-        base: History | None = None,
-        packed: str | None = None,
-    ) -> History:
-        """Return the history after a request, given its result and the `history` before the request.
-
-        `base` is what the request, if it opened a fork, took from the parent; `packed` its input, if that is
-        not in the result. Tokenises nothing.
-
-        Raises `DivergedError` if the result does not follow from the history, and `CutOffError`.
-        """
-        match request, result:
-            case _, Failed():
-                return history
-            case _, Generated(tokens=(), finish_reason="cancelled"):
-                return history  # cancelled before its first token: not even its input was added
-            case Open(from_=None), Opened():
-                after = self.opened(history, _recorded(result), result.tags)
-            case Open(), Opened(parent=Parent() as parent) if base is not None:
-                after = replace(base, parent=parent, tags=result.tags, exists=True, model=result.model)
-            case Open(), Opened():
-                raise DivergedError("the tokens that this fork took from its parent are gone from the log")
-            case Append(), Appended(change=change) if change is not None:
-                after = self._replay_input(_begun(history, result), request, result, change, packed)
-            case Generate(), Generated(tokens=tokens, change=change) if change is not None:
-                extended = self._replay_input(_begun(history, result), request, result, change, packed)
-                message = spoken(result.text, result.reasoning, result.tool_calls)
-                held = change.holds_answer
-                after = extended if held else self.answered(extended, request, tokens, message)
-            case Rewind(position=position), Rewound() if position <= history.position:
-                after = self.rewound(history, position)
-            case Close(), Closed() if not history.exists:
-                return self.closed(history)  # a forgotten session: its earlier entries have left the log
-            case Close(), Closed():
-                after = self.closed(history)
-            case _:
-                raise DivergedError(
-                    f"the result of an {type(request).__name__} is no such result: {type(result).__name__}"
-                )
-        if after.position != result.position:
-            raise DivergedError(
-                f"a result says position {result.position}, the entries before it come to {after.position}"
-            )
-        return after
-
-    def _replay_input(
-        self,
-        history: History,
-        request: Append | Generate,
-        result: Appended | Generated,
-        change: Change,
-        packed: str | None,
-    ) -> History:
-        """Add the input of a request that was answered, as its result has it."""
-        try:
-            added = from_compact(change.input if packed is None else packed)
-        except ValueError as error:
-            raise DivergedError(f"the input of a result cannot be read: {error}") from None
-        num_given = result.prefix_tokens if isinstance(result, Generated) else 0
-        if change.kept > history.position or num_given > len(added):
-            raise DivergedError("a result keeps more tokens than there are")
-        tokens = history.tokens[: change.kept] + added
-        answer = None
-        if change.holds_answer and isinstance(result, Generated):
-            answer = spoken(result.text, result.reasoning, result.tool_calls)
-        return self._after_input(
-            history, request, tokens, change.kept, num_given, change.raw, result.model, answer
-        )
-
-    def _after_input(
-        self,
-        history: History,
-        request: Append | Generate,
-        tokens: Tokens,
-        kept: int,
-        num_given: int,
-        num_raw: int,
-        model: Model | None,
-        answer: Message | None,
-    ) -> History:
-        """Return the history with a request's input, given the `tokens` with it. Tokenises nothing."""
-        tools = None if request.tools is None else msgspec.to_builtins(request.tools)
-        conversation = history.conversation.with_extras(tools, request.chat_template_kwargs)
-        end, is_rewritten = len(tokens) - num_given, kept < history.position
-        if _is_foreign(history, model):
-            conversation = conversation.tokenised_anew(num_raw)
-        said = self._said(request, conversation, Counter())
-        if request.text or request.tokens or (answer and not (said or conversation.has_messages)):
-            more = answer["content"] if answer else ""
-            text = None if request.tokens else (request.text or "") + more
-            conversation = conversation.with_raw(kept, end, text)
-        else:
-            opens = isinstance(request, Generate) and not request.raw and answer is None
-            opens = opens and (bool(said) or conversation.opens_answer() or is_rewritten)
-            said += self._answer_said(answer) if answer else []
-            if said or opens or end != history.position:
-                conversation = conversation.given(said, kept, end, opens_answer=opens)
-        if isinstance(request, Generate) and num_given:
-            begun = {"role": "assistant", "content": request.prefix}
-            keeps = request.reasoning.keep
-            conversation = conversation.answered(tokens[:end], tokens[end:], begun, keeps_reasoning=keeps)
-        return replace(history, conversation=conversation, tokens=tokens, exists=True, model=model)
-
-    def _said(
-        self, request: Append | Generate, conversation: Conversation, noted: Counter[str]
-    ) -> list[Said]:
-        """Return a request's messages in the form that the template renders; `noted` counts what differs."""
-        messages = [message.as_sent() for message in request.messages or ()]
-        adapted = self._tokenizer.adapted(messages, conversation.last_message, noted)
-        return [Said(message, request.special_tokens is True) for message in adapted]
-
-    def _answer_said(self, answer: Message) -> list[Said]:
-        return [Said(one) for one in self._tokenizer.adapted([answer], {"role": "user"}, Counter())]
-
-    def _check_model(self, history: History) -> None:
-        """Raise `RefusedError` if the session is another model's, and not to be taken over."""
-        last, own = history.model, self.model
-        if self._takes_over or not history.position or last is None or digests_of(last) == digests_of(own):
-            return
-        raise RefusedError(
-            "history_diverged",
-            f"{last.name} has answered this session, with other weights or another tokenizer than {own.name},"
-            " and this worker has --other-model refuse: serve that model, or go on in a new session",
-        )
-
-    def _tokenised_anew(self, history: History) -> tuple[History, int]:
-        """Render and tokenise all that was said, for this tokenizer; also count the raw content at the start.
-
-        Raises `RefusedError` if some of it is known as tokens only, `TemplateError`, and `CutOffError`.
-        """
-        conversation, tokens, num_raw = history.conversation.emptied(), as_tokens(), 0
-        for part in history.conversation.parts():
-            if part is None:
-                raise RefusedError(
-                    "history_diverged",
-                    f"the session was begun with {history.model.name if history.model else 'another model'},"
-                    " whose tokenizer is another one, and some of it is known as tokens only (given so, or"
-                    " the session was rewound into an answer): serve that model, or go on in a new session",
-                )
-            if isinstance(part, str):
-                ids = self._tokenizer.encode(part, at_start=not tokens)
-                conversation, addition = conversation.add_raw(tokens, ids, part)
-                num_raw = len(tokens) + len(ids)
-            else:
-                messages = self._tokenizer.adapted([one.message for one in part], None, Counter())
-                trusted = all(one.trusted for one in part)
-                conversation, addition = conversation.add_messages(tokens, messages, trusted=trusted)
-            tokens = tokens[: addition.keep] + addition.tokens
-        return replace(history, conversation=conversation, tokens=tokens), num_raw
-
-    def _edits(
-        self,
-        history: History,
-        request: Append | Generate,
-        answer: Message | None,
-        warnings: list[str],
-    ) -> Iterator[Edit]:
-        """List the edits of a request: tools, its input, for a generate the answer header or the answer."""
-        if request.tools is not None or request.chat_template_kwargs is not None:
-            tools = None if request.tools is None else msgspec.to_builtins(request.tools)
-            if tools and not self._tokenizer.dialect.renders_tools:
-                warnings.append("the chat template knows no tools: the first message describes them")
-            variables = request.chat_template_kwargs
-            yield lambda state: state.conversation.set_extras(state.tokens, tools, variables)
-        warnings += sentences(unread(request.messages or ()))
-        noted = Counter[str]()
-        if said := self._said(request, history.conversation, noted):
-            warnings += [
-                f"{_counted(number)} told to the model in another form: {what}"
-                for what, number in noted.items()
-            ]
-            yield lambda state: state.conversation.add_said(state.tokens, said)
-        if request.text:
-            text = (
-                request.text if request.special_tokens is not False else self._tokenizer.as_text(request.text)
-            )
-            yield lambda state: self._raw(state, self._tokenizer.encode(text, at_start=not state.tokens))
-        if request.tokens:
-            tokens = list(request.tokens)
-            self._check_vocabulary(tokens)
-            yield lambda state: self._raw(state, tokens)
-        if answer is not None:
-            yield lambda state: self._as_message(state, answer)
-        elif isinstance(request, Generate):
-            yield lambda state: state.conversation.start_answer(state.tokens, raw=request.raw)
-            if request.prefix:
-                yield lambda state: self._begin_answer(state, request)
-
-    def _begin_answer(self, state: History, request: Generate) -> tuple[Conversation, Addition]:
-        """Add the beginning of the answer, which the request gives.
-
-        Where there may be no reasoning, one that the assistant header has opened ends before.
-        """
-        text = request.prefix if request.special_tokens else self._tokenizer.as_text(request.prefix)
-        tokens = self._tokenizer.encode(text, at_start=not state.tokens)
-        dialect, lead = self._tokenizer.dialect, ""
-        if request.reasoning.budget == 0 and state.conversation.has_messages and not request.raw:
-            if dialect.is_harmony:
-                lead = FINAL
-            elif dialect.reasoning and state.conversation.in_reasoning(state.tokens):
-                lead = f"{dialect.reasoning[1]}\n\n"
-        if lead:
-            tokens = self._tokenizer.encode(lead, at_start=False) + tokens
-        keeps = request.reasoning.keep
-        begun = state.conversation.add_answer(state.tokens, tokens, keeps_reasoning=keeps)
-        return begun, Addition(state.position, tokens)
-
-    def _as_message(self, state: History, answer: Message) -> tuple[Conversation, Addition]:
-        """Add an answer that the session has no tokens of."""
-        if state.conversation.has_messages:
-            return state.conversation.add_said(state.tokens, self._answer_said(answer))
-        return self._raw(state, self._tokenizer.encode(answer["content"], at_start=not state.tokens))
-
-    def _raw(self, state: History, tokens: list[int]) -> tuple[Conversation, Addition]:
-        return state.conversation.add_raw(state.tokens, tokens)
-
-    def _check_vocabulary(self, tokens: list[int]) -> None:
-        vocabulary = self._tokenizer.vocab_size
-        for token in tokens:
-            if token >= vocabulary:
-                raise RefusedError(
-                    "invalid_request",
-                    f"token id {token} is outside of the vocabulary: ids go from 0 to {vocabulary - 1}",
-                )
-
-
-def _is_foreign(history: History, model: Model | None) -> bool:
-    """Whether a session has tokens, and they are those of another tokenizer than the model's."""
-    last = history.model
-    if last is None or model is None or not history.position:
-        return False
-    return last.tokenizer != model.tokenizer
-
-
-def _begun(history: History, result: Appended | Generated) -> History:
-    """Return the history before a result, with the policy that the session keeps from this result on."""
-    return history if history.exists else replace(history, policy=_recorded(result))
-
-
-def _recorded(result: Opened | Appended | Generated) -> Policy:
-    try:
-        return recorded(result.cache)
-    except ValueError as error:
-        raise DivergedError(str(error)) from None
+    @cached_property
+    def change(self) -> Change:
+        """Say in the result which tokens of the session the request has kept and added."""
+        return Change(kept=self.kept, input=to_compact(self.history.tokens[self.kept :]), raw=self.num_raw)

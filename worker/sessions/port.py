@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from cache.names.policy import FULL
-from worker.batch.chooser import Sampling
+from worker.batch.row_sampler import Sampling
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

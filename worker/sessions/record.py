@@ -25,14 +25,13 @@ from turnkeep_client.messages import (
     Generated,
     Open,
     UnknownResult,
-    decode_answered,
     decode_request,
     decode_result,
 )
 from worker.observe.traces import trace_headers
 from worker.process.clock import monotonic, time
 
-from .answered import AnsweredAt, AnsweredIds
+from .answered_ids import AnsweredAt, AnsweredIds
 from .checkpoint import Checkpoint
 from .history import DivergedError
 
@@ -43,9 +42,11 @@ if TYPE_CHECKING:
 
     from turnkeep_client.messages import Chunk, Request, Result
     from worker.observe.traces import Phase
-    from worker.wire.journal import Entry, Published
+    from worker.wire.consistent_reads import Entry
+    from worker.wire.journal import Published
 
-    from .history import Fold, History
+    from .fold import Fold
+    from .history import History
 
 
 log = structlog.get_logger()
@@ -317,7 +318,7 @@ class Record:
         if recorded is None:
             self.pending.append(pending_at(entry))
             return
-        pending = pending_at(entry, decode_answered)
+        pending = pending_at(entry, decode_request)
         request, result, out = pending.request, recorded.result, recorded.entry
         # A close without a session before it belongs to a forgotten session with its entries gone: its digest
         # proves nothing here. Nor does that of a request cancelled behind an unanswered close, or of a

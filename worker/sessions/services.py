@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from worker.wire.outbox import Outbox
     from worker.wire.retention import Retention
 
+    from .attachments import Attachments
     from .attempts import Attempts, SharedLock
     from .execution import Execution
-    from .history import Fold
+    from .fold import Fold
     from .port import EnginePort
     from .shares import Shares
-    from .trail import Trails
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Services:
     execution: Execution
     fold: Fold
     telemetry: Telemetry
-    trails: Trails
+    attachments: Attachments
     ack: Callable[[SessionKey], Coroutine[Any, Any, None]]
     disown: Callable[[SessionKey], None]
     reading: Semaphore

@@ -39,9 +39,9 @@ from worker.process.concurrency import task_group
 from worker.wire.journal import FencedError, Published
 
 from .attempts import Doubt
-from .execution import failed, withdrawn
 from .history import RefusedError
 from .port import DeviceFaultError, NoMemoryError, StoppingError
+from .results import failed, withdrawn
 from .session_log import SessionLog
 from .spans import turn_times
 

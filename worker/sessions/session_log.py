@@ -22,23 +22,23 @@ from turnkeep_client.messages import (
     Generated,
     Open,
     Opened,
-    decode_answered,
+    decode_request,
     encode,
     encode_repeat,
 )
 from worker.wire.journal import FencedError, TooLargeError
 
-from .execution import failed
+from .attachments import SessionAttachments
 from .record import Record, pending_at
-from .trail import Trail
+from .results import failed
 
 if TYPE_CHECKING:
     from turnkeep_client.messages import Request, Result
     from turnkeep_client.subjects import SessionKey
+    from worker.wire.consistent_reads import Entry
     from worker.wire.intake import Delivery
-    from worker.wire.journal import Entry
 
-    from .answered import AnsweredAt
+    from .answered_ids import AnsweredAt
     from .attempts import Doubt
     from .history import History
     from .record import Pending
@@ -73,7 +73,7 @@ class SessionLog:
         self.delivered: Delivery | None = None  # the first delivery since the log was read
         self._services = services
         self._doubt = doubt
-        self._trail = Trail(key, services.trails)
+        self._attachments = SessionAttachments(key, services.attachments)
         self._rung_seq = 0  # the newest request that is known to be in the log
         self._rung_server = self.server  # that has it
         self._lock = Lock(fast_acquire=True)
@@ -151,7 +151,7 @@ class SessionLog:
         """Do the work of `_fold`."""
         journal, rung_seq = self._services.journal, self._rung_seq
         first_seq = 0  # the first request that was read, or the checkpoint's
-        if record.diverged is None and not record.whole and (found := await self._trail.find()):
+        if record.diverged is None and not record.whole and (found := await self._attachments.find()):
             record.resume(found.checkpoint)
             record.add_results(found.results)
             first_seq = found.checkpoint.in_seq
@@ -178,9 +178,9 @@ class SessionLog:
                 raise FencedError(f"the request at sequence {seq} has left the log")
         record.end_fold()
         if record.proven_seq and (checkpoint := record.next_checkpoint(record.proven_seq)):
-            self._trail.add(checkpoint)
+            self._attachments.add(checkpoint)
             # The next result must name it: a session may be put away after each, and would read ever more.
-            await self._trail.stored()
+            await self._attachments.stored()
         if not record.has_more:
             record.in_seq = max(record.in_seq, rung_seq)  # also if the entry was removed by now
 
@@ -206,17 +206,17 @@ class SessionLog:
         found: dict[int, History | str | None] = {}
         for entry in requests:
             if (link := record.parts_of(entry.seq)) is not None:
-                packed = await self._trail.read(Link.parse(link))
-                opens = isinstance(pending_at(entry, decode_answered).request, Open)
+                packed = await self._attachments.read(Link.parse(link))
+                opens = isinstance(pending_at(entry, decode_request).request, Open)
                 if packed is not None:
-                    found[entry.seq] = self._trail.base(packed) if opens else packed.decode()
+                    found[entry.seq] = self._attachments.base(packed) if opens else packed.decode()
         return found
 
     def reset(self, *, whole: bool = False) -> Record:
         """Replace the record by an empty one; `whole` makes it keep the whole conversation."""
         record, self.record = self.record, Record(self._services.fold, whole=whole)
-        self._trail.end()
-        self._trail = Trail(self.key, self._services.trails)
+        self._attachments.end()
+        self._attachments = SessionAttachments(self.key, self._services.attachments)
         server = self._services.journal.server
         self._note_rung(record.in_seq if self.server == server else 0)
         self.server = server
@@ -308,7 +308,7 @@ class SessionLog:
             body = await self._services.journal.get(found.in_seq)
             if body is not None:
                 with suppress(InvalidMessageError):
-                    if (request := decode_answered(body)).id == request_id:
+                    if (request := decode_request(body)).id == request_id:
                         return AnsweredRequest(request, found)
                 return None
             if answered.find(request_id) == found:
@@ -326,7 +326,7 @@ class SessionLog:
         """
         record = self.record
         if closes:
-            await self._trail.finish()  # no checkpoint may be stored after the session was removed
+            await self._attachments.finish()  # no checkpoint may be stored after the session was removed
         # If the ack of a close is late, its result must be there when it is looked for.
         removal = self._services.retention.lock(self.key) if closes else nullcontext()
         async with self._lock, removal:
@@ -345,7 +345,7 @@ class SessionLog:
             if in_turn and not isinstance(result, Failed):
                 record.proven_seq = pending.seq
                 if checkpoint := record.next_checkpoint(pending.seq):
-                    self._trail.add(checkpoint)
+                    self._attachments.add(checkpoint)
             return Committed(result, out_seq)
 
     async def _store(self, pending: Pending, result: Result, history: History) -> int:
@@ -362,14 +362,14 @@ class SessionLog:
         headers = {MODEL_HEADER: self._services.model, BUILD_HEADER: self._services.build}
         if not isinstance(result, Failed):
             headers[HISTORY_HEADER] = history.digest()
-        if self._trail.link is not None:
-            headers[CHECKPOINT_HEADER] = str(self._trail.link)
+        if self._attachments.link is not None:
+            headers[CHECKPOINT_HEADER] = str(self._attachments.link)
         if isinstance(result, Opened) and result.parent and result.repeat_of is None:
-            headers[PARTS_HEADER] = str(await self._trail.store_base(pending.seq, history))
+            headers[PARTS_HEADER] = str(await self._attachments.store_base(pending.seq, history))
         elif isinstance(result, Appended | Generated) and result.change and result.repeat_of is None:
             packed = result.change.input
             if len(packed) > self._services.execution.most_input:
-                headers[PARTS_HEADER] = str(await self._trail.store(packed.encode()))
+                headers[PARTS_HEADER] = str(await self._attachments.store(packed.encode()))
                 body = encode(replace(result, change=replace(result.change, input="")))
         while True:
             try:

@@ -91,7 +91,7 @@ class Answer:
     def push(self, token: int, logprob: float | None = None, top: Iterable[tuple[int, float]] = ()) -> Chunk:
         """Add the next token, and return what is published of it.
 
-        `logprob` and the likeliest tokens (`top`) are those of `worker.batch.chooser.Drawn`. Sets
+        `logprob` and the likeliest tokens (`top`) are those of `worker.batch.row_sampler.Drawn`. Sets
         `finish_reason` if this token is the last.
         """
         index = len(self.tokens)

@@ -1,6 +1,6 @@
 """Follows an answer through its reasoning: ends it after a budget, and lets a grammar begin behind it. Pure.
 
-A grammar in the sense of `worker.batch.chooser`. Where it says nothing, any token may come.
+A grammar in the sense of `worker.batch.row_sampler`. Where it says nothing, any token may come.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from typing import TypeAlias
 
-    from worker.batch.chooser import Grammar, Matcher
+    from worker.batch.row_sampler import Grammar, Matcher
 
     Mask: TypeAlias = np.ndarray[Any, Any]
 

@@ -1,7 +1,7 @@
 """NATS's service discovery (ADR-32 of NATS): answers `$SRV.PING`, `INFO` and `STATS` about this worker.
 
 nats-py's implementation (`nats.micro`) is not used: its endpoints subscribe themselves and answer one request
-at a time, while `Desk` answers many, and its clock is deprecated since Python 3.12.
+at a time, while `Endpoints` answers many, and its clock is deprecated since Python 3.12.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from uuid import uuid4
 import nats.errors
 
 from .connection import confirm_subscriptions
-from .desk import QUEUE
+from .endpoints import QUEUE
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -3,17 +3,13 @@
 Owns the fence: a result is stored only if no other result of the session was stored since this worker last
 read the log. Does not know what entries mean for a session; see `sessions/history`.
 
-All reads are consistent: they show what was stored, and not what was removed, before they were asked for.
-Single messages come from the stream's leader. Pages come by direct gets, which any replica answers: where
-there are several, the leader says whether the one that has answered lags behind.
+All reads are consistent (`consistent_reads`).
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 from uuid import uuid4
 
@@ -22,7 +18,6 @@ import structlog
 from anyio import sleep
 from nats.js.errors import APIError, NotFoundError
 
-from turnkeep_client.direct import DirectGets
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.log import (
     ENDED_HEADER,
@@ -34,13 +29,14 @@ from turnkeep_client.log import (
 from turnkeep_client.messages import Chunk, decode_chunk, decode_result, encode, failure
 from turnkeep_client.nats_client import server_id
 from turnkeep_client.subjects import REFUSED, SessionKey, check_id
-from worker.process.clock import monotonic
+
+from .consistent_reads import MAX_BACKOFF_S, RACE_S, TIMEOUT_S, ConsistentReads, Entry, pause_after, single
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping
+    from collections.abc import Callable, Mapping
+    from datetime import datetime
 
     from nats.aio.client import Client
-    from nats.aio.msg import Msg
     from nats.js import JetStreamContext
     from nats.js.api import RawStreamMsg
 
@@ -54,14 +50,6 @@ _OVERTAKEN: Final = (_WRONG_LAST_SEQUENCE, 10164)  # with several copies, a writ
 MESSAGE_TOO_LARGE: Final = 10054
 #: The message to be deleted is not there; reading it gives a `NotFoundError`, of another code.
 _NO_MESSAGE: Final = 10057
-_BATCH: Final = 256
-_BATCH_BYTES: Final = 2 * 2**20
-_TIMEOUT_S: Final = 5.0
-_MAX_BACKOFF_S: Final = 5.0
-#: How long it is known whether a stream has replicas.
-_KNOWN_S: Final = 5.0
-#: Pause after a write that another one, of the same subject, was in process with.
-_RACE_S: Final = 0.01
 
 
 class FencedError(Exception):
@@ -70,17 +58,6 @@ class FencedError(Exception):
 
 class TooLargeError(Exception):
     """The result is larger than the stream permits."""
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One stored message; `stored` is the server's time."""
-
-    seq: int
-    kind: Literal["in", "out"]
-    stored: datetime
-    body: bytes
-    headers: Mapping[str, str]
 
 
 def answers(entry: Entry) -> int:
@@ -137,9 +114,8 @@ class Journal:
         self._is_alone = is_alone
         self._model = model
         self._subjects = subjects
-        self._gets = DirectGets(nc, timeout_s=_TIMEOUT_S)
+        self._reads = ConsistentReads(nc, js)
         self._name = uuid4().hex  # in seals, as a worker's own seals do not stop it
-        self._replicated: dict[str, tuple[float, bool]] = {}  # by stream: until when this is known
 
     @property
     def server(self) -> str:
@@ -153,36 +129,9 @@ class Journal:
     async def page(self, key: SessionKey, kind: Literal["in", "out"], after: int) -> tuple[list[Entry], int]:
         """Read a session's next requests, or results, after the stream sequence `after`, in order.
 
-        Returns up to `_BATCH` entries or some MiB, and the number of those that remain.
+        Returns some hundred entries or some MiB, and the number of those that remain.
         """
-        return await self._page(self._subjects.log_stream, self._subjects.of(key, kind), after)
-
-    async def _page(self, stream: str, subject: str, after: int) -> tuple[list[Entry], int]:
-        """Read a subject's next messages after the sequence `after`, and count the remaining ones."""
-        pause_s = _RACE_S
-        while True:
-            last_seq = await self._last_seq(stream, subject) if await self._is_replicated(stream) else None
-            entries, num_more = await self._direct_batch(stream, subject, after)
-            is_behind = last_seq is not None and not num_more and last_seq > max(after, _end(entries))
-            # A replica may also show what was removed: removals begin with the first entries.
-            is_removed = last_seq is not None and entries and not await self._get(entries[0].seq, stream)
-            if not (is_behind or is_removed):
-                return entries, num_more
-            await sleep(pause_s)
-            pause_s = min(pause_s * 2, _MAX_BACKOFF_S)
-
-    async def _is_replicated(self, stream: str) -> bool:
-        """Whether replicas may answer direct gets. An operator can add some at any time."""
-        until_s, is_replicated = self._replicated.get(stream, (0.0, True))
-        while monotonic() >= until_s:
-            try:
-                config = (await self._js.stream_info(stream)).config
-            except (nats.errors.Error, APIError, OSError) as error:
-                await self._pause_after("looking at the log", error, 1.0)
-                continue
-            until_s, is_replicated = monotonic() + _KNOWN_S, (config.num_replicas or 1) > 1
-            self._replicated[stream] = until_s, is_replicated
-        return is_replicated
+        return await self._reads.page(self._subjects.log_stream, self._subjects.of(key, kind), after)
 
     async def published(self, key: SessionKey, request_id: str, seq: int, stored: datetime) -> Published:
         """Read the published chunks of the request at `seq`, from index 0, which may come again, up to a gap.
@@ -194,7 +143,9 @@ class Journal:
         num_tokens = num_foreign = last_seq = 0
         has_gap = has_ended = is_sealed = False
         model = base = ""
-        async for entry in self._entries(self._subjects.token_stream, self._subjects.tokens(key, request_id)):
+        async for entry in self._reads.entries(
+            self._subjects.token_stream, self._subjects.tokens(key, request_id)
+        ):
             last_seq = entry.seq
             if not entry.body:
                 has_ended = has_ended or entry.headers.get(ENDED_HEADER) == str(seq)
@@ -266,7 +217,7 @@ class Journal:
             is_first = is_first or not after
             try:
                 ack = await self._js.publish(
-                    subject, body, timeout=_TIMEOUT_S, headers={**headers, EXPECT_HEADER: str(after)}
+                    subject, body, timeout=TIMEOUT_S, headers={**headers, EXPECT_HEADER: str(after)}
                 )
                 stored = ack.seq
             except (APIError, nats.errors.MaxPayloadError) as error:
@@ -283,8 +234,8 @@ class Journal:
                     log.warning("an answer is not streamed any further", error=str(error))
                     return 0
             except (nats.errors.Error, OSError) as error:
-                await self._pause_after("publishing tokens", error, pause_s)
-                pause_s = min(pause_s * 2, _MAX_BACKOFF_S)
+                await pause_after("publishing tokens", error, pause_s)
+                pause_s = min(pause_s * 2, MAX_BACKOFF_S)
                 continue
             if is_first:
                 await self._check_not_forgotten(stored, seq)
@@ -320,7 +271,7 @@ class Journal:
         if last is None:
             return 0, False
         if (last.seq or 0) <= after:
-            await sleep(_RACE_S)  # the other write is still in process, or what came last has expired
+            await sleep(RACE_S)  # the other write is still in process, or what came last has expired
             return last.seq or 0, False
         while (found := await self._token(subject, after)) is not None:
             after, data = found.seq or 0, found.data or b""
@@ -339,7 +290,7 @@ class Journal:
             except NotFoundError:
                 return None
             except (nats.errors.Error, APIError, OSError) as error:
-                await self._pause_after("reading tokens", error, 1.0)
+                await pause_after("reading tokens", error, 1.0)
 
     def _stops(self, data: bytes, headers: Mapping[str, str], seq: int) -> bool:
         """Say whether a message is a chunk, the end or another worker's seal of the request at `seq`."""
@@ -352,54 +303,31 @@ class Journal:
 
     async def get(self, seq: int) -> bytes | None:
         """Read the body of an entry; None if it was removed from the log."""
-        message = await self._get(seq)
+        message = await self._reads.get(self._subjects.log_stream, seq)
         return (message.data or b"") if message else None
 
     async def entry(self, seq: int) -> Entry | None:
         """Read a request; None if it was removed from the log."""
-        message = await self._get(seq)
-        return _single(message, "in") if message else None
-
-    async def _get(self, seq: int, stream: str = "") -> RawStreamMsg | None:
-        while True:
-            try:
-                return await self._js.get_msg(stream or self._subjects.log_stream, seq)
-            except NotFoundError:
-                return None
-            except (nats.errors.Error, APIError, OSError) as error:
-                await self._pause_after("reading the log", error, 1.0)
+        message = await self._reads.get(self._subjects.log_stream, seq)
+        return single(message, "in") if message else None
 
     async def store_checkpoint(self, key: SessionKey, body: bytes) -> int | None:
         """Store a checkpoint message; return its sequence, None on failure. Does not retry."""
         subject = self._subjects.of(key, "checkpoint")
         try:
-            return (await self._js.publish(subject, body, timeout=_TIMEOUT_S)).seq
+            return (await self._js.publish(subject, body, timeout=TIMEOUT_S)).seq
         except (nats.errors.Error, APIError, OSError) as error:
             log.warning("a checkpoint could not be stored", session=str(key), error=str(error))
             return None
 
     async def last_seq(self, key: SessionKey, kind: Literal["in", "out"]) -> int:
         """Read the sequence of a session's last request, or result; 0 if there is none."""
-        return await self._last_seq(self._subjects.log_stream, self._subjects.of(key, kind))
-
-    async def _last_seq(self, stream: str, subject: str) -> int:
-        found = await self._last(stream, subject)
-        return (found.seq or 0) if found else 0
+        return await self._reads.last_seq(self._subjects.log_stream, self._subjects.of(key, kind))
 
     async def last(self, key: SessionKey, kind: Literal["attempt", "in", "out"]) -> Entry | None:
         """Read a session's last entry of a kind; None if there is none."""
-        found = await self._last(self._subjects.log_stream, self._subjects.of(key, kind))
-        return _single(found, "in" if kind == "in" else "out") if found else None
-
-    async def _last(self, stream: str, subject: str) -> RawStreamMsg | None:
-        while True:
-            try:
-                # No direct get: nats-py would take a publisher's `Status` header for the server's.
-                return await self._js.get_last_msg(stream, subject)
-            except NotFoundError:
-                return None
-            except (nats.errors.Error, APIError, OSError) as error:
-                await self._pause_after("reading the log", error, 1.0)
+        found = await self._reads.last(self._subjects.log_stream, self._subjects.of(key, kind))
+        return single(found, "in" if kind == "in" else "out") if found else None
 
     async def commit(
         self, key: SessionKey, body: bytes, after: int, headers: Mapping[str, str], *, server: str
@@ -419,7 +347,7 @@ class Journal:
             await self._check_server(server)
             try:
                 ack = await self._js.publish(
-                    subject, body, timeout=_TIMEOUT_S, headers={**headers, EXPECT_HEADER: str(after)}
+                    subject, body, timeout=TIMEOUT_S, headers={**headers, EXPECT_HEADER: str(after)}
                 )
             except nats.errors.MaxPayloadError as error:
                 raise TooLargeError(f"{len(body)} bytes") from error
@@ -428,12 +356,12 @@ class Journal:
                     raise TooLargeError(f"{len(body)} bytes") from error
                 if error.err_code == _WRONG_LAST_SEQUENCE:
                     return await self._own_commit(self._subjects.of(key, "out"), body, after)
-                await self._pause_after("committing a result", error, pause_s)
+                await pause_after("committing a result", error, pause_s)
             except (nats.errors.Error, OSError) as error:
-                await self._pause_after("committing a result", error, pause_s)
+                await pause_after("committing a result", error, pause_s)
             else:
                 return ack.seq
-            pause_s = min(pause_s * 2, _MAX_BACKOFF_S)
+            pause_s = min(pause_s * 2, MAX_BACKOFF_S)
 
     async def _check_server(self, server: str) -> None:
         """Wait for a connection: else nats-py would keep a message for whatever server comes next.
@@ -441,7 +369,7 @@ class Journal:
         Raises `FencedError` if it is with another server process than `server`.
         """
         while not self._nc.is_connected:  # noqa: ASYNC110  # no event
-            await sleep(_RACE_S)
+            await sleep(RACE_S)
         if self.server != server:
             raise FencedError("the server has restarted")
 
@@ -450,10 +378,10 @@ class Journal:
         pause_s = 0.1
         while True:
             try:
-                await self._js.publish(self._subjects.of(key, kind), body, timeout=_TIMEOUT_S)
+                await self._js.publish(self._subjects.of(key, kind), body, timeout=TIMEOUT_S)
             except (nats.errors.Error, APIError, OSError) as error:
-                await self._pause_after("writing the log", error, pause_s)
-                pause_s = min(pause_s * 2, _MAX_BACKOFF_S)
+                await pause_after("writing the log", error, pause_s)
+                pause_s = min(pause_s * 2, MAX_BACKOFF_S)
             else:
                 return
 
@@ -496,11 +424,11 @@ class Journal:
 
         Also returns the number of those that remain.
         """
-        return await self._page(self._subjects.log_stream, self._subjects.every("closed"), after)
+        return await self._reads.page(self._subjects.log_stream, self._subjects.every("closed"), after)
 
     async def is_there(self, seq: int) -> bool:
         """Whether an entry that was read is still in the log, if another worker may remove sessions."""
-        return self._is_alone() or await self._get(seq) is not None
+        return self._is_alone() or await self._reads.get(self._subjects.log_stream, seq) is not None
 
     async def remove(
         self, key: SessionKey, before: int, kind: Literal["checkpoint", "dead"] | None = None
@@ -542,7 +470,7 @@ class Journal:
             answer = self._subjects.of(SessionKey(check_id("tenant", tenant), REFUSED), "commit")
             try:
                 await self._js.publish(
-                    answer, encode(failure(None, "invalid_request", message, seq=seq)), timeout=_TIMEOUT_S
+                    answer, encode(failure(None, "invalid_request", message, seq=seq)), timeout=TIMEOUT_S
                 )
             except (nats.errors.Error, APIError, OSError) as error:
                 log.warning("a refusal could not be stored", seq=seq, error=str(error))
@@ -553,55 +481,14 @@ class Journal:
         The stored message names the fence that it passed. An equal result that was stored behind another one
         is not this commit: this worker does not know that other one.
         """
-        last = await self._last(self._subjects.log_stream, subject)
+        last = await self._reads.last(self._subjects.log_stream, subject)
         fence = (last.headers or {}).get(EXPECT_HEADER) if last else None
         if last is None or last.data != body or fence != str(after) or last.seq is None:
             raise FencedError(subject)
         return last.seq
-
-    async def _pause_after(self, doing: str, error: BaseException, pause_s: float) -> None:
-        log.warning(
-            "the log is out of reach, trying again", doing=doing, error=str(error) or type(error).__name__
-        )
-        await sleep(pause_s)
-
-    async def _entries(self, stream: str, subject: str) -> AsyncIterator[Entry]:
-        """Iterate over a subject's messages."""
-        after, num_more = 0, 1
-        while num_more:
-            entries, num_more = await self._page(stream, subject, after)
-            for entry in entries:
-                after = entry.seq
-                yield entry
-
-    async def _direct_batch(self, stream: str, subject: str, after: int) -> tuple[list[Entry], int]:
-        """Read a subject's next messages after the sequence `after`, and count the remaining ones."""
-        request = {"seq": after + 1, "batch": _BATCH, "max_bytes": _BATCH_BYTES, "next_by_subj": subject}
-        while True:
-            try:
-                messages, num_more = await self._gets.read(stream, request)
-                return [_entry(message) for message in messages], num_more
-            except (nats.errors.Error, OSError) as error:
-                await self._pause_after("reading the log", error, 1.0)
-
-
-def _single(message: RawStreamMsg, kind: Literal["in", "out"]) -> Entry:
-    stored = message.time or datetime.fromtimestamp(0, UTC)
-    return Entry(message.seq or 0, kind, stored, message.data or b"", message.headers or {})
-
-
-def _end(entries: list[Entry]) -> int:
-    return entries[-1].seq if entries else 0
 
 
 def _sealed(headers: Mapping[str, str]) -> tuple[str, str]:
     """Return the sequence of the request that a message seals, and which worker did; empty if none."""
     seq, _, name = headers.get(SEALED_HEADER, "").partition(" ")
     return seq, name
-
-
-def _entry(message: Msg) -> Entry:
-    headers = message.headers or {}
-    kind: Literal["in", "out"] = "in" if headers["Nats-Subject"].endswith(".in") else "out"
-    stored = datetime.fromisoformat(headers["Nats-Time-Stamp"])  # truncated to microseconds
-    return Entry(int(headers["Nats-Sequence"]), kind, stored, message.data, headers)

@@ -38,8 +38,9 @@ if TYPE_CHECKING:
 
     from turnkeep_client.subjects import Subjects
 
+    from .consistent_reads import Entry
     from .intake import Intake, Ring
-    from .journal import Entry, Journal
+    from .journal import Journal
     from .members import Member, Members
 
 log = structlog.get_logger()

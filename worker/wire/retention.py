@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
     from turnkeep_client.subjects import SessionKey
 
-    from .journal import Entry, Journal
+    from .consistent_reads import Entry
+    from .journal import Journal
 
 log = structlog.get_logger()
 

@@ -44,7 +44,7 @@ _NO_SPACE: Final = {10002, 10023, 10028, 10047}  # limits of the account and of 
 #: The kinds of subjects of the log stream; `commit` is stored as `out`.
 _LOGGED: Final[tuple[SessionKind, ...]] = ("in", "commit", "checkpoint", "attempt", "dead", "closed")
 
-#: In the metadata of the log stream: what its entries are. An earlier version's results have no tokens.
+#: In the metadata of the log stream: what its entries are. No log with others is read.
 _FORMAT: Final = {"turnkeep-log": "2"}
 
 #: The fields that the settings decide; all others are the operator's.

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tiny_models import append, loaded
 
-from worker.device.choice import StepChooser
 from worker.device.memory import Estimator, shape_of
 from worker.device.pace import Pace
 from worker.device.scheduler import AGE_STEPS, Scheduler
+from worker.device.step_chooser import StepChooser
 
 if TYPE_CHECKING:
     from worker.device.turn import Turn

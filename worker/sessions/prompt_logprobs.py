@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from worker.batch.chooser import Drawn
+from worker.batch.row_sampler import Drawn
 from worker.batch.rows import Scores
 
 from .history import RefusedError

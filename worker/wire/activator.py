@@ -20,7 +20,7 @@ from turnkeep_client.messages import MetricsRequest, decode_control, failure
 from turnkeep_client.subjects import CONSUMER
 
 from .connection import confirm_subscriptions
-from .desk import QUEUE
+from .endpoints import QUEUE
 from .outbox import Outbox
 from .streams import ensure
 
@@ -42,7 +42,7 @@ _TOO_MANY: Final = "too many questions wait until the model is loaded; ask again
 log = structlog.get_logger()
 
 
-class StandIn:
+class Activator:
     """Stands in for one worker; `wake` is called with every request that only the worker can answer."""
 
     def __init__(

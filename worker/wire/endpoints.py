@@ -49,7 +49,7 @@ _TOO_MANY = f"the worker has {_MAX_OPEN} questions to answer already; ask again 
 _TOO_LARGE = "the request is larger than a message may be: send it as several appends"
 
 
-class Desk:
+class Endpoints:
     """Answers requests on `ctl` and `ask`. An ask is stored in the log like any generate. Event loop only."""
 
     def __init__(

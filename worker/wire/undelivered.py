@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
     from turnkeep_client.subjects import SessionKey
 
+    from .consistent_reads import Entry
     from .intake import Intake
-    from .journal import Entry, Journal
+    from .journal import Journal
     from .members import Members
     from .owners import Owners
 
@@ -32,7 +33,7 @@ log = structlog.get_logger()
 _SLACK_S: Final = 1.0
 
 
-class Overlooked:
+class Undelivered:
     """Wakes sessions with such requests, after this worker's start and each start of the server."""
 
     def __init__(

@@ -1,6 +1,6 @@
-"""One row's choice of its next tokens: what it penalises, forbids and reports. Pure.
+"""Samples one row: which tokens it penalises, forbids and reports. Pure.
 
-A chooser knows the tokens that its answer has so far. `sampling` computes the choice from the logits.
+It knows the tokens that its answer has so far. `sampling` computes the choice from the logits.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Draw:
         return self.sampling.takes_likeliest and not self.banned and self.mask is None
 
 
-class Chooser:
+class RowSampler:
     """The state of one row's choice; device thread only.
 
     The choice of a token may depend on all tokens before it (`needs_last`): then a step cannot be launched

@@ -17,7 +17,7 @@ from turnkeep_client.log import CHECKPOINT_HEADER, HISTORY_HEADER
 from worker.process.concurrency import in_thread
 from worker.wire.journal import answers
 
-from .answered import AnsweredIds
+from .answered_ids import AnsweredIds
 from .checkpoint import Checkpoint
 
 if TYPE_CHECKING:
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
     from turnkeep_client.subjects import SessionKey
     from worker.models.tokenizer import Tokenizer
-    from worker.wire.journal import Entry, Journal
+    from worker.wire.consistent_reads import Entry
+    from worker.wire.journal import Journal
 
     from .history import History
 
@@ -37,8 +38,8 @@ _PART_BYTES: Final = 128 * 2**10
 _MAX_PAUSE_S: Final = 5.0
 
 
-class Trails:
-    """The services that all trails of a worker share; `tasks` runs the storing tasks. Event loop only."""
+class Attachments:
+    """What all attachments of a worker share; `tasks` runs the storing tasks. Event loop only."""
 
     def __init__(
         self, journal: Journal, tokenizer: Tokenizer, tasks: TaskGroup, *, max_message_bytes: int
@@ -56,14 +57,14 @@ class Found(NamedTuple):
     results: list[Entry]
 
 
-class Trail:
+class SessionAttachments:
     """The checkpoints and other long values of one session. Event loop only."""
 
-    def __init__(self, key: SessionKey, trails: Trails) -> None:
+    def __init__(self, key: SessionKey, attachments: Attachments) -> None:
         self.key = key
         #: The last stored checkpoint; results name it.
         self.link: Link | None = None
-        self._trails = trails
+        self._shared = attachments
         self._storing: TaskHandle[None] | None = None
         self._ended = False
 
@@ -72,7 +73,7 @@ class Trail:
         if not self._ended and (
             self._storing is None or self._storing.status is not TaskHandle.Status.PENDING
         ):
-            self._storing = self._trails.tasks.start_soon(
+            self._storing = self._shared.tasks.start_soon(
                 self._store_checkpoint, checkpoint, name=f"checkpoint {self.key}"
             )
 
@@ -112,7 +113,7 @@ class Trail:
     async def read(self, link: Link | None) -> bytes | None:
         """Read a stored value; None if it is gone, or not what `link` names."""
         parts: list[bytes] = []
-        async for message in backwards(link, self._trails.journal.get):
+        async for message in backwards(link, self._shared.journal.get):
             if message is None:
                 return None
             parts.append(message.part)
@@ -120,19 +121,19 @@ class Trail:
 
     def base(self, packed: bytes) -> History | None:
         """Decode a fork's base; None if it is none."""
-        found = Checkpoint.unpack(packed, self._trails.tokenizer)
+        found = Checkpoint.unpack(packed, self._shared.tokenizer)
         return found.history if found else None
 
     async def find(self) -> Found | None:
         """Read the checkpoint that the last result names; None if it is missing or the log contradicts it."""
-        journal = self._trails.journal
+        journal = self._shared.journal
         named = await journal.last(self.key, "out")
         text = named.headers.get(CHECKPOINT_HEADER) if named else None
         if named is None or text is None:
             return None
         link = Link.parse(text)
         packed = await self.read(link)
-        checkpoint = Checkpoint.unpack(packed, self._trails.tokenizer) if packed else None
+        checkpoint = Checkpoint.unpack(packed, self._shared.tokenizer) if packed else None
         found = await self._confirmed(checkpoint, named) if checkpoint else None
         if found is None:
             log.warning("reading a session's whole log: its checkpoint is not one of this log")
@@ -142,11 +143,11 @@ class Trail:
 
     async def _store(self, value: bytes) -> Link | None:
         """Store a value in parts, of which each names the one before it; None on failure."""
-        trails, link = self._trails, None
-        for start in range(0, max(len(value), 1), trails.part_bytes):
-            part = value[start : start + trails.part_bytes]
+        attachments, link = self._shared, None
+        for start in range(0, max(len(value), 1), attachments.part_bytes):
+            part = value[start : start + attachments.part_bytes]
             message = CheckpointMessage(part, before=str(link) if link else "").pack()
-            seq = await trails.journal.store_checkpoint(self.key, message)
+            seq = await attachments.journal.store_checkpoint(self.key, message)
             if seq is None:
                 return None
             link = Link(seq, digest(message))
@@ -159,7 +160,7 @@ class Trail:
         first results. The checkpoint's own request must be in the log: a crash may leave the checkpoint of a
         removed session.
         """
-        journal = self._trails.journal
+        journal = self._shared.journal
         if await journal.get(checkpoint.in_seq) is None:
             return None
         naming = answers(named)

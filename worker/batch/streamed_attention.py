@@ -13,7 +13,7 @@ import mlx.core as mx
 from . import cpu
 
 
-class RunningAttention:
+class StreamedAttention:
     """The attention of some tokens of one session; their `queries` are (1, heads, tokens, head_dim)."""
 
     def __init__(self, queries: mx.array, scale: float, sink_logits: mx.array | None = None) -> None:

@@ -1,0 +1,111 @@
+"""The device memory of runs: what each asks `admission` for, and what follows from its decisions.
+
+`engine` says when a run begins, grows and ends. Event loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import structlog
+
+from .admission import Admission, Claim
+from .memory import GROWTH_TOKENS, grown
+from .run import Run, resolve
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from cache.kv.size import KvSize
+    from turnkeep_client.subjects import SessionKey
+
+    from .admission import Decision, Ledger
+    from .device import Device
+
+log = structlog.get_logger()
+
+#: Tokens that an answer reserves at first, and again whenever fewer than half as many are left.
+LIKELY_TOKENS = GROWTH_TOKENS
+
+
+class Grants:
+    """The runs of the engine, and the memory that each has or asks for."""
+
+    def __init__(
+        self,
+        device: Device,
+        ledger: Ledger,
+        stop: Callable[[Run], None],
+        kv: KvSize,
+        piece_tokens: int,
+        max_tenant_bytes: int | None,
+    ) -> None:
+        """`stop` ends a run's turn with its tokens so far; it is called to pause the run."""
+        self.runs: dict[Claim, Run] = {}
+        self._device = device
+        self._ledger = ledger
+        self._stop = stop
+        self._kv = kv
+        self._piece_tokens = piece_tokens
+        self._admission = Admission(ledger, max_tenant_bytes)
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of runs that wait for memory."""
+        return self._admission.num_waiting
+
+    def decide(self) -> None:
+        """Grant memory that was freed."""
+        self._apply(self._admission.decide())
+
+    def drop_idle(self, num_bytes: int, but: Collection[SessionKey | None]) -> None:
+        """Drop the KV of sessions, least recently used first, until so many bytes are free."""
+        for key in self._ledger.residency.oldest(num_bytes, set(but)):
+            self._ledger.residency.pop(key)
+            self._device.drop(key)
+        self.decide()
+
+    def ask(self, run: Run, num_tokens: int) -> None:
+        """Ask for memory for a turn that has `num_tokens` so far, and release its earlier reservation."""
+        run.is_halted = False
+        run.num_granted, run.num_asked = 0, min(grown(num_tokens + LIKELY_TOKENS), run.num_most)
+        run.admitted = asyncio.get_running_loop().create_future()
+        self._apply(self._admission.begin(run, self._price(run)))
+
+    def _price(self, run: Run) -> int:
+        """Count the bytes of a turn that grows to all the tokens that it asks for."""
+        # A rewound session keeps its memory until its turn is over: trimming frees nothing.
+        num_tokens = max(run.num_asked, len(self._ledger.residency.tokens(run.key)))
+        # Caches grow by more than a token at a time: many short prompts hold more than their tokens' KV.
+        allocated = self._kv.under(run.policy).held(grown(num_tokens), ahead=self._piece_tokens)
+        return max(min(allocated, self._ledger.max_bytes), self._kv.under(run.policy).held(num_tokens))
+
+    def grow(self, run: Run, num_tokens: int) -> None:
+        """Ask for more memory before the turn needs it.
+
+        A turn that reaches the end of its granted memory is paused.
+        """
+        has_asked = run.num_asked > run.num_granted
+        if has_asked or run.num_granted == run.num_most or run.num_granted - num_tokens > LIKELY_TOKENS // 2:
+            return
+        run.num_asked = min(run.num_granted + LIKELY_TOKENS, run.num_most)
+        self._apply(self._admission.grow(run, self._price(run)))
+
+    def release(self, run: Run) -> None:
+        """Release a run's memory; its session now counts as idle, with its resident KV."""
+        self._apply(self._admission.release(run))
+
+    def _apply(self, decision: Decision) -> None:
+        for key in decision.dropped:
+            self._device.drop(key)
+        for claim in decision.granted:
+            run = self.runs[claim]
+            run.num_granted = run.num_asked
+            resolve(run.admitted, granted=True)
+            if run.turn is not None:
+                self._device.grant(run.turn, run.num_granted)
+        for claim in decision.paused:
+            run = self.runs[claim]
+            log.info("pausing a turn for want of memory", session=str(claim.key))
+            self._stop(run)

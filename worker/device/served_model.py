@@ -1,0 +1,184 @@
+"""What a loaded model can do on this device: how its rows share passes, its caches, and which policies.
+
+Made once, when a model is loaded, by trials whose results a file keeps. Device thread only, except `refusal`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+from array import array
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+
+from cache.kv import layers
+from cache.kv.paged import ASKED
+from cache.kv.ring import RingCache
+from cache.kv.states import leaves
+from cache.names.policy import Policy
+from cache.names.snapshot import ModelLayout
+from worker.batch.batch_kinds import batch_for
+from worker.batch.row_sampler import RowSampler, Sampling
+from worker.batch.rows import PrefillPiece, Row, UnsoundError
+from worker.batch.trials import SHIPPED, Trials
+from worker.models.code import code_digest, package_digest
+from worker.models.model_files import ModelError
+from worker.models.quantised import unpacked_bytes
+
+from . import machine
+from .memory import Estimator, shape_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+    from pathlib import Path
+
+    from worker.batch.batch import Batch
+    from worker.models.model import LoadedModel
+
+
+def trial_key(loaded: LoadedModel, caches: str) -> str:
+    """Return a digest of what a trial's result depends on, except our own code and the weights' values.
+
+    `caches` describes the model's own caches (`layers.describe`).
+    """
+    model: Any = loaded.model  # mlx has no annotations here
+    parameters: Any = tree_flatten(model.parameters())
+    parts = (
+        json.dumps(loaded.config, sort_keys=True, default=str),
+        sorted({str(array.dtype) for _, array in parameters}),
+        caches,
+        code_digest(model),
+        importlib.metadata.version("mlx"),
+        str(mx.default_device()),
+    )
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def estimator(
+    loaded: LoadedModel, caches: list[Any], limit_bytes: int, sketched: Collection[int]
+) -> Estimator:
+    """Make the estimator of a model. `caches` are caches of the model that have run one token.
+
+    For `sketched`, see `cache.kv.layers.make`.
+    """
+    unpacked, shape, device = unpacked_bytes(caches), shape_of(loaded.config), machine.profile()
+    return Estimator(
+        shape=shape,
+        limit_bytes=limit_bytes,
+        weight_bytes=loaded.weight_bytes,
+        kv=layers.sizes(caches, sketched),
+        num_layers=len(caches),
+        # Attention to quantised KV has no such kernel.
+        fused=shape.fuses(device.fused_head_dims) and not unpacked,
+        kept_layers=device.kept_layers,
+        unpacked_bytes=unpacked if machine.on_cpu() else 0,
+        # A layer's keys, and its scores and their softmax; on a CPU numpy does it, in little memory.
+        asked_bytes=0 if machine.on_cpu() else 4 * shape.num_heads * (shape.head_dim + 2 * ASKED),
+    )
+
+
+def _no_window(model: Any, batch: Batch) -> str | None:
+    """Say why sessions of a model cannot use a policy with sinks and a window; None if they can."""
+    try:
+        caches = layers.make(model, Policy(4, 1024))
+    except ValueError as error:
+        return str(error)
+    if not any(type(cache) is RingCache for _, cache in leaves(caches)):
+        return "no layer of this model keeps all tokens; use the policy full"
+    if not batch.has_rings:
+        return "this model's attention cannot be told how far away a token is; use the policy full"
+    return None
+
+
+class ServedModel:
+    """A loaded model with the batch that runs it, and the sizes and the layout of its KV."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        has_room: Callable[[int], bool],
+        *,
+        block_tokens: int,
+        limit_bytes: int | None,
+        max_draft: int | None,
+        trials: Path | None,
+    ) -> None:
+        """`has_room` says whether the device has so many bytes; it is asked only when steps run."""
+        self.batch = self._choose_batch(loaded, has_room, max_draft, trials)
+        self.make_caches = self._try_caches(loaded, block_tokens, limit_bytes)
+        self._no_window = _no_window(loaded.model, self.batch)
+
+    def _choose_batch(
+        self,
+        loaded: LoadedModel,
+        has_room: Callable[[int], bool],
+        max_draft: int | None,
+        trials: Path | None,
+    ) -> Batch:
+        """Choose the batch for the model's rows by trials. The file `trials` remembers their results."""
+        own = make_prompt_cache(loaded.model)
+        loaded.model(mx.array([[0]]), cache=own)  # fills the caches; not evaluated
+        key = trial_key(loaded, layers.describe(own))
+        known = Trials(trials, f"{key} {package_digest('worker.batch')}", SHIPPED.get(key))
+        device = machine.profile()
+        return batch_for(
+            loaded.model,
+            has_room,
+            max_draft=device.max_draft if max_draft is None else max_draft,
+            pooled_rows=device.pooled_rows,
+            merged_rows=device.merged_rows,
+            runs_ahead=not machine.on_cpu(),
+            trials=known,
+        )
+
+    def _try_caches(
+        self, loaded: LoadedModel, block_tokens: int, limit_bytes: int | None
+    ) -> Callable[[Policy], list[Any]]:
+        """Run one token to learn the classes and size of the model's KV.
+
+        Returns a function that makes caches for a policy.
+        """
+        make = partial(
+            layers.make,
+            loaded.model,
+            rings=self.batch.windows_are_rings,
+            sketched=self.batch.sketched,
+            block_tokens=block_tokens,
+        )
+        caches = make()
+        row = Row(caches, array("I", [0]), RowSampler(Sampling()), num_cached=1, num_left=1)
+        self.batch.step([PrefillPiece(caches, 0, [0], row)])
+        if not row.is_sound:
+            raise ModelError(
+                f"{loaded.folder} is broken: {UnsoundError()}; get its weights again, or try --dtype float32"
+            )
+        self.batch.remove(row)
+        #: The cache class that cannot be snapshotted, or else what snapshots hold; the classes of all layers;
+        #: whether KV can be cut and trimmed at any token.
+        self.unsupported_cache = layers.unsupported(caches)
+        self.layout = ModelLayout(())
+        if self.unsupported_cache is None:
+            self.layout = layers.layout(caches, make, self.batch.sketched)
+        self.caches = layers.describe(caches)
+        self.kv_layers = layers.kinds(caches)
+        self.trimmable = layers.trimmable(caches)
+        limit_bytes = limit_bytes or machine.default_limit_bytes()
+        machine.limit_active(limit_bytes)
+        self.estimator = estimator(loaded, caches, limit_bytes, self.batch.sketched)
+        return make
+
+    def refusal(self, policy: Policy, *, has_disk: bool) -> str | None:
+        """Return why sessions cannot have a policy; None if they can. May be called from any thread.
+
+        `has_disk` says that KV is stored on disk.
+        """
+        if policy.recall and not has_disk:
+            return "this worker stores no KV on disk, which paged sessions need; use another policy"
+        if policy.recall and not (self.batch.windows_are_rings and self.layout.sketches):
+            return "this model's keys cannot be sketched, or its rows not share a pass; use another policy"
+        return None if policy.window is None else self._no_window

@@ -1,0 +1,36 @@
+"""What the steps of the device have taken: memory for the metrics, times and counts for `telemetry`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from worker.observe.telemetry import Telemetry
+
+    from .turn import StepReport
+
+
+class StepFigures:
+    """The figures of all steps so far. Event loop only."""
+
+    def __init__(self, telemetry: Telemetry) -> None:
+        self._telemetry = telemetry
+        self.active_bytes = 0
+        self.peak_bytes = 0
+        #: What the largest step so far was estimated to need beside weights and KV, and what it did need.
+        self.estimated_bytes = 0
+        self.measured_bytes = 0
+
+    def note(self, report: StepReport) -> None:
+        """Count one step."""
+        self.active_bytes, self.peak_bytes = report.active_bytes, report.peak_bytes
+        if report.measured_bytes > self.measured_bytes:
+            self.estimated_bytes, self.measured_bytes = report.estimated_bytes, report.measured_bytes
+        if report.num_rows:
+            self._telemetry.batch_size.observe(report.num_rows)
+            self._telemetry.decoding_s += report.step_s
+            per_token_s = report.step_s * report.num_rows / max(report.num_decoded, 1)
+            self._telemetry.time_per_output_token.observe(per_token_s, report.num_decoded)
+        self._telemetry.draft_tokens = report.num_drafted
+        self._telemetry.accepted_draft_tokens = report.num_accepted
+        self._telemetry.evicted_tokens = report.num_evicted

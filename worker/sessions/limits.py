@@ -1,0 +1,123 @@
+"""What a request may ask of this worker: its model, its KV, and the sizes that its settings allow.
+
+`execution` asks before anything runs on the device. Event loop only.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from cache.names.policy import FULL
+
+from .history import RefusedError
+from .policies import chosen as policy_of
+from .policies import misfit
+
+if TYPE_CHECKING:
+    from cache.names.policy import Policy
+    from turnkeep_client.messages import (
+        CachePolicy,
+        Generate,
+    )
+
+    from .port import EnginePort
+
+
+#: Cache policies that clients may choose until the worker restarts: each takes memory, and time of a forget.
+MOST_POLICIES: Final = 64
+
+
+class Limits:
+    """Refuses requests that could never run here."""
+
+    def __init__(
+        self,
+        engine: EnginePort,
+        default: Policy,
+        *,
+        context_tokens: int,
+        block_tokens: int,
+        vocab_size: int,
+        kv_bits: int | None,
+    ) -> None:
+        """`default` is the policy of sessions that ask for none.
+
+        `context_tokens` is the most that a session under `full` or `paged` may hold, `vocab_size` bounds
+        token ids. `kv_bits` is the precision of this worker's KV; None is full precision. A `sink_window` is
+        refused if its window is smaller than `block_tokens`, or larger than `context_tokens` together with
+        its sink.
+        """
+        self.context_tokens = context_tokens
+        self.vocab_size = vocab_size
+        self._engine = engine
+        self._default = default
+        self._block_tokens = block_tokens
+        self._kv_bits = kv_bits
+        self._policies: set[Policy] = set()  # under which sessions were opened
+
+    def check_bias(self, request: Generate) -> None:
+        """Refuse biases for tokens that the model does not have."""
+        beyond = [token for token in request.logit_bias if token >= self.vocab_size]
+        if beyond:
+            raise RefusedError(
+                "invalid_request",
+                f"logit_bias names the token {beyond[0]}; the model's tokens are 0 to {self.vocab_size - 1}",
+            )
+
+    def check_precision(self, kv_bits: int | None) -> None:
+        """Refuse a session that asks for another KV precision than this worker's."""
+        if kv_bits not in (None, self._kv_bits):
+            kept = f"in {self._kv_bits} bits" if self._kv_bits else "in full precision"
+            raise RefusedError(
+                "invalid_request",
+                f"this worker keeps KV {kept}, not in {kv_bits} bits: leave cache.kv_bits out, or open the"
+                f" session at a worker with --kv-bits {kv_bits} and a prefix of its own",
+            )
+
+    def chosen(self, cache: CachePolicy) -> Policy:
+        """Return the policy that an `open` asks for.
+
+        Raises `RefusedError` if the request contradicts itself.
+        """
+        try:
+            return policy_of(cache, self._default)
+        except ValueError as error:
+            raise RefusedError("invalid_request", str(error)) from error
+
+    def check_policy(self, policy: Policy) -> None:
+        """Refuse a session under a policy that this worker or its model cannot serve."""
+        why = misfit(policy, block_tokens=self._block_tokens, context_tokens=self.context_tokens)
+        if why := why or self._engine.refusal(policy):
+            raise RefusedError("invalid_request", why)
+
+    def note(self, policy: Policy) -> None:
+        """Record the policy of an `open` request.
+
+        Refuse it if the worker would have too many different policies. Open sessions are not affected.
+        """
+        if policy in (FULL, self._default, *self._policies):
+            return
+        if len(self._policies) == MOST_POLICIES:
+            raise RefusedError(
+                "invalid_request",
+                f"sessions were opened under {MOST_POLICIES} cache policies since this worker started, and it"
+                f" takes no other: choose one of those, or leave cache.policy out for {self._default}",
+            )
+        self._policies.add(policy)
+
+    def check_size(self, num_prompt: int, policy: Policy, *, room: int) -> None:
+        """Refuse a prompt that can never run with `room` further tokens for its answer."""
+        if not policy.is_endless and num_prompt + room > self.context_tokens:
+            raise RefusedError(
+                "context_exceeded",
+                f"the session would hold {num_prompt} tokens and {room} new ones, the context is "
+                f"{self.context_tokens}: rewind it, or start a new session",
+            )
+        needed = self._engine.size_bytes(num_prompt + room, policy)
+        smaller = "shorten the session" if policy.window is None else "open it with a smaller window"
+        if not self._engine.ever_fits(needed):
+            raise RefusedError(
+                "memory_exceeded",
+                f"{num_prompt} tokens and room for {room} more take {needed} bytes of KV, the limit is "
+                f"{self._engine.max_bytes}: {smaller}, or raise max_memory",
+            )

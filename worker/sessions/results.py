@@ -1,0 +1,182 @@
+"""Builds the results of requests: what they have cost, and what has become of their session. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from msgspec import structs
+
+from turnkeep_client.messages import (
+    Appended,
+    Called,
+    Chunk,
+    Failed,
+    Generate,
+    Generated,
+    Open,
+    Opened,
+    Seconds,
+    Usage,
+    failure,
+)
+from worker.process.clock import monotonic
+
+from .history import seen
+
+if TYPE_CHECKING:
+    from turnkeep_client.errors import ErrorCode
+    from turnkeep_client.messages import (
+        Result,
+    )
+    from worker.text.answer import Answer
+
+    from .history import History, Input
+    from .port import TurnResult
+    from .record import Pending
+
+
+def failed(pending: Pending, position: int, code: ErrorCode, message: str) -> Failed:
+    """Build the `failed` result of a request that left the session at `position`."""
+    return failure(pending.id, code, message, seq=pending.seq, position=position)
+
+
+def opened(request: Open, pending: Pending, after: History) -> Opened:
+    """Build the result of an `open`, which left the session as `after`."""
+    return Opened(
+        id=request.id,
+        seq=pending.seq,
+        position=after.position,
+        parent=after.parent,
+        tags=after.tags,
+        model=after.model,
+        **seen(after),
+    )
+
+
+def turned(before: History, extended: Input, *, holds_answer: bool = False) -> dict[str, Any]:
+    """Build the fields of a result about the tokens and the model; `before` is the session before it."""
+    model = extended.history.model
+    previous = before.model if before.position and before.model != model else None
+    return {
+        "change": structs.replace(extended.change, holds_answer=holds_answer),
+        "model": model,
+        "previous_model": previous,
+        "rewritten_from": extended.rewritten_from,
+    }
+
+
+def withdrawn(pending: Pending, history: History, position: int) -> Result:
+    """Build the result of a request that was cancelled or expired before it changed the session.
+
+    `position` is the session's position: if the log cannot be read, `history` may be incomplete.
+    """
+    if pending.expired and not pending.cancelled:
+        return failed(pending, position, "expired", "its deadline passed; nothing was added")
+    if not isinstance(pending.request, Generate):
+        return failed(pending, position, "expired", "cancelled before it was carried out; nothing was added")
+    waited_s = monotonic() - pending.received_s
+    return Generated(
+        id=pending.request.id,
+        seq=pending.seq,
+        position=position,
+        text="",
+        tokens=(),
+        finish_reason="cancelled",
+        usage=Usage(prompt_tokens=0, cached_tokens=0, prefilled_tokens=0, completion_tokens=0),
+        seconds=Seconds(queued=waited_s, prefill=0.0, first_token=waited_s, total=waited_s),
+        kv_live_bytes=0,
+        **seen(history),
+    )
+
+
+def appended(
+    pending: Pending, turn: TurnResult | None, before: History, extended: Input, live_bytes: int
+) -> Appended:
+    """Build the result of an append; `live_bytes` are those before it, if no turn was needed."""
+    cached, prefilled = (turn.num_cached, turn.num_prefilled) if turn else (0, 0)
+    return Appended(
+        id=pending.id or "",
+        seq=pending.seq,
+        position=extended.history.position,
+        tokens=cached + prefilled,
+        cached_tokens=cached,
+        prefilled_tokens=prefilled,
+        kv_live_bytes=turn.live_bytes if turn else live_bytes,
+        seconds=monotonic() - pending.received_s,
+        **turned(before, extended),
+        warnings=extended.warnings,
+        **seen(extended.history),
+    )
+
+
+def begun_elsewhere(
+    pending: Pending, chunk: Chunk, calls: tuple[Called, ...], before: History, extended: Input
+) -> Generated:
+    """Build the result of an answer that a model with another tokenizer has published as `chunk`."""
+    now_s = monotonic() - pending.received_s
+    return Generated(
+        id=pending.id or "",
+        seq=pending.seq,
+        position=extended.history.position,
+        text=chunk.text,
+        tokens=chunk.tokens,
+        logprobs=chunk.logprobs,
+        reasoning=chunk.reasoning,
+        tool_calls=calls,
+        finish_reason="model_changed",
+        usage=Usage(
+            prompt_tokens=0, cached_tokens=0, prefilled_tokens=0, completion_tokens=len(chunk.tokens)
+        ),
+        seconds=Seconds(queued=now_s, prefill=0.0, first_token=now_s, total=now_s),
+        kv_live_bytes=0,
+        resumed_tokens=len(chunk.tokens),
+        warnings=extended.warnings,
+        **turned(before, extended, holds_answer=True),
+        **seen(extended.history),
+    )
+
+
+def generated(
+    pending: Pending,
+    answer: Answer,
+    turn: TurnResult | None,
+    before: History,
+    extended: Input,
+    after: History,
+    live_bytes: int,
+) -> Generated:
+    """Build the result of a generate, whose prompt is `extended`."""
+    now_s, begun_s = monotonic(), pending.received_s
+    # The beginning of an interrupted answer is in the context, but not in the prompt.
+    num_prompt = extended.history.position if turn else 0
+    num_cached = min(turn.num_cached, num_prompt) if turn else 0
+    return Generated(
+        id=pending.id or "",
+        seq=pending.seq,
+        position=after.position,
+        text=answer.text,
+        tokens=tuple(answer.tokens),
+        logprobs=tuple(answer.logprobs),
+        reasoning=answer.reasoning,
+        tool_calls=answer.calls,
+        finish_reason=answer.finish_reason or "cancelled",
+        stop=answer.stop,
+        usage=Usage(
+            prompt_tokens=num_prompt,
+            cached_tokens=num_cached,
+            prefilled_tokens=num_prompt - num_cached,
+            completion_tokens=len(answer.tokens),
+            reasoning_tokens=answer.num_thought,
+        ),
+        seconds=Seconds(
+            queued=(turn.started_s if turn else now_s) - begun_s,
+            prefill=turn.prefill_s if turn else 0.0,
+            first_token=(turn.first_token_s if turn else now_s) - begun_s,
+            total=now_s - begun_s,
+        ),
+        kv_live_bytes=live_bytes,
+        prefix_tokens=extended.num_given,
+        resumed_tokens=pending.num_resumed,
+        **turned(before, extended),
+        **seen(after),
+    )
