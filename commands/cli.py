@@ -248,6 +248,7 @@ def main() -> None:
 @click.option("--of", metavar="NAME", hidden=True, help="Serve one of [models], until standard input ends.")
 @click.option("--weigh", is_flag=True, hidden=True, help="Print what the model needs, and end.")
 @click.option("--until-eof", is_flag=True, hidden=True, help="End when standard input does.")
+@click.option("--unloaded", metavar="NAME", hidden=True, help="Do not load the model, which has this name.")
 @with_settings()
 def serve(
     config: Path | None,
@@ -257,6 +258,7 @@ def serve(
     of: str | None,
     weigh: bool,
     until_eof: bool,
+    unloaded: str | None,
     **flags: Any,
 ) -> None:
     """Run a worker, with its own NATS server unless --nats names one. Ctrl-C stops it.
@@ -288,7 +290,7 @@ def serve(
     import_structlog()
     from worker.wire.broker import wait_for_port
 
-    from .serve import Manner, supervise
+    from .serve import Manner, keep_place, supervise
     from .serve import serve as run
 
     for name, port in (("gateway", gateway_port), ("console", console_port)):
@@ -302,14 +304,19 @@ def serve(
         for name, port, more in (("gateway", gateway_port, ("placeholders",)), ("console", console_port, ()))
         if port is not None
     }
+    if unloaded is not None and "console" in beside:
+        beside["console"] += ["--unloaded", unloaded]
     manner = Manner(
         options=options_of(config, flags),
         beside=beside,
         of=of,
         until_eof=until_eof,
+        unloaded=unloaded,
     )
     if models:
         supervise(models, manner)
+    elif unloaded is not None:
+        keep_place(settings, manner)
     else:
         run(settings, lambda: load_settings(config, flags | {"of": of}), manner)
 
@@ -670,6 +677,7 @@ def top(config: Path | None, tenant: str, **flags: Any) -> None:
 @click.option("--read-only", is_flag=True, help="Show everything, and let nothing be done.")
 @click.option("--open", "opens", is_flag=True, help="Open the page in the browser, too.")
 @click.option("--until-eof", is_flag=True, hidden=True, help="End when standard input does.")
+@click.option("--unloaded", metavar="NAME", hidden=True, help="The model that the worker has unloaded.")
 @tenant_option
 @with_settings(*CLIENT_SETTINGS)
 def console(
@@ -679,6 +687,7 @@ def console(
     read_only: bool,
     opens: bool,
     until_eof: bool,
+    unloaded: str | None,
     tenant: str,
     **flags: Any,
 ) -> None:
@@ -710,8 +719,8 @@ def console(
         return Place(shown(url_of(settings)), gateway, port is not None, launch, url)
 
     options: dict[str, Any] = {"keep_s": keep_s, "prefix": settings.prefix, "read_only": read_only}
-    is_of_worker = until_eof and not load_models(config, flags)
-    shelf = Shelf(settings, options_of(config, flags, CLIENT_SETTINGS) if is_of_worker else None)
+    worker = options_of(config, flags, CLIENT_SETTINGS) if until_eof else None
+    shelf = Shelf(settings, worker, load_models(config, flags), unloaded)
     options |= {"opens": opens, "until_eof": until_eof, "place": place, "shelf": shelf}
     options["token"] = _console_token(settings, f"console of {tenant}, {'read' if read_only else 'act'}")
     talk(settings, tenant, lambda client: run(client, *listen, sampling=asked, **options))

@@ -259,7 +259,7 @@ async def test_models_are_shown_with_what_fits_and_downloaded(
     def look(url: str) -> None:
         browser.open(f"{url}/?token={TOKEN}")
         browser.click("Models")
-        browser.wait_for("document.querySelectorAll('.models tbody tr').length === 4")
+        browser.wait_for("document.querySelectorAll('.models tbody tr').length === 5")
         seen = browser.text("main")
         assert "This machine has 8 GiB of memory" in seen
         assert ("fits: 2 GiB" in seen, "too large: 2 GiB" in seen) == (True, True)
@@ -308,6 +308,49 @@ async def test_the_worker_s_log_is_shown_and_another_model_is_served(
         browser.click("Workers")
         browser.wait_for("document.querySelector('.log pre')?.innerText.includes('model=\"other\"')")
 
+    await asyncio.to_thread(look)
+
+
+async def test_a_question_asked_while_no_model_is_loaded_is_answered_once_one_is_served(
+    browser: Browser, worker_process: Callable[..., WorkerProcess]
+) -> None:
+    worker = worker_process("--console", str(free_port()))
+    worker.forks = False
+    worker.start()
+    gone, state = (f"document.querySelector('#{name}').innerText" for name in ("gone", "state"))
+    served = "document.querySelector('.models').innerText"
+
+    def look() -> None:
+        while not (printed := re.search(r"the console is at (\S+)", worker.log)):
+            time.sleep(0.05)
+        browser.open(printed[1])
+        browser.click("Models")
+        browser.wait_for(f"/tiny\\s+in memory\\s+Unload/.test({served})")
+        browser.click("Unload", "button[aria-label='Unload tiny']")
+        assert "requests wait in the log until Serve loads one again" in browser.text("dialog")
+        browser.click("Unload", "#dialog-yes")
+        browser.wait_for(f"{gone}.startsWith('No model is loaded: the page Models serves one.')")
+        assert browser.run(f"return {state}") == "no model is loaded"
+        browser.wait_for(f"{served}.includes('no model is loaded; requests wait in the log')")
+        browser.click("Sessions")
+        browser.click("notes", ".sessions a")
+        browser.wait_for("document.querySelector('.user')?.innerText === 'Rhubarb?'")
+        browser.type(".side input", "rhub")
+        browser.wait_for("document.querySelectorAll('.side li').length === 1")
+        browser.click("Options")
+        browser.type("input[placeholder='what fits']", "5")
+        browser.type("#message", "What grows?\ue007")
+        browser.wait_for("document.querySelectorAll('.turn.waiting').length === 1")
+        browser.click("Models")
+        browser.click("Serve", "button[aria-label='Serve tiny']")
+        browser.wait_for(f"/tiny\\s+in memory\\s+Unload/.test({served})")
+        browser.wait_for(f"{state} === '1 worker up' && !{gone}")
+        browser.run("location.hash = '#/session/notes'")
+        browser.wait_for("document.querySelectorAll('.turn.done').length === 2")
+
+    async with await worker.client(timeout_s=60) as client:
+        notes = client.session("notes")
+        await notes.generate(messages=[{"role": "user", "content": "Rhubarb?"}], max_tokens=3, timeout_s=60)
     await asyncio.to_thread(look)
 
 

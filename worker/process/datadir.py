@@ -59,11 +59,13 @@ class DataDir:
         self._lock_fd = lock_fd
 
     @classmethod
-    def open(cls, path: Path, worker: str = "", nats: str | int | None = None) -> DataDir:
+    def open(
+        cls, path: Path, worker: str = "", nats: str | int | None = None, *, has_model: bool = True
+    ) -> DataDir:
         """Create the directory if needed, check that it is writable, and lock it.
 
-        `worker` is the name that another worker reads from the lock file, `nats` what `noted_nats` reads
-        there; None keeps it. Raises `DataDirError`.
+        `worker` is the name that another worker reads from the lock file, and whether it `has_model` or was
+        told to unload it, `nats` what `noted_nats` reads there; None keeps it. Raises `DataDirError`.
         """
         path = path.absolute()
         fd = -1
@@ -79,6 +81,7 @@ class DataDir:
             name, nats = last.get("directory") or uuid4().hex, nats or last.get("nats")
             os.ftruncate(fd, 0)
             note = {"pid": os.getpid(), "worker": worker, "directory": name, "inode": inode, "nats": nats}
+            note |= {} if has_model else {"unloaded": True}
             os.pwrite(fd, json.dumps(note).encode(), 0)
             os.fsync(fd)  # a full disk fails here, not in the middle of a turn
             opened = cls(path, fd, name)
@@ -188,7 +191,8 @@ def _owner(lock_fd: int) -> str:
     if "pid" not in owner:  # locked, but nothing written yet
         return "another worker that is just starting"
     name = f"worker {owner['worker']} " if owner.get("worker") else "a worker "
-    return f"{name}(pid {owner['pid']})"
+    unloaded = ", whose model was unloaded: Serve in its console loads one" if owner.get("unloaded") else ""
+    return f"{name}(pid {owner['pid']}{unloaded})"
 
 
 def _read_note(lock_fd: int) -> dict[str, Any]:
