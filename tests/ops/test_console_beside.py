@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import httpx2
@@ -16,6 +17,7 @@ import pytest
 
 from commands.serve import again
 from commands.shelf import Shelf
+from tests.commands.command_runs import turnkeep
 from tests.parts import WorkerProcess, free_port
 from turnkeep_client.errors import NoAnswerError, TurnkeepError
 from worker.models.model_files import ModelError
@@ -139,6 +141,10 @@ async def test_a_model_is_unloaded_and_requests_wait_until_it_is_served_again(
             await client.worker_metrics()
         with pytest.raises(DataDirInUseError, match="whose model was unloaded: Serve in its console loads"):
             DataDir.open(worker.data_dir)
+        run = partial(turnkeep, "run", "", "Hello", "--data-dir", worker.data_dir)
+        assert (
+            "the worker's model was unloaded: Serve in its console" in (await asyncio.to_thread(run)).stderr
+        )
         asked = await http.post("/api/sessions/s/ask", json={"id": "asked", "text": "b", "max_tokens": 2})
         assert asked.status_code == 200
 

@@ -11,7 +11,7 @@ import fcntl
 import json
 import os
 import time
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 from uuid import uuid4
 
 from turnkeep_client.errors import TurnkeepError
@@ -140,13 +140,13 @@ class DataDir:
 def owner(path: Path) -> str | None:
     """Return the name and process of the worker that has locked a data directory; None if it has ended."""
     held = _holder(path)
-    return held[2] if held else None
+    return held.name if held else None
 
 
 def holder_pid(path: Path) -> int | None:
     """Return the worker's process that has locked a data directory; None if it has ended."""
     held = _holder(path)
-    return held[0] if held else None
+    return held.pid if held else None
 
 
 def noted_nats(path: Path) -> str | int | None:
@@ -165,11 +165,27 @@ def noted_nats(path: Path) -> str | int | None:
 def starting_pid(path: Path) -> int | None:
     """Return the worker's process that locked a data directory a short time ago; None if none did."""
     held = _holder(path)
-    return held[0] if held and time.time() - held[1] < _STARTING_S else None
+    is_starting = held is not None and not held.is_unloaded and time.time() - held.locked_s < _STARTING_S
+    return held.pid if held and is_starting else None
 
 
-def _holder(path: Path) -> tuple[int, float, str] | None:
-    """Return the pid, time of locking and name of the worker that runs on a data directory.
+def is_unloaded(path: Path) -> bool:
+    """Say whether the worker of a data directory was told to unload its model, and keeps its place."""
+    held = _holder(path)
+    return held is not None and held.is_unloaded
+
+
+class _Holder(NamedTuple):
+    """Who has locked a data directory, and when; `name` has the process too."""
+
+    pid: int
+    locked_s: float
+    name: str
+    is_unloaded: bool
+
+
+def _holder(path: Path) -> _Holder | None:
+    """Return the worker that runs on a data directory.
 
     Does not try the lock, since that would refuse it to a worker that starts at this moment.
     """
@@ -178,9 +194,10 @@ def _holder(path: Path) -> tuple[int, float, str] | None:
     with contextlib.suppress(OSError, psutil.Error):
         fd = os.open(path / LOCK_NAME, os.O_RDONLY)
         try:
-            pid, locked_s = _read_note(fd).get("pid"), os.fstat(fd).st_mtime
+            note, locked_s = _read_note(fd), os.fstat(fd).st_mtime
+            pid = note.get("pid")
             if isinstance(pid, int) and psutil.Process(pid).create_time() <= locked_s + 1:
-                return pid, locked_s, _owner(fd)
+                return _Holder(pid, locked_s, _owner(fd), bool(note.get("unloaded")))
         finally:
             os.close(fd)
     return None
