@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 @click.option("--read-only", is_flag=True, help="Show everything, and let nothing be done.")
 @click.option("--open", "opens", is_flag=True, help="Open the page in the browser, too.")
 @click.option("--until-eof", is_flag=True, hidden=True, help="End when standard input does.")
+@click.option("--unloaded", metavar="NAME", hidden=True, help="The model that the worker has unloaded.")
 @tenant_option
 @with_settings(*CLIENT_SETTINGS)
 def console(
@@ -38,6 +39,7 @@ def console(
     read_only: bool,
     opens: bool,
     until_eof: bool,
+    unloaded: str | None,
     tenant: str,
 ) -> None:
     """Serve a web page with all workers of a prefix, a tenant's sessions and a chat, until Ctrl-C.
@@ -66,8 +68,8 @@ def console(
         return Place(shown(url_of(settings)), gateway, port is not None, launch, url)
 
     options: dict[str, Any] = {"keep_s": keep_s, "prefix": settings.prefix, "read_only": read_only}
-    is_of_worker = until_eof and not given.load_models()
-    shelf = Shelf(settings, given.options(CLIENT_SETTINGS) if is_of_worker else None)
+    worker = given.options(CLIENT_SETTINGS) if until_eof else None
+    shelf = Shelf(settings, worker, given.load_models(), unloaded)
     options |= {"opens": opens, "until_eof": until_eof, "place": place, "shelf": shelf}
     options["token"] = token_of(settings, f"console of {tenant}, {'read' if read_only else 'act'}")
     talk(settings, tenant, lambda client: run(client, *listen, sampling=asked, **options))

@@ -1,4 +1,8 @@
-"""`turnkeep serve`: a worker, or a supervisor of several, in the foreground, from settings to exit."""
+"""`turnkeep serve`: a worker, or a supervisor of several, in the foreground, from settings to exit.
+
+The console beside it says on its output what shall change, a line each: `serve NAME` has the worker begin
+again with another model, `serve` with the one that was unloaded, and `unload NAME` without one.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ import subprocess
 import sys
 from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio
@@ -38,6 +43,7 @@ if TYPE_CHECKING:
     from worker.app import App
     from worker.process.settings import Settings
     from worker.supervisor import Supervisor
+    from worker.unloaded import Unloaded
 
     from .flags import Given
 
@@ -48,6 +54,9 @@ log = structlog.get_logger()
 _SWITCH_INTERVAL_S = 0.001
 #: How long a gateway or a console may take to end; its clients ask the next one again.
 _BESIDE_S = 3.0
+#: What ends a worker, or has it read its settings again. One that has come is obeyed after this time.
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SIGNAL_S = 0.1
 #: The lines of the log that a console gets, and how often.
 _LOG_LINES = 200
 _LOG_S = 0.5
@@ -59,14 +68,16 @@ class Manner:
 
     `options` of the command line say where the settings are from. `beside` has the options of commands that
     run beside it, a gateway and a console. A worker `of` one of several models, and one that runs
-    `until_eof`, says on its output when it serves, and ends when its standard input does. `log` has the last
-    lines that the console has not got yet, `wishes` the model that it asks for.
+    `until_eof`, says on its output when it serves, and ends when its standard input does. `unloaded` is the
+    name of a model that was. `log` has the last lines that the console has not got yet, `wishes` what it asks
+    for.
     """
 
     options: Sequence[str] = ()
     beside: Mapping[str, Sequence[str]] = field(default_factory=dict)
     of: str | None = None
     until_eof: bool = False
+    unloaded: str | None = None
     log: deque[str] = field(default_factory=lambda: deque(maxlen=_LOG_LINES))
     wishes: list[str] = field(default_factory=list)
 
@@ -94,6 +105,7 @@ class Manner:
 @click.option("--of", metavar="NAME", hidden=True, help="Serve one of [models], until standard input ends.")
 @click.option("--weigh", is_flag=True, hidden=True, help="Print what the model needs, and end.")
 @click.option("--until-eof", is_flag=True, hidden=True, help="End when standard input does.")
+@click.option("--unloaded", metavar="NAME", hidden=True, help="Do not load the model, which has this name.")
 @with_settings()
 def serve(
     given: Given,
@@ -103,6 +115,7 @@ def serve(
     of: str | None,
     weigh: bool,
     until_eof: bool,
+    unloaded: str | None,
 ) -> None:
     """Run a worker, with its own NATS server unless --nats names one. Ctrl-C stops it.
 
@@ -143,9 +156,13 @@ def serve(
         for name, port, more in (("gateway", gateway_port, ("placeholders",)), ("console", console_port, ()))
         if port is not None
     }
-    manner = Manner(options=given.options(), beside=beside, of=of, until_eof=until_eof)
+    if unloaded is not None and "console" in beside:
+        beside["console"] += ["--unloaded", unloaded]
+    manner = Manner(options=given.options(), beside=beside, of=of, until_eof=until_eof, unloaded=unloaded)
     if models:
         supervise(models, manner)
+    elif unloaded is not None:
+        keep_place(settings, manner)
     else:
         run(settings, given.but(of=of).load, manner)
 
@@ -154,7 +171,7 @@ def run(settings: Settings, read_again: Callable[[], Settings], manner: Manner) 
     """Run a worker until SIGINT or SIGTERM; a second signal ends the process at once.
 
     What runs beside it has processes of its own, which end with this one. If the console asks for another
-    model, this process begins again with that one.
+    model, or for none, this process begins again with that.
     Without a terminal, SIGHUP applies the disk limits that `read_again` returns. On a terminal SIGHUP means
     that the terminal was closed, and stops the worker like SIGTERM.
     """
@@ -179,12 +196,44 @@ def run(settings: Settings, read_again: Callable[[], Settings], manner: Manner) 
 
         with terminal_progress(log.info) as progress:
             app = App(settings, progress=progress, loaded=loaded)
-            await _run(app, settings, lambda: _reload(app, read_again), manner)
+            await _run(
+                app, settings, lambda: _reload(app, read_again), manner, partial(_restart, app, manner)
+            )
 
     anyio.run(run)
-    if manner.wishes:  # a process of its own again, as only that gives back all of the memory
-        own = sys.argv[1:-2] if sys.argv[-2] == "--model" else sys.argv[1:]
-        os.execv(sys.executable, [*PROGRAM, *own, "--model", manner.wishes[-1]])  # noqa: S606  # this program
+    _begin_again(manner)
+
+
+def keep_place(settings: Settings, manner: Manner) -> None:
+    """Keep the place of a worker whose model was unloaded until a signal, or until the console serves one."""
+    configure(settings.log_format, settings.log_level, manner.log)
+
+    async def run() -> None:
+        from worker.unloaded import Unloaded
+
+        app = Unloaded(settings)
+        await _run(app, settings, lambda: None, manner, partial(_restart, app, manner))
+
+    anyio.run(run)
+    _begin_again(manner)
+
+
+def _begin_again(manner: Manner) -> None:
+    """Run the command again as the console wishes: only a new program gives back all of the memory."""
+    if manner.wishes:
+        command = [*PROGRAM, *again(sys.argv[1:], manner.wishes[-1])]
+        os.execv(sys.executable, command)  # noqa: S606  # this program
+
+
+def again(words: Sequence[str], wish: str) -> list[str]:
+    """Change the words of a command line as the console wishes; what an earlier wish has added goes."""
+    verb, _, name = wish.partition(" ")
+    changed = [*words]
+    for added in ("--unloaded", "--model"):
+        if changed[-2:-1] == [added] and (added == "--unloaded" or (verb == "serve" and name)):
+            del changed[-2:]
+    option = "--unloaded" if verb == "unload" else "--model"
+    return [*changed, option, name] if name else changed
 
 
 def supervise(models: dict[str, Settings], manner: Manner) -> None:
@@ -196,25 +245,60 @@ def supervise(models: dict[str, Settings], manner: Manner) -> None:
 
     async def run() -> None:
         supervisor = Supervisor(models, manner.options)
-        await _run(supervisor, settings, supervisor.reload, manner)
+
+        def grant(wish: str) -> None:
+            supervisor.unload(wish.removeprefix("unload "))
+
+        await _run(supervisor, settings, supervisor.reload, manner, grant)
 
     anyio.run(run)
 
 
-async def _run(app: App | Supervisor, settings: Settings, reload: Callable[[], None], manner: Manner) -> None:
+def _restart(app: App | Unloaded, manner: Manner, wish: str) -> None:
+    """Stop, so that the command begins again."""
+    log.info("beginning again", wish=wish)
+    manner.wishes.append(wish)
+    app.stop()
+
+
+async def _run(
+    app: App | Supervisor | Unloaded,
+    settings: Settings,
+    reload: Callable[[], None],
+    manner: Manner,
+    grant: Callable[[str], None],
+) -> None:
+    """Run until a signal; `grant` gets what the console wishes."""
     starting = anyio.CancelScope()
-    with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as received:
-        async with task_group() as tasks:
-            tasks.start_soon(_obey, received, app, starting, reload, manner)
-            if manner.of is not None or manner.until_eof:
-                tasks.start_soon(_serve_a_parent, app, starting)
-            elif _for_people(settings):
-                tasks.start_soon(_say_what_next, settings, app)
-            for name, options in manner.beside.items():
-                tasks.start_soon(_run_beside, app, name, options, manner, starting)
-            with starting:
-                await app.run()
-            tasks.cancel_scope.cancel()
+    with anyio.open_signal_receiver(*_SIGNALS) as received:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        async with task_group() as obeying:
+            obeying.start_soon(_obey, received, app, starting, reload, manner)
+            await _run_all(app, settings, manner, grant, starting)
+            if manner.wishes:  # signals from now on are for the command that begins again
+                signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+                await anyio.sleep(_SIGNAL_S)
+            obeying.cancel_scope.cancel()
+
+
+async def _run_all(
+    app: App | Supervisor | Unloaded,
+    settings: Settings,
+    manner: Manner,
+    grant: Callable[[str], None],
+    starting: anyio.CancelScope,
+) -> None:
+    """Run a worker and what runs beside it."""
+    async with task_group() as tasks:
+        if manner.of is not None or manner.until_eof:
+            tasks.start_soon(_serve_a_parent, app, starting)
+        elif _for_people(settings) and manner.unloaded is None:
+            tasks.start_soon(_say_what_next, settings, app)
+        for name, options in manner.beside.items():
+            tasks.start_soon(_run_beside, app, name, options, manner, grant)
+        with starting:
+            await app.run()
+        tasks.cancel_scope.cancel()
 
 
 def _for_people(settings: Settings) -> bool:
@@ -222,7 +306,7 @@ def _for_people(settings: Settings) -> bool:
     return settings.log_format != "json" and sys.stderr.isatty()
 
 
-async def _say_what_next(settings: Settings, app: App | Supervisor) -> None:
+async def _say_what_next(settings: Settings, app: App | Supervisor | Unloaded) -> None:
     """Once the worker serves, print how to talk with it."""
     await app.ready.wait()
     chat, ask = (command_line(settings, command) for command in ("chat", "ask"))
@@ -234,15 +318,19 @@ async def _say_what_next(settings: Settings, app: App | Supervisor) -> None:
 
 
 async def _run_beside(
-    app: App | Supervisor, name: str, options: Sequence[str], manner: Manner, starting: anyio.CancelScope
+    app: App | Supervisor | Unloaded,
+    name: str,
+    options: Sequence[str],
+    manner: Manner,
+    grant: Callable[[str], None],
 ) -> None:
     """Run a gateway or a console once the worker serves."""
 
     async def obey(console: Process) -> None:
         with contextlib.suppress(anyio.EndOfStream):
-            manner.wishes.append((await console.stdout.receive()).decode().strip())  # type: ignore[union-attr]
-            log.info("restarting with another model", model=manner.wishes[-1])
-            _end(app, starting)
+            while True:
+                for wish in (await console.stdout.receive()).decode().splitlines():  # type: ignore[union-attr]
+                    grant(wish)
 
     async def tell(console: Process) -> None:
         with contextlib.suppress(anyio.BrokenResourceError):
@@ -264,7 +352,7 @@ async def _run_beside(
         log.error(told, code=code)
 
 
-async def _serve_a_parent(app: App | Supervisor, starting: anyio.CancelScope) -> None:
+async def _serve_a_parent(app: App | Supervisor | Unloaded, starting: anyio.CancelScope) -> None:
     """Tell the process at the other end of standard input when the worker serves; stop when it has ended."""
     async with task_group() as tasks:
         tasks.start_soon(_say_when_ready, app)
@@ -273,14 +361,14 @@ async def _serve_a_parent(app: App | Supervisor, starting: anyio.CancelScope) ->
         tasks.cancel_scope.cancel()
 
 
-async def _say_when_ready(app: App | Supervisor) -> None:
+async def _say_when_ready(app: App | Supervisor | Unloaded) -> None:
     await app.ready.wait()
     click.echo("ready")
 
 
 async def _obey(
     received: AsyncIterator[signal.Signals],
-    app: App | Supervisor,
+    app: App | Supervisor | Unloaded,
     starting: anyio.CancelScope,
     reload: Callable[[], None],
     manner: Manner,
@@ -298,7 +386,7 @@ async def _obey(
             _end(app, starting)
 
 
-def _end(app: App | Supervisor, starting: anyio.CancelScope) -> None:
+def _end(app: App | Supervisor | Unloaded, starting: anyio.CancelScope) -> None:
     if app.ready.is_set():
         app.stop()
     else:

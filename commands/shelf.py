@@ -1,7 +1,11 @@
-"""The models of this machine for the console: lists them, and downloads others. Any thread."""
+"""The models of this machine for the console: lists and downloads them, and has others served. Any thread.
+
+What the worker shall do is said on standard output, where the `serve` that runs the console reads it.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import subprocess
 import threading
@@ -13,7 +17,7 @@ import msgspec
 from turnkeep_client.errors import TurnkeepError
 from worker.models import hub, known
 from worker.models.blas import computes_on_linux_cpu
-from worker.models.catalog import count_parameters, list_models
+from worker.models.catalog import count_parameters, list_models, named, packaged_gguf
 from worker.models.model_files import ModelError
 from worker.process.children import PROGRAM
 from worker.process.formatting import size
@@ -22,7 +26,7 @@ from worker.supervisor import Needs
 from .talking import command_line
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from worker.process.settings import Settings
 
@@ -30,10 +34,21 @@ if TYPE_CHECKING:
 class Shelf:
     """The models that a worker with these settings could serve."""
 
-    def __init__(self, settings: Settings, worker: Sequence[str] | None = None) -> None:
-        """`worker` has the options of the worker that runs this console, if that can change its model."""
+    def __init__(
+        self,
+        settings: Settings,
+        worker: Sequence[str] | None = None,
+        models: Mapping[str, Settings] | None = None,
+        unloaded: str | None = None,
+    ) -> None:
+        """`worker` has the options of the `turnkeep serve` that runs this console, if one does.
+
+        `models` are those of turnkeep.toml. One worker alone may have `unloaded` its model of this name.
+        """
+        self.unloaded = unloaded
         self._settings = settings
         self._worker = worker
+        self._models = models or {}
         #: What is downloaded, with bytes that are there, and bytes in all; an `error` if it has failed.
         self._pulls: dict[str, dict[str, Any]] = {}
 
@@ -71,16 +86,37 @@ class Shelf:
         ]
         pulls = {name: dict(pull) for name, pull in list(self._pulls.items())}
         machine = {"memory_bytes": known.memory_bytes(), "on_cpu": computes_on_linux_cpu()}
-        machine["can_serve"] = self._worker is not None
-        return machine | {"here": here, "good": good, "pulls": pulls}
+        machine["can_serve"] = self._worker is not None and not self._models
+        return machine | {"served": self._served(), "here": here, "good": good, "pulls": pulls}
+
+    def _served(self) -> list[dict[str, Any]]:
+        """Return the models that this console can unload, but not one that only its worker can name."""
+        if self._worker is None:
+            return []
+        if self.unloaded is not None:
+            return [{"name": self.unloaded, "is_loaded": False}]
+        return [
+            {"name": name, "is_loaded": self._is_loaded(settings)} for name, settings in self._models.items()
+        ]
+
+    def _is_loaded(self, settings: Settings) -> bool:
+        packaged = packaged_gguf()
+        wanted = settings.model or (packaged.stem if packaged else "")
+        with contextlib.suppress(ModelError, OSError):
+            return named(wanted, self._settings.data_dir).in_use
+        return False
 
     def serve(self, name: str) -> str:
         """Let the worker that runs this console restart with a model. Blocks; raises `ModelError`."""
-        if self._worker is None:
-            raise ModelError("only a console of turnkeep serve --console can do this; restart the worker")
+        self._check()
+        if self._models:
+            raise ModelError("the models of turnkeep.toml are loaded by their requests; add this one there")
+        if name == self.unloaded:
+            click.echo("serve")
+            return f"the worker starts with {name}"
         if all(one.name != name for one in list_models(self._settings.data_dir)):
             raise ModelError(f"there is no model {name} on this machine; download it first")
-        command = [*PROGRAM, "serve", *self._worker, "--model", name, "--weigh"]
+        command = [*PROGRAM, "serve", *(self._worker or ()), "--model", name, "--weigh"]
         done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
         if done.returncode:
             raise ModelError(f"{name} cannot be served: {done.stderr.strip().rpartition('turnkeep: ')[2]}")
@@ -88,8 +124,23 @@ class Shelf:
         if needs.least_bytes > needs.memory_bytes:
             least, there = map(size, (needs.least_bytes, needs.memory_bytes))
             raise ModelError(f"{name} needs {least} of memory, and this machine has {there} for models")
-        click.echo(name)  # to the worker
+        click.echo(f"serve {name}")
         return f"the worker restarts with {name}; conversations go on with it"
+
+    def unload(self, name: str) -> str:
+        """Let the `turnkeep serve` that runs this console unload a model. Raises `ModelError`."""
+        self._check()
+        if self._models and name not in self._models:
+            raise ModelError(f"{name} is none of the models of turnkeep.toml: {', '.join(self._models)}")
+        if self.unloaded is not None:
+            raise ModelError("no model is loaded")
+        click.echo(f"unload {name}")
+        then = "its next request loads it again" if self._models else "requests wait until one is served"
+        return f"{name} is unloaded; {then}"
+
+    def _check(self) -> None:
+        if self._worker is None:
+            raise ModelError("only a console of turnkeep serve --console can do this; restart the worker")
 
     def pull(self, name: str) -> str:
         """Begin to download a model, on a thread of its own. Raises `ModelError`."""

@@ -29,7 +29,14 @@ from turnkeep_client.errors import (
 )
 from turnkeep_client.redact import shown
 from turnkeep_client.subjects import DEFAULT_TENANT
-from worker.process.datadir import TOKEN_NAME, holder_pid, noted_nats, owner, starting_pid
+from worker.process.datadir import (
+    TOKEN_NAME,
+    holder_pid,
+    is_unloaded,
+    noted_nats,
+    owner,
+    starting_pid,
+)
 from worker.process.installed import program
 from worker.process.settings import SettingsError, load_models
 from worker.wire.credentials import CREDENTIAL_SETTINGS, client_options, over_tls
@@ -181,7 +188,10 @@ def talk(settings: Settings, tenant: str, say: Callable[[Client], Coroutine[Any,
     except NoServerError as error:
         raise NoWorkerError(f"{error}; {_instead(settings)}") from None
     except NoWorkerError as error:
-        raise NoWorkerError(f"{error}; start a worker with: {command_line(settings, 'serve')}") from None
+        starts = f"start a worker with: {command_line(settings, 'serve')}"
+        if is_unloaded(settings.data_dir) and not _is_elsewhere(settings):
+            starts = "the worker's model was unloaded: Serve in its console loads one"
+        raise NoWorkerError(f"{error}; {starts}") from None
     except asyncio.CancelledError:
         _end_terminated()
     except OSError as error:

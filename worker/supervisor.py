@@ -14,7 +14,7 @@ import os
 import signal
 import subprocess
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import anyio
 import msgspec
@@ -30,14 +30,14 @@ from worker.wire.credentials import over_tls, worker_options
 from .metrics import unloaded
 from .observe.health import HealthServer
 from .process.children import PROGRAM, child
-from .process.concurrency import shielded, task_group
+from .process.concurrency import background, shielded, task_group
 from .process.datadir import DataDir
 from .process.formatting import size
 from .process.settings import word
 from .wire.activator import Activator
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 
     from anyio.abc import Process
 
@@ -172,6 +172,12 @@ class Supervisor:
                 with contextlib.suppress(ProcessLookupError):
                     model.process.send_signal(signal.SIGHUP)
 
+    def unload(self, name: str) -> None:
+        """Have a model leave memory, until a request has no answer. Event loop only."""
+        for model in self._models:
+            if model.name == name:
+                model.leave.set()
+
     async def run(self) -> None:
         """Serve until `stop`. Raises `TurnkeepError`, with one line, for errors that a user can fix."""
         settings = self._settings
@@ -179,7 +185,7 @@ class Supervisor:
             if settings.health is not None:  # first, as models may take long to be measured, or to be fetched
                 health = HealthServer(settings.health, {"/livez": list, "/readyz": self._unready})
                 await health.open()
-                await stack.enter_async_context(_background(health.serve))
+                await stack.enter_async_context(background(health.serve))
             directory = stack.enter_context(
                 DataDir.open(settings.data_dir, settings.worker, settings.nats_place)
             )
@@ -193,7 +199,7 @@ class Supervisor:
             else:
                 stack.push_async_callback(shielded, server.stop)
                 await server.start()
-                await stack.enter_async_context(_background(server.supervise))
+                await stack.enter_async_context(background(server.supervise))
                 url, options = server.url, {"token": server.token}
                 self._places = ("--nats", url)
                 self._environment["TURNKEEP_NATS_TOKEN"] = server.token
@@ -367,15 +373,6 @@ class Supervisor:
 
     def _unready(self) -> list[str]:
         return [] if self.ready.is_set() else ["starting"]
-
-
-@asynccontextmanager
-async def _background(part: Callable[[], Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
-    """Run a part until the block ends."""
-    async with task_group() as tasks:
-        tasks.start_soon(part)
-        yield
-        tasks.cancel_scope.cancel()
 
 
 def _share(name: str, wanted_bytes: int | None, needs: Needs, memory_bytes: int) -> int:

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
     from ops.log.conversation import Turn
     from turnkeep_client.client import Client
-    from turnkeep_client.messages import Message
+    from turnkeep_client.messages import Message, Metrics
     from turnkeep_client.session import Sampling
 
 T = TypeVar("T")
@@ -87,7 +87,9 @@ class Place(NamedTuple):
 
 
 class Shelf(Protocol):
-    """The models of this machine."""
+    """The models of this machine. `unloaded` is the one that the worker beside this console had before."""
+
+    unloaded: str | None
 
     def listed(self) -> dict[str, Any]:
         """Return the models that are here, others that are good, and what is downloaded. Blocks."""
@@ -97,6 +99,9 @@ class Shelf(Protocol):
 
     def serve(self, name: str) -> str:
         """Let the worker restart with another model; say so. Blocks; raises `TurnkeepError`."""
+
+    def unload(self, name: str) -> str:
+        """Let a model leave memory; say so. Raises `TurnkeepError`."""
 
 
 class _Wanted(Struct, frozen=True, forbid_unknown_fields=True):
@@ -159,6 +164,7 @@ class Console:
         of_models = [
             Route("/api/models", self._pull, methods=["POST"]),
             Route("/api/models/serve", self._serve, methods=["POST"]),
+            Route("/api/models/unload", self._unload, methods=["POST"]),
         ]
         self.app = Starlette(
             routes=[
@@ -201,13 +207,16 @@ class Console:
         is_served = await self._is_served() if figures["connected"] else False
         if is_served is False:  # known at once; that a worker is silent is noticed later
             figures["workers"] = {name: one | {"up": False} for name, one in figures["workers"].items()}
-        return _json(self._about | figures | {"is_served": is_served})
+        return _json(self._about | figures | {"is_served": is_served, "unloaded": self._shelf.unloaded})
 
     async def _where(self, _: Request) -> Response:
         return _json((await asyncio.to_thread(self._place))._asdict())
 
     async def _models(self, _: Request) -> Response:
-        return _json(await asyncio.to_thread(self._shelf.listed))
+        listed = await asyncio.to_thread(self._shelf.listed)
+        if listed["can_serve"] and not listed["served"] and (served := await self._served()):
+            listed["served"] = [{"name": served.model, "is_loaded": True}]
+        return _json(listed)
 
     async def _pull(self, request: Request) -> Response:
         wanted = await _body(request, _Wanted)
@@ -215,11 +224,29 @@ class Console:
 
     async def _serve(self, request: Request) -> Response:
         wanted = await _body(request, _Wanted)
-        if others := (await self._client.worker_metrics()).others:
+        served, unloaded = await self._served(), self._shelf.unloaded
+        if served and unloaded and wanted.name != unloaded:
+            raise TurnkeepError(f"another worker serves the prefix with {served.model}; stop it to change it")
+        if served and served.others and not unloaded:
+            number = 1 + len(served.others)
             raise TurnkeepError(
-                f"{1 + len(others)} workers serve the prefix with this model; stop all but one to change it"
+                f"{number} workers serve the prefix with this model; stop all but one to change it"
             )
         return _json({"said": await asyncio.to_thread(self._shelf.serve, wanted.name)})
+
+    async def _unload(self, request: Request) -> Response:
+        wanted = await _body(request, _Wanted)
+        listed = await asyncio.to_thread(self._shelf.listed)
+        if listed["can_serve"] and (served := await self._served()) and served.model != wanted.name:
+            raise TurnkeepError(f"{wanted.name} is not loaded: the worker serves {served.model}")
+        return _json({"said": await asyncio.to_thread(self._shelf.unload, wanted.name)})
+
+    async def _served(self) -> Metrics | None:
+        """Return what a worker says of itself; None if none serves the prefix, or is too busy to say so."""
+        with contextlib.suppress(TimeoutError, NoAnswerError):
+            async with asyncio.timeout(_PING_S):
+                return await self._client.worker_metrics()
+        return None
 
     async def _last_lines(self, _: Request) -> Response:
         return _json(self.log.shown())

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 #: The name under which the protocol gives elements.
 _ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 #: A script with checks of what a page looks like.

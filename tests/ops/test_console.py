@@ -66,6 +66,7 @@ class OnShelf:
 
     def __init__(self) -> None:
         self.pulled = list[str]()
+        self.unloaded: str | None = None
 
     def listed(self) -> dict[str, Any]:
         size = {"size_bytes": 2**30, "needed_bytes": 2**31}
@@ -84,6 +85,7 @@ class OnShelf:
                 {"name": "c", "fits": True, **size, **here, "in_use": False},
             ],
             "can_serve": True,
+            "served": [{"name": "a", "is_loaded": self.unloaded is None}],
             "good": [{"name": "org/good", **size, **known}],
             "pulls": {name: {"done": 2**29, "total": 2**30} for name in self.pulled},
         }
@@ -96,6 +98,10 @@ class OnShelf:
 
     def serve(self, name: str) -> str:
         raise TurnkeepError(f"{name} cannot be served: it is not whole")
+
+    def unload(self, name: str) -> str:
+        self.unloaded = name
+        return f"{name} is unloaded; requests wait until one is served"
 
 
 PLACE = Place("nats://127.0.0.1:4222", "http://127.0.0.1:8080", True, "turnkeep launch", "turnkeep url")

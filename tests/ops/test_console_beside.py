@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import shutil
+from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import httpx2
+import psutil
 import pytest
 
+from commands.serve import again
 from commands.shelf import Shelf
-from tests.parts import free_port
-from turnkeep_client.errors import TurnkeepError
+from tests.commands.command_runs import turnkeep
+from tests.parts import WorkerProcess, free_port
+from turnkeep_client.errors import NoAnswerError, TurnkeepError
 from worker.models.model_files import ModelError
+from worker.process.datadir import DataDir, DataDirInUseError
 from worker.process.settings import Settings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Callable
     from pathlib import Path
-
-    from tests.parts import WorkerProcess
 
 pytestmark = pytest.mark.process
 
@@ -43,24 +48,31 @@ def served(lines: list[str]) -> list[str]:
     return [told["model"] for told in map(json.loads, lines) if told["event"] == "loaded the model"]
 
 
+@asynccontextmanager
+async def console_of(worker: WorkerProcess) -> AsyncIterator[httpx2.AsyncClient]:
+    """What a page of the console beside a worker has: its address, and its token."""
+    while not (printed := re.search(r"the console is at (\S+?)/(\?token=\S+)", worker.log)):
+        assert worker.running, worker.log
+        await asyncio.sleep(0.05)
+    headers = {"Origin": printed[1]}
+    async with httpx2.AsyncClient(base_url=printed[1], headers=headers, timeout=60) as http:
+        await http.get(f"/{printed[2]}")
+        yield http
+
+
 async def test_the_console_has_its_worker_serve_another_model_with_the_same_sessions(
     worker_process: Callable[..., WorkerProcess], tiny_model: Path
 ) -> None:
-    port = free_port()
-    worker = worker_process("--console", str(port))
+    worker = worker_process("--console", str(free_port()))
     worker.forks = False
     for name in ("other", "broken"):
         shutil.copytree(tiny_model, worker.data_dir / "models" / name)
     broken = worker.data_dir / "models" / "broken" / "config.json"
     broken.write_text(json.dumps(json.loads(broken.read_text()) | {"hidden_size": 60}))
     worker.start()
-    origin = f"http://127.0.0.1:{port}"
     async with await worker.client(timeout_s=60) as client:
         await client.session("s").generate(text="a", max_tokens=2, timeout_s=60)
-    while not (printed := re.search(r"the console is at (\S+)", worker.log)):  # noqa: ASYNC110
-        await asyncio.sleep(0.05)
-    async with httpx2.AsyncClient(base_url=origin, headers={"Origin": origin}, timeout=60) as http:
-        await http.get(printed[1])
+    async with console_of(worker) as http:
         lines = await get(http, "log", bool)
         assert served(lines) == [tiny_model.name]
         assert (await get(http, "models", bool))["can_serve"]
@@ -92,3 +104,123 @@ def test_a_console_that_no_worker_runs_leaves_models_alone(tmp_path: Path) -> No
     assert not shelf.listed()["can_serve"]
     with pytest.raises(ModelError, match="only a console of turnkeep serve --console can do this"):
         shelf.serve("other")
+
+
+async def test_a_model_is_unloaded_and_requests_wait_until_it_is_served_again(
+    worker_process: Callable[..., WorkerProcess],
+) -> None:
+    worker = worker_process("--console", str(free_port()), "--health", str(health := free_port()))
+    worker.forks = False
+    worker.start()
+    async with await worker.client(timeout_s=60) as client, console_of(worker) as http:
+        await client.session("s").generate(text="a", max_tokens=2, timeout_s=60)
+        served = (await get(http, "models", bool))["served"]
+        assert served == [{"name": "tiny", "is_loaded": True}]
+        assert (await get(http, "workers", bool))["unloaded"] is None
+        refused = await http.post("/api/models/unload", json={"name": "other"})
+        assert refused.json()["error"] == "other is not loaded: the worker serves tiny"
+        pid = worker.pid
+
+        said = await http.post("/api/models/unload", json={"name": "tiny"})
+        assert (said.status_code, said.json()["said"][:20]) == (200, "tiny is unloaded; re")
+        told = await get(http, "workers", lambda told: told["unloaded"] == "tiny")
+        assert (told["connected"], told["is_served"]) == (True, False)
+        libraries = {one.path for one in psutil.Process(pid).memory_maps() if "mlx" in one.path}
+        assert not libraries, "the process is another one, with the same id"
+        assert (await get(http, "models", bool))["served"] == [{"name": "tiny", "is_loaded": False}]
+        assert [row["session"] for row in (await get(http, "sessions", bool))["rows"]] == ["s"]
+        assert (await get(http, "sessions/s", bool))["turns"]
+        assert await get(http, "log", lambda lines: "no model is loaded" in lines[-1])
+        async with httpx2.AsyncClient() as probe:
+            for path, status in (("livez", 200), ("readyz", 503)):
+                answer = await probe.get(f"http://127.0.0.1:{health}/{path}")
+                assert (path, answer.status_code) == (path, status)
+        refused = await http.post("/api/models/unload", json={"name": "tiny"})
+        assert refused.json()["error"] == "no model is loaded"
+        with pytest.raises(NoAnswerError):
+            await client.worker_metrics()
+        with pytest.raises(DataDirInUseError, match="whose model was unloaded: Serve in its console loads"):
+            DataDir.open(worker.data_dir)
+        run = partial(turnkeep, "run", "", "Hello", "--data-dir", worker.data_dir)
+        assert (
+            "the worker's model was unloaded: Serve in its console" in (await asyncio.to_thread(run)).stderr
+        )
+        asked = await http.post("/api/sessions/s/ask", json={"id": "asked", "text": "b", "max_tokens": 2})
+        assert asked.status_code == 200
+
+        assert (await http.post("/api/models/serve", json={"name": "tiny"})).status_code == 200
+        found = await get(http, "sessions/s", lambda found: found["turns"][-1]["state"] != "waiting")
+        assert [(turn["id"], turn["state"]) for turn in found["turns"][1:]] == [("asked", "done")]
+        await get(http, "workers", lambda told: told["unloaded"] is None and told["is_served"])
+        assert (worker.pid, worker.running) == (pid, True)
+    assert worker.stop() == 0
+
+
+async def test_a_signal_while_a_worker_begins_again_ends_it(
+    worker_process: Callable[..., WorkerProcess],
+) -> None:
+    worker = worker_process("--console", str(free_port()))
+    worker.forks = False
+    worker.start()
+    for pause_s in (0.0, 1.0):  # while its console ends, and while it imports
+        if not worker.running:
+            worker.log_path.unlink()
+            worker.start()
+        async with console_of(worker) as http:
+            await http.post("/api/models/unload", json={"name": "tiny"})
+        await asyncio.sleep(pause_s)
+        assert worker.stop() == 0
+        assert not [one for one in psutil.process_iter() if str(worker.data_dir) in words_of(one)]
+
+
+def words_of(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.Error):
+        return " ".join(process.cmdline())
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("wishes", "then"),
+    [
+        (["serve b"], "--model b"),
+        (["serve b", "serve c"], "--model c"),
+        (["unload a"], "--unloaded a"),
+        (["unload a", "serve"], ""),
+        (["unload a", "serve c"], "--model c"),
+        (["serve b", "unload b"], "--model b --unloaded b"),
+        (["serve b", "unload b", "serve"], "--model b"),
+    ],
+)
+def test_what_the_console_wishes_replaces_what_it_wished_before(wishes: list[str], then: str) -> None:
+    words = ["serve", "--model", "a", "--console", "9423"]
+    for wish in wishes:
+        words = again(words, wish)
+    assert words == ["serve", "--model", "a", "--console", "9423", *then.split()]
+
+
+async def test_one_of_several_models_is_unloaded_until_it_is_asked_for(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    config = tmp_path / "several.toml"
+    config.write_text(f"[models.tiny]\nmodel = '{tiny_model}'\ndevice_memory = '20MiB'\n")
+    options = ("--config", str(config), "--console", str(free_port()))
+    worker = WorkerProcess(tmp_path / "data", None, free_port(), *options)
+    worker.start()
+    try:
+        client = await worker.client(timeout_s=60, prefix="turnkeep-tiny")
+        async with client, console_of(worker) as http:
+            assert (await get(http, "models", bool))["served"] == [{"name": "tiny", "is_loaded": False}]
+            await client.session("s").generate(text="a", max_tokens=2, timeout_s=60)
+            await get(http, "models", lambda found: found["served"][0]["is_loaded"])
+            refused = await http.post("/api/models/unload", json={"name": "other"})
+            assert refused.json()["error"] == "other is none of the models of turnkeep.toml: tiny"
+            said = await http.post("/api/models/unload", json={"name": "tiny"})
+            assert said.json()["said"] == "tiny is unloaded; its next request loads it again"
+            await get(http, "models", lambda found: not found["served"][0]["is_loaded"])
+            assert (await client.worker_metrics()).device == "unloaded"
+            result = await client.session("s").generate(text="b", max_tokens=2, timeout_s=60)
+            assert result.position > 4
+            refused = await http.post("/api/models/serve", json={"name": "tiny"})
+            assert "turnkeep.toml" in refused.json()["error"]
+    finally:
+        worker.stop()

@@ -225,6 +225,27 @@ async def test_a_conversation_is_titled_searched_asked_again_and_stopped(
             await asyncio.to_thread(then)
 
 
+async def test_the_first_page_is_light_and_asks_for_each_thing_once(
+    browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]]
+) -> None:
+    worker = await local_worker()
+    loaded = "performance.getEntriesByType('resource')"
+
+    def look(url: str) -> None:
+        browser.open("about:blank")
+        browser.cdp("Network.clearBrowserCache")
+        browser.open(f"{url}/?token={TOKEN}")
+        browser.wait_for(f"{loaded}.some((one) => one.name.includes('/api/sessions'))")
+        found = browser.run(f"return {loaded}.map((one) => [one.name, one.encodedBodySize])")
+        asked = [name.removeprefix(url) for name, _ in found]
+        assert [one.partition("?")[0] for one in asked if "/api/" in one] == ["/api/workers", "/api/sessions"]
+        assert all(one.startswith("/") for one in asked), "no request leaves the machine"
+        assert sum(size for _, size in found) < 100_000
+
+    async with serving(worker.client) as url:
+        await asyncio.to_thread(look, url)
+
+
 async def test_lines_to_connect_are_there_to_copy(
     browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]]
 ) -> None:
@@ -259,7 +280,7 @@ async def test_models_are_shown_with_what_fits_and_downloaded(
     def look(url: str) -> None:
         browser.open(f"{url}/?token={TOKEN}")
         browser.click("Models")
-        browser.wait_for("document.querySelectorAll('.models tbody tr').length === 4")
+        browser.wait_for("document.querySelectorAll('.models tbody tr').length === 5")
         seen = browser.text("main")
         assert "This machine has 8 GiB of memory" in seen
         assert ("fits: 2 GiB" in seen, "too large: 2 GiB" in seen) == (True, True)
@@ -308,6 +329,59 @@ async def test_the_worker_s_log_is_shown_and_another_model_is_served(
         browser.click("Workers")
         browser.wait_for("document.querySelector('.log pre')?.innerText.includes('model=\"other\"')")
 
+    await asyncio.to_thread(look)
+
+
+#: Notes each text that an element has had.
+SEES = """window.seen = [];
+    new MutationObserver(() => seen.push(document.querySelector(arguments[0]).innerText))
+        .observe(document.querySelector(arguments[0]), { childList: true, subtree: true });"""
+
+
+async def test_a_question_asked_while_no_model_is_loaded_is_answered_once_one_is_served(
+    browser: Browser, worker_process: Callable[..., WorkerProcess]
+) -> None:
+    worker = worker_process("--console", str(free_port()))
+    worker.forks = False
+    worker.start()
+    gone, state = (f"document.querySelector('#{name}').innerText" for name in ("gone", "state"))
+    served = "document.querySelector('.models').innerText"
+
+    def look() -> None:
+        while not (printed := re.search(r"the console is at (\S+)", worker.log)):
+            time.sleep(0.05)
+        browser.open(printed[1])
+        browser.click("Models")
+        browser.wait_for(f"/tiny\\s+in memory\\s+Unload/.test({served})")
+        browser.click("Unload", "button[aria-label='Unload tiny']")
+        assert "requests wait in the log until Serve loads one again" in browser.text("dialog")
+        browser.run(SEES, "#state")
+        browser.click("Unload", "#dialog-yes")
+        browser.run("setInterval(() => dispatchEvent(new Event('doubt')), 200)")  # the page asks now and then
+        browser.wait_for("seen.includes('restarting')")
+        browser.wait_for(f"{gone}.startsWith('No model is loaded: the page Models serves one.')")
+        assert browser.run(f"return {state}") == "no model is loaded"
+        assert "no console" not in browser.run("return seen")
+        browser.wait_for(f"/tiny\\s+not loaded\\s+Serve/.test({served})")
+        browser.click("Sessions")
+        browser.click("notes", ".sessions a")
+        browser.wait_for("document.querySelector('.user')?.innerText === 'Rhubarb?'")
+        browser.type(".side input", "rhub")
+        browser.wait_for("document.querySelectorAll('.side li').length === 1")
+        browser.click("Options")
+        browser.type("input[placeholder='what fits']", "5")
+        browser.type("#message", "What grows?\ue007")
+        browser.wait_for("document.querySelectorAll('.turn.waiting').length === 1")
+        browser.click("Models")
+        browser.click("Serve", "button[aria-label='Serve tiny']")
+        browser.wait_for(f"/tiny\\s+in memory\\s+Unload/.test({served})")
+        browser.wait_for(f"{state} === '1 worker up' && !{gone}")
+        browser.run("location.hash = '#/session/notes'")
+        browser.wait_for("document.querySelectorAll('.turn.done').length === 2")
+
+    async with await worker.client(timeout_s=60) as client:
+        notes = client.session("notes")
+        await notes.generate(messages=[{"role": "user", "content": "Rhubarb?"}], max_tokens=3, timeout_s=60)
     await asyncio.to_thread(look)
 
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import anyio.to_thread
 from anyio import CancelScope, TaskFailed, create_task_group
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 
     from anyio.abc import TaskGroup
 
@@ -40,6 +40,15 @@ async def task_group() -> AsyncIterator[TaskGroup]:
     else:
         return
     raise error  # outside of `except`, to keep its cause
+
+
+@asynccontextmanager
+async def background(part: Callable[[], Coroutine[Any, Any, object]]) -> AsyncIterator[None]:
+    """Run a part until the block ends."""
+    async with task_group() as tasks:
+        tasks.start_soon(part)
+        yield
+        tasks.cancel_scope.cancel()
 
 
 async def in_thread(work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:

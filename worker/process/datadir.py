@@ -11,7 +11,7 @@ import fcntl
 import json
 import os
 import time
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 from uuid import uuid4
 
 from turnkeep_client.errors import TurnkeepError
@@ -59,11 +59,13 @@ class DataDir:
         self._lock_fd = lock_fd
 
     @classmethod
-    def open(cls, path: Path, worker: str = "", nats: str | int | None = None) -> DataDir:
+    def open(
+        cls, path: Path, worker: str = "", nats: str | int | None = None, *, has_model: bool = True
+    ) -> DataDir:
         """Create the directory if needed, check that it is writable, and lock it.
 
-        `worker` is the name that another worker reads from the lock file, `nats` what `noted_nats` reads
-        there; None keeps it. Raises `DataDirError`.
+        `worker` is the name that another worker reads from the lock file, and whether it `has_model` or was
+        told to unload it, `nats` what `noted_nats` reads there; None keeps it. Raises `DataDirError`.
         """
         path = path.absolute()
         fd = -1
@@ -79,6 +81,7 @@ class DataDir:
             name, nats = last.get("directory") or uuid4().hex, nats or last.get("nats")
             os.ftruncate(fd, 0)
             note = {"pid": os.getpid(), "worker": worker, "directory": name, "inode": inode, "nats": nats}
+            note |= {} if has_model else {"unloaded": True}
             os.pwrite(fd, json.dumps(note).encode(), 0)
             os.fsync(fd)  # a full disk fails here, not in the middle of a turn
             opened = cls(path, fd, name)
@@ -137,13 +140,13 @@ class DataDir:
 def owner(path: Path) -> str | None:
     """Return the name and process of the worker that has locked a data directory; None if it has ended."""
     held = _holder(path)
-    return held[2] if held else None
+    return held.name if held else None
 
 
 def holder_pid(path: Path) -> int | None:
     """Return the worker's process that has locked a data directory; None if it has ended."""
     held = _holder(path)
-    return held[0] if held else None
+    return held.pid if held else None
 
 
 def noted_nats(path: Path) -> str | int | None:
@@ -162,11 +165,27 @@ def noted_nats(path: Path) -> str | int | None:
 def starting_pid(path: Path) -> int | None:
     """Return the worker's process that locked a data directory a short time ago; None if none did."""
     held = _holder(path)
-    return held[0] if held and time.time() - held[1] < _STARTING_S else None
+    is_starting = held is not None and not held.is_unloaded and time.time() - held.locked_s < _STARTING_S
+    return held.pid if held and is_starting else None
 
 
-def _holder(path: Path) -> tuple[int, float, str] | None:
-    """Return the pid, time of locking and name of the worker that runs on a data directory.
+def is_unloaded(path: Path) -> bool:
+    """Say whether the worker of a data directory was told to unload its model, and keeps its place."""
+    held = _holder(path)
+    return held is not None and held.is_unloaded
+
+
+class _Holder(NamedTuple):
+    """Who has locked a data directory, and when; `name` has the process too."""
+
+    pid: int
+    locked_s: float
+    name: str
+    is_unloaded: bool
+
+
+def _holder(path: Path) -> _Holder | None:
+    """Return the worker that runs on a data directory.
 
     Does not try the lock, since that would refuse it to a worker that starts at this moment.
     """
@@ -175,9 +194,10 @@ def _holder(path: Path) -> tuple[int, float, str] | None:
     with contextlib.suppress(OSError, psutil.Error):
         fd = os.open(path / LOCK_NAME, os.O_RDONLY)
         try:
-            pid, locked_s = _read_note(fd).get("pid"), os.fstat(fd).st_mtime
+            note, locked_s = _read_note(fd), os.fstat(fd).st_mtime
+            pid = note.get("pid")
             if isinstance(pid, int) and psutil.Process(pid).create_time() <= locked_s + 1:
-                return pid, locked_s, _owner(fd)
+                return _Holder(pid, locked_s, _owner(fd), bool(note.get("unloaded")))
         finally:
             os.close(fd)
     return None
@@ -188,7 +208,8 @@ def _owner(lock_fd: int) -> str:
     if "pid" not in owner:  # locked, but nothing written yet
         return "another worker that is just starting"
     name = f"worker {owner['worker']} " if owner.get("worker") else "a worker "
-    return f"{name}(pid {owner['pid']})"
+    unloaded = ", whose model was unloaded: Serve in its console loads one" if owner.get("unloaded") else ""
+    return f"{name}(pid {owner['pid']}{unloaded})"
 
 
 def _read_note(lock_fd: int) -> dict[str, Any]:

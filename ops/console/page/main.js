@@ -11,7 +11,9 @@ const FRESH_MS = 4000;
 const PAGES = { "": "chat", session: "chat", worker: "workers" };
 const main = document.getElementById("main"), state = document.getElementById("state");
 const about = { prefix: "", tenant: "", read_only: true };
-let page = null, turn = 0, next;
+const RESTARTS = "The console begins again with its worker, which takes some seconds, and longer for a large model. What is shown stays, and goes on by itself.";
+const RESTART_MS = 300000;
+let page = null, turn = 0, next, first = null, wasSilent = false, restarted = -RESTART_MS;
 
 function named() {
   const [kind, ...rest] = location.hash.replace(/^#\/?/, "").split("/");
@@ -56,24 +58,31 @@ function missing(words) {
 function told(found) {
   const heard = Object.values(found.workers).filter((one) => one.up).length, up = heard || Number(found.is_served === true);
   state.className = found.connected && up ? "good" : "bad";
-  tell(state, !found.connected ? "no connection to NATS" : up ? `${up} worker${up > 1 ? "s" : ""} up` : "no worker");
+  tell(state, !found.connected ? "no connection to NATS" : up ? `${up} worker${up > 1 ? "s" : ""} up`
+    : found.unloaded ? "no model is loaded" : "no worker");
   missing(!found.connected ? "NATS does not answer. What is shown may be old, and goes on by itself when the server is back."
-    : up ? "" : "No worker is up: turnkeep serve starts one. Until then questions wait in the log.");
+    : up ? "" : found.unloaded ? "No model is loaded: the page Models serves one. Until then questions wait in the log."
+    : "No worker is up: turnkeep serve starts one. Until then questions wait in the log.");
   state.title = `as of ${clock(new Date())}`;
 }
 
 async function look() {
   const mine = ++turn, shown = page, began = Date.now();
   try {
-    const found = await get(`/api/workers${shown.worker ? `?worker=${encodeURIComponent(shown.worker)}` : ""}`);
+    const found = (!shown.worker && first) || await get(`/api/workers${shown.worker ? `?worker=${encodeURIComponent(shown.worker)}` : ""}`);
+    first = null;
     told(found);
+    if (wasSilent) restarted = -RESTART_MS;
+    wasSilent = false;
     if (mine === turn) await shown.refresh(found);
   } catch (error) {
     if (mine !== turn) return;
     state.className = "bad";
     const isSilent = error instanceof TypeError;
-    tell(state, isSilent ? "no console" : "refused");
-    missing(isSilent ? "The console does not answer: is turnkeep console still running? What is shown stays, and goes on by itself when it is back."
+    const restarts = isSilent && performance.now() - restarted < RESTART_MS;
+    wasSilent = isSilent;
+    tell(state, restarts ? "restarting" : isSilent ? "no console" : "refused");
+    missing(restarts ? RESTARTS : isSilent ? "The console does not answer: is turnkeep console still running? What is shown stays, and goes on by itself when it is back."
       : `${error.message}.`);
   }
   clearTimeout(next);  // a log that takes long to read is read less often
@@ -82,11 +91,12 @@ async function look() {
 
 document.querySelector(".skip").onclick = (event) => { event.preventDefault(); main.focus(); };
 addEventListener("hashchange", open);
+addEventListener("restart", () => { restarted = performance.now(); });  // that the console does not answer is expected
 addEventListener("doubt", look);  // an answer that is on its way has stopped
 addEventListener("resize", () => page?.resized?.());
 document.addEventListener("visibilitychange", () => { if (!document.hidden) look(); });
 try {
-  const found = await get("/api/workers");
+  const found = first = await get("/api/workers");
   Object.assign(about, { prefix: found.prefix, tenant: found.tenant, read_only: found.read_only });
   const words = [found.prefix, ...(found.tenant === "default" ? [] : [found.tenant]), ...(found.read_only ? ["read-only"] : [])];
   document.getElementById("about").textContent = words.join(" · ");

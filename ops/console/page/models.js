@@ -1,4 +1,4 @@
-/* The models that are here, and others that are known to be good for this machine. */
+/* The models that are served, those that are here, and others that are known to be good for this machine. */
 
 import { asked, bytes, copied, count, get, made, post, tell, toast } from "./dom.js";
 
@@ -10,18 +10,21 @@ const table = (caption, heads, rows) => made("table", { class: "models" }, made(
   made("thead", {}, made("tr", {}, ...heads.map((head) => made("th", { scope: "col" }, head)))), rows);
 
 export function models(main, about) {
-  const here = made("tbody"), good = made("tbody"), note = made("p", { class: "faint", role: "status" });
+  const served = made("tbody"), here = made("tbody"), good = made("tbody"), note = made("p", { class: "faint", role: "status" });
   const field = made("input", { placeholder: "org/name, or org/name:Q4_K_M for a GGUF file", autocomplete: "off", spellcheck: "false", required: true });
   const form = !about.read_only && made("form", { class: "row", submit: (event) => { event.preventDefault(); pull(field.value.trim()); } },
     made("label", { class: "grow" }, "Another model of the hub", field), made("button", {}, "Download"));
+  const inUse = table("Models that are served", ["model", "state", ""], served);
   let last = "", soon;
-  main.append(made("div", { class: "row head" }, made("h1", {}, "Models")), note,
-    table("Models on this machine", ["model", "size", "in memory", "context", "serve"], here),
-    made("h2", {}, "Known to be good"), table("Models to download", ["model", "for", "size", "in memory", ""], good), ...(form ? [made("h2", {}, "Download"), form] : []));
+  main.append(made("div", { class: "row head" }, made("h1", {}, "Models")), note, inUse, made("h2", {}, "On this machine"),
+    table("Models on this machine", ["model", "size", "memory", "context", "serve"], here),
+    made("h2", {}, "Known to be good"), table("Models to download", ["model", "for", "size", "memory", ""], good), ...(form ? [made("h2", {}, "Download"), form] : []));
 
-  async function act(path, name) {
+  async function act(path, name, restarts = false) {
     try {
-      toast((await post(path, { name })).said);
+      const { said } = await post(path, { name });
+      if (restarts) dispatchEvent(new Event("restart"));
+      toast(said);
       await refresh();
     } catch (error) {
       toast(error.message, true);
@@ -30,7 +33,19 @@ export function models(main, about) {
   const pull = (name) => act("/api/models", name);
   async function serve(name) {
     const text = "The worker restarts, which takes some seconds. Conversations go on with this model; an answer that is on its way ends where it is.";
-    if (await asked({ title: `Serve ${name}?`, text, yes: "Serve" })) { toast(`Looking at ${name}`); await act("/api/models/serve", name); }
+    if (await asked({ title: `Serve ${name}?`, text, yes: "Serve" })) { toast(`Looking at ${name}`); await act("/api/models/serve", name, true); }
+  }
+  async function unload(name, isOne) {
+    const then = isOne ? "requests wait in the log until Serve loads one again" : "the next request, or an answer that is on its way, loads it again";
+    const text = `Its memory is freed. Conversations can be read meanwhile; ${then}.`;
+    if (await asked({ title: `Unload ${name}?`, text, yes: "Unload" })) await act("/api/models/unload", name, isOne);
+  }
+  function state(one, isOne) {
+    return made("span", { class: one.is_loaded ? "good" : isOne && "bad" }, one.is_loaded ? "in memory" : "not loaded");
+  }
+  function change(one, isOne) {
+    const [word, does] = one.is_loaded ? ["Unload", () => unload(one.name, isOne)] : ["Serve", () => act("/api/models/serve", one.name, true)];
+    return !about.read_only && (isOne || one.is_loaded) && made("button", { class: "link", click: does, "aria-label": `${word} ${one.name}` }, word);
   }
   function progress(name, pull_) {
     if (pull_.error) return made("span", { class: "bad" }, pull_.error);
@@ -45,15 +60,20 @@ export function models(main, about) {
     if (!found || last === JSON.stringify(found)) return;
     last = JSON.stringify(found);
     const canServe = found.can_serve && !about.read_only;
-    tell(note, `This machine has ${bytes(found.memory_bytes)} of memory.${found.on_cpu ? " On its CPU each weight takes 4 bytes." : ""} A worker serves one model. ${canServe ? "Serve restarts it with another one, until it is next started by hand" : "Copy the line that starts it with another one"}; for several at a time name them in turnkeep.toml.`);
+    const how = found.served.length && !found.can_serve ? "Each model of turnkeep.toml is loaded by its next request; name others there to serve them."
+      : `A worker serves one model. ${canServe ? "Serve restarts it with another one, until it is next started by hand" : "Copy the line that starts it with another one"}; for several at a time name them in turnkeep.toml.`;
+    tell(note, `This machine has ${bytes(found.memory_bytes)} of memory.${found.on_cpu ? " On its CPU each weight takes 4 bytes." : ""} ${how}`);
+    inUse.hidden = !found.served.length;
+    served.replaceChildren(...found.served.map((one) => row(one.name, "", ["state", state(one, found.can_serve)], ["", change(one, found.can_serve)])));
+    const isServed = (name) => found.served.some((one) => one.name === name);
     here.replaceChildren(...found.here.map((one) => row(one.name, [one.dtype, one.in_use && "in use"].filter(Boolean).join(" · "), ["size", bytes(one.size_bytes)],
-      ["in memory", fits(one)], ["context", one.context_tokens ? `${count(one.context_tokens)} tokens` : "unbounded"],
-      ["serve", made("span", { class: "acts" }, canServe && one.fits && !one.in_use && made("button", { class: "link", click: () => serve(one.name), "aria-label": `Serve ${one.name}` }, "Serve"), made("button", { class: "link", click: () => copied(one.serve), title: one.serve, "aria-label": `Copy the line that serves ${one.name}` }, "Copy line"))])));
-    const known = found.good.map((one) => row(one.name, made("span", { title: one.sources.join("; ") }, one.use), ["for", `${one.memory_gb} GB`], ["size", bytes(one.size_bytes)], ["in memory", fits(one)],
+      ["memory", fits(one)], ["context", one.context_tokens ? `${count(one.context_tokens)} tokens` : "unbounded"],
+      ["serve", made("span", { class: "acts" }, canServe && one.fits && !one.in_use && !isServed(one.name) && made("button", { class: "link", click: () => serve(one.name), "aria-label": `Serve ${one.name}` }, "Serve"), made("button", { class: "link", click: () => copied(one.serve), title: one.serve, "aria-label": `Copy the line that serves ${one.name}` }, "Copy line"))])));
+    const known = found.good.map((one) => row(one.name, made("span", { title: one.sources.join("; ") }, one.use), ["for", `${one.memory_gb} GB`], ["size", bytes(one.size_bytes)], ["memory", fits(one)],
       ["", found.pulls[one.name] ? progress(one.name, found.pulls[one.name]) : !about.read_only
         && made("button", { class: "link", click: () => pull(one.name), "aria-label": `Download ${one.name}` }, "Download")]));
     const others = Object.entries(found.pulls).filter(([name]) => !found.good.some((one) => one.name === name));
-    good.replaceChildren(...known, ...others.map(([name, one]) => row(name, "", ["for", ""], ["size", ""], ["in memory", ""], ["", progress(name, one)])));
+    good.replaceChildren(...known, ...others.map(([name, one]) => row(name, "", ["for", ""], ["size", ""], ["memory", ""], ["", progress(name, one)])));
     if (Object.values(found.pulls).some((one) => !one.error)) soon = setTimeout(refresh, 1000);
   }
   return { refresh, leave: () => clearTimeout(soon) };

@@ -189,7 +189,7 @@ export function session(main, given, about) {
     earlier.hidden = !more;
     if (isFirst && !box.hidden) box.querySelector("textarea").focus({ preventScroll: true });
     isFirst = false;
-    if (isChanged) { drawTree(); if (row) seePins(); }
+    if (isChanged && row) { drawTree(); seePins(); }
     if (isChanged || Date.now() > listed + 20000) { listed = Date.now(); beside.refresh(); }
   }
 
