@@ -474,14 +474,15 @@ class Store:
         """
         packed = pack(tokens)
         num_snapshots = self.forget(tenant, tokens, shared=shared)
+        erasing = None if self._remote is None else self._remote.erase(tenant, packed, shared)
         is_remote_clean = True
         try:
             async with asyncio.timeout(timeout_s):
                 await self._drained()
                 erasure = self._writer.erase(packed)
                 await self._writer.barrier()
-                if self._remote is not None:
-                    is_remote_clean = await self._remote.erase(tenant, packed, shared)
+                if erasing is not None:
+                    is_remote_clean = await asyncio.shield(erasing)
         except TimeoutError:
             return Forgotten(num_snapshots, settled=False)
         is_held = any(node.doomed for node in self._within(tenant, packed))
@@ -611,6 +612,8 @@ class Store:
             identity = replace(full.identity, policy=full.layout.name(policy))
             form = self._forms[policy] = Form(identity, full.layout.under(policy), self._index)
             self._identities.add(form.digest)
+            if self._remote is not None:
+                self._remote.note(form.digest, identity.block_tokens)
         return form
 
     def _root(self, tenant: str | Chain) -> bytes:

@@ -34,11 +34,11 @@ HEAD: Final = ("turn", "KV from", "new", "cached", "prefilled", "1st token", "to
 class Demo:
     """The script of the demo."""
 
-    def __init__(self, data_dir: Path, model: str | None) -> None:
+    def __init__(self, data_dir: Path, model: str | None, *options: str) -> None:
         self._console = Console(highlight=False)
         self._is_first = not data_dir.exists()
         self._options = () if model is None else ("--model", model)
-        self._worker = LocalWorker(data_dir, "--worker", "one", *self._options)
+        self._worker = LocalWorker(data_dir, "--worker", "one", *self._options, *options)
         self._table = Table(title="What each turn cost", box=None, title_justify="left")
         for name in HEAD:
             self._table.add_column(
@@ -145,8 +145,9 @@ class ClusterDemo(Demo):
     """The same with two workers on one NATS server: a kill, and the other one continues the answer."""
 
     def __init__(self, data_dir: Path, model: str | None) -> None:
-        super().__init__(data_dir, model)
-        self._other = LocalWorker(data_dir / "two", "--worker", "two", beside=self._worker)
+        tier = ("--remote-tier", str(data_dir / "shared-kv"))
+        super().__init__(data_dir, model, *tier)
+        self._other = LocalWorker(data_dir / "two", "--worker", "two", *tier, beside=self._worker)
 
     def _stop(self) -> None:
         self._other.stop()
@@ -174,9 +175,10 @@ class ClusterDemo(Demo):
         self._console.print(
             f"\nWorker {killed} was killed in mid-answer; after {gap_s:.1f} s worker {other} went on"
             " with it.\n"
-            f"It had no KV of the conversation, and prefilled {prefilled} tokens; for the next\nquestion"
-            f" {then}, and the first token came {first_s:.2f} s after the worker took it up.\n"
-            "The client has only waited.\n\nSeveral workers of your own: docs/cluster.md"
+            "It took the KV of the conversation from the folder that both share, and\n"
+            f"prefilled {prefilled} tokens; for the next question {then}, and the first token came\n"
+            f"{first_s:.2f} s after the worker took it up. The client has only waited.\n\n"
+            "Several workers of your own: docs/cluster.md"
         )
 
 

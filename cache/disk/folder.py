@@ -148,6 +148,12 @@ class Folder:
         """Return a path for a file that comes from the remote tier, until it is placed."""
         return (self.tmp / self.access.file_name(digest)).with_suffix(f".fetched{number}")
 
+    def discard_fetched(self, digest: bytes) -> None:
+        """Remove what came from the remote tier for nothing."""
+        stem = self.access.file_name(digest).partition(".")[0]
+        for path in self.tmp.glob(f"{stem}.fetched*"):
+            path.unlink(missing_ok=True)
+
     def _unfinished(self, digest: bytes) -> Path:
         return (self.tmp / self.access.file_name(digest)).with_suffix("")
 

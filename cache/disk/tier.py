@@ -144,20 +144,29 @@ class SharedDirectory:
 
     def _make_room(self, size_bytes: int) -> None:
         now = time.monotonic()
-        if now >= self._measure_at or self._used_bytes + size_bytes > self._max_bytes:
-            self._used_bytes = self._swept(size_bytes)
+        missing_bytes = self._min_free_bytes + size_bytes - self._free_bytes()
+        is_full = self._used_bytes + size_bytes > self._max_bytes or missing_bytes > 0
+        if is_full or now >= self._measure_at:
+            self._used_bytes = self._swept(size_bytes, max(missing_bytes, 0))
             self._measure_at = now + _MEASURE_S
-        stat = os.statvfs(self._files)
-        if stat.f_bavail * stat.f_frsize - size_bytes < self._min_free_bytes:
+        if self._free_bytes() - size_bytes < self._min_free_bytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def _swept(self, size_bytes: int) -> int:
-        """Evict until `size_bytes` fit the limit; return the bytes that are used then."""
+    def _free_bytes(self) -> int:
+        stat = os.statvfs(self._files)
+        return stat.f_bavail * stat.f_frsize
+
+    def _swept(self, size_bytes: int, missing_bytes: int) -> int:
+        """Evict until `size_bytes` fit the limits; return the bytes that are used then.
+
+        The file system lacks `missing_bytes`. A file that a worker has too frees nothing by itself.
+        """
         entries = {entry.file: entry for entry in self._entries()}
         used_bytes = sum(entry.size_bytes for entry in entries.values())
-        if used_bytes + size_bytes <= self._max_bytes:
+        most_bytes = min(self._max_bytes, used_bytes - missing_bytes + size_bytes)
+        if used_bytes + size_bytes <= most_bytes:
             return used_bytes
-        aim = int(self._max_bytes * _SWEPT_SHARE) - size_bytes
+        aim = int(most_bytes * _SWEPT_SHARE) - size_bytes
         for entry in _in_order_of_eviction(entries):
             if used_bytes <= aim:
                 break

@@ -11,11 +11,13 @@ import asyncio
 import queue
 import threading
 from bisect import bisect_left
+from collections import deque
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
+from threading import Event
 from time import monotonic
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -97,14 +99,18 @@ class Remote:
         self._num_forgotten = 0
         self._paused_until = self._pause_s = 0.0
         self._numbers = count()
+        self._unnoted: deque[Key] = deque()
         self._readers = Readers(_THREADS, lambda: None)
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="turnkeep-tier", daemon=True)
         self._thread.start()
 
     def note(self, identity: bytes, block_tokens: int) -> None:
-        """Let all workers know that an identity has snapshots in the tier, so that they can be forgotten."""
-        self._jobs.put(partial(self._trying, partial(self._note, identity, block_tokens)))
+        """Let all workers know that an identity has snapshots in the tier, so that they can be forgotten.
+
+        The next snapshot is put after that.
+        """
+        self._unnoted.append(Key(_IDENTITIES, f"{identity.hex()}-{block_tokens}"))
 
     def offer(self, node: Node) -> None:
         """Put a snapshot that is complete on disk, unless the tier is too slow or fails."""
@@ -137,7 +143,7 @@ class Remote:
         last = node = None
         for at in range(0, len(found.links), _BATCH):
             links = found.links[at : at + _BATCH]
-            got = await asyncio.gather(*(self._asked(partial(self._get, *link)) for link in links))
+            got = await self._got(links)
             for number, one in enumerate(got):
                 node = self._adopted(*one) if one is not None and self._num_forgotten == forgotten else None
                 if node is None:
@@ -153,6 +159,19 @@ class Remote:
             await asyncio.sleep(_POLL_S)
         return self.counts.fetched_bytes - before, monotonic() - began
 
+    async def _got(self, links: Sequence[tuple[bytes, bytes]]) -> list[tuple[Name, Path, int] | None]:
+        """Get files; if that is cancelled, remove what has come, and what comes later."""
+        wanted = Event()
+        wanted.set()
+        gets = (self._asked(partial(self._get, *link, wanted)) for link in links)
+        try:
+            return await asyncio.gather(*gets)
+        except BaseException:
+            wanted.clear()
+            for _, digest in links:
+                self._jobs.put(partial(self._folder.discard_fetched, digest))
+            raise
+
     def _adopted(self, name: Name, path: Path, size_bytes: int) -> Node | None:
         known = self._index.get(name.digest)
         if known is not None and not known.is_hollow:  # another turn was faster
@@ -167,14 +186,14 @@ class Remote:
         """Adopt nothing that is being fetched now."""
         self._num_forgotten += 1
 
-    async def erase(self, tenant: str, packed: bytes, shared: int) -> bool:
+    def erase(self, tenant: str, packed: bytes, shared: int) -> asyncio.Future[bool]:
         """Remove the snapshots of these tokens, but not those of the first `shared`, nor shared ones.
 
-        Returns whether none is left. The caller limits the time.
+        Returns at once; whoever waits for the result shields it. It says whether none is left.
         """
         done: Future[bool] = Future()
         self._jobs.put(partial(self._erase, tenant, packed, shared, done))
-        return await asyncio.wrap_future(done)
+        return asyncio.wrap_future(done)
 
     async def barrier(self) -> None:
         """Wait until all that was to be put and removed before this call is."""
@@ -233,15 +252,17 @@ class Remote:
     def _key(self, parent: bytes, digest: bytes) -> Key:
         return Key(self._stem(parent), self._folder.access.file_name(digest))
 
-    def _note(self, identity: bytes, block_tokens: int) -> None:
-        key = Key(_IDENTITIES, f"{identity.hex()}-{block_tokens}")
-        if not self._tier.contains(*key[:1], [key.file]):
+    def _note_identities(self) -> None:
+        while self._unnoted:
+            key = self._unnoted[0]
             path = self._folder.tmp / f"{key.file}.identity"
             path.touch()
             self._tier.put(key, path)
             path.unlink(missing_ok=True)
+            self._unnoted.popleft()
 
     def _put(self, parent: bytes, digest: bytes) -> None:
+        self._note_identities()
         path = self._folder.path(digest)
         try:
             size_bytes = path.stat().st_size
@@ -294,7 +315,7 @@ class Remote:
         digests = ((blocks.link(parent, rest[:end]), end // TOKEN_BYTES) for end in ends)
         return {self._folder.access.file_name(digest): (digest, num) for digest, num in digests}
 
-    def _get(self, parent: bytes, digest: bytes) -> tuple[Name, Path, int] | None:
+    def _get(self, parent: bytes, digest: bytes, wanted: Event) -> tuple[Name, Path, int] | None:
         key, path = self._key(parent, digest), self._folder.fetched(digest, next(self._numbers))
         if not self._tier.get(key, path):
             return None
@@ -305,11 +326,13 @@ class Remote:
             path.unlink(missing_ok=True)
             self._tier.remove([key])
             return None
-        return name, path, path.stat().st_size
+        size_bytes = path.stat().st_size
+        if not wanted.is_set():
+            path.unlink(missing_ok=True)
+            return None
+        return name, path, size_bytes
 
     def _erase(self, tenant: str, packed: bytes, shared: int, done: Future[bool]) -> None:
-        if not done.set_running_or_notify_cancel():
-            return
         try:
             for identity in self._tier.contains(_IDENTITIES):
                 digest, _, block = identity.partition("-")

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from made_kv import BLOCK, assert_is_kv_of, assert_sum_rule, identity, save_all
+from made_kv import BLOCK, assert_is_kv_of, assert_sum_rule, cut, identity, save_all
 
 from cache.disk.access import PLAIN
 from cache.disk.objects import ObjectStore
 from cache.disk.tier import Key, SharedDirectory, Tier
 from cache.names.errors import SealedError
+from cache.names.policy import Policy
 from cache.names.tokens import as_tokens
 
 if TYPE_CHECKING:
@@ -243,3 +246,41 @@ async def test_an_encrypted_tier_is_for_those_with_its_key(open_store: Any, tmp_
     for other in (PLAIN, Sealed(b"o" * 32)):
         with pytest.raises(SealedError):
             SharedDirectory(tmp_path / "tier", other, max_bytes=1 << 30, min_free_bytes=0)
+
+
+async def test_a_policy_s_snapshots_are_forgotten_at_a_store_that_has_not_used_it(
+    open_two: Any, tmp_path: Path
+) -> None:
+    one, two = await open_two()
+    chain = one.chain("a", Policy(4, 8))
+    for span in one.wanted(chain, TOKENS, 0, 10):
+        tensors = tuple(replace(tensor, reach=chain.policy) for tensor in cut(TOKENS, span))
+        assert one.save(chain, TOKENS, span, tensors)
+    await one.barrier(5)
+    await one.barrier_remote(5)
+    assert in_tier(tmp_path)
+    assert (await two.erase("a", TOKENS)).settled
+    assert in_tier(tmp_path) == []
+
+
+async def test_a_fetch_that_is_cancelled_leaves_no_file(open_two: Any, tmp_path: Path) -> None:
+    one, two = await open_two()
+    await put(one, TOKENS)
+    found = await two.find_remote(two.chain("a"), TOKENS)
+    fetch = asyncio.create_task(two.fetch(found))
+    await asyncio.sleep(0)
+    fetch.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await fetch
+    await asyncio.sleep(0.2)
+    await two.barrier_remote(5)
+    assert not list((tmp_path / "two" / "tmp").iterdir())
+    assert await fetched(two, TOKENS) == 10
+
+
+async def test_an_erasure_that_nobody_waits_for_is_done_all_the_same(open_two: Any, tmp_path: Path) -> None:
+    one, _ = await open_two()
+    await put(one, TOKENS)
+    assert not (await one.erase("a", TOKENS, timeout_s=0.0)).settled
+    await one.barrier_remote(5)
+    assert in_tier(tmp_path) == []

@@ -38,6 +38,5 @@ def test_of_two_workers_the_other_one_continues_the_answer(tmp_path: Path, model
     assert {killed, other} == {"one", "two"}
     went_on = rf"mid-answer; after [\d.]+ s worker {other} went on with it"
     assert re.search(went_on, done.stdout), done.stdout
-    # A fast worker has sent the whole answer before its kill: then the other one prefills for the next.
-    prefilled = re.findall(r"prefilled (\d+) tokens; for the next\s+question (\d+),", done.stdout)[0]
-    assert max(map(int, prefilled)) > 2000, "the whole conversation, as the other one had none of it"
+    prefilled = re.findall(r"prefilled\s+(\d+) tokens; for the next question (\d+),", done.stdout)
+    assert max(map(int, prefilled[0])) < 400, "of more than 2,000"

@@ -206,7 +206,7 @@ class Here:
         return codes
 
 
-FOLDERS = ("/etc/nats", "/var/lib/nats", "/var/lib/turnkeep")
+FOLDERS = ("/etc/nats", "/var/lib/nats", "/var/lib/turnkeep", "/var/lib/kv")
 
 
 @pytest.fixture

@@ -88,7 +88,7 @@ async def test_a_tier_that_cannot_be_is_a_line_at_the_start(
     (tmp_path / "tier").write_text("a file")
     with pytest.raises(SettingsError, match=r"remote_tier: .*tier cannot be used: .*; name a directory"):
         await cluster("first")
-    with pytest.raises(SettingsError, match="in this worker's own data_dir; choose another"):
-        await local_worker(remote_tier=str(tmp_path / "data" / "tier"))
+    with pytest.raises(SettingsError, match="is this worker's own directory; choose another"):
+        await local_worker(remote_tier=str(tmp_path / "data"))
     with pytest.raises(SettingsError, match="remote_tier is for snapshots, and snapshots is off"):
         await local_worker(remote_tier=str(tmp_path / "else"), snapshots="off")

@@ -39,8 +39,9 @@ def remote_tier(settings: Settings, access: Access) -> Tier | None:
             f"remote_tier is for snapshots, and snapshots is {settings.snapshots}; make it on"
         )
     place = settings.remote_tier
-    if "://" not in place and Path(place).resolve().is_relative_to(settings.data_dir.resolve()):
-        raise SettingsError(f"remote_tier: {place} is in this worker's own data_dir; choose another")
+    own, there = settings.data_dir.resolve(), Path(place).resolve()
+    if "://" not in place and (there == own or there.is_relative_to(own / "snapshots")):
+        raise SettingsError(f"remote_tier: {place} is this worker's own directory; choose another")
     limits = {"max_bytes": settings.remote_tier_max, "min_free_bytes": settings.min_free_disk}
     try:
         return tier_at(place, access, **limits)
