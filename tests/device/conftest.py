@@ -196,4 +196,4 @@ def make_rig(trials: Path) -> Iterator[Callable[..., Rig]]:
 
     yield make
     for rig in rigs:
-        assert rig.device.stop()
+        assert rig.device.stop(60)
