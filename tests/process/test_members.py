@@ -103,6 +103,19 @@ async def test_a_second_worker_with_another_model_is_refused_with_one_line(
     assert (await first.client.session("s").append(text="hello")).position == 5
 
 
+async def test_a_second_worker_with_another_protocol_is_refused_with_one_line(
+    local_worker, tmp_path, monkeypatch
+):
+    first = await local_worker()
+    monkeypatch.setattr(members_of, "PROTOCOL", 99)
+    with pytest.raises(
+        BrokerError,
+        match=r"worker 'test' .* with version 1 of the protocol, and this worker has 99; stop all",
+    ):
+        await local_worker(data_dir=tmp_path / "second", worker="second")
+    assert (await first.client.session("s").append(text="hello")).position == 5
+
+
 async def test_a_copied_data_directory_does_not_take_the_name_of_the_running_worker(local_worker, tmp_path):
     first = await local_worker()
     shutil.copytree(first.settings.data_dir, tmp_path / "copy")

@@ -223,6 +223,29 @@ async def test_the_only_worker_that_takes_sessions_does_not_drain(cluster: Start
     assert (await first.client.session("s").append(text="hello", timeout_s=PATIENCE_S)).position == 5
 
 
+async def test_workers_make_their_records_again_if_the_stream_of_them_is_deleted(
+    cluster: Start, look: Any
+) -> None:
+    first, second = await cluster("first"), await cluster("second")
+    await turns(first.client)
+    log, stream = look(first.settings.prefix), first.app._members.stream
+    await log.nc.jetstream().delete_stream(stream)
+    await turns(first.client, number=2)
+    async with asyncio.timeout(PATIENCE_S):
+        while len(await _recorded(log.nc, first.app._members.stream)) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+    assert [one.app._members.others.keys() for one in (first, second)] == [{"second"}, {"first"}]
+    await turns(first.client)
+    assert {len(await log.makers(name)) for name in SESSIONS} == {4}
+
+
+async def _recorded(nc: Nats, stream: str) -> list[str]:
+    with contextlib.suppress(NotFoundError):
+        info = await nc.jetstream().stream_info(stream, subjects_filter="$KV.*.live.>")
+        return [*(info.state.subjects or {})]
+    return []
+
+
 async def test_a_worker_that_stops_hands_its_sessions_over_without_a_gap(cluster: Start, look: Any) -> None:
     first, second = await cluster("first"), await cluster("second")
     await turns(second.client, number=2)

@@ -23,6 +23,7 @@ from nats.js.errors import APIError, NoStreamResponseError, NotFoundError
 
 from turnkeep_client.direct import DirectGets
 from turnkeep_client.log import EXPECT_HEADER
+from turnkeep_client.messages import VERSION as PROTOCOL
 from turnkeep_client.nats_client import server_id
 from worker.process.clock import time
 
@@ -65,7 +66,7 @@ class Member(msgspec.Struct, frozen=True):
     `since` is the time of its start, in seconds since 1970. `model` is a digest of its model, once loaded.
     `load` is the number of sessions with requests that wait or run there, when the record was renewed. Until
     it `serves`, it loads its model, and its sessions are others'. One that `drains` takes no sessions, and
-    gives its own away.
+    gives its own away. `protocol` is the version of the messages that it writes.
     """
 
     worker: str
@@ -78,6 +79,7 @@ class Member(msgspec.Struct, frozen=True):
     load: int = 0
     serves: bool = False
     drains: bool = False
+    protocol: int = PROTOCOL
 
     def __str__(self) -> str:
         return f"worker {self.worker!r} (pid {self.pid} on {self.host})"
@@ -192,13 +194,21 @@ class Members:
             await self._greet(member)
 
     async def name_model(self, model: str) -> None:
-        """Record the digest of this worker's model. Raises `BrokerError` if another worker has another."""
+        """Record the digest of this worker's model.
+
+        Raises `BrokerError` if a running worker has another, or another version of the protocol.
+        """
         self.me = structs.replace(self.me, model=model)
         with suppress(APIError, nats.errors.Error, OSError):  # then the next renewal has it
             await self._renew()
             for one in await self._look():
                 self._add(one)
         for one in self.others.values():
+            if one.protocol != PROTOCOL:
+                raise BrokerError(
+                    f"{one} serves the prefix {self._subjects.prefix!r} with version {one.protocol} of the"
+                    f" protocol, and this worker has {PROTOCOL}; stop all workers, then start the new ones"
+                )
             if one.model and one.model != model:
                 raise BrokerError(
                     f"{one} serves the prefix {self._subjects.prefix!r} with another model; give this worker"
