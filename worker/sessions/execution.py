@@ -39,7 +39,7 @@ from worker.text.answer import Answer
 from worker.text.arguments import Offered
 from worker.text.harmony import FINAL, HarmonySplitter
 from worker.text.splitting import Calls, MarkedSplitter, call_id
-from worker.text.text import TextStream
+from worker.text.text_stream import TextStream
 from worker.wire.journal import FencedError
 
 from .formats import Formats, is_prefix_final
