@@ -23,8 +23,8 @@ from turnkeep_client.messages import (
     Rewind,
     Tool,
     ToolFunction,
-    _ChosenFunction,
 )
+from turnkeep_client.requests import _ChosenFunction
 from worker.models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
