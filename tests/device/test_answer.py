@@ -10,7 +10,7 @@ from hypothesis import given
 
 from worker.models.tokenizer import Tokenizer
 from worker.text.answer import Answer
-from worker.text.text import TextStream
+from worker.text.text_stream import TextStream
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -233,7 +233,7 @@ def test_guessing_changes_nothing_but_the_number_of_steps(
     model = make_model("llama")
     contexts = [prompt(20 + 7 * i, salt=i) for i in range(num_rows)]
     answers = [alone(model, tokens, 150, sampling)[0] for tokens in contexts]
-    monkeypatch.setattr(steps, "Lookup", lambda known, most: Oracle(known, answers, most))
+    monkeypatch.setattr(steps, "Drafter", lambda known, most: Oracle(known, answers, most))
     batch = batch_for(model, max_draft=6)
     pieces = [begin(model, tokens, sampling) for tokens in contexts]
     drawn = run(batch, pieces, 20)

@@ -106,7 +106,7 @@ def test_guesses_are_taken_back_from_quantised_kv(make_model, monkeypatch, kv_bi
         def learn(self, num_proposed: int, num_right: int, *, pays: bool) -> None:
             assert num_right <= 2
 
-    monkeypatch.setattr(steps, "Lookup", Oracle)
+    monkeypatch.setattr(steps, "Drafter", Oracle)
     batch = batch_for(model, max_draft=3)
     piece = begin(model, tokens)
     batch.step([piece])

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from worker.text.text import TextStream
+from worker.text.text_stream import TextStream
 
 if TYPE_CHECKING:
     from worker.models.tokenizer import Tokenizer

@@ -19,7 +19,7 @@ from worker.models import gguf_model
 from worker.models.model_files import ModelError
 from worker.models.tokenizer import TemplateError, Tokenizer
 from worker.text.templates import Conversation
-from worker.text.text import TextStream
+from worker.text.text_stream import TextStream
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,8 +8,8 @@ import re
 import pytest
 from nats.aio.client import Client, ServerVersion
 
-from commands import doctor
-from commands.doctor import Check, checks, exit_code, show
+import commands.checks
+from commands.checks import Check, checks, exit_code, show
 from tests.commands.command_runs import turnkeep
 from worker.process.datadir import DataDir
 from worker.wire import broker
@@ -105,24 +105,26 @@ async def test_an_unusable_data_directory_fails_with_advice(small, tmp_path):
 
 def test_a_small_disk_warns_and_a_tiny_one_fails(mounted, settings, monkeypatch):
     folder = mounted("size=8m")
-    assert doctor._disk(dataclasses.replace(settings, data_dir=folder))[1].state == "fail"
-    monkeypatch.setattr(doctor, "_MIN_FREE_BYTES", 2**20)
-    disk = doctor._disk(dataclasses.replace(settings, data_dir=folder))[1]
+    assert commands.checks._disk(dataclasses.replace(settings, data_dir=folder))[1].state == "fail"
+    monkeypatch.setattr(commands.checks, "_MIN_FREE_BYTES", 2**20)
+    disk = commands.checks._disk(dataclasses.replace(settings, data_dir=folder))[1]
     assert disk.state == "warn"
     assert "--max-disk" in disk.mend
     assert "for snapshots (20 GiB) and the log" in disk.missing
-    without = doctor._disk(dataclasses.replace(settings, data_dir=folder, snapshots="off"))[1]
+    without = commands.checks._disk(dataclasses.replace(settings, data_dir=folder, snapshots="off"))[1]
     assert without.missing == "up to 64 MiB, for the log"
 
 
 def test_a_broken_mlx_fails_without_taking_the_doctor_with_it(monkeypatch):
-    monkeypatch.setattr(doctor, "_ASK_MLX", "raise ImportError('libmlx.so: cannot open shared object file')")
-    found = doctor._mlx()
+    monkeypatch.setattr(
+        commands.checks, "_ASK_MLX", "raise ImportError('libmlx.so: cannot open shared object file')"
+    )
+    found = commands.checks._mlx()
     assert found.state == "fail"
     assert "cannot open shared object file" in found.found
     assert "mlx[cpu]" in found.mend
-    monkeypatch.setattr(doctor, "_ASK_MLX", "import os; os.abort()")
-    assert doctor._mlx().state == "fail"
+    monkeypatch.setattr(commands.checks, "_ASK_MLX", "import os; os.abort()")
+    assert commands.checks._mlx().state == "fail"
 
 
 @pytest.mark.parametrize(
@@ -134,7 +136,7 @@ def test_a_broken_mlx_fails_without_taking_the_doctor_with_it(monkeypatch):
     ],
 )
 def test_a_model_that_is_not_here_is_said(settings, spec, state, word):
-    found = doctor._model(dataclasses.replace(settings, model=spec))
+    found = commands.checks._model(dataclasses.replace(settings, model=spec))
     assert found.state == state
     assert word in found.mend
 
@@ -146,7 +148,7 @@ async def test_each_of_several_models_is_checked(small, tmp_path):
 
 
 def test_an_empty_model_folder_fails(settings, tmp_path):
-    assert doctor._model(dataclasses.replace(settings, model=str(tmp_path))).state == "fail"
+    assert commands.checks._model(dataclasses.replace(settings, model=str(tmp_path))).state == "fail"
 
 
 def test_a_finding_is_one_line_in_a_pipe(capsys):
@@ -159,5 +161,5 @@ def test_a_finding_is_one_line_in_a_pipe(capsys):
 
 
 def test_looking_at_a_directory_leaves_it_free_for_the_worker(settings):
-    doctor._disk(settings)
+    commands.checks._disk(settings)
     DataDir.open(settings.data_dir).close()

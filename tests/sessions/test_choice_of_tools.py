@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 from test_tools import CALL, CLOCK, WEATHER, WITH_TOOLS, ask, generated, user, world_of
 
-from turnkeep_client.messages import NamedTool, _ChosenFunction
+from turnkeep_client.messages import NamedTool
+from turnkeep_client.requests import _ChosenFunction
 from worker.models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

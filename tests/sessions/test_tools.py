@@ -23,9 +23,10 @@ from turnkeep_client.messages import (
     Rewind,
     Tool,
     ToolFunction,
-    _ChosenFunction,
 )
+from turnkeep_client.requests import _ChosenFunction
 from worker.models.tokenizer import Tokenizer
+from worker.sessions.port import Asked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -79,8 +80,9 @@ class Script(Formula):
         self.contexts: list[list[int]] = []
         self._tokenizer = tokenizer
 
-    async def run(self, key: Any, context: Any, cancelled: Any, *, answer: Any = None, **more: Any) -> Any:
-        self.contexts.append(list(context))
+    async def run(self, asked: Asked, cancelled: Any, *_: Any, **__: Any) -> Any:
+        answer = asked.answer
+        self.contexts.append(list(asked.context))
         if answer is not None:
             text = self.texts.pop(0)
             (end,) = self._tokenizer.eos_ids
@@ -88,7 +90,7 @@ class Script(Formula):
             for token in tokens[len(answer.tokens) :]:
                 if answer.finish_reason is None and self.cancel_after != len(answer.tokens):
                     answer.push(token)
-        return await super().run(key, context, cancelled, **more)
+        return await super().run(Asked(asked.key, asked.context), cancelled)
 
 
 @pytest.fixture(scope="module")

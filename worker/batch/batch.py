@@ -3,7 +3,7 @@
 A step runs all rows and pieces of prompts, and draws the rows' tokens. Two things differ between models, and
 `batch_kinds` chooses both: how a pass runs (`Pass`: one for all, or the model's own), and where rows keep
 their KV beside their own caches (`Keeping`: in pools, merged, or nowhere). Two things make a step faster
-without changing the tokens: rows speculate while there are few of them (`lookup`), and the next step may be
+without changing the tokens: rows speculate while there are few of them (`drafter`), and the next step may be
 in flight before the last tokens are known.
 
 A step only appends to plain caches, so setting a cache's offset back undoes the step.
@@ -20,7 +20,7 @@ import numpy as np
 
 from cache.kv import layers
 
-from .lookup import Lookup
+from .drafter import Drafter
 from .parts import OwnPart
 from .row_sampler import Draw, Sampling
 from .rows import UnsoundError
@@ -250,8 +250,8 @@ class Batch:
             return False
         if row.caches is None:
             return self._keeping.may_run_ahead(row)
-        lookup = self._lookup(row)
-        return self._is_plain and not (lookup and lookup.may_propose)
+        drafter = self._drafter(row)
+        return self._is_plain and not (drafter and drafter.may_propose)
 
     def _parts(self, rows: Sequence[Row], num_ahead: int = 0) -> tuple[list[Draft], list[Part]] | None:
         """Make the parts of a pass over these rows; returns the rows with their drafts in the same order.
@@ -265,8 +265,8 @@ class Batch:
         parts: list[Part] = [part for part, _ in kept]
         for row in rows:
             if row.caches is not None:
-                lookup = None if num_ahead else self._lookup(row)
-                draft = lookup.propose(row.num_left - 1) if lookup else []
+                drafter = None if num_ahead else self._drafter(row)
+                draft = drafter.propose(row.num_left - 1) if drafter else []
                 parts.append(OwnPart(row.caches, row.num_cached + num_ahead, 1 + len(draft)))
                 drafts.append((row, draft))
         return drafts, parts
@@ -288,8 +288,8 @@ class Batch:
             num_right = next((i for i, token in enumerate(draft) if drawn[i].token != token), len(draft))
             row.append(drawn[: num_right + 1], is_sound=all(are_sound[: num_right + 1]))
             row.num_cached += num_right + 1
-            if row.lookup is not None:
-                self._learn(row, row.lookup, len(draft), num_right, took_s)
+            if row.drafter is not None:
+                self._learn(row, row.drafter, len(draft), num_right, took_s)
         for row, first, is_sound in zip(launched.beginning, found, sound, strict=True):
             row.append([first], is_sound=is_sound)
         self._rows += launched.beginning
@@ -306,25 +306,25 @@ class Batch:
         return took_s
 
     def _learn(
-        self, row: Row, lookup: Lookup, num_drafted: int, num_right: int, took_s: float | None
+        self, row: Row, drafter: Drafter, num_drafted: int, num_right: int, took_s: float | None
     ) -> None:
         """Let a row learn from its draft. One pays if the same tokens would have taken longer without it."""
         for one in row.drawn:
-            lookup.push(one.token)
+            drafter.push(one.token)
         if num_drafted:
             plain_s = self._plain_s
             pays = took_s is None or plain_s is None or took_s <= (1 + num_right) * plain_s
-            lookup.learn(num_drafted, num_right, pays=pays)
+            drafter.learn(num_drafted, num_right, pays=pays)
             self.num_drafted += num_drafted
             self.num_accepted += num_right
             _count_back(row)  # the rejected part of the draft
 
-    def _lookup(self, row: Row) -> Lookup | None:
-        """Return a row's lookup; None if the row does not speculate, as drafts pay off only with few rows."""
+    def _drafter(self, row: Row) -> Drafter | None:
+        """Return a row's drafter; None if the row does not speculate: drafts pay off only with few rows."""
         if not self._max_draft or len(self._rows) > _DRAFTING_ROWS or row.caches is None:
             return None
-        row.lookup = row.lookup or Lookup(row.known, most=self._max_draft)
-        return row.lookup
+        row.drafter = row.drafter or Drafter(row.known, most=self._max_draft)
+        return row.drafter
 
 
 def _listed(array: Any) -> list[Any]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     import mlx.core as mx
 
-    from .lookup import Lookup
+    from .drafter import Drafter
     from .parts import Part
     from .row_sampler import Drawn, RowSampler
     from .slots import Form
@@ -48,7 +48,7 @@ class Row:
     most_held: int = sys.maxsize
     drawn: list[Drawn] = field(default_factory=list)
     is_sound: bool = True
-    lookup: Lookup | None = None
+    drafter: Drafter | None = None
     form: Form | None = None  # of its pool
 
     def append(self, drawn: list[Drawn], *, is_sound: bool = True) -> None:

@@ -17,7 +17,7 @@ import structlog
 
 from cache.kv import layers
 from cache.names.errors import CutOffError, LostPastError
-from worker.batch.lookup import MOST_SEEN
+from worker.batch.drafter import MOST_SEEN
 from worker.batch.row_sampler import RowSampler
 from worker.batch.rows import PrefillPiece, Row, UnsoundError
 

@@ -25,7 +25,6 @@ from turnkeep_client.messages import (
     Close,
     Closed,
     Generate,
-    NamedTool,
     Open,
     Parent,
     Rewind,
@@ -36,13 +35,10 @@ from turnkeep_client.messages import (
 from worker.batch.row_sampler import Sampling
 from worker.process.concurrency import in_thread, task_group
 from worker.text.answer import Answer
-from worker.text.arguments import Offered
-from worker.text.harmony import FINAL, HarmonySplitter
-from worker.text.splitting import Calls, MarkedSplitter, call_id
-from worker.text.text import TextStream
+from worker.text.text_stream import TextStream
 from worker.wire.journal import FencedError
 
-from .formats import Formats, is_prefix_final
+from .formats import Formats
 from .history import RefusedError, digests_of, seen, spoken, unread
 from .port import Asked
 from .prompt_logprobs import echo_of, told
@@ -64,7 +60,6 @@ if TYPE_CHECKING:
     from worker.batch.rows import Scores
     from worker.models.tokenizer import Tokenizer
     from worker.observe.telemetry import Telemetry
-    from worker.text.splitting import Splitter
     from worker.wire.journal import Journal, Published
     from worker.wire.retention import Retention
 
@@ -232,26 +227,7 @@ class Execution:
             )
         self._limits.check_size(len(prompt), policy, room=min(request.max_tokens, 1))
         scores, echo_bytes = echo_of(request, extended, self._max_answer_bytes)
-        # Context and memory limit an answer; the tokens that a dead worker has published stay in any case.
-        most = len(prompt) + request.max_tokens if policy.is_endless else self._limits.context_tokens
-        most = max(self._engine.most_tokens(most, policy) - len(prompt), published.num_tokens)
-        splitter = self._splitter(key, request, pending, extended.history)
-        grammar, warnings = await self._formats.grammar(
-            request, extended.history, splits=splitter is not None
-        )
-        warnings = extended.warnings + warnings
-        room = self._max_answer_bytes - echo_bytes - min(len(extended.change.input), self.most_input)
-        room -= len(encode({"warnings": warnings}))
-        warnings += (pending.given_up,) if pending.given_up else ()
-        answer = Answer(
-            TextStream(self._tokenizer, request.stop),
-            splitter=splitter,
-            max_tokens=min(request.max_tokens, most),
-            max_bytes=room,
-            end_tokens=frozenset() if request.ignore_eos else self._tokenizer.eos_ids,
-        )
-        self._resume(published.chunks, answer)
-        pending.num_resumed = len(answer.tokens)
+        answer, grammar, warnings = await self._answer(key, request, pending, extended, published, echo_bytes)
         chunks = AnswerStream(self._journal, key, pending, published, ttl_s=self._token_ttl_s)
         asks = scores is not None and not is_over
         turn = await self._score(key, pending, extended.history, scores) if scores and asks else None
@@ -272,6 +248,39 @@ class Execution:
         result = generated(pending, answer, turn, history, extended, after, live_bytes)
         echoed = told(scores, extended, answer)
         return structs.replace(result, warnings=warnings, prompt_logprobs=echoed), after
+
+    async def _answer(
+        self,
+        key: SessionKey,
+        request: Generate,
+        pending: Pending,
+        extended: Input,
+        published: Published,
+        echo_bytes: int,
+    ) -> tuple[Answer, Grammar | None, tuple[str, ...]]:
+        """Begin an answer with what is published of it; return its grammar and warnings, too."""
+        prompt, policy = extended.history.tokens, extended.history.policy
+        # Context and memory limit an answer; the tokens that a dead worker has published stay in any case.
+        most = len(prompt) + request.max_tokens if policy.is_endless else self._limits.context_tokens
+        most = max(self._engine.most_tokens(most, policy) - len(prompt), published.num_tokens)
+        splitter = self._formats.splitter(f"{key}:{pending.seq}", request, extended.history)
+        grammar, warnings = await self._formats.grammar(
+            request, extended.history, splits=splitter is not None
+        )
+        warnings = extended.warnings + warnings
+        room = self._max_answer_bytes - echo_bytes - min(len(extended.change.input), self.most_input)
+        room -= len(encode({"warnings": warnings}))
+        warnings += (pending.given_up,) if pending.given_up else ()
+        answer = Answer(
+            TextStream(self._tokenizer, request.stop),
+            splitter=splitter,
+            max_tokens=min(request.max_tokens, most),
+            max_bytes=room,
+            end_tokens=frozenset() if request.ignore_eos else self._tokenizer.eos_ids,
+        )
+        self._resume(published.chunks, answer)
+        pending.num_resumed = len(answer.tokens)
+        return answer, grammar, warnings
 
     async def _begun(
         self, key: SessionKey, request: Generate, pending: Pending, history: History
@@ -323,48 +332,6 @@ class Execution:
         if turn is not None:
             self._telemetry.queue_time.observe(pending.waited_s(turn.started_s))
         return turn
-
-    def _splitter(
-        self, key: SessionKey, request: Generate, pending: Pending, prompt: History
-    ) -> Splitter | None:
-        """Return what splits the answer into its parts; None if it is all text.
-
-        Raises `RefusedError` if the session lacks the tools that the request wants to be called.
-        """
-        conversation = prompt.conversation
-        tools = conversation.plain_tools
-        names = [tool["function"]["name"] for tool in tools]
-        choice = request.tool_choice
-        if isinstance(choice, NamedTool) and choice.function.name not in names:
-            raise RefusedError(
-                "invalid_request",
-                f"tool_choice names {choice.function.name}, which is none of the session's tools",
-            )
-        if choice == "required" and not tools:
-            raise RefusedError("invalid_request", "tool_choice requires a call, and the session has no tools")
-        if not conversation.has_messages or request.raw:
-            if choice not in ("auto", "none"):
-                raise RefusedError(
-                    "invalid_request", "tool_choice requires a call, which only answers to messages have"
-                )
-            return None
-        dialect = self._tokenizer.dialect
-        if isinstance(choice, NamedTool):
-            tools = [one for one in tools if one["function"]["name"] == choice.function.name]
-        calls = Calls(
-            Offered(tools if choice != "none" else ()),
-            lambda index: call_id(f"{key}:{pending.seq}", index),
-            max_calls=1 if isinstance(choice, NamedTool) or not request.parallel_tool_calls else None,
-            ends_at_repeat=choice == "required",  # small models repeat a call until `max_tokens`
-        )
-        if dialect.is_harmony:
-            harmony = HarmonySplitter(calls)
-            if is_prefix_final(request):
-                harmony.push(FINAL)
-            return harmony
-        if not calls.offered and dialect.reasoning is None:
-            return None
-        return MarkedSplitter(dialect, calls, in_reasoning=conversation.in_reasoning(prompt.tokens))
 
     async def _extend(self, history: History, request: Append | Generate) -> Input:
         """Add a request's input, on a thread unless it is small; raises `RefusedError`."""

@@ -1,6 +1,7 @@
-"""Decides which grammar an answer must follow: its `response_format`, calls of tools, the end of reasoning.
+"""What form an answer has: the grammar that it must follow, and how it is divided into its parts.
 
-`worker.text.grammar` compiles grammars. Event loop only.
+A grammar comes of its `response_format`, calls of tools and the end of reasoning; `worker.text.grammar`
+compiles it. Event loop only.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from turnkeep_client.messages import (
     NamedTool,
     TextFormat,
 )
+from worker.text.arguments import Offered
 from worker.text.calling import calls_grammar, json_rule
 from worker.text.grammar import GrammarError, Grammars
-from worker.text.harmony import FINAL
+from worker.text.harmony import FINAL, HarmonySplitter
+from worker.text.splitting import Calls, MarkedSplitter, call_id
 from worker.text.thinking import Thinking, mask_without
 
 from .history import RefusedError
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
     from turnkeep_client.messages import Generate
     from worker.batch.row_sampler import Grammar
     from worker.models.tokenizer import Tokenizer
+    from worker.text.splitting import Splitter
 
     from .history import History
 
@@ -36,11 +40,52 @@ _ANALYSIS: Final = ("<|channel|>analysis<|message|>", "<|end|>")
 
 
 class Formats:
-    """Makes the grammars of answers, for one model."""
+    """Makes the grammars and splitters of answers, for one model."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._grammars = Grammars(tokenizer)
+
+    def splitter(self, place: str, request: Generate, prompt: History) -> Splitter | None:
+        """Return what splits the answer into its parts; None if it is all text.
+
+        `place` is that of the request in the log, which ids of calls follow from. Raises `RefusedError` if
+        the session lacks the tools that the request wants to be called.
+        """
+        conversation = prompt.conversation
+        tools = conversation.plain_tools
+        names = [tool["function"]["name"] for tool in tools]
+        choice = request.tool_choice
+        if isinstance(choice, NamedTool) and choice.function.name not in names:
+            raise RefusedError(
+                "invalid_request",
+                f"tool_choice names {choice.function.name}, which is none of the session's tools",
+            )
+        if choice == "required" and not tools:
+            raise RefusedError("invalid_request", "tool_choice requires a call, and the session has no tools")
+        if not conversation.has_messages or request.raw:
+            if choice not in ("auto", "none"):
+                raise RefusedError(
+                    "invalid_request", "tool_choice requires a call, which only answers to messages have"
+                )
+            return None
+        dialect = self._tokenizer.dialect
+        if isinstance(choice, NamedTool):
+            tools = [one for one in tools if one["function"]["name"] == choice.function.name]
+        calls = Calls(
+            Offered(tools if choice != "none" else ()),
+            lambda index: call_id(place, index),
+            max_calls=1 if isinstance(choice, NamedTool) or not request.parallel_tool_calls else None,
+            ends_at_repeat=choice == "required",  # small models repeat a call until `max_tokens`
+        )
+        if dialect.is_harmony:
+            harmony = HarmonySplitter(calls)
+            if is_prefix_final(request):
+                harmony.push(FINAL)
+            return harmony
+        if not calls.offered and dialect.reasoning is None:
+            return None
+        return MarkedSplitter(dialect, calls, in_reasoning=conversation.in_reasoning(prompt.tokens))
 
     async def grammar(
         self, request: Generate, prompt: History, *, splits: bool

