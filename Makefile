@@ -9,12 +9,16 @@ APT := DEBIAN_FRONTEND=noninteractive apt-get install -y -q
 COMPILE := $(BIN)/uv pip compile --universal --generate-hashes --no-emit-index-url --no-emit-find-links \
 	--no-header --no-annotate --python-version 3.11 --override requirements/overrides.txt $(UPGRADE)
 
+# Durations of the tests, and how much CPU time a file of them may take: several times what the slowest one does.
+REPORT := dist/tests.xml
+FILE_BUDGET_S := 120
+
 # Tests start hundreds of Python processes.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo demo-cluster test soak simulate packaging lint type check bench tools site lock clean
+.PHONY: help setup demo demo-cluster test durations soak simulate packaging lint type check bench tools site lock clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -29,11 +33,16 @@ demo-cluster: $(STAMP) ## The same with two workers: the other one continues the
 
 test: $(STAMP) ## Run the tests
 	@# A quarter of the time tests wait, so that two cores can do with three processes. A process keeps a file's tests.
-	$(BIN)/python -m pytest -q --dist worksteal -n $$(($$(getconf _NPROCESSORS_ONLN) > 2 ? 4 : 3))
+	$(BIN)/python -m pytest -q --dist worksteal -n $$(($$(getconf _NPROCESSORS_ONLN) > 2 ? 4 : 3)) --junitxml=$(REPORT)
+	@$(BIN)/python -m tests.durations $(REPORT) --budget $(FILE_BUDGET_S)
+
+durations: ## List the slowest folders, files and tests of the last `make test`
+	@$(BIN)/python -m tests.durations $(REPORT)
 
 soak: $(STAMP) ## Run the long tests, before a release: an hour or two
 	$(BIN)/python -m pytest -q -n auto --maxprocesses 2 -m soak
 	TURNKEEP_TEST_EXAMPLES=300 $(BIN)/python -m pytest -q -n 2 -m 'hypothesis and not soak'
+	TURNKEEP_TEST_HISTORIES=3000 $(BIN)/python -m pytest -q tests/simulation/test_simulation.py -k new_histories
 	TURNKEEP_TEST_EXAMPLES=1000 $(BIN)/python -m pytest -q tests/cache/test_cache_machine.py tests/cache/test_cache_crafted.py
 	TURNKEEP_TEST_EXAMPLES=300 $(BIN)/python -m pytest -q tests/bench/test_bench_saboteurs.py
 

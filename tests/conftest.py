@@ -41,6 +41,7 @@ from parts import (  # noqa: E402
     nats_server_program,
 )
 
+from tests.durations import Meter  # noqa: E402
 from turnkeep_client.client import Client, connect  # noqa: E402
 from worker.app import App  # noqa: E402
 from worker.process.settings import Settings  # noqa: E402
@@ -48,6 +49,11 @@ from worker.wire.credentials import client_options, over_tls  # noqa: E402
 
 #: Fixtures that mount file systems.
 MOUNTING = {"mounted", "disk_image", "read_only"}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Add the CPU time of each test to the report."""
+    config.pluginmanager.register(Meter())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -5,8 +5,6 @@ from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parent.parent
 CLIENT = "turnkeep_client"  # the one package of the room `protocol`
 ROOMS = {
@@ -71,14 +69,19 @@ def module_parts(path: Path) -> tuple[str, ...]:
 
 
 @cache
+def parsed(path: Path) -> tuple[ast.AST, ...]:
+    """Return all nodes of a file."""
+    return tuple(ast.walk(ast.parse(path.read_text())))
+
+
+@cache
 def imports(path: Path, *, of_types: bool = False) -> frozenset[str]:
     """List the absolute names of all modules that a file imports, at run time or, too, `of_types`."""
-    tree = ast.parse(path.read_text())
-    guards = (node for node in ast.walk(tree) if isinstance(node, ast.If))
+    guards = (node for node in parsed(path) if isinstance(node, ast.If))
     for_types = [guard for guard in guards if ast.unparse(guard.test) == "TYPE_CHECKING"]
     skipped = {node for guard in for_types if not of_types for node in ast.walk(guard)}
     found: set[str] = set()
-    for node in ast.walk(tree):
+    for node in parsed(path):
         if node in skipped:
             continue
         if isinstance(node, ast.Import):
@@ -95,11 +98,13 @@ def tops(names: frozenset[str]) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_module_imports_only_the_rooms_that_it_may(path):
-    inside = path.relative_to(ROOT)
-    room = next(room for room in sorted(ROOMS, reverse=True) if inside.is_relative_to(room))
-    assert tops(imports(path)) & PACKAGES <= ROOMS[room]
+def test_a_module_imports_only_the_rooms_that_it_may() -> None:
+    foreign = {}
+    for path in modules():
+        inside = path.relative_to(ROOT)
+        room = next(room for room in sorted(ROOMS, reverse=True) if inside.is_relative_to(room))
+        foreign[str(inside)] = tops(imports(path)) & PACKAGES - ROOMS[room]
+    assert {path: others for path, others in foreign.items() if others} == {}
 
 
 def test_only_the_programs_of_a_bench_know_the_worker_and_nobody_imports_them():
@@ -108,20 +113,25 @@ def test_only_the_programs_of_a_bench_know_the_worker_and_nobody_imports_them():
     assert not {name for name in used if name.startswith("bench.programs")}
 
 
-@pytest.mark.parametrize(("room", "floor"), [(room, floor) for room in FLOORS for floor in FLOORS[room]])
-def test_a_floor_of_a_room_imports_only_those_below_it(room, floor):
+def imported_floors(room: str, floor: str) -> set[str]:
+    """List what else of its room the files of a floor import, also for their types."""
     used = set().union(*(imports(path, of_types=True) for path in (ROOT / room / floor).glob("*.py")))
-    others = {name.split(".")[1] for name in used if name.startswith(f"{room}.")} - {floor}
-    assert others & FLOORS[room].keys() == FLOORS[room][floor]
-    if room == "cache":
-        assert others <= FLOORS[room].keys(), "the store stands above them all"
+    return {name.split(".")[1] for name in used if name.startswith(f"{room}.")} - {floor}
 
 
-@pytest.mark.parametrize("floor", GROUND)
-def test_the_ground_of_the_worker_imports_no_floor(floor):
-    used = set().union(*(imports(path, of_types=True) for path in (ROOT / "worker" / floor).glob("*.py")))
-    others = {name.split(".")[1] for name in used if name.startswith("worker.")} - {floor}
-    assert others == GROUND[floor]
+def test_a_floor_of_a_room_imports_only_those_below_it() -> None:
+    used = {room: {floor: imported_floors(room, floor) for floor in FLOORS[room]} for room in FLOORS}
+    below = {
+        room: {floor: others & floors.keys() for floor, others in floors.items()}
+        for room, floors in used.items()
+    }
+    assert below == FLOORS
+    of_the_cache = set().union(*used["cache"].values())
+    assert of_the_cache <= FLOORS["cache"].keys(), "the store stands above them all"
+
+
+def test_the_ground_of_the_worker_imports_no_floor() -> None:
+    assert {floor: imported_floors("worker", floor) for floor in GROUND} == GROUND
 
 
 def test_the_device_knows_of_the_sessions_their_port_and_the_order_of_requests_alone():
@@ -196,7 +206,7 @@ def test_in_worker_and_commands_task_groups_start_all_tasks():
 
 
 def attributes(path: Path) -> list[ast.Attribute]:
-    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
+    return [node for node in parsed(path) if isinstance(node, ast.Attribute)]
 
 
 def circle(*, of_types: bool) -> str:

@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tiny_models import alone, answer, key, loaded, prompt
 
 from cache.names.tokens import as_tokens
+from tests.matrices import first
 from turnkeep_client.subjects import SessionKey
 from worker.batch.row_sampler import Sampling
 from worker.device.admission import Admission, Claim, Decision, Ledger
@@ -457,7 +458,7 @@ def answered(engine: Engine, name: str, num_prompt: int, num_tokens: int, sampli
     return given, asyncio.create_task(run)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, seed=7)], ids=["greedy", "hot"])
+@pytest.mark.parametrize("sampling", first([Sampling(1.0, seed=7), Sampling()]), ids=["hot", "greedy"])
 async def test_answers_that_outgrow_the_memory_pause_the_youngest_and_lose_no_token(
     make_engine, make_model, sampling
 ) -> None:
@@ -569,7 +570,7 @@ async def test_what_the_device_is_short_of_the_loop_drops_least_recently_used_fi
     assert engine.ledger.used_bytes == sum(held) * engine.size_bytes(199)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", first(range(3)))
 async def test_loop_and_device_agree_on_who_is_resident_whatever_comes(make_engine, make_model, seed) -> None:
     """Turns that grow, fork, are rewound and cancelled, with the device short of memory all the time."""
     gc.collect()

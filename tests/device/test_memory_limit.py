@@ -13,6 +13,7 @@ import mlx.core as mx
 import pytest
 from tiny_models import BLOCK, alone, append, generate, key, loaded, prompt
 
+from tests.matrices import thinned
 from turnkeep_client.subjects import SessionKey
 from worker.device.device import Device
 from worker.device.machine import DeviceError
@@ -207,8 +208,7 @@ def test_a_restore_waits_for_the_answers_that_are_in_its_way(make_rig, model) ->
     assert answers.get(timeout=20)
 
 
-@pytest.mark.parametrize("num_turns", [20, 80])
-@pytest.mark.parametrize("num_new", [0, 10], ids=["appends", "generates"])
+@pytest.mark.parametrize(("num_turns", "num_new"), thinned([20, 80], [0, 10]))
 def test_many_short_prompts_at_once_hold_each_other_up_and_all_end(
     make_rig, model, num_turns: int, num_new: int
 ) -> None:

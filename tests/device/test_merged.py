@@ -13,6 +13,7 @@ from mlx_lm.models.cache import BatchKVCache, RotatingKVCache, make_prompt_cache
 from structlog.testing import capture_logs
 from tiny_models import GREEDY, VOCABULARY, alone, begin, generate, prefill, prompt
 
+from tests.matrices import thinned
 from worker.batch import batch_kinds
 from worker.batch import merged as merged_module
 from worker.batch.batch_kinds import batch_for
@@ -122,9 +123,15 @@ class Broken:
         raise MemoryError(index)
 
 
-@pytest.mark.parametrize("kind", ["mamba2", "recurrent_gemma", "baichuan_m1", "deepseek_v3", "exaone4"])
-@pytest.mark.parametrize("num_steps", [1, 8])
-@pytest.mark.parametrize("built", [True, False], ids=["as it ran", "as it was built"])
+@pytest.mark.parametrize(
+    ("kind", "num_steps", "built"),
+    thinned(
+        ["mamba2", "recurrent_gemma", "baichuan_m1", "deepseek_v3", "exaone4"],
+        [1, 8],
+        [True, False],
+        strength=2,
+    ),
+)
 def test_a_failed_step_takes_nothing_from_merged_rows(
     make_model, monkeypatch, kind, num_steps, built
 ) -> None:
@@ -324,7 +331,7 @@ def test_a_seed_draws_the_same_tokens_alone_and_merged(make_model) -> None:
         assert np.max(drawn) < VOCABULARY
 
 
-def test_growth_is_told_before_it_happens(make_model) -> None:
+def test_a_step_after_which_merged_kv_grows_names_the_rows_beforehand(make_model) -> None:
     """Merged KV is allocated by 256 tokens, for all rows at once; the first time right after a join."""
     model = make_model("deepseek_v3")
     merged = batch_kinds.merged_for(model, Trials())
@@ -362,8 +369,7 @@ def test_sessions_answer_side_by_side_over_several_turns(make_model, make_rig, k
             histories[name] = histories[name] + drawn + prompt(3 + i, salt=turn_index)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("merged_rows", [1, 2])
+@pytest.mark.parametrize(("kind", "merged_rows"), thinned(KINDS, [1, 2]))
 def test_merged_rows_run_ahead_where_a_device_wants_that(make_model, kind, merged_rows) -> None:
     """A step in flight is undone if a row leaves or its KV is read; it runs again, with the same tokens."""
     model, dice = make_model(kind), random.Random(merged_rows)

@@ -89,6 +89,7 @@ batch_for(loaded.model, trials=Trials(path, trial_key(loaded, layers.describe(ow
 
 
 @pytest.mark.model
+@pytest.mark.packaging  # 30 s, for what changes with the packages alone
 @pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="shipped for a CPU only")
 def test_what_is_shipped_is_what_the_packaged_model_passes(packaged_folder: Path, path: Path) -> None:
     """After an update of MLX or mlx-lm, or for another packaged model, change `SHIPPED`.

@@ -30,12 +30,10 @@ def _naive(model: Any, fresh: Any) -> Naive:
     return Naive(model, fresh, kinds_of(model, POLICY))
 
 
-def _continued(naive: Naive, tokens: Sequence[int], num: int) -> list[int]:
-    """Answer greedily, the whole session anew for each token."""
-    known = list(tokens)
-    for _ in range(num):
-        known.append(int(naive.logits(known)[-1].argmax().item()))
-    return known[len(tokens) :]
+def _assert_greedy(naive: Naive, tokens: Sequence[int], drawn: Sequence[int], num: int) -> None:
+    """Check that an answer has so many tokens, each the likeliest one after all before it: in one pass."""
+    assert len(drawn) == num
+    assert list(drawn) == naive.logits([*tokens, *drawn])[len(tokens) - 1 : -1].argmax(axis=-1).tolist()
 
 
 @pytest.mark.parametrize("kind", ["llama", "exaone4", "gemma3_text", "gpt_oss", *HYBRIDS])
@@ -48,7 +46,8 @@ def test_rows_of_both_policies_get_in_one_batch_what_they_get_alone(
     windowed = [generate(context, 14, name=f"w{i}", policy=POLICY) for i, context in enumerate(contexts)]
     full = [generate(context, 14, name=f"f{i}") for i, context in enumerate(contexts[3:])]
     rig.run(*windowed, *full)
-    assert [rig.tokens(turn) for turn in windowed] == [_continued(naive, one, 14) for one in contexts]
+    for turn, context in zip(windowed, contexts, strict=True):
+        _assert_greedy(naive, context, rig.tokens(turn), 14)
     assert [rig.tokens(turn) for turn in full] == [alone(model, one, 14)[0] for one in contexts[3:]]
 
 
@@ -65,7 +64,7 @@ def test_kv_follows_the_formula_and_stays_flat_from_turn_to_turn(make_model, bui
         end = rig.end(turn)
         assert end.live_bytes == min(len(session) - 1, 23) * per_token
         assert turn.num_prefilled == len(added) + (i > 0)
-    assert rig.tokens(turn) == _continued(naive, session[:-3], 3)
+    _assert_greedy(naive, session[:-3], rig.tokens(turn), 3)
     assert rig.device.kv(POLICY).held(10**6) == (23 + SLACK) * per_token
 
 
@@ -83,12 +82,12 @@ def test_a_rewind_within_reach_prefills_nothing_and_one_beyond_it_begins_anew(
         turn = generate(context[:end], 4, num_kept=end - 1, policy=POLICY)
         rig.run(turn)
         assert turn.num_prefilled == 1
-        assert rig.tokens(turn) == _continued(naive, context[:end], 4)
+        _assert_greedy(naive, context[:end], rig.tokens(turn), 4)
         rig.device.drop(turn.key)
     beyond = generate(context[:200], 4, num_kept=199, policy=POLICY)
     rig.run(beyond)
     assert beyond.num_prefilled == 200
-    assert rig.tokens(beyond) == _continued(naive, context[:200], 4)
+    _assert_greedy(naive, context[:200], rig.tokens(beyond), 4)
 
 
 def test_a_fork_takes_a_copy_of_the_ring(make_model, build_model, make_rig) -> None:
@@ -102,8 +101,8 @@ def test_a_fork_takes_a_copy_of_the_ring(make_model, build_model, make_rig) -> N
     again = generate(context, 5, name="a", num_kept=399, policy=POLICY)
     rig.run(other, again)
     assert (other.num_prefilled, again.num_prefilled) == (20, 1)
-    assert rig.tokens(other) == _continued(naive, branch, 5)
-    assert rig.tokens(again) == _continued(naive, context, 5)
+    _assert_greedy(naive, branch, rig.tokens(other), 5)
+    _assert_greedy(naive, context, rig.tokens(again), 5)
 
 
 def test_memory_of_a_long_session_is_that_of_its_window(make_model, make_rig) -> None:

@@ -116,9 +116,10 @@ async def test_a_stream_goes_on_behind_any_of_its_events(http: httpx2.AsyncClien
         assert not {one.id for one in divided} & {one.id for one in whole[: number + 1]}
         if number % 10 == 0:
             assert events((await http.get(f"{path}/{answer_id}", headers=after)).text) == divided
-    other = await http.post(path, json={**body, "temperature": 0.5}, headers={"last-event-id": whole[3].id})
+    some = next(one for one in whole if one.text)  # an event has one token or, of a busy worker, several
+    other = await http.post(path, json={**body, "temperature": 0.5}, headers={"last-event-id": some.id})
     assert other.status_code == 422
-    gone = whole[9].id.replace(answer_id, "0" * 48)
+    gone = some.id.replace(answer_id, "0" * 48)
     assert (await http.post(path, json=body, headers={"last-event-id": gone})).status_code == 404
     assert (await http.delete(f"{path}/{answer_id}")).json()["deleted"]
     assert (await http.get(f"{path}/{answer_id}")).status_code == 404
@@ -138,7 +139,7 @@ async def test_an_answer_that_runs_is_waited_for_at_its_address(
     http: httpx2.AsyncClient, served: Any
 ) -> None:
     """Several may watch it; whoever leaves does not end it."""
-    body = asked(CHAT, 3000, stream=True)
+    body = asked(CHAT, 1200, stream=True)
     key = {"idempotency-key": "watched"}
     async with http.stream("POST", CHAT, json=body, headers=key) as answer:
         begun = await read(answer, 5)
@@ -150,7 +151,7 @@ async def test_an_answer_that_runs_is_waited_for_at_its_address(
         rest = await read(more)
     assert (await waiting).status_code == 200, (await waiting).text
     text = (await waiting).json()["choices"][0]["message"]["content"]
-    assert len(text) == 3000
+    assert len(text) == 1200
     assert text_of(begun) + text_of(rest) == text
 
 
@@ -200,7 +201,7 @@ def options(max_tokens: int, **more: Any) -> dict[str, Any]:
 
 async def test_an_answer_in_the_background_needs_no_connection(worker: Any, served: Any, door: Start) -> None:
     create = served.openai.responses.create
-    begun = await create(input="Begin.", background=True, instructions="Hm.", **options(1500))
+    begun = await create(input="Begin.", background=True, instructions="Hm.", **options(700))
     assert (begun.status, begun.background, begun.output) == ("in_progress", True, [])
     running = await served.openai.responses.retrieve(begun.id)
     assert running == begun
@@ -209,7 +210,7 @@ async def test_an_answer_in_the_background_needs_no_connection(worker: Any, serv
     assert [event.sequence_number for event in seen] == list(range(len(seen)))
     whole = await ended(served, begun.id)
     assert seen[-1].response == whole
-    assert len(whole.output_text) == 1500
+    assert len(whole.output_text) == 700
     assert "".join(event.delta for event in seen if event.type.endswith("delta")) == whole.output_text
     other = await door(worker.settings.nats, worker.settings.prefix)
     for gateway in (served, other):
@@ -223,7 +224,7 @@ async def test_an_answer_in_the_background_needs_no_connection(worker: Any, serv
 
 async def test_a_stream_in_the_background_goes_on_without_its_client(served: Any) -> None:
     create = served.openai.responses.create
-    stream = await create(input="Begin.", background=True, stream=True, **options(1500))
+    stream = await create(input="Begin.", background=True, stream=True, **options(700))
     begun = []
     async for event in stream:
         begun.append(event)
@@ -237,7 +238,7 @@ async def test_a_stream_in_the_background_goes_on_without_its_client(served: Any
     whole = await ended(served, answer_id)
     assert "".join(event.delta for event in both if event.type.endswith("delta")) == whole.output_text
     assert both[-1].response == whole
-    assert len(whole.output_text) == 1500
+    assert len(whole.output_text) == 700
     endless = await create(input="Begin.", background=True, **options(30_000))
     cancelled = await served.openai.responses.cancel(endless.id)
     assert (await ended(served, endless.id, "cancelled")) == cancelled
@@ -374,12 +375,12 @@ async def test_an_answer_counts_while_it_runs_whoever_listens(served: Any, tmp_p
 
 async def test_an_answer_with_a_key_goes_on_without_its_client(http: httpx2.AsyncClient, served: Any) -> None:
     key = {"idempotency-key": "left"}
-    body = asked(CHAT, 1500, stream=True)
+    body = asked(CHAT, 700, stream=True)
     async with http.stream("POST", CHAT, json=body, headers=key) as answer:
         begun = await read(answer, 5)
     again = events((await http.post(CHAT, json=body, headers=key)).text)
     assert text_of(again).startswith(text_of(begun))
-    assert len(text_of(again)) == 1500
+    assert len(text_of(again)) == 700
     rest = await http.post(CHAT, json=body, headers={**key, "last-event-id": begun[-1].id})
     assert text_of(begun) + text_of(events(rest.text)) == text_of(again)
     body["max_tokens"] = 30_000
@@ -392,7 +393,7 @@ async def test_an_answer_with_a_key_goes_on_without_its_client(http: httpx2.Asyn
 
 async def test_an_answer_is_a_durable_stream(served: Any, http: httpx2.AsyncClient) -> None:
     """Read page by page, by polls, and as server-sent events; from any offset."""
-    begun = await served.openai.responses.create(input="Begin.", background=True, **options(1500))
+    begun = await served.openai.responses.create(input="Begin.", background=True, **options(700))
     path = f"/v1/responses/{begun.id}/stream"
     found, offset, closed = [], "-1", None
     while closed is None:

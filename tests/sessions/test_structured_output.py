@@ -14,6 +14,7 @@ import msgspec
 import pytest
 from pydantic import BaseModel, Field
 
+from tests.matrices import first
 from turnkeep_client.errors import AnswerNotParsedError, InvalidMessageError, RequestFailedError
 from turnkeep_client.messages import TextFormat
 
@@ -108,22 +109,25 @@ async def able(local_worker: Callable[..., Awaitable[Any]], packaged_folder: Pat
     return client
 
 
+#: One of each kind: a value of a list, a depth without end, a pattern; the others in `make soak`.
+FEW = ["enum", "pattern", "tree"]
+
+
 @pytest.mark.model
 @pytest.mark.timeout(600)  # minutes where the cores have other work
+@pytest.mark.parametrize("names", first([FEW, [*SCHEMAS]]), ids=["few", "all"])
 async def test_answers_of_a_mixed_batch_follow_their_schemas_and_are_those_that_they_are_alone(
-    able: Client,
+    able: Client, names: list[str]
 ) -> None:
-    """Ten schemas and two answers without one, together; then each by itself, where rows speculate."""
-    asked: dict[str, dict[str, Any]] = {
-        name: {"response_format": by_schema(SCHEMAS[name])} for name in SCHEMAS
-    }
+    """Schemas and two answers without one, together; then each by itself, where rows speculate."""
+    asked: dict[str, dict[str, Any]] = {name: {"response_format": by_schema(SCHEMAS[name])} for name in names}
     asked |= {"text": {"response_format": TextFormat()}, "none": {}}
     endless = {"tree", "number", "text", "none"}
 
     async def answer(name: str, when: str) -> Any:
         return await able.session(f"{name}-{when}").generate(
             messages=question("Tell me about somebody in Paris."),
-            max_tokens=40 if name in endless else 150,
+            max_tokens=24 if name in endless else 150,
             temperature=0.8 if len(name) % 2 else 0.0,
             seed=3,
             **asked[name],
@@ -141,12 +145,17 @@ async def test_answers_of_a_mixed_batch_follow_their_schemas_and_are_those_that_
 @pytest.mark.model
 async def test_types_of_python_are_asked_for_and_parsed(able: Client) -> None:
     messages = question("Who wrote Hamlet, and how old did the writer get?")
-    answer = await able.session("s").generate(messages=messages, response_format=Person, max_tokens=60)
+
+    async def answered(kind: type, max_tokens: int) -> Any:
+        session = able.session(f"{kind.__name__}{max_tokens}")
+        return await session.generate(messages=messages, response_format=kind, max_tokens=max_tokens)
+
+    answer, light, model, cut = await asyncio.gather(
+        answered(Person, 60), answered(Light, 60), answered(Owner, 120), answered(Person, 4)
+    )
     assert isinstance(answer.parsed(Person).age, int)
     assert set(answer.parsed(dict)) == {"name", "age"}
-    light = await able.session("l").generate(messages=messages, response_format=Light)
     assert light.parsed(Light).colour in {"red", "green"}
-    model = await able.session("m").generate(messages=messages, response_format=Owner, max_tokens=120)
     owner = model.parsed(Owner)
     assert 1 <= len(owner.pets) <= 2
     assert {type(pet) for pet in owner.pets} <= {Cat, Dog}
@@ -154,7 +163,6 @@ async def test_types_of_python_are_asked_for_and_parsed(able: Client) -> None:
         model.parsed(Light)
     with pytest.raises(AnswerNotParsedError, match=r"the answer is no Owner: (?s:.*)fullName"):
         light.parsed(Owner)
-    cut = await able.session("c").generate(messages=messages, response_format=Person, max_tokens=4)
     with pytest.raises(AnswerNotParsedError, match="not whole: its finish_reason is 'length' after 4 tokens"):
         cut.parsed(Person)
 
