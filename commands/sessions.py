@@ -32,7 +32,7 @@ from .flags import (
     with_result_timeout,
     with_settings,
 )
-from .printing import table
+from .printing import table, wrapped
 from .screen import printable
 from .talking import CLIENT_SETTINGS, no_session, talk
 
@@ -322,7 +322,8 @@ def dead_drop(config: Path | None, session: str, request: str, tenant: str, **fl
 def _lines(turn: Turn, inherited: History | None = None) -> Iterator[str]:
     request = turn.request
     what = "?" if request is None else f"{request.__struct_config__.tag}  {request.id}"
-    yield click.style(f"#{turn.number}  {what}  {turn.stored.astimezone():%Y-%m-%d %H:%M:%S}", bold=True)
+    head = f"#{turn.number}  {what}  {turn.stored.astimezone():%Y-%m-%d %H:%M:%S}"
+    yield from (click.style(part, bold=True) for part in wrapped(head))
     yield from _asked(request)
     if inherited:
         yield from _inherited(inherited)
@@ -330,7 +331,7 @@ def _lines(turn: Turn, inherited: History | None = None) -> Iterator[str]:
         if turn.result.reasoning:
             yield from _said("reasoning", turn.result.reasoning)
         yield from _said("assistant", _with_calls(turn.result.text, turn.result.tool_calls))
-    yield click.style(f"  {_cost(turn)}", dim=True)
+    yield from (click.style(part, dim=True) for part in wrapped(f"  {_cost(turn)}"))
     yield ""
 
 
@@ -368,7 +369,7 @@ def _with_calls(text: str, calls: Iterable[ToolCall | Called]) -> str:
 def _said(role: str, text: str) -> Iterator[str]:
     yield click.style(f"  {role}", fg="cyan")
     for line in printable(text).splitlines():
-        yield f"    {line}"
+        yield from wrapped(f"    {line}")
 
 
 def _taken_over(result: Appended | Generated) -> str:
