@@ -1,8 +1,10 @@
-"""Prints tables: wrapped to a terminal's width, but one line per row in a pipe."""
+"""Prints tables and lines: wrapped to a terminal's width, but whole in a pipe."""
 
 from __future__ import annotations
 
+import shutil
 import sys
+import textwrap
 from typing import TYPE_CHECKING
 
 import click
@@ -16,6 +18,24 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 
+def wrapped(line: str) -> list[str]:
+    """Divide a line at its words for a terminal's width, each part with its indent; in a pipe it is whole."""
+    if not sys.stdout.isatty():
+        return [line]
+    words = line.lstrip()
+    indent = line[: len(line) - len(words)]
+    width = max(1, shutil.get_terminal_size().columns - len(indent))
+    parts = textwrap.wrap(
+        words,
+        width,
+        expand_tabs=False,
+        replace_whitespace=False,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return [indent + part for part in parts] or [line]
+
+
 def table(
     heads: Sequence[str],
     rows: Sequence[Sequence[str | Text]],
@@ -26,7 +46,8 @@ def table(
     """Print a table: wrapped to a terminal's width, but one line per row in a pipe or file.
 
     On a terminal the column `cut` gets the width that is left, on one line, or goes if that is little; and of
-    the columns `same` those go that say the same in all rows. Cells are printed literally, never as markup.
+    the columns `same` those go that say the same in all rows. Columns of single words, such as names, stay
+    whole if there is room for the words of the others. Cells are printed literally, never as markup.
     """
     from rich.text import Text
 
@@ -47,12 +68,15 @@ def table(
     if cut is not None and left < _LEAST_CUT:
         told = [i for i in told if heads[i] != cut]
     layout = Table(box=None, header_style="bold", pad_edge=False)
+    words = {i: [w for one in (heads[i], *(row[i] for row in rows)) for w in str(one).split()] for i in told}
+    longest = {i: max(map(cell_len, words[i]), default=0) for i in told}
+    has_room = sum(2 + longest[i] for i in told if heads[i] != cut) <= console.width
     for i in told:
         is_cut = heads[i] == cut
         layout.add_column(
             Text(heads[i]),
             overflow="ellipsis" if is_cut else "fold",
-            no_wrap=is_cut,
+            no_wrap=is_cut or (has_room and longest[i] == of[i]),
             width=min(left, of[i]) if is_cut else None,
         )
     for row in rows:

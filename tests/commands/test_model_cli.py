@@ -6,7 +6,7 @@ import json
 import shutil
 from typing import TYPE_CHECKING, Any
 
-from command_runs import command, turnkeep
+from command_runs import Terminal, command, turnkeep
 
 from worker.models.quantising import quantise
 
@@ -57,6 +57,20 @@ async def test_a_model_is_shown_with_what_its_template_does_with_messages(
         said[name] = json.loads(done.stdout)["messages"]
     assert "system at the head of the first user message" in said["silent"]
     assert (said["refuses"], said["broken"]) == ([], []), "what renders no conversation is not asked"
+
+
+def test_names_stay_whole_on_a_terminal_where_other_columns_can_be_wrapped(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    name = "SmolLM2-1.7B-Instruct.Q4_1"
+    shutil.copytree(tiny_model, tmp_path / "models" / name)
+    with Terminal("model", "list", "--data-dir", tmp_path, columns=80) as terminal:
+        assert terminal.end() == 0
+        assert f"\n{name} " in terminal.transcript
+        assert max(map(len, terminal.transcript.splitlines())) <= 80
+    with Terminal("model", "list", "--data-dir", tmp_path, columns=40) as terminal:
+        assert terminal.end() == 0
+        assert max(map(len, terminal.transcript.splitlines())) <= 40
 
 
 def test_a_name_that_is_no_hub_id_cannot_be_pulled(tmp_path: Path) -> None:

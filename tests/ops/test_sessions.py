@@ -11,7 +11,7 @@ import nats
 import pytest
 
 from ops.log.sessions import list_sessions
-from tests.commands.command_runs import command, where
+from tests.commands.command_runs import Terminal, command, where
 from turnkeep_client.client import connect
 from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.messages import Append
@@ -183,6 +183,27 @@ async def test_a_conversation_is_shown_with_what_each_request_cost(local_worker:
     assert turns[0]["request"]["messages"] == [{"role": "user", "content": "Red?"}]
     assert turns[0]["result"]["usage"]["completion_tokens"] == 3
     assert turns[0]["build"]["worker"] == "test"
+
+
+async def test_a_conversation_is_shown_in_whole_words_on_a_terminal(local_worker: Start) -> None:
+    worker = await local_worker()
+    said = "\n".join(
+        ("some words of several lengths " * 9, "    code = indented" + " + more" * 20, "x" * 100)
+    )
+    question = [{"role": "user", "content": said}]
+    await worker.client.session("garden").generate(messages=question, max_tokens=2)
+
+    def look() -> str:
+        with Terminal("show", "garden", *where(worker), columns=60) as terminal:
+            assert terminal.end() == 0
+            return terminal.transcript
+
+    lines = (await asyncio.to_thread(look)).splitlines()
+    assert [line for line in lines if len(line) > 60] == ["    " + "x" * 100], "what has no words stays whole"
+    told = [line for line in lines if "lengths" in line or "more" in line or "some" in line]
+    assert {len(line) - len(line.lstrip()) for line in told} == {4, 8}
+    words = " ".join(lines).split()
+    assert (words.count("lengths"), words.count("more"), words.count("position")) == (9, 20, 1)
 
 
 async def test_a_session_that_is_not_there_is_one_line(local_worker: Start) -> None:

@@ -13,7 +13,7 @@ const main = document.getElementById("main"), state = document.getElementById("s
 const about = { prefix: "", tenant: "", read_only: true };
 const RESTARTS = "The console begins again with its worker, which takes some seconds, and longer for a large model. What is shown stays, and goes on by itself.";
 const RESTART_MS = 300000;
-let page = null, turn = 0, next, first = null, wasSilent = false, restarted = -RESTART_MS;
+let page = null, turn = 0, next, first = null, wasAway = false, restarted = -RESTART_MS;
 
 function named() {
   const [kind, ...rest] = location.hash.replace(/^#\/?/, "").split("/");
@@ -55,9 +55,24 @@ function missing(words) {
   tell(gone, words);
 }
 
+/* Whether what is missing is so because the worker begins again, which the user has asked for; says so. */
+function restarts() {
+  if (performance.now() - restarted > RESTART_MS) return false;
+  wasAway = true;
+  tell(state, "restarting");
+  missing(RESTARTS);
+  return true;
+}
+
 function told(found) {
   const heard = Object.values(found.workers).filter((one) => one.up).length, up = heard || Number(found.is_served === true);
   state.className = found.connected && up ? "good" : "bad";
+  if (!found.connected || !(up || found.unloaded)) {
+    if (restarts()) return;
+  } else if (wasAway) {
+    wasAway = false;
+    restarted = -RESTART_MS;
+  }
   tell(state, !found.connected ? "no connection to NATS" : up ? `${up} worker${up > 1 ? "s" : ""} up`
     : found.unloaded ? "no model is loaded" : "no worker");
   missing(!found.connected ? "NATS does not answer. What is shown may be old, and goes on by itself when the server is back."
@@ -72,18 +87,16 @@ async function look() {
     const found = (!shown.worker && first) || await get(`/api/workers${shown.worker ? `?worker=${encodeURIComponent(shown.worker)}` : ""}`);
     first = null;
     told(found);
-    if (wasSilent) restarted = -RESTART_MS;
-    wasSilent = false;
     if (mine === turn) await shown.refresh(found);
   } catch (error) {
     if (mine !== turn) return;
     state.className = "bad";
     const isSilent = error instanceof TypeError;
-    const restarts = isSilent && performance.now() - restarted < RESTART_MS;
-    wasSilent = isSilent;
-    tell(state, restarts ? "restarting" : isSilent ? "no console" : "refused");
-    missing(restarts ? RESTARTS : isSilent ? "The console does not answer: is turnkeep console still running? What is shown stays, and goes on by itself when it is back."
-      : `${error.message}.`);
+    if (!(isSilent && restarts())) {
+      tell(state, isSilent ? "no console" : "refused");
+      missing(isSilent ? "The console does not answer: is turnkeep console still running? What is shown stays, and goes on by itself when it is back."
+        : `${error.message}.`);
+    }
   }
   clearTimeout(next);  // a log that takes long to read is read less often
   next = setTimeout(() => { if (!document.hidden) look(); }, Math.min(Math.max(FRESH_MS, 5 * (Date.now() - began)), 4 * FRESH_MS));
@@ -91,7 +104,7 @@ async function look() {
 
 document.querySelector(".skip").onclick = (event) => { event.preventDefault(); main.focus(); };
 addEventListener("hashchange", open);
-addEventListener("restart", () => { restarted = performance.now(); });  // that the console does not answer is expected
+addEventListener("restart", () => { restarted = performance.now(); wasAway = false; });
 addEventListener("doubt", look);  // an answer that is on its way has stopped
 addEventListener("resize", () => page?.resized?.());
 document.addEventListener("visibilitychange", () => { if (!document.hidden) look(); });

@@ -7,7 +7,7 @@ const fits = (one) => made("span", { class: one.fits ? "good" : "bad", title: `a
 const row = (name, words, ...cells) => made("tr", {}, made("th", { scope: "row" }, made("b", {}, name), made("span", { class: "words" }, words)),
   ...cells.map(([head, cell]) => made("td", { "data-head": head }, cell)));
 const table = (caption, heads, rows) => made("table", { class: "models" }, made("caption", { class: "hidden" }, caption),
-  made("thead", {}, made("tr", {}, ...heads.map((head) => made("th", { scope: "col" }, head)))), rows);
+  made("thead", {}, made("tr", {}, ...heads.map((head) => made("th", { scope: "col" }, head || made("span", { class: "hidden" }, "change"))))), rows);
 
 export function models(main, about) {
   const served = made("tbody"), here = made("tbody"), good = made("tbody"), note = made("p", { class: "faint", role: "status" });
@@ -68,7 +68,7 @@ export function models(main, about) {
     const isServed = (name) => found.served.some((one) => one.name === name);
     here.replaceChildren(...found.here.map((one) => row(one.name, [one.dtype, one.in_use && "in use"].filter(Boolean).join(" · "), ["size", bytes(one.size_bytes)],
       ["memory", fits(one)], ["context", one.context_tokens ? `${count(one.context_tokens)} tokens` : "unbounded"],
-      ["serve", made("span", { class: "acts" }, canServe && one.fits && !one.in_use && !isServed(one.name) && made("button", { class: "link", click: () => serve(one.name), "aria-label": `Serve ${one.name}` }, "Serve"), made("button", { class: "link", click: () => copied(one.serve), title: one.serve, "aria-label": `Copy the line that serves ${one.name}` }, "Copy line"))])));
+      ["serve", made("span", { class: "acts" }, canServe && one.fits && !one.in_use && !isServed(one.name) && made("button", { class: "link", click: () => serve(one.name), "aria-label": `Serve ${one.name}` }, "Serve"), made("button", { class: "link", click: () => copied(one.serve), title: one.serve, "aria-label": `Copy line that serves ${one.name}` }, "Copy line"))])));
     const known = found.good.map((one) => row(one.name, made("span", { title: one.sources.join("; ") }, one.use), ["for", `${one.memory_gb} GB`], ["size", bytes(one.size_bytes)], ["memory", fits(one)],
       ["", found.pulls[one.name] ? progress(one.name, found.pulls[one.name]) : !about.read_only
         && made("button", { class: "link", click: () => pull(one.name), "aria-label": `Download ${one.name}` }, "Download")]));
