@@ -10,6 +10,8 @@ if TYPE_CHECKING:
 
 #: Most of one answer that agents are told to ask for.
 _MOST_ANSWERED: Final = 32_000
+#: Contexts below this are small: an agent's own prompt takes most of one.
+_SMALL_CONTEXT: Final = 32_768
 #: pi compacts a conversation when fewer tokens are left of what it takes for the context.
 _PI_RESERVE: Final = 16_384
 
@@ -29,8 +31,12 @@ class Door(NamedTuple):
 
     @property
     def answer_tokens(self) -> int:
-        """What an agent may ask for, with room for a conversation before it."""
-        return min(self.context_tokens // 4, _MOST_ANSWERED)
+        """What an agent may ask for, with room for a conversation before it.
+
+        A small share of a small context: small models often write up to the limit, and agents then ask again.
+        """
+        share = 16 if self.context_tokens < _SMALL_CONTEXT else 4
+        return min(self.context_tokens // share, _MOST_ANSWERED)
 
 
 class Start(NamedTuple):

@@ -210,7 +210,7 @@ async def answer(
     finally:
         if name is None:
             with contextlib.suppress(TurnkeepError):  # the close is in the log, for the next worker
-                await removed(session, _CLOSE_S)
+                await removed(session, _CLOSE_S, cancel=True)
 
 
 async def _answers(

@@ -27,39 +27,46 @@ if TYPE_CHECKING:
 _SHOWN = 60
 
 _patience = with_result_timeout("How long to wait for the result of one request.")
+_cancel = click.option("--cancel", is_flag=True, help="Cancel its unanswered requests; do not wait for them.")
 
 
 @click.command()
 @click.argument("sessions", metavar="SESSION...", nargs=-1, required=True)
 @click.option("--forget", is_flag=True, help="Also remove its content from the log and the worker's disk.")
+@_cancel
 @_patience
 @tenant_option
 @with_client
-async def close(client: Client, sessions: tuple[str, ...], forget: bool, timeout_s: float) -> bool:
+async def close(
+    client: Client, sessions: tuple[str, ...], forget: bool, cancel: bool, timeout_s: float
+) -> bool:
     """End sessions. Some days later the worker removes them from the log.
 
     `turnkeep open` can use the name of a closed session again. Tokens that belong also to another session or
     to a pin stay on the worker's disk, even with --forget.
     """
-    return await _close(client, sessions, timeout_s, forget=forget)
+    return await _close(client, sessions, timeout_s, forget=forget, cancel=cancel)
 
 
 @click.command()
 @click.argument("sessions", metavar="SESSION...", nargs=-1, required=True)
+@_cancel
 @_patience
 @tenant_option
 @with_client
-async def rm(client: Client, sessions: tuple[str, ...], timeout_s: float) -> bool:
+async def rm(client: Client, sessions: tuple[str, ...], cancel: bool, timeout_s: float) -> bool:
     """Remove sessions, open or closed: the same as close --forget."""
-    return await _close(client, sessions, timeout_s, forget=True)
+    return await _close(client, sessions, timeout_s, forget=True, cancel=cancel)
 
 
-async def _close(client: Client, names: tuple[str, ...], timeout_s: float, *, forget: bool) -> bool:
+async def _close(
+    client: Client, names: tuple[str, ...], timeout_s: float, *, forget: bool, cancel: bool
+) -> bool:
     """Close or remove sessions; return whether that of any has failed."""
     failed = False
     for name in names:
         try:
-            await _end(client, name, timeout_s, forget=forget)
+            await _end(client, name, timeout_s, forget=forget, cancel=cancel)
         except (NoWorkerError, NotPermittedError):
             raise
         except TurnkeepError as error:  # of this session alone
@@ -68,11 +75,12 @@ async def _close(client: Client, names: tuple[str, ...], timeout_s: float, *, fo
     return failed
 
 
-async def _end(client: Client, name: str, timeout_s: float, *, forget: bool) -> None:
+async def _end(client: Client, name: str, timeout_s: float, *, forget: bool, cancel: bool) -> None:
     """Close or remove a session, and say so."""
     async with named(client, name) as session:
-        await _say_what_runs(session)
-        closed = await end(client, name, timeout_s, forget=forget)
+        if not cancel:
+            await _say_what_runs(session)
+        closed = await end(client, name, timeout_s, forget=forget, cancel=cancel)
     if not forget:
         click.echo(f"closed {name} at position {closed.position}")
         return

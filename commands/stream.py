@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from turnkeep_client.errors import NoWorkerError, RequestFailedError, TurnkeepError
+from worker.process.installed import program
 
 from .screen import Screen, unechoed
 
@@ -82,9 +83,7 @@ class _Stream:
             self._end()
             stored = "may be lost"
             if self._generation.seq:
-                stored = (
-                    "is in the log and will be answered" if self._kept else "will be removed from the log"
-                )
+                stored = self._what_becomes_of_it()
             click.echo(f"turnkeep: not waiting any longer; the question {stored}", err=True)
         except TurnkeepError:
             if self._has_begun:
@@ -98,6 +97,15 @@ class _Stream:
             await asyncio.gather(*asides, return_exceptions=True)
             self._screen.note("")
         return self._stopping is None
+
+    def _what_becomes_of_it(self) -> str:
+        """Say what becomes of a question in the log that is not waited for any longer."""
+        if self._kept:
+            return "is in the log and will be answered"
+        if self._session.connected:
+            return "will be removed from the log, without an answer"
+        removes = f"{program()} rm --cancel {self._session.key.session}"
+        return f"is in the log, and the next worker answers it; {removes} removes it from there"
 
     async def _read(self) -> None:
         in_reasoning = False

@@ -17,6 +17,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
+from urllib.parse import urlsplit
 
 import click
 
@@ -102,16 +103,35 @@ async def connected(settings: Settings, tenant: str, prefix: str | None = None) 
                 is_told = True
                 await asyncio.sleep(_STARTING_S)
     except NotPermittedError as error:
-        if here.nats is not None or "refuses the credentials" not in str(error):
+        if "refuses the credentials" not in str(error):
             raise
         from worker.wire.broker import served_by
 
+        if here.nats is not None:
+            port = _port_here(here.nats)
+            root = served_by(port) if port is not None else None
+            if root is None:
+                raise
+            more = "" if root == settings.data_dir.absolute() else f", and give --data-dir {root}"
+            raise NotPermittedError(
+                f"the NATS server at {shown(here.nats)} wants its token; it is that of this machine's own"
+                f" worker: leave out --nats or NATS_URL{more}"
+            ) from None
         path, root = settings.data_dir / TOKEN_NAME, served_by(here.own_port)
         why = f"refuses the token in {path}" if path.exists() else f"wants a token, and there is no {path}"
         helps = "name its worker's data directory by --data-dir"
         if root is not None and root != settings.data_dir.absolute():
             helps = f"its worker has --data-dir {root}"
         raise NotPermittedError(f"the NATS server at {url_of(here)} {why}; {helps}") from None
+
+
+def _port_here(url: str) -> int | None:
+    """Return the port of one NATS server on this machine; None if the URL is another one."""
+    with contextlib.suppress(ValueError):
+        parts = urlsplit(url if "://" in url else f"nats://{url}")
+        if parts.hostname in {"127.0.0.1", "localhost"}:
+            return parts.port or 4222
+    return None
 
 
 def _just_begun(data_dir: Path) -> int | None:

@@ -17,6 +17,7 @@ from turnkeep_client.messages import (
     Opened,
     Rewind,
     UnknownResult,
+    Usage,
 )
 
 from .markdown import rendered
@@ -169,13 +170,15 @@ def _taken_over(result: Any) -> str:
 
 def _spent(result: Any) -> Spent | None:
     match result:
+        case Generated(usage=Usage(prefilled_tokens=0, completion_tokens=0)):
+            return None  # cancelled while it waited
         case Generated(repeat_of=None, usage=used, seconds=took):
             decoding_s, num = took.total - took.first_token, used.completion_tokens - 1
             return Spent(
                 found=used.cached_tokens,
                 prefilled=used.prefilled_tokens,
                 generated=used.completion_tokens,
-                first_token_s=took.first_token,
+                first_token_s=took.first_token if used.completion_tokens else None,
                 tokens_per_s=num / decoding_s if num > 0 and decoding_s > 0 else None,
                 total_s=took.total,
             )

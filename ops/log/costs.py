@@ -90,8 +90,9 @@ class Costs:
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        #: The last result that was added, the sum, and the number of entries then.
-        self._sums: dict[SessionKey, tuple[int, Cost, int]] = {}
+        #: The last result that was added, the sum, and the number of entries and the last time then: a result
+        #: may come as a worker's note of its request goes, and the entries stay as many.
+        self._sums: dict[SessionKey, tuple[int, Cost, int, datetime]] = {}
 
     async def of(self, rows: Iterable[SessionRow]) -> list[Cost]:
         """Return the costs of sessions. Raises `TurnkeepError`."""
@@ -99,13 +100,13 @@ class Costs:
 
     async def _of(self, row: SessionRow) -> Cost:
         key = SessionKey(row.tenant, row.session)
-        seq, total, entries = self._sums.pop(key, (0, Cost(), 0))
+        seq, total, entries, last = self._sums.pop(key, (0, Cost(), 0, row.last))
         if row.entries < entries:  # the session was removed, and began again
             seq, total, entries = 0, Cost(), 0
-        if row.entries > entries:
+        if row.entries > entries or row.last != last:
             async for _, one in self._client.stored.every(key, "out", seq + 1):
                 seq, total = one.seq, total + await self._cost(key, one)
-        self._sums[key] = (seq, total, row.entries)
+        self._sums[key] = (seq, total, row.entries, row.last)
         if len(self._sums) > _KEPT:
             del self._sums[next(iter(self._sums))]
         return total

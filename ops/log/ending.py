@@ -13,24 +13,28 @@ if TYPE_CHECKING:
     from turnkeep_client.session import Session
 
 
-async def end(client: Client, name: str, timeout_s: float, *, forget: bool) -> Closed:
+async def end(client: Client, name: str, timeout_s: float, *, forget: bool, cancel: bool = False) -> Closed:
     """Close a session that is open or, with `forget`, remove one that is in the log.
+
+    With `cancel` its requests that have no result are cancelled first.
 
     Raises `TurnkeepError`, also for a session that does not exist or was removed before.
     """
     session = client.session(name)
     if not (forget and await _is_in_log(client, name)):
         await check_open(session)
-    return await (removed(session, timeout_s) if forget else session.close(timeout_s=timeout_s))
+    if forget:
+        return await removed(session, timeout_s, cancel=cancel)
+    return await session.close(cancel=cancel, timeout_s=timeout_s)
 
 
-async def removed(session: Session, timeout_s: float) -> Closed:
-    """Close a session with `forget`.
+async def removed(session: Session, timeout_s: float, *, cancel: bool = False) -> Closed:
+    """Close a session with `forget`, and with `cancel` if that is asked for.
 
     A session that is closed, or whose requests all failed, is opened first.
     """
     try:
-        return await session.close(forget=True, timeout_s=timeout_s)
+        return await session.close(forget=True, cancel=cancel, timeout_s=timeout_s)
     except RequestFailedError as error:
         if error.code != "unknown_session":
             raise

@@ -58,6 +58,7 @@ FEATURES: Final = (
     "echo",
     "chat_template_kwargs",
     "other_model",
+    "close_cancel",
 )
 ControlReply = SessionInfo | Metrics | Cancelled | Pinned | Unpinned | Counted | Embedded | Failed
 

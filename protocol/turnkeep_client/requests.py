@@ -414,9 +414,14 @@ class Close(_Request, frozen=True, tag="close"):
     `forget` removes the session's content at once: from the worker's disk, except prefixes that other
     sessions or a pin share, and from the log, except the close and its result. Snapshots of tokens that the
     session no longer had, after a rewind or a cancelled request, stay on the disk until they are evicted.
+
+    `cancel` ends the session's appends and generates before it that have no result, as a cancel of each does;
+    if no worker runs, the next one does so before it continues any. A session of which nothing was carried
+    out is then closed, too.
     """
 
     forget: bool = False
+    cancel: bool = False
 
 
 Request = Open | Append | Generate | Rewind | Close

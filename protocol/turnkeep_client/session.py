@@ -290,10 +290,18 @@ class Session:
         return [task.result() for task in started]
 
     async def close(
-        self, *, forget: bool = False, request_id: str | None = None, timeout_s: float | None = None
+        self,
+        *,
+        forget: bool = False,
+        cancel: bool = False,
+        request_id: str | None = None,
+        timeout_s: float | None = None,
     ) -> Closed:
-        """End the session; `forget` also removes its snapshots. Only `open` can use its name again."""
-        request = build(Close, request_id, forget=forget or None)
+        """End the session; `forget` also removes its content. Only `open` can use its name again.
+
+        With `cancel`, appends and generates that have no result end first, also if no worker runs now.
+        """
+        request = build(Close, request_id, forget=forget or None, cancel=cancel or None)
         return expect(Closed, await self._result_of(request, timeout_s))
 
     async def history(self, *, before: float = inf) -> History:

@@ -326,6 +326,41 @@ async def test_sigterm_leaves_the_terminal_as_it_was_and_no_session(
 
 
 @pytest.mark.process
+@pytest.mark.parametrize("is_begun", [True, False])
+async def test_a_question_left_without_a_worker_is_removed_unanswered_by_the_next_one(
+    worker_process: Callable[..., WorkerProcess], endless_model: Path, *, is_begun: bool
+) -> None:
+    worker = worker_process(model=endless_model)
+    worker.start()
+    async with await worker.client() as client:
+        await client.session("s").append(text="so that there is a stream, and a worker that listens")
+
+        def run() -> tuple[int, str]:
+            with Terminal("ask", "hello", "--max-tokens", 50_000, "--nats", worker.url) as terminal:
+                if is_begun:
+                    terminal.wait_for(r"\w")
+                    worker.kill()
+                terminal.wait_for("waiting for the worker")
+                terminal.type("\x03")
+                return terminal.end(), terminal.transcript
+
+        if not is_begun:
+            worker.kill()
+        code, said = await asyncio.to_thread(run)
+        assert code == 130
+        assert "the question will be removed from the log, without an answer" in " ".join(said.split())
+        name = next(one.name for one in await client.sessions() if one.name != "s")
+        worker.start()
+        async with asyncio.timeout(60):
+            while len(entries := await client.log(name)) != 2 or entries[-1].kind == "in":  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+    closed = decode_result(entries[-1].body)
+    assert isinstance(closed, Closed)
+    assert closed.position < TINY_CONTEXT, "it was not continued"
+    assert is_begun or closed.position == 0
+
+
+@pytest.mark.process
 async def test_during_an_outage_the_answer_waits_for_the_worker_and_goes_on(
     worker_process: Callable[..., WorkerProcess], endless_model: Path
 ) -> None:

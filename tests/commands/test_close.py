@@ -124,6 +124,22 @@ async def test_a_removal_says_which_answer_it_waits_for(local_worker: Start, end
     assert (out, err) == (b"removed s from the log and the worker's disk\n", b"")
 
 
+async def test_a_removal_can_cancel_what_runs_and_what_waits(
+    local_worker: Start, endless_model: Path
+) -> None:
+    worker = await local_worker(model=str(endless_model))
+    session = worker.client.session("s")
+    async with session.generate(text="x", max_tokens=50_000) as answer:
+        async for _ in answer:
+            break
+        waiting = asyncio.create_task(session.generate(text="y", max_tokens=50_000).send())
+        await waiting
+        done = await command("rm", "--cancel", "s", *where(worker))
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout == "removed s from the log and the worker's disk\n"
+        assert (await answer).finish_reason == "cancelled"
+
+
 async def test_the_last_exchanges_are_rewound_or_all_from_a_position_on(local_worker: Start) -> None:
     worker = await local_worker()
     session = worker.client.session("s")

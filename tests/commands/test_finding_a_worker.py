@@ -104,6 +104,20 @@ def test_nats_url_names_the_server_unless_the_command_does(
     assert "s3cret" not in wrong.stderr
 
 
+def test_the_address_of_a_worker_s_own_server_is_said_to_be_unneeded(
+    started: Callable[..., WorkerProcess], tmp_path: Path
+) -> None:
+    worker = started()
+    bare = f"nats://127.0.0.1:{worker.url.rpartition(':')[2]}"
+    helps = "it is that of this machine's own worker: leave out --nats or NATS_URL"
+    for data_dir, more in ((worker.data_dir, ""), (tmp_path, f", and give --data-dir {worker.data_dir}")):
+        done = turnkeep("exporter", "--data-dir", data_dir, "--nats", bare)
+        assert done.returncode == 1
+        assert done.stderr == f"turnkeep: the NATS server at {bare} wants its token; {helps}{more}\n"
+    done = turnkeep("sessions", TURNKEEP_DATA_DIR=str(worker.data_dir), NATS_URL=bare)
+    assert "leave out" not in done.stderr, "a data directory comes before NATS_URL"
+
+
 def test_a_command_that_finds_no_worker_says_where_one_runs(
     started: Callable[..., WorkerProcess], tmp_path: Path
 ) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from commands.agents import AGENTS, INSTALLS
+from commands.agents import AGENTS, INSTALLS, Door, start_of
 from tests.parts import TINY_CONTEXT
 
 if TYPE_CHECKING:
@@ -78,6 +78,13 @@ async def test_an_agent_is_started_with_gateway_key_and_model(name: str, url: st
         stdout=asyncio.subprocess.PIPE,
     )
     assert json.loads((await again.communicate())[0])["arguments"] == started["arguments"]
+
+
+@pytest.mark.parametrize(("context", "most"), [(8192, 512), (131_072, 32_000)])
+def test_claude_may_ask_for_a_small_share_of_a_small_context(context: int, most: int) -> None:
+    """It asks again, three times, after an answer that came to its limit."""
+    asked = start_of("claude", Door("http://127.0.0.1:1", "none", "m", context)).environment
+    assert int(asked["CLAUDE_CODE_MAX_OUTPUT_TOKENS"]) == most
 
 
 async def test_a_prompt_that_was_shortened_is_not_called_too_long(url: str, tmp_path: Path) -> None:

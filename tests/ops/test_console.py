@@ -260,6 +260,59 @@ async def test_sessions_come_in_pages_with_words_states_and_costs(local_worker: 
         assert (await page.http.get("/api/sessions", params={"skip": "-1"})).status_code == 400
 
 
+async def test_sums_have_a_result_in_whose_place_a_note_of_the_worker_s_was(local_worker: Start) -> None:
+    """A note that a request may have ended workers goes when its result comes: the entries are as many."""
+    worker = await local_worker()
+    await worker.stop()
+    usage = {"prompt_tokens": 1, "cached_tokens": 0, "prefilled_tokens": 47, "completion_tokens": 64}
+    result = {
+        "type": "generated",
+        "position": 61,
+        "text": "x",
+        "finish_reason": "cancelled",
+        "kv_live_bytes": 0,
+    }
+    result |= {"seconds": {"queued": 0, "prefill": 0, "first_token": 0, "total": 0.1}}
+    raw, subject = await nats.connect(worker.settings.nats), f"{worker.settings.prefix}.default.killed"
+    js = raw.jetstream()
+    first = await js.publish(f"{subject}.in", b'{"type":"generate","id":"a","text":"x"}')
+    note = await js.publish(f"{subject}.attempt", b"{}")
+    second = await js.publish(f"{subject}.in", b'{"type":"generate","id":"b","text":"y"}')
+    none = result | {"tokens": [], "usage": dict.fromkeys(usage, 0), "seq": second.seq, "id": "b"}
+    await js.publish(f"{subject}.commit", json.dumps(none).encode())
+    client = await connect(worker.settings.nats, prefix=worker.settings.prefix)
+    async with client, opened(client) as page:
+        (row,), (cost,) = [(await page.get("sessions"))[name] for name in ("rows", "costs")]
+        assert (row["entries"], cost["generated"]) == (4, 0)
+        some = result | {"tokens": [5] * 64, "usage": usage, "seq": first.seq, "id": "a"}
+        await js.publish(f"{subject}.commit", json.dumps(some).encode())
+        await js.delete_msg(f"{worker.settings.prefix}_log", note.seq)
+        (row,), (cost,) = [(await page.get("sessions"))[name] for name in ("rows", "costs")]
+        assert (row["entries"], cost["prefilled"], cost["generated"]) == (4, 47, 64)
+    await raw.close()
+
+
+def test_an_answer_without_a_token_has_no_time_to_the_first_one() -> None:
+    cancelled = Generated(
+        id="r",
+        seq=3,
+        position=0,
+        text="",
+        tokens=(),
+        finish_reason="cancelled",
+        usage=Usage(prompt_tokens=0, cached_tokens=0, prefilled_tokens=0, completion_tokens=0),
+        seconds=Seconds(queued=0.1, prefill=0.0, first_token=0.0, total=0.1),
+        kv_live_bytes=0,
+    )
+    request = decode_request(encode({"type": "generate", "id": "r", "text": "x"}))
+    turn = Turn(
+        number=1, seq=3, stored=datetime.now(UTC), request=request, result=cancelled, model=None, build={}
+    )
+    found = json.loads(encode(shown(turn)))
+    assert "spent" not in found, "nothing was done for it"
+    assert found["note"] == "stopped"
+
+
 async def test_the_time_of_an_answer_that_outlived_a_worker_begins_with_its_request(
     local_worker: Start,
 ) -> None:

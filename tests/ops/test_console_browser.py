@@ -190,6 +190,18 @@ async def test_a_conversation_is_titled_searched_asked_again_and_stopped(
         assert "stopped" in browser.text(".turn:nth-last-child(2)")
         assert not browser.run("return document.querySelector('.composer button').checkVisibility()")
 
+    def stop_the_first() -> None:
+        browser.click("New chat")  # whose limit is still 50,000
+        browser.type("#message", "On and on\ue007")
+        browser.wait_for(f"({ANSWER}).length > 20")
+        browser.type("#message", "And then?\ue007")
+        browser.wait_for("document.querySelectorAll('.turn.waiting').length === 2")
+        browser.type("body", ESCAPE)
+        browser.wait_for("document.querySelectorAll('.turn.done').length === 2")
+        told = browser.text(".turn:last-child .meta").split()
+        assert told[0] == "stopped", "nothing was computed for it"
+        assert told[2:] == ["Regenerate", "Edit"], "its position, 0, is no button"
+
     def search() -> None:
         browser.type(".side input", "rhub")
         browser.wait_for("document.querySelectorAll('.side li').length === 1")
@@ -221,7 +233,7 @@ async def test_a_conversation_is_titled_searched_asked_again_and_stopped(
         name = await asyncio.to_thread(begin, url)
         assert re.fullmatch(r"chat-\d{8}-\d{6}", name)
         await asyncio.to_thread(again, name)
-        for then in (stop, search, export):
+        for then in (stop, stop_the_first, search, export):
             await asyncio.to_thread(then)
 
 

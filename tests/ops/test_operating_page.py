@@ -39,10 +39,10 @@ async def test_the_exporter_s_commands_run_as_they_are_written(nats_url: str) ->
     def here(command: str) -> str:
         program = f"{shlex.quote(sys.executable)} -m commands"
         command = re.sub(r"^turnkeep\b", program, command, flags=re.MULTILINE)
-        return command.replace("nats://127.0.0.1:4222", nats_url).replace("9422", port)
+        return command.replace("9422", port)
 
     command = f"exec {here(block('sh', 'turnkeep exporter'))}"
-    exporter = subprocess.Popen(["sh", "-c", command], env=environment())  # noqa: ASYNC220
+    exporter = subprocess.Popen(["sh", "-c", command], env=environment() | {"NATS_URL": nats_url})  # noqa: ASYNC220
     try:
         look = ["sh", "-c", here(block("sh", "curl"))]
         worker = await nats.connect(nats_url)
@@ -59,8 +59,8 @@ async def test_the_exporter_s_commands_run_as_they_are_written(nats_url: str) ->
 
 
 def test_the_command_of_the_live_screen_runs_as_it_is_written(nats_url: str) -> None:
-    _, *arguments = shlex.split(block("sh", "turnkeep top").replace("nats://127.0.0.1:4222", nats_url))
-    with Terminal(*arguments) as terminal:
+    _, *arguments = shlex.split(block("sh", "turnkeep top"))
+    with Terminal(*arguments, NATS_URL=nats_url) as terminal:
         terminal.wait_for("no worker has published metrics yet")
         terminal.type("q")
         assert terminal.end() == 0

@@ -131,6 +131,12 @@ async def test_the_examples_in_python_run_as_they_are_written(
     assert re.search(r"\n generated \{'prompt_tokens': \d", await output(await shell("python example.py")))
     for file in ("ask.py", "client.py", "readme.py"):
         assert await output(await shell(f"python {file}")) != "", file
+    for file in ("client.py", "readme.py"):
+        assert re.search(r"\nUsage\(prompt_tokens=\d", await output(await shell(f"python {file}"))), file
+    for file in ("client.py", "readme.py"):
+        alone = await shell(f"env -u NATS_URL python {file}")
+        _, err = await alone.communicate()
+        assert err == b"first: export NATS_URL=$(.venv/bin/turnkeep url)\n", file
     consumer = await shell("python consumer.py")
     assert consumer.stdout is not None
     line = await asyncio.wait_for(consumer.stdout.readline(), 60)

@@ -309,7 +309,8 @@ class Asker:
             case _ if kind is Rewind:
                 named |= {"type": "rewind", "position": random.randint(0, position)}
             case _ if kind is Close:
-                named |= {"type": "close", "forget": random.choice((None, True))}
+                forget, cancel = random.choice(((None, None), (None, True), (True, None), (True, True)))
+                named |= {"type": "close", "forget": forget, "cancel": cancel}
             case _:
                 named |= {"type": "open"}
         if (poison := self._history.poison) and kind is Append:

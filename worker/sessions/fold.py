@@ -91,7 +91,9 @@ class Fold:
             raise RefusedError(
                 "unknown_session", "the session was closed; an open starts a new one under this name"
             )
-        elif gone and isinstance(request, Rewind | Close):
+        elif gone and (
+            isinstance(request, Rewind) or (isinstance(request, Close) and not request.cancel)
+        ):  # what would have begun it may have been cancelled by the close
             raise RefusedError(
                 "unknown_session", "there is no such session; an append or a generate starts one"
             )

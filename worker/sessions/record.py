@@ -19,6 +19,7 @@ from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.log import BEGAN_HEADER, BUILD_HEADER, EXPECT_HEADER, HISTORY_HEADER, PARTS_HEADER, words
 from turnkeep_client.messages import (
     Append,
+    Close,
     Closed,
     Failed,
     Generate,
@@ -169,6 +170,7 @@ class Record:
         self._is_begun = False  # whether a result was read that changed the session
         self._lost_results: list[tuple[int, int]] = []  # each behind which one
         self._early: dict[int, _EarlyResult] = {}
+        self._cancelled_before = 0  # a close in the log ends what was asked before it
         self._answered_unread: set[int] = set()  # unread requests that this worker has answered
         self._last_position = 0  # as the last result that changed the history says
         self._checkpoint_seq = 0  # the request of the checkpoint that the record started from
@@ -311,12 +313,25 @@ class Record:
         if pending.request is not None and _is_first(result):
             self.answered_ids.add(pending.request.id, AnsweredAt(pending.seq, out_seq))
 
+    def cancel_before(self, seq: int) -> None:
+        """Cancel the appends and generates before a close at `seq` that ends them."""
+        self._cancelled_before = max(self._cancelled_before, seq)
+        for pending in self.pending:
+            self._cancel_early(pending)
+
+    def _cancel_early(self, pending: Pending) -> None:
+        if pending.seq < self._cancelled_before and isinstance(pending.request, Append | Generate):
+            pending.cancelled = True
+
     def _add_request(self, entry: Entry, recorded: _EarlyResult | None, parts: History | str | None) -> None:
         if recorded is not None and self.pending and not _changes_nothing(recorded.result):
             self._ignore(recorded.entry)  # a worker answers out of order only to cancel or expire a request
             recorded = None
         if recorded is None:
-            self.pending.append(pending_at(entry))
+            self.pending.append(waiting := pending_at(entry))
+            self._cancel_early(waiting)
+            if isinstance(waiting.request, Close) and waiting.request.cancel:
+                self.cancel_before(entry.seq)
             return
         pending = pending_at(entry, decode_request)
         request, result, out = pending.request, recorded.result, recorded.entry

@@ -165,7 +165,23 @@ class Session:
         """Record that the log has a request at the delivery's sequence, and wake the session's task."""
         self.log.ring(delivery)
         self._doubt.ring(delivery)
+        self._end_before(delivery)
         self._wake(self)
+
+    def _end_before(self, delivery: Delivery) -> None:
+        """End what waits or runs, if the delivery is a close that cancels it."""
+        if not self.log.record.pending:
+            return
+        request = None
+        with suppress(InvalidMessageError):
+            request = decode_request(delivery.body)
+        if not (isinstance(request, Close) and request.cancel):
+            return
+        self.log.record.cancel_before(delivery.seq)
+        if self.active is not None and self.active.cancelled:
+            self._stop_active()
+        if self.log.record.pending[0].stopped:
+            self._services.shares.admit(self.key)
 
     async def run(self) -> None:
         """Answer all requests without a result. Raises `StoppingError` if the worker stops first."""

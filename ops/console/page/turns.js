@@ -53,7 +53,7 @@ function deeds(turn, acts) {
   return [answer && link("Copy", () => copied(answer), "Copy the answer as Markdown"),
     acts && isOver && isQuestion && link("Regenerate", () => acts.again(turn), "Another answer, in a fork of this conversation"),
     acts && isOver && isQuestion && link("Edit", () => acts.edit(turn), "Another question here, in a fork of this conversation"),
-    acts && turn.state === "done" && turn.position && turn.kind !== "close"
+    acts && turn.state === "done" && turn.position > 0 && turn.kind !== "close"
       && link("Fork here", () => acts.fork(turn.position), `Fork at position ${turn.position}`)];
 }
 

@@ -159,10 +159,15 @@ export interface Chunk {
  * `forget` removes the session's content at once: from the worker's disk, except prefixes that other sessions
  * or a pin share, and from the log, except the close and its result. Snapshots of tokens that the session no
  * longer had, after a rewind or a cancelled request, stay on the disk until they are evicted.
+ *
+ * `cancel` ends the session's appends and generates before it that have no result, as a cancel of each does;
+ * if no worker runs, the next one does so before it continues any. A session of which nothing was carried out
+ * is then closed, too.
  */
 export interface Close {
   type: "close";
   forget?: boolean;
+  cancel?: boolean;
   /** 1 to 64 of the characters A-Z a-z 0-9 _ -, the first one a letter or a digit */
   id: string;
   /** tokens from the session's start */
