@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-#: Sessions that are known to be this worker's, and so are not looked up.
+#: Sessions that are known to be this worker's or another one's, and so are not looked up.
 _MAX_HELD: Final = 65_536
 _PASS_S: Final = 1.0
 _RETRY_S: Final = 0.1
@@ -116,6 +116,7 @@ class Owners:
         self._tasks = tasks
         self._erase = erase
         self._held: OrderedDict[SessionKey, int] = OrderedDict()  # with the sequences of claims, or 0
+        self._takers: OrderedDict[SessionKey, str] = OrderedDict()  # runs of workers that took the last one
         self._routed: dict[SessionKey, dict[int, _Routed]] = {}  # deliveries that are under way, by sequence
         self._is_leaving = False
         self._intake: Intake
@@ -198,6 +199,11 @@ class Owners:
     async def _route(self, key: SessionKey) -> None:
         waiting = self._routed[key]
         while waiting and not self._is_leaving:
+            taker = self._takers.pop(key, "")  # asked without a look-up
+            member = next((one for one in self._members.others.values() if one.boot == taker), None)
+            if member is not None and await self._pass_on(member, waiting) == _TAKEN:
+                self._note_taker(key, member)
+                continue
             owner = await self._owner(key)
             heir = None if owner.member or key not in self._held else self._heir()
             if not (owner.member or owner.is_known or key in self._held):
@@ -208,6 +214,8 @@ class Owners:
             elif heir is not None:
                 answer = await self._give(key, heir, waiting)
             is_over = answer == _TAKEN
+            if is_over and (taken := owner.member or heir) is not None:
+                self._note_taker(key, taken)
             if answer == _GIVEN and (is_over := await self._claim(key, owner.claim_seq)):
                 for seq, (_, accept) in list(waiting.items()):
                     del waiting[seq]
@@ -215,6 +223,11 @@ class Owners:
             if not is_over:
                 await sleep(_RETRY_S)  # until that worker has ended, or another one has claimed the session
         del self._routed[key]
+
+    def _note_taker(self, key: SessionKey, member: Member) -> None:
+        self._takers[key] = member.boot
+        while len(self._takers) > _MAX_HELD:
+            self._takers.popitem(last=False)
 
     async def _give(self, key: SessionKey, heir: Member, waiting: dict[int, _Routed]) -> bytes:
         """Give a session away with its new requests, unless some are at work here; return the answer."""
