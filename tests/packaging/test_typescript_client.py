@@ -109,7 +109,7 @@ async def test_its_tests_pass(
 ) -> None:
     if shutil.which(command[0]) is None:
         pytest.skip(f"there is no {command[0]} here")
-    process = await worker(tiny_model)
+    process = await worker(tiny_model, "--pooling", "last")
     said = await run(*command, programs / "client.test.js", NATS_URL=process.url)
     assert re.search(r"\b1[0-9] pass", said) or re.search(r"# pass 1[0-9]\b", said), said
 

@@ -2,10 +2,11 @@
 
 import type { NatsConnection, WsConnectionOptions } from "@nats-io/nats-core";
 
-import { ResultFeeds } from "./calls.js";
+import { decode, encode, expect, ResultFeeds } from "./calls.js";
 import { NoServerError, NotPermittedError } from "./errors.js";
 import { listed } from "./listing.js";
 import type { Listed } from "./listing.js";
+import type { ControlReply } from "./messages.js";
 import { Session } from "./session.js";
 import { checkId, DEFAULT_TENANT, Subjects } from "./subjects.js";
 import { has, messageOf, Wire } from "./wire.js";
@@ -17,6 +18,16 @@ export interface ClientOptions {
   prefix?: string;
   /** How long `info`, `cancel`, `count`, `pin` and `unpin` wait for the worker; 5000. */
   controlTimeoutMs?: number;
+}
+
+/** A text, or token ids. */
+export type Input = string | readonly number[];
+
+/** The vectors of some inputs, how many tokens each input has, and the model. */
+export interface Embeddings {
+  vectors: Float32Array[];
+  tokens: number[];
+  model: string;
 }
 
 /** Options of the client, and those of `connect` of NATS: credentials, TLS, `wsFactory` and more. */
@@ -54,6 +65,28 @@ export class Client implements AsyncDisposable {
     const last = (kind: "in" | "out") => wire.last(wire.subjects.logStream, wire.subjects.of(every, kind));
     const requests = await last("in"); // before the results: so none of them lacks its request
     return listed(requests, await last("out"));
+  }
+
+  /**
+   * Return a vector of length 1 for each text or list of token ids, cut to `dimensions` numbers, by an embedding model.
+   *
+   * A long list takes several requests, each of which may take `timeoutMs` (60000).
+   */
+  async embed(
+    inputs: readonly Input[],
+    { dimensions, timeoutMs = 60_000 }: { dimensions?: number; timeoutMs?: number } = {},
+  ): Promise<Embeddings> {
+    const { wire } = this.#feeds;
+    const subject = wire.subjects.of({ tenant: this.tenant, session: "any" }, "ctl");
+    const found: Embeddings = { vectors: [], tokens: [], model: "" };
+    for (const part of divided(inputs)) {
+      const reply = await wire.ask(subject, encode({ type: "embed", inputs: part, dimensions }), timeoutMs);
+      const embedded = expect("embedded", decode<ControlReply>(reply));
+      found.vectors.push(...embedded.vectors.map(numbers));
+      found.tokens.push(...embedded.tokens);
+      found.model = embedded.model;
+    }
+    return found;
   }
 
   /** Close the connection; calls that still wait throw `ClientClosedError`, but their requests continue. */
@@ -95,6 +128,31 @@ export async function connectBy(
     }
     throw error;
   }
+}
+
+const MOST_INPUTS = 16;
+const MOST_LENGTH = 2 ** 17;
+
+/** Divide inputs, so that neither a request nor its reply is too large. */
+function* divided(inputs: readonly Input[]): Generator<Input[]> {
+  let part: Input[] = [];
+  let length = 0;
+  for (const input of inputs) {
+    if (part.length > 0 && (length + input.length > MOST_LENGTH || part.length === MOST_INPUTS)) {
+      yield part;
+      [part, length] = [[], 0];
+    }
+    part.push(input);
+    length += input.length;
+  }
+  if (part.length > 0) yield part;
+}
+
+/** Read base64 of 32-bit floats, little-endian. */
+function numbers(vector: string): Float32Array {
+  const bytes = Uint8Array.from(atob(vector), (char) => char.charCodeAt(0));
+  const view = new DataView(bytes.buffer);
+  return Float32Array.from({ length: bytes.length / 4 }, (_, i) => view.getFloat32(4 * i, true));
 }
 
 const USER_INFO = /^(\w+:\/\/)?([^@/]*)@/;

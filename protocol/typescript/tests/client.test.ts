@@ -198,6 +198,20 @@ test("more sessions are listed than the server looks up at a time", async () => 
   assert.ok(found.every(({ isWaiting, position }) => isWaiting && position === undefined));
 });
 
+test("texts and token ids have vectors of length 1, also more than a request takes", async () => {
+  const inputs = [...Array.from({ length: 20 }, (_, i) => `text ${i}`), [5, 6, 7]];
+  const { vectors, tokens, model } = await client.embed(inputs);
+  assert.equal(model, "tiny");
+  assert.deepEqual([vectors.length, tokens.at(-1)], [21, 3]);
+  for (const vector of vectors) assert.ok(Math.abs(vector.reduce((sum, one) => sum + one * one, 0) - 1) < 1e-4);
+  const [again] = (await client.embed(["text 0"])).vectors;
+  const likeness = again?.reduce((sum, one, i) => sum + one * (vectors[0]?.[i] ?? 0), 0) ?? 0;
+  assert.ok(likeness > 0.9999);
+  const short = await client.embed(["text 0"], { dimensions: 4 });
+  assert.equal(short.vectors[0]?.length, 4);
+  await assert.rejects(client.embed([""]), failsWith("invalid_request", false));
+});
+
 test("what failed for a reason that may pass is sent again, and nothing else", async () => {
   const session = client.session("retried");
   let number = 0;
