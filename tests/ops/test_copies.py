@@ -305,9 +305,9 @@ async def test_a_request_of_a_later_version_is_one_line(local_worker: Start, tmp
         text = tar.extractfile("log.jsonl").read().decode().splitlines()  # type: ignore[union-attr]
     line = json.loads(text[0]) | {"request": content}
     changed = "\n".join([json.dumps(line), *text[1:]]).encode()
-    head = json.dumps(
-        json.loads(tar_content(log)) | {"digest": copies.blake2b(changed, digest_size=16).hexdigest()}
-    ).encode()
+    said = json.loads(tar_content(log)) | {"digest": copies.blake2b(changed, digest_size=16).hexdigest()}
+    del said["checksum"]
+    head = copies._signed(json.dumps(said).encode())
     with tarfile.open(file, "w") as tar:
         for name, body in (("session.json", head), ("log.jsonl", changed)):
             member = tarfile.TarInfo(name)
