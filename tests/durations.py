@@ -111,7 +111,7 @@ def main() -> int:
     if asked.budget is not None:
         over = [(file, took.cpu_s) for file, took in files if took.cpu_s > asked.budget]
         for file, cpu_s in over:
-            print(f"ERROR {file} took {cpu_s:.0f} s of CPU time; a file has {asked.budget:.0f} s")
+            print(f"ERROR {file} took {cpu_s:.0f} s of CPU time; a file has {asked.budget:g} s")
         return bool(over)
     for title, some in (
         ("all", slowest(tests, lambda *_: "tests")),

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from made_kv import LAYOUT, identity
 
+from cache.disk import format as snapshot_format
 from cache.store import Store
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
     from pathlib import Path
 
 
@@ -29,3 +31,17 @@ async def open_store(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[St
     yield open_
     for store in opened:
         await store.close()
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Hold the writer at the beginning of a write until the gate is opened."""
+    gate, write = threading.Event(), snapshot_format.write
+
+    def held(draft: Any, path: Path, *more: Any) -> None:
+        assert gate.wait(10)
+        write(draft, path, *more)
+
+    monkeypatch.setattr(snapshot_format, "write", held)
+    yield gate
+    gate.set()

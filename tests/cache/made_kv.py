@@ -67,6 +67,15 @@ def assert_is_kv_of(tensors: dict[str, mx.array], tokens: Sequence[int]) -> None
         assert np.array_equal(np.array(tensors[name])[:, :, : len(tokens)], whole), name
 
 
+async def num_restored(store: Store, tokens: Sequence[int], tenant: str = "a") -> int:
+    """Restore what there is of these tokens, check that it is their KV, and return how many it is of."""
+    restored = await store.load(store.match(tenant, tokens))
+    if restored is None:
+        return 0
+    assert_is_kv_of(restored.tensors, tokens[: restored.num_tokens])
+    return restored.num_tokens
+
+
 def assert_sum_rule(store: Store) -> None:
     stats = store.stats()
     settled = stats.durable + sum(stats.dropped.values()) + stats.failed + stats.cancelled

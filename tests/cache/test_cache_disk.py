@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from made_kv import assert_is_kv_of, assert_sum_rule, save_all
+from made_kv import assert_sum_rule, num_restored, save_all
 from test_cache_reach import POLICY
 
 from cache.admin import survey
@@ -63,14 +63,6 @@ def run(library: Path, scenario: str, base: Path):
     return json.loads(found.stdout)
 
 
-async def restored(store, tokens) -> int:
-    found = await store.load(store.match("a", tokens))
-    if found is None:
-        return 0
-    assert_is_kv_of(found.tensors, tokens[: found.num_tokens])
-    return found.num_tokens
-
-
 @pytest.mark.process
 async def test_killed_at_every_change_of_the_disk_nothing_that_was_settled_is_lost_or_comes_back(
     faulty_disk, base, open_store
@@ -86,15 +78,15 @@ async def test_killed_at_every_change_of_the_disk_nothing_that_was_settled_is_lo
         store = await open_store(directory=directory)
         assert store.stats().rejected == 0, life
         assert list((directory / "tmp").iterdir()) == []
-        assert await restored(store, ONE) >= (10 if "two" in said else 6 if "one" in said else 0), life
-        two = await restored(store, TWO)
+        assert await num_restored(store, ONE) >= (10 if "two" in said else 6 if "one" in said else 0), life
+        two = await num_restored(store, TWO)
         if "two" in said:  # it may just be forgotten: from its end, never from its middle
             assert two in (0, 4, 8, 10), life
         assert two == 0 or "forgotten" not in said, life
         assert (store.stats().kept_bytes > 0) >= ("pinned" in said), life
         save_all(store, "a", ONE)
         assert await store.barrier(10)
-        assert await restored(store, ONE) == 10, life
+        assert await num_restored(store, ONE) == 10, life
         assert_sum_rule(store)
         await store.close()
 
@@ -165,11 +157,11 @@ async def test_a_disk_that_is_full_at_the_start_still_serves_what_is_there(open_
             except OSError:
                 break
     store = await open_store(directory=disk / "cache", model="tiny")
-    assert await restored(store, ONE) == 10
+    assert await num_restored(store, ONE) == 10
     assert (await store.pin("a", ONE)).noted is False
     save_all(store, "a", TWO)
     assert store.stats().dropped == {"disk_limit": 1, "no_parent": 2}
-    assert await restored(store, ONE) == 10, "pinned, it does not give way to newer ones"
+    assert await num_restored(store, ONE) == 10, "pinned, it does not give way to newer ones"
     assert_sum_rule(store)
     await store.close()
     (disk / "of another process").unlink()
@@ -191,12 +183,12 @@ async def test_the_clock_may_jump_back_and_the_order_of_use_stays(open_store) ->
     store = await open_store(clock=lambda: wall, max_bytes=2 * size)
     save_all(store, "a", [3, 1, 2, 3])
     await store.barrier(5)
-    assert [await restored(store, [first, *ONE[1:4]]) for first in (1, 2)] == [0, 4]
+    assert [await num_restored(store, [first, *ONE[1:4]]) for first in (1, 2)] == [0, 4]
     await store.close()
     store = await open_store(clock=lambda: wall, max_bytes=size)
     await store.barrier(5)
-    assert await restored(store, [3, 1, 2, 3]) == 0, "the second one was used last"
-    assert await restored(store, TWO[:4]) == 4
+    assert await num_restored(store, [3, 1, 2, 3]) == 0, "the second one was used last"
+    assert await num_restored(store, TWO[:4]) == 4
 
 
 async def test_bits_that_flip_anywhere_are_never_restored(open_store, tmp_path) -> None:
@@ -209,6 +201,6 @@ async def test_bits_that_flip_anywhere_are_never_restored(open_store, tmp_path) 
         whole = bytearray(path.read_bytes())
         whole[chance.randrange(len(whole))] ^= 1 << chance.randrange(8)
         path.write_bytes(whole)
-        assert await restored(store, ONE) < 10
+        assert await num_restored(store, ONE) < 10
         assert_sum_rule(store)
     assert store.stats().rejected == 40

@@ -9,7 +9,7 @@ import time
 from itertools import pairwise
 
 import pytest
-from made_kv import assert_is_kv_of, assert_sum_rule, identity, save_all
+from made_kv import assert_sum_rule, identity, num_restored, save_all
 from structlog.testing import capture_logs
 
 from cache.disk import format as snapshot_format
@@ -20,30 +20,8 @@ from cache.names.errors import PinRefusedError
 TOKENS = list(range(10))
 
 
-@pytest.fixture
-def gate(monkeypatch):
-    """Hold the writer at the beginning of a write until the gate is opened."""
-    gate, write = threading.Event(), snapshot_format.write
-
-    def held(draft, path, *more) -> None:
-        assert gate.wait(10)
-        write(draft, path, *more)
-
-    monkeypatch.setattr(snapshot_format, "write", held)
-    yield gate
-    gate.set()
-
-
 def files(tmp_path) -> int:
     return len(list((tmp_path / "cache" / "snapshots").iterdir()))
-
-
-async def restore(store, tenant, tokens) -> int:
-    restored = await store.load(store.match(tenant, tokens))
-    if restored is None:
-        return 0
-    assert_is_kv_of(restored.tensors, tokens[: restored.num_tokens])
-    return restored.num_tokens
 
 
 async def fill(store, num_sessions, first=100) -> None:
@@ -71,19 +49,19 @@ async def test_a_pinned_prefix_outlives_everything_that_was_used_later(open_stor
     assert pinned.size_bytes == pinned.pinned_bytes == store.stats().kept_bytes > 2 * size
     await fill(store, 12)
     assert store.stats().evicted > 10
-    assert await restore(store, "a", TOKENS) == 10
+    assert await num_restored(store, TOKENS) == 10
     assert_sum_rule(store)
 
     await store.close()
     store = await open_store(max_bytes=8 * size)
     assert store.stats().kept_bytes == pinned.pinned_bytes, "over restarts too"
     await fill(store, 12, first=200)
-    assert await restore(store, "a", TOKENS) == 10
+    assert await num_restored(store, TOKENS) == 10
 
     assert store.unpin("a", TOKENS) == [10]
     assert store.stats().kept_bytes == 0
     await fill(store, 12, first=300)
-    assert await restore(store, "a", TOKENS) == 0
+    assert await num_restored(store, TOKENS) == 0
     assert_sum_rule(store)
 
 
@@ -112,7 +90,7 @@ async def test_a_pin_is_there_before_what_it_pins(open_store) -> None:
     save_all(store, "a", TOKENS)
     await store.barrier(5)
     await fill(store, 12)
-    assert await restore(store, "a", TOKENS) == 10
+    assert await num_restored(store, TOKENS) == 10
 
 
 async def test_a_pin_goes_over_to_the_snapshot_that_takes_anothers_place(open_store, gate) -> None:
@@ -130,7 +108,7 @@ async def test_a_pin_goes_over_to_the_snapshot_that_takes_anothers_place(open_st
     await store.barrier(5)
     assert store.stats().kept_bytes == store.stats().stored_bytes > tail_bytes
     await fill(store, 12)
-    assert await restore(store, "a", TOKENS[:2]) == 2
+    assert await num_restored(store, TOKENS[:2]) == 2
 
 
 async def test_two_pins_of_a_prefix_are_given_up_one_by_one(open_store) -> None:
@@ -177,7 +155,7 @@ async def test_where_pins_fill_the_limit_saves_are_dropped_and_counted(open_stor
     stats = store.stats()
     assert stats.dropped == {"disk_limit": 1}
     assert (stats.free_bytes, stats.evictable_bytes) == (stats.capacity_bytes - stats.stored_bytes, 0)
-    assert await restore(store, "a", TOKENS[:8]) == 8
+    assert await num_restored(store, TOKENS[:8]) == 8
     assert_sum_rule(store)
 
 
@@ -187,12 +165,12 @@ async def test_a_pin_does_not_stop_the_quarantine(open_store, tmp_path) -> None:
     await store.pin("a", TOKENS)
     for path in (tmp_path / "cache" / "snapshots").iterdir():
         path.write_bytes(path.read_bytes()[:-1] + b"\xaa")
-    assert await restore(store, "a", TOKENS) == 0
+    assert await num_restored(store, TOKENS) == 0
     assert store.stats().kept_bytes == 0
     save_all(store, "a", TOKENS)
     await store.barrier(5)
     assert store.stats().kept_bytes == store.stats().stored_bytes > 0, "what takes its place is pinned"
-    assert await restore(store, "a", TOKENS) == 10
+    assert await num_restored(store, TOKENS) == 10
 
 
 async def test_what_is_pinned_is_not_forgotten_with_a_session(open_store) -> None:
@@ -201,7 +179,7 @@ async def test_what_is_pinned_is_not_forgotten_with_a_session(open_store) -> Non
     await store.pin("a", TOKENS[:4])
     assert store.forget("a", TOKENS) == 2
     await store.barrier(5)
-    assert await restore(store, "a", TOKENS) == 4
+    assert await num_restored(store, TOKENS) == 4
     assert_sum_rule(store)
 
 
@@ -215,7 +193,7 @@ async def test_what_is_held_counts_as_used(open_store) -> None:
     size = store.stats().stored_bytes // 3
     await store.close()
     store = await open_store(max_bytes=2 * size + size // 2)
-    assert [await restore(store, "a", [session, 1]) for session in range(3)] == [2, 0, 2]
+    assert [await num_restored(store, [session, 1]) for session in range(3)] == [2, 0, 2]
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -238,7 +216,7 @@ async def test_a_catalog_of_an_older_version_keeps_its_recency(open_store, tmp_p
     with capture_logs() as logs:
         store = await open_store(max_bytes=2 * size + size // 2)
     assert [log["event"] for log in logs] == ["cache_shrunk"]
-    assert [await restore(store, "a", [session, 1]) for session in range(3)] == [2, 0, 2]
+    assert [await num_restored(store, [session, 1]) for session in range(3)] == [2, 0, 2]
     assert (await store.pin("a", [0, 1])).noted
     await store.close()
     with sqlite3.connect(tmp_path / "cache" / "index.sqlite") as db:
@@ -324,7 +302,7 @@ async def test_clearing_takes_everything_of_everybody(open_store, tmp_path) -> N
     assert_sum_rule(store)
     save_all(store, "a", TOKENS)
     await store.barrier(5)
-    assert await restore(store, "a", TOKENS) == 10
+    assert await num_restored(store, TOKENS) == 10
     await store.close()
     assert (await open_store()).stats().kept_bytes == 0
 
@@ -376,8 +354,8 @@ async def test_cleanup_holds_its_deadline_while_the_disk_hangs_and_nothing_comes
     go_on.set()
     assert await store.barrier(5)
     assert store.stats().cancelled == 3
-    assert await restore(store, "a", TOKENS) == 0
-    assert await restore(store, "b", TOKENS) == 10
+    assert await num_restored(store, TOKENS) == 0
+    assert await num_restored(store, TOKENS, "b") == 10
     assert files(tmp_path) == store.stats().stored == 3
     assert_sum_rule(store)
     await store.close()

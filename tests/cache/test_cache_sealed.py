@@ -11,7 +11,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from made_kv import BLOCK, assert_is_kv_of, cut, identity, save_all
+from made_kv import BLOCK, cut, identity, num_restored, save_all
 
 from cache.admin import archive, pruning, survey
 from cache.disk import access as accesses
@@ -61,14 +61,6 @@ async def filled(open_store: Callable[..., Any], *runs: Iterable[int], **setting
         save_all(store, "a", list(tokens))
         assert await store.barrier(10)
     return store
-
-
-async def num_restored(store: Store, tokens: list[int]) -> int:
-    restored = await store.load(store.match("a", tokens))
-    if restored is None:
-        return 0
-    assert_is_kv_of(restored.tensors, tokens[: restored.num_tokens])
-    return restored.num_tokens
 
 
 @pytest.mark.parametrize("access", [accesses.PLAIN, KEY], ids=["plain", "sealed"])

@@ -9,7 +9,7 @@ import threading
 import weakref
 
 import pytest
-from made_kv import BLOCK, assert_is_kv_of, assert_sum_rule, cut, identity, save_all
+from made_kv import BLOCK, assert_sum_rule, cut, identity, num_restored, save_all
 
 from cache.disk import format as snapshot_format
 from cache.disk.folder import Folder
@@ -23,28 +23,6 @@ TOKENS = list(range(10))
 
 def files(tmp_path) -> int:
     return len(list((tmp_path / "cache" / "snapshots").iterdir()))
-
-
-async def restore(store, tenant, tokens):
-    restored = await store.load(store.match(tenant, tokens))
-    if restored is None:
-        return 0
-    assert_is_kv_of(restored.tensors, tokens[: restored.num_tokens])
-    return restored.num_tokens
-
-
-@pytest.fixture
-def gate(monkeypatch):
-    """Hold the writer at the beginning of a write until the gate is opened."""
-    gate, write = threading.Event(), snapshot_format.write
-
-    def held(draft, path, *more) -> None:
-        assert gate.wait(10)
-        write(draft, path, *more)
-
-    monkeypatch.setattr(snapshot_format, "write", held)
-    yield gate
-    gate.set()
 
 
 async def test_what_waits_for_a_disk_that_hangs_is_let_go_for_its_memory(open_store, gate) -> None:
@@ -65,7 +43,7 @@ async def test_what_waits_for_a_disk_that_hangs_is_let_go_for_its_memory(open_st
     assert (store.stats().durable, store.stats().dropped) == (1, {"memory": 2})
     assert save_all(store, "a", TOKENS) == [True, True], "and are saved when they come again"
     assert await store.barrier(10)
-    assert await restore(store, "a", TOKENS) == 10
+    assert await num_restored(store, TOKENS) == 10
 
 
 async def test_what_was_saved_is_restored_also_by_the_next_process(open_store) -> None:
@@ -73,7 +51,7 @@ async def test_what_was_saved_is_restored_also_by_the_next_process(open_store) -
     assert save_all(store, "a", TOKENS) == [True, True, True]
     assert await store.close()
     store = await open_store()
-    assert await restore(store, "a", TOKENS) == 10
+    assert await num_restored(store, TOKENS) == 10
     stats = store.stats()
     assert (stats.stored, stats.rejected) == (3, 0)
     assert stats.restored_bytes == stats.stored_bytes > 0
@@ -98,7 +76,7 @@ async def test_the_longest_stored_prefix_is_found_to_the_token(open_store, token
     store = await open_store()
     save_all(store, "a", TOKENS)
     await store.barrier(5)
-    assert await restore(store, "a", tokens) == found
+    assert await num_restored(store, tokens) == found
 
 
 async def test_a_block_is_not_read_for_a_few_of_its_tokens(open_store) -> None:
@@ -125,7 +103,7 @@ async def test_another_model_finds_nothing_and_leaves_the_files_alone(open_store
     assert other.match("a", TOKENS).num_tokens == 0
     assert other.stats().stored == 3
     await other.close()
-    assert await restore(await open_store(), "a", TOKENS) == 10
+    assert await num_restored(await open_store(), TOKENS) == 10
 
 
 async def test_only_what_is_missing_is_wanted(open_store) -> None:
@@ -167,7 +145,7 @@ async def test_tails_that_have_grown_do_not_pile_up(open_store, tmp_path) -> Non
         await store.barrier(5)
     assert store.stats().stored == files(tmp_path) == 3
     assert store.stats().evicted == 0
-    assert await restore(store, "a", TOKENS) == 10
+    assert await num_restored(store, TOKENS) == 10
 
 
 async def test_a_tail_that_another_session_went_on_from_is_still_found(open_store) -> None:
@@ -177,7 +155,7 @@ async def test_a_tail_that_another_session_went_on_from_is_still_found(open_stor
     await store.barrier(5)
     save_all(store, "a", [1, 2, 3, 50, 51])
     await store.barrier(5)
-    assert await restore(store, "a", [1, 2, 3, 60, 61]) == 3
+    assert await num_restored(store, [1, 2, 3, 60, 61]) == 3
 
 
 async def test_branches_of_a_prefix_share_its_blocks(open_store, tmp_path) -> None:
@@ -187,7 +165,7 @@ async def test_branches_of_a_prefix_share_its_blocks(open_store, tmp_path) -> No
     await store.barrier(5)
     assert files(tmp_path) == 2 + 3
     for branch in range(3):
-        assert await restore(store, "a", [*TOKENS[:8], 100 + branch]) == 9
+        assert await num_restored(store, [*TOKENS[:8], 100 + branch]) == 9
 
 
 async def test_what_is_being_loaded_is_not_evicted(open_store) -> None:
@@ -204,8 +182,8 @@ async def test_what_is_being_loaded_is_not_evicted(open_store) -> None:
     assert (await store.load(match)).num_tokens == 2
     assert save_all(store, "b", [1, 2]) == [True]
     await store.barrier(5)
-    assert await restore(store, "a", [1, 2]) == 0
-    assert await restore(store, "b", [1, 2]) == 2
+    assert await num_restored(store, [1, 2]) == 0
+    assert await num_restored(store, [1, 2], "b") == 2
     assert store.stats().evicted == 1
     assert_sum_rule(store)
 
@@ -231,7 +209,7 @@ async def test_the_disk_limit_holds_on_the_disk_at_every_step(open_store, tmp_pa
         stats = store.stats()
         assert stats.stored_bytes + stats.in_flight_bytes <= limit
         await store.barrier(5)
-        assert await restore(store, "a", [session, *range(11)]) == 12, "the newest is there"
+        assert await num_restored(store, [session, *range(11)]) == 12, "the newest is there"
     assert len(used) == 36
     assert limit // 2 < max(used) <= limit
     assert store.stats().evicted >= 12
@@ -246,7 +224,7 @@ async def test_a_snapshot_does_not_evict_its_own_prefix(open_store) -> None:
     store = await open_store(max_bytes=size + 100)
     assert not store.save("a", TOKENS, Span(4, 8), cut(TOKENS, Span(4, 8)))
     assert store.stats().dropped == {"disk_limit": 1}
-    assert await restore(store, "a", TOKENS) == 4
+    assert await num_restored(store, TOKENS) == 4
 
 
 async def test_a_lowered_limit_shrinks_the_cache_at_the_start(open_store, tmp_path) -> None:
@@ -329,7 +307,7 @@ async def test_forgotten_tokens_are_gone_and_what_others_share_stays(open_store,
     assert store.forget("a", TOKENS) == 2
     await store.barrier(5)
     assert files(tmp_path) == 2
-    assert await restore(store, "a", [*TOKENS[:6], 99]) == 7
+    assert await num_restored(store, [*TOKENS[:6], 99]) == 7
     assert store.forget("a", [*TOKENS[:6], 99]) == 2
     assert store.forget("a", [*TOKENS[:6], 99]) == 0
     await store.barrier(5)
@@ -372,7 +350,7 @@ async def test_a_rename_under_way_does_not_bring_back_what_was_forgotten(
     assert await store.barrier(5)
     assert store.stats().cancelled == 1
     assert files(tmp_path) == store.stats().stored == store.stats().durable == int(save_again)
-    assert await restore(store, "a", [1, 2]) == 2 * save_again
+    assert await num_restored(store, [1, 2]) == 2 * save_again
     assert_sum_rule(store)
     await store.close()
     assert (await open_store()).stats().stored == int(save_again)
@@ -402,7 +380,7 @@ async def test_what_is_saved_on_top_of_the_forgotten_keeps_it(open_store) -> Non
     assert store.save("a", TOKENS, Span(4, 8), cut(TOKENS, Span(4, 8)))
     store.release(match)
     await store.barrier(5)
-    assert await restore(store, "a", TOKENS) == 8
+    assert await num_restored(store, TOKENS) == 8
 
 
 async def test_a_barrier_says_when_time_runs_out(open_store, gate) -> None:
@@ -478,7 +456,7 @@ async def test_loads_side_by_side_do_not_disturb_each_other(open_store) -> None:
     for tokens in sessions:
         save_all(store, "a", tokens)
     await store.barrier(5)
-    assert await asyncio.gather(*(restore(store, "a", tokens) for tokens in sessions)) == [21] * 8
+    assert await asyncio.gather(*(num_restored(store, tokens) for tokens in sessions)) == [21] * 8
 
 
 async def test_the_names_in_the_directory_are_the_chain(open_store, tmp_path) -> None:

@@ -197,7 +197,7 @@ def told(decision: Decision) -> list[str]:
     return list(said)
 
 
-def test_what_could_never_run_is_told_apart_from_what_has_to_wait() -> None:
+def test_a_turn_larger_than_all_memory_is_refused_and_one_that_fits_later_waits() -> None:
     ledger = Ledger(CAPACITY)
     admission = Admission(ledger)
     assert ledger.ever_fits(CAPACITY)
@@ -368,7 +368,7 @@ async def test_a_higher_priority_waits_less_for_memory(make_engine) -> None:
     assert order == ["first", "higher", "high", "none", "late", "low"]
 
 
-def test_what_waits_long_enough_is_overtaken_by_nobody() -> None:
+def test_a_turn_that_has_waited_long_enough_is_overtaken_by_no_other() -> None:
     waiting = place(100.0, 0)
     assert place(100.0 + 3 * PRIORITY_S - 1, 3) < waiting < place(100.0 + 3 * PRIORITY_S + 1, 3)
 
@@ -389,7 +389,7 @@ async def test_a_cancelled_waiter_leaves_the_queue(make_engine) -> None:
     assert await running is not None
 
 
-def test_one_that_others_wait_for_leaves_the_queue_to_them_when_it_gives_up() -> None:
+def test_a_waiting_turn_that_gives_up_lets_those_behind_it_begin() -> None:
     admission = Admission(Ledger(CAPACITY))
     older = begin(admission, "older", 60)
     large = begin(admission, "large", 90)
@@ -557,7 +557,9 @@ def held_by(engine: Engine) -> set[SessionKey]:
     return set(engine._device._runner.room._resident)
 
 
-async def test_what_the_device_is_short_of_the_loop_drops_least_recently_used_first(make_engine) -> None:
+async def test_the_loop_drops_the_least_recently_used_sessions_when_the_device_lacks_memory(
+    make_engine,
+) -> None:
     """The ledger has room for all of them; what MLX measures has not."""
     gc.collect()
     engine = await make_engine(4000, limit_bytes=mx.get_active_memory() + 2**19)

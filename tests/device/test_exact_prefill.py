@@ -131,7 +131,7 @@ def test_a_past_that_ends_before_what_is_held_is_refused(build_model) -> None:
         forward([OwnPart(caches, 2 * HELD, 1)], [5])
 
 
-async def test_what_a_prompt_stores_is_what_a_full_session_has(model, tmp_path) -> None:
+async def test_a_paged_prompt_stores_the_kv_that_a_full_session_stores(model, tmp_path) -> None:
     """And the answer's first token has the same logits; those of a session with a window differ."""
     tokens, per_policy = prompt(40 * CHUNK + 9), {}
     for policy in (FULL, POLICY, WINDOW):
@@ -174,7 +174,7 @@ async def test_after_a_restart_a_prompt_sees_what_only_the_disk_has(model, tmp_p
 
 
 @pytest.mark.parametrize("is_gone", [False, True])
-async def test_from_a_damaged_block_on_it_is_prefilled_again(model, tmp_path, is_gone: bool) -> None:
+async def test_a_prompt_is_prefilled_again_from_a_damaged_block_on(model, tmp_path, is_gone: bool) -> None:
     tokens = prompt(50 * CHUNK)
     async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
         await process.append(tokens[: 45 * CHUNK], policy=POLICY)
@@ -195,7 +195,7 @@ async def test_from_a_damaged_block_on_it_is_prefilled_again(model, tmp_path, is
     assert np.abs(np.frombuffer(bits[0], np.float32) - np.array(expected)).max() < 1e-3
 
 
-async def test_of_a_damaged_block_that_is_forgotten_meanwhile_no_copy_stays(model, tmp_path) -> None:
+async def test_forgetting_a_damaged_block_leaves_no_copy_of_it(model, tmp_path) -> None:
     tokens = prompt(50 * CHUNK)
     async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
         await process.append(tokens[: 45 * CHUNK], policy=POLICY)

@@ -64,7 +64,7 @@ def test_idle_sessions_leave_least_recently_used_first(make_rig, model) -> None:
 
 
 @pytest.mark.parametrize("ending", ["answered", "cancelled", "stopped"])
-def test_what_idle_sessions_have_to_leave_for_waits_and_can_be_ended(make_rig, model, ending: str) -> None:
+def test_a_turn_that_waits_for_idle_sessions_to_be_dropped_can_be_ended(make_rig, model, ending: str) -> None:
     """The event loop may be busy: until it answers the thread runs nothing, and takes commands."""
     rig = make_rig(model, limit_bytes=limit_of(4, scratch=2**17))
     rig.answers = False
@@ -94,7 +94,7 @@ def is_short(event: object) -> bool:
     return isinstance(event, Short)
 
 
-def test_for_a_copy_of_its_kv_others_leave_before_a_session_that_is_used_longer_ago(make_rig, model) -> None:
+def test_a_fork_has_other_sessions_dropped_before_its_own_source(make_rig, model) -> None:
     limit = limit_of(14)
     rig = make_rig(model, limit_bytes=limit)
     rig.run(append(prompt(1000), name="source"))
@@ -233,7 +233,7 @@ def test_many_short_prompts_at_once_hold_each_other_up_and_all_end(
             assert rig.tokens(turn) == alone(model, turn.context, num_new)[0]
 
 
-def test_of_long_prompts_that_cannot_all_go_on_one_begins_anew(make_rig, model) -> None:
+def test_of_long_prompts_that_do_not_fit_together_one_restarts(make_rig, model) -> None:
     """Nobody has seen to it that there is room for all tenants' prompts, so some lose what they had."""
     estimator = make_rig(model, max_batch=4).device.estimator
     gc.collect()

@@ -257,7 +257,9 @@ class Forgetful(merged_module._Window):
 @pytest.mark.parametrize(
     ("kind", "like"), [("deepseek_v3", Careless), ("mamba2", Swapped), ("exaone4", Forgetful)]
 )
-def test_what_gives_other_logits_than_a_row_alone_is_not_merged(make_model, monkeypatch, kind, like) -> None:
+def test_caches_whose_merged_logits_differ_from_a_row_alone_are_not_merged(
+    make_model, monkeypatch, kind, like
+) -> None:
     """The comparison at load sees a mask, an order, or a position that is wrong."""
     model = make_model(kind)
     assert batch_kinds.merged_for(model, Trials()) is not None
@@ -300,7 +302,7 @@ def test_a_row_that_leaves_keeps_nothing_of_the_others(make_model, kind) -> None
 
 
 @pytest.mark.parametrize("kind", ["mamba2", "qwen3_next", "exaone4", "baichuan_m1"])
-def test_joining_takes_no_more_than_is_said(make_model, kind) -> None:
+def test_a_row_that_joins_takes_no_more_memory_than_joining_bytes_says(make_model, kind) -> None:
     """What the device is asked for before a row joins, and what `nbytes` counts afterwards."""
     model = make_model(kind)
     merged = batch_kinds.merged_for(model, Trials())

@@ -475,7 +475,7 @@ def states_of_other_heads(tensors: list[Tensor]) -> list[Tensor]:
         ("falcon_h1", states_of_other_heads),
     ],
 )
-async def test_a_sound_file_that_is_not_of_the_models_layout_is_a_miss_and_goes(
+async def test_a_snapshot_with_tensors_of_another_layout_is_a_miss_and_is_quarantined(
     open_process, tmp_path, kind, change
 ) -> None:
     """Before the device gets it: there it would fail, or end the turn, each time anew."""
@@ -497,7 +497,9 @@ async def test_a_sound_file_that_is_not_of_the_models_layout_is_a_miss_and_goes(
         assert later.store.stats().rejected == 0
 
 
-async def test_a_class_that_is_not_known_is_named(make_model, make_rig) -> None:
+async def test_a_model_with_an_unknown_cache_class_is_served_and_the_class_named(
+    make_model, make_rig
+) -> None:
     """The worker serves such a model without snapshots, and says so."""
 
     class OwnCache(KVCache):
@@ -628,11 +630,15 @@ WALKS = [("llama", 0), ("exaone4", 1), ("qwen3_next", 0), ("falcon_h1", 2), (CHU
         for seed in range(3)
     ],
 )
-async def test_random_histories_in_a_window_are_what_masks_say(open_process, build_model, kind, seed) -> None:
+async def test_sessions_of_random_histories_get_the_tokens_that_masks_over_all_give(
+    open_process, build_model, kind, seed
+) -> None:
     await _random_histories(open_process, build_model, kind, seed, 25)
 
 
-async def test_sessions_that_outgrow_the_disk_are_what_masks_say(open_process, build_model) -> None:
+async def test_sessions_that_outgrow_the_disk_get_the_tokens_that_masks_over_all_give(
+    open_process, build_model
+) -> None:
     """The middle of their chains is evicted, and they go on, back into it, and over restarts."""
     assert await _random_histories(open_process, build_model, "llama", 4, 30, max_bytes=120_000)
 
@@ -640,7 +646,7 @@ async def test_sessions_that_outgrow_the_disk_are_what_masks_say(open_process, b
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", range(100, 150))
-async def test_hundreds_of_sessions_that_outgrow_the_disk_are_what_masks_say(
+async def test_hundreds_of_sessions_that_outgrow_the_disk_get_the_tokens_that_masks_give(
     open_process, build_model, seed
 ) -> None:
     await _random_histories(open_process, build_model, "llama", seed, 60, max_bytes=120_000)
@@ -652,7 +658,7 @@ async def test_hundreds_of_sessions_that_outgrow_the_disk_are_what_masks_say(
     "kind", ["llama", "exaone4", "gemma3_text", "gpt_oss", "qwen3_next", "falcon_h1", CHUNKED]
 )
 @pytest.mark.parametrize("seed", range(100, 150))
-async def test_hundreds_of_histories_of_histories_in_a_window_are_what_masks_say(
+async def test_sessions_of_hundreds_of_random_histories_get_the_tokens_that_masks_give(
     open_process, build_model, kind, seed
 ) -> None:
     await _random_histories(open_process, build_model, kind, seed, 60)

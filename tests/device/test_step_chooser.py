@@ -60,7 +60,9 @@ def turns() -> list[Turn]:
 
 
 @pytest.mark.parametrize("why", ["idle sessions leave", "a restore is under way", "the disk has it"])
-def test_a_choice_in_vain_neither_rotates_nor_ages_what_waits(estimator, why: str) -> None:
+def test_choosing_a_step_without_room_leaves_order_and_age_of_waiting_turns_as_they_are(
+    estimator, why: str
+) -> None:
     room, scheduler, untouched = Room(estimator), Scheduler(4, BLOCK), Scheduler(4, BLOCK)
     chooser = chooser_of(scheduler, room)
     some = turns()

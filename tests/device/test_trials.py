@@ -25,7 +25,7 @@ def never() -> int:
     raise AssertionError("it was tried again")
 
 
-def test_what_has_passed_is_not_tried_again_by_the_next_process(path: Path) -> None:
+def test_the_next_process_does_not_repeat_a_trial_that_has_passed(path: Path) -> None:
     assert Trials(path, "model").way("merge", lambda: 1, 2) == 1
     assert Trials(path, "model").way("merge", never, 2) == 1
     assert Trials(path, "model").way("share", lambda: 0, 1) == 0
@@ -33,7 +33,7 @@ def test_what_has_passed_is_not_tried_again_by_the_next_process(path: Path) -> N
     assert Trials(path, "model").way("merge", never, 2) == 1
 
 
-def test_what_has_failed_is_tried_again(path: Path) -> None:
+def test_the_next_process_repeats_a_trial_that_has_failed(path: Path) -> None:
     assert Trials(path, "model").way("merge", lambda: None, 2) is None
     assert Trials(path, "model").way("merge", lambda: 1, 2) == 1
 
@@ -46,12 +46,12 @@ def test_a_broken_file_holds_nothing_and_is_made_anew(path: Path, content: str) 
 
 
 @pytest.mark.parametrize("way", [2, -1, True, "1", None, 1.0])
-def test_a_way_that_there_is_not_is_not_taken(path: Path, way: object) -> None:
+def test_a_stored_way_that_does_not_exist_is_tried_again(path: Path, way: object) -> None:
     path.write_text(json.dumps({"model": {"merge": way}}))
     assert Trials(path, "model").way("merge", lambda: 0, 2) == 0
 
 
-def test_of_many_models_the_last_ones_are_remembered(path: Path) -> None:
+def test_the_file_remembers_the_last_sixteen_models(path: Path) -> None:
     for i in range(40):
         Trials(path, f"model {i}").way("merge", lambda: 0, 2)
     assert len(json.loads(path.read_text())) == 16
@@ -62,7 +62,7 @@ def test_a_folder_that_cannot_be_written_costs_a_trial_only(tmp_path: Path) -> N
     assert Trials(tmp_path / "missing" / "trials.json", "model").way("merge", lambda: 1, 2) == 1
 
 
-def test_what_is_shipped_is_not_tried(path: Path) -> None:
+def test_a_trial_whose_result_is_shipped_does_not_run(path: Path) -> None:
     trials = Trials(path, "model", {"share": 0})
     assert trials.way("share", never, 1) == 0
     assert trials.way("merge", lambda: 1, 2) == 1
@@ -91,7 +91,7 @@ batch_for(loaded.model, trials=Trials(path, trial_key(loaded, layers.describe(ow
 @pytest.mark.model
 @pytest.mark.packaging  # 30 s, for what changes with the packages alone
 @pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="shipped for a CPU only")
-def test_what_is_shipped_is_what_the_packaged_model_passes(packaged_folder: Path, path: Path) -> None:
+def test_shipped_results_are_those_of_the_packaged_models_trials(packaged_folder: Path, path: Path) -> None:
     """After an update of MLX or mlx-lm, or for another packaged model, change `SHIPPED`.
 
     In a process of its own, as a worker's: the key has the modules of mlx-lm that others have imported.

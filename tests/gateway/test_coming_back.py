@@ -135,9 +135,7 @@ async def test_an_answer_is_found_by_its_id_in_its_own_api_only(http: httpx2.Asy
     assert not (await http.post(f"{path}/{answer['id']}/cancel")).json().get("is_running")
 
 
-async def test_an_answer_that_runs_is_waited_for_at_its_address(
-    http: httpx2.AsyncClient, served: Any
-) -> None:
+async def test_a_get_of_a_running_answer_waits_for_its_end(http: httpx2.AsyncClient, served: Any) -> None:
     """Several may watch it; whoever leaves does not end it."""
     body = asked(CHAT, 1200, stream=True)
     key = {"idempotency-key": "watched"}
@@ -155,7 +153,9 @@ async def test_an_answer_that_runs_is_waited_for_at_its_address(
     assert text_of(begun) + text_of(rest) == text
 
 
-async def test_what_a_client_has_cancelled_is_not_taken_for_a_whole_answer(http: httpx2.AsyncClient) -> None:
+async def test_asking_again_for_an_answer_that_its_client_cancelled_is_an_error(
+    http: httpx2.AsyncClient,
+) -> None:
     body = asked(CHAT, 30_000, stream=True)
     async with http.stream("POST", CHAT, json=body) as answer:
         begun = await read(answer, 5)
@@ -436,7 +436,7 @@ async def test_a_durable_stream_ends_for_now_while_its_answer_runs(
     await served.openai.responses.cancel(running.id)
 
 
-async def test_what_was_asked_for_is_repeated_though_it_is_a_default_of_the_protocol(served: Any) -> None:
+async def test_an_answer_repeats_the_options_of_its_request_also_if_they_are_defaults(served: Any) -> None:
     """The log leaves out defaults: 256 tokens, a bias of none."""
     more = {"temperature": 0, "top_p": 1, "parallel_tool_calls": True, "tool_choice": "auto"}
     answer = await served.openai.responses.create(input="Begin.", **options(256, **more))

@@ -256,7 +256,7 @@ def test_an_address_is_a_host_and_a_port_or_a_port(
 
 
 @pytest.mark.parametrize("text", ["", "box", "box:", "0", "65536", "::1", "::1:80", "[::1]", "a b:80", True])
-def test_what_is_no_address_is_refused(text: object, tmp_path: Path) -> None:
+def test_a_health_setting_that_is_not_host_and_port_is_refused(text: object, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"HOST:PORT, or a port of 127\.0\.0\.1"):
         load({"health": text}, {}, None, tmp_path)
 

@@ -143,7 +143,7 @@ async def test_answers_of_a_mixed_batch_follow_their_schemas_and_are_those_that_
 
 
 @pytest.mark.model
-async def test_types_of_python_are_asked_for_and_parsed(able: Client) -> None:
+async def test_an_answer_in_the_format_of_a_python_type_is_parsed_into_it(able: Client) -> None:
     messages = question("Who wrote Hamlet, and how old did the writer get?")
 
     async def answered(kind: type, max_tokens: int) -> Any:
@@ -194,7 +194,7 @@ async def test_any_model_answers_in_the_format(client: Client, asked: dict[str, 
         assert re.fullmatch(expected, answer.text)
 
 
-async def test_what_is_asked_besides_applies_within_the_format(client: Client) -> None:
+async def test_other_sampling_options_apply_within_the_format(client: Client) -> None:
     one = {"type": "regex", "regex": "[abc]{6}"}
     tokens = [
         (

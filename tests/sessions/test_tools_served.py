@@ -124,10 +124,11 @@ async def test_calls_of_a_mixed_batch_are_those_that_they_are_alone(able: Client
 async def test_a_schema_that_cannot_be_held_is_a_warning_unless_it_is_strict(able: Client) -> None:
     odd: dict[str, Any] = json.loads(json.dumps(WEATHER))
     odd["function"]["parameters"]["propertyNames"] = {"pattern": "^[a-z]+$"}
-    asked = {"messages": user("Weather?"), "tool_choice": "required", "max_tokens": 60}
+    asked: dict[str, Any] = {"messages": user("Weather?"), "tool_choice": "required", "max_tokens": 60}
+    asked["parallel_tool_calls"] = False
     result = await able.session("s").generate(tools=[odd], **asked)
     assert "propertyNames" in " ".join(result.warnings)
-    assert len(result.tool_calls) >= 1
+    assert len(result.tool_calls) == 1
     odd["function"]["strict"] = True
     with pytest.raises(
         RequestFailedError, match=r"the schema of get_weather: Unimplemented.*propertyNames"

@@ -43,7 +43,7 @@ def simulate(*args: str) -> tuple[int, str]:
 
 
 @pytest.mark.timeout(3600)
-def test_nothing_goes_wrong_in_new_histories() -> None:
+def test_new_histories_break_no_invariant() -> None:
     """Each change of the code brings new histories, and the same code has the same ones.
 
     So it does not pass one day and fail the next. A failure is replayed by `make simulate SEED=...`.
@@ -138,7 +138,7 @@ def test_a_stop_while_a_rewind_reads_the_log_is_no_crash() -> None:
             run(loop, main(history))
 
 
-def test_what_a_dead_worker_has_answered_is_not_carried_out_again_behind_a_lagging_replica() -> None:
+def test_a_worker_behind_a_lagging_replica_does_not_repeat_what_a_dead_worker_answered() -> None:
     num_runs = 0
 
     async def main(history: History) -> None:
@@ -172,7 +172,7 @@ def test_what_a_dead_worker_has_answered_is_not_carried_out_again_behind_a_laggi
     assert num_runs == 20
 
 
-def test_what_another_worker_has_begun_to_answer_is_not_refused_for_a_close_that_left_the_log(
+def test_a_worker_that_remembers_a_removed_close_does_not_refuse_an_answer_that_another_began(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One worker remembers that the session was closed; the other finds no session, and begins one."""
@@ -245,7 +245,7 @@ def test_a_request_is_answered_once_however_late_it_is_repeated() -> None:
 
 
 @pytest.mark.parametrize("seed", ["8100450", "8100518", "9001005", "10001516", "30000467", "4101331"])
-def test_what_went_wrong_once_goes_well(seed: str) -> None:
+def test_a_history_that_went_wrong_once_goes_well(seed: str) -> None:
     status, said = simulate(seed, "--histories", "1")
     assert status == 0, said
 
