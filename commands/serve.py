@@ -219,12 +219,8 @@ def _for_people(settings: Settings) -> bool:
 async def _say_what_next(settings: Settings, app: App | Supervisor | Unloaded) -> None:
     """Once the worker serves, print how to talk with it."""
     await app.ready.wait()
-    chat, ask = (command_line(settings, command) for command in ("chat", "ask"))
-    click.secho(
-        f'\nIn another terminal:\n  {chat}\n  {ask} "What is the capital of France?"\n'
-        "Ctrl-C stops the worker and keeps its sessions.\n",
-        err=True,
-    )
+    chat = command_line(settings, "chat")
+    click.echo(f"In another terminal: {chat} (Ctrl-C stops the worker, sessions stay)", err=True)
 
 
 async def _run_beside(
