@@ -158,8 +158,18 @@ class Run(Generic[P]):
             program = program or self.where.program
             worker = LocalWorker(Path(folder), *model, *options, program=program)
             with self.owning(worker):
-                async with await worker.ready(self.where.tenant) as client:
+                async with await self._ready(worker) as client:
                     yield worker, client
+
+    async def _ready(self, worker: LocalWorker) -> Client:
+        """Wait for a worker that starts; meanwhile the terminal is for the bars of that worker."""
+        was_shown = self._bars.live.is_started
+        self._bars.stop()
+        try:
+            return await worker.ready(self.where.tenant)
+        finally:
+            if was_shown:
+                self._bars.start()
 
     @contextlib.contextmanager
     def owning(self, process: Process) -> Iterator[None]:
@@ -203,7 +213,7 @@ class Run(Generic[P]):
         await asyncio.to_thread(worker.kill if kill else worker.stop)
         ended_s = time.monotonic()
         worker.start(*options)
-        await (await worker.ready(self.where.tenant)).close()
+        await (await self._ready(worker)).close()
         return ended_s - began_s, time.monotonic() - ended_s
 
     async def wait_for_snapshots(self, session: Session) -> Metrics:

@@ -55,8 +55,7 @@ class Demo:
         self._worker.start()
         try:
             # A new tenant, so that a second run finds nothing in the cache.
-            with self._console.status("start"):
-                client = await self._worker.ready(f"demo-{uuid4().hex[:12]}")
+            client = await self._worker.ready(f"demo-{uuid4().hex[:12]}")
             async with client:
                 await self._play(client)
         finally:
@@ -156,8 +155,7 @@ class ClusterDemo(Demo):
     async def _play(self, client: Client) -> None:
         self._say("Starting a second worker, on the NATS server of the first")
         self._other.start("--model", str(self._worker.model_folder))
-        with self._console.status("start"):
-            await self._other.until(lambda: asyncio.wait_for(anext(client.metrics("two")), 1))
+        await self._other.until(lambda: asyncio.wait_for(anext(client.metrics("two")), 1))
         session = client.session("lighthouse")
         await self._begin(session)
         killed = (await session.info(limit=0)).worker.worker

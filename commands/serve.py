@@ -292,7 +292,7 @@ async def _run_all(
     async with task_group() as tasks:
         if manner.of is not None or manner.until_eof:
             tasks.start_soon(_serve_a_parent, app, starting)
-        elif _for_people(settings) and manner.unloaded is None:
+        elif _for_people(settings) and settings.log_level in {"debug", "info"} and manner.unloaded is None:
             tasks.start_soon(_say_what_next, settings, app)
         for name, options in manner.beside.items():
             tasks.start_soon(_run_beside, app, name, options, manner, grant)
@@ -309,12 +309,8 @@ def _for_people(settings: Settings) -> bool:
 async def _say_what_next(settings: Settings, app: App | Supervisor | Unloaded) -> None:
     """Once the worker serves, print how to talk with it."""
     await app.ready.wait()
-    chat, ask = (command_line(settings, command) for command in ("chat", "ask"))
-    click.secho(
-        f'\nIn another terminal:\n  {chat}\n  {ask} "What is the capital of France?"\n'
-        "Ctrl-C stops the worker and keeps its sessions.\n",
-        err=True,
-    )
+    chat = command_line(settings, "chat")
+    click.echo(f"In another terminal: {chat} (Ctrl-C stops the worker, sessions stay)", err=True)
 
 
 async def _run_beside(

@@ -335,3 +335,21 @@ def test_a_file_is_read_by_paragraphs_again_and_again(tmp_path: Path) -> None:
     file = tmp_path / "text"
     file.write_text("one\ntwo\n\n\n\nthree\n")
     assert list(islice(corpus.paragraphs(file), 3)) == ["one two", "three", "one two"]
+
+
+async def test_a_worker_that_starts_has_the_terminal_for_its_own_bars(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = Run(BENCH.name, lies.RESTART, Where())
+    shown = []
+
+    class Starting:
+        async def ready(self, _: str) -> None:
+            shown.append(run._bars.live.is_started)
+
+    monkeypatch.setattr(run._bars, "disable", False)
+    with run._bars:
+        await run._ready(Starting())  # type: ignore[arg-type]  # a stub
+        shown.append(run._bars.live.is_started)
+    await run._ready(Starting())  # type: ignore[arg-type]
+    assert shown == [False, True, False]

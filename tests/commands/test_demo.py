@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 import pytest
-from command_runs import turnkeep
+from command_runs import Terminal, turnkeep
 
 from tests.parts import make_endless_model, make_tiny_model
 
@@ -40,3 +40,15 @@ def test_of_two_workers_the_other_one_continues_the_answer(tmp_path: Path, model
     assert re.search(went_on, done.stdout), done.stdout
     prefilled = re.findall(r"prefilled\s+(\d+) tokens; for the next question (\d+),", done.stdout)
     assert max(map(int, prefilled[0])) < 400, "of more than 2,000"
+
+
+@pytest.mark.process
+def test_on_a_terminal_the_demo_s_worker_alone_draws_its_start_and_hints_at_nothing(
+    tmp_path: Path, model: Path
+) -> None:
+    with Terminal("demo", "--data-dir", tmp_path / "data", TURNKEEP_MODEL=str(model)) as terminal:
+        terminal.wait_for("Who was the first keeper")
+        assert "In another terminal" not in terminal.transcript, "this worker is about to be killed"
+        assert not re.search("[\u2800-\u28ff] start", terminal.transcript), "over the bar of the worker"
+        terminal.type("\x03")
+        terminal.end()

@@ -586,7 +586,8 @@ async def test_models_are_listed_and_downloaded(local_worker: Start) -> None:
         assert foreign.status_code == 403
     async with opened(client, read_only=True) as page:
         assert (await page.http.post("/api/models", json={"name": "a/b"})).status_code == 405
-        assert (await page.http.post("/api/models/serve", json={"name": "c"})).status_code == 405
+        for act in ("serve", "unload"):
+            assert (await page.http.post(f"/api/models/{act}", json={"name": "c"})).status_code == 405
     assert SHELF.pulled == ["org/good"]
     SHELF.pulled.clear()
 
