@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shlex
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Final
@@ -13,6 +14,7 @@ import click
 from turnkeep_client.errors import NoWorkerError, TurnkeepError
 from worker.process.children import PROGRAM
 from worker.process.datadir import owner, starting_pid
+from worker.process.installed import program
 
 from .flags import reasoning_option, tenant_option, with_sampling, with_settings
 from .talking import CLIENT_SETTINGS, talk
@@ -63,9 +65,10 @@ def run(
     async def say(client: Client) -> bool:
         serves = await _model_of(client, settings.data_dir)
         if model is not None and is_there and not _names(model, serves):
+            ask = f", or ask it: {program()} ask {shlex.quote(model)}" if message is None else ""
             raise TurnkeepError(
                 f"the worker that runs has the model {serves}, not {model}; stop it, or give another"
-                " --data-dir and --nats-port"
+                f" --data-dir and --nats-port{ask}"
             )
         if message is not None or not sys.stdin.isatty():
             from .ask import answer, whole_question
@@ -80,7 +83,8 @@ def run(
 
     is_there = settings.nats is not None or owner(settings.data_dir) is not None
     options = [*given.options(), *(() if model is None else ("--model", model))]
-    with contextlib.nullcontext() if is_there else _worker(options):
+    question = model if message is None else None
+    with contextlib.nullcontext() if is_there else _worker(options, question):
         answered = talk(settings, tenant, say)
     if not answered:
         sys.exit(_INTERRUPTED)
@@ -102,10 +106,10 @@ async def _model_of(client: Client, data_dir: Path) -> str:
 
 
 @contextlib.contextmanager
-def _worker(options: list[str]) -> Iterator[None]:
+def _worker(options: list[str], question: str | None) -> Iterator[None]:
     """Run a worker until the block ends; enter once it serves. Its warnings and progress are shown.
 
-    It is in a session of its own, as Ctrl-C ends an answer, and ends if this process dies in any way.
+    If it cannot serve, and `question` may have been meant for one, says how to ask it. The worker is in a session of its own, as Ctrl-C ends an answer, and ends if this process dies in any way.
     """
     command = [*PROGRAM, "serve", "--log-level", "warning", "--until-eof", *options]
     with subprocess.Popen(
@@ -113,7 +117,13 @@ def _worker(options: list[str]) -> Iterator[None]:
     ) as process:
         try:
             if process.stdout is None or not process.stdout.readline():
-                sys.exit(process.wait())  # it has said why
+                if (code := process.wait()) and question is not None:  # it has said why
+                    click.echo(
+                        "turnkeep: is that a question? The first word after `run` is the model; to ask the"
+                        f" default one: echo {shlex.quote(question)} | {program()} run",
+                        err=True,
+                    )
+                sys.exit(code)
             yield
         finally:
             process.terminate()

@@ -60,6 +60,17 @@ def test_what_cannot_be_loaded_is_told_in_a_line(tmp_path: Path) -> None:
     assert done.stdout == ""
 
 
+def test_a_question_in_the_place_of_the_model_is_told_how_to_be_asked(tmp_path: Path) -> None:
+    place = ("--data-dir", tmp_path / "data", "--nats-port", free_port())
+    done = turnkeep("run", "Say hello", *place)
+    assert done.returncode == 1
+    assert "there is no model Say hello" in done.stderr
+    helps = "is that a question? The first word after `run` is the model; to ask the default one:"
+    assert done.stderr.endswith(f"{helps} echo 'Say hello' | turnkeep run\n")
+    named = turnkeep("run", "nosuch", "Say hello", *place)
+    assert "question?" not in named.stderr
+
+
 async def test_a_worker_that_runs_answers_and_stays(
     worker_process: Callable[..., WorkerProcess], tiny_model: Path
 ) -> None:
@@ -72,4 +83,6 @@ async def test_a_worker_that_runs_answers_and_stays(
     other = await asyncio.to_thread(turnkeep, "run", "Qwen3-4B", "Hello", *place)
     assert other.returncode == 1
     assert f"the worker that runs has the model {tiny_model.name}, not Qwen3-4B" in other.stderr
+    one = await asyncio.to_thread(turnkeep, "run", "Say hello", *place)
+    assert one.stderr.endswith(", or ask it: turnkeep ask 'Say hello'\n")
     assert worker.running

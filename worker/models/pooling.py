@@ -23,7 +23,10 @@ def no_embeddings(model: Any, folder: Path, pooling: str) -> str | None:
     """
     said = folder / "1_Pooling" / "config.json"
     if pooling == "auto" and not (folder / "modules.json").exists():
-        return "the worker's model makes no embeddings: serve an embedding model, or set pooling to last"
+        return (
+            "the worker's model makes no embeddings: serve one that does, such as `turnkeep serve --model"
+            " Qwen/Qwen3-Embedding-0.6B`, or this one with --pooling last"
+        )
     if pooling == "auto" and said.exists() and not read_json(said).get("pooling_mode_lasttoken"):
         return "the worker's model pools its tokens otherwise than by the last one, which is not supported"
     if not callable(getattr(model, "model", None)):
