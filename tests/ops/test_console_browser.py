@@ -157,6 +157,9 @@ async def test_a_conversation_is_titled_searched_asked_again_and_stopped(
         browser.wait_for("location.hash.startsWith('#/session/chat-')")
         browser.wait_for("document.querySelector('.turn.done')")
         browser.wait_for("document.querySelector('h1').innerText === 'What grows?'")
+        browser.wait_for(
+            "document.querySelectorAll('.side .name').length === 2"
+        )  # it is read again meanwhile
         assert names() == ["What grows?", "notes"]
         browser.click("Rename")
         browser.type("#dialog-name", "My <b>garden</b>\ue007")

@@ -104,7 +104,7 @@ async function look() {
 
 document.querySelector(".skip").onclick = (event) => { event.preventDefault(); main.focus(); };
 addEventListener("hashchange", open);
-addEventListener("restart", () => { restarted = performance.now(); wasAway = false; });
+addEventListener("restart", (event) => { restarted = event.detail ? performance.now() : -RESTART_MS; wasAway = false; });
 addEventListener("doubt", look);  // an answer that is on its way has stopped
 addEventListener("resize", () => page?.resized?.());
 document.addEventListener("visibilitychange", () => { if (!document.hidden) look(); });

@@ -21,12 +21,13 @@ export function models(main, about) {
     made("h2", {}, "Known to be good"), table("Models to download", ["model", "for", "size", "memory", ""], good), ...(form ? [made("h2", {}, "Download"), form] : []));
 
   async function act(path, name, restarts = false) {
+    const expect = (detail) => { if (restarts) dispatchEvent(new CustomEvent("restart", { detail })); };
+    expect(true);  // before it is asked for: the worker may stop sooner than the answer comes
     try {
-      const { said } = await post(path, { name });
-      if (restarts) dispatchEvent(new Event("restart"));
-      toast(said);
+      toast((await post(path, { name })).said);
       await refresh();
     } catch (error) {
+      expect(false);
       toast(error.message, true);
     }
   }
