@@ -9,7 +9,7 @@ APT := DEBIAN_FRONTEND=noninteractive apt-get install -y -q
 COMPILE := $(BIN)/uv pip compile --universal --generate-hashes --no-emit-index-url --no-emit-find-links \
 	--no-header --no-annotate --python-version 3.11 --override requirements/overrides.txt $(UPGRADE)
 
-# Durations of the tests, and how much CPU time a file of them may take: the slowest ones take 40 s, on busy cores 80.
+# Durations of the tests, and how much CPU time a file of them may take: the slowest ones take 50 s, on busy cores 80.
 REPORT := dist/tests.xml
 FILE_BUDGET_S := 120
 
