@@ -16,6 +16,7 @@ from worker.process.formatting import size, span
 
 from .flags import SpanType, as_json, tag_option, tenant_option, tool_option, with_settings
 from .printing import table
+from .screen import complain
 from .talking import CLIENT_SETTINGS, named, talk, with_client
 
 if TYPE_CHECKING:
@@ -217,7 +218,7 @@ async def pin(client: Client, session: str, position: int | None) -> None:
         f" all pins together take {size(pinned.pinned_bytes)}"
     )
     if not pinned.noted:
-        click.echo("turnkeep: the disk did not confirm the pin in time; pin again after a restart", err=True)
+        complain("the disk did not confirm the pin in time; pin again after a restart")
 
 
 @click.command()

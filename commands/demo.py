@@ -8,7 +8,9 @@ installed Turnkeep.
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from uuid import uuid4
@@ -44,6 +46,8 @@ class Demo:
             self._table.add_column(
                 name, justify="left" if name == "turn" else "right", max_width=20, no_wrap=True
             )
+        # On a terminal the worker shows what it does: a spinner of ours would be drawn over that.
+        self._starting = nullcontext() if sys.stderr.isatty() else self._console.status("start")
         self._position = 0
         self._gap_s = 0.0  # the longest one within the last answer
 
@@ -55,7 +59,7 @@ class Demo:
         self._worker.start()
         try:
             # A new tenant, so that a second run finds nothing in the cache.
-            with self._console.status("start"):
+            with self._starting:
                 client = await self._worker.ready(f"demo-{uuid4().hex[:12]}")
             async with client:
                 await self._play(client)
@@ -155,7 +159,7 @@ class ClusterDemo(Demo):
     async def _play(self, client: Client) -> None:
         self._say("Starting a second worker, on the NATS server of the first")
         self._other.start("--model", str(self._worker.model_folder))
-        with self._console.status("start"):
+        with self._starting:
             await self._other.until(lambda: asyncio.wait_for(anext(client.metrics("two")), 1))
         session = client.session("lighthouse")
         await self._begin(session)

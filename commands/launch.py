@@ -25,6 +25,7 @@ from worker.process.installed import program
 
 from .agents import AGENTS, INSTALLS, Door, own_prompt_tokens, start_of
 from .flags import with_settings
+from .screen import complain
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -84,10 +85,9 @@ def launch(
         advice = f"`{install}` installs it" if install else f"known agents are {', '.join(AGENTS)}"
         raise TurnkeepError(f"there is no program {agent!r} on the PATH; {advice}")
     if door.context_tokens < (needed := own_prompt_tokens(Path(agent).name, arguments)):
-        click.echo(
-            f"turnkeep: {agent}'s own prompt takes about {needed:,} tokens, and {door.model} sees only"
-            f" {door.context_tokens:,}; {_advice(settings.data_dir, needed)}",
-            err=True,
+        complain(
+            f"{agent}'s own prompt takes about {needed:,} tokens, and {door.model} sees only"
+            f" {door.context_tokens:,}; {_advice(settings.data_dir, needed)}"
         )
     folder = settings.data_dir / "agents"
     for name, text in start.files.items():

@@ -223,7 +223,9 @@ def _for_people(settings: Settings) -> bool:
 
 
 async def _say_what_next(settings: Settings, app: App | Supervisor) -> None:
-    """Once the worker serves, print how to talk with it."""
+    """Once the worker serves, print how to talk with it, unless only warnings are wanted."""
+    if settings.log_level not in {"debug", "info"}:
+        return
     await app.ready.wait()
     chat, ask = (command_line(settings, command) for command in ("chat", "ask"))
     click.secho(

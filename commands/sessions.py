@@ -25,7 +25,7 @@ from worker.process.formatting import size, span
 
 from .flags import as_json, moment, tag_option, tenant_option, tenants_option, with_result_timeout
 from .printing import table
-from .screen import printable
+from .screen import indented, printable
 from .talking import no_session, with_client
 
 if TYPE_CHECKING:
@@ -287,7 +287,8 @@ async def dead_drop(client: Client, session: str, request: str) -> None:
 def _lines(turn: Turn, inherited: History | None = None) -> Iterator[str]:
     request = turn.request
     what = "?" if request is None else f"{request.__struct_config__.tag}  {request.id}"
-    yield click.style(f"#{turn.number}  {what}  {turn.stored.astimezone():%Y-%m-%d %H:%M:%S}", bold=True)
+    head = f"#{turn.number}  {what}  {turn.stored.astimezone():%Y-%m-%d %H:%M:%S}"
+    yield click.style(indented(head, 0), bold=True)
     yield from _asked(request)
     if inherited:
         yield from _inherited(inherited)
@@ -295,7 +296,7 @@ def _lines(turn: Turn, inherited: History | None = None) -> Iterator[str]:
         if turn.result.reasoning:
             yield from _said("reasoning", turn.result.reasoning)
         yield from _said("assistant", _with_calls(turn.result.text, turn.result.tool_calls))
-    yield click.style(f"  {_cost(turn)}", dim=True)
+    yield click.style(indented(_cost(turn), 2), dim=True)
     yield ""
 
 
@@ -332,8 +333,7 @@ def _with_calls(text: str, calls: Iterable[ToolCall | Called]) -> str:
 
 def _said(role: str, text: str) -> Iterator[str]:
     yield click.style(f"  {role}", fg="cyan")
-    for line in printable(text).splitlines():
-        yield f"    {line}"
+    yield indented("\n".join(printable(text).splitlines()), 4)
 
 
 def _taken_over(result: Appended | Generated) -> str:

@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 import pytest
-from command_runs import turnkeep
+from command_runs import Terminal, turnkeep
 
 from tests.parts import make_endless_model, make_tiny_model
 
@@ -28,6 +28,20 @@ def test_the_demo_survives_its_kills_and_says_what_each_turn_cost(tmp_path: Path
     rows = [line for line in done.stdout.splitlines() if re.search(r"… +SSD +\d", line)]
     assert len(rows) == 2, done.stdout
     assert "tokens were prefilled, and the first token" in done.stdout
+
+
+@pytest.mark.process
+def test_on_a_terminal_its_workers_say_nothing_of_themselves(tmp_path: Path, model: Path) -> None:
+    place = ("--data-dir", tmp_path / "data")
+    with Terminal("demo", *place, TURNKEEP_MODEL=str(model)) as terminal:
+        terminal.wait_for("When was the lighthouse built")
+        terminal.type("\x03")
+        terminal.end()
+        assert "In another terminal" not in terminal.transcript
+        assert "start" not in terminal.transcript.replace("first start", ""), "the worker shows its own steps"
+    with Terminal("demo", "--data-dir", tmp_path / "other", "--model", "no/where/at/all") as terminal:
+        assert terminal.end() == 1
+        assert re.search(r"^turnkeep: there is no model", terminal.transcript, re.MULTILINE)
 
 
 @pytest.mark.process
