@@ -56,7 +56,12 @@ _PORT: Final = 8080
 @click.option(
     "--model", metavar="NAME", help="Which of the gateway's models to use. [default: its first one]"
 )
-@click.option("--print", "only_print", is_flag=True, help="Print the command instead, for a shell.")
+@click.option(
+    "--print",
+    "only_print",
+    is_flag=True,
+    help="Print the command instead, for a shell. Goes before the agent's name.",
+)
 @with_settings("data_dir")
 @click.argument("agent")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 import click
+import psutil
 
 from worker.models.blas import computes_on_linux_cpu, preload
 from worker.observe.bare_structlog import structlog
@@ -48,6 +49,10 @@ log = structlog.get_logger()
 _SWITCH_INTERVAL_S = 0.001
 #: How long a gateway or a console may take to end; its clients ask the next one again.
 _BESIDE_S = 3.0
+#: How long a gateway or a console may take to listen, until advice is printed without its address; and between
+#: two looks.
+_LISTENS_S = 15.0
+_LISTEN_POLL_S = 0.1
 #: The lines of the log that a console gets, and how often.
 _LOG_LINES = 200
 _LOG_S = 0.5
@@ -203,15 +208,16 @@ def supervise(models: dict[str, Settings], manner: Manner) -> None:
 
 async def _run(app: App | Supervisor, settings: Settings, reload: Callable[[], None], manner: Manner) -> None:
     starting = anyio.CancelScope()
+    listens = {name: anyio.Event() for name in manner.beside}
     with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as received:
         async with task_group() as tasks:
             tasks.start_soon(_obey, received, app, starting, reload, manner)
             if manner.of is not None or manner.until_eof:
                 tasks.start_soon(_serve_a_parent, app, starting)
             elif _for_people(settings):
-                tasks.start_soon(_say_what_next, settings, app)
+                tasks.start_soon(_say_what_next, settings, app, listens)
             for name, options in manner.beside.items():
-                tasks.start_soon(_run_beside, app, name, options, manner, starting)
+                tasks.start_soon(_run_beside, app, name, options, manner, starting, listens[name])
             with starting:
                 await app.run()
             tasks.cancel_scope.cancel()
@@ -222,23 +228,39 @@ def _for_people(settings: Settings) -> bool:
     return settings.log_format != "json" and sys.stderr.isatty()
 
 
-async def _say_what_next(settings: Settings, app: App | Supervisor) -> None:
-    """Once the worker serves, print how to talk with it, unless only warnings are wanted."""
+async def _say_what_next(
+    settings: Settings, app: App | Supervisor, listens: Mapping[str, anyio.Event]
+) -> None:
+    """Once the worker serves, print how to talk with it, unless only warnings are wanted.
+
+    What runs beside it prints its address before.
+    """
     if settings.log_level not in {"debug", "info"}:
         return
     await app.ready.wait()
+    with anyio.move_on_after(_LISTENS_S):
+        for each in listens.values():
+            await each.wait()
     chat, ask = (command_line(settings, command) for command in ("chat", "ask"))
+    launch = command_line(settings, "launch", ["data_dir"])
+    agent = f"  {launch} pi   # a coding agent: also claude, codex, opencode, cn, aider\n"
     click.secho(
         f'\nIn another terminal:\n  {chat}\n  {ask} "What is the capital of France?"\n'
+        f"{agent if 'gateway' in listens else ''}"
         "Ctrl-C stops the worker and keeps its sessions.\n",
         err=True,
     )
 
 
 async def _run_beside(
-    app: App | Supervisor, name: str, options: Sequence[str], manner: Manner, starting: anyio.CancelScope
+    app: App | Supervisor,
+    name: str,
+    options: Sequence[str],
+    manner: Manner,
+    starting: anyio.CancelScope,
+    listens: anyio.Event,
 ) -> None:
-    """Run a gateway or a console once the worker serves."""
+    """Run a gateway or a console once the worker serves; `listens` is set when it does, or has ended."""
 
     async def obey(console: Process) -> None:
         with contextlib.suppress(anyio.EndOfStream):
@@ -260,10 +282,20 @@ async def _run_beside(
         if name == "console":
             tasks.start_soon(obey, process)
             tasks.start_soon(tell, process)
+        tasks.start_soon(_wait_until_it_listens, process.pid, listens)
         code = await process.wait()
+        listens.set()
         tasks.cancel_scope.cancel()
         told = f"the {name} has ended, the worker goes on"
         log.error(told, code=code)
+
+
+async def _wait_until_it_listens(pid: int, listens: anyio.Event) -> None:
+    with contextlib.suppress(psutil.Error):  # it has ended, or the system does not tell
+        while not any(one.status == psutil.CONN_LISTEN for one in psutil.Process(pid).net_connections("tcp")):
+            await anyio.sleep(_LISTEN_POLL_S)
+        await anyio.sleep(_LISTEN_POLL_S)  # until it has printed its address
+    listens.set()
 
 
 async def _serve_a_parent(app: App | Supervisor, starting: anyio.CancelScope) -> None:

@@ -27,10 +27,11 @@ def test_a_start_says_what_it_does_and_ends_with_what_to_do_next(tmp_path: Path,
         terminal.wait_for("testing how this model runs best")
         terminal.wait_for(r"loaded the model +context=\d+ model=tiny\s+\d")
         terminal.wait_for(r"ready +nats=nats://127.0.0.1:\d+ worker=\w+\s")
+        terminal.wait_for(r"the (gateway|console) is at http://")
+        terminal.wait_for(r"the (gateway|console) is at http://")
         terminal.wait_for(f"In another terminal:\r?\n +turnkeep chat {' '.join(place)}\r?\n")
+        terminal.wait_for(f"turnkeep launch --data-dir {place[1]} pi +# a coding agent")
         terminal.wait_for("Ctrl-C stops")
-        terminal.wait_for(r"the (gateway|console) is at http://")
-        terminal.wait_for(r"the (gateway|console) is at http://")
         terminal.type("\x03")
         assert terminal.end() == 0
         assert terminal.transcript.count("testing how") == 1
@@ -46,6 +47,7 @@ def test_a_start_says_what_it_does_and_ends_with_what_to_do_next(tmp_path: Path,
         assert terminal.end() == 0
         assert "testing how" not in terminal.transcript, "only a first start tests the model"
         assert "In another terminal" not in terminal.transcript, "programs read JSON"
+        assert "turnkeep launch" not in terminal.transcript, "it needs a gateway"
 
 
 def test_a_worker_without_a_terminal_imports_no_rich() -> None:
