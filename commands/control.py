@@ -107,12 +107,19 @@ async def print_info(client: Client, name: str | None, *, as_json: bool = False)
         *_origin(session),
         *_policy(session),
         ("KV on the device", size(session.kv_live_bytes)),
-        *([("pinned", f"the first {', '.join(map(str, session.pinned))} tokens")] if session.pinned else []),
+        *_pinned(session),
         ("requests answered", str(session.requests)),
         ("requests waiting", _waiting(session)),
     ]
     table(("session", session.session), rows)
     _print_metrics(session.worker)
+
+
+def _pinned(session: SessionInfo) -> list[tuple[str, str]]:
+    """Say what `turnkeep pin` has been asked for."""
+    if not session.pinned:
+        return []
+    return [("pinned", f"the first {', '.join(map(str, session.pinned))} tokens: their KV stays on SSD")]
 
 
 def _origin(session: SessionInfo) -> list[tuple[str, str]]:
@@ -240,7 +247,7 @@ def _print_metrics(metrics: Metrics) -> None:
         ("model", f"{metrics.model} on {metrics.device}, turnkeep {metrics.version}"),
         *([("other workers", ", ".join(metrics.others))] if metrics.others else []),
         ("up", f"{span(metrics.uptime_s)}{', gives its sessions away' if metrics.drains else ''}"),
-        ("sessions", f"{metrics.sessions} in memory, {metrics.resident_sessions} on the device"),
+        ("sessions", f"{metrics.sessions} in use, {metrics.resident_sessions} with KV on the device"),
         ("requests", f"{metrics.running} running, {metrics.waiting} waiting"),
     ]
     for kind, outcomes in metrics.requests.items():
@@ -262,7 +269,8 @@ def _print_metrics(metrics: Metrics) -> None:
     ]
     if snapshots.capacity_bytes:
         free, evictable = size(max(snapshots.free_bytes, 0)), size(snapshots.evictable_bytes)
-        room = f"{free} free, {evictable} evictable, {size(snapshots.kept_bytes)} pinned"
+        kept = size(snapshots.kept_bytes)
+        room = f"{free} free, {evictable} evictable, {kept} never evicted (pinned)"
         rows.append(("  room", f"{size(snapshots.capacity_bytes)}: {room}"))
     written = f"{snapshots.durable} durable of {snapshots.accepted}"
     lost = f"{sum(snapshots.dropped.values())} dropped, {snapshots.failed} failed"

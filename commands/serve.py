@@ -49,8 +49,7 @@ log = structlog.get_logger()
 _SWITCH_INTERVAL_S = 0.001
 #: How long a gateway or a console may take to end; its clients ask the next one again.
 _BESIDE_S = 3.0
-#: How long a gateway or a console may take to listen, until advice is printed without its address; and between
-#: two looks.
+#: How long advice waits for a gateway or a console to listen, and between two looks.
 _LISTENS_S = 15.0
 _LISTEN_POLL_S = 0.1
 #: The lines of the log that a console gets, and how often.
@@ -292,9 +291,13 @@ async def _run_beside(
 
 async def _wait_until_it_listens(pid: int, listens: anyio.Event) -> None:
     with contextlib.suppress(psutil.Error):  # it has ended, or the system does not tell
-        while not any(one.status == psutil.CONN_LISTEN for one in psutil.Process(pid).net_connections("tcp")):
-            await anyio.sleep(_LISTEN_POLL_S)
-        await anyio.sleep(_LISTEN_POLL_S)  # until it has printed its address
+        while True:
+            is_there = any(
+                one.status == psutil.CONN_LISTEN for one in psutil.Process(pid).net_connections("tcp")
+            )
+            await anyio.sleep(_LISTEN_POLL_S)  # and until it has printed its address
+            if is_there:
+                break
     listens.set()
 
 

@@ -139,6 +139,8 @@ async def test_info_without_a_session_asks_the_worker(local_worker: Callable) ->
     shown = await run("info", *where(worker))
     assert (shown.returncode, shown.stderr) == (0, "")
     assert re.search(r"^worker +test$", shown.stdout, re.MULTILINE)
+    assert re.search(r"^sessions +1 in use, 1 with KV on the device$", shown.stdout, re.MULTILINE)
+    assert re.search(r"^  room .* never evicted \(pinned\)$", shown.stdout, re.MULTILINE)
     raw = json.loads((await run("info", "--json", *where(worker))).stdout)
     assert (raw["type"], raw["requests"]["append"]) == ("metrics", {"ok": 1})
     assert not any(raw["by_tenant"].values()), "one tenant is told nothing of another"
