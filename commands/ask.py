@@ -18,7 +18,7 @@ from turnkeep_client.messages import encode
 
 from .flags import reasoning_option, tenant_option, tool_option, with_sampling, with_settings
 from .sampling import asked, cut
-from .screen import printable, wrapped
+from .screen import complain, printable
 from .stream import stream
 from .talking import CLIENT_SETTINGS, talk
 
@@ -204,8 +204,7 @@ async def answer(
         if finished and as_json:
             click.echo(encode(generation.result))
         elif finished and (why := cut(generation.result, options["max_tokens"])):
-            note = f"turnkeep: {why}"
-            click.echo(wrapped(note) if sys.stderr.isatty() else note, err=True)
+            complain(why)
         return finished
     finally:
         if name is None:

@@ -79,12 +79,23 @@ def exit_code(found: Iterable[Check]) -> int:
 
 
 def show(found: Iterable[Check]) -> None:
-    """Print the findings as a table."""
+    """Print the findings as a table; on a terminal what is missing stands below what was found."""
+    if sys.stdout.isatty():
+        told: list[Sequence[str | Text]] = [
+            (Text(check.state, style=_STYLES[check.state]), check.name, _in_lines(check)) for check in found
+        ]
+        table(("", "check", "found"), told)
+        return
     rows: list[Sequence[str | Text]] = [
         (Text(check.state, style=_STYLES[check.state]), check.name, check.found, check.missing, check.mend)
         for check in found
     ]
     table(("", "check", "found", "missing", "mend"), rows)
+
+
+def _in_lines(check: Check) -> str:
+    lacks = "; ".join(filter(None, (check.missing, check.mend)))
+    return f"{check.found}\nmissing: {lacks}" if check.found and lacks else check.found or lacks
 
 
 def _python() -> Check:

@@ -154,7 +154,9 @@ class _Group(click.Group):
 
 
 def _fail(message: str, code: int) -> None:
-    click.echo(f"turnkeep: {as_installed(redact(message))}", err=True)
+    from .screen import complain  # here, as `--help` needs none of it
+
+    complain(as_installed(redact(message)))
     sys.exit(code)
 
 

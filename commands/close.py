@@ -13,7 +13,7 @@ from worker.process.installed import as_installed
 
 from .exchanges import last_exchanges
 from .flags import tenant_option, with_result_timeout, with_settings
-from .screen import printable
+from .screen import complain, printable
 from .talking import CLIENT_SETTINGS, named, talk, with_client
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ async def _close(
         except (NoWorkerError, NotPermittedError):
             raise
         except TurnkeepError as error:  # of this session alone
-            click.echo(f"turnkeep: {as_installed(str(error))}", err=True)
+            complain(as_installed(str(error)))
             failed = True
     return failed
 
@@ -86,7 +86,7 @@ async def _end(client: Client, name: str, timeout_s: float, *, forget: bool, can
         return
     click.echo(f"removed {name} from the log and the worker's disk")
     if not closed.settled:
-        click.echo(f"turnkeep: some of {name} may stay on the disk until it is evicted", err=True)
+        complain(f"some of {name} may stay on the disk until it is evicted")
 
 
 async def _say_what_runs(session: Session) -> None:
@@ -94,7 +94,7 @@ async def _say_what_runs(session: Session) -> None:
     with contextlib.suppress(TurnkeepError):  # the close says it better
         if active := (await session.info(limit=0)).active:
             stops = f"turnkeep cancel {session.key.session}"
-            click.echo(f"turnkeep: waiting until {active} is answered; {stops} stops it", err=True)
+            complain(f"waiting until {active} is answered; {stops} stops it")
 
 
 @click.command()

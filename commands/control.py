@@ -16,6 +16,7 @@ from worker.process.formatting import size, span
 
 from .flags import SpanType, as_json, tag_option, tenant_option, tool_option, with_settings
 from .printing import table
+from .screen import complain
 from .talking import CLIENT_SETTINGS, named, talk, with_client
 
 if TYPE_CHECKING:
@@ -106,12 +107,19 @@ async def print_info(client: Client, name: str | None, *, as_json: bool = False)
         *_origin(session),
         *_policy(session),
         ("KV on the device", size(session.kv_live_bytes)),
-        *([("pinned", f"the first {', '.join(map(str, session.pinned))} tokens")] if session.pinned else []),
+        *_pinned(session),
         ("requests answered", str(session.requests)),
         ("requests waiting", _waiting(session)),
     ]
     table(("session", session.session), rows)
     _print_metrics(session.worker)
+
+
+def _pinned(session: SessionInfo) -> list[tuple[str, str]]:
+    """Say what `turnkeep pin` has been asked for."""
+    if not session.pinned:
+        return []
+    return [("pinned", f"the first {', '.join(map(str, session.pinned))} tokens: their KV stays on SSD")]
 
 
 def _origin(session: SessionInfo) -> list[tuple[str, str]]:
@@ -217,7 +225,7 @@ async def pin(client: Client, session: str, position: int | None) -> None:
         f" all pins together take {size(pinned.pinned_bytes)}"
     )
     if not pinned.noted:
-        click.echo("turnkeep: the disk did not confirm the pin in time; pin again after a restart", err=True)
+        complain("the disk did not confirm the pin in time; pin again after a restart")
 
 
 @click.command()
@@ -239,7 +247,7 @@ def _print_metrics(metrics: Metrics) -> None:
         ("model", f"{metrics.model} on {metrics.device}, turnkeep {metrics.version}"),
         *([("other workers", ", ".join(metrics.others))] if metrics.others else []),
         ("up", f"{span(metrics.uptime_s)}{', gives its sessions away' if metrics.drains else ''}"),
-        ("sessions", f"{metrics.sessions} in memory, {metrics.resident_sessions} on the device"),
+        ("sessions", f"{metrics.sessions} in use, {metrics.resident_sessions} with KV on the device"),
         ("requests", f"{metrics.running} running, {metrics.waiting} waiting"),
     ]
     for kind, outcomes in metrics.requests.items():
@@ -261,7 +269,8 @@ def _print_metrics(metrics: Metrics) -> None:
     ]
     if snapshots.capacity_bytes:
         free, evictable = size(max(snapshots.free_bytes, 0)), size(snapshots.evictable_bytes)
-        room = f"{free} free, {evictable} evictable, {size(snapshots.kept_bytes)} pinned"
+        kept = size(snapshots.kept_bytes)
+        room = f"{free} free, {evictable} evictable, {kept} never evicted (pinned)"
         rows.append(("  room", f"{size(snapshots.capacity_bytes)}: {room}"))
     written = f"{snapshots.durable} durable of {snapshots.accepted}"
     lost = f"{sum(snapshots.dropped.values())} dropped, {snapshots.failed} failed"

@@ -25,6 +25,7 @@ from worker.process.installed import program
 
 from .agents import AGENTS, INSTALLS, Door, own_prompt_tokens, start_of
 from .flags import with_settings
+from .screen import complain
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -55,7 +56,12 @@ _PORT: Final = 8080
 @click.option(
     "--model", metavar="NAME", help="Which of the gateway's models to use. [default: its first one]"
 )
-@click.option("--print", "only_print", is_flag=True, help="Print the command instead, for a shell.")
+@click.option(
+    "--print",
+    "only_print",
+    is_flag=True,
+    help="Print the command instead, for a shell. Goes before the agent's name.",
+)
 @with_settings("data_dir")
 @click.argument("agent")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -84,10 +90,9 @@ def launch(
         advice = f"`{install}` installs it" if install else f"known agents are {', '.join(AGENTS)}"
         raise TurnkeepError(f"there is no program {agent!r} on the PATH; {advice}")
     if door.context_tokens < (needed := own_prompt_tokens(Path(agent).name, arguments)):
-        click.echo(
-            f"turnkeep: {agent}'s own prompt takes about {needed:,} tokens, and {door.model} sees only"
-            f" {door.context_tokens:,}; {_advice(settings.data_dir, needed)}",
-            err=True,
+        complain(
+            f"{agent}'s own prompt takes about {needed:,} tokens, and {door.model} sees only"
+            f" {door.context_tokens:,}; {_advice(settings.data_dir, needed)}"
         )
     folder = settings.data_dir / "agents"
     for name, text in start.files.items():

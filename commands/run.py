@@ -17,6 +17,7 @@ from worker.process.datadir import owner, starting_pid
 from worker.process.installed import program
 
 from .flags import reasoning_option, tenant_option, with_sampling, with_settings
+from .screen import complain
 from .talking import CLIENT_SETTINGS, talk
 
 if TYPE_CHECKING:
@@ -109,7 +110,8 @@ async def _model_of(client: Client, data_dir: Path) -> str:
 def _worker(options: list[str], question: str | None) -> Iterator[None]:
     """Run a worker until the block ends; enter once it serves. Its warnings and progress are shown.
 
-    If it cannot serve, and `question` may have been meant for one, says how to ask it. The worker is in a session of its own, as Ctrl-C ends an answer, and ends if this process dies in any way.
+    If it cannot serve, and `question` may have been meant for one, says how to ask it. The worker is in a
+    session of its own, as Ctrl-C ends an answer, and ends if this process dies in any way.
     """
     command = [*PROGRAM, "serve", "--log-level", "warning", "--until-eof", *options]
     with subprocess.Popen(
@@ -118,10 +120,9 @@ def _worker(options: list[str], question: str | None) -> Iterator[None]:
         try:
             if process.stdout is None or not process.stdout.readline():
                 if (code := process.wait()) and question is not None:  # it has said why
-                    click.echo(
-                        "turnkeep: is that a question? The first word after `run` is the model; to ask the"
-                        f" default one: echo {shlex.quote(question)} | {program()} run",
-                        err=True,
+                    complain(
+                        "is that a question? The first word after `run` is the model; to ask the default one:"
+                        f" echo {shlex.quote(question)} | {program()} run"
                     )
                 sys.exit(code)
             yield

@@ -293,7 +293,7 @@ async def _run_all(
         if manner.of is not None or manner.until_eof:
             tasks.start_soon(_serve_a_parent, app, starting)
         elif _for_people(settings) and settings.log_level in {"debug", "info"} and manner.unloaded is None:
-            tasks.start_soon(_say_what_next, settings, app)
+            tasks.start_soon(_say_what_next, settings, app, "gateway" in manner.beside)
         for name, options in manner.beside.items():
             tasks.start_soon(_run_beside, app, name, options, manner, grant)
         with starting:
@@ -306,11 +306,15 @@ def _for_people(settings: Settings) -> bool:
     return settings.log_format != "json" and sys.stderr.isatty()
 
 
-async def _say_what_next(settings: Settings, app: App | Supervisor | Unloaded) -> None:
+async def _say_what_next(settings: Settings, app: App | Supervisor | Unloaded, has_gateway: bool) -> None:
     """Once the worker serves, print how to talk with it."""
     await app.ready.wait()
-    chat = command_line(settings, "chat")
-    click.echo(f"In another terminal: {chat} (Ctrl-C stops the worker, sessions stay)", err=True)
+    ways = [command_line(settings, "chat")]
+    if has_gateway:
+        ways.append(f"{command_line(settings, 'launch', ['data_dir'])} pi")
+    click.echo(
+        f"In another terminal: {', or '.join(ways)} (Ctrl-C stops the worker, sessions stay)", err=True
+    )
 
 
 async def _run_beside(

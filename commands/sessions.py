@@ -107,7 +107,7 @@ async def sessions(
         return
     _print_sessions(rows)
     hidden = 0 if states else sum(row.state == "forgotten" for row in found)
-    note = f"; not listed: {hidden} that were forgotten" if hidden else ""
+    note = f"; {hidden} more were removed: --state forgotten lists them" if hidden else ""
     click.echo(f"{len(rows)} of {len(found) - hidden} sessions{note}")
 
 

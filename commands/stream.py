@@ -7,12 +7,10 @@ import signal
 import sys
 from typing import TYPE_CHECKING, Final
 
-import click
-
 from turnkeep_client.errors import NoWorkerError, RequestFailedError, TurnkeepError
 from worker.process.installed import program
 
-from .screen import Screen, unechoed
+from .screen import Screen, complain, unechoed
 
 if TYPE_CHECKING:
     from turnkeep_client.generation import Generation
@@ -84,7 +82,7 @@ class _Stream:
             stored = "may be lost"
             if self._generation.seq:
                 stored = self._what_becomes_of_it()
-            click.echo(f"turnkeep: not waiting any longer; the question {stored}", err=True)
+            complain(f"not waiting any longer; the question {stored}")
         except TurnkeepError:
             if self._has_begun:
                 self._end()
@@ -167,7 +165,7 @@ class _Stream:
             missing = "waiting for the worker" if self._session.connected else "no connection to NATS"
             self._screen.note(f"{missing}; Ctrl-C leaves" if state is None else state)
             if state is None and not warned and not self._screen.shows_notes:
-                click.echo(f"turnkeep: {missing}", err=True)
+                complain(missing)
             warned = state is None
 
     async def _ask_state(self) -> str | None:

@@ -21,4 +21,4 @@ def top(given: Given, tenant: str) -> None:
     from ops.top import run
 
     settings = given.load()
-    talk(settings, tenant, lambda client: run(client, f"turnkeep top  prefix {settings.prefix}"))
+    talk(settings, tenant, lambda client: run(client, f"turnkeep top  --prefix {settings.prefix}"))

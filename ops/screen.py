@@ -76,7 +76,7 @@ _COLUMNS: Final = (
         lambda _, own: seconds(percentile(own.first_token, 0.5)),
         lambda _, own: percentile(own.first_token, 0.5) or 0,
     ),
-    _Column("hit", lambda _, own: percent(own.cached_share), lambda _, own: own.cached_share or 0),
+    _Column("found", lambda _, own: percent(own.cached_share), lambda _, own: own.cached_share or 0),
     _Column("KV", lambda _, own: percent(own.kv_share), lambda _, own: own.kv_share or 0),
     _Column("disk", lambda _, own: percent(own.disk_share), lambda _, own: own.disk_share or 0),
     _Column("drop", lambda _, own: count(own.num_drops), lambda _, own: own.num_drops),
@@ -85,7 +85,7 @@ _NAMES: Final = 2  # these columns are cut where there is no room
 #: Characters of a worker's name and a model's for which there has to be room.
 _MIN_NAMES: Final = (16, 8)
 #: Columns in the order in which they are left out where names would be shorter than that.
-_LEAST: Final = ("model", "drop", "disk", "sess", "hit", "KV", "first", "tok/s")
+_LEAST: Final = ("model", "drop", "disk", "sess", "found", "KV", "first", "tok/s")
 
 
 @dataclass
@@ -285,7 +285,10 @@ def _work(now: Metrics, own: Figures) -> list[tuple[str, str]]:
     of_log = f", log {amount(now.log_bytes)} of {amount(now.log_max_bytes)}" if now.log_max_bytes else ""
     policies = listed(now.sessions_by_policy)
     return [
-        ("sessions", f"{now.sessions}, {now.resident_sessions} on the device" + _also(policies)),
+        (
+            "sessions",
+            f"{now.sessions} in use, {now.resident_sessions} with KV on the device" + _also(policies),
+        ),
         (
             "queue",
             (
@@ -327,7 +330,8 @@ def _room(now: Metrics, own: Figures) -> list[tuple[str, str]]:
             "disk",
             (
                 f"{bar(own.disk_share)} {amount(saved.stored_bytes)} of {amount(saved.capacity_bytes)},"
-                f" pinned {amount(saved.pinned_bytes)}, free {amount(max(saved.free_bytes, 0))}"
+                f" {amount(saved.pinned_bytes)} pinned (never evicted),"
+                f" free {amount(max(saved.free_bytes, 0))}"
             ),
         ),
         (

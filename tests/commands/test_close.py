@@ -49,7 +49,7 @@ async def test_sessions_are_closed_and_removed(local_worker: Start) -> None:
     assert await states(worker, "--state", "forgotten") == {"b": "forgotten", "c": "forgotten"}
     assert (await contents(worker)).count(b"a secret") == 1, "that of a"
     listed = await command("sessions", *where(worker))
-    assert listed.stdout.endswith("1 of 1 sessions; not listed: 2 that were forgotten\n")
+    assert listed.stdout.endswith("1 of 1 sessions; 2 more were removed: --state forgotten lists them\n")
     done = await command("rm", "b", *where(worker))
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "turnkeep: session b was closed or removed; turnkeep open b starts it anew\n", (

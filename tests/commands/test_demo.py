@@ -31,6 +31,20 @@ def test_the_demo_survives_its_kills_and_says_what_each_turn_cost(tmp_path: Path
 
 
 @pytest.mark.process
+def test_on_a_terminal_its_workers_say_nothing_of_themselves(tmp_path: Path, model: Path) -> None:
+    place = ("--data-dir", tmp_path / "data")
+    with Terminal("demo", *place, TURNKEEP_MODEL=str(model)) as terminal:
+        terminal.wait_for("When was the lighthouse built")
+        terminal.type("\x03")
+        terminal.end()
+        assert "In another terminal" not in terminal.transcript
+        assert "start" not in terminal.transcript.replace("first start", ""), "the worker shows its own steps"
+    with Terminal("demo", "--data-dir", tmp_path / "other", "--model", "no/where/at/all") as terminal:
+        assert terminal.end() == 1
+        assert re.search(r"^turnkeep: there is no model", terminal.transcript, re.MULTILINE)
+
+
+@pytest.mark.process
 def test_of_two_workers_the_other_one_continues_the_answer(tmp_path: Path, model: Path) -> None:
     done = turnkeep("demo", "--cluster", "--data-dir", tmp_path / "data", TURNKEEP_MODEL=str(model))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -40,15 +54,3 @@ def test_of_two_workers_the_other_one_continues_the_answer(tmp_path: Path, model
     assert re.search(went_on, done.stdout), done.stdout
     prefilled = re.findall(r"prefilled\s+(\d+) tokens; for the next question (\d+),", done.stdout)
     assert max(map(int, prefilled[0])) < 400, "of more than 2,000"
-
-
-@pytest.mark.process
-def test_on_a_terminal_the_demo_s_worker_alone_draws_its_start_and_hints_at_nothing(
-    tmp_path: Path, model: Path
-) -> None:
-    with Terminal("demo", "--data-dir", tmp_path / "data", TURNKEEP_MODEL=str(model)) as terminal:
-        terminal.wait_for("Who was the first keeper")
-        assert "In another terminal" not in terminal.transcript, "this worker is about to be killed"
-        assert not re.search("[\u2800-\u28ff] start", terminal.transcript), "over the bar of the worker"
-        terminal.type("\x03")
-        terminal.end()

@@ -27,7 +27,10 @@ def test_a_start_says_what_it_does_and_ends_with_what_to_do_next(tmp_path: Path,
         terminal.wait_for("testing how this model runs best")
         terminal.wait_for(r"loaded the model +context=\d+ model=tiny\s+\d")
         terminal.wait_for(r"ready +nats=nats://127.0.0.1:\d+ worker=\w+\s")
-        terminal.wait_for(f"\nIn another terminal: turnkeep chat {' '.join(place)} .Ctrl-C stops .*\r\n")
+        agent = f"turnkeep launch --data-dir {place[1]} pi"
+        terminal.wait_for(
+            f"\nIn another terminal: turnkeep chat {' '.join(place)}, or {agent} .Ctrl-C stops .*\r\n"
+        )
         terminal.wait_for(r"the (gateway|console) is at http://")
         terminal.wait_for(r"the (gateway|console) is at http://")
         terminal.type("\x03")
@@ -45,6 +48,7 @@ def test_a_start_says_what_it_does_and_ends_with_what_to_do_next(tmp_path: Path,
         assert terminal.end() == 0
         assert "testing how" not in terminal.transcript, "only a first start tests the model"
         assert "In another terminal" not in terminal.transcript, "programs read JSON"
+        assert "turnkeep launch" not in terminal.transcript, "it needs a gateway"
 
 
 def test_a_worker_without_a_terminal_imports_no_rich() -> None:

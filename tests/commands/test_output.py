@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 from click.testing import CliRunner
+from command_runs import Terminal, environment, turnkeep, where
 from command_runs import command as run
-from command_runs import environment, turnkeep, where
 
 from commands.cli import main
 from worker.process.formatting import size, span
@@ -67,6 +67,54 @@ def test_a_table_on_a_terminal_is_folded_and_loses_nothing(data_dir: Path) -> No
     assert LONG in column, "folded, not cut"
 
 
+WORDS = " ".join(f"considerable{number}" for number in range(30))
+
+
+async def test_what_was_said_breaks_between_words_on_a_terminal_and_not_at_all_in_a_pipe(
+    local_worker: Callable,
+) -> None:
+    worker = await local_worker()
+    said = [{"role": "user", "content": WORDS}]
+    await worker.client.session("s").append(messages=said)
+    command = ("show", "s", *where(worker))
+
+    def read() -> list[str]:
+        with Terminal(*command, columns=40) as terminal:
+            assert terminal.end() == 0
+            return terminal.transcript.splitlines()
+
+    lines = await asyncio.to_thread(read)
+    assert max(map(len, lines)) < 40
+    told = [line for line in lines if "considerable" in line]
+    assert " ".join(told).split() == WORDS.split()
+    assert all(line.startswith("    c") for line in told)
+    assert f"    {WORDS}\n" in (await run(*command)).stdout
+
+
+@pytest.mark.parametrize(
+    "command", [("model", "show", "nosuch"), ("ask", "x", "--nats", "nats://127.0.0.1:1")]
+)
+def test_an_error_breaks_between_words_on_a_terminal(tmp_path: Path, command: tuple[str, ...]) -> None:
+    command = (*command, "--data-dir", "x")
+    with Terminal(*command, columns=40) as terminal:
+        assert terminal.end() == 1
+        lines = terminal.transcript.splitlines()
+    whole = turnkeep(*command).stderr
+    assert whole.count("\n") == 1
+    assert " ".join(lines).split() == whole.split()
+    assert len(lines) > 1
+    assert max(map(len, lines)) < 40
+
+
+def test_on_a_terminal_the_findings_of_doctor_have_no_empty_columns(tmp_path: Path) -> None:
+    with Terminal("doctor", "--data-dir", tmp_path) as terminal:
+        terminal.end()
+        head, *lines = terminal.transcript.splitlines()
+    assert head.split() == ["check", "found"]
+    assert any(line.split()[:2] == ["ok", "Python"] for line in lines)
+    assert "mend" in turnkeep("doctor", "--data-dir", tmp_path).stdout.splitlines()[0]
+
+
 @pytest.mark.parametrize("command", [("model", "list"), ("doctor",)])
 def test_what_a_table_shows_is_there_as_json_too(data_dir: Path, command: tuple[str, ...]) -> None:
     done = turnkeep(*command, "--json", "--data-dir", data_dir)
@@ -91,6 +139,8 @@ async def test_info_without_a_session_asks_the_worker(local_worker: Callable) ->
     shown = await run("info", *where(worker))
     assert (shown.returncode, shown.stderr) == (0, "")
     assert re.search(r"^worker +test$", shown.stdout, re.MULTILINE)
+    assert re.search(r"^sessions +1 in use, 1 with KV on the device$", shown.stdout, re.MULTILINE)
+    assert re.search(r"^  room .* never evicted \(pinned\)$", shown.stdout, re.MULTILINE)
     raw = json.loads((await run("info", "--json", *where(worker))).stdout)
     assert (raw["type"], raw["requests"]["append"]) == ("metrics", {"ok": 1})
     assert not any(raw["by_tenant"].values()), "one tenant is told nothing of another"

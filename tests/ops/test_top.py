@@ -180,7 +180,7 @@ def test_the_screen_is_readable_at_50_columns() -> None:
     assert len(drawn) == 30
     assert max(map(len, drawn)) <= 50
     assert "…" not in "".join(drawn), "nothing is cut"
-    assert drawn[1].split() == ["worker", "up", "sess", "run", "wait", "tok/s", "first", "hit", "KV", "disk"]
+    assert drawn[1].split() == ["worker", "up", "sess", "run", "wait", "tok/s", "first", "found", "KV"]
     assert [line.split()[0] for line in drawn[2:4]] == ["studio-1", "studio-2"]
     text = " ".join(" ".join(drawn).split())
     for part in ("KV 900M of 1.0G; MLX 512B, process 4K", "free 0B", "a token 325ms (p95 932ms)", "Esc back"):

@@ -109,7 +109,7 @@ async def test_a_chat_model_makes_no_vectors_unless_it_is_told_to(
     local_worker: Start, tiny_model: Path
 ) -> None:
     worker = await local_worker(model=str(tiny_model))
-    with pytest.raises(RequestFailedError, match="or this one with --pooling last$"):
+    with pytest.raises(RequestFailedError, match=r"or this one with --pooling last$"):
         await worker.client.embed(["a"])
     await worker.stop()
     other = await local_worker(model=str(tiny_model), pooling="last")

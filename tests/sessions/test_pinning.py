@@ -98,7 +98,7 @@ async def test_the_commands_say_what_they_have_pinned_and_unpinned(wire: Start) 
     pinned = await asyncio.to_thread(turnkeep, "pin", "s", "--position", str(2 * BLOCK))
     assert f"pinned {2 * BLOCK} tokens, all of them stored in" in pinned.stdout
     told = (await asyncio.to_thread(turnkeep, "info", "s")).stdout
-    assert re.search(rf"^pinned +the first {2 * BLOCK} tokens$", told, re.MULTILINE)
+    assert re.search(rf"^pinned +the first {2 * BLOCK} tokens: their KV stays on SSD$", told, re.MULTILINE)
     refused = await asyncio.to_thread(turnkeep, "pin", "s", "--position", "999")
     assert (refused.exit_code, refused.stderr.count("\n")) == (1, 1)
     assert "a position must be from 1 to that" in refused.stderr

@@ -13,7 +13,7 @@ const PLOTS = [
   ["Requests", count, [["running", "running"], ["waiting", "waiting"]]],
   ["Sessions", count, [["in memory", "sessions"], ["with KV on the device", "resident_sessions"]]],
 ];
-const hits = (one) => {
+const found = (one) => {
   const all = one.cached_per_s + one.prefilled_per_s;
   return all > 0 ? `${Math.round(100 * one.cached_per_s / all)}%` : GONE;
 };
@@ -24,13 +24,13 @@ const COLUMNS = [
   ["waiting", (one) => shown(one.waiting, count)],
   ["tokens/s", (one) => shown(one.generated_per_s, count)],
   ["first token p95", (one) => shown(one.first_token_p95_s, seconds)],
-  ["hits", hits],
+  ["found", found],
   ["KV", (one) => shown(one.kv_bytes, bytes)],
   ["disk", (one) => shown(one.disk_bytes, bytes)],
   ["pinned", (one) => shown(one.pinned_bytes, bytes)],
 ];
 /* What a head means, for whoever points at it. */
-const MEANS = { "hits": "share of prompt tokens whose KV was there already", "KV": "what the model keeps of tokens, on the device",
+const MEANS = { "found": "share of prompt tokens whose KV was there already", "KV": "what the model keeps of tokens, on the device",
   "disk": "stored KV", "pinned": "stored KV that is never evicted", "first token p95": "95 of 100 answers began within this time" };
 
 const drawn = (name, attributes, parent, text) => {
