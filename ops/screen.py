@@ -330,7 +330,8 @@ def _room(now: Metrics, own: Figures) -> list[tuple[str, str]]:
             "disk",
             (
                 f"{bar(own.disk_share)} {amount(saved.stored_bytes)} of {amount(saved.capacity_bytes)},"
-                f" {amount(saved.pinned_bytes)} pinned (never evicted), free {amount(max(saved.free_bytes, 0))}"
+                f" {amount(saved.pinned_bytes)} pinned (never evicted),"
+                f" free {amount(max(saved.free_bytes, 0))}"
             ),
         ),
         (
