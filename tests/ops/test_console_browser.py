@@ -567,6 +567,49 @@ async def test_each_page_can_be_read_and_used_with_a_keyboard_and_a_screen_reade
         await asyncio.to_thread(look, url)
 
 
+async def test_what_stands_in_a_row_stands_in_line(
+    browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]]
+) -> None:
+    client = (await local_worker()).client
+    await client.session("notes").append(text="abc")
+    edges = """return [...document.querySelectorAll(arguments[0])].map((one) => one.getBoundingClientRect())
+        .map((one) => [one.left, one.top, one.height])"""
+
+    def look(url: str) -> None:
+        for width in (1200, 400):
+            browser.look(width, 900)
+            browser.open(f"{url}/?token={TOKEN}#/session/notes")
+            browser.wait_for("document.querySelector('.actions .menu summary')")
+            browser.run("for (const one of document.querySelectorAll('details.aside')) one.open = true")
+            shown = browser.run(edges, ".actions > button, .actions > .menu > summary")
+            browser.run("document.querySelector('.menu').open = true")
+            (aside,), (menu,) = browser.run(edges, ".aside"), browser.run(edges, ".menu > div")
+            assert menu[0] >= aside[0]
+            wide = (
+                "const [menu, aside] = ['.menu > div', '.aside'].map((one) => document.querySelector(one));"
+            )
+            wide += "return menu.getBoundingClientRect().right <= aside.getBoundingClientRect().right"
+            assert browser.run(wide), "the menu is not cut"
+            lines = {top: min(one[0] for one in shown if one[1] == top) for _, top, _ in shown}
+            assert len(set(lines.values())) == 1, "each line begins at the same edge"
+            browser.run("location.hash = '#/sessions'")
+            browser.wait_for("document.querySelector('.sessions td')")
+            heights = {height for _, _, height in browser.run(edges, ".filters :is(input, select)")}
+            assert len(heights) == 1
+        labels = browser.run(edges, ".filters > label")[1:]  # at 400 px the search has a line of its own
+        assert len({top for _, top, _ in labels}) == 1
+        browser.look(320, 900)
+        browser.run("location.hash = '#/connect'")
+        browser.wait_for("document.querySelector('.facts dd')")
+        for one in browser.run(edges, ".facts div:nth-child(-n+2) dd"):
+            assert one[2] < 30, "an address is not broken"
+        browser.look(1200, 900)
+        assert browser.text("#about") == "prefix turnkeep"
+
+    async with serving(client) as url:
+        await asyncio.to_thread(look, url)
+
+
 async def test_a_dialog_keeps_the_focus_and_gives_it_back(
     browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]]
 ) -> None:

@@ -111,8 +111,9 @@ document.addEventListener("visibilitychange", () => { if (!document.hidden) look
 try {
   const found = first = await get("/api/workers");
   Object.assign(about, { prefix: found.prefix, tenant: found.tenant, read_only: found.read_only });
-  const words = [found.prefix, ...(found.tenant === "default" ? [] : [found.tenant]), ...(found.read_only ? ["read-only"] : [])];
+  const words = [`prefix ${found.prefix}`, ...(found.tenant === "default" ? [] : [found.tenant]), ...(found.read_only ? ["read-only"] : [])];
   document.getElementById("about").textContent = words.join(" · ");
+  document.getElementById("about").title = "Of all workers on this NATS server, this page shows those that run with this --prefix, and their sessions";
   if (found.read_only) { PAGES[""] = "workers"; document.querySelector("nav [data-page=chat]").hidden = true; }
 } catch (error) {
   main.append(made("p", { class: "bad" }, error.message));

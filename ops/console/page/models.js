@@ -18,7 +18,7 @@ export function models(main, about) {
   let last = "", soon;
   main.append(made("div", { class: "row head" }, made("h1", {}, "Models")), note, inUse, made("h2", {}, "On this machine"),
     table("Models on this machine", ["model", "size", "memory", "context", "serve"], here),
-    made("h2", {}, "Known to be good"), table("Models to download", ["model", "for", "size", "memory", ""], good), ...(form ? [made("h2", {}, "Download"), form] : []));
+    made("h2", {}, "Known to be good"), table("Models to download", ["model", "on a GPU", "size", "here", ""], good), ...(form ? [made("h2", {}, "Download"), form] : []));
 
   async function act(path, name, restarts = false) {
     const expect = (detail) => { if (restarts) dispatchEvent(new CustomEvent("restart", { detail })); };
@@ -70,11 +70,11 @@ export function models(main, about) {
     here.replaceChildren(...found.here.map((one) => row(one.name, [one.dtype, one.in_use && "in use"].filter(Boolean).join(" · "), ["size", bytes(one.size_bytes)],
       ["memory", fits(one)], ["context", one.context_tokens ? `${count(one.context_tokens)} tokens` : "unbounded"],
       ["serve", made("span", { class: "acts" }, canServe && one.fits && !one.in_use && !isServed(one.name) && made("button", { class: "link", click: () => serve(one.name), "aria-label": `Serve ${one.name}` }, "Serve"), made("button", { class: "link", click: () => copied(one.serve), title: one.serve, "aria-label": `Copy line that serves ${one.name}` }, "Copy line"))])));
-    const known = found.good.map((one) => row(one.name, made("span", { title: one.sources.join("; ") }, one.use), ["for", `${one.memory_gb} GB`], ["size", bytes(one.size_bytes)], ["memory", fits(one)],
+    const known = found.good.map((one) => row(one.name, made("span", { title: one.sources.join("; ") }, one.use), ["on a GPU", `with ${one.memory_gb} GB`], ["size", bytes(one.size_bytes)], ["here", fits(one)],
       ["", found.pulls[one.name] ? progress(one.name, found.pulls[one.name]) : !about.read_only
         && made("button", { class: "link", click: () => pull(one.name), "aria-label": `Download ${one.name}` }, "Download")]));
     const others = Object.entries(found.pulls).filter(([name]) => !found.good.some((one) => one.name === name));
-    good.replaceChildren(...known, ...others.map(([name, one]) => row(name, "", ["for", ""], ["size", ""], ["memory", ""], ["", progress(name, one)])));
+    good.replaceChildren(...known, ...others.map(([name, one]) => row(name, "", ["on a GPU", ""], ["size", ""], ["here", ""], ["", progress(name, one)])));
     if (Object.values(found.pulls).some((one) => !one.error)) soon = setTimeout(refresh, 1000);
   }
   return { refresh, leave: () => clearTimeout(soon) };

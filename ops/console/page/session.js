@@ -96,12 +96,13 @@ export function session(main, given, about) {
       button("Pin", () => act("pin"), null, "Keep its KV on the disk, so that it is never prefilled again"), button("Unpin", () => act("unpin")),
       button("Close", () => sure("close", "Close", "It ends, and some days later it is removed from the log. Its name can be opened again.")),
     ] : [button("Open again", () => act("open"))];
-    const as = (label, form) => made("a", { href: path(name, `/export${form ? `?form=${form}` : ""}`), download: true }, label);
-    if (row) shown_.push(made("details", { class: "menu" }, made("summary", { class: "button" }, "Export"),
-      made("div", {}, as("Markdown", "md"), as("JSON", "json"), as("Archive, for turnkeep import", ""))));
     if (row && !about.read_only && row.state !== "forgotten") {
       shown_.push(button("Delete", () => sure("forget", "Delete", "Its conversation is removed from the log and the workers' disks. This cannot be undone."), "danger"));
     }
+    // The last one: its menu covers none of the others.
+    const as = (label, form) => made("a", { href: path(name, `/export${form ? `?form=${form}` : ""}`), download: true }, label);
+    if (row) shown_.push(made("details", { class: "menu" }, made("summary", { class: "button" }, "Export"),
+      made("div", {}, as("Markdown", "md"), as("JSON", "json"), as("Archive, for turnkeep import", ""))));
     if (actions.dataset.state !== `${row?.state}`) actions.replaceChildren(...shown_);
     actions.dataset.state = `${row?.state}`;
     box.hidden = about.read_only || Boolean(row && !isOpen);
