@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from click.testing import CliRunner
 
-import gateway
+import gateway.http
 from commands.cli import main
 from commands.gateway import greeting
 from gateway.http.serving import listening
@@ -27,8 +27,8 @@ def said(*arguments: str) -> str:
 @pytest.mark.parametrize("library", ["starlette", "uvicorn"])
 def test_a_missing_library_is_named_with_its_extra(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("app", "serving"):
-        monkeypatch.delitem(sys.modules, f"gateway.{name}", raising=False)
-        monkeypatch.delattr(gateway, name, raising=False)
+        monkeypatch.delitem(sys.modules, f"gateway.http.{name}", raising=False)
+        monkeypatch.delattr(gateway.http, name, raising=False)
     for name in [name for name in sys.modules if name.partition(".")[0] == library]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, library, None)  # type: ignore[arg-type]

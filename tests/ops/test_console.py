@@ -766,8 +766,8 @@ async def test_a_port_alone_is_one_of_the_loopback_address(name: str, nats_url: 
 
 async def test_the_command_shows_workers_of_the_metrics_subject(nats_url: str) -> None:
     port = free_port()
-    written = block("sh", "turnkeep console").replace("nats://127.0.0.1:4222", nats_url)
-    _, *arguments = shlex.split(written.replace("9423", str(port)))
+    _, *arguments = shlex.split(block("sh", "turnkeep console").replace("9423", str(port)))
+    arguments += ["--nats", nats_url]
     process = subprocess.Popen(  # noqa: ASYNC220
         [sys.executable, "-m", "commands", *arguments], env=environment(), stderr=subprocess.PIPE, text=True
     )

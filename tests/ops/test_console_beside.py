@@ -201,8 +201,9 @@ def test_what_the_console_wishes_replaces_what_it_wished_before(wishes: list[str
 async def test_one_of_several_models_is_unloaded_until_it_is_asked_for(
     tmp_path: Path, tiny_model: Path
 ) -> None:
+    own = shutil.copytree(tiny_model, tmp_path / "tiny")  # others serve that one
     config = tmp_path / "several.toml"
-    config.write_text(f"[models.tiny]\nmodel = '{tiny_model}'\ndevice_memory = '20MiB'\n")
+    config.write_text(f"[models.tiny]\nmodel = '{own}'\ndevice_memory = '20MiB'\n")
     options = ("--config", str(config), "--console", str(free_port()))
     worker = WorkerProcess(tmp_path / "data", None, free_port(), *options)
     worker.start()
