@@ -76,7 +76,7 @@ async def _watch(port: int, data_dir: Path) -> None:
 
         listener = asyncio.create_task(listen())
         await asyncio.sleep(WATCHED_S)
-        picture = draw(State(), fleet.sightings(), [], "", size=SIZE, title="turnkeep top  prefix turnkeep")
+        picture = draw(State(), fleet.sightings(), [], "", size=SIZE, title="turnkeep top  --prefix turnkeep")
         save(picture, Path(__file__).with_name("top.svg"), SIZE[0])
         await asyncio.to_thread(_photograph, f"{url}#/workers", "workers.png")
         await asyncio.to_thread(_photograph, f"{url}#/session/garden", "console.png")
