@@ -336,7 +336,7 @@ async def test_a_chat_outlives_its_worker(
                 terminal.type("second\r")
                 terminal.wait_for("waiting for the worker")
                 terminal.type("\x03")
-                terminal.wait_for("the question is in the log")
+                terminal.wait_for(r"the\s+question is in the log")
                 terminal.wait_for(PROMPT)
                 terminal.type("/bye\r")
                 assert terminal.end() == 0

@@ -285,8 +285,9 @@ def test_a_failure_is_told_with_the_few_acts_that_it_needs() -> None:
     assert "wrong: " in said
 
 
+@pytest.mark.timeout(600)  # one of them is missed by some 300 histories on average
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_history_goes_wrong_without(name: str) -> None:
     """With the guard, histories of these seeds go well, as those of all others."""
-    status, said = simulate("20000", "--histories", "1500", "--without", name, "--first")
+    status, said = simulate("80000", "--histories", "1500", "--without", name, "--first")
     assert status == 1, said
