@@ -256,7 +256,7 @@ async def test_a_fault_of_the_program_in_a_removal_ends_the_saving_and_nothing_e
     span = Span(0, BLOCK)
     assert (store.room(), store.wanted("c", TOKENS, 0, 10)) == (0, [])
     assert not store.save("c", TOKENS, span, cut(TOKENS, span))
-    assert store.stats().dropped == {"disk_error": 1}
+    assert store.stats().dropped["disk_error"] == stats.dropped.get("disk_error", 0) + 1
     assert_sum_rule(store)
     assert await restored(store, "b", TOKENS) == 10, "what is stored is still served"
     store.forget("b", TOKENS)
