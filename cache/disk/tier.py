@@ -43,6 +43,10 @@ _FILES: Final = "snapshots"
 _TMP: Final = "tmp"
 
 
+#: The parent of the files that only say by their names which identities have snapshots here. They stay.
+IDENTITIES: Final = "identities"
+
+
 class Key(NamedTuple):
     """The name of a file in the tier: the snapshot that it continues, and its own file name."""
 
@@ -163,10 +167,11 @@ class SharedDirectory:
         """
         entries = {entry.file: entry for entry in self._entries()}
         used_bytes = sum(entry.size_bytes for entry in entries.values())
-        most_bytes = min(self._max_bytes, used_bytes - missing_bytes + size_bytes)
-        if used_bytes + size_bytes <= most_bytes:
+        aim = used_bytes - missing_bytes
+        if used_bytes + size_bytes > self._max_bytes:
+            aim = min(aim, int(self._max_bytes * _SWEPT_SHARE) - size_bytes)
+        if used_bytes <= aim:
             return used_bytes
-        aim = int(most_bytes * _SWEPT_SHARE) - size_bytes
         for entry in _in_order_of_eviction(entries):
             if used_bytes <= aim:
                 break
@@ -180,6 +185,8 @@ class SharedDirectory:
             with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as files:
                 for entry in files:
                     parent, _, file = entry.name.partition(".")
+                    if parent == IDENTITIES:
+                        continue
                     with suppress(FileNotFoundError):
                         stat = entry.stat()
                         yield _Entry(parent, file, stat.st_size, stat.st_mtime)

@@ -25,7 +25,7 @@ import structlog
 
 from cache.disk import header
 from cache.disk.readers import Readers
-from cache.disk.tier import Key
+from cache.disk.tier import IDENTITIES, Key
 from cache.names import blocks
 from cache.names.errors import DoubtfulSnapshotError
 from cache.names.tokens import TOKEN_BYTES
@@ -49,7 +49,7 @@ _log = structlog.get_logger("turnkeep.cache")
 _THREADS: Final = 8
 #: Files that are asked for at a time. What follows a missing one cannot be used.
 _BATCH: Final = 16
-#: The time limit of a call, plus the time for the bytes of a large file at a slow network's rate.
+#: The time limit of a call, also of one that gets a large file.
 _LIMIT_S: Final = 10.0
 #: Snapshots that wait to be put; more are dropped.
 _MAX_WAITING: Final = 10_000
@@ -58,8 +58,6 @@ _LONGEST_PAUSE_S: Final = 60.0
 #: How long an adopted file may take to be placed, and how often that is looked at.
 _PLACED_S: Final = 5.0
 _POLL_S: Final = 0.002
-#: The parent of the files that only say by their names which identities have snapshots in the tier.
-_IDENTITIES: Final = "identities"
 
 
 @dataclass(slots=True)
@@ -110,7 +108,7 @@ class Remote:
 
         The next snapshot is put after that.
         """
-        self._unnoted.append(Key(_IDENTITIES, f"{identity.hex()}-{block_tokens}"))
+        self._unnoted.append(Key(IDENTITIES, f"{identity.hex()}-{block_tokens}"))
 
     def offer(self, node: Node) -> None:
         """Put a snapshot that is complete on disk, unless the tier is too slow or fails."""
@@ -334,7 +332,7 @@ class Remote:
 
     def _erase(self, tenant: str, packed: bytes, shared: int, done: Future[bool]) -> None:
         try:
-            for identity in self._tier.contains(_IDENTITIES):
+            for identity in self._tier.contains(IDENTITIES):
                 digest, _, block = identity.partition("-")
                 with suppress(ValueError):  # not of Turnkeep
                     self._erase_of(blocks.root(bytes.fromhex(digest), tenant), int(block), packed, shared)

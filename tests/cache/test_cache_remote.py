@@ -218,6 +218,21 @@ def test_what_is_no_object_store_is_an_error_of_one_line(url: str) -> None:
         ObjectStore(url)
 
 
+async def test_what_a_full_tier_evicts_is_not_by_whom_it_is_found_to_be_forgotten(
+    open_store: Any, tmp_path: Path
+) -> None:
+    """The files that name the identities are the oldest, and never used again."""
+    tight = SharedDirectory(tmp_path / "tier", PLAIN, max_bytes=3000, min_free_bytes=0)
+    one = await open_store(tmp_path / "one", tier=tight)
+    for tenant in "abcd":
+        await put(one, TOKENS, tenant)
+    two = await open_store(tmp_path / "two", tier=tight, identity=identity(block_tokens=8))
+    assert in_tier(tmp_path)
+    for tenant in "abcd":
+        assert (await two.erase(tenant, TOKENS)).settled
+    assert in_tier(tmp_path) == []
+
+
 async def test_a_full_file_system_takes_no_more(open_store: Any, tmp_path: Path) -> None:
     full = SharedDirectory(tmp_path / "tier", PLAIN, max_bytes=1 << 30, min_free_bytes=1 << 60)
     one = await open_store(tmp_path / "one", tier=full)
