@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
+from itertools import count, takewhile
 from threading import Event
 from time import monotonic
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -98,6 +98,8 @@ class Remote:
         self._paused_until = self._pause_s = 0.0
         self._numbers = count()
         self._unnoted: deque[Key] = deque()
+        #: Digests of snapshots that this process has put or fetched. The tier may have evicted some.
+        self._there: set[bytes] = set()
         self._readers = Readers(_THREADS, lambda: None)
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="turnkeep-tier", daemon=True)
@@ -111,14 +113,21 @@ class Remote:
         self._unnoted.append(Key(IDENTITIES, f"{identity.hex()}-{block_tokens}"))
 
     def offer(self, node: Node) -> None:
-        """Put a snapshot that is complete on disk, unless the tier is too slow or fails."""
+        """Put a snapshot that is complete on disk, and those before it that the tier has not got from here.
+
+        Unless the tier is too slow or fails: then one that continues it brings it along.
+        """
         if self._jobs.qsize() >= _MAX_WAITING or monotonic() < self._paused_until:
             self.counts.dropped += 1
             return
-        self._jobs.put(partial(self._trying, partial(self._put, node.parent, node.digest)))
+        before = takewhile(lambda one: one.digest not in self._there, node.chain())
+        for one in reversed([one for one in before if one.usable]):
+            self._there.add(one.digest)
+            self._jobs.put(partial(self._trying, partial(self._put, one.parent, one.digest)))
 
     def remove(self, node: Node) -> None:
         """Remove a snapshot that is doubtful, or that a larger one contains."""
+        self._there.discard(node.digest)
         self._jobs.put(partial(self._trying, partial(self._remove, self._key(node.parent, node.digest))))
 
     async def find(self, chain: Chain, tokens: Tokens, num_stored: int) -> Found | None:
@@ -177,6 +186,7 @@ class Remote:
             return known
         node = self._adopt(name, path, size_bytes)
         if node is not None:
+            self._there.add(name.digest)
             self.counts.fetched_bytes += size_bytes
         return node
 
@@ -223,6 +233,7 @@ class Remote:
     def _failed(self, error: Exception) -> None:
         """Ask and put nothing for a while, twice as long each time. Any thread."""
         self.counts.failed += 1
+        self._there.clear()  # some of them may not have been put
         if not self._pause_s:
             _log.error("remote_tier_fails", error=str(error) or repr(error))
         self._pause_s = min(max(_FIRST_PAUSE_S, 2 * self._pause_s), _LONGEST_PAUSE_S)
@@ -232,7 +243,8 @@ class Remote:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            job()
+            with suppress(OSError):  # of this worker's directory; those of the tier are counted
+                job()
 
     def _trying(self, work: Callable[[], None]) -> None:
         try:
@@ -268,7 +280,8 @@ class Remote:
         except FileNotFoundError:
             if path.exists():
                 raise
-            return  # evicted meanwhile
+            self._there.discard(digest)  # evicted meanwhile
+            return
         self.counts.put_bytes += size_bytes
 
     def _remove(self, key: Key) -> None:

@@ -14,6 +14,7 @@ from made_kv import BLOCK, assert_is_kv_of, assert_sum_rule, cut, identity, save
 from cache.disk.access import PLAIN
 from cache.disk.objects import ObjectStore
 from cache.disk.tier import Key, SharedDirectory, Tier
+from cache.index import remote
 from cache.names.errors import SealedError
 from cache.names.policy import Policy
 from cache.names.tokens import as_tokens
@@ -172,6 +173,34 @@ async def test_a_file_that_is_not_what_its_name_says_is_removed_from_the_tier(
     assert len(in_tier(tmp_path)) == 2, "the first block; what continues it ages"
 
 
+async def test_what_was_stored_before_there_was_a_tier_is_put_with_what_continues_it(
+    open_store: Any, tmp_path: Path, tier: Tier
+) -> None:
+    one = await open_store(tmp_path / "one")
+    save_all(one, "a", TOKENS[:8])
+    await one.close()
+    one = await open_store(tmp_path / "one", tier=tier)
+    await put(one, TOKENS)
+    assert await fetched(await open_store(tmp_path / "two", tier=tier), TOKENS) == 10
+
+
+async def test_what_a_failing_tier_did_not_take_is_put_later(
+    open_two: Any, tier: Tier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = await open_two()
+
+    def fail(*_: object) -> None:
+        raise OSError(None, "no route to it")
+
+    with monkeypatch.context() as away:
+        away.setattr(tier, "put", fail)
+        away.setattr(remote, "_FIRST_PAUSE_S", 0.0)
+        away.setattr(remote, "_LONGEST_PAUSE_S", 0.0)
+        await put(one, TOKENS[:8])
+    await put(one, TOKENS)
+    assert await fetched(two, TOKENS) == 10
+
+
 async def test_a_hole_ends_what_is_fetched(open_two: Any, tmp_path: Path, tier: Tier) -> None:
     one, two = await open_two()
     await put(one, TOKENS)
@@ -218,7 +247,7 @@ def test_what_is_no_object_store_is_an_error_of_one_line(url: str) -> None:
         ObjectStore(url)
 
 
-async def test_what_a_full_tier_evicts_is_not_by_whom_it_is_found_to_be_forgotten(
+async def test_a_full_tier_still_forgets_the_snapshots_of_other_models(
     open_store: Any, tmp_path: Path
 ) -> None:
     """The files that name the identities are the oldest, and never used again."""
