@@ -72,6 +72,9 @@ class ObjectStore:
                 except (FileNotFoundError, NotFoundError):
                     continue
 
+    def sync(self) -> None:
+        """See `Tier`: a store has done what it has answered."""
+
 
 def _path(key: Key) -> str:
     return f"{key.parent}/{key.file}"

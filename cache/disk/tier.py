@@ -23,6 +23,7 @@ import structlog
 
 from . import private
 from .access import SEAL
+from .syncing import sync
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
@@ -70,7 +71,10 @@ class Tier(Protocol):
         """Copy a file to `path`; False if the tier does not have it. It counts as used now."""
 
     def remove(self, keys: Iterable[Key]) -> None:
-        """Remove files; missing ones are no error."""
+        """Remove files; missing ones are no error. After `sync` a power failure brings none of them back."""
+
+    def sync(self) -> None:
+        """Make earlier removals durable."""
 
 
 class SharedDirectory:
@@ -87,6 +91,7 @@ class SharedDirectory:
         self._max_bytes, self._min_free_bytes = max_bytes, min_free_bytes
         self._used_bytes = 0
         self._measure_at = 0.0
+        self._unsynced: set[Path] = set()
         if any((directory / name).exists() for name in ("lock", "worker.lock")):
             raise FileExistsError(errno.EEXIST, "it is a worker's own directory", str(directory))
         access.check(directory)
@@ -141,7 +146,16 @@ class SharedDirectory:
     def remove(self, keys: Iterable[Key]) -> None:
         """See `Tier`."""
         for key in keys:
-            self._path(key).unlink(missing_ok=True)
+            path = self._path(key)
+            path.unlink(missing_ok=True)
+            self._unsynced.add(path.parent)
+
+    def sync(self) -> None:
+        """See `Tier`."""
+        for folder in [*self._unsynced]:
+            with suppress(FileNotFoundError):  # nothing was ever there
+                sync(folder, through=True)
+            self._unsynced.discard(folder)
 
     def _path(self, key: Key) -> Path:
         return self._files / key.parent[:2] / f"{key.parent}.{key.file}"

@@ -349,6 +349,7 @@ class Remote:
                 digest, _, block = identity.partition("-")
                 with suppress(ValueError):  # not of Turnkeep
                     self._erase_of(blocks.root(bytes.fromhex(digest), tenant), int(block), packed, shared)
+            self._tier.sync()
         except Exception as error:  # noqa: BLE001  # the thread must go on
             self._failed(error)
             done.set_result(False)

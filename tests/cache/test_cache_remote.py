@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from made_kv import BLOCK, assert_is_kv_of, assert_sum_rule, cut, identity, save_all
 
+from cache.disk import tier as tier_module
 from cache.disk.access import PLAIN
 from cache.disk.objects import ObjectStore
 from cache.disk.tier import Key, SharedDirectory, Tier
@@ -126,6 +127,22 @@ async def test_what_was_forgotten_is_in_no_store_and_not_in_the_tier(open_two: A
     assert (await two.erase("a", TOKENS)).settled
     assert in_tier(tmp_path) == []
     assert await fetched(two, TOKENS) == 0
+
+
+async def test_what_is_said_to_be_forgotten_is_synced_and_else_it_is_not_said(
+    open_store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = SharedDirectory(tmp_path / "tier", PLAIN, max_bytes=1 << 30, min_free_bytes=0)
+    one = await open_store(tmp_path / "one", tier=tier)
+    await put(one, TOKENS)
+    synced: list[Path] = []
+    monkeypatch.setattr(tier_module, "sync", lambda path, **_: synced.append(path))
+    folders = {path.parent for path in in_tier(tmp_path)}
+    assert (await one.erase("a", TOKENS)).settled
+    assert folders <= {*synced}
+    await put(one, TOKENS)
+    monkeypatch.setattr(tier_module, "sync", lambda *_, **__: os.fsync(-1))
+    assert not (await one.erase("a", TOKENS)).settled
 
 
 async def test_forgetting_leaves_what_other_sessions_continue_in_the_tier(
