@@ -21,6 +21,7 @@ from turnkeep_client.client import connect
 from turnkeep_client.direct import DirectGets
 from turnkeep_client.log import BUILD_HEADER, words
 from turnkeep_client.subjects import SessionKey
+from worker.wire import owners
 from worker.wire.members import Members
 
 if TYPE_CHECKING:
@@ -208,6 +209,26 @@ async def test_a_worker_that_drains_gives_each_session_away_between_two_requests
     await log.nc.request(address, b"true", timeout=5)
     await turns(first.client)
     assert {await log.last_maker(name) for name in SESSIONS} == {drained.settings.worker}
+
+
+async def test_an_idle_session_moves_to_a_worker_with_far_less_work(
+    cluster: Start, look: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owners, "_GAP_TO_GIVE", 8)
+    first = await cluster("first")
+    idle, log = first.client.session("idle"), look(first.settings.prefix)
+    await idle.append(text="hello", timeout_s=PATIENCE_S)
+    busy = [first.client.session(f"busy{n}").generate(text="eee", max_tokens=1900) for n in range(12)]
+    await asyncio.gather(*(generation.send() for generation in busy))
+    await cluster("second")
+    async with asyncio.timeout(PATIENCE_S):
+        while first.app._intake.num_sessions < 12:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        while await log.last_maker("idle") == "first":  # until the owner itself hears a request
+            await idle.append(text="hello", timeout_s=PATIENCE_S)
+    assert first.app._intake.num_sessions > 8, "they stay where they are at work"
+    for generation in busy:
+        await generation.cancel()
 
 
 async def test_the_only_worker_that_takes_sessions_does_not_drain(cluster: Start, look: Any) -> None:
