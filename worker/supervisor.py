@@ -104,9 +104,9 @@ def leaving(lacking_bytes: int, idle: Iterable[InMemory]) -> list[str]:
 
 
 class _Model:
-    """One model: its worker, if there is one, and who stands in for it."""
+    """One model: its worker, if there is one, and what loads it when it is asked for."""
 
-    standin: Activator
+    activator: Activator
     needs: Needs
     size_bytes = 0
 
@@ -127,7 +127,7 @@ class _Model:
     @property
     def unused_s(self) -> float:
         """How long the model has been loaded without a new request."""
-        return current_time() - max(self.standin.used_s, self.loaded_s)
+        return current_time() - max(self.activator.used_s, self.loaded_s)
 
     def metrics(self) -> Metrics:
         """Say what is known of the model while it has no worker."""
@@ -213,8 +213,8 @@ class Supervisor:
             )
             stack.push_async_callback(shielded, nc.close)
             for model in self._models:
-                model.standin = Activator(nc, Subjects(model.settings.prefix), model.metrics, model.wake)
-                await model.standin.open(model.settings)
+                model.activator = Activator(nc, Subjects(model.settings.prefix), model.metrics, model.wake)
+                await model.activator.open(model.settings)
             await self._serve()
         if self._fatal:
             raise SupervisorError(self._fatal)
@@ -262,7 +262,7 @@ class Supervisor:
             async with self._room(model):
                 code = await self._run_worker(model)
             model.wanted = Event()
-            if await model.standin.has_work():
+            if await model.activator.has_work():
                 model.wake()
             if code is None:
                 continue
@@ -300,8 +300,8 @@ class Supervisor:
             had_turn = current_time() - max(since_s, one.loaded_s) > _TURN_S
             if one.leave.is_set():
                 lacking_bytes -= one.size_bytes
-            elif had_turn or (one.unused_s > _GRACE_S and not await one.standin.has_work()):
-                idle.append(InMemory(one.standin.used_s, one.size_bytes, one.name))
+            elif had_turn or (one.unused_s > _GRACE_S and not await one.activator.has_work()):
+                idle.append(InMemory(one.activator.used_s, one.size_bytes, one.name))
         chosen = leaving(lacking_bytes, idle)
         for one in self._running:
             if one.name in chosen:
@@ -323,7 +323,7 @@ class Supervisor:
             code = await model.process.wait()
             tasks.cancel_scope.cancel()
         model.process = None
-        await model.standin.begin()
+        await model.activator.begin()
         log.info("unloaded", model=model.name)
         return None if model.leave.is_set() else code
 
@@ -333,14 +333,14 @@ class Supervisor:
             await worker.stdout.receive()  # type: ignore[union-attr]  # a pipe
         except EndOfStream:
             return
-        await model.standin.end()
+        await model.activator.end()
         model.loaded_s = current_time()
         log.info("loaded", model=model.name, seconds=round(model.loaded_s - model.began_s, 1))
         while not (model.leave.is_set() or await self._is_idle(model)):
             with move_on_after(_LOOK_S):
                 await model.leave.wait()
         model.leave.set()
-        await model.standin.begin()
+        await model.activator.begin()
         await worker.stdin.aclose()  # type: ignore[union-attr]  # as after this process's death
         await sleep(_STOP_S)
         worker.kill()
@@ -349,21 +349,21 @@ class Supervisor:
         after_s = model.settings.unload_after_s
         if after_s is None or model.unused_s < after_s:
             return False
-        if await model.standin.has_work():
-            model.standin.used_s = current_time()
+        if await model.activator.has_work():
+            model.activator.used_s = current_time()
             return False
         return True
 
     async def _publish_metrics(self, model: _Model) -> None:
         while True:
             if model.process is None:
-                await model.standin.publish_metrics()
+                await model.activator.publish_metrics()
             await sleep(model.settings.metrics_interval_s)
 
     async def _look_again(self) -> None:
         """Look for requests in the log that nobody has noticed."""
         for model in self._models:
-            if self.ready.is_set() and await model.standin.has_work():
+            if self.ready.is_set() and await model.activator.has_work():
                 model.wake()
 
     async def _closed(self) -> None:

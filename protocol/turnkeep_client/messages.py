@@ -2,8 +2,8 @@
 
 Requests are decoded strictly: unknown fields are refused by name. Results, chunks and replies are decoded
 openly: unknown types, finish reasons, codes and fields are kept, so an old client or worker never overlooks
-the result of a newer worker. The shapes are in `requests`, `results` and `metrics`, and users import all of
-them from here. The worker decides how a message changes a session.
+the result of a newer worker. The shapes are in `requests`, `controls`, `results` and `metrics`, and users
+import all of them from here. The worker decides how a message changes a session.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import force_setattr, replace
 
+from .controls import *  # noqa: F403  # the one import of all messages
+from .controls import ControlRequest, CountRequest
 from .errors import InvalidMessageError
 from .explain import explain
 from .metrics import *  # noqa: F403  # the one import of all messages
 from .metrics import GatewayMetrics, Metrics
 from .requests import *  # noqa: F403  # the one import of all messages
-from .requests import Append, ControlRequest, CountRequest, Generate, Id, Request
+from .requests import Append, Generate, Id, Request
 from .results import *  # noqa: F403  # the one import of all messages
 from .results import (
     Cancelled,

@@ -1,4 +1,4 @@
-"""Requests on `in` and `ctl`, decoded strictly, and what they consist of. `messages` has all messages."""
+"""Requests on `in`, decoded strictly, and what they consist of. `messages` has all messages."""
 
 from __future__ import annotations
 
@@ -425,81 +425,3 @@ class Close(_Request, frozen=True, tag="close"):
 
 
 Request = Open | Append | Generate | Rewind | Close
-
-
-class InfoRequest(
-    Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="info", omit_defaults=True
-):
-    """Ask for a session's state (on `ctl`). The answer names `limit` waiting requests after the first `skip`.
-
-    With `snapshot` the answer also names the last stored snapshot of the session's KV, and its pins.
-    """
-
-    skip: Annotated[int, Meta(ge=0, le=2**53)] = 0
-    limit: Annotated[int, Meta(ge=0, le=1000)] = 100
-    snapshot: bool = False
-
-
-class MetricsRequest(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="metrics"):
-    """Ask for the worker's metrics (on the `ctl` of any session, which need not exist)."""
-
-
-class CancelRequest(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="cancel"):
-    """Stop a waiting or running request of the session (on `ctl`)."""
-
-    id: Id
-
-
-class PinRequest(
-    Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="pin", omit_defaults=True
-):
-    """Keep the KV of the session's first `position` tokens on disk until `unpin` (on `ctl`).
-
-    Without a position: all tokens so far. The pin belongs to the tenant and the prefix, not to the session:
-    it outlives session and worker, and serves every session with the same prefix.
-    """
-
-    position: Length | None = None
-
-
-class UnpinRequest(
-    Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="unpin", omit_defaults=True
-):
-    """Unpin all pinned prefixes of the session, or the one with `position` tokens (on `ctl`)."""
-
-    position: Length | None = None
-
-
-class CountRequest(
-    Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="count", omit_defaults=True
-):
-    """Count the tokens that a generate with this input would add; nothing runs (on `ctl`).
-
-    Of a session that does not exist: the tokens that it would begin with. Other `tools` than the session's
-    are counted as a generate would add them.
-    """
-
-    messages: tuple[Message, ...] | None = None
-    text: Text | None = None
-    tokens: tuple[TokenId, ...] | None = None
-    special_tokens: SpecialTokens | None = None
-    raw: bool = False
-    tools: Tools | None = None
-    chat_template_kwargs: Variables | None = None
-
-
-class EmbedRequest(
-    Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="embed", omit_defaults=True
-):
-    """Make a vector of each of the `inputs`, texts or token ids (on `ctl`, of any session's name).
-
-    Vectors are cut to `dimensions` numbers. Nothing of this is in the log.
-    """
-
-    inputs: Annotated[tuple[Text | tuple[TokenId, ...], ...], Meta(min_length=1, max_length=256)]
-    dimensions: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
-
-
-ControlRequest = (
-    InfoRequest | MetricsRequest | CancelRequest | PinRequest | UnpinRequest | CountRequest | EmbedRequest
-)

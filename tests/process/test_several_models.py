@@ -162,7 +162,7 @@ async def test_a_model_in_use_leaves_only_when_another_one_has_waited_its_turn(
     both._memory_bytes = 10
     first, second = both._models
     for model in (first, second):
-        model.size_bytes, model.standin, model.loaded_s = 10, Busy(), 0.0  # type: ignore[assignment]  # a stub
+        model.size_bytes, model.activator, model.loaded_s = 10, Busy(), 0.0  # type: ignore[assignment]  # a stub
 
     async def wait() -> None:
         async with both._room(second):
