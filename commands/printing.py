@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 
-def wrapped(line: str) -> list[str]:
+def in_whole_words(line: str) -> list[str]:
     """Divide a line at its words for a terminal's width, each part with its indent; in a pipe it is whole."""
     if not sys.stdout.isatty():
         return [line]

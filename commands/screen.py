@@ -37,18 +37,10 @@ def printable(text: str) -> str:
     return "".join(char for char in text if char in "\n\t" or unicodedata.category(char) not in {"Cc", "Cs"})
 
 
-def wrapped(text: str, indent: int = 0) -> str:
-    """Wrap a whole text at the terminal's current width; each line begins with `indent` spaces."""
-    words = WordWrap(indent)
-    whole = words.feed(text) + words.rest()
-    return "\n".join(f"{' ' * indent}{line}" for line in whole.split("\n")) if indent else whole
-
-
-def indented(text: str, indent: int) -> str:
-    """Indent the lines of a text for standard output, and wrap them if that is a terminal."""
-    if sys.stdout.isatty():
-        return wrapped(text, indent)
-    return "\n".join(f"{' ' * indent}{line}" for line in text.split("\n"))
+def wrapped(text: str) -> str:
+    """Wrap a whole text at the terminal's current width."""
+    words = WordWrap()
+    return words.feed(text) + words.rest()
 
 
 def complain(text: str) -> None:
@@ -60,11 +52,9 @@ def complain(text: str) -> None:
 class WordWrap:
     """Wraps text that arrives in pieces; holds a word back until it is complete."""
 
-    def __init__(self, indent: int = 0) -> None:
-        """Leave room for `indent` spaces before each line."""
+    def __init__(self) -> None:
         #: Used cells of the last line.
         self.column = 0
-        self._indent = indent
         self._gap = ""
         self._word = ""
 
@@ -83,7 +73,7 @@ class WordWrap:
                 self._word = char
                 out += self._place()
             else:
-                if cell_len(self._word + char) > self._width():
+                if cell_len(self._word + char) > width():
                     out += self._place()
                 self._word += char
         return out
@@ -94,13 +84,10 @@ class WordWrap:
         self._gap = ""
         return out
 
-    def _width(self) -> int:
-        return max(width() - self._indent, 8)
-
     def _place(self) -> str:
         if not self._word:
             return ""
-        gap, word, room = self._gap, self._word, self._width() - self.column
+        gap, word, room = self._gap, self._word, width() - self.column
         self._gap = self._word = ""
         if len(gap) + cell_len(word) > room:
             if self.column:

@@ -24,7 +24,7 @@ from turnkeep_client.messages import (
 from worker.process.formatting import size, span
 
 from .flags import as_json, moment, tag_option, tenant_option, tenants_option, with_result_timeout
-from .printing import table, wrapped
+from .printing import in_whole_words, table
 from .screen import printable
 from .talking import no_session, with_client
 
@@ -288,7 +288,7 @@ def _lines(turn: Turn, inherited: History | None = None) -> Iterator[str]:
     request = turn.request
     what = "?" if request is None else f"{request.__struct_config__.tag}  {request.id}"
     head = f"#{turn.number}  {what}  {turn.stored.astimezone():%Y-%m-%d %H:%M:%S}"
-    yield from (click.style(part, bold=True) for part in wrapped(head))
+    yield from (click.style(part, bold=True) for part in in_whole_words(head))
     yield from _asked(request)
     if inherited:
         yield from _inherited(inherited)
@@ -296,7 +296,7 @@ def _lines(turn: Turn, inherited: History | None = None) -> Iterator[str]:
         if turn.result.reasoning:
             yield from _said("reasoning", turn.result.reasoning)
         yield from _said("assistant", _with_calls(turn.result.text, turn.result.tool_calls))
-    yield from (click.style(part, dim=True) for part in wrapped(f"  {_cost(turn)}"))
+    yield from (click.style(part, dim=True) for part in in_whole_words(f"  {_cost(turn)}"))
     yield ""
 
 
@@ -334,7 +334,7 @@ def _with_calls(text: str, calls: Iterable[ToolCall | Called]) -> str:
 def _said(role: str, text: str) -> Iterator[str]:
     yield click.style(f"  {role}", fg="cyan")
     for line in printable(text).splitlines():
-        yield from wrapped(f"    {line}")
+        yield from in_whole_words(f"    {line}")
 
 
 def _taken_over(result: Appended | Generated) -> str:
