@@ -160,6 +160,10 @@ class ClusterDemo(Demo):
         await self._begin(session)
         killed = (await session.info(limit=0)).worker.worker
         other = "two" if killed == "one" else "one"
+        async for metrics in client.metrics(killed):
+            # A model that is faster than the disk would be killed before there is KV to share.
+            if metrics.snapshots.durable and not metrics.snapshots.in_flight:
+                break
 
         async def kill() -> str:
             (self._worker if killed == "one" else self._other).kill()
