@@ -29,11 +29,13 @@ class Kept(Members):
         self.watching = asyncio.create_task(self.watch())
 
     async def leave(self):
-        tasks = [task for task in (self.task, self.watching) if task is not None]
-        for task in tasks:
-            task.cancel()
+        tasks = {task for task in (self.task, self.watching) if task is not None}
+        left = tasks
+        while left:  # Python 3.11's `wait_for` swallows a cancellation that comes together with its result
+            for task in left:
+                task.cancel()
+            _, left = await asyncio.wait(left, timeout=0.1)
         if tasks:
-            await asyncio.wait(tasks)
             await super().leave()
 
 
