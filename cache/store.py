@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from .kv.arrays import Arrays
     from .names.blocks import Span
     from .names.identity import Identity
+    from .names.marks import Erased, Marks
     from .names.policy import Policy
     from .names.snapshot import ModelLayout, Tensor
     from .names.tokens import Tokens
@@ -150,6 +151,7 @@ class Store:
         self._forms = {FULL: Form(identity, layout, opened.index)}
         #: Identities of all models and policies that have snapshots here.
         self._identities = opened.identities
+        self._erased = {one.log: one for one in opened.erased}
         self._model = model
         self._writer: Writer[Node] = Writer(
             opened.folder,
@@ -458,9 +460,12 @@ class Store:
         snapshot that a load or a turn holds is removed when it is released; a pinned one stays. After a
         `barrier` no removed snapshot comes back, not even through a write in flight.
         """
+        return self._forget(tenant, pack(tokens), shared)
+
+    def _forget(self, tenant: str, packed: bytes, shared: int) -> int:
         if self._remote is not None:
             self._remote.forget()
-        within = self._within(tenant, pack(tokens))
+        within = self._within(tenant, packed)
         return self._removal.discard(node for node in within if not node.kept and node.end > shared)
 
     async def erase(
@@ -472,8 +477,45 @@ class Store:
         of the snapshots, if a removal failed, or if there are files of another format version, whose tokens
         are unknown.
         """
-        packed = pack(tokens)
-        num_snapshots = self.forget(tenant, tokens, shared=shared)
+        return await self._erase(tenant, pack(tokens), timeout_s, shared)
+
+    async def erase_marked(self, tenant: str, marks: Marks, timeout_s: float = 2.0) -> bool:
+        """Erase what this directory has of a sequence that another worker has forgotten, as `erase` does.
+
+        Returns false if a turn holds some of it. Snapshots that differ from it only behind its last mark go
+        too.
+        """
+        found = self._marked(tenant, marks)
+        for packed in found:
+            await self._erase(tenant, packed, timeout_s, marks.shared)
+        return not any(node.doomed for packed in found for node in self._within(tenant, packed))
+
+    def _marked(self, tenant: str, marks: Marks) -> set[bytes]:
+        """Find the longest packed tokens of stored snapshots that agree with marks."""
+        found: set[bytes] = set()
+        for identity in self._identities:
+            trails = [(blocks.root(identity, tenant), marks.begin(tenant))]
+            while trails:
+                parent, trail = trails.pop()
+                ways = [(one, trail.then(one.tokens)) for one in self._index.children(parent)]
+                behind = [(one.digest, way) for one, way in ways if way is not None]
+                trails += behind
+                last = None if behind else self._index.get(parent)
+                if last is not None and last.end > marks.shared:
+                    found.add(b"".join(reversed([node.tokens for node in last.chain()])))
+        return found
+
+    def erased_up_to(self, log: str) -> Erased | None:
+        """Return what `note_erased` has noted last of a log."""
+        return self._erased.get(log)
+
+    def note_erased(self, erased: Erased) -> None:
+        """Note up to where a log's erasures are done, on disk behind these."""
+        self._erased[erased.log] = erased
+        self._writer.note_erased(erased)
+
+    async def _erase(self, tenant: str, packed: bytes, timeout_s: float, shared: int) -> Forgotten:
+        num_snapshots = self._forget(tenant, packed, shared)
         erasing = None if self._remote is None else self._remote.erase(tenant, packed, shared)
         is_remote_clean = True
         try:

@@ -52,6 +52,7 @@ from worker.wire import broker, streams
 from worker.wire.connection import BrokerError, connect, loses_entries, server_version, small_payload
 from worker.wire.credentials import over_tls, worker_options
 from worker.wire.discovery import Discovery
+from worker.wire.erasures import Erasures
 from worker.wire.intake import Intake
 from worker.wire.journal import Journal
 from worker.wire.members import Members
@@ -83,6 +84,7 @@ if TYPE_CHECKING:
     from turnkeep_client.messages import Metrics
     from turnkeep_client.subjects import SessionKey
     from worker.models.model import LoadedModel, Progress
+    from worker.wire.erasures import Copies
     from worker.wire.streams import Streams
 
     from .observe.otlp import Traces
@@ -463,6 +465,7 @@ class App:
             ("keep-alive", intake.keep_alive),
             ("sweep", sessions.sweep),
             ("retention", self._retention.run),
+            ("erasures", partial(self._erasures.run, sessions.let_go, lambda: self._members.is_first)),
             ("undelivered", self._undelivered.run),
             ("streams", partial(self._keep_streams, js)),
             ("mending", self._engine.mend),
@@ -490,6 +493,7 @@ class App:
             max_bytes=settings.log_max_bytes,
             is_first=lambda: members.is_first,
         )
+        self._erasures = Erasures(journal, members.me.directory, self._copies)
         intake = self._intake = Intake(
             nc,
             names,
@@ -523,6 +527,10 @@ class App:
             ask_timeout_s=settings.token_ttl_s,
         )
         return endpoints, intake, self._sessions
+
+    @property
+    def _copies(self) -> Copies | None:
+        return self._store
 
     async def _erase(self, key: SessionKey) -> bool:
         return await self._sessions.erase(key)
@@ -585,6 +593,8 @@ class App:
             own_sampling=loaded.sampling,
             placeholders=settings.placeholders == "on",
             token_ttl_s=settings.token_ttl_s,
+            directory=self._members.me.directory,
+            erasures=self._erasures,
             erase_elsewhere=self._owners.erase,
         )
         return Services(

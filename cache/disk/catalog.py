@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import structlog
 
+from cache.names.marks import Erased
+
 from . import private
 from .rows import Pin, Row, columns, proofs
 from .syncing import sync
@@ -26,9 +28,9 @@ if TYPE_CHECKING:
 
 _log = structlog.get_logger("turnkeep.cache")
 
-#: Version 2 added pins and states, version 3 the rows' proofs; version 4 overwrites what is deleted. Older
-#: versions are migrated.
-_SCHEMA_VERSION: Final = 4
+#: Version 2 added pins and states, version 3 the rows' proofs; version 4 overwrites what is deleted,
+#: version 5 added up to where erasures are done. Older versions are migrated.
+_SCHEMA_VERSION: Final = 5
 #: Errors of the disk, not of the file's contents: the file is kept.
 _DISKS_FAULTS: Final = frozenset(
     {
@@ -42,7 +44,7 @@ _DISKS_FAULTS: Final = frozenset(
         sqlite3.SQLITE_READONLY,
     }
 )
-_READABLE: Final = (1, 2, 3, _SCHEMA_VERSION)
+_READABLE: Final = (1, 2, 3, 4, _SCHEMA_VERSION)
 _SCHEMA: Final = (
     """
     CREATE TABLE IF NOT EXISTS snapshot (
@@ -52,6 +54,7 @@ _SCHEMA: Final = (
     """,
     "CREATE TABLE IF NOT EXISTS pin (name BLOB PRIMARY KEY, root BLOB NOT NULL, tokens BLOB NOT NULL)",
     "CREATE TABLE IF NOT EXISTS model (identity BLOB PRIMARY KEY, name TEXT NOT NULL)",
+    "CREATE TABLE IF NOT EXISTS erased (log TEXT PRIMARY KEY, seq INTEGER NOT NULL, time REAL NOT NULL)",
 )
 #: Columns that older versions lack, in order. A row without a proof is verified by its tokens.
 _ADDED: Final = {"resumable": "INTEGER NOT NULL DEFAULT 1", "proof": "BLOB"}
@@ -182,6 +185,15 @@ class Catalog:
         with self._transaction() as db:
             rows = [(identity, name) for identity in identities]
             db.executemany("INSERT OR IGNORE INTO model VALUES (?, ?)", rows)
+
+    def erased(self) -> list[Erased]:
+        """Read up to where each log's erasures are done."""
+        return [Erased(*row) for row in self._db.execute("SELECT * FROM erased")]
+
+    def note_erased(self, erased: Iterable[Erased]) -> None:
+        """Store up to where a log's erasures are done."""
+        with self._transaction() as db:
+            db.executemany("INSERT OR REPLACE INTO erased VALUES (?, ?, ?)", erased)
 
     def purge_log(self) -> bool:
         """Remove deleted rows from SQLite's write-ahead log too; False if some may still be on the disk."""

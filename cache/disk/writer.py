@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cache.names.identity import Identity
+    from cache.names.marks import Erased
     from cache.names.snapshot import ModelLayout
 
     from .catalog import Catalog
@@ -287,6 +288,10 @@ class Writer(Generic[NodeT]):
         """Queue a change of the catalog, unless already stored: this model identity has snapshots."""
         if identity not in self._noted:
             self._jobs.put(_Job(partial(self._note_identity, identity, model)))
+
+    def note_erased(self, erased: Erased) -> None:
+        """Queue a change of the catalog: up to where a log's erasures are done."""
+        self._jobs.put(_Job(partial(self._in_catalog, self._catalog.note_erased, [erased])))
 
     def erase(self, packed: bytes) -> Erasure:
         """Queue the erasure of all traces of these tokens; call `unlink` for their files before."""

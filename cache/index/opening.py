@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from cache.disk.access import Access
     from cache.disk.rows import Pin
+    from cache.names.marks import Erased
 
     from .index import Index
 
@@ -46,6 +47,7 @@ class Opened:
     pins: list[Pin]
     identities: set[bytes]
     noted: set[bytes]
+    erased: list[Erased]
     rejected: int
     quarantined_bytes: int
     free_bytes: int
@@ -84,6 +86,7 @@ def open_directory(
             catalog.pins(),
             noted | adopted | {identity},
             noted,
+            catalog.erased(),
             rejected,
             folder.quarantined_bytes(),
             folder.free_bytes(),

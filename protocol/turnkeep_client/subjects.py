@@ -1,8 +1,9 @@
 """The subject grammar: build and parse subjects, and the rule for ids.
 
 Every subject is `<prefix>.<tenant>.<session>.<kind>[.<request id>]`. Metrics go to
-`<prefix>._metrics.<worker>` and `<prefix>._gateways.<gateway>`; no tenant can have these names,
-since a tenant starts with a letter or digit.
+`<prefix>._metrics.<worker>` and `<prefix>._gateways.<gateway>`, notes of what was forgotten to
+`<prefix>._erased.<tenant>`; no tenant can have the names that begin so, since a tenant starts with a letter
+or digit.
 
 Workers publish results on `commit`; the log stores each under `out` and then publishes it there, so no
 subscriber receives a result that the log refused. Token chunks go the same way, from `chunk` to `tok`.
@@ -116,6 +117,10 @@ class Subjects:
     def gateway(self, name: str) -> str:
         """Return a gateway's metrics subject (`*` matches every gateway)."""
         return f"{self.prefix}._gateways.{name}"
+
+    def erased(self, tenant: str) -> str:
+        """Return the subject of notes of what a tenant has forgotten (`*`: every tenant)."""
+        return f"{self.prefix}._erased.{tenant}"
 
     @property
     def log_stream(self) -> str:

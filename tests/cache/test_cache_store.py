@@ -16,7 +16,8 @@ from cache.disk.folder import Folder
 from cache.names import blocks
 from cache.names.blocks import Span
 from cache.names.errors import DirectoryLockedError
-from cache.names.tokens import Chain, as_tokens
+from cache.names.marks import Erased, Marks
+from cache.names.tokens import Chain, as_tokens, pack
 
 TOKENS = list(range(10))
 
@@ -312,6 +313,45 @@ async def test_forgotten_tokens_are_gone_and_what_others_share_stays(open_store,
     assert store.forget("a", [*TOKENS[:6], 99]) == 0
     await store.barrier(5)
     assert files(tmp_path) == store.stats().stored == store.stats().stored_bytes == 0
+
+
+@pytest.mark.parametrize("shared", [0, 10, 128, 200])
+@pytest.mark.parametrize("length", [300, 256])
+async def test_marks_erase_a_sequence_and_leave_what_differs_before_the_last_one(
+    open_store, length, shared
+) -> None:
+    tokens = list(range(1000, 1000 + length))
+    branch, longer = [*tokens[:100], *range(100)], [*tokens, *range(200)]
+    store = await open_store(identity=identity(block_tokens=16))
+    for one in (tokens[: length - 5], tokens, branch, longer):
+        save_all(store, "a", one)
+    save_all(store, "b", tokens)
+    assert await store.erase_marked("a", Marks.of("a", pack(tokens), shared))
+    assert await num_restored(store, longer) == len(longer)
+    assert await store.erase_marked("a", Marks.of("a", pack(longer), shared))
+    assert await store.close()
+    store = await open_store(identity=identity(block_tokens=16))
+    assert await num_restored(store, tokens) == max(shared // 16 * 16, 100)
+    assert await num_restored(store, branch) == len(branch)
+    assert await num_restored(store, tokens, "b") == length
+
+
+async def test_marks_of_a_short_sequence_erase_it(open_store) -> None:
+    store = await open_store()
+    save_all(store, "a", TOKENS)
+    save_all(store, "a", list(range(50, 250)))
+    assert await store.erase_marked("a", Marks.of("a", pack(TOKENS)))
+    assert await num_restored(store, TOKENS) == 0
+    assert await num_restored(store, list(range(50, 250))) == 200
+
+
+async def test_a_directory_remembers_up_to_where_it_has_erased(open_store) -> None:
+    store = await open_store()
+    assert store.erased_up_to("log") is None
+    store.note_erased(Erased("log", 5, 1.5))
+    store.note_erased(Erased("log", 7, 2.5))
+    assert await store.close()
+    assert (await open_store()).erased_up_to("log") == Erased("log", 7, 2.5)
 
 
 async def test_forgetting_cancels_what_is_queued(open_store, tmp_path, gate) -> None:

@@ -310,6 +310,38 @@ async def test_forget_erases_what_every_worker_has_of_a_session(cluster: Start, 
     assert not stored(first)
 
 
+async def test_a_worker_that_was_away_erases_what_was_forgotten_once_it_is_back(
+    cluster: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But not what another session has as well."""
+    first = await cluster("first")
+    kept, gone = first.client.session("kept"), first.client.session("gone")
+    begins = "the same beginning " * 20
+    await kept.append(text=f"{begins}but then this", timeout_s=PATIENCE_S)
+    await gone.append(text=f"{begins} and then that" * 3, timeout_s=PATIENCE_S)
+    tokens = first.app._sessions._get(SessionKey("default", "gone")).history.tokens
+    other = first.app._sessions._get(SessionKey("default", "kept")).history.tokens
+    await first.stop()
+    second = await cluster("second")
+    await second.client.session("kept").append(text="?", timeout_s=PATIENCE_S)
+    assert (await second.client.session("gone").close(forget=True, timeout_s=PATIENCE_S)).settled
+    first = await cluster("first")
+    store = first.app._store
+    async with asyncio.timeout(PATIENCE_S):
+        while _stored(store, tokens) > tokens.num_common(other):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    assert _stored(store, other) == len(other) - 1
+    await first.stop()
+    first = await cluster("first")
+    assert _stored(first.app._store, other) == len(other) - 1
+
+
+def _stored(store: Any, tokens: Any) -> int:
+    match = store.match("default", tokens)
+    store.release(match)
+    return int(match.num_tokens)
+
+
 @pytest.mark.parametrize("name", ["s", "not~a~name"])
 async def test_nothing_that_is_passed_on_ends_the_worker_that_hears_it(
     cluster: Start, look: Any, name: str

@@ -33,14 +33,13 @@ from turnkeep_client.messages import (
 from turnkeep_client.subjects import SessionKey, Subjects
 from worker.process.settings import Settings
 
-from .device import POISON, Worker
+from .device import POISON, Disk, Worker
 from .loop import Loop, Process
 from .operators import operate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-    from cache.names.tokens import Tokens
     from turnkeep_client.client import Client
     from turnkeep_client.messages import Chunk, Request, Result
     from turnkeep_client.session import Session
@@ -401,7 +400,7 @@ class Supervisor:
     def __init__(self, history: History, number: int) -> None:
         self._history = history
         self._number = number
-        self.disk: dict[SessionKey, Tokens] = {}
+        self.disk = Disk()
         self.is_ending = False
         self.process: Process | None = None
         self.worker: Worker | None = None

@@ -77,7 +77,7 @@ class Logged:
     state: State = _EMPTY
     #: After which message of `out` the session had which state.
     states: list[tuple[int, State]] = field(default_factory=list)
-    #: What the worker has confirmed to have erased from its disk, if nothing came after it.
+    #: What is to be erased from all disks, if nothing came after it.
     forgotten: State = _EMPTY
     #: The digest of the last result that changed it.
     vouched: str = ""
@@ -159,10 +159,7 @@ def check(history: History) -> list[str]:
     for log in found.values():
         wrong += [f"{log.key}: {one}" for one in _check_deadlines(log, history)]
     wrong += unforgotten(history)
-    if history.plan.num_workers == 1:  # which has one disk
-        disk = history.supervisors[0].disk
-        of = {key: log.forgotten.tokens for key, log in found.items()}
-        wrong += [f"{key}: still on the disk" for key in disk if disk[key].num_common(of[key])]
+    wrong += _copies(found, history)
     expired = _expired(streams[SUBJECTS.token_stream], found, history.plan.settings["token_ttl_s"])
     wrong += _check_told_results(history, found)
     wrong += _check_looks(history, found)
@@ -177,6 +174,25 @@ def unforgotten(history: History) -> list[str]:
     streams = history.server.jetstream.streams
     found = logs(streams[SUBJECTS.log_stream]).values()
     return [f"{log.key}: {one}" for log in found for one in _check_forgotten(log, streams)]
+
+
+def copies(history: History) -> list[str]:
+    """Return what of forgotten sessions is on the disks, unless another session has had the same tokens."""
+    found = logs(history.server.jetstream.streams[SUBJECTS.log_stream])
+    for _ in _check_sessions(found, history):
+        pass  # what is wrong is found at the end
+    return [*_copies(found, history)]
+
+
+def _copies(found: dict[SessionKey, Logged], history: History) -> Iterator[str]:
+    for one in history.supervisors:
+        for key, tokens in one.disk.items():
+            num = tokens.num_common(found[key].forgotten.tokens)
+            others = [log for log in found.values() if log.key.tenant == key.tenant and log.key != key]
+            if num and not any(
+                state.tokens.num_common(tokens) >= num for log in others for _, state in log.states
+            ):
+                yield f"{key}: still on a disk"
 
 
 def _check_sessions(found: dict[SessionKey, Logged], history: History) -> Iterator[str]:
@@ -362,7 +378,7 @@ def _apply(
             log.state = FOLD.rewound(log.state, result.position)
         case Close(), Closed():
             log.state, log.closed = FOLD.closed(log.state), message
-            log.forgotten = before if request.forget and result.settled else _EMPTY
+            log.forgotten = before if request.forget else _EMPTY
         case _:
             yield f"{request} at {seq} got {result}"
     if not log.is_unknown and result.position != log.state.position:

@@ -37,6 +37,7 @@ from worker.wire.members import Members
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from cache.names.marks import Erased, Marks
     from cache.names.policy import Policy
     from cache.names.tokens import Tokens
     from turnkeep_client.messages import Chunk
@@ -104,10 +105,29 @@ class _Run:
     stopped: Event = field(default_factory=Event)
 
 
-class Device(EnginePort):
-    """Stands for `worker.device.engine.Engine`. `disk` is what earlier ones have left."""
+class Disk(dict["SessionKey", "Tokens"]):
+    """What workers have left in a directory."""
 
-    def __init__(self, loop: Loop, process: Process, rounding: int, disk: dict[SessionKey, Tokens]) -> None:
+    def __init__(self) -> None:
+        self._erased: dict[str, Erased] = {}
+
+    async def erase_marked(self, tenant: str, marks: Marks) -> bool:
+        for key in [key for key in self if key.tenant == tenant]:
+            if marks.begin(tenant).then(self[key].packed()) is not None:
+                del self[key]
+        return True
+
+    def erased_up_to(self, log: str) -> Erased | None:
+        return self._erased.get(log)
+
+    def note_erased(self, erased: Erased) -> None:
+        self._erased[erased.log] = erased
+
+
+class Device(EnginePort):
+    """Stands for `worker.device.engine.Engine`."""
+
+    def __init__(self, loop: Loop, process: Process, rounding: int, disk: Disk) -> None:
         self.resident: dict[SessionKey, Tokens] = {}
         self.runs: dict[SessionKey, _Run] = {}
         self._loop = loop
@@ -269,13 +289,14 @@ class Worker(App):
         process: Process,
         *,
         directory: str,
-        disk: dict[SessionKey, Tokens],
+        disk: Disk,
         leases: bool = True,
         rounding: int = 0,
     ) -> None:
         super().__init__(settings)
         self._directory: Any = SimpleNamespace(name=directory)
         self._leases = leases
+        self._disk = disk
         self.device_of_hashes = Device(loop, process, rounding, disk)
 
     async def run(self) -> None:
@@ -302,7 +323,7 @@ class Worker(App):
         nc = self._nc = await connect(url, name="w", on_reconnected=self._reconnected, on_closed=self._closed)
         stack.push_async_callback(shielded, nc.close)
         self._members = Members(
-            nc, self._subjects, worker=self._settings.worker, directory="", lost=self._fail
+            nc, self._subjects, worker=self._settings.worker, directory=self._directory.name, lost=self._fail
         )
         return nc
 
@@ -311,6 +332,10 @@ class Worker(App):
         with contextlib.suppress(nats.errors.Error, APIError, OSError):
             if self.ready.is_set():
                 await self._members.drain(on=on)
+
+    @property
+    def _copies(self) -> Any:
+        return self._disk
 
     def _make_engine(self) -> Any:
         return self.device_of_hashes

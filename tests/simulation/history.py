@@ -13,7 +13,7 @@ import structlog
 
 import turnkeep_client.wire
 import worker.wire.connection
-from cache.names import tokens
+from cache.names import marks, tokens
 from turnkeep_client.messages import Closed, Opened, Rewound
 from turnkeep_client.subjects import CONSUMER
 from worker import app
@@ -21,10 +21,10 @@ from worker.observe import telemetry
 from worker.sessions import execution, record, sessions
 from worker.sessions import history as sessions_history
 from worker.sessions.session_log import SessionLog
-from worker.wire import consistent_reads, endpoints, intake, retention
+from worker.wire import consistent_reads, endpoints, erasures, intake, retention
 
 from .actors import PLAIN, SUBJECTS, History, Plan, Read, Supervisor
-from .checks import check, is_imported, logs, unanswered, unforgotten
+from .checks import check, copies, is_imported, logs, unanswered, unforgotten
 from .loop import DeadlockError, Loop, _process, run, simulated
 from .world import Server
 
@@ -168,6 +168,8 @@ def patched(history: History) -> Iterator[None]:
             (tokens, "_PART", 4),
             (sessions_history, "KEPT", 8),
             (retention, "_PERIOD_S", 1.0),
+            (erasures, "_PERIOD_S", 1.0),
+            (marks, "STRIDE", 4),
             (sessions, "_LEAST_SWEEP_S", 0.25),
             (telemetry, "_LAG_PERIOD_S", 60.0),  # at virtual time nothing is late
             (intake, "_GONE_S", 3.0),
@@ -273,6 +275,7 @@ async def _settle(history: History) -> None:
         for one in history.supervisors:
             if one.worker is not None and one.worker.ready.is_set() and not one.process.is_dead:
                 left |= one.worker.leftovers
+        left = {name: number for name, number in left.items() if number} or {"copies": len(copies(history))}
         left = {name: number for name, number in left.items() if number}
         if not left and history.ready:
             return

@@ -10,7 +10,7 @@ from anyio import sleep_forever
 
 from turnkeep_client import calls, messages
 from worker.sessions import attachments, attempts, record, session, session_log
-from worker.wire import consistent_reads, intake, journal, retention, undelivered
+from worker.wire import consistent_reads, erasures, intake, journal, retention, undelivered
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -151,6 +151,7 @@ MUTATIONS: Final[dict[str, tuple[Change, ...]]] = {
     "a forget that misses what a rewind cut off": ((journal.Journal, "remove_tokens", _behind_the_rewind),),
     "checkpoints left behind a close that forgets": ((journal.Journal, "remove", _but_checkpoints),),
     "results left behind a close that forgets": ((retention, "answers", lambda _: lambda _: 2**60),),
+    "a forget that skips absent workers": ((erasures.Erasures, "note", lambda _: _nothing),),
     "attempts not counted": ((attempts.AttemptNote, "then", lambda _: _uncounted),),
     "what an earlier server had believed": ((journal.Journal, "server", lambda _: property(lambda _: "")),),
     "a lost result that nobody misses": (_NO_LOOK,),
@@ -192,6 +193,12 @@ FAVOURED: Final[dict[str, dict[str, Any]]] = {
         "sync_s": 0.2,
     },
     "a deadline from the delivery's time": {"kinds": ("crash", "stop"), "num_faults": 5, "num_workers": 1},
+    "a forget that skips absent workers": {
+        "kinds": ("crash",),
+        "num_faults": 5,
+        "num_workers": 2,
+        "weights": (10, 45, 0, 20, 5, 0),
+    },
     "attempts not counted": {"kinds": ("poison",), "num_faults": 2},
     "an anchor given up too early": {"kinds": ("crash at", "crash"), "num_faults": 5},
     "an undecodable result taken for none": {"kinds": ("newer worker",), "num_faults": 5},

@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from worker.batch.rows import Scores
     from worker.models.tokenizer import Tokenizer
     from worker.observe.telemetry import Telemetry
+    from worker.wire.erasures import Erasures
     from worker.wire.journal import Journal, Published
     from worker.wire.retention import Retention
 
@@ -104,13 +105,16 @@ class Execution:
         own_sampling: Mapping[str, float],
         placeholders: bool,
         token_ttl_s: float,
-        erase_elsewhere: Callable[[SessionKey], Awaitable[bool]],
+        directory: str,
+        erasures: Erasures,
+        erase_elsewhere: Callable[[SessionKey], Awaitable[Mapping[str, bool]]],
     ) -> None:
         """`own_sampling` are the options that the model's authors recommend.
 
         Without `placeholders`, messages with images and the like are refused. Published chunks are kept for
-        `token_ttl_s`. `erase_elsewhere` has other workers drop the KV of a session, and says whether they
-        have. An answer ends before its result takes more than `max_result_bytes` of the log.
+        `token_ttl_s`. `erase_elsewhere` has other workers drop the KV of a session, and says which data
+        directories have none of it any more; `directory` identifies this worker's. An answer ends before its
+        result takes more than `max_result_bytes` of the log.
         """
         self._journal = journal
         self._engine = engine
@@ -125,6 +129,8 @@ class Execution:
         self._own_sampling = own_sampling
         self._placeholders = placeholders
         self._token_ttl_s = token_ttl_s
+        self._directory = directory
+        self._erasures = erasures
         self._erase_elsewhere = erase_elsewhere
         self._formats = Formats(tokenizer)
 
@@ -184,9 +190,11 @@ class Execution:
             return closed, self._fold.closed(history)
         # Erase before the result is stored: after a crash in between, the next attempt erases the rest.
         # Nothing runs between the count and the removal: who shares the tokens may be forgotten any time.
-        erased = await self._engine.erase(key, history.tokens, await shared(history))
-        settled = await self._erase_elsewhere(key) and erased.settled
-        closed = structs.replace(closed, forgotten=erased.num_snapshots, settled=settled)
+        num_shared = await shared(history)
+        erased = await self._engine.erase(key, history.tokens, num_shared)
+        have = {**await self._erase_elsewhere(key), self._directory: erased.settled}
+        await self._erasures.note(key, history.tokens, num_shared, [name for name in have if have[name]])
+        closed = structs.replace(closed, forgotten=erased.num_snapshots, settled=all(have.values()))
         return closed, self._fold.closed(history)
 
     async def _append(

@@ -24,7 +24,7 @@ from .port import StoppingError
 from .session import Session
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from anyio.abc import TaskGroup
 
@@ -98,6 +98,13 @@ class Sessions:
             erased = await self._services.engine.erase(key, history.tokens, shared)
             session.forget()
             return erased.settled
+
+    def let_go(self, is_meant: Callable[[SessionKey], bool]) -> bool:
+        """Drop the KV of sessions that another worker has forgotten; return false if one is at work."""
+        meant = [key for key in self._sessions if is_meant(key)]
+        for key in filter(self._is_idle, meant):
+            self._sessions[key].forget()
+        return all(map(self._is_idle, meant))
 
     async def sweep(self) -> None:
         """Until cancelled, forget the sessions that have been idle for the idle timeout.

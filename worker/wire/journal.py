@@ -375,10 +375,17 @@ class Journal:
 
     async def append(self, key: SessionKey, kind: Literal["attempt", "dead", "closed"], body: bytes) -> None:
         """Store an entry of another kind for a session: a note of attempts, a dead letter, or a close."""
+        await self._append(self._subjects.of(key, kind), body)
+
+    async def note_erasure(self, tenant: str, body: bytes) -> None:
+        """Store a note of what a tenant has forgotten."""
+        await self._append(self._subjects.erased(tenant), body)
+
+    async def _append(self, subject: str, body: bytes) -> None:
         pause_s = 0.1
         while True:
             try:
-                await self._js.publish(self._subjects.of(key, kind), body, timeout=TIMEOUT_S)
+                await self._js.publish(subject, body, timeout=TIMEOUT_S)
             except (nats.errors.Error, APIError, OSError) as error:
                 await pause_after("writing the log", error, pause_s)
                 pause_s = min(pause_s * 2, MAX_BACKOFF_S)
@@ -425,6 +432,15 @@ class Journal:
         Also returns the number of those that remain.
         """
         return await self._reads.page(self._subjects.log_stream, self._subjects.every("closed"), after)
+
+    async def erasures(self, after: int) -> tuple[list[Entry], int]:
+        """Read the next notes of what was forgotten, of all tenants, as `closed` does."""
+        return await self._reads.page(self._subjects.log_stream, self._subjects.erased("*"), after)
+
+    async def log_name(self) -> str:
+        """Return a name of the log that no other one has. Raises nats-py's errors."""
+        info = await self._js.stream_info(self._subjects.log_stream)
+        return f"{self._subjects.log_stream} {info.created}"
 
     async def is_there(self, seq: int) -> bool:
         """Whether an entry that was read is still in the log, if another worker may remove sessions."""

@@ -270,11 +270,11 @@ class Owners:
             return None
         return await self._ask(owner.member, "control", body, _CONTROL_S, {_SUBJECT: subject})
 
-    async def erase(self, key: SessionKey) -> bool:
-        """Have all other workers drop what KV they have of a session; return whether they have."""
+    async def erase(self, key: SessionKey) -> dict[str, bool]:
+        """Have all other workers drop what KV they have of a session; return which directories have."""
         names = msgspec.json.encode([key.tenant, key.session])
         others = list(self._members.others.values())
-        return all([await self._ask(one, "erase", names, _ERASE_S) == _TAKEN for one in others])
+        return {one.directory: await self._ask(one, "erase", names, _ERASE_S) == _TAKEN for one in others}
 
     async def _owner(self, key: SessionKey) -> _Owner:
         name, claim_seq = await self._claimed(key)

@@ -151,7 +151,7 @@ async def ensure_log(js: JetStreamContext, subjects: Subjects, settings: Setting
 def _log_stream(subjects: Subjects, settings: Settings) -> api.StreamConfig:
     return api.StreamConfig(
         name=subjects.log_stream,
-        subjects=[subjects.every(kind) for kind in _LOGGED],
+        subjects=[*map(subjects.every, _LOGGED), subjects.erased("*")],
         # Results are published on `commit`, stored under `out`, and republished there only then: subscribers
         # of a published subject get a message at once, even if the stream refuses it for a lost fence.
         subject_transform=api.SubjectTransform(src=subjects.every("commit"), dest=subjects.same("out")),

@@ -1,0 +1,92 @@
+"""Marks of a sequence of tokens, by which a worker recognises its own copies of what was forgotten. Pure.
+
+A mark is a digest of a tenant's name and the tokens up to a multiple of `STRIDE`. Unlike the names of blocks
+it is the same for all models and policies, and it tells nothing to who does not know the tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import msgspec
+
+from .tokens import TOKEN_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import Self
+
+#: Copies of two sequences that differ only behind the last multiple of it are not told apart.
+STRIDE: Final = 128
+_BYTES: Final = 8
+
+
+class Erased(NamedTuple):
+    """Up to which entry of a log all that it says was forgotten is gone, and when that was (since 1970)."""
+
+    log: str
+    seq: int
+    time_s: float
+
+
+class Marks(msgspec.Struct, frozen=True):
+    """The marks of a sequence from the last multiple of `STRIDE` before its first `shared` tokens on.
+
+    These first tokens are not meant: another sequence has them too.
+    """
+
+    shared: int
+    digests: bytes
+
+    @classmethod
+    def of(cls, tenant: str, packed: bytes, shared: int = 0) -> Self:
+        """Mark a sequence of packed tokens."""
+        first = shared // STRIDE
+        marks = [digest for number, digest in _digests(tenant, packed) if number >= first]
+        return cls(shared, b"".join(marks))
+
+    def begin(self, tenant: str) -> Trail:
+        """Return the trail of no tokens."""
+        return Trail(self, _start(tenant), 0)
+
+
+class Trail:
+    """A sequence of tokens that agrees with marks so far. Immutable."""
+
+    def __init__(self, marks: Marks, hasher: hashlib.blake2b, num_tokens: int) -> None:
+        self._marks = marks
+        self._hasher = hasher
+        self._num = num_tokens
+
+    def then(self, packed: bytes) -> Trail | None:
+        """Add packed tokens; None if the marks are of another sequence, or of a shorter one."""
+        hasher, marks = self._hasher.copy(), self._marks.digests
+        for num in _steps(self._num, packed, hasher):
+            at = (num // STRIDE - self._marks.shared // STRIDE) * _BYTES
+            if at >= 0 and hasher.digest() != marks[at : at + _BYTES]:
+                return None
+        return Trail(self._marks, hasher, self._num + len(packed) // TOKEN_BYTES)
+
+
+def _start(tenant: str) -> hashlib.blake2b:
+    return hashlib.blake2b(tenant.encode() + b"\0", digest_size=_BYTES, person=b"turnkeep.marks")
+
+
+def _digests(tenant: str, packed: bytes) -> Iterator[tuple[int, bytes]]:
+    hasher = _start(tenant)
+    yield 0, hasher.digest()
+    for num in _steps(0, packed, hasher):
+        yield num // STRIDE, hasher.digest()
+
+
+def _steps(num: int, packed: bytes, hasher: hashlib.blake2b) -> Iterator[int]:
+    """Hash packed tokens behind `num` others; yield the number of tokens at each multiple of `STRIDE`."""
+    width = STRIDE * TOKEN_BYTES
+    end = width - num * TOKEN_BYTES % width
+    start = 0
+    while start < len(packed):
+        hasher.update(packed[start:end])
+        start, end = end, end + width
+        if start <= len(packed):
+            yield num + start // TOKEN_BYTES

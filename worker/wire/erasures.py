@@ -1,0 +1,159 @@
+"""Lets workers that were away when a session was forgotten erase their copies of its KV.
+
+Whoever forgets a session stores a note in the log: marks of the session's tokens, and which data directories
+have none of it any more. Each worker reads the notes that it has not carried out, also those from before it
+started. A note names neither the session nor its tokens.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Final, Protocol
+
+import msgspec
+import nats.errors
+import structlog
+from anyio import sleep
+from nats.js.errors import APIError
+
+from cache.names.marks import Erased, Marks
+from worker.process.clock import monotonic, time
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from cache.names.tokens import Tokens
+    from turnkeep_client.subjects import SessionKey
+
+    from .consistent_reads import Entry
+    from .journal import Journal
+
+    LetGo = Callable[[Callable[[SessionKey], bool]], bool]
+
+log = structlog.get_logger()
+
+_PERIOD_S: Final = 10.0
+#: How long notes are kept. A worker that was away for longer starts without KV, if there are new ones.
+_KEPT_DAYS: Final = 7
+_KEPT_S: Final = _KEPT_DAYS * 86400.0
+#: How often old notes are removed, and the time is noted, so that a worker knows for how long it was away.
+_OFTEN_S: Final = 3600.0
+
+
+class Note(msgspec.Struct, frozen=True):
+    """What is to be erased, except from the directories in `done`. `session` is a digest of its name."""
+
+    session: bytes
+    marks: Marks
+    done: tuple[str, ...] = ()
+
+
+class Copies(Protocol):
+    """A worker's own copies of KV, as `cache.store.Store` has them."""
+
+    async def erase_marked(self, tenant: str, marks: Marks) -> bool:
+        """Erase copies of a sequence that was forgotten; return false if a turn holds some of it."""
+
+    async def clear(self) -> bool:
+        """Erase everything."""
+
+    def erased_up_to(self, log: str) -> Erased | None:
+        """Return what `note_erased` has noted last of a log."""
+
+    def note_erased(self, erased: Erased) -> None:
+        """Note up to which entry of a log all erasures are done."""
+
+
+class Erasures:
+    """Stores notes of what was forgotten, and carries out those of other workers. Event loop only."""
+
+    def __init__(self, journal: Journal, directory: str, copies: Copies | None) -> None:
+        """`directory` identifies the worker's data directory; without `copies` it has nothing to erase."""
+        self._journal = journal
+        self._directory = directory
+        self._copies = copies
+        self._carried_out: set[int] = set()  # notes behind one that is not
+        self._log = ""
+        self._cleaned_s = -_OFTEN_S
+
+    async def note(self, key: SessionKey, tokens: Tokens, shared: int, done: Iterable[str]) -> None:
+        """Store a note for the workers that are not in `done`, before the session's tokens leave the log.
+
+        The first `shared` tokens are not forgotten.
+        """
+        if len(tokens) > shared:
+            note = Note(_digest(key), Marks.of(key.tenant, tokens.packed(), shared), tuple(done))
+            await self._journal.note_erasure(key.tenant, msgspec.json.encode(note))
+
+    async def run(self, let_go: LetGo, is_first: Callable[[], bool]) -> None:
+        """Carry out notes until cancelled; the worker that `is_first` of several removes old ones.
+
+        `let_go` drops the KV on the device of the sessions that it is asked for; false if one is at work.
+        """
+        while True:
+            try:
+                await self._look(let_go)
+                if is_first() and monotonic() > self._cleaned_s + _OFTEN_S:
+                    await self._clean()
+                    self._cleaned_s = monotonic()
+            except (nats.errors.Error, APIError, OSError) as error:
+                log.warning("notes of what was forgotten could not be read yet", error=str(error))
+            await sleep(_PERIOD_S)
+
+    async def _look(self, let_go: LetGo) -> None:
+        if self._copies is None:
+            return
+        self._log = self._log or await self._journal.log_name()
+        known = self._copies.erased_up_to(self._log) or Erased(self._log, 0, time())
+        done = await self._carry_out(let_go, self._copies, known)
+        if done > known.seq or not 0 < time() - known.time_s < _OFTEN_S:
+            self._copies.note_erased(Erased(self._log, done, time()))
+
+    async def _carry_out(self, let_go: LetGo, copies: Copies, known: Erased) -> int:
+        """Carry out the notes behind those that are known; return the last one before which all are."""
+        after, more, left = known.seq, 1, 0
+        while more:
+            notes, more = await self._journal.erasures(after)
+            if notes and time() - known.time_s > _KEPT_S:
+                log.warning(
+                    "this worker was away for longer than it is noted what to forget: it drops all its KV",
+                    days=_KEPT_DAYS,
+                )
+                await copies.clear()
+            for entry in notes:
+                after = entry.seq
+                if after not in self._carried_out:
+                    if await self._erase(let_go, copies, entry):
+                        self._carried_out.add(after)
+                    else:
+                        left = left or after
+        done = left - 1 if left else after
+        self._carried_out = {seq for seq in self._carried_out if seq > done}
+        return done
+
+    async def _erase(self, let_go: LetGo, copies: Copies, entry: Entry) -> bool:
+        """Carry out a note; return false if it has to wait for a turn."""
+        tenant = entry.headers["Nats-Subject"].rpartition(".")[2]
+        try:
+            note = msgspec.json.decode(entry.body, type=Note)
+        except msgspec.MsgspecError:
+            return True  # of no worker
+        if self._directory in note.done:
+            return True
+        if not let_go(lambda key: key.tenant == tenant and _digest(key) == note.session):
+            return False
+        return await copies.erase_marked(tenant, note.marks)
+
+    async def _clean(self) -> None:
+        """Remove the notes that are too old. The last one stays, since it shows that there were some."""
+        notes, _ = await self._journal.erasures(0)
+        while len(notes) > 1:
+            for entry in notes[:-1]:
+                if time() - entry.stored.timestamp() < _KEPT_S:
+                    return
+                await self._journal.delete(entry.seq)
+            notes, _ = await self._journal.erasures(0)
+
+
+def _digest(key: SessionKey) -> bytes:
+    return blake2b(str(key).encode(), digest_size=8).digest()
