@@ -65,6 +65,11 @@ def server_id(connection: Client) -> str:
     return str(connection._server_info.get("server_id", ""))
 
 
+def is_clustered(connection: Client) -> bool:
+    """Whether the server that a connection is with is one of several."""
+    return bool(connection._server_info.get("cluster"))
+
+
 class Nats(Client):
     """A client that accepts messages that are not UTF-8.
 

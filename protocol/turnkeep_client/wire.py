@@ -28,7 +28,7 @@ from .errors import (
     RequestFailedError,
     TurnkeepError,
 )
-from .nats_client import Nats, refusal, unreachable
+from .nats_client import Nats, is_clustered, refusal, unreachable
 from .redact import redact, shown
 from .stream import TOO_MANY, StreamError
 from .subjects import CONSUMER, Subjects
@@ -47,8 +47,10 @@ if TYPE_CHECKING:
 #: Timeout for the log's acknowledgement before publishing again; doubles up to the second value.
 FIRST_ACK_S: Final = 2.0
 LAST_ACK_S: Final = 30.0
-#: Attempts before a missing log means that no worker has ever run: a cluster may be electing a leader.
+#: Attempts before a missing log means that no worker has ever run; with several servers, which may have to
+#: elect a leader first, for half a minute.
 NUM_TRIES: Final = 4
+NUM_TRIES_OF_SEVERAL: Final = 150
 TRY_PAUSE_S: Final = 0.2
 RECONNECT_PAUSE_S: Final = 0.25
 #: Limits of one batch when reading a stream, and the timeout for its next message.
@@ -158,7 +160,7 @@ class NatsWire:
                 )
             except NoStreamResponseError:
                 num_refusals += 1
-                if num_refusals == NUM_TRIES:
+                if num_refusals >= (NUM_TRIES_OF_SEVERAL if is_clustered(self._nats) else NUM_TRIES):
                     raise NoAnswerError(
                         f"no stream stores {subject}: no worker was ever started on this NATS server"
                         f" with the prefix {self.subjects.prefix!r}"

@@ -522,6 +522,24 @@ async def test_a_server_without_any_worker_is_said_so(client: Client) -> None:
         await client.session("s1").append(text="a")
 
 
+async def test_a_request_waits_while_several_servers_elect_a_leader(tmp_path: Path) -> None:
+    """Until then nobody answers for the log, as if there was none."""
+    routes = [f"nats://127.0.0.1:{free_port()}" for _ in range(2)]
+    options = ("--cluster", routes[0], "--cluster_name", "c", "--routes", routes[1], "-n", "n")
+    server = NatsServer(tmp_path, options)
+    await server.start()
+    async with connect(server.url) as client:
+        sending = asyncio.create_task(client.submit(KEY, Append(id="a", text="a")))
+        await asyncio.sleep(1.5)
+        leader = await nats.connect(server.url)
+        asked = await leader.subscribe(SUBJECTS.of(KEY, "in"))
+        message = await asked.next_msg(timeout=5)
+        await message.respond(b'{"stream": "turnkeep_log", "seq": 7}')
+        assert (await sending).seq == 7
+        await leader.close()
+    server.kill()
+
+
 async def test_a_stream_that_is_no_workers_is_named(client: Client, server: NatsServer) -> None:
     connection = await nats.connect(server.url)
     await connection.jetstream().add_stream(StreamConfig(name="everything", subjects=["turnkeep.>"]))

@@ -266,7 +266,7 @@ async def attack(
             await asyncio.gather(*senders)
             await killing
             await victim.ready()
-            verdict = await settled(victim, run, heard, model)
+            verdict = await settled(victim.url, run, heard, model)
             await ask_fresh(victim, heard, run, verdict)
         await heard.nc.close()
     finally:
@@ -291,11 +291,11 @@ async def ask_fresh(victim: Target, heard: Heard, run: Attack, verdict: Verdict)
             verdict.blame("contradicting", f"{key}: a fresh worker answers {opened} and then {result}")
 
 
-async def settled(victim: Target, run: Attack, heard: Heard, model: Path) -> Verdict:
+async def settled(url: str, run: Attack, heard: Heard, model: Path) -> Verdict:
     """Judge the log once everything has its answer and what is forgotten is gone, or patience is over."""
     deadline_s = monotonic() + SETTLE_S
     while True:
-        verdict = judge(await read_log(victim.url), run.acked, heard, model)
+        verdict = judge(await read_log(url), run.acked, heard, model)
         if not verdict.faults.total() or monotonic() > deadline_s:
             return verdict
         await asyncio.sleep(1)

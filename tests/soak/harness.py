@@ -50,7 +50,7 @@ from turnkeep_client.messages import (  # noqa: E402
     decode_result,
 )
 from turnkeep_client.nats_client import Nats  # noqa: E402
-from turnkeep_client.subjects import SessionKey, Subjects, session_key  # noqa: E402
+from turnkeep_client.subjects import SessionKey, Subjects  # noqa: E402
 from worker.models.tokenizer import Tokenizer  # noqa: E402
 from worker.sessions.checkpoint import Checkpoint  # noqa: E402
 from worker.sessions.fold import Fold  # noqa: E402
@@ -179,7 +179,7 @@ class Heard:
         heard = cls()
         async with asyncio.timeout(PATIENCE_S):
             await heard.nc.connect(
-                url, max_reconnect_attempts=-1, reconnect_time_wait=0.1, error_cb=heard._expected
+                url.split(","), max_reconnect_attempts=-1, reconnect_time_wait=0.1, error_cb=heard._expected
             )
         await heard.nc.subscribe(SUBJECTS.every("out"), cb=heard._result)
         if chunks:
@@ -278,9 +278,8 @@ def judge(
     requests: dict[int, bytes] = {}
     checkpoints: dict[int, bytes] = {}
     for one in stored:
-        _, tenant, session, kind = one.headers["Nats-Subject"].rsplit(".", 3)
         try:
-            key = session_key(tenant, session)
+            key, kind, _ = SUBJECTS.parse(one.headers["Nats-Subject"])
         except InvalidMessageError:
             continue
         if kind == "in":

@@ -204,7 +204,7 @@ async def serve(
         if not victim.process.running:  # the last kill was cancelled before its start
             victim.start()
         await victim.ready()
-        verdict = await settled(victim, run.attack, heard, model)
+        verdict = await settled(victim.url, run.attack, heard, model)
         seen = await asyncio.to_thread(run.scraped)
         assert exporter.is_running()
     for fault in run.attack.client_faults:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from attack import attack
+from cluster import campaign
 from damage import damage
 from floods import laid_out, measure
 from harness import Heard, SessionKey, judge, target, tiny_model
@@ -31,6 +32,15 @@ async def test_kills_of_worker_and_server_lose_double_and_contradict_nothing(tmp
     run, verdict = await attack(tmp_path, requests=60, kills=2, server_kills=1, seed=1)
     assert (run.kills, run.server_kills, run.sent) == (2, 1, 60)
     assert verdict.answered == verdict.requests > 20  # others were forgotten
+    assert not verdict.faults.total(), verdict.notes
+
+
+async def test_faults_of_several_workers_lose_double_and_contradict_nothing(tmp_path: Path) -> None:
+    run, verdict = await campaign(
+        tmp_path, workers=2, nodes=1, requests=80, faults=4, share=True, cuts=False, seed=1
+    )
+    assert (run.struck.total(), run.sent) == (4, 80)
+    assert verdict.answered == verdict.requests > 30
     assert not verdict.faults.total(), verdict.notes
 
 

@@ -5,15 +5,16 @@ Writes the log messages about the connection. Knows nothing of the server proces
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import nats.errors
 import nats.js.errors
 import structlog
-from anyio import fail_after
+from anyio import current_time, fail_after, sleep
+from nats.js.errors import ServiceUnavailableError
 
 from turnkeep_client.errors import TurnkeepError
-from turnkeep_client.nats_client import Nats, refusal, unreachable
+from turnkeep_client.nats_client import Nats, is_clustered, refusal, unreachable
 from turnkeep_client.redact import redact
 from turnkeep_client.redact import shown as shown_urls
 from worker.process.concurrency import shielded
@@ -23,7 +24,13 @@ if TYPE_CHECKING:
 
     from nats.aio.client import Client
 
+T = TypeVar("T")
+
 log = structlog.get_logger(__name__)
+
+#: The longest wait for servers that elect a leader, and the time between two questions.
+_ELECTION_S: Final = 20.0
+_RETRY_S: Final = 0.2
 
 #: The first versions of the NATS server that sync what a compaction writes (nats-server #8475), by release.
 _SYNCS_COMPACTIONS: Final = ((2, 12, 16), (2, 14, 6), (2, 15, 0))
@@ -157,9 +164,26 @@ async def confirm_subscriptions(client: Client) -> None:
             raise BrokerError("the NATS server has closed the connection; its log says why") from None
 
 
+async def elected(ask: Callable[[], Awaitable[T]], *, of_several: bool) -> T:
+    """Ask JetStream; if the answer is that `of_several` servers, wait until they have elected a leader.
+
+    Raises nats-py's errors.
+    """
+    until_s = current_time() + (_ELECTION_S if of_several else 0.0)
+    while True:
+        try:
+            return await ask()
+        except (nats.errors.TimeoutError, ServiceUnavailableError) as error:
+            if current_time() > until_s:
+                raise
+            log.info("waiting for the NATS servers to elect a leader", error=_first_line(error))
+            await sleep(_RETRY_S)
+
+
 async def _check_server(client: Client, shown: str, min_payload_bytes: int, timeout_s: float) -> None:
     try:
-        await client.jetstream(timeout=timeout_s).account_info()
+        ask = client.jetstream(timeout=timeout_s).account_info
+        await elected(ask, of_several=is_clustered(client))
     except (nats.js.errors.Error, nats.errors.Error) as error:
         raise BrokerError(
             f"JetStream does not answer at {shown} ({_first_line(error)}); enable it there (nats-server -js)"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Final
 from uuid import uuid4
 
@@ -24,10 +25,10 @@ from nats.js.errors import APIError, NoStreamResponseError, NotFoundError
 from turnkeep_client.direct import DirectGets
 from turnkeep_client.log import EXPECT_HEADER
 from turnkeep_client.messages import VERSION as PROTOCOL
-from turnkeep_client.nats_client import server_id
+from turnkeep_client.nats_client import is_clustered, server_id
 from worker.process.clock import time
 
-from .connection import BrokerError
+from .connection import BrokerError, elected
 from .streams import DEDUPE_S, ensure_stream, reason
 
 if TYPE_CHECKING:
@@ -163,7 +164,7 @@ class Members:
         await self._nc.subscribe(self.address(self.me, "hello"), cb=self._hello)
         await self._nc.subscribe(self.address(self.me, "bye"), cb=self._bye)
         try:
-            while not await self._put(await self._free()):
+            while not await elected(self._take_name, of_several=is_clustered(self._nc)):
                 pass  # another worker was faster: `_free` raises, or waits for its end
             self._is_joined, self._server = True, server_id(self._nc)
             self._alone_s = current_time() + (_SETTLE_S if is_new else 0.0)
@@ -224,6 +225,9 @@ class Members:
                 if current_time() > deadline_s:
                     raise
                 await sleep(_LOOK_S)
+
+    async def _take_name(self) -> bool:
+        return await self._put(await self._free())
 
     async def _free(self) -> int:
         """Wait until the name is free; return the sequence of the record to replace, 0 if there is none."""
@@ -405,7 +409,8 @@ class Members:
         """Make the stream; return whether there was none. Raises `BrokerError`."""
         replicas, bucket, is_new = self._replicas, self._subjects.workers_bucket, False
         try:
-            await self._js.stream_info(self.stream)
+            look = partial(self._js.stream_info, self.stream)
+            await elected(look, of_several=is_clustered(self._nc))
         except NotFoundError:
             is_new = True
         except (APIError, nats.errors.Error, OSError) as error:

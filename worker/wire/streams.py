@@ -20,7 +20,7 @@ from nats.js.errors import APIError, NotFoundError
 from turnkeep_client.subjects import CONSUMER
 from worker.process.formatting import size
 
-from .connection import BrokerError
+from .connection import BrokerError, elected
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -207,18 +207,22 @@ async def ensure_stream(js: JetStreamContext, wanted: api.StreamConfig) -> bool:
     Raises `BrokerError`.
     """
     name = str(wanted.name)
+    look = partial(elected, partial(js.stream_info, name), of_several=(wanted.num_replicas or 1) > 1)
     try:
         try:
-            info = await js.stream_info(name)
+            info = await look()
         except NotFoundError:
             try:
                 await js.add_stream(wanted)
             except APIError as error:
                 if error.err_code != _NAME_IN_USE:
                     raise
-                info = await js.stream_info(name)  # another worker made it, with other settings
+                info = await elected(
+                    look, of_several=(wanted.num_replicas or 1) > 1
+                )  # another worker made it, with other settings
             else:
                 log.info("created stream", stream=name)
+                await look()
                 return False
         _check_identity(wanted, info)
         if changes := _differences(wanted, info.config):

@@ -21,8 +21,12 @@ import { Bell, unlessAborted } from "./waiting.js";
 /** Timeout for the log's acknowledgement before publishing again; doubles up to the second value. */
 const FIRST_ACK_MS = 2000;
 const LAST_ACK_MS = 30_000;
-/** Attempts before a missing log means that no worker has ever run: a cluster may be electing a leader. */
+/**
+ * Attempts before a missing log means that no worker has ever run; of several servers, which may have to elect a
+ * leader first, for half a minute.
+ */
 const NUM_TRIES = 4;
+const NUM_TRIES_OF_SEVERAL = 150;
 const TRY_PAUSE_MS = 200;
 /** Limits of one batch when reading a stream, and the timeout for its next message. */
 const READ_BATCH = 256;
@@ -107,7 +111,8 @@ export class Wire {
           timeout = Math.min(2 * timeout, LAST_ACK_MS);
           continue;
         }
-        if (has(error, "NoResponders") && ++numRefusals === NUM_TRIES) {
+        const mostRefusals = this.connection.info?.cluster ? NUM_TRIES_OF_SEVERAL : NUM_TRIES;
+        if (has(error, "NoResponders") && ++numRefusals >= mostRefusals) {
           throw new NoAnswerError(
             `no stream stores ${subject}: no worker was ever started on this NATS server with the prefix ${this.subjects.prefix}`,
           );

@@ -1,0 +1,256 @@
+"""Requests of every kind to several workers that are killed, paused and cut off; then the log is judged.
+
+    python tests/soak/cluster.py --workers 3 --faults 300 --requests 6000 --seed 1
+    python tests/soak/cluster.py --nodes 3 --share --faults 300
+
+A fault is a `kill -9`, a SIGTERM or a SIGSTOP of 0.3 to 6 s of a worker, or a `kill -9` of a NATS node, of
+which there may be one or three. With `--share` the workers share their KV. With `--cuts`, as root, each
+worker is in a network namespace of its own, and its network is cut for 0.3 to 6 s, too. A worker that has
+ended is started again. All counts of faults should be 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections import Counter
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from attack import SESSIONS, TENANTS, Attack, settled
+from harness import Heard, Target, arguments, folder, read_log, report, tiny_model
+from parts import free_port, nats_server_program
+
+from turnkeep_client.client import connect
+from turnkeep_client.log import BUILD_HEADER, words
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from harness import Verdict
+
+OPTIONS = ("--ack-wait-s", "3", "--max-attempts", "20", "--min-free-disk", "0", "--max-disk", "256MiB")
+BRIDGE = "turnkeep0"
+NETWORK = "10.111.77"
+
+
+class Nodes:
+    """NATS servers, each on its own files; of several, any one may die."""
+
+    def __init__(self, where: Path, num: int, host: str) -> None:
+        self._where, self._host = where, host
+        self._ports = [free_port() for _ in range(num)]
+        self._routes = [free_port() for _ in range(num)]
+        self._running: list[subprocess.Popen[bytes]] = []
+
+    @property
+    def url(self) -> str:
+        return ",".join(f"nats://{self._host}:{port}" for port in self._ports)
+
+    def start(self) -> None:
+        self._running = [self._started(number) for number in range(len(self._ports))]
+
+    def _started(self, number: int) -> subprocess.Popen[bytes]:
+        routes = ", ".join(f'"nats://127.0.0.1:{port}"' for port in self._routes)
+        config = f'jetstream {{ store_dir: "{self._where}/n{number}", sync_interval: always }}\n'
+        if len(self._ports) > 1:
+            listen = f'listen: "127.0.0.1:{self._routes[number]}", no_advertise: true'
+            config += f"server_name: n{number}\ncluster {{ name: c, {listen}, routes: [{routes}] }}\n"
+        path = self._where / f"n{number}.conf"
+        path.write_text(config)
+        where = ("-a", self._host, "-p", str(self._ports[number]))
+        with path.with_suffix(".log").open("ab") as log:
+            return subprocess.Popen([nats_server_program(), "-c", str(path), *where], stderr=log)
+
+    async def kill_one(self, rng: random.Random) -> None:
+        """Kill a node, and start it again soon."""
+        number = rng.randrange(len(self._ports))
+        self._running[number].kill()
+        self._running[number].wait()
+        await asyncio.sleep(rng.choice((0, 0.3, 2)))
+        self._running[number] = self._started(number)
+
+    def stop(self) -> None:
+        for one in self._running:
+            one.terminate()
+            one.wait()
+
+
+class Member(Target):
+    """A worker of the cluster; with a `host`, behind a network of its own."""
+
+    def __init__(self, where: Path, number: int, model: Path, url: str, host: str, *options: str) -> None:
+        super().__init__(where / f"w{number}", model, *OPTIONS, "--worker", f"w{number}", *options)
+        at = self.process.command.index("--nats-port")
+        self.process.command[at : at + 2] = ["--nats", url]
+        self._link = f"{host}-{number}"
+        if host:
+            _ip("netns", "add", self._link)
+            _ip("link", "add", self._link, "type", "veth", "peer", "name", "eth0", "netns", self._link)
+            _ip("link", "set", self._link, "master", BRIDGE, "up")
+            _ip("-n", self._link, "address", "add", f"{NETWORK}.{number + 2}/24", "dev", "eth0")
+            for device in ("eth0", "lo"):
+                _ip("-n", self._link, "link", "set", device, "up")
+            self.process.command = ["ip", "netns", "exec", self._link, *self.process.command]
+            self.process.forks = False
+
+    async def cut(self, seconds: float) -> None:
+        """Let no packet through for so long."""
+        _ip("link", "set", self._link, "down")
+        await asyncio.sleep(seconds)
+        _ip("link", "set", self._link, "up")
+
+    async def pause(self, seconds: float) -> None:
+        """Let it do nothing for so long."""
+        os.kill(self.process.pid, signal.SIGSTOP)
+        await asyncio.sleep(seconds)
+        os.kill(self.process.pid, signal.SIGCONT)
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True)
+
+
+class Campaign(Attack):
+    """One run. `struck` counts the faults by kind; `ended` has the workers that have ended by themselves."""
+
+    def __init__(
+        self, members: Sequence[Member], nodes: Nodes, rng: random.Random, requests: int, faults: int
+    ) -> None:
+        super().__init__(members[0], rng, requests, faults, 0)
+        self.members, self.nodes = members, nodes
+        self.struck: Counter[str] = Counter()
+        self.ended: list[str] = []
+        self.moves = 0
+
+    async def strike(self, kinds: Sequence[str]) -> None:
+        """Let one fault follow the other, at moments of every kind."""
+        rng = self.rng
+        while self.kills < self.num_kills:
+            await asyncio.sleep(rng.uniform(0, 2.0))
+            while self.sent < self.num_requests * self.kills / (self.num_kills + 1):  # noqa: ASYNC110 - senders count it
+                await asyncio.sleep(0.01)
+            member, kind = rng.choice(self.members), rng.choice(kinds)
+            match kind:
+                case "kill":
+                    member.process.kill()
+                    await asyncio.sleep(rng.choice((0, 0.2, 2)))
+                case "stop":
+                    await asyncio.to_thread(member.process.stop)
+                case "pause":
+                    await member.pause(rng.choice((0.3, 3, 6)))
+                case "cut":
+                    await member.cut(rng.choice((0.3, 3, 6)))
+                case "node":
+                    await self.nodes.kill_one(rng)
+            self.struck[kind] += 1
+            self.kills += 1
+            for one in self.members:
+                if not one.process.running:
+                    if one is not member:
+                        self.ended.append(one.process.log[-600:])
+                    one.start()
+            if self.kills % 20 == 0:
+                print(f"{dict(self.struck)}, {self.sent} sent", flush=True)
+
+
+async def campaign(
+    where: Path, *, workers: int, nodes: int, requests: int, faults: int, share: bool, cuts: bool, seed: int
+) -> tuple[Campaign, Verdict]:
+    """Run it; returns what was done and what the oracle says."""
+    model = tiny_model(where, endless=True, hidden_size=128)
+    servers = Nodes(where, nodes, f"{NETWORK}.1" if cuts else "127.0.0.1")
+    options = ["--log-replicas", str(nodes)] + (["--remote-tier", str(where / "shared")] if share else [])
+    kinds = ["kill"] * 6 + ["pause"] * 2 + ["stop", "node"] + ["cut"] * (3 if cuts else 0)
+    async with contextlib.AsyncExitStack() as stack:
+        if cuts:
+            _ip("link", "add", BRIDGE, "type", "bridge")
+            stack.callback(_ip, "link", "delete", BRIDGE)
+            _ip("address", "add", f"{NETWORK}.1/24", "dev", BRIDGE)
+            _ip("link", "set", BRIDGE, "up")
+        servers.start()
+        stack.callback(servers.stop)
+        members = []
+        for number in range(workers):
+            if cuts:
+                stack.callback(_ip, "netns", "delete", f"tk-{number}")
+            one = Member(where, number, model, servers.url, "tk" if cuts else "", *options)
+            stack.callback(one.stop)
+            one.start()
+            members.append(one)
+        for one in members:
+            await one.ready()
+        run = Campaign(members, servers, random.Random(seed), requests, faults)
+        verdict = await _judged(run, servers.url, kinds, model)
+    for fault in run.client_faults:
+        verdict.blame("contradicting", fault)
+    return run, verdict
+
+
+async def _judged(run: Campaign, url: str, kinds: Sequence[str], model: Path) -> Verdict:
+    heard = await Heard.on(url)
+    async with contextlib.AsyncExitStack() as clients:
+        senders = []
+        for number in range(8 * len(TENANTS)):
+            client = await connect(url, tenant=TENANTS[number % len(TENANTS)], connect_timeout_s=30)
+            await clients.enter_async_context(client)
+            names = [f"s{n}" for n in range(2 * SESSIONS)]
+            senders.append(run.send(number // len(TENANTS), heard, client, names))
+        striking = asyncio.create_task(run.strike(kinds))
+        await asyncio.gather(*senders)
+        await striking
+        verdict = await settled(url, run, heard, model)
+        run.moves = await _moves(url)
+    await heard.nc.close()
+    return verdict
+
+
+async def _moves(url: str) -> int:
+    """Count the results whose session's last one was of another worker."""
+    last: dict[str, str] = {}
+    num = 0
+    for one in await read_log(url):
+        if BUILD_HEADER in one.headers:
+            worker = words(one.headers[BUILD_HEADER])["worker"]
+            num += last.setdefault(one.headers["Nats-Subject"], worker) != worker
+            last[one.headers["Nats-Subject"]] = worker
+    return num
+
+
+async def main() -> bool:
+    parser = arguments(__doc__)
+    parser.add_argument("--workers", type=int, default=3)
+    parser.add_argument("--nodes", type=int, default=1, choices=(1, 3))
+    parser.add_argument("--faults", type=int, default=300)
+    parser.add_argument("--requests", type=int, default=6000)
+    parser.add_argument("--share", action="store_true")
+    parser.add_argument("--cuts", action="store_true")
+    parser.add_argument("--seed", type=int, default=1)
+    given = parser.parse_args()
+    begun_s = monotonic()
+    async with folder() as where:
+        run, verdict = await campaign(where, **vars(given))
+        good = report(
+            verdict,
+            *vars(given).items(),
+            ("minutes", f"{(monotonic() - begun_s) / 60:.1f}"),
+            ("struck", dict(run.struck)),
+            ("ended by themselves", len(run.ended)),
+            ("requests sent", run.sent),
+            ("results of another worker than the last one", run.moves),
+        )
+        for log in run.ended[:3]:
+            print(log)
+        if not good:
+            raise SystemExit(1)
+    return good
+
+
+if __name__ == "__main__":
+    sys.exit(not asyncio.run(main()))
