@@ -189,7 +189,8 @@ def _copies(found: dict[SessionKey, Logged], history: History) -> Iterator[str]:
         for key, tokens in one.disk.items():
             num = tokens.num_common(found[key].forgotten.tokens)
             others = [log for log in found.values() if log.key.tenant == key.tenant and log.key != key]
-            if num and not any(
+            is_of_it = num == len(tokens) > 0  # else it was rewound, or cancelled, behind what it was
+            if is_of_it and not any(
                 state.tokens.num_common(tokens) >= num for log in others for _, state in log.states
             ):
                 yield f"{key}: still on a disk"

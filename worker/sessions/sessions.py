@@ -101,10 +101,10 @@ class Sessions:
 
     def let_go(self, is_meant: Callable[[SessionKey], bool]) -> bool:
         """Drop the KV of sessions that another worker has forgotten; return false if one is at work."""
-        meant = [key for key in self._sessions if is_meant(key)]
-        for key in filter(self._is_idle, meant):
+        meant = set(filter(is_meant, self._sessions))
+        for key in meant - self._at_work:
             self._sessions[key].forget()
-        return all(map(self._is_idle, meant))
+        return not meant & self._at_work
 
     async def sweep(self) -> None:
         """Until cancelled, forget the sessions that have been idle for the idle timeout.
