@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import hmac
 import secrets
 from typing import TYPE_CHECKING, Any
@@ -15,9 +16,10 @@ from worker.wire.credentials import own_token
 
 from .flags import keep_option, listen_option, tenant_option, with_settings
 from .sampling import asked
-from .talking import CLIENT_SETTINGS, command_line, talk, url_of
+from .talking import CLIENT_SETTINGS, command_line, connected, talk, url_of
 
 if TYPE_CHECKING:
+    from turnkeep_client.client import Client
     from worker.process.settings import Settings
 
     from .flags import Given
@@ -54,7 +56,7 @@ def console(
         if library not in {"starlette", "uvicorn", "h11"}:
             raise
         raise TurnkeepError(f"{library} is missing; pip install 'turnkeep[ops]' brings it") from None
-    from ops.console.app import Place
+    from ops.console.app import Place, Served
 
     from .launch import own_gateway
     from .shelf import Shelf
@@ -67,12 +69,24 @@ def console(
         launch, url = (command_line(settings, one, ["data_dir"]) for one in ("launch", "url"))
         return Place(shown(url_of(settings)), gateway, port is not None, launch, url)
 
-    options: dict[str, Any] = {"keep_s": keep_s, "prefix": settings.prefix, "read_only": read_only}
+    models = given.load_models()
+    options: dict[str, Any] = {"keep_s": keep_s, "read_only": read_only}
     worker = given.options(CLIENT_SETTINGS) if until_eof else None
-    shelf = Shelf(settings, worker, given.load_models(), unloaded)
+    shelf = Shelf(settings, worker, models, unloaded)
     options |= {"opens": opens, "until_eof": until_eof, "place": place, "shelf": shelf}
     options["token"] = token_of(settings, f"console of {tenant}, {'read' if read_only else 'act'}")
-    talk(settings, tenant, lambda client: run(client, *listen, sampling=asked, **options))
+    own = next((name for name, one in models.items() if one.prefix == settings.prefix), "")
+
+    async def serve(client: Client) -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            clients = {Served(settings.prefix, own): client}
+            for name, one in models.items():
+                if name != own:
+                    another = await stack.enter_async_context(await connected(one, tenant))
+                    clients[Served(one.prefix, name)] = another
+            await run(clients, *listen, sampling=asked, **options)
+
+    talk(settings, tenant, serve)
 
 
 def token_of(settings: Settings, of: str) -> str:

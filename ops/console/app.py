@@ -46,7 +46,7 @@ from .streams import events
 from .turns import shown
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
     from starlette.requests import Request
     from starlette.types import Receive, Scope, Send
@@ -104,6 +104,13 @@ class Shelf(Protocol):
         """Let a model leave memory; say so. Raises `TurnkeepError`."""
 
 
+class Served(NamedTuple):
+    """A prefix, and its model's name in the settings; empty if they name one model only."""
+
+    prefix: str
+    model: str = ""
+
+
 class _Wanted(Struct, frozen=True, forbid_unknown_fields=True):
     name: str
 
@@ -135,15 +142,18 @@ class Console:
         self,
         client: Client,
         live: Live,
-        token: str,
         sampling: Callable[[Client, Sampling], Awaitable[dict[str, Any]]],
         place: Callable[[], Place],
         shelf: Shelf,
         *,
+        served: Sequence[Served],
         prefix: str,
         read_only: bool,
     ) -> None:
-        """`sampling` completes the options of a question, `place` says where programs connect to."""
+        """`sampling` completes the options of a question, `place` says where programs connect to.
+
+        `served` are all prefixes that have a console; the first one is at `/`, see `behind_one_door`.
+        """
         #: Whether the server ends; streams end then.
         self.is_stopping: Callable[[], bool] = lambda: False
         #: The log of the worker that runs this console; empty without one.
@@ -153,7 +163,12 @@ class Console:
         self._sampling = sampling
         self._place = place
         self._shelf = shelf
-        self._about = {"prefix": prefix, "tenant": client.tenant, "read_only": read_only}
+        places = ["/", *(f"/of/{one.prefix}/" for one in served[1:])]
+        models = [
+            {"name": one.model, "at": at, "is_this": one.prefix == prefix}
+            for one, at in zip(served, places, strict=True)
+        ]
+        self._about = {"prefix": prefix, "tenant": client.tenant, "read_only": read_only, "models": models}
         self._costs = Costs(client)
         self._num_streams = 0
         one = "/api/sessions/{name}"
@@ -187,7 +202,6 @@ class Console:
                 ),
                 Mount("/", StaticFiles(directory=PAGE, html=True)),
             ],
-            middleware=[Middleware(Door, token=token)],
             exception_handlers={TurnkeepError: _on_error, HTTPException: _on_http},
         )
 
@@ -461,8 +475,18 @@ async def _on_error(_: Request, error: Exception) -> Response:
 
 async def _on_http(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
-    if status == 404 and not request.url.path.startswith("/api/"):
+    if status == 404 and "/api/" not in request.url.path:
         return PlainTextResponse(
             f"There is no page {request.url.path}; the console is at {request.base_url}\n", 404
         )
     return _json({"error": getattr(error, "detail", str(error))}, status)
+
+
+def behind_one_door(consoles: Mapping[str, Console], token: str) -> Starlette:
+    """Serve consoles of several prefixes: the first one at `/`, the others at `/of/PREFIX/`."""
+    (_, first), *others = consoles.items()
+    return Starlette(
+        routes=[*(Mount(f"/of/{prefix}", one.app) for prefix, one in others), Mount("/", first.app)],
+        middleware=[Middleware(Door, token=token)],
+        exception_handlers={HTTPException: _on_http},
+    )

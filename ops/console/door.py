@@ -63,7 +63,7 @@ class Door:
             return self._let_in(request)
         if not self._is_token(request.cookies.get(_cookie(request), "")):
             is_wrong = " The token that was given is not the one of this console." if given else ""
-            if path == "/":
+            if path.endswith("/"):
                 return HTMLResponse(self._locked.replace("<!-- wrong -->", is_wrong), 401)
             return JSONResponse({"error": "the console's token is missing, or of an earlier start"}, 401)
         if request.method == "POST" and not _is_of_the_page(request, host):

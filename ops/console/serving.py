@@ -17,16 +17,16 @@ import uvicorn
 from ops.concurrency import until_one_ends
 from turnkeep_client.errors import TurnkeepError
 
-from .app import Console
+from .app import Console, behind_one_door
 from .live import Live
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Mapping
 
     from turnkeep_client.client import Client
     from turnkeep_client.session import Sampling
 
-    from .app import Place, Shelf
+    from .app import Place, Served, Shelf
 
 #: How long streams may take to end when the server does; pages take them up again.
 _DRAIN_S: Final = 3
@@ -37,12 +37,11 @@ class ConsoleError(TurnkeepError):
 
 
 async def run(
-    client: Client,
+    clients: Mapping[Served, Client],
     host: str,
     port: int,
     *,
     keep_s: float,
-    prefix: str,
     read_only: bool,
     opens: bool,
     until_eof: bool,
@@ -53,27 +52,35 @@ async def run(
 ) -> None:
     """Serve until a signal comes, or standard input ends if `until_eof`; `opens` the page in a browser.
 
+    Each prefix has a client and a console, and the first one has the log that comes on standard input.
     Raises `ConsoleError`, also if NATS closes the connection.
     """
-    live = Live(client, keep_s)
-    console = Console(client, live, token, sampling, place, shelf, prefix=prefix, read_only=read_only)
+    lives = [Live(client, keep_s) for client in clients.values()]
+    consoles = {
+        prefix: Console(
+            client, live, sampling, place, shelf, served=[*clients], prefix=prefix, read_only=read_only
+        )
+        for live, ((prefix, _), client) in zip(lives, clients.items(), strict=True)
+    }
+    first, *_ = consoles.values()
     with contextlib.closing(listening(host, port)) as listener:
         address, at = listener.getsockname()[:2]
         shown = f"[{address}]" if ":" in address else address
         url = f"http://{shown}:{at}/?token={token}"
         click.echo(f"the console is at {url}", err=True)
-        running = server(console)
+        running = server(consoles, token)
         if until_eof:
-            asyncio.get_running_loop().add_reader(sys.stdin, lambda: _hear(console, running))
+            asyncio.get_running_loop().add_reader(sys.stdin, lambda: _hear(first, running))
         if opens and not await asyncio.to_thread(webbrowser.open, url):
             click.echo("turnkeep: no browser was found; open this address in one", err=True)
         serving = asyncio.create_task(running.serve(sockets=[listener]))
         try:
-            await until_one_ends(live.listen(), live.keep(), _end_of(serving))
+            parts = [part for live in lives for part in (live.listen(), live.keep())]
+            await until_one_ends(*parts, _end_of(serving))
         finally:  # also if a signal has cancelled this: streams end first
             running.should_exit = True
             await serving
-    if not client.connected:
+    if not all(client.connected for client in clients.values()):
         raise ConsoleError("the NATS server has closed the connection; its log says why")
 
 
@@ -103,12 +110,12 @@ def listening(host: str, port: int) -> socket.socket:
     return listener
 
 
-def server(console: Console) -> uvicorn.Server:
-    """Return a server of the console's application."""
+def server(consoles: Mapping[str, Console], token: str) -> uvicorn.Server:
+    """Return a server of consoles by prefix."""
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # else clients that send nonsense fill the log
     made = uvicorn.Server(
         uvicorn.Config(
-            console.app,
+            behind_one_door(consoles, token),
             http="h11",
             ws="none",
             lifespan="off",
@@ -118,5 +125,6 @@ def server(console: Console) -> uvicorn.Server:
             timeout_graceful_shutdown=_DRAIN_S,
         )
     )
-    console.is_stopping = lambda: made.should_exit
+    for console in consoles.values():
+        console.is_stopping = lambda: made.should_exit
     return made

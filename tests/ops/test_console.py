@@ -21,7 +21,7 @@ import pytest
 import ops.console
 from commands.console import token_of
 from ops.console import app as console_app
-from ops.console.app import Console, Place
+from ops.console.app import Console, Place, Served
 from ops.console.door import PAGE
 from ops.console.live import Live
 from ops.console.serving import ConsoleError, listening, server
@@ -49,7 +49,7 @@ from turnkeep_client.subjects import SessionKey, Subjects
 from worker.process.settings import Settings
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
     from pathlib import Path
 
     from tests.conftest import LocalWorker
@@ -114,15 +114,24 @@ async def plainly(_: Client, given: Any) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def serving(client: Client, live: Any = None, *, read_only: bool = False) -> AsyncIterator[str]:
-    """A console of a client in this process; yields its address."""
-    live = live or Live(client, 60)
-    console = Console(
-        client, live, TOKEN, plainly, lambda: PLACE, SHELF, prefix="turnkeep", read_only=read_only
-    )
-    console.log.add(b'{"event": "ready"}\n')
+async def serving(
+    client: Client, live: Any = None, *, read_only: bool = False, others: Sequence[Client] = ()
+) -> AsyncIterator[str]:
+    """A console of a client in this process, and of others of more prefixes; yields its address."""
+    clients = [client, *others]
+    served = [Served(f"p{number}" if number else "turnkeep", f"m:{number}") for number in range(len(clients))]
+    consoles = {
+        of.prefix: Console(
+            *(one, live or Live(one, 60), plainly, lambda: PLACE, SHELF),
+            served=served,
+            prefix=of.prefix,
+            read_only=read_only,
+        )
+        for of, one in zip(served, clients, strict=True)
+    }
+    consoles["turnkeep"].log.add(b'{"event": "ready"}\n')
     with listening("127.0.0.1", 0) as listener:
-        running = server(console)
+        running = server(consoles, TOKEN)
         task = asyncio.create_task(running.serve(sockets=[listener]))
         try:
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -206,6 +215,24 @@ async def test_only_names_of_this_machine_and_the_page_itself_may_ask(local_work
             answer = await page.http.post("/api/sessions/a/ask", json={}, headers=headers)
             assert answer.status_code == status, site
         assert await worker.client.log() == []
+
+
+async def test_each_of_several_models_has_its_own_sessions_behind_one_door(local_worker: Start) -> None:
+    worker = await local_worker()
+    await worker.client.session("a").append(tokens=[5])
+    async with connect(worker.settings.nats, prefix="nobody") as other:
+        async with opened(worker.client, others=[other]) as page:
+            places = [{"name": "m:0", "at": "/", "is_this": True}, {"name": "m:1", "at": "/of/p1/"}]
+            assert (await page.get("workers"))["models"] == [places[0], places[1] | {"is_this": False}]
+            assert [row["session"] for row in (await page.get("sessions"))["rows"]] == ["a"]
+            assert (await page.http.get("/of/p1/main.js")).status_code == 200
+            found = (await page.http.get("/of/p1/api/workers")).json()
+            assert (found["prefix"], [one["is_this"] for one in found["models"]]) == ("p1", [False, True])
+            assert (await page.http.get("/of/p1/api/sessions")).json()["rows"] == []
+            assert (await page.http.get("/of/p2/api/workers")).status_code == 404
+        async with serving(worker.client, others=[other]) as url, httpx2.AsyncClient(base_url=url) as http:
+            assert "needs its token" in (await http.get("/of/p1/")).text
+            assert (await http.get("/of/p1/api/sessions")).status_code == 401
 
 
 async def test_read_only_has_nothing_that_acts(local_worker: Start) -> None:

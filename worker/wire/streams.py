@@ -85,7 +85,8 @@ async def ensure(js: JetStreamContext, subjects: Subjects, settings: Settings) -
     """
     is_copied = await ensure_stream(js, _log_stream(subjects, settings))
     await ensure_stream(js, _token_stream(subjects, settings))
-    await _ensure_consumer(js, subjects.log_stream, _consumer(subjects, settings))
+    of_several = (settings.log_replicas or 1) > 1
+    await _ensure_consumer(js, subjects.log_stream, _consumer(subjects, settings), of_several=of_several)
     if is_copied:  # and the consumer with it: a node that dies before would take it along
         await _copied(partial(js.consumer_info, subjects.log_stream, CONSUMER), settings.log_replicas)
     return Streams(subjects.log_stream, subjects.token_stream, CONSUMER)
@@ -276,10 +277,13 @@ def _check_identity(wanted: api.StreamConfig, info: api.StreamInfo) -> None:
             )
 
 
-async def _ensure_consumer(js: JetStreamContext, stream: str, wanted: api.ConsumerConfig) -> None:
+async def _ensure_consumer(
+    js: JetStreamContext, stream: str, wanted: api.ConsumerConfig, *, of_several: bool
+) -> None:
+    look = partial(js.consumer_info, stream, CONSUMER)
     try:
         try:
-            found = (await js.consumer_info(stream, CONSUMER)).config
+            found = (await elected(look, of_several=of_several)).config
         except NotFoundError:
             found = None
         if found and await _is_ahead(js, stream):

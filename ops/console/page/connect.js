@@ -50,7 +50,7 @@ export function connect(main, about) {
   main.append(made("div", { class: "row head" }, made("h1", {}, "Connect")), note, facts, examples);
 
   async function refresh(found) {
-    const place = await get("/api/place").catch(() => null);
+    const place = await get("api/place").catch(() => null);
     const models = [...new Set(Object.values(found.workers).map((one) => one.model))], model = models[0] ?? "any";
     if (!place || last === JSON.stringify([place, models])) return;
     last = JSON.stringify([place, models]);

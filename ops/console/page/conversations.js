@@ -29,7 +29,7 @@ function line(row, found) {
 
 async function refresh() {
   const mine = ++turn;
-  const found = await get(`/api/sessions?${new URLSearchParams({ brief: 1, whole: 1, words: search.value })}`).catch((error) => tell(note, error.message));
+  const found = await get(`api/sessions?${new URLSearchParams({ brief: 1, whole: 1, words: search.value })}`).catch((error) => tell(note, error.message));
   if (mine !== turn || !found) return;
   const focused = document.activeElement?.getAttribute("href");
   list.replaceChildren(...found.rows.map((row) => line(row, found.found[row.session])));

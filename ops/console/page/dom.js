@@ -71,7 +71,7 @@ async function answered(answer) {
 export const get = async (path) => answered(await fetch(path));
 export const post = async (path, body) => answered(await fetch(path, {
   method: "POST", body: JSON.stringify(body), headers: { "Content-Type": "application/json" } }));
-export const path = (session, rest = "") => `/api/sessions/${encodeURIComponent(session)}${rest}`;
+export const path = (session, rest = "") => `api/sessions/${encodeURIComponent(session)}${rest}`;
 
 /* Change a text that screen readers announce, unless it is the same. */
 export const tell = (element, text) => { if (element.textContent !== text) element.textContent = text; };

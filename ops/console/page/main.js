@@ -84,7 +84,7 @@ function told(found) {
 async function look() {
   const mine = ++turn, shown = page, began = Date.now();
   try {
-    const found = (!shown.worker && first) || await get(`/api/workers${shown.worker ? `?worker=${encodeURIComponent(shown.worker)}` : ""}`);
+    const found = (!shown.worker && first) || await get(`api/workers${shown.worker ? `?worker=${encodeURIComponent(shown.worker)}` : ""}`);
     first = null;
     told(found);
     if (mine === turn) await shown.refresh(found);
@@ -109,11 +109,17 @@ addEventListener("doubt", look);  // an answer that is on its way has stopped
 addEventListener("resize", () => page?.resized?.());
 document.addEventListener("visibilitychange", () => { if (!document.hidden) look(); });
 try {
-  const found = first = await get("/api/workers");
+  const found = first = await get("api/workers");
   Object.assign(about, { prefix: found.prefix, tenant: found.tenant, read_only: found.read_only });
   const words = [`prefix ${found.prefix}`, ...(found.tenant === "default" ? [] : [found.tenant]), ...(found.read_only ? ["read-only"] : [])];
   document.getElementById("about").textContent = words.join(" · ");
   document.getElementById("about").title = "Of all workers on this NATS server, this page shows those that run with this --prefix, and their sessions";
+  if (found.models.length > 1) {
+    const choice = document.getElementById("model");
+    choice.append(...found.models.map((one) => new Option(one.name, one.at, one.is_this, one.is_this)));
+    choice.onchange = () => { location.assign(choice.value); };
+    choice.hidden = false;
+  }
   if (found.read_only) { PAGES[""] = "workers"; document.querySelector("nav [data-page=chat]").hidden = true; }
 } catch (error) {
   main.append(made("p", { class: "bad" }, error.message));

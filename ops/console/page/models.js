@@ -31,21 +31,21 @@ export function models(main, about) {
       toast(error.message, true);
     }
   }
-  const pull = (name) => act("/api/models", name);
+  const pull = (name) => act("api/models", name);
   async function serve(name) {
     const text = "The worker restarts, which takes some seconds. Conversations go on with this model; an answer that is on its way ends where it is.";
-    if (await asked({ title: `Serve ${name}?`, text, yes: "Serve" })) { toast(`Looking at ${name}`); await act("/api/models/serve", name, true); }
+    if (await asked({ title: `Serve ${name}?`, text, yes: "Serve" })) { toast(`Looking at ${name}`); await act("api/models/serve", name, true); }
   }
   async function unload(name, isOne) {
     const then = isOne ? "requests wait in the log until Serve loads one again" : "the next request, or an answer that is on its way, loads it again";
     const text = `Its memory is freed. Conversations can be read meanwhile; ${then}.`;
-    if (await asked({ title: `Unload ${name}?`, text, yes: "Unload" })) await act("/api/models/unload", name, isOne);
+    if (await asked({ title: `Unload ${name}?`, text, yes: "Unload" })) await act("api/models/unload", name, isOne);
   }
   function state(one, isOne) {
     return made("span", { class: one.is_loaded ? "good" : isOne && "bad" }, one.is_loaded ? "in memory" : "not loaded");
   }
   function change(one, isOne) {
-    const [word, does] = one.is_loaded ? ["Unload", () => unload(one.name, isOne)] : ["Serve", () => act("/api/models/serve", one.name, true)];
+    const [word, does] = one.is_loaded ? ["Unload", () => unload(one.name, isOne)] : ["Serve", () => act("api/models/serve", one.name, true)];
     return !about.read_only && (isOne || one.is_loaded) && made("button", { class: "link", click: does, "aria-label": `${word} ${one.name}` }, word);
   }
   function progress(name, pull_) {
@@ -57,7 +57,7 @@ export function models(main, about) {
 
   async function refresh() {
     clearTimeout(soon);
-    const found = await get("/api/models").catch((error) => { if (!last) tell(note, error.message); });
+    const found = await get("api/models").catch((error) => { if (!last) tell(note, error.message); });
     if (!found || last === JSON.stringify(found)) return;
     last = JSON.stringify(found);
     const canServe = found.can_serve && !about.read_only;

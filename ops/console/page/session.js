@@ -65,7 +65,7 @@ export function session(main, given, about) {
     const base = name.slice(0, 56).replace(/-v\d+$/, ""), position = before_.at(-1)?.position ?? 0;
     const words = (role) => one.said.find((said) => said.role === role)?.text ?? "";
     try {
-      const taken = new Set((await get(`/api/sessions?${new URLSearchParams({ brief: 1, words: `${base}-v` })}`)).rows.map((found) => found.session));
+      const taken = new Set((await get(`api/sessions?${new URLSearchParams({ brief: 1, words: `${base}-v` })}`)).rows.map((found) => found.session));
       let number = 2;
       while (taken.has(`${base}-v${number}`)) number += 1;
       const as = `${base}-v${number}`;

@@ -52,7 +52,7 @@ export function sessions(main, about) {
   async function refresh() {
     const mine = ++turn;
     const query = new URLSearchParams({ words: search.value, state: states.value, sort: by.value, skip });
-    const found = await get(`/api/sessions?${query}`).catch((error) => { tell(note, error.message); });
+    const found = await get(`api/sessions?${query}`).catch((error) => { tell(note, error.message); });
     if (mine !== turn || !found) return;
     each = found.each;
     const focused = rows.contains(document.activeElement) ? document.activeElement.textContent : null;

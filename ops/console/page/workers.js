@@ -146,7 +146,7 @@ export function workers(main, worker) {
   plots.hidden = true;
 
   async function follow() {
-    const said = (await get("/api/log").catch(() => [])).map(plain).join("\n");
+    const said = (await get("api/log").catch(() => [])).map(plain).join("\n");
     if (!said || said === lines.textContent) return;
     const isAtEnd = log.hidden || lines.scrollTop + lines.clientHeight > lines.scrollHeight - 40;
     log.hidden = false;
