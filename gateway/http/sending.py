@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 _PATIENCE_S: Final = 1.0
 #: Between two signs of life.
 _HEARTBEAT_S: Final = 5.0
+#: A sign of life before the first event.
+_COMMENT: Final = b": the log does not have the request yet\n\n"
 _CANCELLED: Final = "the answer was cancelled; send an Idempotency-Key, and it goes on without its client"
 
 
@@ -80,7 +82,7 @@ class Answer(Response):
         self._results: dict[int, Generated] = {}
         #: The worker's: known with the first part of an answer.
         self._warnings: dict[str, None] = {}
-        self._has_failed = False
+        self._has_begun = self._has_failed = False
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answers, while the client is there."""
@@ -155,6 +157,11 @@ class Answer(Response):
             failure = error  # it belongs to an answer that was begun
         kind = {"content-type": f"{self._dialect.media_type}; charset=utf-8"}
         await send(_head(200, self._own_headers() | kind))
+        try:
+            if failure is None:
+                first += await self._until_begun(answering, events, send)
+        except TurnkeepError as error:
+            failure = error
         await send(_part(start + first))
         try:
             if failure is not None:
@@ -165,6 +172,21 @@ class Answer(Response):
         except TurnkeepError as error:
             last = events.error(self._fault(error))
         await send(_part(last, more=False))
+
+    async def _until_begun(self, answering: Answering, events: Events, send: Send) -> bytes:
+        """Wait until the log has an answer that is to stay; return the events that came meanwhile.
+
+        The first event tells the client the answer's id, by which it may come back at once, at any gateway.
+        Raises `TurnkeepError`.
+        """
+        written = b""
+        while answering.stays and not self._has_begun:
+            try:
+                async with asyncio.timeout(_HEARTBEAT_S):
+                    written += self._take_events(events, *await answering.events.get())
+            except TimeoutError:
+                await send(_part(_COMMENT))
+        return written
 
     async def _write_next(self, answering: Answering, events: Events, send: Send) -> None:
         """Send the next events, or a sign of life. Raises `TurnkeepError`."""
@@ -210,6 +232,7 @@ class Answer(Response):
         return b""
 
     def _take(self, index: int, event: Any) -> None:
+        self._has_begun = self._has_begun or not isinstance(event, Found) or event.how == "repeated"
         match event:
             case TurnkeepError():
                 self._has_failed = True

@@ -6,6 +6,7 @@ method names them.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
@@ -25,6 +26,8 @@ _SUBJECTS_AT_ONCE: Final = 1000
 #: A batch when everything is read: for each one the server counts what is left of the subject.
 _MANY: Final = 8192
 _MANY_BYTES: Final = 32 * 2**20
+#: How long a replica may lag behind the leader that has answered: pauses between two reads of it.
+_LAGS_S: Final = (0.01, 0.05, 0.1, 0.3, 0.5, 1.0)
 _NO_STREAM: Final = 10059
 #: The `code` of a direct get that matches too many subjects.
 TOO_MANY: Final = 413
@@ -53,6 +56,10 @@ class Unsent(NamedTuple):
 
 class Api(Protocol):
     """The NATS calls that `LogStream` needs. All raise `NoWorkerError` and `NotPermittedError`."""
+
+    @property
+    def is_clustered(self) -> bool:
+        """Whether several servers may answer."""
 
     async def api(self, subject: str, body: bytes, headers: dict[str, str] | None = None) -> dict[str, Any]:
         """Ask JetStream's API, or publish to a stream, and return the answer. Raises `StreamError`."""
@@ -133,13 +140,29 @@ class LogStream:
     ) -> AsyncIterator[tuple[SessionKey, Stored]]:
         """Yield a session's entries from the sequence `start` on; key's tenant and session may be `*` (all).
 
-        Needs `$JS.API.DIRECT.GET.<log>`.
+        Needs `$JS.API.DIRECT.GET.<log>`. Of one session all that was stored before is there, also where
+        replicas answer, which may lag, if the client may ask `$JS.API.STREAM.MSG.GET.<log>`.
         """
         subject = f"{self._subjects.log(_pattern(key.tenant, key.session))[:-1]}{kind}"
-        request = {"seq": start, "next_by_subj": subject, "batch": _MANY, "max_bytes": _MANY_BYTES}
-        async for batch in self._api.batches(self.name, request):
-            for one in batch:
-                yield self._subjects.parse(one.headers["Nats-Subject"])[0], one
+        until = 0 if "*" in (key.tenant, key.session) else await self._last_seq(subject)
+        request = {"next_by_subj": subject, "batch": _MANY, "max_bytes": _MANY_BYTES}
+        for pause_s in (*_LAGS_S, None):
+            async for batch in self._api.batches(self.name, request | {"seq": start}):
+                for one in batch:
+                    start = one.seq + 1
+                    yield self._subjects.parse(one.headers["Nats-Subject"])[0], one
+            if start > until or pause_s is None:
+                return
+            await asyncio.sleep(pause_s)
+
+    async def _last_seq(self, subject: str) -> int:
+        """Return the sequence of a subject's last entry, as the leader of several servers has it; else 0."""
+        if self._api.is_clustered:
+            body = json.dumps({"last_by_subj": subject}).encode()
+            with contextlib.suppress(TurnkeepError):  # there is none, or this client may not ask
+                reply = await self._api.api(f"$JS.API.STREAM.MSG.GET.{self.name}", body)
+                return int(reply["message"]["seq"])
+        return 0
 
     async def get(self, key: SessionKey, kind: SessionKind, seq: int) -> Stored | None:
         """Read one entry of a session; None if it is gone. Needs `$JS.API.DIRECT.GET.<log>`."""

@@ -160,7 +160,7 @@ class NatsWire:
                 )
             except NoStreamResponseError:
                 num_refusals += 1
-                if num_refusals >= (NUM_TRIES_OF_SEVERAL if is_clustered(self._nats) else NUM_TRIES):
+                if num_refusals >= (NUM_TRIES_OF_SEVERAL if self.is_clustered else NUM_TRIES):
                     raise NoAnswerError(
                         f"no stream stores {subject}: no worker was ever started on this NATS server"
                         f" with the prefix {self.subjects.prefix!r}"
@@ -278,6 +278,11 @@ class NatsWire:
     def connected(self) -> bool:
         """Whether the connection is up."""
         return self._connected.is_set() and not self.closed
+
+    @property
+    def is_clustered(self) -> bool:
+        """Whether the connection is with one of several servers."""
+        return is_clustered(self._nats)
 
     async def backlog(self) -> Backlog:
         """Count the requests that the workers have not answered."""

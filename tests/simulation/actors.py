@@ -34,6 +34,7 @@ from turnkeep_client.subjects import SessionKey, Subjects
 from worker.process.settings import Settings
 
 from .device import POISON, Disk, Worker
+from .gateways import Gate, Visitor
 from .loop import Loop, Process
 from .operators import operate
 
@@ -55,6 +56,8 @@ TENANT: Final = "t"
 _SESSIONS: Final = ("a", "b", "chat", "c", "d")
 #: How many plans have other weights than the usual ones.
 _LEANING: Final = 0.5
+#: How many plans have gateways.
+_VISITED: Final = 0.25
 _ASKED: Final = (Append, Generate, Rewind, Close, Open, "fork")
 _ALL: Final = 10**6
 _WORDS: Final = ("hello", "x", "what now?", "é", "the quick brown fox", "ja")
@@ -119,6 +122,9 @@ class Plan:
     num_sessions: int = 3
     repeating: float = 0.1
     patience: float = 0.6
+    #: Clients of gateways, and these.
+    num_visitors: int = 0
+    num_gates: int = 1
 
     @classmethod
     def of(cls, random: Random) -> Plan:
@@ -161,6 +167,8 @@ class Plan:
             plan.num_faults = max(plan.num_faults, 1)
         if some() < _LEANING:
             plan._lean(random)
+        if some() < _VISITED and not plan.sync_s:
+            plan.num_visitors, plan.num_gates = random.choice((1, 1, 2)), random.choice((1, 2))
         return plan
 
     def _lean(self, random: Random) -> None:
@@ -482,6 +490,7 @@ class History:
         self.acts: list[str] = []
         self.server = server
         self.plan = plan
+        server.is_clustered = plan.lag_s > 0
         self.note = note
         self.told: list[Told] = []
         self.looks: list[Look] = []
@@ -497,7 +506,9 @@ class History:
         #: Which requests were imported: the session and the sequence that they had before.
         self.imported: dict[tuple[SessionKey, int], tuple[SessionKey, int]] = {}
         self.supervisors = [Supervisor(self, number) for number in range(plan.num_workers)]
-        self.clients = [Asker(self, number) for number in range(plan.num_clients)]
+        self.gates = [Gate(self, number) for number in range(plan.num_gates if plan.num_visitors else 0)]
+        visitors = [Visitor(self, number) for number in range(plan.num_visitors)]
+        self.clients = [*(Asker(self, number) for number in range(plan.num_clients)), *visitors]
 
     def begin(self, act: str) -> Random | None:
         """Return what decides an act by chance, independently of all others; None if it is left out."""

@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
+import gateway.http.app
 import turnkeep_client.wire
 import worker.wire.connection
 from cache.names import marks, tokens
+from gateway import conversations, planning, presence, recovery
 from turnkeep_client.messages import Closed, Opened, Rewound
 from turnkeep_client.subjects import CONSUMER
 from worker import app
 from worker.observe import telemetry
+from worker.process import clock
 from worker.sessions import execution, record, sessions
 from worker.sessions import history as sessions_history
 from worker.sessions.session_log import SessionLog
@@ -33,6 +36,8 @@ if TYPE_CHECKING:
 
     from turnkeep_client.subjects import SessionKey
 
+#: Where gateways look at clocks.
+_TIMED: Final = (gateway.http.app, conversations, planning, presence, recovery)
 #: A worker that reads one log at a time, answers one question, keeps no idle session and no closed one.
 _TIGHT: Final[tuple[tuple[Any, str, Any], ...]] = (
     (app, "_MAX_READINGS", 1),
@@ -126,6 +131,13 @@ def world(loop: Loop, outcome: Outcome, *, tell: bool) -> Iterator[Any]:
         note(process.name if process else "?", f"[{method}] {event['event']} {said}")
         raise structlog.DropEvent
 
+    class Logged(logging.Handler):
+        """What gateways log: errors are faults."""
+
+        def emit(self, record: logging.LogRecord) -> None:
+            if not loop.is_over:
+                outcome.logged.append(f"{record.getMessage()}: {record.exc_info and record.exc_info[1]!r}")
+
     server = Server(loop, note if tell else None)
 
     def make() -> Any:
@@ -141,6 +153,9 @@ def world(loop: Loop, outcome: Outcome, *, tell: bool) -> Iterator[Any]:
             wrapper_class=structlog.make_filtering_bound_logger(level),
         )
         stack.callback(structlog.configure, **before)
+        of_gateways = logging.getLogger("gateway")
+        stack.enter_context(_set(of_gateways, "handlers", [Logged(logging.ERROR)]))
+        stack.enter_context(_set(of_gateways, "propagate", False))
         stack.callback(loop.abandon)  # before what it ends with is logged as usual
         yield server, note
 
@@ -174,6 +189,7 @@ def patched(history: History) -> Iterator[None]:
             (telemetry, "_LAG_PERIOD_S", 60.0),  # at virtual time nothing is late
             (intake, "_GONE_S", 3.0),
             *(_TIGHT if plan.tight else ()),
+            *((module, "time", clock.source) for module in _TIMED),
         ):
             stack.enter_context(_set(owner, name, value))
         yield
@@ -186,8 +202,8 @@ async def _live(history: History) -> None:
         await asyncio.sleep(0.02)
     faults = server.faults
     faults.late_ack, faults.busy, faults.lag_s = plan.late_ack, plan.busy, plan.lag_s
-    for client in history.clients:
-        client.start()
+    for one in (*history.gates, *history.clients):
+        one.start()
     await history.break_things()
     for client in history.clients:
         if not client.is_done.is_set():
@@ -203,6 +219,8 @@ async def _live(history: History) -> None:
     for deed in history.deeds:
         if not await _at_most(deed, PATIENCE_S):
             history.faults.append("an operator waits for ever")
+    for gate in history.gates:
+        await gate.close()
     await _settle(history)
     for one in history.supervisors:
         one.is_ending = True

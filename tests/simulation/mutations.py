@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 from anyio import sleep_forever
 
+from gateway import conversations, following, lookups
+from gateway.responses import answers
 from turnkeep_client import calls, messages
 from worker.sessions import attachments, attempts, record, session, session_log
 from worker.wire import consistent_reads, erasures, intake, journal, retention, undelivered
@@ -124,6 +127,24 @@ def _but_checkpoints(remove: Any) -> Any:
     return mutated
 
 
+def _numbered_anew(start: Any) -> Any:
+    counted = itertools.count(0, 2)
+
+    def mutated(self: Any, index: int) -> bytes:
+        self.num_events = next(counted)
+        return bytes(start(self, index))
+
+    return mutated
+
+
+async def _never_asked(_: Any, answer_id: str, __: str) -> Any:
+    return following.Standing(f"{following.PREFIX}{answer_id[:32]}")
+
+
+def _one_earlier(behind: Any) -> Any:
+    return lambda number: behind(max(number - 1, 0))
+
+
 #: A second guard behind acks that come too early.
 _NO_LOOK: Final[Change] = (undelivered.Undelivered, "run", lambda _: _never)
 
@@ -155,6 +176,9 @@ MUTATIONS: Final[dict[str, tuple[Change, ...]]] = {
     "attempts not counted": ((attempts.AttemptNote, "then", lambda _: _uncounted),),
     "what an earlier server had believed": ((journal.Journal, "server", lambda _: property(lambda _: "")),),
     "a lost result that nobody misses": (_NO_LOOK,),
+    "a number of events from memory": ((answers.Events, "start", _numbered_anew),),
+    "a key that a gateway forgets": ((conversations, "standing", lambda _: _never_asked),),
+    "an event that comes again at the joint": ((lookups.places, "behind_number", _one_earlier),),
     "a client that never reads the log": ((calls._ResultFeed, "read_log", lambda _: _nothing),),
 }
 
@@ -166,6 +190,16 @@ _LAGGING: Final[dict[str, Any]] = {
     "lag_s": 0.5,
     "num_requests": 9,
     "meddling": 1.0,
+}
+_VISITED: Final[dict[str, Any]] = {
+    "kinds": (),
+    "num_faults": 0,
+    "num_clients": 0,
+    "num_requests": 5,
+    "sync_s": 0.0,
+    "num_visitors": 1,
+    "num_gates": 2,
+    "tight": False,
 }
 #: The plans that show the lack of a guard soonest.
 FAVOURED: Final[dict[str, dict[str, Any]]] = {
@@ -192,6 +226,9 @@ FAVOURED: Final[dict[str, dict[str, Any]]] = {
         "leases": True,
         "sync_s": 0.2,
     },
+    "a number of events from memory": _VISITED,
+    "a key that a gateway forgets": _VISITED,
+    "an event that comes again at the joint": _VISITED,
     "a deadline from the delivery's time": {"kinds": ("crash", "stop"), "num_faults": 5, "num_workers": 1},
     "a forget that skips absent workers": {
         "kinds": ("crash",),

@@ -106,6 +106,8 @@ class Server:
         self.loop = loop
         self.links: list[Link] = []
         self.is_up = True
+        #: Whether it says that it is one of several.
+        self.is_clustered = False
         self.faults = Faults()
         self.jetstream = JetStream(self)
         #: A checksum of all that happened: equal for each run of a seed.
@@ -363,6 +365,7 @@ class Connection:
         self.link, self._pongs = self._server.connect(self), []
         if self.link is not None:
             self._server_info = {"server_id": f"S{self._server.life}"}
+            self._server_info |= {"cluster": "c"} if self._server.is_clustered else {}
         return self.link is not None
 
     def lost(self, link: Link) -> None:
