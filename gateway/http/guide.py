@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from gateway import tokenizing
+from gateway import reranking, tokenizing
 from gateway.anthropic import messages
 from gateway.ollama import requests as ollama
 from gateway.openai import chat, completions, embeddings
@@ -55,6 +55,10 @@ SERVED: Final = {
     "/tokenize": _Served(("POST",), "The tokens of a text", tokenizing.Tokenize),
     "/detokenize": _Served(("POST",), "The text of tokens", tokenizing.Detokenize),
     "/v1/embeddings": _Served(("POST",), "OpenAI's embeddings", embeddings.Asked),
+    **{
+        f"{version}/rerank": _Served(("POST",), "Jina's and Cohere's reranking", reranking.Asked)
+        for version in ("", "/v1", "/v2")
+    },
     "/v1/models": _Served(("GET",), "The models"),
     "/v1/models/{model}": _Served(("GET",), "One model"),
     "/health": _Served(("GET",), "Whether a worker answers"),

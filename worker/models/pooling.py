@@ -1,7 +1,8 @@
-"""Says whether a model makes embeddings: the hidden state of a text's last token, after the final norm.
+"""Says whether a model makes embeddings, or judges documents: both come from the last token of a prompt.
 
-Decoders that were trained for this, such as Qwen3-Embedding, come in sentence-transformers' layout. Any other
-decoder has such states too, but they are of little use for a search.
+An embedding is that token's hidden state, after the final norm; a judgement compares its logits of two words.
+Decoders that were trained for this, such as Qwen3-Embedding and Qwen3-Reranker, come in the layout of
+sentence-transformers. Any other decoder can be asked too, but what it says is of little use for a search.
 """
 
 from __future__ import annotations
@@ -13,7 +14,17 @@ from .model_files import read_json
 if TYPE_CHECKING:
     from pathlib import Path
 
-POOLINGS: Final = ("auto", "last")
+    from .tokenizer import Tokenizer
+
+#: Marks of the format that Qwen3-Reranker was trained with.
+_MARKS: Final = ("<|im_start|>", "<|im_end|>")
+_WORDS: Final = ("true_token_id", "false_token_id")
+#: The name of sentence-transformers' module that compares two logits.
+_JUDGING: Final = "LogitScore"
+_NO_JUDGE: Final = (
+    "the worker's model does not rerank: serve one that does, such as `turnkeep serve --model"
+    " Qwen/Qwen3-Reranker-0.6B`, or this one with --pooling rank"
+)
 
 
 def no_embeddings(model: Any, folder: Path, pooling: str) -> str | None:
@@ -22,7 +33,8 @@ def no_embeddings(model: Any, folder: Path, pooling: str) -> str | None:
     With the `pooling` auto, the folder must say that it is a model for that; with last, any will do.
     """
     said = folder / "1_Pooling" / "config.json"
-    if pooling == "auto" and not (folder / "modules.json").exists():
+    modules = _modules(folder)
+    if pooling == "rank" or (pooling == "auto" and (not modules or _JUDGING in modules)):
         return (
             "the worker's model makes no embeddings: serve one that does, such as `turnkeep serve --model"
             " Qwen/Qwen3-Embedding-0.6B`, or this one with --pooling last"
@@ -32,3 +44,25 @@ def no_embeddings(model: Any, folder: Path, pooling: str) -> str | None:
     if not callable(getattr(model, "model", None)):
         return "the hidden states of the worker's model cannot be read"
     return None
+
+
+def yes_and_no(tokenizer: Tokenizer, folder: Path, pooling: str) -> tuple[int, int] | str:
+    """Return the tokens that a model judges documents with; or why it does not. Raises `ModelError`.
+
+    With the `pooling` auto, the folder must say that it is a model for that; with rank, any will do that
+    knows the format of Qwen3-Reranker.
+    """
+    if pooling == "last" or (pooling == "auto" and _JUDGING not in _modules(folder)):
+        return _NO_JUDGE
+    ids = [token for word in ("yes", "no") for token in tokenizer.encode(word, at_start=False)]
+    said = folder / "1_LogitScore" / "config.json"
+    told = read_json(said) if said.exists() else dict(zip(_WORDS, ids, strict=False))
+    if [told.get(word) for word in _WORDS] != ids or any(tokenizer.control_id(one) is None for one in _MARKS):
+        return "the worker's model judges in another format than Qwen3-Reranker's, which is not supported"
+    return ids[0], ids[1]
+
+
+def _modules(folder: Path) -> str:
+    """Return what a folder in sentence-transformers' layout says of the modules behind the model."""
+    path = folder / "modules.json"
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
