@@ -1,5 +1,7 @@
 """Says whether a model makes embeddings, or judges documents: both come from the last token of a prompt.
 
+Encoders are made for the one or the other, see `encoder`.
+
 An embedding is that token's hidden state, after the final norm; a judgement compares its logits of two words.
 Decoders that were trained for this, such as Qwen3-Embedding and Qwen3-Reranker, come in the layout of
 sentence-transformers. Any other decoder can be asked too, but what it says is of little use for a search.
@@ -18,6 +20,10 @@ if TYPE_CHECKING:
 
 #: Marks of the format that Qwen3-Reranker was trained with.
 _MARKS: Final = ("<|im_start|>", "<|im_end|>")
+#: Why there are no answers of an encoder.
+NO_ANSWERS: Final = (
+    "the worker's model makes embeddings or scores, and no answers: ask for these, or serve one that chats"
+)
 _WORDS: Final = ("true_token_id", "false_token_id")
 #: The name of sentence-transformers' module that compares two logits.
 _JUDGING: Final = "LogitScore"
@@ -33,8 +39,14 @@ def no_embeddings(model: Any, folder: Path, pooling: str) -> str | None:
     With the `pooling` auto, the folder must say that it is a model for that; with last, any will do.
     """
     said = folder / "1_Pooling" / "config.json"
+    if is_encoder(folder) and not is_cross_encoder(folder):
+        return None
     modules = _modules(folder)
-    if pooling == "rank" or (pooling == "auto" and (not modules or _JUDGING in modules)):
+    if (
+        pooling == "rank"
+        or is_cross_encoder(folder)
+        or (pooling == "auto" and (not modules or _JUDGING in modules))
+    ):
         return (
             "the worker's model makes no embeddings: serve one that does, such as `turnkeep serve --model"
             " Qwen/Qwen3-Embedding-0.6B`, or this one with --pooling last"
@@ -46,12 +58,25 @@ def no_embeddings(model: Any, folder: Path, pooling: str) -> str | None:
     return None
 
 
-def yes_and_no(tokenizer: Tokenizer, folder: Path, pooling: str) -> tuple[int, int] | str:
-    """Return the tokens that a model judges documents with; or why it does not. Raises `ModelError`.
+def is_encoder(folder: Path) -> bool:
+    """Whether a model is an encoder (`encoder`), which makes no answers. Raises `ModelError`."""
+    return read_json(folder / "config.json").get("model_type") == "bert"
 
-    With the `pooling` auto, the folder must say that it is a model for that; with rank, any will do that
-    knows the format of Qwen3-Reranker.
+
+def is_cross_encoder(folder: Path) -> bool:
+    """Whether a model is an encoder of pairs, which makes scores. Raises `ModelError`."""
+    config = read_json(folder / "config.json")
+    return is_encoder(folder) and config.get("architectures") == ["BertForSequenceClassification"]
+
+
+def judging(tokenizer: Tokenizer, folder: Path, pooling: str) -> tuple[int, ...] | str:
+    """Return which logits say how well a document fits; or why none do. Raises `ModelError`.
+
+    They are those of yes and no, or the one of a cross-encoder. With the `pooling` auto, the folder must say
+    that it is a model for that; with rank, any will do that knows the format of Qwen3-Reranker.
     """
+    if is_cross_encoder(folder):
+        return (0,)
     if pooling == "last" or (pooling == "auto" and _JUDGING not in _modules(folder)):
         return _NO_JUDGE
     ids = [token for word in ("yes", "no") for token in tokenizer.encode(word, at_start=False)]

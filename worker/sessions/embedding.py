@@ -53,7 +53,7 @@ class Embedder:
         shares: Shares,
         *,
         refusal: str | None,
-        yes_and_no: tuple[int, int] | str,
+        judging: tuple[int, ...] | str,
         model: str,
         size: int,
         context_tokens: int,
@@ -62,13 +62,13 @@ class Embedder:
     ) -> None:
         """`refusal` says why the model makes no vectors; one has `size` numbers, a reply `max_bytes`.
 
-        `yes_and_no` are the tokens that it judges documents with, or say why it does not.
+        `judging` names its logits of yes and no, or the one of a pair of texts; or says why it has none.
         """
         self._engine = engine
         self._tokenizer = tokenizer
         self._shares = shares
         self._refusal = refusal
-        self._yes_and_no = yes_and_no
+        self._judging = judging
         self._model = model
         self._size = size
         self._context_tokens = context_tokens
@@ -102,10 +102,11 @@ class Embedder:
         )
 
     async def _rerank(self, tenant: str, request: RerankRequest) -> Reranked | Failed:
-        if isinstance(self._yes_and_no, str):
-            return failure(None, "invalid_request", self._yes_and_no)
-        prompts = await in_thread(self._judged, request)
-        logits = await self._run(tenant, prompts, "documents", logits_of=self._yes_and_no)
+        if isinstance(self._judging, str):
+            return failure(None, "invalid_request", self._judging)
+        in_pairs = len(self._judging) == 1
+        prompts = await in_thread(self._paired if in_pairs else self._judged, request)
+        logits = await self._run(tenant, prompts, "documents", logits_of=self._judging)
         if isinstance(logits, Failed):
             return logits
         scores = tuple(_share(*np.frombuffer(both, "<f4").tolist()) for both in logits)
@@ -159,6 +160,11 @@ class Embedder:
             prompts.append(known.encode(_JUDGE.format(*asked, text), at_start=True))
         return prompts
 
+    def _paired(self, request: RerankRequest) -> list[Sequence[int]]:
+        """Return the query with each document, as the tokenizer puts two texts together."""
+        query, most = request.query, request.document_tokens
+        return [self._tokenizer.encode_pair(query, one, most) for one in request.documents]
+
     def _fault(self, prompt: Sequence[int]) -> str:
         most = self._engine.most_tokens(self._context_tokens + 1) - 1  # what fits into memory
         if not 0 < len(prompt) <= most:
@@ -176,7 +182,7 @@ def _cut(vector: bytes, size: int) -> bytes:
     return (numbers / max(float(np.linalg.norm(numbers)), 1e-12)).astype("<f4").tobytes()
 
 
-def _share(yes: float, no: float) -> float:
-    """Return the probability of the first of two logits."""
+def _share(yes: float, no: float = 0.0) -> float:
+    """Return the probability of the first of two logits, or of one."""
     less = math.exp(-abs(yes - no))  # at most 1, so it does not overflow
     return (1.0 if yes >= no else less) / (1.0 + less)
