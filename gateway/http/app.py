@@ -33,7 +33,7 @@ from gateway.ollama import requests as ollama_requests
 from gateway.openai import chat, completions, embeddings
 from gateway.openai import common as openai
 from gateway.reranking import rerank
-from gateway.responses import answers, items
+from gateway.responses import answers, compacting, items
 from gateway.responses import requests as responses
 from gateway.turn import WARNINGS, Fault, Turn, all_read, fault_of, refused, told
 from turnkeep_client import __version__
@@ -66,11 +66,7 @@ _PUBLISH_S: Final = 5.0
 
 _CHAT: Final = Dialect("chat.completion", chat.read, chat.whole, chat.Events, openai.error)
 _COMPLETIONS: Final = Dialect(
-    "text_completion",
-    completions.read,
-    completions.whole,
-    completions.Events,
-    openai.error,
+    *("text_completion", completions.read, completions.whole, completions.Events, openai.error),
     completions.NAMES,
 )
 _MESSAGES: Final = Dialect("message", messages.read, messages.whole, messages.Events, anthropic.error)
@@ -82,6 +78,9 @@ _RESPONSES: Final = Dialect(
     openai.error,
     responses.NAMES,
     answers.begun,
+)
+_COMPACTING: Final = _RESPONSES._replace(
+    name=compacting.NAME, read=compacting.read, whole=compacting.whole, begun=None
 )
 _OLLAMA: Final = {
     f"/api/{name}": Dialect(
@@ -100,7 +99,6 @@ _OLLAMA: Final = {
         ("generate", ollama_requests.generate, ollama.GENERATE),
     )
 }
-
 
 #: The page has no scripts, and loads nothing.
 _PAGE_HEADERS: Final = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
@@ -175,6 +173,7 @@ class Gateway:
                 *(Route(path, self._asking(ask), methods=["POST"]) for path, ask in _ASKED.items()),
                 Route(f"{_MESSAGES_PATH}/count_tokens", self._count_tokens(_MESSAGES), methods=["POST"]),
                 Route(f"{_RESPONSES_PATH}/input_tokens", self._count_tokens(_RESPONSES), methods=["POST"]),
+                Route(f"{_RESPONSES_PATH}/compact", self._answering(_COMPACTING), methods=["POST"]),
                 Route(f"{_RESPONSES_PATH}/{{id}}/input_items", self._input_items, methods=["GET"]),
                 Route(f"{_RESPONSES_PATH}/{{id}}/stream", self._durable, methods=["GET"]),
                 *(one for path, dialect in _PATHS.items() for one in self._of_answers(path, dialect)),

@@ -34,6 +34,7 @@ SERVED: Final = {
     "/v1/completions": _Served(("POST",), "OpenAI's completions", completions.DECODER.type),
     "/v1/responses": _Served(("POST",), "OpenAI's Responses API", responses.DECODER.type),
     "/v1/responses/input_tokens": _Served(("POST",), "Count the tokens of an input", responses.DECODER.type),
+    "/v1/responses/compact": _Served(("POST",), "Sum up a conversation", responses.DECODER.type),
     "/v1/responses/{id}/stream": _Served(("GET",), "Its events, by the Durable Streams protocol"),
     "/v1/responses/{id}/input_items": _Served(("GET",), "The items of an answer's conversation"),
     "/v1/messages": _Served(("POST",), "Anthropic's Messages API", messages.DECODER.type),
