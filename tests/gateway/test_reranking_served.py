@@ -73,6 +73,13 @@ except cohere.BadRequestError as error:
     assert param == "documents"
 
 
+async def test_an_instruction_says_what_is_searched_for(served: Any, http: httpx2.AsyncClient) -> None:
+    asked = {"query": QUERY, "documents": DOCUMENTS[:1]}
+    told = (await http.post("/v1/rerank", json=asked | {"instruction": "Find poems"})).json()
+    (expected,) = (await served.client.rerank(**asked, instruction="Find poems")).scores
+    assert told["results"] == [{"index": 0, "relevance_score": pytest.approx(expected, abs=1e-6)}]
+
+
 async def test_more_documents_than_a_message_takes_and_their_length_are_up_to_the_client(
     served: Any, http: httpx2.AsyncClient
 ) -> None:
