@@ -29,7 +29,11 @@ _WORDS: Final = ("true_token_id", "false_token_id")
 _JUDGING: Final = "LogitScore"
 _NO_JUDGE: Final = (
     "the worker's model does not rerank: serve one that does, such as `turnkeep serve --model"
-    " Qwen/Qwen3-Reranker-0.6B`, or this one with --pooling rank"
+    " Qwen/Qwen3-Reranker-0.6B`"
+)
+_NO_EMBEDDINGS: Final = (
+    "the worker's model makes no embeddings: serve one that does, such as `turnkeep serve --model"
+    " Qwen/Qwen3-Embedding-0.6B`"
 )
 
 
@@ -47,10 +51,7 @@ def no_embeddings(model: Any, folder: Path, pooling: str) -> str | None:
         or is_cross_encoder(folder)
         or (pooling == "auto" and (not modules or _JUDGING in modules))
     ):
-        return (
-            "the worker's model makes no embeddings: serve one that does, such as `turnkeep serve --model"
-            " Qwen/Qwen3-Embedding-0.6B`, or this one with --pooling last"
-        )
+        return _NO_EMBEDDINGS if is_encoder(folder) else f"{_NO_EMBEDDINGS}, or this one with --pooling last"
     if pooling == "auto" and said.exists() and not read_json(said).get("pooling_mode_lasttoken"):
         return "the worker's model pools its tokens otherwise than by the last one, which is not supported"
     if not callable(getattr(model, "model", None)):
@@ -78,7 +79,7 @@ def judging(tokenizer: Tokenizer, folder: Path, pooling: str) -> tuple[int, ...]
     if is_cross_encoder(folder):
         return (0,)
     if pooling == "last" or (pooling == "auto" and _JUDGING not in _modules(folder)):
-        return _NO_JUDGE
+        return _NO_JUDGE if is_encoder(folder) else f"{_NO_JUDGE}, or this one with --pooling rank"
     ids = [token for word in ("yes", "no") for token in tokenizer.encode(word, at_start=False)]
     said = folder / "1_LogitScore" / "config.json"
     told = read_json(said) if said.exists() else dict(zip(_WORDS, ids, strict=False))
