@@ -529,12 +529,13 @@ class App:
 
     def _embedder(self, shares: Shares) -> Embedder:
         loaded = self._loaded
+        told = loaded.config, loaded.folder, self._settings.pooling
         return Embedder(
             self._engine,
             loaded.tokenizer,
             shares,
-            refusal=no_embeddings(loaded.model, loaded.folder, self._settings.pooling),
-            judging=judging(loaded.tokenizer, loaded.folder, self._settings.pooling),
+            refusal=no_embeddings(loaded.model, *told),
+            judging=judging(loaded.tokenizer, *told),
             model=loaded.name,
             size=text_config(loaded.config).get("hidden_size") or 0,
             context_tokens=self._context_tokens,
@@ -573,7 +574,7 @@ class App:
             block_tokens=settings.block_tokens,
             vocab_size=loaded.vocab_size,
             kv_bits=settings.kv_bits,
-            refusal=NO_ANSWERS if is_encoder(loaded.folder) else None,
+            refusal=NO_ANSWERS if is_encoder(loaded.config) else None,
         )
         execution = Execution(
             journal=journal,

@@ -46,7 +46,7 @@ class Arguments:
     @classmethod
     def of_folder(cls, folder: Path, config: dict[str, Any]) -> Arguments:
         """Read a folder. Raises `ModelError` for what is not supported."""
-        path, is_cross = folder / "1_Pooling" / "config.json", is_cross_encoder(folder)
+        path, is_cross = folder / "1_Pooling" / "config.json", is_cross_encoder(config)
         said = read_json(path) if path.exists() else {_MEAN: not is_cross, _FIRST: is_cross}
         if bool(said.get(_MEAN)) is bool(said.get(_FIRST)):
             raise ModelError("its vectors are neither the mean of its tokens nor the first one's state")

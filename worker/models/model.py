@@ -205,7 +205,7 @@ def _load_weights(
     written = utils.load_config(folder)
     changes = positions.translate(written)
     classes: dict[str, Any] = {}
-    if is_encoder(folder):
+    if is_encoder(written):
         from .encoder import encoder_classes  # imports MLX
 
         classes["get_model_classes"] = encoder_classes(folder)

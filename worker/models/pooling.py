@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from .model_files import read_json
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from .tokenizer import Tokenizer
@@ -37,21 +38,21 @@ _NO_EMBEDDINGS: Final = (
 )
 
 
-def no_embeddings(model: Any, folder: Path, pooling: str) -> str | None:
+def no_embeddings(model: Any, config: Mapping[str, Any], folder: Path, pooling: str) -> str | None:
     """Say why a loaded model makes no embeddings; None if it does. Raises `ModelError`.
 
     With the `pooling` auto, the folder must say that it is a model for that; with last, any will do.
     """
     said = folder / "1_Pooling" / "config.json"
-    if is_encoder(folder) and not is_cross_encoder(folder):
+    if is_encoder(config) and not is_cross_encoder(config):
         return None
     modules = _modules(folder)
     if (
         pooling == "rank"
-        or is_cross_encoder(folder)
+        or is_cross_encoder(config)
         or (pooling == "auto" and (not modules or _JUDGING in modules))
     ):
-        return _NO_EMBEDDINGS if is_encoder(folder) else f"{_NO_EMBEDDINGS}, or this one with --pooling last"
+        return _NO_EMBEDDINGS if is_encoder(config) else f"{_NO_EMBEDDINGS}, or this one with --pooling last"
     if pooling == "auto" and said.exists() and not read_json(said).get("pooling_mode_lasttoken"):
         return "the worker's model pools its tokens otherwise than by the last one, which is not supported"
     if not callable(getattr(model, "model", None)):
@@ -59,27 +60,28 @@ def no_embeddings(model: Any, folder: Path, pooling: str) -> str | None:
     return None
 
 
-def is_encoder(folder: Path) -> bool:
-    """Whether a model is an encoder (`encoder`), which makes no answers. Raises `ModelError`."""
-    return read_json(folder / "config.json").get("model_type") == "bert"
+def is_encoder(config: Mapping[str, Any]) -> bool:
+    """Whether a model is an encoder (`encoder`), which makes no answers."""
+    return config.get("model_type") == "bert"
 
 
-def is_cross_encoder(folder: Path) -> bool:
-    """Whether a model is an encoder of pairs, which makes scores. Raises `ModelError`."""
-    config = read_json(folder / "config.json")
-    return is_encoder(folder) and config.get("architectures") == ["BertForSequenceClassification"]
+def is_cross_encoder(config: Mapping[str, Any]) -> bool:
+    """Whether a model is an encoder of pairs, which makes scores."""
+    return is_encoder(config) and config.get("architectures") == ["BertForSequenceClassification"]
 
 
-def judging(tokenizer: Tokenizer, folder: Path, pooling: str) -> tuple[int, ...] | str:
+def judging(
+    tokenizer: Tokenizer, config: Mapping[str, Any], folder: Path, pooling: str
+) -> tuple[int, ...] | str:
     """Return which logits say how well a document fits; or why none do. Raises `ModelError`.
 
     They are those of yes and no, or the one of a cross-encoder. With the `pooling` auto, the folder must say
     that it is a model for that; with rank, any will do that knows the format of Qwen3-Reranker.
     """
-    if is_cross_encoder(folder):
+    if is_cross_encoder(config):
         return (0,)
     if pooling == "last" or (pooling == "auto" and _JUDGING not in _modules(folder)):
-        return _NO_JUDGE if is_encoder(folder) else f"{_NO_JUDGE}, or this one with --pooling rank"
+        return _NO_JUDGE if is_encoder(config) else f"{_NO_JUDGE}, or this one with --pooling rank"
     ids = [token for word in ("yes", "no") for token in tokenizer.encode(word, at_start=False)]
     said = folder / "1_LogitScore" / "config.json"
     told = read_json(said) if said.exists() else dict(zip(_WORDS, ids, strict=False))
