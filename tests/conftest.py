@@ -37,6 +37,7 @@ from parts import (  # noqa: E402
     free_port,
     make_embedding_model,
     make_endless_model,
+    make_reranker,
     make_tiny_model,
     nats_server_program,
 )
@@ -122,6 +123,12 @@ def endless_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) ->
 def embedding_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model as Qwen3-Embedding comes: without a head, and each text ends with a token of its own."""
     return make_embedding_model(tiny_model, tmp_path_factory.mktemp("models") / "embedding")
+
+
+@pytest.fixture(scope="session")
+def reranker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model that judges documents by "yes" and "no"."""
+    return make_reranker(tmp_path_factory.mktemp("models") / "reranker")
 
 
 @pytest.fixture(scope="session")

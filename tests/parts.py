@@ -22,6 +22,8 @@ from turnkeep_client.client import connect
 from worker.wire.credentials import own_token
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from turnkeep_client.client import Client
 
 CHAT_TEMPLATE = (
@@ -36,10 +38,10 @@ TINY_KV_BYTES = 2 * 2 * 16 * 4 * 2
 BLOCK = 32
 
 
-def make_tiny_model(folder: Path, **changes: int) -> Path:
+def make_tiny_model(folder: Path, *, merges: Sequence[tuple[str, str]] = (), **changes: int) -> Path:
     """Make a random llama of two layers with a byte-level tokenizer and a ChatML template.
 
-    `changes` are to its configuration.
+    `merges` are of its tokenizer, `changes` are to its configuration.
     """
     import mlx.core as mx
     from mlx.utils import tree_flatten
@@ -50,8 +52,8 @@ def make_tiny_model(folder: Path, **changes: int) -> Path:
     folder.mkdir(parents=True)
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    vocabulary = {token: i for i, token in enumerate(specials + letters)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    vocabulary = {token: i for i, token in enumerate([*specials, *letters, *map("".join, merges)])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[*merges]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(specials)
@@ -100,6 +102,13 @@ def make_embedding_model(tiny: Path, folder: Path) -> Path:
     (folder / "modules.json").write_text("[]")
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_lasttoken": True}))
+    return folder
+
+
+def make_reranker(folder: Path) -> Path:
+    """Make a tiny model that judges documents, as Qwen3-Reranker comes: "yes" and "no" are tokens."""
+    make_tiny_model(folder, merges=[("y", "e"), ("ye", "s"), ("n", "o")])
+    (folder / "modules.json").write_text('[{"type": "sentence_transformers.modules.LogitScore"}]')
     return folder
 
 

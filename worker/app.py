@@ -36,7 +36,7 @@ from worker.models.blas import preload
 from worker.models.code import code_digest
 from worker.models.model_files import text_config
 from worker.models.partial_import import import_mlx_lm
-from worker.models.pooling import no_embeddings
+from worker.models.pooling import NO_ANSWERS, is_encoder, judging, no_embeddings
 from worker.sessions.attempts import Attempts, SharedLock
 from worker.sessions.control import Control
 from worker.sessions.embedding import Embedder
@@ -537,11 +537,13 @@ class App:
 
     def _embedder(self, shares: Shares) -> Embedder:
         loaded = self._loaded
+        told = loaded.config, loaded.folder, self._settings.pooling
         return Embedder(
             self._engine,
             loaded.tokenizer,
             shares,
-            refusal=no_embeddings(loaded.model, loaded.folder, self._settings.pooling),
+            refusal=no_embeddings(loaded.model, *told),
+            judging=judging(loaded.tokenizer, *told),
             model=loaded.name,
             size=text_config(loaded.config).get("hidden_size") or 0,
             context_tokens=self._context_tokens,
@@ -580,6 +582,7 @@ class App:
             block_tokens=settings.block_tokens,
             vocab_size=loaded.vocab_size,
             kv_bits=settings.kv_bits,
+            refusal=NO_ANSWERS if is_encoder(loaded.config) else None,
         )
         execution = Execution(
             journal=journal,

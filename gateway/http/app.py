@@ -32,7 +32,8 @@ from gateway.ollama import answers as ollama
 from gateway.ollama import requests as ollama_requests
 from gateway.openai import chat, completions, embeddings
 from gateway.openai import common as openai
-from gateway.responses import answers, items
+from gateway.reranking import rerank
+from gateway.responses import answers, compacting, items
 from gateway.responses import requests as responses
 from gateway.turn import WARNINGS, Fault, Turn, all_read, fault_of, refused, told
 from turnkeep_client import __version__
@@ -58,17 +59,14 @@ if TYPE_CHECKING:
     from .places import Place
 
     _Handler = Callable[[Request], Awaitable[Response]]
+    _Asking = Callable[[Client, bytes], Awaitable[tuple[dict[str, Any], int]]]
 
 MAX_BODY_BYTES: Final = 32 * 2**20
 _PUBLISH_S: Final = 5.0
 
 _CHAT: Final = Dialect("chat.completion", chat.read, chat.whole, chat.Events, openai.error)
 _COMPLETIONS: Final = Dialect(
-    "text_completion",
-    completions.read,
-    completions.whole,
-    completions.Events,
-    openai.error,
+    *("text_completion", completions.read, completions.whole, completions.Events, openai.error),
     completions.NAMES,
 )
 _MESSAGES: Final = Dialect("message", messages.read, messages.whole, messages.Events, anthropic.error)
@@ -80,6 +78,9 @@ _RESPONSES: Final = Dialect(
     openai.error,
     responses.NAMES,
     answers.begun,
+)
+_COMPACTING: Final = _RESPONSES._replace(
+    name=compacting.NAME, read=compacting.read, whole=compacting.whole, begun=None
 )
 _OLLAMA: Final = {
     f"/api/{name}": Dialect(
@@ -99,7 +100,6 @@ _OLLAMA: Final = {
     )
 }
 
-
 #: The page has no scripts, and loads nothing.
 _PAGE_HEADERS: Final = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
 _MESSAGES_PATH: Final = "/v1/messages"
@@ -109,6 +109,14 @@ _PATHS: Final = {
     "/v1/completions": _COMPLETIONS,
     _MESSAGES_PATH: _MESSAGES,
     _RESPONSES_PATH: _RESPONSES,
+}
+#: What is asked of a model beside its answers.
+_ASKED: Final[Mapping[str, _Asking]] = {
+    "/v1/embeddings": embeddings.embeddings,
+    "/api/embed": embeddings.embed,
+    "/rerank": rerank,
+    "/v1/rerank": rerank,
+    "/v2/rerank": rerank,
 }
 
 
@@ -162,10 +170,10 @@ class Gateway:
                 Route("/metrics", self._metrics, methods=["GET"]),
                 Route("/v1/models", self._models, methods=["GET"]),
                 Route("/v1/models/{model:path}", self._one_model, methods=["GET"]),
-                Route("/v1/embeddings", self._embeddings, methods=["POST"]),
-                Route("/api/embed", self._embeddings, methods=["POST"]),
+                *(Route(path, self._asking(ask), methods=["POST"]) for path, ask in _ASKED.items()),
                 Route(f"{_MESSAGES_PATH}/count_tokens", self._count_tokens(_MESSAGES), methods=["POST"]),
                 Route(f"{_RESPONSES_PATH}/input_tokens", self._count_tokens(_RESPONSES), methods=["POST"]),
+                Route(f"{_RESPONSES_PATH}/compact", self._answering(_COMPACTING), methods=["POST"]),
                 Route(f"{_RESPONSES_PATH}/{{id}}/input_items", self._input_items, methods=["GET"]),
                 Route(f"{_RESPONSES_PATH}/{{id}}/stream", self._durable, methods=["GET"]),
                 *(one for path, dialect in _PATHS.items() for one in self._of_answers(path, dialect)),
@@ -252,16 +260,18 @@ class Gateway:
     async def _models_v0(self, request: Request) -> Response:
         return _json(models.page_v0(await self._listing.described(self._key(request).tenant)))
 
-    async def _embeddings(self, request: Request) -> Response:
-        key = self._key(request)
-        with key.one_request():
-            body = await bodies.read(request, self._max_body_bytes)
-            conversations = await self._of(key.tenant, self._listing.chosen(body))
-            await conversations.presence.worker(patience_s=self._patience_s)
-            answer = embeddings.embed if request.url.path.startswith("/api/") else embeddings.embeddings
-            reply, num_tokens = await answer(conversations.client, body)
-            key.spend(num_tokens)
-            return _json(reply)
+    def _asking(self, ask: _Asking) -> _Handler:
+        async def answer(request: Request) -> Response:
+            key = self._key(request)
+            with key.one_request():
+                body = await bodies.read(request, self._max_body_bytes)
+                conversations = await self._of(key.tenant, self._listing.chosen(body))
+                await conversations.presence.worker(patience_s=self._patience_s)
+                reply, num_tokens = await ask(conversations.client, body)
+                key.spend(num_tokens)
+                return _json(reply)
+
+        return answer
 
     async def _tokens(self, request: Request) -> Response:
         key = self._key(request)

@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from gateway import tokenizing
+from gateway import reranking, tokenizing
 from gateway.anthropic import messages
 from gateway.ollama import requests as ollama
 from gateway.openai import chat, completions, embeddings
@@ -34,6 +34,7 @@ SERVED: Final = {
     "/v1/completions": _Served(("POST",), "OpenAI's completions", completions.DECODER.type),
     "/v1/responses": _Served(("POST",), "OpenAI's Responses API", responses.DECODER.type),
     "/v1/responses/input_tokens": _Served(("POST",), "Count the tokens of an input", responses.DECODER.type),
+    "/v1/responses/compact": _Served(("POST",), "Sum up a conversation", responses.DECODER.type),
     "/v1/responses/{id}/stream": _Served(("GET",), "Its events, by the Durable Streams protocol"),
     "/v1/responses/{id}/input_items": _Served(("GET",), "The items of an answer's conversation"),
     "/v1/messages": _Served(("POST",), "Anthropic's Messages API", messages.DECODER.type),
@@ -55,6 +56,10 @@ SERVED: Final = {
     "/tokenize": _Served(("POST",), "The tokens of a text", tokenizing.Tokenize),
     "/detokenize": _Served(("POST",), "The text of tokens", tokenizing.Detokenize),
     "/v1/embeddings": _Served(("POST",), "OpenAI's embeddings", embeddings.Asked),
+    **{
+        f"{version}/rerank": _Served(("POST",), "Jina's and Cohere's reranking", reranking.Asked)
+        for version in ("", "/v1", "/v2")
+    },
     "/v1/models": _Served(("GET",), "The models"),
     "/v1/models/{model}": _Served(("GET",), "One model"),
     "/health": _Served(("GET",), "Whether a worker answers"),

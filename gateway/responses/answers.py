@@ -328,7 +328,7 @@ def _response(
         "top_logprobs": options.get("top_logprobs", 0),
         "top_p": options.get("top_p"),
         "truncation": "disabled",
-        "usage": result and _usage(result),
+        "usage": result and usage_of(result),
     }
 
 
@@ -341,7 +341,8 @@ def _format(nested: dict[str, Any]) -> dict[str, Any]:
     return {"type": nested["type"], **nested.get("json_schema", {})}
 
 
-def _usage(result: Generated) -> dict[str, Any]:
+def usage_of(result: Generated) -> dict[str, Any]:
+    """Write the counts of tokens."""
     used = result.usage
     return {
         "input_tokens": used.prompt_tokens,

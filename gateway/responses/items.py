@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from base64 import b64decode, b64encode
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -19,8 +20,10 @@ if TYPE_CHECKING:
     from turnkeep_client.blocks import Warned
 
 _ROLES: Final = ("system", "developer", "user", "assistant")
-#: Items that tell this model nothing: what other models thought, and searches without their results.
 _NUM_ITEMS, _MOST_ITEMS = 20, 100
+_SEAL: Final = "turnkeep1:"
+_SUMMARY: Final = "Your own summary of our conversation before my next message:\n\n"
+#: Items that tell this model nothing: what other models thought, and searches without their results.
 _SILENT: Final = ("reasoning", "web_search_call", "file_search_call", "mcp_list_tools")
 
 
@@ -38,6 +41,7 @@ class Item(Struct, frozen=True):
     input: Any = None
     action: Any = None
     output: Any = None
+    encrypted_content: Any = None
 
 
 def messages(
@@ -93,6 +97,8 @@ def _message(item: Item, where: str, warnings: list[Warned]) -> Message:
             return Message("tool", text, None, (), item.call_id or item.id)
         case "item_reference":
             raise Fault(404, f"Item with id '{item.id}' not found.", param=f"{where}.id")
+        case "compaction" if (summary := _opened(item.encrypted_content)) is not None:
+            return Message("user", f"{_SUMMARY}{summary}")
     told = {"content": item.content, "output": item.output}
     text = other_text(told, item.type, where, warnings)
     return Message("assistant" if item.type.endswith("_call") else "user", text)
@@ -106,11 +112,26 @@ def _call(item: Item, name: str, arguments: Any) -> Message:
     return Message("assistant", None, None, (call,))
 
 
+def sealed(summary: str) -> str:
+    """Return a conversation's summary as what clients take for encrypted, and send back."""
+    return f"{_SEAL}{b64encode(summary.encode()).decode()}"
+
+
+def _opened(given: Any) -> str | None:
+    """Return the summary that was `sealed`; None for what another server wrote."""
+    if not isinstance(given, str) or not given.startswith(_SEAL):
+        return None
+    try:
+        return b64decode(given.removeprefix(_SEAL), validate=True).decode()
+    except ValueError:
+        return None
+
+
 def page(answer: Recorded, query: Mapping[str, str]) -> dict[str, Any]:
     """Write the items of an answer's conversation, as many as a request wants of them. Raises `Fault`."""
     begun = int(bool(answer.turn.asked.get("instructions")))
     said = (answer.turn.messages or ())[begun:]
-    found = [item for number, one in enumerate(said) for item in _written(one, f"{answer.id}_{number}")]
+    found = [item for number, one in enumerate(said) for item in written(one, f"{answer.id}_{number}")]
     if query.get("order", "desc") != "asc":
         found.reverse()
     limit = number_in(query, "limit")
@@ -124,7 +145,7 @@ def page(answer: Recorded, query: Mapping[str, str]) -> dict[str, Any]:
     return {"object": "list", "data": shown, "has_more": first + len(shown) < len(found), **ends}
 
 
-def _written(said: Message, key: str) -> list[dict[str, Any]]:
+def written(said: Message, key: str) -> list[dict[str, Any]]:
     """Write a message as items."""
     if said.role == "tool":
         output = {"call_id": said.tool_call_id or "", "output": said.content or ""}

@@ -41,6 +41,8 @@ from .messages import (
     Opened,
     Pinned,
     PinRequest,
+    Reranked,
+    RerankRequest,
     Rewind,
     Rewound,
     SessionInfo,
@@ -59,8 +61,19 @@ CONTROLS: Final = (
     UnpinRequest,
     CountRequest,
     EmbedRequest,
+    RerankRequest,
 )
-CONTROL_REPLIES: Final = (SessionInfo, Metrics, Cancelled, Pinned, Unpinned, Counted, Embedded, Failed)
+CONTROL_REPLIES: Final = (
+    SessionInfo,
+    Metrics,
+    Cancelled,
+    Pinned,
+    Unpinned,
+    Counted,
+    Embedded,
+    Reranked,
+    Failed,
+)
 
 _END: Final = "EndOfTokens"
 _KEY: Final = SessionKey("{tenant}", "{session}")

@@ -6,7 +6,7 @@ What it asks of NATS is in `wire`; `calls` and `generation` do the waiting.
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from . import wire
 from .calls import Call, ResultFeeds, expect
@@ -24,6 +24,8 @@ from .messages import (
     Metrics,
     MetricsRequest,
     Request,
+    Reranked,
+    RerankRequest,
     decode_control_reply,
     decode_gateway_metrics,
     decode_metrics,
@@ -48,6 +50,8 @@ if TYPE_CHECKING:
     from typing import Self, Unpack
 
 
+_Input = TypeVar("_Input", str, str | tuple[int, ...])
+
 DEFAULT_URL: Final = "nats://127.0.0.1:4222"
 #: The timeout of requests, as in the SDKs of OpenAI and Anthropic.
 TIMEOUT_S: Final = 600.0
@@ -55,7 +59,7 @@ TIMEOUT_S: Final = 600.0
 #: Longest timeout of a question about the worker alone, which it answers at once.
 METRICS_S: Final = 5.0
 
-#: The most inputs of a request for embeddings, and their length in characters and token ids.
+#: The most inputs of a request for embeddings or scores, and their length in characters and token ids.
 _EMBED_INPUTS: Final = 16
 _EMBED_LENGTH: Final = 2**17
 
@@ -180,12 +184,39 @@ class Client:
         """
         subject = self._wire.subjects.of(SessionKey(self.tenant, "any"), "ctl")
         parts: list[Embedded] = []
-        for some in _divided(inputs):
+        given = [one if isinstance(one, str) else tuple(one) for one in inputs]
+        for some in _divided(given):
             body = encode(EmbedRequest(inputs=some, dimensions=dimensions))
             reply = await self._wire.ask(subject, body, timeout_s)
             parts.append(expect(Embedded, decode_control_reply(reply)))
         return Embedded(
             vectors=tuple(vector for part in parts for vector in part.vectors),
+            tokens=tuple(num for part in parts for num in part.tokens),
+            model=parts[0].model if parts else "",
+        )
+
+    async def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        instruction: str | None = None,
+        document_tokens: int | None = None,
+        timeout_s: float = 60.0,
+    ) -> Reranked:
+        """Return how well each document answers a query, from 0 to 1, by a model that was trained for that.
+
+        For the options see `RerankRequest`. Long lists take several requests, each of which may take
+        `timeout_s`. Raises `RequestFailedError`, and `NoWorkerError` if no worker serves or the time is over.
+        """
+        subject = self._wire.subjects.of(SessionKey(self.tenant, "any"), "ctl")
+        parts: list[Reranked] = []
+        for some in _divided(documents):
+            asked = RerankRequest(query, some, instruction, document_tokens)
+            reply = await self._wire.ask(subject, encode(asked), timeout_s)
+            parts.append(expect(Reranked, decode_control_reply(reply)))
+        return Reranked(
+            scores=tuple(score for part in parts for score in part.scores),
             tokens=tuple(num for part in parts for num in part.tokens),
             model=parts[0].model if parts else "",
         )
@@ -284,15 +315,15 @@ class Client:
         await self._wire.send(subject, encode(metrics), {})
 
 
-def _divided(inputs: Sequence[str | Sequence[int]]) -> Iterator[tuple[str | tuple[int, ...], ...]]:
-    """Divide the inputs of an `embed`, so that neither a request nor its reply is too large."""
-    part: list[str | tuple[int, ...]] = []
+def _divided(inputs: Sequence[_Input]) -> Iterator[tuple[_Input, ...]]:
+    """Divide the inputs of an `embed` or a `rerank`, so that neither request nor reply is too large."""
+    part: list[_Input] = []
     room = _EMBED_LENGTH
     for one in inputs:
         if part and (len(one) > room or len(part) == _EMBED_INPUTS):
             yield tuple(part)
             part, room = [], _EMBED_LENGTH
-        part.append(one if isinstance(one, str) else tuple(one))
+        part.append(one)
         room -= len(one)
     if part:
         yield tuple(part)

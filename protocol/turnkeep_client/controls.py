@@ -94,6 +94,28 @@ class EmbedRequest(
     dimensions: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
 
 
+class RerankRequest(
+    Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="rerank", omit_defaults=True
+):
+    """Ask how well each of the `documents` answers the `query` (on `ctl`, of any session's name).
+
+    The `instruction` says what is searched for; without it, passages that answer a web search. Of each
+    document the first `document_tokens` count. Nothing of this is in the log.
+    """
+
+    query: Text
+    documents: Annotated[tuple[Text, ...], Meta(min_length=1, max_length=256)]
+    instruction: Text | None = None
+    document_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+
+
 ControlRequest = (
-    InfoRequest | MetricsRequest | CancelRequest | PinRequest | UnpinRequest | CountRequest | EmbedRequest
+    InfoRequest
+    | MetricsRequest
+    | CancelRequest
+    | PinRequest
+    | UnpinRequest
+    | CountRequest
+    | EmbedRequest
+    | RerankRequest
 )

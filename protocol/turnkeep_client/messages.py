@@ -32,6 +32,7 @@ from .results import (
     Failed,
     KnownResult,
     Pinned,
+    Reranked,
     Result,
     SessionInfo,
     UnknownResult,
@@ -50,6 +51,7 @@ FEATURES: Final = (
     "penalties",
     "count",
     "embed",
+    "rerank",
     "priority",
     "deadline",
     "pin",
@@ -62,7 +64,7 @@ FEATURES: Final = (
     "other_model",
     "close_cancel",
 )
-ControlReply = SessionInfo | Metrics | Cancelled | Pinned | Unpinned | Counted | Embedded | Failed
+ControlReply = SessionInfo | Metrics | Cancelled | Pinned | Unpinned | Counted | Embedded | Reranked | Failed
 
 
 class _Named(Struct):

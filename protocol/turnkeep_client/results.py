@@ -435,6 +435,14 @@ class Embedded(Struct, frozen=True, kw_only=True, tag_field="type", tag="embedde
         return [list(unpack(f"<{len(one) // 4}f", one)) for one in self.vectors]
 
 
+class Reranked(Struct, frozen=True, kw_only=True, tag_field="type", tag="reranked"):
+    """Answer to `rerank`: the documents' scores, from 0 to 1, and how many tokens were run for each."""
+
+    scores: tuple[float, ...]
+    tokens: tuple[int, ...]
+    model: str
+
+
 class Progress(Struct, frozen=True, kw_only=True):
     """Progress of the running request: `cached_tokens` of its `context_tokens` have KV by now."""
 

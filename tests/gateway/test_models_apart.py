@@ -35,6 +35,8 @@ async def test_a_model_without_a_worker_is_listed_without_a_context(
     refused = await http.post("/v1/responses", json={"model": "gone", "input": "Hello."})
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_worker")
     assert (await http.get("/v1/models/two")).json() == listed[1]
+    unknown = await http.post("/v1/responses", json={"model": "three", "input": "Hello."})
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
 
 
 async def test_models_share_no_conversation_but_find_each_other_s_answers(served: Any) -> None:

@@ -54,6 +54,19 @@ def test_minus_one_is_no_limit_and_no_seed() -> None:
         asked(max_tokens=-2)
 
 
+def test_what_only_other_servers_have_means_the_same_in_each_api() -> None:
+    given = {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.2, "min_tokens": 3, "ignore_eos": True}
+    given |= {"frequency_penalty": 0.5, "presence_penalty": -0.5, "chat_template_kwargs": {"a": 1}}
+    for turn in (
+        asked(**given),
+        completions.read(json.dumps({"prompt": "a", **given}).encode()),
+        messages.read(json.dumps({"messages": SAID, "max_tokens": 9, **given}).encode()),
+        responses.read(json.dumps({"input": "a", **given}).encode()),
+    ):
+        assert turn.options.items() >= given.items()
+        assert not turn.warnings
+
+
 def test_an_integer_may_be_written_as_a_float() -> None:
     turn = asked(max_tokens=2.0, n=2.0, top_k=5.0, seed=7.0, logprobs=True, top_logprobs=1.0)
     given = [turn.n, *(turn.options[name] for name in ("max_tokens", "top_k", "seed", "top_logprobs"))]

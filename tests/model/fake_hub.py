@@ -46,7 +46,11 @@ class FakeHub:
         self._server.server_close()
 
     def add(self, hub_id: str, folder: Path) -> None:
-        self.repositories[hub_id] = {path.name: path.read_bytes() for path in folder.iterdir()}
+        self.repositories[hub_id] = {
+            path.relative_to(folder).as_posix(): path.read_bytes()
+            for path in folder.rglob("*")
+            if path.is_file()
+        }
 
     def files(self, hub_id: str) -> list[dict[str, Any]]:
         """Describe a repository's files, as the hub does."""

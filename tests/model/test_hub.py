@@ -168,6 +168,17 @@ def test_what_is_new_on_the_hub_is_pulled_and_the_rest_stays(server: FakeHub, ca
     assert catalog.find(ID, cache) == hub.downloaded(f"hf.co/{ID}")
 
 
+def test_of_the_folders_of_a_model_those_are_fetched_that_say_what_it_was_trained_for(
+    server: FakeHub, cache: Path, embedding_model: Path
+) -> None:
+    """Without them, a model that takes the mean of all tokens would make vectors of the last one."""
+    server.add(ID, embedding_model)
+    server.repositories[ID] |= {"1_LogitScore/config.json": b"{}", "2_Dense/config.json": b"{}"}
+    folder = hub.fetch(ID, None)
+    assert {path.parent.name for path in folder.glob("*/*")} == {"1_Pooling", "1_LogitScore"}
+    assert hub.downloaded(ID) == folder
+
+
 def test_what_does_not_fit_is_said_before_the_download(
     server: FakeHub, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

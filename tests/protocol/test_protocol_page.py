@@ -47,6 +47,8 @@ from turnkeep_client.messages import (
     Progress,
     PromptToken,
     Request,
+    Reranked,
+    RerankRequest,
     Rewind,
     Rewound,
     Seconds,
@@ -75,8 +77,8 @@ README = (ROOT / "README.md").read_text()
 
 RESULTS = (Opened, Appended, Generated, Rewound, Closed, Failed)
 PARTS = (SessionCache, Parent, Usage, Seconds, TokenLogprob, PromptToken, Called, CallPart, Progress)
-CONTROL = (InfoRequest, CancelRequest, PinRequest, UnpinRequest, CountRequest, EmbedRequest)
-REPLIES = (SessionInfo, Cancelled, Pinned, Unpinned, Counted, Embedded)
+CONTROL = (InfoRequest, CancelRequest, PinRequest, UnpinRequest, CountRequest, EmbedRequest, RerankRequest)
+REPLIES = (SessionInfo, Cancelled, Pinned, Unpinned, Counted, Embedded, Reranked)
 COUNTS = (Histogram, GatewayMetrics, TenantFigures)
 TOLD = (*RESULTS, *PARTS, Chunk, DeadLetter, *CONTROL, *REPLIES, *COUNTS)
 

@@ -161,12 +161,18 @@ class Batch:
     def embed(self, pieces: Sequence[PrefillPiece]) -> None:
         """Run the last pieces of prompts in a pass of their own, and set their embeddings.
 
-        No step may be in flight.
+        They want the hidden states, or all of them want the logits of the same tokens. No step may be in
+        flight.
         """
-        if self._ahead is not None:
-            raise ValueError("a step is in flight")
-        hidden = self._run([], (), pieces, hidden=True).astype(mx.float32)
-        vectors = hidden / mx.linalg.norm(hidden, axis=-1, keepdims=True)
+        wanted = {piece.embedding.tokens for piece in pieces if piece.embedding is not None}
+        if self._ahead is not None or len(wanted) != 1:
+            raise ValueError("a step is in flight, or several kinds of embeddings are asked for")
+        (tokens,) = wanted
+        vectors = self._run([], (), pieces, hidden=not tokens).astype(mx.float32)
+        if tokens:
+            vectors = vectors[:, mx.array(tokens)]
+        else:
+            vectors = vectors / mx.linalg.norm(vectors, axis=-1, keepdims=True)
         mx.eval(vectors, [piece.states for piece in pieces])
         for piece, vector in zip(pieces, np.array(vectors), strict=True):
             if piece.embedding is None or not np.isfinite(vector).all():

@@ -81,9 +81,11 @@ class Scores:
 class Embedding:
     """The vector of a prompt: the hidden state of its last token after the final norm, of length 1.
 
-    32-bit floats, little-endian; empty until the prompt has run.
+    If `tokens` are given, it is the logits of these behind that token instead. 32-bit floats, little-endian;
+    empty until the prompt has run.
     """
 
+    tokens: tuple[int, ...] = ()
     vector: bytes = b""
 
 

@@ -173,9 +173,11 @@ class Engine(EnginePort):
         await self._run_to_end(run, publish)
         return self._result(run) if run.started_s is not None else None
 
-    async def embed(self, key: SessionKey, tokens: Tokens, *, priority: int = 0) -> bytes:
+    async def embed(
+        self, key: SessionKey, tokens: Tokens, *, priority: int = 0, logits_of: tuple[int, ...] = ()
+    ) -> bytes:
         """Run a prompt, of which nothing stays on the device."""
-        embedding = Embedding()
+        embedding = Embedding(logits_of)
         asked = Asked(key, tokens + _UNUSED, priority=priority, embedding=embedding)
         try:
             await self.run(asked, lambda: False)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from .model_files import Progress
 
-#: The files of a repository that mlx-lm fetches, of its first level.
+#: The files of a repository that mlx-lm fetches, of its first level, and those that `pooling` looks for.
 _PATTERNS: Final = (
     "*.json",
     "model*.safetensors",
@@ -46,7 +46,9 @@ _PATTERNS: Final = (
     "*.jsonl",
     "*.jinja",
 )
-_FOLDERS: Final = "*/*"
+_SAYING: Final = ("1_Pooling/config.json", "1_LogitScore/config.json")
+#: All other files in folders.
+_FOLDERS: Final = ("[!1]*/*", "1_[!PL]*/*")
 _WEIGHTS: Final = "model*.safetensors"
 #: The quantisation that is taken if none is named, as elsewhere.
 _USUAL: Final = "Q4_K_M"
@@ -122,7 +124,7 @@ def downloaded(spec: str) -> Path | None:
     with _told(hub_id), contextlib.suppress(LocalEntryNotFoundError):
         whole = Path(
             snapshot_download(
-                hub_id, local_files_only=True, allow_patterns=[*_PATTERNS], ignore_patterns=_FOLDERS
+                hub_id, local_files_only=True, allow_patterns=[*_PATTERNS], ignore_patterns=[*_FOLDERS]
             )
         )
         if not quantisation and any(whole.glob(_WEIGHTS)):
@@ -159,7 +161,7 @@ def fetch(spec: str, progress: Progress | None, dtype: str = "keep") -> Path:
         _bring(hub_id, found, files, progress, dtype)
         names = [file.name for file in files]
         try:
-            folder = Path(snapshot_download(hub_id, allow_patterns=names, ignore_patterns=_FOLDERS))
+            folder = Path(snapshot_download(hub_id, allow_patterns=names, ignore_patterns=[*_FOLDERS]))
         except LocalEntryNotFoundError as error:
             raise _UnreachableError(one_line(error)) from None
     return folder / names[0] if names[0].endswith(".gguf") else folder
@@ -228,7 +230,7 @@ def _wanted(found: ModelInfo, spec: str, quantisation: str) -> list[_File]:
             sibling.lfs is not None,
         )
         for sibling in found.siblings or ()
-        if "/" not in sibling.rfilename
+        if "/" not in sibling.rfilename or sibling.rfilename in _SAYING
     ]
     names = [file.name for file in there]
     ggufs = [name for name in names if name.endswith(".gguf")]

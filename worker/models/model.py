@@ -27,6 +27,7 @@ from .model_files import (
     text_config,
 )
 from .own_sampling import own_sampling
+from .pooling import is_encoder
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -204,7 +205,11 @@ def _load_weights(
     written = utils.load_config(folder)
     changes = positions.translate(written)
     classes: dict[str, Any] = {}
-    if is_bare(folder):
+    if is_encoder(written):
+        from .encoder import encoder_classes  # imports MLX
+
+        classes["get_model_classes"] = encoder_classes(folder)
+    elif is_bare(folder):
         changes["tie_word_embeddings"] = True
         classes["get_model_classes"] = bare_classes
     model, config = utils.load_model(folder, lazy=True, model_config=changes, **classes)

@@ -1,7 +1,10 @@
-"""Says whether a model makes embeddings: the hidden state of a text's last token, after the final norm.
+"""Says whether a model makes embeddings, or judges documents: both come from the last token of a prompt.
 
-Decoders that were trained for this, such as Qwen3-Embedding, come in sentence-transformers' layout. Any other
-decoder has such states too, but they are of little use for a search.
+Encoders are made for the one or the other, see `encoder`.
+
+An embedding is that token's hidden state, after the final norm; a judgement compares its logits of two words.
+Decoders that were trained for this, such as Qwen3-Embedding and Qwen3-Reranker, come in the layout of
+sentence-transformers. Any other decoder can be asked too, but what it says is of little use for a search.
 """
 
 from __future__ import annotations
@@ -11,24 +14,83 @@ from typing import TYPE_CHECKING, Any, Final
 from .model_files import read_json
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
-POOLINGS: Final = ("auto", "last")
+    from .tokenizer import Tokenizer
+
+#: Marks of the format that Qwen3-Reranker was trained with.
+_MARKS: Final = ("<|im_start|>", "<|im_end|>")
+#: Why there are no answers of an encoder.
+NO_ANSWERS: Final = (
+    "the worker's model makes embeddings or scores, and no answers: ask for these, or serve one that chats"
+)
+_WORDS: Final = ("true_token_id", "false_token_id")
+#: The name of sentence-transformers' module that compares two logits.
+_JUDGING: Final = "LogitScore"
+_NO_JUDGE: Final = (
+    "the worker's model does not rerank: serve one that does, such as `turnkeep serve --model"
+    " Qwen/Qwen3-Reranker-0.6B`"
+)
+_NO_EMBEDDINGS: Final = (
+    "the worker's model makes no embeddings: serve one that does, such as `turnkeep serve --model"
+    " Qwen/Qwen3-Embedding-0.6B`"
+)
 
 
-def no_embeddings(model: Any, folder: Path, pooling: str) -> str | None:
+def no_embeddings(model: Any, config: Mapping[str, Any], folder: Path, pooling: str) -> str | None:
     """Say why a loaded model makes no embeddings; None if it does. Raises `ModelError`.
 
     With the `pooling` auto, the folder must say that it is a model for that; with last, any will do.
     """
     said = folder / "1_Pooling" / "config.json"
-    if pooling == "auto" and not (folder / "modules.json").exists():
-        return (
-            "the worker's model makes no embeddings: serve one that does, such as `turnkeep serve --model"
-            " Qwen/Qwen3-Embedding-0.6B`, or this one with --pooling last"
-        )
+    if is_encoder(config) and not is_cross_encoder(config):
+        return None
+    modules = _modules(folder)
+    if (
+        pooling == "rank"
+        or is_cross_encoder(config)
+        or (pooling == "auto" and (not modules or _JUDGING in modules))
+    ):
+        return _NO_EMBEDDINGS if is_encoder(config) else f"{_NO_EMBEDDINGS}, or this one with --pooling last"
     if pooling == "auto" and said.exists() and not read_json(said).get("pooling_mode_lasttoken"):
         return "the worker's model pools its tokens otherwise than by the last one, which is not supported"
     if not callable(getattr(model, "model", None)):
         return "the hidden states of the worker's model cannot be read"
     return None
+
+
+def is_encoder(config: Mapping[str, Any]) -> bool:
+    """Whether a model is an encoder (`encoder`), which makes no answers."""
+    return config.get("model_type") == "bert"
+
+
+def is_cross_encoder(config: Mapping[str, Any]) -> bool:
+    """Whether a model is an encoder of pairs, which makes scores."""
+    return is_encoder(config) and config.get("architectures") == ["BertForSequenceClassification"]
+
+
+def judging(
+    tokenizer: Tokenizer, config: Mapping[str, Any], folder: Path, pooling: str
+) -> tuple[int, ...] | str:
+    """Return which logits say how well a document fits; or why none do. Raises `ModelError`.
+
+    They are those of yes and no, or the one of a cross-encoder. With the `pooling` auto, the folder must say
+    that it is a model for that; with rank, any will do that knows the format of Qwen3-Reranker.
+    """
+    if is_cross_encoder(config):
+        return (0,)
+    if pooling == "last" or (pooling == "auto" and _JUDGING not in _modules(folder)):
+        return _NO_JUDGE if is_encoder(config) else f"{_NO_JUDGE}, or this one with --pooling rank"
+    ids = [token for word in ("yes", "no") for token in tokenizer.encode(word, at_start=False)]
+    said = folder / "1_LogitScore" / "config.json"
+    told = read_json(said) if said.exists() else dict(zip(_WORDS, ids, strict=False))
+    if [told.get(word) for word in _WORDS] != ids or any(tokenizer.control_id(one) is None for one in _MARKS):
+        return "the worker's model judges in another format than Qwen3-Reranker's, which is not supported"
+    return ids[0], ids[1]
+
+
+def _modules(folder: Path) -> str:
+    """Return what a folder in sentence-transformers' layout says of the modules behind the model."""
+    path = folder / "modules.json"
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""

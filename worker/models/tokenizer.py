@@ -138,6 +138,10 @@ class Tokenizer:
         """
         return self._bos + self._ids(self.as_text(text)) + self._after
 
+    def encode_pair(self, first: str, second: str, most: int | None) -> list[int]:
+        """Return the tokens of two texts, each with what ends a text; of the second `most` of its own."""
+        return self.encode_whole(first) + self._ids(self.as_text(second))[:most] + self._after
+
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of tokens, special ones included; bytes that are not UTF-8 become U+FFFD."""
         return self._join(ids).decode("utf-8", "replace")

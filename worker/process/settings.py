@@ -374,9 +374,9 @@ class Settings:
         "bits per number in KV, in memory and on disk; full is the type of the weights",
     )
     pooling: str = _setting(
-        _choice("auto", "last"),
+        _choice("auto", "last", "rank"),
         "auto",
-        "which token's state is a text's embedding; auto is the last one of models made for embeddings",
+        "what the model makes of texts: embeddings (last), or scores (rank); auto is what it was trained for",
     )
     cache_policy: Policy = _setting(
         _or("full", FULL, _POLICY),

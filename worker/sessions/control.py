@@ -1,4 +1,4 @@
-"""Answers control requests (subject `ctl`): cancel, count, embed, info, metrics, pin and unpin."""
+"""Answers control requests (subject `ctl`): cancel, count, embed, info, metrics, pin, rerank and unpin."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from turnkeep_client.messages import (
     InfoRequest,
     MetricsRequest,
     Pinned,
+    RerankRequest,
     SessionInfo,
     Unpinned,
     UnpinRequest,
@@ -85,7 +86,7 @@ class Control:
             return failure(error.request_id, "invalid_request", str(error))
         if isinstance(request, MetricsRequest):
             return self._metrics()
-        if isinstance(request, EmbedRequest):
+        if isinstance(request, EmbedRequest | RerankRequest):
             return await self._embedder.answer(key.tenant, request)
         with self._sessions.in_use(key) as session:
             return await self._answer(session, request)

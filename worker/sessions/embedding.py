@@ -1,4 +1,4 @@
-"""Answers `embed` requests: vectors of texts, each a prompt of its own that leaves nothing behind.
+"""Answers `embed` and `rerank` requests: each text or document is a prompt that leaves nothing behind.
 
 A request takes one of its tenant's places (`shares`), and its prompts run in pieces between those of
 sessions, so it delays running answers no more than a prompt does. Event loop only.
@@ -6,13 +6,14 @@ sessions, so it delays running answers no more than a prompt does. Event loop on
 
 from __future__ import annotations
 
+import math
 from itertools import count
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from cache.names.tokens import as_tokens
-from turnkeep_client.messages import Embedded, failure
+from turnkeep_client.messages import Embedded, EmbedRequest, Failed, Reranked, failure
 from turnkeep_client.subjects import SessionKey
 from worker.process.concurrency import in_thread, task_group
 
@@ -21,7 +22,7 @@ from .port import DeviceFaultError, NoMemoryError, StoppingError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from turnkeep_client.messages import EmbedRequest, Failed
+    from turnkeep_client.messages import RerankRequest
     from worker.models.tokenizer import Tokenizer
 
     from .port import EnginePort
@@ -33,10 +34,17 @@ _NUMBER_BYTES: Final = 16 / 3
 _FILLED: Final = 0.9
 #: Lists come behind single texts, for which somebody is likely to wait.
 _LIST_PRIORITY: Final = -1
+#: The prompt that Qwen3-Reranker was trained with, as its authors' page has it.
+_JUDGE: Final = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the "
+    'Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+    "<Instruct>: {}\n<Query>: {}\n<Document>: {}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+)
+_INSTRUCTION: Final = "Given a web search query, retrieve relevant passages that answer the query"
 
 
 class Embedder:
-    """Makes the vectors of one worker's model."""
+    """Makes the vectors of one worker's model, or the scores if it is a reranker."""
 
     def __init__(
         self,
@@ -45,17 +53,22 @@ class Embedder:
         shares: Shares,
         *,
         refusal: str | None,
+        judging: tuple[int, ...] | str,
         model: str,
         size: int,
         context_tokens: int,
         vocab_size: int,
         max_bytes: int,
     ) -> None:
-        """`refusal` says why the model makes none; a vector has `size` numbers, a reply `max_bytes`."""
+        """`refusal` says why the model makes no vectors; one has `size` numbers, a reply `max_bytes`.
+
+        `judging` names its logits of yes and no, or the one of a pair of texts; or says why it has none.
+        """
         self._engine = engine
         self._tokenizer = tokenizer
         self._shares = shares
         self._refusal = refusal
+        self._judging = judging
         self._model = model
         self._size = size
         self._context_tokens = context_tokens
@@ -63,8 +76,15 @@ class Embedder:
         self._max_bytes = max_bytes
         self._numbers = count()
 
-    async def answer(self, tenant: str, request: EmbedRequest) -> Embedded | Failed:
-        """Return the vectors of all inputs, or why there are none."""
+    async def answer(
+        self, tenant: str, request: EmbedRequest | RerankRequest
+    ) -> Embedded | Reranked | Failed:
+        """Return the vectors of all inputs, or the scores of all documents; or why there are none."""
+        if isinstance(request, EmbedRequest):
+            return await self._embed(tenant, request)
+        return await self._rerank(tenant, request)
+
+    async def _embed(self, tenant: str, request: EmbedRequest) -> Embedded | Failed:
         size = request.dimensions or self._size
         if self._refusal or size > self._size:
             why = self._refusal or f"a vector of this model has {self._size} dimensions, not {size}"
@@ -72,16 +92,46 @@ class Embedder:
         if (most := int(self._max_bytes * _FILLED / _NUMBER_BYTES / size)) < len(request.inputs):
             return failure(None, "invalid_request", f"a reply takes {most} vectors: send fewer inputs")
         prompts = await in_thread(self._tokenised, request.inputs)
+        vectors = await self._run(tenant, prompts, "inputs")
+        if isinstance(vectors, Failed):
+            return vectors
+        return Embedded(
+            vectors=tuple(_cut(vector, size) for vector in vectors),
+            tokens=tuple(map(len, prompts)),
+            model=self._model,
+        )
+
+    async def _rerank(self, tenant: str, request: RerankRequest) -> Reranked | Failed:
+        if isinstance(self._judging, str):
+            return failure(None, "invalid_request", self._judging)
+        in_pairs = len(self._judging) == 1
+        prompts = await in_thread(self._paired if in_pairs else self._judged, request)
+        logits = await self._run(tenant, prompts, "documents", logits_of=self._judging)
+        if isinstance(logits, Failed):
+            return logits
+        scores = tuple(_share(*np.frombuffer(both, "<f4").tolist()) for both in logits)
+        return Reranked(scores=scores, tokens=tuple(map(len, prompts)), model=self._model)
+
+    async def _run(
+        self,
+        tenant: str,
+        prompts: Sequence[Sequence[int]],
+        param: str,
+        *,
+        logits_of: tuple[int, ...] = (),
+    ) -> list[bytes] | Failed:
+        """Return the vector of each prompt; `param` names the prompts in a refusal."""
         for number, prompt in enumerate(prompts):
             if why := self._fault(prompt):
-                return failure(None, "invalid_request", f"inputs[{number}] {why}")
+                return failure(None, "invalid_request", f"{param}[{number}] {why}")
         key = SessionKey(tenant, f"_embed.{next(self._numbers)}")  # no session has such a name
         priority = _LIST_PRIORITY if len(prompts) > 1 else 0
         vectors: dict[int, bytes] = {}
 
         async def embed(number: int, prompt: Sequence[int]) -> None:
             own = SessionKey(tenant, f"{key.session}.{number}")
-            vectors[number] = await self._engine.embed(own, as_tokens(prompt), priority=priority)
+            tokens = as_tokens(prompt)
+            vectors[number] = await self._engine.embed(own, tokens, priority=priority, logits_of=logits_of)
 
         try:
             async with self._shares.enter(key, priority, at_once=False, max_new=0), task_group() as tasks:
@@ -93,14 +143,27 @@ class Embedder:
             return failure(None, "memory_exceeded", str(error))
         except DeviceFaultError as error:
             return failure(None, "internal", str(error))
-        return Embedded(
-            vectors=tuple(_cut(vectors[number], size) for number in range(len(prompts))),
-            tokens=tuple(map(len, prompts)),
-            model=self._model,
-        )
+        return [vectors[number] for number in range(len(prompts))]
 
     def _tokenised(self, inputs: Sequence[str | Sequence[int]]) -> list[Sequence[int]]:
         return [self._tokenizer.encode_whole(one) if isinstance(one, str) else one for one in inputs]
+
+    def _judged(self, request: RerankRequest) -> list[Sequence[int]]:
+        """Return a prompt for each document; what only spells a special token is none."""
+        known = self._tokenizer
+        prompts: list[Sequence[int]] = []
+        asked = [known.as_text(one) for one in (request.instruction or _INSTRUCTION, request.query)]
+        for document in request.documents:
+            text = known.as_text(document)
+            if request.document_tokens is not None:
+                text = known.marked(known.encode(text, at_start=False)[: request.document_tokens])
+            prompts.append(known.encode(_JUDGE.format(*asked, text), at_start=True))
+        return prompts
+
+    def _paired(self, request: RerankRequest) -> list[Sequence[int]]:
+        """Return the query with each document, as the tokenizer puts two texts together."""
+        query, most = request.query, request.document_tokens
+        return [self._tokenizer.encode_pair(query, one, most) for one in request.documents]
 
     def _fault(self, prompt: Sequence[int]) -> str:
         most = self._engine.most_tokens(self._context_tokens + 1) - 1  # what fits into memory
@@ -117,3 +180,9 @@ def _cut(vector: bytes, size: int) -> bytes:
         return vector
     numbers = np.frombuffer(vector, "<f4")[:size]
     return (numbers / max(float(np.linalg.norm(numbers)), 1e-12)).astype("<f4").tobytes()
+
+
+def _share(yes: float, no: float = 0.0) -> float:
+    """Return the probability of the first of two logits, or of one."""
+    less = math.exp(-abs(yes - no))  # at most 1, so it does not overflow
+    return (1.0 if yes >= no else less) / (1.0 + less)

@@ -39,13 +39,14 @@ class Limits:
         block_tokens: int,
         vocab_size: int,
         kv_bits: int | None,
+        refusal: str | None = None,
     ) -> None:
         """`default` is the policy of sessions that ask for none.
 
         `context_tokens` is the most that a session under `full` or `paged` may hold, `vocab_size` bounds
         token ids. `kv_bits` is the precision of this worker's KV; None is full precision. A `sink_window` is
         refused if its window is smaller than `block_tokens`, or larger than `context_tokens` together with
-        its sink.
+        its sink. A `refusal` says why no session can run.
         """
         self.context_tokens = context_tokens
         self.vocab_size = vocab_size
@@ -53,6 +54,7 @@ class Limits:
         self._default = default
         self._block_tokens = block_tokens
         self._kv_bits = kv_bits
+        self._refusal = refusal
         self._policies: set[Policy] = set()  # under which sessions were opened
 
     def check_bias(self, request: Generate) -> None:
@@ -86,7 +88,9 @@ class Limits:
 
     def check_policy(self, policy: Policy) -> None:
         """Refuse a session under a policy that this worker or its model cannot serve."""
-        why = misfit(policy, block_tokens=self._block_tokens, context_tokens=self.context_tokens)
+        why = self._refusal or misfit(
+            policy, block_tokens=self._block_tokens, context_tokens=self.context_tokens
+        )
         if why := why or self._engine.refusal(policy):
             raise RefusedError("invalid_request", why)
 

@@ -108,10 +108,13 @@ class EnginePort(Protocol):
         worker stops before the end.
         """
 
-    async def embed(self, key: SessionKey, tokens: Tokens, *, priority: int = 0) -> bytes:
-        """Return the vector of a prompt, see `Embedding`.
+    async def embed(
+        self, key: SessionKey, tokens: Tokens, *, priority: int = 0, logits_of: tuple[int, ...] = ()
+    ) -> bytes:
+        """Return the vector of a prompt, or the logits of some tokens behind it; see `Embedding`.
 
-        No session may have this key; nothing of it stays on the device. Raises what `run` raises.
+        All calls ask for the same tokens, or none for any. No session may have this key; nothing of it stays
+        on the device. Raises what `run` raises.
         """
 
     def cancel(self, key: SessionKey) -> None:

@@ -698,6 +698,30 @@ export interface RegexFormat {
   regex: string;
 }
 
+/**
+ * Ask how well each of the `documents` answers the `query` (on `ctl`, of any session's name).
+ *
+ * The `instruction` says what is searched for; without it, passages that answer a web search. Of each document
+ * the first `document_tokens` count. Nothing of this is in the log.
+ */
+export interface RerankRequest {
+  type: "rerank";
+  /** raw text, tokenised without the chat template */
+  query: string;
+  documents: readonly string[];
+  /** raw text, tokenised without the chat template */
+  instruction?: string | null;
+  document_tokens?: number | null;
+}
+
+/** Answer to `rerank`: the documents' scores, from 0 to 1, and how many tokens were run for each. */
+export interface Reranked {
+  type: "reranked";
+  scores: readonly number[];
+  tokens: readonly number[];
+  model: string;
+}
+
 /** Forget every token from `position` on. */
 export interface Rewind {
   type: "rewind";
@@ -900,6 +924,6 @@ export type Request = Open | Append | Generate | Rewind | Close;
 
 export type Result = Opened | Appended | Generated | Rewound | Closed | Failed;
 
-export type ControlRequest = InfoRequest | MetricsRequest | CancelRequest | PinRequest | UnpinRequest | CountRequest | EmbedRequest;
+export type ControlRequest = InfoRequest | MetricsRequest | CancelRequest | PinRequest | UnpinRequest | CountRequest | EmbedRequest | RerankRequest;
 
-export type ControlReply = SessionInfo | Metrics | Cancelled | Pinned | Unpinned | Counted | Embedded | Failed;
+export type ControlReply = SessionInfo | Metrics | Cancelled | Pinned | Unpinned | Counted | Embedded | Reranked | Failed;

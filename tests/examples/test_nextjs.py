@@ -1,0 +1,127 @@
+"""The Next.js chat of `examples/`, in a browser: reloads in mid-answer, and kills of all that serves it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx2
+import pytest
+from forked import Forked
+from parts import free_port
+from test_reload_page import recorded, until_ready
+
+from tests.ops.browser import browsing
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "nextjs"
+ANSWER = "document.querySelector('p.assistant')?.textContent"
+NUM_TOKENS = 5000
+
+pytestmark = [
+    pytest.mark.packaging,
+    pytest.mark.process,
+    pytest.mark.registry("npm"),
+    pytest.mark.timeout(900),
+]
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """Install and build the example."""
+    folder = tmp_path / "nextjs"
+    shutil.copytree(EXAMPLE, folder, ignore=shutil.ignore_patterns("node_modules", ".next"))
+    environment = {**os.environ, "NEXT_TELEMETRY_DISABLED": "1"}
+    for command in (["install", "--no-package-lock", "--no-audit", "--no-fund"], ["run", "build"]):
+        done = subprocess.run(
+            ["npm", *command], cwd=folder, env=environment, check=False, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@contextmanager
+def running(site: Path, port: int, url: str) -> Iterator[None]:
+    """Run the site, and kill it in the end, however it is divided into processes."""
+    command = ["node", "node_modules/next/dist/bin/next", "start", "-H", "127.0.0.1", "-p", str(port)]
+    given = {"GATEWAY": f"{url}/v1", "MAX_TOKENS": str(NUM_TOKENS), "NEXT_TELEMETRY_DISABLED": "1"}
+    with (site / "next.log").open("ab") as log:
+        process = subprocess.Popen(
+            command, cwd=site, env={**os.environ, **given}, stdout=log, stderr=log, start_new_session=True
+        )
+    try:
+        deadline = time.monotonic() + 60
+        with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
+            while True:
+                assert process.poll() is None, (site / "next.log").read_text()
+                assert time.monotonic() < deadline
+                try:
+                    assert http.get("/").status_code == 200
+                    break
+                except httpx2.TransportError:
+                    time.sleep(0.1)
+        yield
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def test_a_chat_goes_on_over_reloads_and_kills_of_site_gateway_and_worker(
+    worker_process: Any, endless_model: Path, site: Path, tmp_path: Path
+) -> None:
+    """Each reload finds the one answer again, by `useChat({ resume: true })`; whole, it is saved."""
+    worker = worker_process("--ack-wait-s", "0.5", model=endless_model)
+    worker.start()
+    asyncio.run(until_ready(worker))
+    token, _, server = worker.url.removeprefix("nats://").rpartition("@")
+    port, own_port = free_port(), free_port()
+    command = ["-m", "commands", "gateway", "--nats", f"nats://{server}", "--listen", str(port)]
+    environment = {**os.environ, "TURNKEEP_NATS_TOKEN": token}
+
+    def saved() -> list[Any]:
+        found: list[Any] = json.loads((site / "chats" / "first.json").read_text())
+        return found
+
+    gateway = Forked.logging_to(tmp_path / "gateway.log", command, environment)
+    try:
+        with browsing() as browser:
+            with running(site, own_port, f"http://127.0.0.1:{port}"):
+                browser.open(f"http://127.0.0.1:{own_port}/")
+                browser.type("input", "Hello.")
+                browser.click("Send")
+                browser.wait_for(f"{ANSWER}?.length > 20")
+                browser.do("refresh")
+                browser.wait_for(f"{ANSWER}?.length > 100")
+                worker.kill()
+                worker.start()
+                browser.wait_for(f"{ANSWER}.length > 200")
+            gateway.kill()
+            gateway.wait()
+            assert [one["role"] for one in saved()] == ["user"], "it was in the middle"
+            gateway = Forked.logging_to(tmp_path / "gateway.log", command, environment)
+            with running(site, own_port, f"http://127.0.0.1:{port}"):
+                browser.do("refresh")
+                browser.wait_for("document.querySelector('#status')?.textContent === 'streaming'")
+                browser.wait_for("document.querySelector('#status')?.textContent === 'ready'")
+                shown = browser.run(f"return {ANSWER}")
+                browser.do("refresh")
+                browser.wait_for(f"{ANSWER}?.length === arguments[0]", len(shown))
+    finally:
+        gateway.kill()
+        gateway.wait()
+    (result,) = asyncio.run(recorded(worker))
+    assert len(result.tokens) == NUM_TOKENS
+    assert shown == result.text
+    said, answered = saved()
+    assert (said["parts"][0]["text"], answered["role"]) == ("Hello.", "assistant")
+    assert "".join(part.get("text", "") for part in answered["parts"]) == result.text

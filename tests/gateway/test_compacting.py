@@ -1,0 +1,94 @@
+"""`/v1/responses/compact`: a conversation's summary by the model itself, and the conversation behind it."""
+
+from __future__ import annotations
+
+from base64 import b64decode
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+Start = Any
+SAID = [
+    {"role": "user", "content": "My cat is called Tom."},
+    {"role": "assistant", "content": "What a good name."},
+    {"role": "user", "content": "He sleeps."},
+]
+
+
+@pytest.fixture
+async def served(local_worker: Start, door: Start) -> Any:
+    worker = await local_worker()
+    return await door(worker.settings.nats, worker.settings.prefix)
+
+
+async def told(served: Any, answer_id: str) -> list[Any]:
+    found = await served.openai.responses.input_items.list(answer_id, order="asc")
+    return [(one.role, one.content[0].text) for one in found.data]
+
+
+async def test_a_conversation_goes_on_from_the_users_messages_and_the_models_summary(served: Any) -> None:
+    more: dict[str, Any] = {"extra_body": {"max_output_tokens": 12, "seed": 1, "ignore_eos": True}}
+    compacted = await served.openai.responses.compact(model="m", input=SAID, instructions="Be brief.", **more)
+    assert compacted.object == "response.compaction"
+    *kept, summary = compacted.output
+    assert [(one.role, one.content[0].text) for one in kept] == [
+        ("user", SAID[0]["content"]),
+        ("user", SAID[2]["content"]),
+    ]
+    assert summary.type == "compaction"
+    assert compacted.usage.output_tokens == 12
+    next_turn = [
+        *(one.to_dict(warnings=False) for one in compacted.output),
+        {"role": "user", "content": "Go on."},
+    ]
+    answer = await served.openai.responses.create(model="m", input=next_turn, max_output_tokens=2)
+    first, second, written, last = await told(served, answer.id)
+    assert [first, second, last] == [("user", text) for text in (SAID[0]["content"], "He sleeps.", "Go on.")]
+    head, _, text = written[1].partition("\n\n")
+    assert (written[0], head) == ("user", "Your own summary of our conversation before my next message:")
+    assert text == b64decode(summary.encrypted_content.partition(":")[2]).decode() != ""
+    again = await served.openai.responses.compact(model="m", input=SAID, instructions="Be brief.", **more)
+    assert again.output[-1].encrypted_content == summary.encrypted_content, "the recorded answer, by its seed"
+
+
+async def test_an_answer_in_the_log_is_compacted_by_its_id_and_prefilled_once(served: Any) -> None:
+    create = served.openai.responses.create
+    answer = await create(model="m", input=SAID, max_output_tokens=5, extra_body={"ignore_eos": True})
+    compacted = await served.openai.responses.compact(
+        model="m", previous_response_id=answer.id, extra_body={"max_output_tokens": 3}
+    )
+    assert [one.type for one in compacted.output] == ["message", "message", "compaction"]
+    cached = compacted.usage.input_tokens_details.cached_tokens
+    assert cached >= answer.usage.total_tokens - 1
+    assert len(await told(served, answer.id)) == 3, "the conversation itself is as it was"
+
+
+async def test_a_retry_of_a_compaction_gets_the_recorded_one(served: Any) -> None:
+    body = {"model": "m", "input": "Hello.", "max_output_tokens": 8}
+    async with httpx2.AsyncClient(base_url=served.url, timeout=60, headers={"idempotency-key": "a"}) as http:
+        first, second = [(await http.post("/v1/responses/compact", json=body)).json() for _ in "ab"]
+    assert first["output"] == second["output"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "input"),
+        ({"input": []}, "input"),
+        ({"input": 3}, "input"),
+        ({"input": "a", "prompt": {"id": "b"}}, "prompt"),
+    ],
+)
+async def test_what_cannot_be_compacted_is_refused(served: Any, body: dict[str, Any], param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refusal:
+        await served.openai.post("/responses/compact", body={"model": "m", **body}, cast_to=object)
+    assert refusal.value.param == param
+
+
+async def test_what_another_server_encrypted_is_told_as_unreadable(served: Any) -> None:
+    for content in ("gAAAAAB", "turnkeep1:%", None):
+        item = {"type": "compaction", "encrypted_content": content}
+        answer = await served.openai.responses.create(model="m", input=[item, *SAID[:1]], max_output_tokens=1)
+        assert (await told(served, answer.id))[0] == ("user", "[compaction: this model cannot read it]")
