@@ -11,6 +11,7 @@ from turnkeep_client.errors import NoWorkerError, RequestFailedError, TurnkeepEr
 from worker.process.installed import program
 
 from .screen import Screen, complain, unechoed
+from .talking import why_no_worker
 
 if TYPE_CHECKING:
     from turnkeep_client.generation import Generation
@@ -162,7 +163,8 @@ class _Stream:
                 continue
             if state is None and self._loop.time() - heard_at < _SILENCE_S:
                 continue
-            missing = "waiting for the worker" if self._session.connected else "no connection to NATS"
+            missing = why_no_worker() or "waiting for the worker"
+            missing = missing if self._session.connected else "no connection to NATS"
             self._screen.note(f"{missing}; Ctrl-C leaves" if state is None else state)
             if state is None and not warned and not self._screen.shows_notes:
                 complain(missing)

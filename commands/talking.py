@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+from contextvars import ContextVar
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -169,6 +170,18 @@ def url_of(settings: Settings) -> str:
     return over_tls(here, here.nats or f"nats://127.0.0.1:{here.own_port}")
 
 
+#: The settings that the running command talks by.
+_settings: ContextVar[Settings] = ContextVar("settings")
+
+
+def why_no_worker() -> str:
+    """Say why no worker answers the running command, as far as the data directory tells; or nothing."""
+    settings = _settings.get()
+    if is_unloaded(settings.data_dir) and not _is_elsewhere(settings):
+        return "the worker's model was unloaded: Serve in its console loads one"
+    return ""
+
+
 def _is_elsewhere(settings: Settings) -> bool:
     """Whether the worker that runs on the data directory uses another server than the settings say."""
     used = noted_nats(settings.data_dir) if holder_pid(settings.data_dir) else None
@@ -203,14 +216,13 @@ def talk(settings: Settings, tenant: str, say: Callable[[Client], Coroutine[Any,
         async with await connected(settings, tenant) as client:
             return await say(client)
 
+    _settings.set(settings)
     try:
         return asyncio.run(run())
     except NoServerError as error:
         raise NoWorkerError(f"{error}; {_instead(settings)}") from None
     except NoWorkerError as error:
-        starts = f"start a worker with: {command_line(settings, 'serve')}"
-        if is_unloaded(settings.data_dir) and not _is_elsewhere(settings):
-            starts = "the worker's model was unloaded: Serve in its console loads one"
+        starts = why_no_worker() or f"start a worker with: {command_line(settings, 'serve')}"
         raise NoWorkerError(f"{error}; {starts}") from None
     except asyncio.CancelledError:
         _end_terminated()

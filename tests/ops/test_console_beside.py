@@ -7,6 +7,9 @@ import contextlib
 import json
 import re
 import shutil
+import signal
+import subprocess
+import sys
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -145,6 +148,12 @@ async def test_a_model_is_unloaded_and_requests_wait_until_it_is_served_again(
         assert (
             "the worker's model was unloaded: Serve in its console" in (await asyncio.to_thread(run)).stderr
         )
+        words = ("-m", "commands", "ask", "--data-dir", str(worker.data_dir), "Hello")
+        asking = await asyncio.create_subprocess_exec(sys.executable, *words, stderr=subprocess.PIPE)
+        said = (await asyncio.wait_for(asking.stderr.readline(), 60)).decode()
+        assert said == "turnkeep: the worker's model was unloaded: Serve in its console loads one\n"
+        asking.send_signal(signal.SIGINT)
+        await asking.communicate()
         asked = await http.post("/api/sessions/s/ask", json={"id": "asked", "text": "b", "max_tokens": 2})
         assert asked.status_code == 200
 
