@@ -1,30 +1,118 @@
-"""Workers with a raw connection beside them, and models with other chat templates."""
+"""Workers with a raw connection beside them, and models with other chat templates.
+
+Tests with the mark `simulated` and without `real` run in the world of `tests/simulation`: at virtual time, with
+a NATS server in memory, and a device whose tokens are a hash of what came before and never end an answer. With
+TURNKEEP_TEST_REAL=1 (`make soak`) they run on real parts too.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from raw_wire import Wire
 
-from turnkeep_client.nats_client import Nats
+import turnkeep_client.wire
+from tests.conftest import LocalWorker
+from tests.parts import BLOCK, TINY_CONTEXT
+from tests.simulation import device, loop
+from tests.simulation.history import Outcome, world
+from turnkeep_client.client import connect
+from worker.process.settings import Settings
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+    from contextvars import Context
     from pathlib import Path
+
+    Start = Callable[..., Awaitable[LocalWorker]]
+
+URL = "nats://world:4222"
+
+
+class SimulatedRunner:
+    """Runs async tests and fixtures as pytest-asyncio's runner does, on the loop of a world."""
+
+    def __init__(self, world_loop: loop.Loop) -> None:
+        self._loop = world_loop
+
+    def get_loop(self) -> loop.Loop:
+        return self._loop
+
+    def run(self, coroutine: Coroutine[Any, Any, Any], *, context: Context | None = None) -> Any:
+        return self._loop.run_until_complete(self._loop.create_task(coroutine, context=context))
+
+
+def is_simulated(test: pytest.Item) -> bool:
+    simulated, real = map(test.get_closest_marker, ("simulated", "real"))
+    return simulated is not None and real is None and not os.environ.get("TURNKEEP_TEST_REAL")
 
 
 @pytest.fixture
-async def quiet_wire(
-    local_worker: Callable[..., Awaitable[Any]], nats_url: str
-) -> AsyncIterator[Callable[..., Awaitable[Wire]]]:
+def _function_scoped_runner(
+    request: pytest.FixtureRequest, _function_scoped_runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Any]:
+    """What pytest-asyncio runs each test with."""
+    if not is_simulated(request.node):
+        yield _function_scoped_runner
+        return
+    outcome, next_token = Outcome(7, []), device.next_token
+    monkeypatch.setattr(device, "CONTEXT", TINY_CONTEXT)
+    monkeypatch.setattr(device, "next_token", lambda *seen: max(next_token(*seen), 3))
+    monkeypatch.setattr(loop, "MOST_HANDLES", 3_000_000)
+    with loop.simulated(outcome.seed) as found, world(found, outcome, tell=True):
+        yield SimulatedRunner(found)
+        print(*outcome.story, sep="\n")
+        assert outcome.logged + found.faults == []
+
+
+@pytest.fixture
+def local_worker(request: pytest.FixtureRequest) -> Start:
+    """Start workers in this process; keyword arguments are settings. They are stopped after the test."""
+    name = "simulated_worker" if is_simulated(request.node) else "local_worker"
+    start: Start = request.getfixturevalue(name)
+    return start
+
+
+@pytest.fixture
+async def simulated_worker(
+    _function_scoped_runner: SimulatedRunner, tmp_path: Path
+) -> AsyncIterator[Start]:
+    """Start workers on a hash for a device; what they have on disk is there for the next one."""
+    found, started, disk = _function_scoped_runner.get_loop(), list[LocalWorker](), dict[Any, Any]()
+
+    async def start(**changes: Any) -> LocalWorker:
+        values: dict[str, Any] = {"data_dir": tmp_path, "nats": URL, "worker": "test", "block_tokens": BLOCK}
+        settings = Settings(**{**values, "metrics_interval_s": 0.2, **changes})
+        process = loop.Process(found, f"worker {len(started)}")
+        app = device.Worker(settings, found, process, directory="d", disk=disk)
+        task = process.start(app.run())
+        ready = asyncio.ensure_future(app.ready.wait())
+        await asyncio.wait([task, ready], return_when=asyncio.FIRST_COMPLETED)
+        ready.cancel()
+        if task.done():
+            await task
+        started.append(LocalWorker(app, task, settings, await connect(URL, prefix=settings.prefix)))
+        return started[-1]
+
+    yield start
+    for worker in started:
+        if not worker.task.done():
+            await worker.stop()
+        await worker.client.close()
+
+
+@pytest.fixture
+async def quiet_wire(local_worker: Start) -> AsyncIterator[Callable[..., Awaitable[Wire]]]:
     """Start a worker with these settings and a raw connection to it; its log may lose entries."""
     made: list[Wire] = []
 
     async def start(**settings: Any) -> Wire:
         worker = await local_worker(**settings)
-        nc = Nats()  # nats-py's own goes deaf at some of what is published here
-        await nc.connect(nats_url)
+        nc: Any = turnkeep_client.wire.Nats()  # nats-py's own goes deaf at some of what is published here
+        await nc.connect([worker.settings.nats])
         made.append(Wire(nc, worker))
         await made[-1].listen()
         return made[-1]

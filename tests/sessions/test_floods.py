@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     Start = Callable[..., Awaitable[Wire]]
 
+pytestmark = pytest.mark.simulated
+
 #: Ten times as many sessions as the worker takes up at a time.
 MAX_SESSIONS = 8
 NUM_FLOOD = 80
@@ -204,6 +206,7 @@ def peak_bytes(pid: int) -> int:
     return int(peak) * 1024
 
 
+@pytest.mark.real
 @pytest.mark.process
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell the peak of another process")
 async def test_a_sessions_backlog_stays_in_the_log_until_its_turn(worker_process: Callable[..., Any]) -> None:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     Start = Callable[..., Awaitable[Wire]]
 
+pytestmark = pytest.mark.simulated
+
 #: Does not end by itself within some steps of the random model.
 LONG = {"text": "eee", "max_tokens": 300}
 

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     Start = Callable[..., Awaitable[Wire]]
 
+pytestmark = pytest.mark.simulated
+
 
 @pytest.mark.parametrize("status", ["404", "408", "500", "503", "204", "nonsense"])
 async def test_an_empty_result_with_a_status_costs_no_answer(wire: Start, status: str) -> None:

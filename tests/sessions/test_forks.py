@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from turnkeep_client.messages import Metrics
     from turnkeep_client.session import Session
 
+pytestmark = pytest.mark.simulated
+
 Start = Any  # of `local_worker`
 
 
@@ -59,6 +61,7 @@ async def tokens_after(session: Session, **options: Any) -> tuple[int, ...]:
     return (await session.generate(messages=said("Go on."), max_tokens=12, **options)).tokens
 
 
+@pytest.mark.real
 async def test_a_fork_continues_as_its_parent_would_and_prefills_nothing_again(client: Client) -> None:
     parent = await conversation(client)
     before = (await parent.info()).position
@@ -225,6 +228,7 @@ async def test_a_reopened_session_may_become_a_fork(local_worker: Start, endless
     assert await tokens_after(fork) == wanted
 
 
+@pytest.mark.real
 async def test_forks_share_one_prefill_and_its_snapshots(local_worker: Start, endless_model: Path) -> None:
     """16 forks of 2,000 tokens at once: prefilled once, stored once; each fork adds its own tokens."""
     worker = await local_worker(model=str(endless_model), max_batch=16)

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
     Start = Callable[..., Awaitable[Wire]]
 
+pytestmark = pytest.mark.simulated
+
 CLOSE = {"type": "close", "id": "c"}
 FORGET = {"type": "close", "id": "c", "forget": True}
 
