@@ -1,8 +1,8 @@
 """Workers with a raw connection beside them, and models with other chat templates.
 
-Tests with the mark `simulated` and without `real` run in the world of `tests/simulation`: at virtual time, with
-a NATS server in memory, and a device whose tokens are a hash of what came before and never end an answer. With
-TURNKEEP_TEST_REAL=1 (`make soak`) they run on real parts too.
+Tests with the mark `simulated` and without `real` run in the world of `tests/simulation`: at virtual time,
+with a NATS server in memory, and a device whose tokens are a hash of what came before and end no answer. With
+TURNKEEP_TEST_REAL=1 they run on real parts.
 """
 
 from __future__ import annotations
@@ -27,16 +27,29 @@ if TYPE_CHECKING:
     from contextvars import Context
     from pathlib import Path
 
+    from tests.simulation.world import Server
+
     Start = Callable[..., Awaitable[LocalWorker]]
 
 URL = "nats://world:4222"
 
 
+class SimulatedWorker(LocalWorker):
+    """A worker in a process of the world, which can be killed."""
+
+    process: loop.Process
+
+    @property
+    def is_dead(self) -> bool:
+        return self.process.is_dead
+
+
 class SimulatedRunner:
     """Runs async tests and fixtures as pytest-asyncio's runner does, on the loop of a world."""
 
-    def __init__(self, world_loop: loop.Loop) -> None:
+    def __init__(self, world_loop: loop.Loop, server: Server) -> None:
         self._loop = world_loop
+        self.server = server
 
     def get_loop(self) -> loop.Loop:
         return self._loop
@@ -60,12 +73,13 @@ def _function_scoped_runner(
         return
     outcome, next_token = Outcome(7, []), device.next_token
     monkeypatch.setattr(device, "CONTEXT", TINY_CONTEXT)
+    monkeypatch.setattr(device, "_DISK_FAILS", 0.0)
     monkeypatch.setattr(device, "next_token", lambda *seen: max(next_token(*seen), 3))
     monkeypatch.setattr(loop, "MOST_HANDLES", 3_000_000)
-    with loop.simulated(outcome.seed) as found, world(found, outcome, tell=True):
-        yield SimulatedRunner(found)
+    with loop.simulated(outcome.seed) as found, world(found, outcome, tell=True) as (server, _):
+        yield SimulatedRunner(found, server)
         print(*outcome.story, sep="\n")
-        assert outcome.logged + found.faults == []
+        assert found.faults == []
 
 
 @pytest.fixture
@@ -77,11 +91,9 @@ def local_worker(request: pytest.FixtureRequest) -> Start:
 
 
 @pytest.fixture
-async def simulated_worker(
-    _function_scoped_runner: SimulatedRunner, tmp_path: Path
-) -> AsyncIterator[Start]:
+async def simulated_worker(_function_scoped_runner: SimulatedRunner, tmp_path: Path) -> AsyncIterator[Start]:
     """Start workers on a hash for a device; what they have on disk is there for the next one."""
-    found, started, disk = _function_scoped_runner.get_loop(), list[LocalWorker](), dict[Any, Any]()
+    found, started, disk = _function_scoped_runner.get_loop(), list[SimulatedWorker](), dict[Any, Any]()
 
     async def start(**changes: Any) -> LocalWorker:
         values: dict[str, Any] = {"data_dir": tmp_path, "nats": URL, "worker": "test", "block_tokens": BLOCK}
@@ -89,19 +101,25 @@ async def simulated_worker(
         process = loop.Process(found, f"worker {len(started)}")
         app = device.Worker(settings, found, process, directory="d", disk=disk)
         task = process.start(app.run())
-        ready = asyncio.ensure_future(app.ready.wait())
-        await asyncio.wait([task, ready], return_when=asyncio.FIRST_COMPLETED)
-        ready.cancel()
+        while not (app.ready.is_set() or task.done() or process.is_dead):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
         if task.done():
             await task
-        started.append(LocalWorker(app, task, settings, await connect(URL, prefix=settings.prefix)))
+        started.append(SimulatedWorker(app, task, settings, await connect(URL, prefix=settings.prefix)))
+        started[-1].process = process
         return started[-1]
 
     yield start
     for worker in started:
-        if not worker.task.done():
+        if not worker.is_dead and not worker.task.done():
             await worker.stop()
         await worker.client.close()
+
+
+@pytest.fixture
+def server(_function_scoped_runner: SimulatedRunner) -> Server:
+    """The NATS server of a simulated test."""
+    return _function_scoped_runner.server
 
 
 @pytest.fixture

@@ -263,49 +263,6 @@ async def test_a_killed_nats_server_loses_nothing_that_was_acknowledged(started:
     assert whole.tokens == result.tokens
 
 
-async def test_an_id_that_is_free_again_has_the_new_answer_alone(started: Any) -> None:
-    """The first session has left the log, its chunks are still there, and are read after a reconnection."""
-    process, client = await started(*QUICK, "--closed-ttl-s", "0")
-    session = client.session("s")
-    old = await session.generate(text="Begin: ", max_tokens=100, request_id="g")
-    await session.close()
-    async with asyncio.timeout(60):
-        while len(await client.log("s")) > 2:  # noqa: ASYNC110  # the close stays for a while
-            await asyncio.sleep(0.2)
-    await session.open()
-    answer = Followed(session.generate(text="Another: ", max_tokens=400, request_id="g"))
-    task = asyncio.create_task(answer.follow())
-    await until(lambda: len(answer.tokens) >= 20 or task.done())
-    os.kill(json.loads((process.data_dir / "nats-server.json").read_text())["pid"], signal.SIGKILL)
-    result = await asyncio.wait_for(task, 90)
-    assert len(result.tokens) == 400
-    assert result.tokens[:100] != old.tokens
-
-
-async def test_requests_behind_a_forgotten_session_are_answered_by_the_next_worker(started: Any) -> None:
-    """All of them were delivered before; the first delivery's entry has left the log with the session."""
-    process, client = await started(*QUICK)
-    key = SessionKey("default", "s")
-    requests: list[Any] = [
-        Generate(id="g", text="Begin: ", max_tokens=400),
-        Close(id="c", forget=True),
-        Open(id="o"),
-        Generate(id="h", text="Again: ", max_tokens=1500),
-    ]
-    calls = [await client.submit(key, request) for request in requests]
-    assert isinstance(await calls[1].wait(), Closed)
-    lacks, seq = client._wire.lacks, calls[0].seq or 0
-    async with asyncio.timeout(30):
-        while not await lacks(SUBJECTS.log_stream, SUBJECTS.of(key, "in"), seq, is_old=False):  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-    assert not calls[3].is_resolved()
-    restart(process)
-    async with asyncio.timeout(30):
-        answer = await calls[3].wait()
-    assert isinstance(answer, Generated)
-    assert len(answer.tokens) == 1500
-
-
 async def test_a_stop_in_the_middle_leaves_what_is_open_to_the_next_start(
     started: Any, alone: Client
 ) -> None:

@@ -115,24 +115,19 @@ async def test_time_without_a_worker_counts(local_worker: Any) -> None:
     await worker.client.close()
 
 
-@pytest.mark.process
-async def test_an_answer_that_a_crash_interrupted_keeps_what_was_seen_of_it(
-    worker_process: Any, endless_model: Path
-) -> None:
-    process = worker_process("--ack-wait-s", "0.5", "--max-draft", "0", model=endless_model)
-    process.start()
-    async with await process.client() as client:
-        seen: list[int] = []
-        generation = client.session("killed").generate(tokens=[40, 41], max_tokens=50_000, deadline_s=2.0)
-        async for chunk in generation:
-            if not seen:
-                process.kill()
-                await asyncio.sleep(2.0)
-                process.start()
-            seen += chunk.tokens
-        result = generation.result
-        assert result.finish_reason == "expired"
-        assert seen == list(result.tokens)
-        assert 0 < len(seen) < 50_000
-        entries = await client.log("killed")
-        assert [entry.kind for entry in entries] == ["in", "out"]
+@pytest.mark.simulated
+async def test_an_answer_that_a_crash_interrupted_keeps_what_was_seen_of_it(local_worker: Any) -> None:
+    worker = await local_worker(ack_wait_s=0.5)
+    seen: list[int] = []
+    generation = worker.client.session("killed").generate(tokens=[40], max_tokens=2_000, deadline_s=2.0)
+    async for chunk in generation:
+        if not seen:
+            worker.process.kill()
+            await asyncio.sleep(2.0)
+            await local_worker(ack_wait_s=0.5)
+        seen += chunk.tokens
+    result = generation.result
+    assert result.finish_reason == "expired"
+    assert seen == list(result.tokens)
+    assert 0 < len(seen) < 2_000
+    assert [entry.kind for entry in await worker.client.log("killed")] == ["in", "out"]
