@@ -21,12 +21,9 @@ from hypothesis import HealthCheck, given, settings
 from turnkeep_client.errors import NoWorkerError, RequestFailedError
 from turnkeep_client.messages import (
     Append,
-    Close,
-    Closed,
     Failed,
     Generate,
     Generated,
-    Open,
     Rewind,
     decode_chunk,
     decode_request,
