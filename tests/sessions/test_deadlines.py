@@ -43,6 +43,7 @@ async def test_what_is_too_late_is_refused_before_any_device_work(local_worker: 
     assert info.worker.prefilled_tokens + info.worker.cached_tokens == (position - 1) + (position + 1)
 
 
+@pytest.mark.simulated
 async def test_an_answer_ends_at_its_deadline_with_what_there_is(
     local_worker: Any, endless_model: Path
 ) -> None:
@@ -84,6 +85,7 @@ async def test_a_prompt_that_is_read_at_its_deadline_adds_nothing(
     assert (await session.append(tokens=[40])).position == 1
 
 
+@pytest.mark.simulated
 async def test_a_cancel_before_the_deadline_is_a_cancel(local_worker: Any, endless_model: Path) -> None:
     worker = await local_worker(model=str(endless_model), max_draft=0)
     session = worker.client.session("cancelled")
@@ -94,6 +96,7 @@ async def test_a_cancel_before_the_deadline_is_a_cancel(local_worker: Any, endle
     assert (await generation).finish_reason == "cancelled"
 
 
+@pytest.mark.simulated
 async def test_time_without_a_worker_counts(local_worker: Any) -> None:
     """The deadline is the log's: neither a restart nor another delivery gives a request more time."""
     worker = await local_worker()

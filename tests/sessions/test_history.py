@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from turnkeep_client.client import Client
     from turnkeep_client.history import History
 
+pytestmark = pytest.mark.simulated
+
 
 @pytest.fixture
 async def client(local_worker: Callable[..., Awaitable[Any]], endless_model: Path) -> Client:

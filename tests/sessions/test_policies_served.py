@@ -26,6 +26,7 @@ CACHE = {"policy": "sink_window", "sink": 2, "window": 32}
 SAID = SessionCache(policy="sink_window", sink=2, window=32)
 
 
+@pytest.mark.simulated
 async def test_the_client_opens_a_session_under_its_policy(
     local_worker: Callable,
 ) -> None:

@@ -7,6 +7,7 @@ import json
 import time
 from typing import TYPE_CHECKING, Any
 
+import pytest
 from raw_wire import Wire, append, generate
 from structlog.testing import capture_logs
 
@@ -18,7 +19,6 @@ from worker.text.answer import Answer
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    import pytest
     from nats.aio.msg import Msg
     from nats.js.api import StreamConfig
 
@@ -79,6 +79,7 @@ async def test_all_chunks_are_heard_before_their_result(wire: Start) -> None:
     assert texts == [result["text"]]
 
 
+@pytest.mark.simulated
 async def test_what_the_token_stream_refuses_is_not_heard_either(wire: Start) -> None:
     w = await wire()
     heard = await listen(w)
@@ -89,6 +90,7 @@ async def test_what_the_token_stream_refuses_is_not_heard_either(wire: Start) ->
     assert heard.chunks == []
 
 
+@pytest.mark.simulated
 async def test_nothing_follows_a_chunk_that_was_refused(wire: Start) -> None:
     """A worker that takes over reads chunks up to the first gap; what was heard behind it would be lost."""
     w = await wire()
@@ -106,6 +108,7 @@ async def test_nothing_follows_a_chunk_that_was_refused(wire: Start) -> None:
         position += len(chunk["tokens"])
 
 
+@pytest.mark.simulated
 async def test_a_repeated_request_logs_no_warning(wire: Start) -> None:
     """A client that lost its connection repeats what it asked; nothing is wrong with the log then."""
     w = await wire()

@@ -94,6 +94,7 @@ async def test_no_end_before_min_tokens_and_none_at_all_if_it_is_ignored(
     assert more.position == never.position + 1
 
 
+@pytest.mark.simulated
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -113,6 +114,7 @@ async def test_contradictions_and_numbers_out_of_range_are_said_at_once(
         await client.session("s").generate(text="x", **options)
 
 
+@pytest.mark.simulated
 async def test_a_bias_beyond_the_vocabulary_changes_nothing(client: Client) -> None:
     session = client.session("s")
     await session.append(text="before")
@@ -152,6 +154,7 @@ async def test_an_answer_goes_on_after_a_crash_with_what_was_said_of_its_tokens(
         assert len(mine.top) == 2
 
 
+@pytest.mark.simulated
 async def test_a_count_is_what_a_generate_then_adds_and_changes_nothing(client: Client) -> None:
     session = client.session("s")
     asked = {"messages": [{"role": "user", "content": "How many?"}]}
@@ -193,6 +196,7 @@ async def test_an_answer_begins_with_the_given_prefix_and_goes_on(client: Client
     assert more.usage.cached_tokens == given.position - 1, "the answer with its prefix was not rendered anew"
 
 
+@pytest.mark.simulated
 async def test_a_prefix_after_raw_text_is_text(client: Client) -> None:
     _, given = await answered(client.session("s"), text="Once ", prefix="upon", max_tokens=6)
     _, plain = await answered(client.session("t"), text="Once upon", max_tokens=6)
