@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from interruptions import heard_over_kills
+from interruptions import heard_over_a_kill
 
 from tests.parts import make_tiny_model
 from turnkeep_client.errors import InvalidMessageError, RequestFailedError
@@ -161,7 +161,7 @@ async def test_a_turn_that_crashes_interrupt_has_the_echo_of_its_whole_prompt(
 ) -> None:
     process = worker_process("--ack-wait-s", "0.5", model=endless_model)
     options = {"text": TEXT, "max_tokens": 400, "echo": True, "logprobs": True, "top_logprobs": 1}
-    _, result = await heard_over_kills(process, options, every=25)
+    _, result = await heard_over_a_kill(process, options, behind=25)
     assert "".join(one.token for one in result.prompt_logprobs) == TEXT
     tokens = [*(one.id for one in result.prompt_logprobs), *result.tokens]
     expected = reference(endless_model, tokens)

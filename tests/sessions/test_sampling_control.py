@@ -8,7 +8,7 @@ import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from interruptions import heard_over_kills
+from interruptions import heard_over_a_kill
 
 from turnkeep_client.errors import InvalidMessageError, RequestFailedError
 
@@ -145,7 +145,7 @@ async def test_an_answer_goes_on_after_a_crash_with_what_was_said_of_its_tokens(
     undisturbed = await local_worker(model=str(endless_model), data_dir=tmp_path / "alone")
     _, expected = await answered(undisturbed.client.session("s"), **options)
     process = worker_process("--ack-wait-s", "0.5", model=endless_model)
-    chunks, result = await heard_over_kills(process, options, every=25)
+    chunks, result = await heard_over_a_kill(process, options, behind=25)
     assert result.tokens == expected.tokens
     assert [one.id for one in result.logprobs] == list(result.tokens)
     assert [one for chunk in chunks for one in chunk.logprobs] == list(result.logprobs)

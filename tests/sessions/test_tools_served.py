@@ -8,7 +8,7 @@ import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from interruptions import heard_over_kills
+from interruptions import heard_over_a_kill
 from test_tools import WITH_TOOLS
 
 from tests.parts import CHAT_TEMPLATE, make_tiny_model
@@ -233,7 +233,7 @@ async def test_a_budget_is_kept_over_a_kill(
     alone = await local_worker(model=str(thinking_model), data_dir=tmp_path / "alone")
     expected = await alone.client.session("s").generate(**asked)
     process = worker_process("--ack-wait-s", "0.5", model=thinking_model)
-    chunks, result = await heard_over_kills(process, asked, every=200)
+    chunks, result = await heard_over_a_kill(process, asked, behind=200)
     assert (result.tokens, result.reasoning) == (expected.tokens, expected.reasoning)
     assert result.usage.reasoning_tokens == expected.usage.reasoning_tokens == 301
     assert "".join(chunk.reasoning for chunk in chunks) == result.reasoning
@@ -255,7 +255,7 @@ async def test_a_call_in_harmony_is_forced_behind_its_reasoning_and_over_a_kill(
     alone = await local_worker(model=str(harmony_model), data_dir=tmp_path / "alone")
     expected = await alone.client.session("s").generate(**asked)
     process = worker_process("--ack-wait-s", "0.5", model=harmony_model)
-    chunks, result = await heard_over_kills(process, asked, every=180)
+    chunks, result = await heard_over_a_kill(process, asked, behind=180)
     assert (result.tokens, result.finish_reason) == (expected.tokens, "tool_calls")
     assert result.usage.reasoning_tokens == 301
     (call,) = result.tool_calls
