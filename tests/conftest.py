@@ -33,6 +33,7 @@ settings.load_profile("any pace")
 
 from parts import (  # noqa: E402
     BLOCK,
+    LocalWorker,
     WorkerProcess,
     free_port,
     make_embedding_model,
@@ -42,7 +43,7 @@ from parts import (  # noqa: E402
 )
 
 from tests.durations import Meter  # noqa: E402
-from turnkeep_client.client import Client, connect  # noqa: E402
+from turnkeep_client.client import connect  # noqa: E402
 from worker.app import App  # noqa: E402
 from worker.process.settings import Settings  # noqa: E402
 from worker.wire.credentials import client_options, over_tls  # noqa: E402
@@ -175,23 +176,6 @@ def nats_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     finally:
         process.terminate()
         process.wait(10)
-
-
-class LocalWorker:
-    """A worker in this process, and what a test needs to talk to it."""
-
-    def __init__(self, app: App, task: asyncio.Task[None], settings: Settings, client: Client) -> None:
-        self.app = app
-        self.task = task
-        self.settings = settings
-        self.client = client
-
-    async def stop(self) -> None:
-        self.app.stop()
-        try:
-            await self.task
-        finally:
-            await self.client.close()
 
 
 @pytest.fixture

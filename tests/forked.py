@@ -18,11 +18,9 @@ import termios
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import connection, reduction
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
-
-if TYPE_CHECKING:
-    from multiprocessing.context import ForkServerProcess
+from typing import Any, Self
 
 #: On macOS a process that has loaded Metal must not fork.
 CAN_FORK = sys.platform == "linux"

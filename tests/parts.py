@@ -15,14 +15,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tests.forked import CAN_FORK, Forked
-from turnkeep_client.client import connect
+from turnkeep_client.client import Client, connect
+from worker.app import App
+from worker.process.settings import Settings
 from worker.wire.credentials import own_token
-
-if TYPE_CHECKING:
-    from turnkeep_client.client import Client
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
@@ -132,6 +130,23 @@ def free_port() -> int:
 
 def nats_server_program() -> str:
     return str(Path(sys.executable).with_name("nats-server"))
+
+
+class LocalWorker:
+    """A worker in this process, and what a test needs to talk to it."""
+
+    def __init__(self, app: App, task: asyncio.Task[None], settings: Settings, client: Client) -> None:
+        self.app = app
+        self.task = task
+        self.settings = settings
+        self.client = client
+
+    async def stop(self) -> None:
+        self.app.stop()
+        try:
+            await self.task
+        finally:
+            await self.client.close()
 
 
 class WorkerProcess:

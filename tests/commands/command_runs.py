@@ -25,7 +25,7 @@ from commands.cli import main
 from tests.forked import CAN_FORK, Forked, Piped
 
 if TYPE_CHECKING:
-    from tests.conftest import LocalWorker
+    from tests.parts import LocalWorker
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 60.0

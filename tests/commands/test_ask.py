@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from tests.conftest import LocalWorker
-    from tests.parts import WorkerProcess
+    from tests.parts import LocalWorker, WorkerProcess
     from turnkeep_client.client import Client
 
 

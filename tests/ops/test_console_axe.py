@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from pathlib import Path
 
-    from tests.conftest import LocalWorker
     from tests.ops.browser import Browser
+    from tests.parts import LocalWorker
 
 pytestmark = [pytest.mark.packaging, pytest.mark.registry("npm"), pytest.mark.timeout(400)]
 

@@ -27,9 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
     from pathlib import Path
 
-    from tests.conftest import LocalWorker
     from tests.ops.browser import Browser
-    from tests.parts import WorkerProcess
+    from tests.parts import LocalWorker, WorkerProcess
     from turnkeep_client.client import Client
 
 pytestmark = [pytest.mark.packaging, pytest.mark.timeout(400)]

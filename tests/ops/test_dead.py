@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import subprocess
     from collections.abc import Awaitable, Callable
 
-    from tests.conftest import LocalWorker
+    from tests.parts import LocalWorker
 
 attempt = Session._attempt
 

@@ -22,7 +22,7 @@ from turnkeep_client.messages import GatewayMetrics, Histogram, SnapshotCounters
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from tests.conftest import LocalWorker
+    from tests.parts import LocalWorker
 
 NOTHING = Histogram(bounds=(1.0, 2.0), counts=(0, 0, 0), sum=0.0, count=0)
 

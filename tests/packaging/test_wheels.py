@@ -25,7 +25,7 @@ from tests.parts import free_port
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
 
-    from tests.conftest import LocalWorker
+    from tests.parts import LocalWorker
 
 ROOT = Path(__file__).parents[2]
 

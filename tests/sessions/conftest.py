@@ -9,27 +9,23 @@ from __future__ import annotations
 
 import asyncio
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextvars import Context
+from pathlib import Path
+from typing import Any
 
 import pytest
-from raw_wire import Wire
+from raw_wire import Start, Wire
 
 import turnkeep_client.wire
-from tests.conftest import LocalWorker
-from tests.parts import BLOCK, TINY_CONTEXT
+from tests.parts import BLOCK, TINY_CONTEXT, LocalWorker
 from tests.simulation import device, loop
 from tests.simulation.history import Outcome, world
+from tests.simulation.world import Server
 from turnkeep_client.client import connect
 from worker.process.settings import Settings
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
-    from contextvars import Context
-    from pathlib import Path
-
-    from tests.simulation.world import Server
-
-    Start = Callable[..., Awaitable[LocalWorker]]
+StartWorker = Callable[..., Awaitable[LocalWorker]]
 
 URL = "nats://world:4222"
 
@@ -83,15 +79,17 @@ def _function_scoped_runner(
 
 
 @pytest.fixture
-def local_worker(request: pytest.FixtureRequest) -> Start:
+def local_worker(request: pytest.FixtureRequest) -> StartWorker:
     """Start workers in this process; keyword arguments are settings. They are stopped after the test."""
     name = "simulated_worker" if is_simulated(request.node) else "local_worker"
-    start: Start = request.getfixturevalue(name)
+    start: StartWorker = request.getfixturevalue(name)
     return start
 
 
 @pytest.fixture
-async def simulated_worker(_function_scoped_runner: SimulatedRunner, tmp_path: Path) -> AsyncIterator[Start]:
+async def simulated_worker(
+    _function_scoped_runner: SimulatedRunner, tmp_path: Path
+) -> AsyncIterator[StartWorker]:
     """Start workers on a hash for a device; what they have on disk is there for the next one."""
     found, started, disk = _function_scoped_runner.get_loop(), list[SimulatedWorker](), dict[Any, Any]()
 
@@ -123,7 +121,7 @@ def server(_function_scoped_runner: SimulatedRunner) -> Server:
 
 
 @pytest.fixture
-async def quiet_wire(local_worker: Start) -> AsyncIterator[Callable[..., Awaitable[Wire]]]:
+async def quiet_wire(local_worker: StartWorker) -> AsyncIterator[Start]:
     """Start a worker with these settings and a raw connection to it; its log may lose entries."""
     made: list[Wire] = []
 
@@ -141,7 +139,7 @@ async def quiet_wire(local_worker: Start) -> AsyncIterator[Callable[..., Awaitab
 
 
 @pytest.fixture
-async def wire(quiet_wire: Callable[..., Awaitable[Wire]]) -> AsyncIterator[Callable[..., Awaitable[Wire]]]:
+async def wire(quiet_wire: Start) -> AsyncIterator[Start]:
     """Start a worker with these settings and a raw connection to it; the log is checked after the test."""
     made: list[Wire] = []
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from turnkeep_client.messages import Chunk, Generated
+from turnkeep_client.messages import Chunk, Generated
 
 
 async def heard_over_a_kill(

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
-from raw_wire import LONG, Wire, append, generate
+from raw_wire import LONG, Start, Wire, append, generate
 
 from turnkeep_client.client import connect
 from turnkeep_client.errors import InvalidMessageError
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
-
-    Start = Callable[..., Awaitable[Wire]]
 
 pytestmark = pytest.mark.simulated
 

@@ -9,21 +9,27 @@ import json
 import os
 import signal
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import hypothesis.strategies as st
 import nats
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from turnkeep_client.client import Client
 from turnkeep_client.errors import NoWorkerError, RequestFailedError
 from turnkeep_client.messages import (
     Append,
+    Chunk,
     Failed,
     Generate,
     Generated,
+    Request,
+    Result,
     Rewind,
     decode_chunk,
     decode_request,
@@ -34,15 +40,8 @@ from worker.models.tokenizer import Tokenizer
 from worker.sessions.execution import _sampling
 from worker.sessions.fold import Fold
 from worker.sessions.record import Pending, Record
+from worker.wire.consistent_reads import Entry
 from worker.wire.journal import Journal
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-    from pathlib import Path
-
-    from turnkeep_client.client import Client
-    from turnkeep_client.messages import Chunk, Request, Result
-    from worker.wire.consistent_reads import Entry
 
 pytestmark = pytest.mark.process
 

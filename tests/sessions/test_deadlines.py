@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.messages import Append, Failed, Generate, Generated
 from turnkeep_client.subjects import SessionKey
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 LONG = list(range(40, 200)) * 12  # next to the tiny model's context
 

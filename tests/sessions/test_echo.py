@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from interruptions import heard_over_a_kill
 
 from tests.parts import make_tiny_model
+from turnkeep_client.client import Client
 from turnkeep_client.errors import InvalidMessageError, RequestFailedError
+from turnkeep_client.messages import PromptToken
+from turnkeep_client.session import Session
 from worker.batch.batch import Batch
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
-    from pathlib import Path
-
-    from turnkeep_client.client import Client
-    from turnkeep_client.messages import PromptToken
-    from turnkeep_client.session import Session
-    from worker.batch.rows import PrefillPiece
+from worker.batch.rows import PrefillPiece
 
 #: Of the tiny model: a text's token ids are those of its bytes.
 TEXT = "Once upon a time there was a session, and it had a prompt."

@@ -5,26 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import nats
 import pytest
-from raw_wire import LONG, append, generate
+from nats.js import JetStreamContext
+from raw_wire import LONG, Start, Wire, append, generate
 
+from worker.sessions.record import Record
 from worker.sessions.session import Session
 from worker.sessions.session_log import SessionLog
 from worker.wire import consistent_reads, endpoints, intake
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    from nats.js import JetStreamContext
-    from raw_wire import Wire
-
-    from worker.sessions.record import Record
-
-    Start = Callable[..., Awaitable[Wire]]
 
 pytestmark = pytest.mark.simulated
 

@@ -3,17 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
 
 import pytest
-from raw_wire import append, generate
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    from raw_wire import Wire
-
-    Start = Callable[..., Awaitable[Wire]]
+from raw_wire import Start, append, generate
 
 pytestmark = pytest.mark.simulated
 

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from parts import BLOCK
 from test_checkpoints import often as often  # noqa: PLC0414  # a fixture
 
-from turnkeep_client.client import connect
+from turnkeep_client.client import Client, connect
 from turnkeep_client.errors import InvalidMessageError, RequestFailedError
-from turnkeep_client.messages import ForkPoint, Open, Opened, Parent, SessionCache
-from turnkeep_client.session import build
+from turnkeep_client.messages import ForkPoint, Metrics, Open, Opened, Parent, SessionCache
+from turnkeep_client.session import Session, build
 from turnkeep_client.subjects import SessionKey
 from worker.wire.consistent_reads import ConsistentReads
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-    from pathlib import Path
-
-    from turnkeep_client.client import Client
-    from turnkeep_client.messages import Metrics
-    from turnkeep_client.session import Session
 
 pytestmark = pytest.mark.simulated
 

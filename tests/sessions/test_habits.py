@@ -10,10 +10,11 @@ import ast
 import json
 import random
 from collections import Counter
+from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -28,9 +29,6 @@ from worker.models.content import unmarked
 from worker.models.habits import Habits
 from worker.models.tokenizer import Tokenizer
 from worker.text.conversation import said_in
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 pytestmark = pytest.mark.model
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from turnkeep_client.client import Client
 from turnkeep_client.errors import RequestFailedError
+from turnkeep_client.history import History
 from turnkeep_client.messages import Generate, Message
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-    from pathlib import Path
-
-    from turnkeep_client.client import Client
-    from turnkeep_client.history import History
 
 pytestmark = pytest.mark.simulated
 

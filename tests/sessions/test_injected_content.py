@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
-from raw_wire import Wire, append, generate
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    Start = Callable[..., Awaitable[Wire]]
+from raw_wire import Start, append, generate
 
 pytestmark = pytest.mark.simulated
 

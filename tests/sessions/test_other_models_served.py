@@ -7,16 +7,14 @@ import json
 import shutil
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
 from test_tools_served import model_with_tokens
 
 from tests.parts import CHAT_TEMPLATE
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.process
 

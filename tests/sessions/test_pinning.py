@@ -12,12 +12,13 @@ import signal
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
 from click.testing import CliRunner
-from raw_wire import append, generate
+from raw_wire import Start, Wire, append, generate
 
 from cache.disk import format as snapshot_format
 from cache.names import blocks
@@ -25,14 +26,6 @@ from cache.names.tokens import unpack
 from commands.cli import main
 from tests.parts import BLOCK
 from turnkeep_client.errors import RequestFailedError
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-    from pathlib import Path
-
-    from raw_wire import Wire
-
-    Start = Callable[..., Awaitable[Wire]]
 
 
 def text(letter: str, num_tokens: int = 3 * BLOCK) -> str:

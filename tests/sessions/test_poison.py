@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from raw_wire import append, generate
+from raw_wire import Start, Wire, append, generate
 
 from tests.simulation.device import POISON
 from tests.simulation.loop import _process as current
 from worker.sessions import sessions
 from worker.sessions.fold import Fold
+from worker.sessions.record import Pending
 from worker.sessions.session import Session
 
-if TYPE_CHECKING:
-    from raw_wire import Wire
-
-    from worker.sessions.record import Pending
-
 pytestmark = pytest.mark.simulated
-
-Start = Callable[..., Awaitable["Wire"]]
 
 
 async def lives(wire: Start, first: Wire, *seqs: int) -> int:

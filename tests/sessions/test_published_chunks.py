@@ -5,26 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-from raw_wire import Wire, append, generate
+from nats.aio.msg import Msg
+from nats.js.api import StreamConfig
+from raw_wire import Start, Wire, append, generate
 from structlog.testing import capture_logs
 
 from turnkeep_client.chunks import Assembly
-from turnkeep_client.messages import decode_chunk
+from turnkeep_client.messages import Chunk, decode_chunk
 from worker.sessions import streaming
 from worker.text.answer import Answer
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    from nats.aio.msg import Msg
-    from nats.js.api import StreamConfig
-
-    from turnkeep_client.messages import Chunk
-
-    Start = Callable[..., Awaitable[Wire]]
 
 
 class Heard:

@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
-from raw_wire import LONG, Wire, append, generate
+from raw_wire import LONG, Start, Wire, append, generate
 
 from tests.parts import BLOCK, TINY_KV_BYTES
-from turnkeep_client.client import connect
+from turnkeep_client.client import Client, connect
 from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.messages import Appended, Generated, Metrics
+from worker.sessions.record import Pending
 from worker.sessions.session import Session
 from worker.wire.consistent_reads import ConsistentReads
 from worker.wire.journal import FencedError
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-    from pathlib import Path
-
-    from turnkeep_client.client import Client
-    from worker.sessions.record import Pending
-
-    Start = Callable[..., Awaitable[Wire]]
 
 pytestmark = pytest.mark.simulated
 

@@ -8,8 +8,10 @@ import shutil
 import socket
 import subprocess
 import time
+from collections.abc import Awaitable, Callable, Iterator
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import nats
 import pytest
@@ -21,13 +23,8 @@ from turnkeep_client.subjects import SessionKey
 from worker.app import WorkerError
 from worker.sessions.attempts import Doubt
 from worker.wire.consistent_reads import Entry
+from worker.wire.intake import Delivery
 from worker.wire.undelivered import Undelivered
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator
-    from pathlib import Path
-
-    from worker.wire.intake import Delivery
 
 
 class Server:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from nats.js.errors import NotFoundError
-from raw_wire import LONG, append, generate
+from raw_wire import LONG, Start, Wire, append, generate
 
+from tests.simulation.world import Server
 from turnkeep_client.messages import Append, Close, Closed, encode, failure
 from turnkeep_client.subjects import SessionKey
 from worker.sessions import record, sessions
@@ -19,15 +20,6 @@ from worker.wire import retention
 from worker.wire.consistent_reads import Entry
 from worker.wire.journal import FencedError, Journal
 from worker.wire.retention import Retention
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    from raw_wire import Wire
-
-    from tests.simulation.world import Server
-
-    Start = Callable[..., Awaitable[Wire]]
 
 pytestmark = pytest.mark.simulated
 

@@ -5,20 +5,17 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from interruptions import heard_over_a_kill
 
+from turnkeep_client.client import Client
 from turnkeep_client.errors import InvalidMessageError, RequestFailedError
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-    from pathlib import Path
-
-    from turnkeep_client.client import Client
-    from turnkeep_client.messages import Chunk, Generated
-    from turnkeep_client.session import Session
+from turnkeep_client.messages import Chunk, Generated
+from turnkeep_client.session import Session
 
 EOS = 2
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from datetime import date  # noqa: TC003  # pydantic reads it
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from datetime import date  # pydantic reads it
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import jsonschema
 import msgspec
@@ -15,14 +17,9 @@ import pytest
 from interruptions import heard_over_a_kill
 from pydantic import BaseModel, Field
 
+from turnkeep_client.client import Client
 from turnkeep_client.errors import AnswerNotParsedError, InvalidMessageError, RequestFailedError
 from turnkeep_client.messages import TextFormat
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-    from pathlib import Path
-
-    from turnkeep_client.client import Client
 
 EOS = 2
 STRING, NUMBER = {"type": "string", "maxLength": 20}, {"type": "integer", "minimum": 0, "maximum": 200}

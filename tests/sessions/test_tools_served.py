@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from interruptions import heard_over_a_kill
@@ -13,15 +15,10 @@ from test_tools import WITH_TOOLS
 
 from tests.parts import CHAT_TEMPLATE, make_tiny_model
 from turnkeep_client import run_tools
+from turnkeep_client.client import Client
 from turnkeep_client.errors import InvalidMessageError, RequestFailedError
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-    from pathlib import Path
-
-    from turnkeep_client.client import Client
-    from turnkeep_client.messages import Chunk, Generated
-    from turnkeep_client.session import Session
+from turnkeep_client.messages import Chunk, Generated
+from turnkeep_client.session import Session
 
 CITY = {"type": "string", "maxLength": 12}
 WEATHER: dict[str, Any] = {
