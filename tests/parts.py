@@ -15,12 +15,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tests.forked import CAN_FORK, Forked
-from turnkeep_client.client import Client, connect
-from worker.app import App
-from worker.process.settings import Settings
+from turnkeep_client.client import connect
 from worker.wire.credentials import own_token
+
+if TYPE_CHECKING:
+    from turnkeep_client.client import Client
+    from worker.app import App
+    from worker.process.settings import Settings
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
