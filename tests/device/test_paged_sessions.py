@@ -216,7 +216,7 @@ async def test_restored_sessions_beside_each_other_need_room_for_what_the_device
     model, tmp_path
 ) -> None:
     """Not for a copy of all of their tokens: else prompts that have come less far would begin anew."""
-    policy, num_tokens = Policy.paged(1024, sink=4), 12_000
+    policy, num_tokens = Policy.paged(1024, sink=4), 7_000
     said = [prompt(num_tokens, salt=i + 1) for i in range(4)]
     async with engine_process.open_process(model, tmp_path, num_blocks=16) as process:
         for i, tokens in enumerate(said):
