@@ -73,18 +73,15 @@ async def random(
     return client
 
 
-@pytest.mark.model
-async def test_a_small_model_calls_when_it_must_and_goes_on(
-    local_worker: Callable[..., Awaitable[Any]], packaged_folder: Path
-) -> None:
-    session = (await local_worker(model=str(packaged_folder))).client.session("s")
+async def test_a_model_calls_when_it_must_and_goes_on(random: Client) -> None:
+    session = random.session("s")
     chunks, first = await heard(
         session,
         messages=user("What is the weather in Rome?"),
         tools=[WEATHER, CLOCK],
         tool_choice={"type": "function", "function": {"name": "get_weather"}},
         parallel_tool_calls=False,
-        max_tokens=80,
+        max_tokens=200,
     )
     (call,) = first.tool_calls
     arguments = json.loads(call.function.arguments)
@@ -96,7 +93,8 @@ async def test_a_small_model_calls_when_it_must_and_goes_on(
     assert len([part for chunk in chunks for part in chunk.tool_calls]) == 1, "told when it is complete"
     told = [{"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
     _, second = await heard(session, messages=told, tool_choice="none", max_tokens=20)
-    assert second.usage.prefilled_tokens < 40
+    told_tokens = len(">.<user.<tool_response>sunny>.<assistant.")  # a token for each byte and mark
+    assert second.usage.prefilled_tokens == 1 + told_tokens
     assert second.text
     assert not second.tool_calls
 
