@@ -1,14 +1,12 @@
 """Workers with a raw connection beside them, and models with other chat templates.
 
 Tests with the mark `simulated` and without `real` run in the world of `tests/simulation`: at virtual time,
-with a NATS server in memory, and a device whose tokens are a hash of what came before and end no answer. With
-TURNKEEP_TEST_REAL=1 they run on real parts.
+with a NATS server in memory, and a device whose tokens are a hash of what came before and end no answer.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextvars import Context
 from pathlib import Path
@@ -56,7 +54,7 @@ class SimulatedRunner:
 
 def is_simulated(test: pytest.Item) -> bool:
     simulated, real = map(test.get_closest_marker, ("simulated", "real"))
-    return simulated is not None and real is None and not os.environ.get("TURNKEEP_TEST_REAL")
+    return simulated is not None and real is None
 
 
 @pytest.fixture

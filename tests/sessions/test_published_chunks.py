@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from typing import Any
 
 import pytest
@@ -15,8 +14,8 @@ from structlog.testing import capture_logs
 
 from turnkeep_client.chunks import Assembly
 from turnkeep_client.messages import Chunk, decode_chunk
+from worker.process import clock
 from worker.sessions import streaming
-from worker.text.answer import Answer
 
 
 class Heard:
@@ -111,6 +110,7 @@ async def test_a_repeated_request_logs_no_warning(wire: Start) -> None:
     assert [line for line in lines if line["log_level"] not in ("debug", "info")] == []
 
 
+@pytest.mark.simulated
 async def test_chunks_of_an_answer_that_runs_for_longer_than_they_are_kept_are_not_lost(
     wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,26 +118,18 @@ async def test_chunks_of_an_answer_that_runs_for_longer_than_they_are_kept_are_n
     monkeypatch.setattr(streaming, "_COPY_AT", 0.05)
     monkeypatch.setattr(streaming, "_COPY_BYTES", 2048)
     w = await wire(token_ttl_s=10.0)
-    push = Answer.push
-
-    def slowly(*args: Any) -> Any:
-        time.sleep(0.005)
-        return push(*args)
-
-    monkeypatch.setattr(Answer, "push", slowly)
     config = (await w.js.stream_info(f"{w.prefix}_tok")).config
     await w.js.update_stream(config.evolve(max_age=1.5, duplicate_window=1.0))
     heard = await listen(w)
     body = generate("g", text="eee", max_tokens=1900)
     seq = await w.publish("s", body)
-    await asyncio.sleep(4)
+    await asyncio.sleep(3)
     await w.worker.stop()
     known = max(chunk["i"] + len(chunk["tokens"]) for chunk in heard.chunks)
     assert w.results == {}
     late = await w.js.get_msg(f"{w.prefix}_tok", subject=f"{w.prefix}.default.s.tok.g", seq=1, next=True)
     assert late.time is not None
-    assert time.time() - late.time.timestamp() < 3
-    monkeypatch.setattr(Answer, "push", push)
+    assert clock.time() - late.time.timestamp() < 2
     two = await wire(token_ttl_s=10.0)
     result = await two.result(seq)
     assert result["resumed_tokens"] == known
