@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Self
 
 import pytest
+import structlog
 from hypothesis import settings
 
 from worker.models.blas import preload
@@ -25,6 +26,9 @@ from worker.models.blas import preload
 # Threads of OpenBLAS spin as they wait, and the processors have other tests to run.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 preload()  # as a worker does, before anything imports MLX
+
+# Rich's tracebacks have all variables: a tenth of a second and more for each.
+structlog.get_config()["processors"][-1].exception_formatter = structlog.dev.plain_traceback
 
 # How long an example takes says how busy the machine is. `make soak` runs more examples.
 EXAMPLES = int(os.environ.get("TURNKEEP_TEST_EXAMPLES", "50"))
