@@ -188,17 +188,23 @@ class WorkerProcess:
     def _given_data_dir(self) -> Path:
         return Path(self.command[len(self.command) - self.command[::-1].index("--data-dir")])
 
-    def start(self) -> None:
+    def start(self, stdin: int | None = None) -> None:
+        """Start it; `stdin` is a descriptor, and nothing if it is not given."""
         if own_token(self._given_data_dir) is None:  # so that clients can try before the worker has made one
             self._given_data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
             (self._given_data_dir / "nats-token").write_text(secrets.token_urlsafe(32))
         environment = {k: v for k, v in os.environ.items() if not k.startswith("TURNKEEP_")}
         if self.forks:
-            self._process = Forked.logging_to(self.log_path, self.command[1:], environment)
+            self._process = Forked.logging_to(self.log_path, self.command[1:], environment, stdin)
             return
         with self.log_path.open("ab") as output:
             self._process = subprocess.Popen(
-                self.command, stdout=output, stderr=output, env=environment, cwd=Path(__file__).parents[1]
+                self.command,
+                stdin=stdin or subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=environment,
+                cwd=Path(__file__).parents[1],
             )
 
     def kill(self) -> None:
@@ -211,6 +217,10 @@ class WorkerProcess:
     def _end(self, number: signal.Signals) -> int:
         assert self._process is not None
         self._process.send_signal(number)
+        return self.wait()
+
+    def wait(self) -> int:
+        assert self._process is not None
         return self._process.wait(30)
 
     @property
