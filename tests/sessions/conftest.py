@@ -20,7 +20,7 @@ from tests.parts import BLOCK, TINY_CONTEXT, LocalWorker
 from tests.simulation import device, loop
 from tests.simulation.history import Outcome, world
 from tests.simulation.world import Server
-from turnkeep_client.client import connect
+from turnkeep_client.client import Client, connect
 from worker.process.settings import Settings
 
 StartWorker = Callable[..., Awaitable[LocalWorker]]
@@ -110,6 +110,12 @@ async def simulated_worker(
         if not worker.is_dead and not worker.task.done():
             await worker.stop()
         await worker.client.close()
+
+
+@pytest.fixture
+async def client(local_worker: StartWorker, endless_model: Path) -> Client:
+    """A client of a worker whose answers last as long as they were asked to."""
+    return (await local_worker(model=str(endless_model))).client
 
 
 @pytest.fixture

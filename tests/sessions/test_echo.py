@@ -54,13 +54,6 @@ async def has_begun(session: Session) -> bool:
     return progress is not None and progress.cached_tokens > 0
 
 
-@pytest.fixture
-async def client(local_worker: Callable[..., Awaitable[Any]], endless_model: Path) -> Client:
-    worker = await local_worker(model=str(endless_model))
-    client: Client = worker.client
-    return client
-
-
 async def test_an_echo_is_of_each_token_that_the_request_adds(client: Client, endless_model: Path) -> None:
     """Also where the KV of all of them is there already, and in the next turn, with messages and a header."""
     await client.session("before").generate(text=TEXT, max_tokens=3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,6 @@ Start = Any  # of `local_worker`
 
 def said(text: str, role: str = "user") -> list[dict[str, str]]:
     return [{"role": role, "content": text}]
-
-
-@pytest.fixture
-async def client(local_worker: Callable[..., Awaitable[Any]], endless_model: Path) -> Client:
-    client: Client = (await local_worker(model=str(endless_model))).client
-    return client
 
 
 async def conversation(client: Client, name: str = "parent", turns: int = 2, **options: Any) -> Session:

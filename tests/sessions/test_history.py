@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from turnkeep_client.client import Client
@@ -14,12 +10,6 @@ from turnkeep_client.history import History
 from turnkeep_client.messages import Generate, Message
 
 pytestmark = pytest.mark.simulated
-
-
-@pytest.fixture
-async def client(local_worker: Callable[..., Awaitable[Any]], endless_model: Path) -> Client:
-    client: Client = (await local_worker(model=str(endless_model))).client
-    return client
 
 
 def user(text: str) -> list[dict[str, str]]:

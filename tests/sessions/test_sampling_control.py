@@ -20,13 +20,6 @@ from turnkeep_client.session import Session
 EOS = 2
 
 
-@pytest.fixture
-async def client(local_worker: Callable[..., Awaitable[Any]], endless_model: Path) -> Client:
-    worker = await local_worker(model=str(endless_model))
-    client: Client = worker.client
-    return client
-
-
 async def answered(session: Session, **options: Any) -> tuple[list[Chunk], Generated]:
     generation = session.generate(**options)
     chunks = [chunk async for chunk in generation]
