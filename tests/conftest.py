@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Self
 
+import httpcore2
 import pytest
 import structlog
 from hypothesis import settings
@@ -26,6 +27,9 @@ from worker.models.blas import preload
 # Threads of OpenBLAS spin as they wait, and the processors have other tests to run.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 preload()  # as a worker does, before anything imports MLX
+
+# Each HTTP client would read the system's authorities, for 20 ms.
+httpcore2.default_ssl_context = functools.cache(httpcore2.default_ssl_context)
 
 # Rich's tracebacks have all variables: a tenth of a second and more for each.
 structlog.get_config()["processors"][-1].exception_formatter = structlog.dev.plain_traceback
