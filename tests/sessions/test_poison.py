@@ -7,8 +7,10 @@ import json
 from typing import Any
 
 import pytest
+from anyio import move_on_after
 from raw_wire import Start, Wire, append, generate
 
+from tests.simulation import device
 from tests.simulation.device import POISON
 from tests.simulation.loop import _process as current
 from worker.sessions import sessions
@@ -143,3 +145,21 @@ async def test_orderly_stops_are_no_attempts(wire: Start) -> None:
         assert seq not in w.results
         worker = (await wire(ack_wait_s=1.0)).worker
     assert (await w.result(seq))["type"] == "generated"
+
+
+async def test_orderly_stops_before_any_token_are_no_attempts(
+    wire: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four of them while the device runs the same input."""
+    w = await wire(ack_wait_s=1.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(device, "move_on_after", lambda _: move_on_after(600))
+        seq, last = await w.publish("s", append("a")), w
+        for _ in range(3):
+            await last.until("s", "running")
+            await last.worker.stop()
+            last = await wire(ack_wait_s=1.0)
+        await last.until("s", "running")
+        await last.worker.stop()
+    await wire(ack_wait_s=1.0)
+    assert (await w.result(seq))["type"] == "appended"
