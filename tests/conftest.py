@@ -17,7 +17,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Self
 
+import httpcore2
 import pytest
+import structlog
 from hypothesis import settings
 
 from worker.models.blas import preload
@@ -26,6 +28,12 @@ from worker.models.blas import preload
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 preload()  # as a worker does, before anything imports MLX
 
+# Each HTTP client would read the system's authorities, for 20 ms.
+httpcore2.default_ssl_context = functools.cache(httpcore2.default_ssl_context)
+
+# Rich's tracebacks have all variables: a tenth of a second and more for each.
+structlog.get_config()["processors"][-1].exception_formatter = structlog.dev.plain_traceback
+
 # How long an example takes says how busy the machine is. `make soak` runs more examples.
 EXAMPLES = int(os.environ.get("TURNKEEP_TEST_EXAMPLES", "50"))
 settings.register_profile("any pace", deadline=None, max_examples=EXAMPLES)
@@ -33,6 +41,7 @@ settings.load_profile("any pace")
 
 from parts import (  # noqa: E402
     BLOCK,
+    LocalWorker,
     WorkerProcess,
     free_port,
     make_embedding_model,
@@ -43,7 +52,7 @@ from parts import (  # noqa: E402
 )
 
 from tests.durations import Meter  # noqa: E402
-from turnkeep_client.client import Client, connect  # noqa: E402
+from turnkeep_client.client import connect  # noqa: E402
 from worker.app import App  # noqa: E402
 from worker.process.settings import Settings  # noqa: E402
 from worker.wire.credentials import client_options, over_tls  # noqa: E402
@@ -182,23 +191,6 @@ def nats_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     finally:
         process.terminate()
         process.wait(10)
-
-
-class LocalWorker:
-    """A worker in this process, and what a test needs to talk to it."""
-
-    def __init__(self, app: App, task: asyncio.Task[None], settings: Settings, client: Client) -> None:
-        self.app = app
-        self.task = task
-        self.settings = settings
-        self.client = client
-
-    async def stop(self) -> None:
-        self.app.stop()
-        try:
-            await self.task
-        finally:
-            await self.client.close()
 
 
 @pytest.fixture

@@ -11,15 +11,13 @@ import argparse
 import resource
 import sys
 from collections import defaultdict
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 from xml.etree import ElementTree as ET
 
 import pytest
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
 
 ROOT = Path(__file__).parents[1]
 CPU = "cpu_s"

@@ -18,11 +18,9 @@ import termios
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import connection, reduction
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
-
-if TYPE_CHECKING:
-    from multiprocessing.context import ForkServerProcess
+from typing import Any, Self
 
 #: On macOS a process that has loaded Metal must not fork.
 CAN_FORK = sys.platform == "linux"
@@ -57,10 +55,12 @@ class Forked:
             self._process.start()
 
     @classmethod
-    def logging_to(cls, output: Path, command: list[str], environment: dict[str, str]) -> Self:
-        """Start a process without input whose output is appended to a file."""
+    def logging_to(
+        cls, output: Path, command: list[str], environment: dict[str, str], stdin: int | None = None
+    ) -> Self:
+        """Start a process whose output is appended to a file; without input if `stdin` is not given."""
         with Path(os.devnull).open() as nothing, output.open("ab") as log:
-            return cls(command, environment, (nothing.fileno(), log.fileno(), log.fileno()))
+            return cls(command, environment, (stdin or nothing.fileno(), log.fileno(), log.fileno()))
 
     @property
     def pid(self) -> int:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from turnkeep_client.client import Client
+    from worker.app import App
+    from worker.process.settings import Settings
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
@@ -143,6 +145,23 @@ def nats_server_program() -> str:
     return str(Path(sys.executable).with_name("nats-server"))
 
 
+class LocalWorker:
+    """A worker in this process, and what a test needs to talk to it."""
+
+    def __init__(self, app: App, task: asyncio.Task[None], settings: Settings, client: Client) -> None:
+        self.app = app
+        self.task = task
+        self.settings = settings
+        self.client = client
+
+    async def stop(self) -> None:
+        self.app.stop()
+        try:
+            await self.task
+        finally:
+            await self.client.close()
+
+
 class WorkerProcess:
     """`turnkeep serve` as a process of its own, to be killed and started again."""
 
@@ -178,17 +197,23 @@ class WorkerProcess:
     def _given_data_dir(self) -> Path:
         return Path(self.command[len(self.command) - self.command[::-1].index("--data-dir")])
 
-    def start(self) -> None:
+    def start(self, stdin: int | None = None) -> None:
+        """Start it; `stdin` is a descriptor, and nothing if it is not given."""
         if own_token(self._given_data_dir) is None:  # so that clients can try before the worker has made one
             self._given_data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
             (self._given_data_dir / "nats-token").write_text(secrets.token_urlsafe(32))
         environment = {k: v for k, v in os.environ.items() if not k.startswith("TURNKEEP_")}
         if self.forks:
-            self._process = Forked.logging_to(self.log_path, self.command[1:], environment)
+            self._process = Forked.logging_to(self.log_path, self.command[1:], environment, stdin)
             return
         with self.log_path.open("ab") as output:
             self._process = subprocess.Popen(
-                self.command, stdout=output, stderr=output, env=environment, cwd=Path(__file__).parents[1]
+                self.command,
+                stdin=stdin or subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=environment,
+                cwd=Path(__file__).parents[1],
             )
 
     def kill(self) -> None:
@@ -201,6 +226,10 @@ class WorkerProcess:
     def _end(self, number: signal.Signals) -> int:
         assert self._process is not None
         self._process.send_signal(number)
+        return self.wait()
+
+    def wait(self) -> int:
+        assert self._process is not None
         return self._process.wait(30)
 
     @property

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
+
+import pytest
 
 from tests.durations import main
 from tests.matrices import thinned
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import pytest
 
 CASE = '<testcase classname="{}" name="{}" time="{}"><properties>{}</properties></testcase>'
 CPU = '<property name="cpu_s" value="{}"/>'

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
+import mlx.core as mx
 import numpy as np
 
+from cache.names.blocks import Span
 from cache.names.identity import Identity
 from cache.names.snapshot import ModelLayout, Tensor
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import mlx.core as mx
-
-    from cache.names.blocks import Span
-    from cache.store import Store
+from cache.store import Store
 
 BLOCK = 4
 HEADS, DIM = 2, 3

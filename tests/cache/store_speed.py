@@ -17,13 +17,15 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import structlog
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from collections.abc import Sequence
 
 from cache.disk import format as snapshot_format
 from cache.disk.access import PLAIN, Access
@@ -36,9 +38,6 @@ from cache.names.identity import Identity
 from cache.names.snapshot import ModelLayout, Name, Tensor
 from cache.names.tokens import TOKEN_BYTES, as_tokens, pack
 from cache.store import Store
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 LENGTHS = (300, 1500, 6000)
 LAYERS, HEADS, DIM, BLOCK, CHAIN = 30, 3, 64, 128, 1_000

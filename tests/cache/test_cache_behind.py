@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import sqlite3
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -23,9 +22,7 @@ from cache.index.index import Index
 from cache.names.blocks import Span
 from cache.names.policy import FULL, Policy
 from cache.names.snapshot import ModelLayout, carried
-
-if TYPE_CHECKING:
-    from cache.store import Store
+from cache.store import Store
 
 LIMITED = LAYOUT.under(POLICY)
 TOKENS = [at * 7 % 50 for at in range(400)]

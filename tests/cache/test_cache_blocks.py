@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from array import array
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -23,9 +23,6 @@ from cache.names.tokens import (
     pack,
     to_compact,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 ROOT = blocks.root(b"identity", "tenant")
 TOKENS = st.lists(st.integers(0, 2), max_size=24)

@@ -8,7 +8,8 @@ import os
 import struct
 import tarfile
 import tracemalloc
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import xxhash
@@ -28,9 +29,6 @@ from cache.names.errors import DoubtfulSnapshotError
 from cache.names.snapshot import Name, Tensor
 from cache.names.tokens import pack
 from commands.cli import main
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 TOKENS = [5, 6, 7, 8]
 #: More than a block may have.

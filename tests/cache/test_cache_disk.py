@@ -13,17 +13,14 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from made_kv import assert_sum_rule, num_restored, save_all
 from test_cache_reach import POLICY
 
 from cache.admin import survey
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 HERE = Path(__file__).parent
 ONE, TWO = [1, *range(9)], [2, *range(9)]

@@ -7,7 +7,7 @@ import fcntl
 import os
 import sqlite3
 import stat
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from made_kv import BLOCK, cut, identity, save_all
@@ -19,9 +19,6 @@ from cache.names.blocks import Span
 from cache.names.identity import FORMAT_VERSION
 from cache.names.tokens import Chain, as_tokens, pack
 from cache.store import Forgotten
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 #: Numbers that nothing else has, so that their bytes are found wherever they are left.
 TOKENS = [0x5A5A0000 + i for i in range(10)]

@@ -7,7 +7,8 @@ import json
 import os
 import stat
 import tarfile
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -17,10 +18,6 @@ from cache.admin import archive
 from cache.names.errors import CacheError
 from commands.cli import main
 from worker.process.datadir import DataDir
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 TOKENS = list(range(10))
 

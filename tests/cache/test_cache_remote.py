@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from made_kv import BLOCK, assert_is_kv_of, assert_sum_rule, cut, identity, save_all
@@ -19,12 +21,7 @@ from cache.index import remote
 from cache.names.errors import SealedError
 from cache.names.policy import Policy
 from cache.names.tokens import as_tokens
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-    from pathlib import Path
-
-    from cache.store import Store
+from cache.store import Store
 
 TOKENS = list(range(10))
 

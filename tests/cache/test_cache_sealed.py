@@ -8,7 +8,7 @@ import random
 import sqlite3
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from made_kv import BLOCK, cut, identity, num_restored, save_all
@@ -24,13 +24,11 @@ from cache.store import access_by
 
 pytest.importorskip("cryptography")
 
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
 from cache.disk import sealing
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from pathlib import Path
-
-    from cache.store import Store
+from cache.store import Store
 
 #: Numbers that nothing else has, so that their bytes are found wherever they lie.
 TOKENS = [0x5A5A0000 + i for i in range(10)]

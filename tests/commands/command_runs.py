@@ -15,7 +15,7 @@ import sys
 import termios
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from click.testing import CliRunner
 from rich.cells import cell_len
@@ -23,9 +23,7 @@ from structlog.testing import capture_logs
 
 from commands.cli import main
 from tests.forked import CAN_FORK, Forked, Piped
-
-if TYPE_CHECKING:
-    from tests.conftest import LocalWorker
+from tests.parts import LocalWorker
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 60.0

@@ -9,7 +9,9 @@ import shutil
 import signal
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -19,16 +21,9 @@ from msgspec.inspect import FloatType, IntType, StructType, UnionType, type_info
 
 from commands.ask import ask as ask_command
 from commands.screen import printable, wrapped
-from tests.parts import TINY_CONTEXT
+from tests.parts import TINY_CONTEXT, LocalWorker, WorkerProcess
+from turnkeep_client.client import Client
 from turnkeep_client.messages import Closed, Generate, Generated, decode_request, decode_result, encode
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from tests.conftest import LocalWorker
-    from tests.parts import WorkerProcess
-    from turnkeep_client.client import Client
 
 
 async def asked(client: Client, session: str = "s") -> Generate:

@@ -6,19 +6,14 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.commands.command_runs import environment, turnkeep
-from tests.parts import free_port
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from tests.parts import WorkerProcess
+from tests.parts import WorkerProcess, free_port
 
 pytestmark = pytest.mark.process
 

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from command_runs import Terminal, turnkeep, where
 
-from turnkeep_client.messages import Append, Generate, Generated, decode_request, decode_result
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from tests.conftest import LocalWorker
-    from tests.parts import WorkerProcess
-    from turnkeep_client.client import Client
-    from turnkeep_client.messages import Request
+from tests.parts import LocalWorker, WorkerProcess
+from turnkeep_client.client import Client
+from turnkeep_client.messages import Append, Generate, Generated, Request, decode_request, decode_result
 
 PROMPT = r">\x08? ?$"
 END = r"\n\s*>\x08? ?$"

@@ -6,20 +6,17 @@ import asyncio
 import json
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from command_runs import command, environment, turnkeep, where
 
+from tests.parts import LocalWorker
 from turnkeep_client.errors import RequestFailedError
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-    from pathlib import Path
-
-    from tests.conftest import LocalWorker
-
-    Start = Callable[..., Awaitable[LocalWorker]]
+Start = Callable[..., Awaitable[LocalWorker]]
 
 
 async def states(worker: LocalWorker, *options: object) -> dict[str, str]:

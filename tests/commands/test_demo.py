@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from command_runs import Terminal, turnkeep
 
 from tests.parts import make_endless_model, make_tiny_model
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from commands.exchanges import last_exchanges
 from turnkeep_client import wire
 from turnkeep_client.errors import RequestFailedError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def user(text: str) -> dict[str, Any]:

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from tests.commands.command_runs import turnkeep
-from tests.parts import free_port
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from tests.parts import WorkerProcess
+from tests.parts import WorkerProcess, free_port
 
 pytestmark = pytest.mark.process
 

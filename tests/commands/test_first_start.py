@@ -5,16 +5,13 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import httpx2
 import pytest
 from command_runs import Terminal, turnkeep
 
 from tests.parts import free_port
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.process
 

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from command_runs import Terminal, command, turnkeep
 
+from tests.parts import WorkerProcess
 from worker.models.quantising import quantise
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from tests.parts import WorkerProcess
 
 
 async def test_a_model_is_served_by_name_and_not_removed_meanwhile(

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from command_runs import turnkeep, where
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 SINK_WINDOW = ("--policy", "sink_window", "--sink", "2", "--window", "32")
 

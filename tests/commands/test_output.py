@@ -10,21 +10,16 @@ import re
 import shutil
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 from command_runs import Terminal, environment, turnkeep, where
 from command_runs import command as run
 
 from commands.cli import main
 from worker.process.formatting import size, span
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from click.testing import Result
 
 LONG = "a-model-with-a-name-that-is-longer-than-a-terminal-is-wide-" * 2
 

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import pytest
 from command_runs import Terminal, turnkeep
 
-from tests.parts import free_port
+from tests.parts import WorkerProcess, free_port
 from worker.process.datadir import owner
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from tests.parts import WorkerProcess
 
 pytestmark = pytest.mark.process
 

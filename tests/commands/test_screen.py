@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 import sys
+from collections.abc import Callable
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import pytest
 from command_runs import seen
@@ -60,9 +60,6 @@ def test_control_characters_are_left_out_and_spaces_and_joiners_are_not() -> Non
     whole = "10\u202f000\u00a0km \U0001f468\u200d\U0001f469 \u0645\u06cc\u200c\u062e"
     assert printable(whole) == whole
 
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 ANSWER = """A **bold** word, and words that go on behind the edge of it.
 

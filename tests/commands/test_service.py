@@ -8,9 +8,9 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from command_runs import environment
@@ -19,10 +19,7 @@ from ops import units
 from tests.parts import free_port
 from worker.process.datadir import DataDir
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    Run = Callable[..., subprocess.CompletedProcess[str]]
+Run = Callable[..., subprocess.CompletedProcess[str]]
 
 RECORDS = """#!/bin/sh
 echo "$(basename $0) $*" >> "$RECORD"

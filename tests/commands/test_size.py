@@ -8,21 +8,24 @@ import os
 import re
 import shlex
 import shutil
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.commands.command_runs import command
 from tests.ops.test_operating_page import block
-from tests.parts import BLOCK, ENDLESS_CONTEXT, TINY_KV_BYTES, make_endless_model, make_tiny_model
+from tests.parts import (
+    BLOCK,
+    ENDLESS_CONTEXT,
+    TINY_KV_BYTES,
+    LocalWorker,
+    make_endless_model,
+    make_tiny_model,
+)
+from turnkeep_client.messages import Metrics
 from worker.process.settings import load
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-    from pathlib import Path
-
-    from tests.conftest import LocalWorker
-    from turnkeep_client.messages import Metrics
 
 TURN, ANSWER, TURNS = 150, 9, 7
 MEMORY = 64 * 2**20

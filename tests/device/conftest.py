@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import queue
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -27,10 +29,6 @@ from worker.device.turn import (
     Turn,
 )
 from worker.models.quantised import quantise_kv
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 
 @pytest.fixture(scope="session")

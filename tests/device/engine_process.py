@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 from tiny_models import BLOCK, GREEDY, answer, key, loaded
@@ -16,18 +18,12 @@ from cache.names.identity import Identity
 from cache.names.policy import FULL, Policy
 from cache.names.tokens import as_tokens
 from cache.store import Store
+from worker.batch.row_sampler import Sampling
 from worker.device.admission import Ledger
 from worker.device.device import Device
 from worker.device.engine import Engine
 from worker.observe.telemetry import Telemetry
-from worker.sessions.port import Asked
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from worker.batch.row_sampler import Sampling
-    from worker.sessions.port import TurnResult
+from worker.sessions.port import Asked, TurnResult
 
 IDENTITY = Identity(weights="w", config="c", tokenizer="t", kv_dtype="float32", block_tokens=BLOCK)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -12,11 +13,7 @@ from mlx_lm.models import base
 from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 
 from cache.kv.states import leaves
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from cache.names.policy import Policy
+from cache.names.policy import Policy
 
 THEIRS = base.scaled_dot_product_attention
 

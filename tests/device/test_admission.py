@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 from unittest.mock import Mock
 
 import hypothesis.strategies as st
@@ -27,9 +27,6 @@ from worker.device.turn import Short
 from worker.observe.telemetry import Telemetry
 from worker.sessions.order import PRIORITY_S, place
 from worker.sessions.port import Asked
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 CAPACITY = 100
 NAMES = st.sampled_from("abcdef")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
@@ -11,9 +11,6 @@ from hypothesis import given
 from worker.models.tokenizer import Tokenizer
 from worker.text.answer import Answer
 from worker.text.text_stream import TextStream
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 STOPS = ("ab", "aab", "\u00e9x")
 

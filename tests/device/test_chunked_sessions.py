@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import engine_process
 import mlx.core as mx
 import pytest
 from tiny_models import BLOCK, append, generate, key, prompt
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
 
 KIND = "llama4_chunks"
 CHUNK = 4 * BLOCK

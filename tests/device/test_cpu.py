@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import mlx.core as mx
 import numpy as np
@@ -11,9 +11,6 @@ from mlx_lm.models.activations import swiglu
 
 from cache.kv import paged
 from worker.batch import cpu
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 pytestmark = pytest.mark.skipif(mx.default_device() != mx.cpu, reason="this is the way on a CPU alone")
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import random
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import engine_process
 import mlx.core as mx
 import numpy as np
 import pytest
 import structlog
+from engine_process import Process
 from mlx_lm.models.cache import make_prompt_cache
 from tiny_models import WIDE, prompt
 
@@ -27,11 +29,6 @@ from worker.batch.parts import OwnPart
 from worker.device import cutting, finding
 from worker.device.run import Run
 from worker.sessions.port import Asked, DeviceFaultError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from engine_process import Process
 
 POLICY = Policy.paged(9 * CHUNK + 4, [(3 * CHUNK + 5, 3 * CHUNK + 40)], sink=4)
 HELD = (POLICY.window or 0) + SLACK

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from engine_process import open_process
 from tiny_models import BLOCK, key, prompt
 
+from cache.index.nodes import Node
+from cache.store import Store
 from tests.matrices import first
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from cache.index.nodes import Node
-    from cache.store import Store
 
 KEEP = 4 * BLOCK
 #: By kind: the share of a file that its layers without a window take.

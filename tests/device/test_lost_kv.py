@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -20,9 +21,6 @@ from cache.names.tokens import as_tokens
 from worker.batch.batch import Batch
 from worker.device import machine
 from worker.sessions.port import Asked, DeviceFaultError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 pytestmark = pytest.mark.metal
 EVALUATE = mx.eval

@@ -7,7 +7,7 @@ import gc
 import queue
 import random
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -17,10 +17,8 @@ from tests.matrices import thinned
 from turnkeep_client.subjects import SessionKey
 from worker.device.device import Device
 from worker.device.machine import DeviceError
+from worker.device.memory import Estimator
 from worker.device.turn import Faulted, Finished, NoRoomError, Short, Starved
-
-if TYPE_CHECKING:
-    from worker.device.memory import Estimator
 
 #: What 256 tokens of the tiny llama's KV take, and so one session of up to 256.
 SESSION = 256 * 2 * 2 * 8 * 4 * 2

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from engine_process import Process, open_process
@@ -13,10 +15,6 @@ from tiny_models import BLOCK, key
 
 from cache.disk import format as snapshot_format
 from cache.names.tokens import as_tokens
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-    from pathlib import Path
 
 PROMPT = [1 + i % 90 for i in range(12 * BLOCK + 3)]
 KINDS = ["llama", "exaone4", "mamba2", "qwen3_next"]

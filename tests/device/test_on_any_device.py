@@ -7,7 +7,9 @@ are compared with answers that ran in the same way.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,10 +20,6 @@ from engine_process import Process, open_process
 from tiny_models import BLOCK, key, prompt
 
 from worker.device import machine
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from contextlib import AbstractAsyncContextManager
 
 pytestmark = pytest.mark.metal
 

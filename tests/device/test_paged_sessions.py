@@ -7,12 +7,14 @@ import gc
 import random
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import engine_process
 import mlx.core as mx
 import numpy as np
 import pytest
+from engine_process import Process
 from mlx_lm.models.cache import make_prompt_cache
 from tiny_models import WIDE, loaded, prompt
 
@@ -22,6 +24,7 @@ from cache.kv.paged import PagedCache, Pages
 from cache.names.blocks import Span
 from cache.names.policy import CHUNK, Policy
 from cache.names.tokens import as_tokens
+from turnkeep_client.messages import Chunk
 from worker import sizing
 from worker.batch import batch_kinds, matching
 from worker.batch.forward import Forward
@@ -29,13 +32,6 @@ from worker.batch.parts import OwnPart
 from worker.device import finding
 from worker.device.step_chooser import ChosenStep, StepChooser
 from worker.sessions.port import Asked
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from engine_process import Process
-
-    from turnkeep_client.messages import Chunk
 
 WINDOW = Policy(4, 4 * CHUNK)
 POLICY = Policy.paged(9 * CHUNK + 4, [(3 * CHUNK + 5, 3 * CHUNK + 40)], sink=4)
@@ -220,7 +216,7 @@ async def test_restored_sessions_beside_each_other_need_room_for_what_the_device
     model, tmp_path
 ) -> None:
     """Not for a copy of all of their tokens: else prompts that have come less far would begin anew."""
-    policy, num_tokens = Policy.paged(1024, sink=4), 12_000
+    policy, num_tokens = Policy.paged(1024, sink=4), 7_000
     said = [prompt(num_tokens, salt=i + 1) for i in range(4)]
     async with engine_process.open_process(model, tmp_path, num_blocks=16) as process:
         for i, tokens in enumerate(said):

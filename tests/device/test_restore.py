@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import engine_process
 import mlx.core as mx
@@ -19,6 +22,7 @@ from tiny_models import BLOCK, GREEDY, VOCABULARY, alone, answer, generate, key,
 from cache.disk import format as snapshot_format
 from cache.disk import header
 from cache.kv import layers
+from cache.names.identity import Identity
 from cache.names.policy import FULL, Policy
 from cache.names.snapshot import ITEM_BYTES, Tensor
 from cache.names.tokens import as_tokens
@@ -26,14 +30,6 @@ from tests.matrices import thinned
 from turnkeep_client.subjects import SessionKey
 from worker.batch.row_sampler import Sampling
 from worker.sessions.port import Asked
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from contextlib import AbstractAsyncContextManager
-    from pathlib import Path
-
-    from cache.names.identity import Identity
-
 
 HOT = Sampling(0.9, top_p=0.95, seed=77)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -15,9 +16,6 @@ from naive_window import Naive
 from cache.kv.ring import RingCache
 from worker.batch.forward import Forward
 from worker.batch.parts import OwnPart
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 SINK, WINDOW = 3, 20
 TOKENS = [(i * i * 7 + i // 5) % 89 for i in range(160)]

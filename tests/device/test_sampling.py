@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from worker.batch.row_sampler import Sampling
-from worker.batch.sampling import draw
+from worker.batch.row_sampler import Draw, Sampling
+from worker.batch.sampling import draw, draw_all
 
 VOCABULARY = 24
 
@@ -45,8 +45,8 @@ def softmax(values: np.ndarray) -> np.ndarray:
 
 
 def draws(values: np.ndarray, sampling: Sampling, num: int, seen: set[int] = frozenset()) -> np.ndarray:
-    array = mx.array(values)
-    return np.array(mx.stack([draw(array, sampling, index, seen) for index in range(num)]))
+    rows = mx.broadcast_to(mx.array(values), (num, len(values)))
+    return np.array(draw_all(rows, [Draw(sampling, index, [*seen]) for index in range(num)]).tokens)
 
 
 @given(st.integers(0, 10_000))
@@ -173,5 +173,5 @@ def test_the_penalty_leaves_the_models_own_logits_alone() -> None:
 def test_half_precision_logits_are_filtered_in_float32() -> None:
     """A cumulative sum over a large vocabulary in bfloat16 stalls long before top_p."""
     values = mx.zeros((4096,)).astype(mx.bfloat16)
-    drawn = np.array(mx.stack([draw(values, Sampling(1.0, top_p=0.5), i, ()) for i in range(400)]))
+    drawn = draws(values, Sampling(1.0, top_p=0.5), 400)
     assert len(set(drawn.tolist())) > 300

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -17,10 +19,6 @@ from cache.names.blocks import Span
 from cache.names.identity import Identity
 from cache.store import Store
 from worker.device.turn import SnapshotCut
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 KINDS = [
     "llama",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from tiny_models import append, loaded
@@ -12,9 +12,7 @@ from worker.device.memory import Estimator, shape_of
 from worker.device.pace import Pace
 from worker.device.scheduler import AGE_STEPS, Scheduler
 from worker.device.step_chooser import StepChooser
-
-if TYPE_CHECKING:
-    from worker.device.turn import Turn
+from worker.device.turn import Turn
 
 BLOCK = 64
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -15,11 +15,9 @@ from cache.names.blocks import Span, spans
 from cache.names.errors import CutOffError
 from cache.names.tokens import as_tokens
 from worker.batch.row_sampler import Sampling
+from worker.batch.rows import PrefillPiece
 from worker.device.runner import Runner
 from worker.device.turn import Faulted, Finished, Prefilled, Sampled, SnapshotCut, Turn
-
-if TYPE_CHECKING:
-    from worker.batch.rows import PrefillPiece
 
 
 class Wrapped:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -17,9 +18,6 @@ from cache.names.tokens import as_tokens
 from worker.batch.forward import Forward
 from worker.batch.own_pass import run_alone
 from worker.batch.slots import Pool
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 POLICY = Policy(sink=3, window=20)
 #: Attention beside recurrent layers: in turns, without positions, in one list, and with windows of its own.

@@ -7,20 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, Self
 
 import httpx2
 import uvicorn
 from starlette.applications import Starlette
+from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from gateway.http.serving import listening
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
-
-    from starlette.requests import Request
 
 _MOST_TOKENS = 200
 #: Agents ask for more of an answer that was cut by its length, so text ends with one of these.

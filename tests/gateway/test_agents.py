@@ -9,21 +9,17 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from steering import Steering
 
+from turnkeep_client.client import Client
 from turnkeep_client.errors import NoWorkerError
-from turnkeep_client.messages import Generated, decode_result
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from turnkeep_client.client import Client
-    from turnkeep_client.messages import Usage
+from turnkeep_client.messages import Generated, Usage, decode_result
 
 pytestmark = [pytest.mark.soak, pytest.mark.process, pytest.mark.registry("npm"), pytest.mark.timeout(900)]
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator
+from typing import Any
 
 import anthropic
 import pytest
 from anthropic import AsyncAnthropic
 
 from tests.parts import TINY_CONTEXT
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 Start = Any
 SKY = {

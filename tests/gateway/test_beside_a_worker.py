@@ -6,7 +6,8 @@ import asyncio
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import httpx2
 import psutil
@@ -14,9 +15,6 @@ import pytest
 from parts import free_port
 
 from worker.process.datadir import starting_pid
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.process
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello."}], "max_tokens": 2}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -13,9 +13,6 @@ import gateway.http
 from commands.cli import main
 from commands.gateway import greeting
 from gateway.http.serving import listening
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def said(*arguments: str) -> str:

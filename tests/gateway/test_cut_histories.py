@@ -11,8 +11,10 @@ import json
 import os
 import random
 import signal
+from collections.abc import AsyncIterator, Callable
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import httpx2
 import openai
@@ -24,10 +26,6 @@ from test_interrupted import started as started  # noqa: PLC0414  # a fixture
 
 from turnkeep_client.errors import NoWorkerError
 from turnkeep_client.messages import Generated, decode_result
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-    from pathlib import Path
 
 pytestmark = pytest.mark.process
 

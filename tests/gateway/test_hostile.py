@@ -6,16 +6,14 @@ import asyncio
 import contextlib
 import json
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
 
 from gateway.keys import Keys
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
 
 Start = Any
 CHAT = "/v1/chat/completions"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
@@ -12,9 +13,6 @@ from gateway import boundaries
 from gateway.index import append_id
 from gateway.openai import chat
 from turnkeep_client.messages import encode
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 Start = Any
 CHAT = "/v1/chat/completions"

@@ -9,15 +9,13 @@ import shlex
 import shutil
 import stat
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from commands.agents import AGENTS, INSTALLS, Door, start_of
 from tests.parts import TINY_CONTEXT
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 #: Writes its environment and arguments.
 _AGENT = f"""#!{sys.executable}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
@@ -11,9 +12,6 @@ import pytest
 from gateway.keys import Key, Keys, Limits
 from gateway.turn import Fault
 from turnkeep_client.errors import TurnkeepError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 Start = Any
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"

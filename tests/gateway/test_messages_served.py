@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+import httpx2
 import pytest
 from parts import make_tiny_model
 
@@ -23,11 +25,6 @@ from turnkeep_client.messages import (
     Seconds,
     Usage,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import httpx2
 
 Start = Any
 PATH = "/v1/messages"

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import httpx2
 import pytest
 from test_responses_shapes import generated
 
 from gateway.ollama import answers, requests
 from gateway.turn import Fault
 from turnkeep_client.chunks import Assembly
-
-if TYPE_CHECKING:
-    import httpx2
 
 Start = Any
 HELLO = [{"role": "user", "content": "Hello."}]

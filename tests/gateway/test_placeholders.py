@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx2
 import pytest
@@ -11,9 +11,7 @@ import pytest
 from gateway.anthropic import messages
 from gateway.openai import chat
 from gateway.responses import requests as responses
-
-if TYPE_CHECKING:
-    from gateway.turn import Turn
+from gateway.turn import Turn
 
 Start = Any
 IMAGE = "[image: this model cannot see images]"

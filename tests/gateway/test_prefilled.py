@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 Start = Any
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"

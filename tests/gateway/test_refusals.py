@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
 
 import httpx2
 import openai
@@ -24,10 +26,6 @@ from turnkeep_client.errors import (
     TurnkeepError,
 )
 from turnkeep_client.messages import decode_chunk
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
 
 Start = Any
 CHAT = "/v1/chat/completions"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import openai
 import pydantic
@@ -17,9 +18,6 @@ from gateway.keys import Keys
 from turnkeep_client import connect
 from turnkeep_client.messages import Close
 from turnkeep_client.subjects import session_key
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 Start = Any
 TEXT = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>'

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import httpx2
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.http import app
 from gateway.keys import Keys
 from gateway.seen import Seen
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import pytest
 
 Start = Any
 CHAT = "/v1/chat/completions"

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
 from worker.models.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 MakeTokenizer = Callable[[str], Tokenizer]
 

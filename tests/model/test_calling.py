@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from test_splitting import FAMILIES, dialect, wide, written
 
 from turnkeep_client.messages import LarkFormat
+from worker.batch.row_sampler import Grammar
 from worker.models.dialect import Dialect, dialect_of
 from worker.models.tokenizer import Tokenizer
 from worker.text.calling import calls_grammar
 from worker.text.grammar import Grammars
 from worker.text.thinking import Thinking
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from worker.batch.row_sampler import Grammar
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS: list[dict[str, Any]] = [

@@ -6,16 +6,13 @@ import contextlib
 import json
 import shutil
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from worker.models.model import load
 from worker.models.model_files import ModelError
 from worker.models.tokenizer import TemplateError, Tokenizer
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture

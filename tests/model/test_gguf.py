@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 import struct
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -20,9 +21,6 @@ from tiny_gguf import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, TEXT, TinyLlama, weight
 from worker.models import gguf_file, gguf_model, model
 from worker.models.model_files import ModelError, read_json
 from worker.models.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 KINDS = [
     Kind.F32, Kind.F16, Kind.BF16, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0,

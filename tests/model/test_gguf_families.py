@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -15,9 +16,6 @@ from tiny_gguf import FFN, HEADS, HIDDEN, KV_HEADS, TinyLlama
 from worker.models import gguf_file, gguf_model, model
 from worker.models.gguf_family import mlx_name, quantisation_of
 from worker.models.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 COMMON = {
     "hidden_size": HIDDEN,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import anyio.to_thread
 import numpy as np
@@ -21,10 +23,6 @@ from turnkeep_client.messages import (
 )
 from worker.models.tokenizer import Tokenizer
 from worker.text.grammar import GrammarError, Grammars
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
 
 pytestmark = pytest.mark.model
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_hub import FakeHub
@@ -12,9 +13,6 @@ from commands.shelf import Shelf
 from worker.models import hub, known
 from worker.models.model_files import ModelError
 from worker.process.settings import Settings
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 GB = 1e9
 

@@ -7,7 +7,8 @@ import os
 import subprocess
 import sys
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_gguf import TinyLlama
@@ -16,9 +17,6 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 from worker.models import model, tokenizer_files
 from worker.models.chat_template import ChatTemplate
 from worker.models.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 CHAT = [{"role": "user", "content": "é 🫠 <|im_end|>"}, {"role": "assistant", "content": " a  b\n"}]
 LOAD = """

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -10,14 +11,10 @@ from hypothesis import strategies as st
 from test_templates import TEMPLATES, Chat
 
 from cache.names.errors import CutOffError
+from worker.models.tokenizer import Tokenizer
 from worker.text import conversation, templates
 from worker.text.locality import num_first
 from worker.text.templates import Conversation
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from worker.models.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.model
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -12,15 +14,10 @@ from parts import free_port
 from bench.device import MEASURES
 from bench.programs.device import Measuring
 from cache.kv import layers
+from worker.batch.rows import Row
 from worker.models import model
 from worker.process import settings
 from worker.process.datadir import DataDir
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from worker.batch.batch import Row
 
 TOKENS = [(7 * i + 3) % 250 for i in range(96)]
 PROMPTS = [TOKENS[:40], TOKENS[20:60], TOKENS[30:70]]

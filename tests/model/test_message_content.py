@@ -6,7 +6,8 @@ import json
 import shutil
 from collections import Counter
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,9 +17,6 @@ from tokenizers import Tokenizer as Rust
 
 from worker.models.tokenizer import Tokenizer
 from worker.text.templates import Conversation
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.model
 DAY = datetime(2024, 2, 29, tzinfo=UTC)

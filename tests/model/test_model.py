@@ -7,8 +7,10 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -18,10 +20,6 @@ from tiny_gguf import TinyLlama
 from cache.kv.size import KvSize
 from worker.models import gguf_model, model
 from worker.models.model import ModelError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 
 @pytest.fixture(scope="module")

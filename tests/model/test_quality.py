@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -14,9 +14,6 @@ from tiny_gguf import TinyLlama
 
 from bench.programs.quality import Comparison, Plan, Side
 from worker.models import gguf_model, model
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 PLAN = Plan(window=32, windows=3, answer=6, answers=2, block=8)
 

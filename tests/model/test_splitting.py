@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -13,12 +14,7 @@ from hypothesis import given
 from worker.models.dialect import Dialect, dialect_of
 from worker.text.arguments import Offered
 from worker.text.harmony import HarmonySplitter
-from worker.text.splitting import Calls, MarkedSplitter, Piece, call_id
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from worker.text.splitting import Splitter
+from worker.text.splitting import Calls, MarkedSplitter, Piece, Splitter, call_id
 
 TOOLS: list[dict[str, Any]] = [
     {

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from worker.models import chat_template
 from worker.models.tokenizer import TemplateError, Tokenizer
 from worker.text.templates import Conversation
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 pytestmark = pytest.mark.model
 DAY = datetime(2024, 2, 29, tzinfo=UTC)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from worker.models.tokenizer import Tokenizer
 from worker.text.templates import Addition, Conversation, TemplateError
-
-if TYPE_CHECKING:
-    from worker.models.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.model
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from worker.models.tokenizer import Tokenizer
 from worker.text.text_stream import TextStream
-
-if TYPE_CHECKING:
-    from worker.models.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.model
 

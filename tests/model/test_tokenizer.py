@@ -6,9 +6,11 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import sentencepiece
@@ -20,10 +22,6 @@ from worker.models.model_files import ModelError
 from worker.models.tokenizer import TemplateError, Tokenizer
 from worker.text.templates import Conversation
 from worker.text.text_stream import TextStream
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 SENTENCES = [TEXT, "Once upon a time there was a cat.", "the thing that they then thought", "  two  spaces"]
 MORE = ["", " ", "  lead", "trail ", "a\n\nb", "unseen: Ω≠é 🫠", "the cat's  mat", "x" * 40, "\t1234"]

@@ -6,17 +6,15 @@ import base64
 import shutil
 import subprocess
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx2
 import pytest
 
 from tests.parts import free_port
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 #: The name under which the protocol gives elements.
 _ELEMENT = "element-6066-11e4-a52e-4f735466cecf"

@@ -9,11 +9,14 @@ import re
 import shutil
 import stat
 import subprocess
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
 
 import nats
 import pytest
 from click.testing import CliRunner
+from nats.aio.client import Client
 from nats.js.api import StreamConfig
 from parts import free_port, nats_server_program
 
@@ -21,12 +24,6 @@ from ops.nats.tenants import main
 from turnkeep_client.client import connect
 from turnkeep_client.subjects import SessionKey, Subjects
 from worker.wire.journal import Journal
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from nats.aio.client import Client
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
 

@@ -10,9 +10,11 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import httpx2
 import nats
@@ -31,9 +33,9 @@ from ops.log.conversation import Turn, part
 from tests.commands.command_runs import command, environment
 from tests.ops.test_operating_page import block
 from tests.ops.test_workers_history import Watched
-from tests.parts import free_port
+from tests.parts import LocalWorker, WorkerProcess, free_port
 from tests.protocol.scripted_worker import metrics
-from turnkeep_client.client import connect
+from turnkeep_client.client import Client, connect
 from turnkeep_client.errors import RequestFailedError, TurnkeepError
 from turnkeep_client.messages import (
     Called,
@@ -48,15 +50,7 @@ from turnkeep_client.messages import (
 from turnkeep_client.subjects import SessionKey, Subjects
 from worker.process.settings import Settings
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-    from pathlib import Path
-
-    from tests.conftest import LocalWorker
-    from tests.parts import WorkerProcess
-    from turnkeep_client.client import Client
-
-    Start = Callable[..., Awaitable[LocalWorker]]
+Start = Callable[..., Awaitable[LocalWorker]]
 
 TOKEN = "of-these-tests"
 

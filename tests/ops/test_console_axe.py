@@ -5,21 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import subprocess
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.ops.browser import browsing
+from tests.ops.browser import Browser, browsing
 from tests.ops.test_console import SHELF, TOKEN, serving
 from tests.ops.test_console_browser import MARKDOWN
 from tests.ops.test_workers_history import Watched
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-    from pathlib import Path
-
-    from tests.conftest import LocalWorker
-    from tests.ops.browser import Browser
+from tests.parts import LocalWorker
 
 pytestmark = [pytest.mark.packaging, pytest.mark.registry("npm"), pytest.mark.timeout(400)]
 

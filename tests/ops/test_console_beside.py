@@ -10,9 +10,11 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import httpx2
 import psutil
@@ -26,10 +28,6 @@ from turnkeep_client.errors import NoAnswerError, TurnkeepError
 from worker.models.model_files import ModelError
 from worker.process.datadir import DataDir, DataDirInUseError
 from worker.process.settings import Settings
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-    from pathlib import Path
 
 pytestmark = pytest.mark.process
 

@@ -9,28 +9,21 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
 from urllib.parse import quote
 
 import nats
 import pytest
 
 from tests.commands.command_runs import environment
-from tests.ops.browser import browsing
+from tests.ops.browser import Browser, browsing
 from tests.ops.test_console import EVIL, SHELF, TOKEN, serving
 from tests.ops.test_workers_history import Watched
-from tests.parts import free_port
+from tests.parts import LocalWorker, WorkerProcess, free_port
+from turnkeep_client.client import Client
 from turnkeep_client.messages import Generated, decode_result
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator
-    from pathlib import Path
-
-    from tests.conftest import LocalWorker
-    from tests.ops.browser import Browser
-    from tests.parts import WorkerProcess
-    from turnkeep_client.client import Client
 
 pytestmark = [pytest.mark.packaging, pytest.mark.timeout(400)]
 

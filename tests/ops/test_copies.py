@@ -7,25 +7,21 @@ import io
 import json
 import os
 import tarfile
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ops.log import copies
 from ops.log.importing import Import
 from tests.commands.command_runs import command, where
-from tests.parts import BLOCK, free_port, make_tiny_model
+from tests.parts import BLOCK, LocalWorker, free_port, make_tiny_model
 from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.subjects import SessionKey
 from worker.wire.broker import greet
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-    from pathlib import Path
-
-    from tests.conftest import LocalWorker
-
-    Start = Callable[..., Awaitable[LocalWorker]]
+Start = Callable[..., Awaitable[LocalWorker]]
 
 POLICIES = [
     {"policy": "sink_window", "sink": 2, "window": 64},

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import json
 import tarfile
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ops.log import copies
 from tests.commands.command_runs import command, where
+from tests.parts import LocalWorker
 from turnkeep_client.errors import NoWorkerError
 from turnkeep_client.log import Entry
 from turnkeep_client.stream import LogStream
 from turnkeep_client.subjects import SessionKey
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-    from pathlib import Path
-
-    from tests.conftest import LocalWorker
-
-    Start = Callable[..., Awaitable[LocalWorker]]
+Start = Callable[..., Awaitable[LocalWorker]]
 
 KEY = SessionKey("default", "garden")
 STORED = datetime(2026, 11, 20, 8, tzinfo=UTC)

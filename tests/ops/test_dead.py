@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+import subprocess
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
 from tests.commands.command_runs import command, where
+from tests.parts import LocalWorker
 from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.messages import Append
 from worker.sessions.session import Session
-
-if TYPE_CHECKING:
-    import subprocess
-    from collections.abc import Awaitable, Callable
-
-    from tests.conftest import LocalWorker
 
 attempt = Session._attempt
 

@@ -13,9 +13,10 @@ import sys
 import time
 import tomllib
 import urllib.request
+from collections.abc import Iterator
 from importlib.metadata import requires
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import yaml
@@ -27,9 +28,6 @@ from ops.nats.tenants import main as tenants
 from tests.commands.command_runs import environment
 from tests.parts import free_port, nats_server_program
 from turnkeep_client.client import connect
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 pytestmark = pytest.mark.packaging
 

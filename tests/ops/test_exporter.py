@@ -14,8 +14,9 @@ import socket
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import nats
 import pytest
@@ -27,16 +28,11 @@ from ops.exporter import serving
 from ops.exposition import COUNTERS, GAUGES, HISTOGRAMS, families
 from ops.fleet import Fleet
 from tests.commands.command_runs import ROOT, beside, environment, turnkeep
-from tests.parts import free_port
+from tests.parts import WorkerProcess, free_port
 from tests.protocol.scripted_worker import NatsServer, metrics
 from turnkeep_client.messages import Histogram, Metrics, SnapshotCounters, TenantFigures, encode
 from turnkeep_client.subjects import Subjects
 from turnkeep_client.wire import Backlog
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from tests.parts import WorkerProcess
 
 #: Fields that become labels, or values of `turnkeep_..._info`.
 LABELS = {

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from msgspec import structs
@@ -15,9 +16,6 @@ from tests.ops.test_exporter import key, page, samples
 from tests.ops.test_top import Clock, screen
 from tests.protocol.scripted_worker import metrics
 from turnkeep_client.messages import Metrics, decode_metrics, encode
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 HUGE = 10**400
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -13,9 +14,6 @@ from tests.commands.command_runs import command, where
 from tests.ops.test_dead import venomous
 from turnkeep_client.errors import RequestFailedError
 from worker.sessions.session import Session
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 pytestmark = pytest.mark.packaging
 

@@ -9,7 +9,9 @@ import shutil
 import subprocess
 import urllib.parse
 import urllib.request
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import nats
 import pytest
@@ -21,17 +23,11 @@ from ops.exposition import families
 from ops.fleet import Fleet
 from ops.panels import ALERTS, PANELS
 from tests.ops.test_exporter import Exporter
-from tests.parts import free_port
+from tests.parts import LocalWorker, free_port
 from tests.protocol.scripted_worker import metrics
 from turnkeep_client.messages import Histogram, Metrics, SnapshotCounters, TenantFigures, encode
 from turnkeep_client.subjects import Subjects
 from turnkeep_client.wire import Backlog
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator
-    from pathlib import Path
-
-    from tests.conftest import LocalWorker
 
 needs_promtool = pytest.mark.skipif(
     shutil.which("promtool") is None, reason="promtool is not installed; Debian's package prometheus has it"

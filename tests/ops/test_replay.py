@@ -5,21 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from typing import TYPE_CHECKING, Any
+import subprocess
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.commands.command_runs import Terminal, command, where
-from tests.parts import CHAT_TEMPLATE, make_tiny_model
+from tests.parts import CHAT_TEMPLATE, LocalWorker, make_tiny_model
 
-if TYPE_CHECKING:
-    import subprocess
-    from collections.abc import Awaitable, Callable
-    from pathlib import Path
-
-    from tests.conftest import LocalWorker
-
-    Start = Callable[..., Awaitable[LocalWorker]]
+Start = Callable[..., Awaitable[LocalWorker]]
 
 
 async def replay(worker: LocalWorker, *options: object) -> subprocess.CompletedProcess[str]:

@@ -5,17 +5,14 @@ from __future__ import annotations
 import asyncio
 import re
 import shlex
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from tests.commands.command_runs import command, turnkeep, where
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.parts import WorkerProcess
+from tests.parts import WorkerProcess
 
 pytestmark = pytest.mark.packaging
 

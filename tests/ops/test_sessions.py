@@ -5,24 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
 
 import nats
 import pytest
 
 from ops.log.sessions import list_sessions
 from tests.commands.command_runs import Terminal, command, where
+from tests.parts import LocalWorker
 from turnkeep_client.client import connect
 from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.messages import Append
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-    from pathlib import Path
-
-    from tests.conftest import LocalWorker
-
-    Start = Callable[..., Awaitable[LocalWorker]]
+Start = Callable[..., Awaitable[LocalWorker]]
 
 
 async def listed(worker: LocalWorker, *options: object) -> list[dict[str, Any]]:

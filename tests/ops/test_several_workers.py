@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import pytest
 from test_console import opened
 
 from ops.fleet import Fleet
 from tests.commands.command_runs import command, where
+from tests.parts import LocalWorker
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-    from pathlib import Path
-
-    from tests.conftest import LocalWorker
-
-    Start = Callable[..., Awaitable[LocalWorker]]
+Start = Callable[..., Awaitable[LocalWorker]]
 
 
 @pytest.fixture

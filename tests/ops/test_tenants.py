@@ -8,13 +8,16 @@ import json
 import signal
 import stat
 import subprocess
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
 
 import nats
 import nats.errors
 import nats.js.errors
 import pytest
 from click.testing import CliRunner
+from nats.aio.client import Client
 from parts import free_port, nats_server_program
 
 from ops.nats.tenants import main
@@ -22,12 +25,6 @@ from tests.commands.command_runs import command
 from turnkeep_client.client import connect
 from turnkeep_client.errors import ClientClosedError, NotPermittedError, NoWorkerError
 from turnkeep_client.wire import Backlog
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from nats.aio.client import Client
 
 
 async def add(folder: Path, *arguments: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import termios
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable, Sequence
 
 import pytest
 from msgspec import UNSET, structs
@@ -16,13 +16,9 @@ from ops.formatting import amount, count, seconds, span
 from ops.screen import Mode, State, draw, names
 from ops.top import keys
 from tests.commands.command_runs import Terminal, turnkeep, where
+from tests.parts import LocalWorker
 from tests.protocol.scripted_worker import metrics
 from turnkeep_client.messages import GatewayMetrics, Histogram, SnapshotCounters
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
-
-    from tests.conftest import LocalWorker
 
 NOTHING = Histogram(bounds=(1.0, 2.0), counts=(0, 0, 0), sum=0.0, count=0)
 

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from commands.screen import printable
 from ops.log.sessions import SessionRow
 from ops.log.tree import trees
 from tests.commands.command_runs import command, where
+from tests.parts import LocalWorker
 from turnkeep_client.messages import Parent
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-    from pathlib import Path
-
-    from tests.conftest import LocalWorker
-
-    Start = Callable[..., Awaitable[LocalWorker]]
+Start = Callable[..., Awaitable[LocalWorker]]
 
 SAY = [{"role": "user", "content": "What is red?"}]
 

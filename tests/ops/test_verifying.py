@@ -5,25 +5,22 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ops.log.verifying import faults
 from tests.commands.command_runs import command, where
 from tests.ops.test_copies import exported
+from tests.parts import LocalWorker
 from turnkeep_client.calls import Stored
 from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.log import HISTORY_HEADER
 from turnkeep_client.subjects import SessionKey
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-    from pathlib import Path
-
-    from tests.conftest import LocalWorker
-
-    Start = Callable[..., Awaitable[LocalWorker]]
+Start = Callable[..., Awaitable[LocalWorker]]
 
 KEY = SessionKey("default", "garden")
 

@@ -6,9 +6,9 @@ import re
 import runpy
 import shutil
 import subprocess
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -16,9 +16,6 @@ from commands.cli import main
 from turnkeep_client.asyncapi import CONTROL_REPLIES, CONTROLS, REQUESTS, RESULTS
 from turnkeep_client.errors import ERROR_CODES
 from worker.process.settings import Settings
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 pytestmark = pytest.mark.packaging
 

@@ -9,23 +9,19 @@ import re
 import shutil
 import signal
 import subprocess
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from itertools import product
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-from tests.parts import free_port
+from tests.parts import WorkerProcess, free_port
 from turnkeep_client.messages import Generated, decode_result
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
-
-    from tests.parts import WorkerProcess
 
 PROJECT = Path(__file__).parents[2] / "protocol" / "typescript"
 EXAMPLE = PROJECT.parents[1] / "examples" / "typescript" / "agent.ts"

@@ -14,18 +14,13 @@ import subprocess
 import sys
 import time
 import venv
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.parts import free_port
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator
-
-    from tests.conftest import LocalWorker
+from tests.parts import LocalWorker, free_port
 
 ROOT = Path(__file__).parents[2]
 

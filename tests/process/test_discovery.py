@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from nats.aio.client import Client
 
-    from tests.conftest import LocalWorker
+    from tests.parts import LocalWorker
 
 pytestmark = pytest.mark.process
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from pathlib import Path
 
-    from tests.conftest import LocalWorker
+    from tests.parts import LocalWorker
 
 pytestmark = pytest.mark.process
 

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from pathlib import Path
 
-    from tests.conftest import LocalWorker
-    from tests.parts import WorkerProcess
+    from tests.parts import LocalWorker, WorkerProcess
     from worker.process.datadir import DataDir
 
 pytestmark = pytest.mark.process

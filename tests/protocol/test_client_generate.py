@@ -7,15 +7,16 @@ import itertools
 import json
 import time
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
 
 import nats
 import pytest
+from nats.aio.msg import Msg
 from scripted_worker import KEY, SUBJECTS, TEXTS, TOKENS, FakeWorker, NatsServer, answer, generated, heard
 
 import turnkeep_client.calls
 import turnkeep_client.generation
 import turnkeep_client.wire
+from turnkeep_client.client import Client
 from turnkeep_client.errors import (
     ClientClosedError,
     NoWorkerError,
@@ -24,6 +25,7 @@ from turnkeep_client.errors import (
     ResultTimeoutError,
     StreamBrokenError,
 )
+from turnkeep_client.generation import Generation
 from turnkeep_client.messages import (
     Cancelled,
     CancelRequest,
@@ -35,12 +37,6 @@ from turnkeep_client.messages import (
     decode_request,
     encode,
 )
-
-if TYPE_CHECKING:
-    from nats.aio.msg import Msg
-
-    from turnkeep_client.client import Client
-    from turnkeep_client.generation import Generation
 
 TEXT = "".join(TEXTS)
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import nats
 import pytest
+from nats.aio.msg import Msg
 from nats.js.api import StreamConfig
 from scripted_worker import (
     KEY,
@@ -60,12 +62,6 @@ from turnkeep_client.messages import (
 )
 from turnkeep_client.nats_client import Nats
 from turnkeep_client.session import Sampling, Session
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from nats.aio.msg import Msg
 
 
 async def silent(worker: FakeWorker, seq: int, request: Request) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from nats.aio.client import Client
@@ -12,9 +13,6 @@ from nats.aio.client import Client
 from turnkeep_client.client import connect
 from turnkeep_client.errors import NoServerError
 from turnkeep_client.nats_client import Nats
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 INFO = b'INFO {"server_id":"A","version":"2.15.0","headers":true,"max_payload":1048576}\r\n'
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import pytest
 
 import turnkeep_client
 from turnkeep_client import typescript
-
-if TYPE_CHECKING:
-    import pytest
 
 WRITTEN = Path(__file__).parents[2] / "protocol" / "typescript" / "src" / "messages.ts"
 

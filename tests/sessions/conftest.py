@@ -1,30 +1,138 @@
-"""Workers with a raw connection beside them, and models with other chat templates."""
+"""Workers with a raw connection beside them, and models with other chat templates.
+
+Tests with the mark `simulated` and without `real` run in the world of `tests/simulation`: at virtual time,
+with a NATS server in memory, and a device whose tokens are a hash of what came before and end no answer.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextvars import Context
+from pathlib import Path
+from typing import Any
 
 import pytest
-from raw_wire import Wire
+from raw_wire import Start, Wire
 
-from turnkeep_client.nats_client import Nats
+import turnkeep_client.wire
+from tests.parts import BLOCK, TINY_CONTEXT, LocalWorker
+from tests.simulation import device, loop
+from tests.simulation.history import Outcome, world
+from tests.simulation.world import Server
+from turnkeep_client.client import Client, connect
+from worker.process.settings import Settings
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
-    from pathlib import Path
+StartWorker = Callable[..., Awaitable[LocalWorker]]
+
+URL = "nats://world:4222"
+
+
+class SimulatedWorker(LocalWorker):
+    """A worker in a process of the world, which can be killed."""
+
+    process: loop.Process
+
+    @property
+    def is_dead(self) -> bool:
+        return self.process.is_dead
+
+
+class SimulatedRunner:
+    """Runs async tests and fixtures as pytest-asyncio's runner does, on the loop of a world."""
+
+    def __init__(self, world_loop: loop.Loop, server: Server) -> None:
+        self._loop = world_loop
+        self.server = server
+
+    def get_loop(self) -> loop.Loop:
+        return self._loop
+
+    def run(self, coroutine: Coroutine[Any, Any, Any], *, context: Context | None = None) -> Any:
+        return self._loop.run_until_complete(self._loop.create_task(coroutine, context=context))
+
+
+def is_simulated(test: pytest.Item) -> bool:
+    simulated, real = map(test.get_closest_marker, ("simulated", "real"))
+    return simulated is not None and real is None
 
 
 @pytest.fixture
-async def quiet_wire(
-    local_worker: Callable[..., Awaitable[Any]], nats_url: str
-) -> AsyncIterator[Callable[..., Awaitable[Wire]]]:
+def _function_scoped_runner(
+    request: pytest.FixtureRequest, _function_scoped_runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Any]:
+    """What pytest-asyncio runs each test with."""
+    if not is_simulated(request.node):
+        yield _function_scoped_runner
+        return
+    outcome, next_token = Outcome(7, []), device.next_token
+    monkeypatch.setattr(device, "CONTEXT", TINY_CONTEXT)
+    monkeypatch.setattr(device, "_DISK_FAILS", 0.0)
+    monkeypatch.setattr(device, "next_token", lambda *seen: max(next_token(*seen), 3))
+    monkeypatch.setattr(loop, "MOST_HANDLES", 3_000_000)
+    with loop.simulated(outcome.seed) as found, world(found, outcome, tell=True) as (server, _):
+        yield SimulatedRunner(found, server)
+        print(*outcome.story, sep="\n")
+        assert found.faults == []
+
+
+@pytest.fixture
+def local_worker(request: pytest.FixtureRequest) -> StartWorker:
+    """Start workers in this process; keyword arguments are settings. They are stopped after the test."""
+    name = "simulated_worker" if is_simulated(request.node) else "local_worker"
+    start: StartWorker = request.getfixturevalue(name)
+    return start
+
+
+@pytest.fixture
+async def simulated_worker(
+    _function_scoped_runner: SimulatedRunner, tmp_path: Path
+) -> AsyncIterator[StartWorker]:
+    """Start workers on a hash for a device; what they have on disk is there for the next one."""
+    found, started, disk = _function_scoped_runner.get_loop(), list[SimulatedWorker](), dict[Any, Any]()
+
+    async def start(**changes: Any) -> LocalWorker:
+        values: dict[str, Any] = {"data_dir": tmp_path, "nats": URL, "worker": "test", "block_tokens": BLOCK}
+        settings = Settings(**{**values, "metrics_interval_s": 0.2, **changes})
+        process = loop.Process(found, f"worker {len(started)}")
+        app = device.Worker(settings, found, process, directory="d", disk=disk)
+        task = process.start(app.run())
+        while not (app.ready.is_set() or task.done() or process.is_dead):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        if task.done():
+            await task
+        started.append(SimulatedWorker(app, task, settings, await connect(URL, prefix=settings.prefix)))
+        started[-1].process = process
+        return started[-1]
+
+    yield start
+    for worker in started:
+        if not worker.is_dead and not worker.task.done():
+            await worker.stop()
+        await worker.client.close()
+
+
+@pytest.fixture
+async def client(local_worker: StartWorker, endless_model: Path) -> Client:
+    """A client of a worker whose answers last as long as they were asked to."""
+    return (await local_worker(model=str(endless_model))).client
+
+
+@pytest.fixture
+def server(_function_scoped_runner: SimulatedRunner) -> Server:
+    """The NATS server of a simulated test."""
+    return _function_scoped_runner.server
+
+
+@pytest.fixture
+async def quiet_wire(local_worker: StartWorker) -> AsyncIterator[Start]:
     """Start a worker with these settings and a raw connection to it; its log may lose entries."""
     made: list[Wire] = []
 
     async def start(**settings: Any) -> Wire:
         worker = await local_worker(**settings)
-        nc = Nats()  # nats-py's own goes deaf at some of what is published here
-        await nc.connect(nats_url)
+        nc: Any = turnkeep_client.wire.Nats()  # nats-py's own goes deaf at some of what is published here
+        await nc.connect([worker.settings.nats])
         made.append(Wire(nc, worker))
         await made[-1].listen()
         return made[-1]
@@ -35,7 +143,7 @@ async def quiet_wire(
 
 
 @pytest.fixture
-async def wire(quiet_wire: Callable[..., Awaitable[Wire]]) -> AsyncIterator[Callable[..., Awaitable[Wire]]]:
+async def wire(quiet_wire: Start) -> AsyncIterator[Start]:
     """Start a worker with these settings and a raw connection to it; the log is checked after the test."""
     made: list[Wire] = []
 

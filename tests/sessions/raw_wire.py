@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable
+from typing import Any
 
+from nats.aio.client import Client as Nats
+from nats.aio.msg import Msg
 from nats.js.errors import NotFoundError
 
 from worker.wire.connection import confirm_subscriptions
-
-if TYPE_CHECKING:
-    from nats.aio.client import Client as Nats
-    from nats.aio.msg import Msg
 
 PATIENCE_S = 20.0
 
@@ -126,3 +125,7 @@ class Wire:
                 break
             await asyncio.sleep(0.1)
         assert sorted(answered) == sorted(asked)
+
+
+#: The fixture `wire`: starts a worker with these settings.
+Start = Callable[..., Awaitable[Wire]]

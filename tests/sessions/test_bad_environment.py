@@ -10,25 +10,20 @@ import shutil
 import socket
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import nats
 import nats.errors
 import pytest
 from click.testing import CliRunner
+from nats.js import JetStreamContext
 
 from commands.cli import main
 from tests.commands.command_runs import turnkeep
-from tests.parts import free_port
+from tests.parts import WorkerProcess, free_port
 from turnkeep_client.errors import TurnkeepError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from nats.js import JetStreamContext
-
-    from tests.parts import WorkerProcess
 
 NOBODY = "nats://127.0.0.1:1"
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
-from raw_wire import LONG, Wire, append, generate
+from raw_wire import LONG, Start, Wire, append, generate
 
 from turnkeep_client.client import connect
 from turnkeep_client.errors import InvalidMessageError
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
-
-    Start = Callable[..., Awaitable[Wire]]
+pytestmark = pytest.mark.simulated
 
 NO_JSON = [
     (b"", "the body is empty"),
@@ -193,6 +191,7 @@ async def test_numbers_beyond_their_range_are_refused_with_the_range(wire: Start
     await check_goes_on(w, "s")
 
 
+@pytest.mark.real
 async def test_numbers_at_the_end_of_their_range_are_taken(wire: Start) -> None:
     w = await wire(max_context=64)
     await w.send("s", append("first"))
@@ -264,6 +263,7 @@ async def test_an_empty_append_is_answered_and_adds_nothing(wire: Start) -> None
     await check_goes_on(w, "fresh", "old")
 
 
+@pytest.mark.real
 async def test_tokens_outside_of_the_vocabulary_are_refused_with_its_size(wire: Start) -> None:
     """The last id of the vocabulary is taken, the next one is not: the device would read beyond its table."""
     w = await wire()
@@ -307,6 +307,7 @@ async def test_an_answer_ends_where_the_context_ends(wire: Start) -> None:
     assert (result["finish_reason"], len(result["tokens"]), result["position"]) == ("length", 4, 64)
 
 
+@pytest.mark.real
 async def test_what_can_never_fit_into_memory_is_refused_before_it_is_run(wire: Start) -> None:
     w = await wire(max_memory=40 * 512)
     await check_refused(w, "s", append("a", "x" * 41), "the limit is 20480", "memory_exceeded")
@@ -316,6 +317,7 @@ async def test_what_can_never_fit_into_memory_is_refused_before_it_is_run(wire: 
     await check_goes_on(w)
 
 
+@pytest.mark.real
 async def test_an_answer_ends_where_the_memory_ends(wire: Start) -> None:
     """However many tokens it may have, it gets all there is room for. Rewound, the session goes on."""
     w = await wire(max_memory=40 * 512)
@@ -326,6 +328,7 @@ async def test_an_answer_ends_where_the_memory_ends(wire: Start) -> None:
     assert (await w.send("s", generate("d", max_tokens=10)))["finish_reason"] == "length"
 
 
+@pytest.mark.real
 async def test_a_short_answer_that_might_have_been_long_evicts_nobody(wire: Start) -> None:
     w = await wire(max_memory=800 * 512)
     await w.send("idle", append("a", "y" * 200))
@@ -469,6 +472,7 @@ async def test_an_open_of_an_open_session_is_refused(wire: Start) -> None:
     await check_goes_on(w, "s", "implicit")
 
 
+@pytest.mark.real
 async def test_messages_that_the_chat_template_refuses_are_answered_with_its_words(
     wire: Start, strict_model: Any
 ) -> None:

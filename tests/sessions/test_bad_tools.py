@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
-from raw_wire import LONG, Wire, generate
+from raw_wire import LONG, Start, Wire, generate
 
 from tests.parts import CHAT_TEMPLATE
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-    from pathlib import Path
 
 NAMES = (
     "{% for tool in tools or [] %}{{ tool.function.name }}"
@@ -59,9 +57,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.fixture
-async def served(
-    wire: Callable[..., Awaitable[Wire]], model_with_template: Callable[[str, str], Path]
-) -> Wire:
+async def served(wire: Start, model_with_template: Callable[[str, str], Path]) -> Wire:
     return await wire(model=str(model_with_template("names-of-tools", NAMES + CHAT_TEMPLATE)))
 
 

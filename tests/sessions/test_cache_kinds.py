@@ -6,7 +6,9 @@ import asyncio
 import importlib
 import json
 import shutil
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -20,10 +22,6 @@ from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.messages import CachePolicy
 from worker.app import WorkerError
 from worker.models.model import ModelError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 _SHAPE = {
     "hidden_size": 32,

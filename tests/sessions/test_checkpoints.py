@@ -7,13 +7,16 @@ import gc
 import json
 import tracemalloc
 import zlib
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from raw_wire import Start
 from test_fold import OPERATIONS, World, assert_same, live, nothing
 
 from cache.names.policy import FULL, Policy
@@ -25,16 +28,9 @@ from worker.models.tokenizer import Tokenizer
 from worker.sessions import attachments, history, record
 from worker.sessions.attachments import Attachments
 from worker.sessions.checkpoint import _Body
+from worker.sessions.session import Session
 from worker.text import conversation
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator
-    from pathlib import Path
-
-    from raw_wire import Wire
-
-    from worker.sessions.session import Session
-    from worker.wire.consistent_reads import Entry
+from worker.wire.consistent_reads import Entry
 
 EVERY = 4
 WINDOW = Policy(2, 40)
@@ -496,7 +492,7 @@ async def test_a_session_that_is_opened_for_each_request_goes_on_from_its_last_c
 
 
 async def test_a_worker_opens_a_session_from_what_another_one_has_stored(
-    often: None, wire: Callable[..., Awaitable[Wire]], monkeypatch: pytest.MonkeyPatch
+    often: None, wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a real server; what is heard on the session's subjects is JSON, and a purge of them removes all."""
     one = await wire()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from test_tools import CALL, CLOCK, WEATHER, WITH_TOOLS, ask, generated, user, world_of
@@ -10,10 +11,6 @@ from test_tools import CALL, CLOCK, WEATHER, WITH_TOOLS, ask, generated, user, w
 from turnkeep_client.messages import NamedTool
 from turnkeep_client.requests import _ChosenFunction
 from worker.models.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 OTHER = CALL.replace("Rome", "Oslo")
 UNKNOWN = CALL.replace("weather", "whether")

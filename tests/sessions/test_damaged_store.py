@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
 
 import pytest
 
 from ops.log.verifying import verify
 from tests.sessions.test_restored_server import Server
-from turnkeep_client.client import connect
+from turnkeep_client.client import Client, connect
 from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.subjects import SessionKey
 from worker.wire import streams
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator
-    from pathlib import Path
-
-    from turnkeep_client.client import Client
-
-    Start = Callable[..., Awaitable[Any]]
+Start = Callable[..., Awaitable[Any]]
 
 TURNS: Final = 12
 ALL: Final = SessionKey("*", "*")

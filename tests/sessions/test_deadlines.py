@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.messages import Append, Failed, Generate, Generated
 from turnkeep_client.subjects import SessionKey
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 LONG = list(range(40, 200)) * 12  # next to the tiny model's context
 
@@ -43,6 +41,7 @@ async def test_what_is_too_late_is_refused_before_any_device_work(local_worker: 
     assert info.worker.prefilled_tokens + info.worker.cached_tokens == (position - 1) + (position + 1)
 
 
+@pytest.mark.simulated
 async def test_an_answer_ends_at_its_deadline_with_what_there_is(
     local_worker: Any, endless_model: Path
 ) -> None:
@@ -84,6 +83,7 @@ async def test_a_prompt_that_is_read_at_its_deadline_adds_nothing(
     assert (await session.append(tokens=[40])).position == 1
 
 
+@pytest.mark.simulated
 async def test_a_cancel_before_the_deadline_is_a_cancel(local_worker: Any, endless_model: Path) -> None:
     worker = await local_worker(model=str(endless_model), max_draft=0)
     session = worker.client.session("cancelled")
@@ -94,6 +94,7 @@ async def test_a_cancel_before_the_deadline_is_a_cancel(local_worker: Any, endle
     assert (await generation).finish_reason == "cancelled"
 
 
+@pytest.mark.simulated
 async def test_time_without_a_worker_counts(local_worker: Any) -> None:
     """The deadline is the log's: neither a restart nor another delivery gives a request more time."""
     worker = await local_worker()
@@ -115,24 +116,19 @@ async def test_time_without_a_worker_counts(local_worker: Any) -> None:
     await worker.client.close()
 
 
-@pytest.mark.process
-async def test_an_answer_that_a_crash_interrupted_keeps_what_was_seen_of_it(
-    worker_process: Any, endless_model: Path
-) -> None:
-    process = worker_process("--ack-wait-s", "0.5", "--max-draft", "0", model=endless_model)
-    process.start()
-    async with await process.client() as client:
-        seen: list[int] = []
-        generation = client.session("killed").generate(tokens=[40, 41], max_tokens=50_000, deadline_s=2.0)
-        async for chunk in generation:
-            if not seen:
-                process.kill()
-                await asyncio.sleep(2.0)
-                process.start()
-            seen += chunk.tokens
-        result = generation.result
-        assert result.finish_reason == "expired"
-        assert seen == list(result.tokens)
-        assert 0 < len(seen) < 50_000
-        entries = await client.log("killed")
-        assert [entry.kind for entry in entries] == ["in", "out"]
+@pytest.mark.simulated
+async def test_an_answer_that_a_crash_interrupted_keeps_what_was_seen_of_it(local_worker: Any) -> None:
+    worker = await local_worker(ack_wait_s=0.5)
+    seen: list[int] = []
+    generation = worker.client.session("killed").generate(tokens=[40], max_tokens=2_000, deadline_s=2.0)
+    async for chunk in generation:
+        if not seen:
+            worker.process.kill()
+            await asyncio.sleep(2.0)
+            await local_worker(ack_wait_s=0.5)
+        seen += chunk.tokens
+    result = generation.result
+    assert result.finish_reason == "expired"
+    assert seen == list(result.tokens)
+    assert 0 < len(seen) < 2_000
+    assert [entry.kind for entry in await worker.client.log("killed")] == ["in", "out"]

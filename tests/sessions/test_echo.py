@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from interruptions import heard_over_kills
+from interruptions import heard_over_a_kill
 
 from tests.parts import make_tiny_model
+from turnkeep_client.client import Client
 from turnkeep_client.errors import InvalidMessageError, RequestFailedError
+from turnkeep_client.messages import PromptToken
+from turnkeep_client.session import Session
 from worker.batch.batch import Batch
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
-    from pathlib import Path
-
-    from turnkeep_client.client import Client
-    from turnkeep_client.messages import PromptToken
-    from turnkeep_client.session import Session
-    from worker.batch.rows import PrefillPiece
+from worker.batch.rows import PrefillPiece
 
 #: Of the tiny model: a text's token ids are those of its bytes.
 TEXT = "Once upon a time there was a session, and it had a prompt."
@@ -55,13 +52,6 @@ async def has_begun(session: Session) -> bool:
     except RequestFailedError:
         return False
     return progress is not None and progress.cached_tokens > 0
-
-
-@pytest.fixture
-async def client(local_worker: Callable[..., Awaitable[Any]], endless_model: Path) -> Client:
-    worker = await local_worker(model=str(endless_model))
-    client: Client = worker.client
-    return client
 
 
 async def test_an_echo_is_of_each_token_that_the_request_adds(client: Client, endless_model: Path) -> None:
@@ -161,7 +151,7 @@ async def test_a_turn_that_crashes_interrupt_has_the_echo_of_its_whole_prompt(
 ) -> None:
     process = worker_process("--ack-wait-s", "0.5", model=endless_model)
     options = {"text": TEXT, "max_tokens": 400, "echo": True, "logprobs": True, "top_logprobs": 1}
-    _, result = await heard_over_kills(process, options, every=25)
+    _, result = await heard_over_a_kill(process, options, behind=25)
     assert "".join(one.token for one in result.prompt_logprobs) == TEXT
     tokens = [*(one.id for one in result.prompt_logprobs), *result.tokens]
     expected = reference(endless_model, tokens)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -12,9 +13,6 @@ from parts import TINY_CONTEXT
 
 from turnkeep_client.errors import RequestFailedError
 from worker.models.model import load
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 Start = Any
 TEXTS = ["Is water wet?", "Why is the sky blue? " * 40, "x"]

@@ -5,26 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import nats
 import pytest
-from raw_wire import LONG, append, generate
+from nats.js import JetStreamContext
+from raw_wire import LONG, Start, Wire, append, generate
 
+from worker.sessions.record import Record
 from worker.sessions.session import Session
 from worker.sessions.session_log import SessionLog
 from worker.wire import consistent_reads, endpoints, intake
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    from nats.js import JetStreamContext
-    from raw_wire import Wire
-
-    from worker.sessions.record import Record
-
-    Start = Callable[..., Awaitable[Wire]]
+pytestmark = pytest.mark.simulated
 
 #: Ten times as many sessions as the worker takes up at a time.
 MAX_SESSIONS = 8
@@ -204,6 +199,7 @@ def peak_bytes(pid: int) -> int:
     return int(peak) * 1024
 
 
+@pytest.mark.real
 @pytest.mark.process
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell the peak of another process")
 async def test_a_sessions_backlog_stays_in_the_log_until_its_turn(worker_process: Callable[..., Any]) -> None:

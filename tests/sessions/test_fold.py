@@ -10,8 +10,9 @@ import asyncio
 import json
 from datetime import UTC, datetime
 from hashlib import blake2b
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import hypothesis.strategies as st
 import msgspec
@@ -32,6 +33,8 @@ from turnkeep_client.messages import (
     Model,
     Open,
     Reasoning,
+    Request,
+    Result,
     Rewind,
     Tool,
     ToolFunction,
@@ -46,6 +49,8 @@ from worker.sessions.attachments import Attachments
 from worker.sessions.attempts import Attempts, SharedLock
 from worker.sessions.execution import Execution
 from worker.sessions.fold import Fold
+from worker.sessions.history import History
+from worker.sessions.limits import Limits
 from worker.sessions.port import Asked, TurnResult
 from worker.sessions.services import Services
 from worker.sessions.session import Session
@@ -54,13 +59,6 @@ from worker.wire.consistent_reads import Entry
 from worker.wire.intake import Delivery
 from worker.wire.journal import FencedError, Published
 from worker.wire.retention import Retention
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from turnkeep_client.messages import Request, Result
-    from worker.sessions.history import History
-from worker.sessions.limits import Limits
 
 KEY = SessionKey("default", "s")
 NO_RESULT = b"not a result"

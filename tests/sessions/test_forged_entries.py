@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-from raw_wire import Wire, append, generate
+from raw_wire import Start, Wire, append, generate
 
 from turnkeep_client.log import HISTORY_HEADER
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    Start = Callable[..., Awaitable[Wire]]
+pytestmark = pytest.mark.simulated
 
 #: Does not end by itself within some steps of the random model.
 LONG = {"text": "eee", "max_tokens": 300}

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
 
 import pytest
-from raw_wire import append, generate
+from raw_wire import Start, append, generate
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    from raw_wire import Wire
-
-    Start = Callable[..., Awaitable[Wire]]
+pytestmark = pytest.mark.simulated
 
 
 @pytest.mark.parametrize("status", ["404", "408", "500", "503", "204", "nonsense"])

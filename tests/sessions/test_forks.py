@@ -3,38 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from parts import BLOCK
 from test_checkpoints import often as often  # noqa: PLC0414  # a fixture
 
-from turnkeep_client.client import connect
+from turnkeep_client.client import Client, connect
 from turnkeep_client.errors import InvalidMessageError, RequestFailedError
-from turnkeep_client.messages import ForkPoint, Open, Opened, Parent, SessionCache
-from turnkeep_client.session import build
+from turnkeep_client.messages import ForkPoint, Metrics, Open, Opened, Parent, SessionCache
+from turnkeep_client.session import Session, build
 from turnkeep_client.subjects import SessionKey
 from worker.wire.consistent_reads import ConsistentReads
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-    from pathlib import Path
-
-    from turnkeep_client.client import Client
-    from turnkeep_client.messages import Metrics
-    from turnkeep_client.session import Session
+pytestmark = pytest.mark.simulated
 
 Start = Any  # of `local_worker`
 
 
 def said(text: str, role: str = "user") -> list[dict[str, str]]:
     return [{"role": role, "content": text}]
-
-
-@pytest.fixture
-async def client(local_worker: Callable[..., Awaitable[Any]], endless_model: Path) -> Client:
-    client: Client = (await local_worker(model=str(endless_model))).client
-    return client
 
 
 async def conversation(client: Client, name: str = "parent", turns: int = 2, **options: Any) -> Session:
@@ -59,6 +48,7 @@ async def tokens_after(session: Session, **options: Any) -> tuple[int, ...]:
     return (await session.generate(messages=said("Go on."), max_tokens=12, **options)).tokens
 
 
+@pytest.mark.real
 async def test_a_fork_continues_as_its_parent_would_and_prefills_nothing_again(client: Client) -> None:
     parent = await conversation(client)
     before = (await parent.info()).position
@@ -225,6 +215,7 @@ async def test_a_reopened_session_may_become_a_fork(local_worker: Start, endless
     assert await tokens_after(fork) == wanted
 
 
+@pytest.mark.real
 async def test_forks_share_one_prefill_and_its_snapshots(local_worker: Start, endless_model: Path) -> None:
     """16 forks of 2,000 tokens at once: prefilled once, stored once; each fork adds its own tokens."""
     worker = await local_worker(model=str(endless_model), max_batch=16)

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import pytest
 
+from turnkeep_client.client import Client
 from turnkeep_client.errors import RequestFailedError
+from turnkeep_client.history import History
 from turnkeep_client.messages import Generate, Message
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-    from pathlib import Path
-
-    from turnkeep_client.client import Client
-    from turnkeep_client.history import History
-
-
-@pytest.fixture
-async def client(local_worker: Callable[..., Awaitable[Any]], endless_model: Path) -> Client:
-    client: Client = (await local_worker(model=str(endless_model))).client
-    return client
+pytestmark = pytest.mark.simulated
 
 
 def user(text: str) -> list[dict[str, str]]:

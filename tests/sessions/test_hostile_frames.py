@@ -5,24 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 from urllib.parse import urlsplit
 
 import nats.errors
 import pytest
 import structlog
-from raw_wire import PATIENCE_S, append, generate
+from raw_wire import PATIENCE_S, Start, Wire, append, generate
 
 from turnkeep_client.nats_client import Nats
 from worker.wire.connection import connect
 from worker.wire.journal import Journal
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
-
-    from raw_wire import Wire
-
-    Start = Callable[..., Awaitable[Wire]]
 
 #: Header blocks that a server takes; it cuts two bytes off and adds its own lines when the log is read.
 HEADERS = [

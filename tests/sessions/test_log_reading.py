@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator
 
 import nats
 import pytest
 from nats.js.api import StreamConfig
 
 from turnkeep_client.subjects import SessionKey, Subjects
+from worker.wire.consistent_reads import Entry
 from worker.wire.journal import Journal
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from worker.wire.consistent_reads import Entry
 
 NUM_SESSIONS = 12
 #: More than one request's worth.

@@ -8,7 +8,9 @@ import json
 import socket
 import subprocess
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import nats
 import pytest
@@ -17,10 +19,6 @@ from raw_wire import Wire, append, generate
 from tests.parts import free_port, nats_server_program
 from turnkeep_client.messages import Unpinned
 from worker.sessions.control import Control
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-    from pathlib import Path
 
 MAX_PAYLOAD = 16 * 1024
 

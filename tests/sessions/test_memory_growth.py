@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import TYPE_CHECKING
 
 import pytest
-from raw_wire import append, generate
+from nats.aio.msg import Msg
+from raw_wire import Start, append, generate
 
 from tests.matrices import first
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    from nats.aio.msg import Msg
-    from raw_wire import Wire
 
 LENGTH = 700
 #: What a token of the tiny model's KV takes.
@@ -23,9 +17,7 @@ TOKEN_BYTES = 512
 
 
 @pytest.mark.parametrize("snapshots", first(["keep", "off"]))
-async def test_answers_that_do_not_fit_together_come_out_as_alone(
-    wire: Callable[..., Awaitable[Wire]], snapshots: str
-) -> None:
+async def test_answers_that_do_not_fit_together_come_out_as_alone(wire: Start, snapshots: str) -> None:
     """Four of 700 tokens and one session that is idle, in memory for 1,100."""
     w = await wire(max_memory=1100 * TOKEN_BYTES, snapshots=snapshots)
     chunks: dict[str, list[dict]] = {}

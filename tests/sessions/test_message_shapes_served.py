@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
-from raw_wire import Wire, append, generate
+from raw_wire import Start, append, generate
 
 from tests.parts import CHAT_TEMPLATE
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-    from pathlib import Path
-
-    Start = Callable[..., Awaitable[Wire]]
 
 
 async def test_a_conversation_with_tool_calls_and_parts_is_rendered_and_survives_a_restart(

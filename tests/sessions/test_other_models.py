@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,10 +16,6 @@ from turnkeep_client.messages import Append, Chunk, Failed, Generate, Message, M
 from worker.models.tokenizer import Tokenizer
 from worker.sessions import record
 from worker.wire.journal import Published
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 #: Writes other markers than the tiny model's template, and trims.
 OTHER_TEMPLATE = (

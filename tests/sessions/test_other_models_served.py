@@ -7,13 +7,14 @@ import json
 import shutil
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
+from test_tools_served import model_with_tokens
 
-if TYPE_CHECKING:
-    from pathlib import Path
+from tests.parts import CHAT_TEMPLATE
 
 pytestmark = pytest.mark.process
 
@@ -32,10 +33,12 @@ def tuned(endless_model: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("other", ["tuned", "packaged"])
+@pytest.mark.parametrize("is_tuned", [True, False])
 async def test_an_answer_ends_as_it_was_streamed_and_its_session_goes_on(
-    worker_process: Any, endless_model: Path, tuned: Path, packaged_folder: Path, other: str
+    worker_process: Any, endless_model: Path, tuned: Path, tmp_path: Path, *, is_tuned: bool
 ) -> None:
+    """The other model has other weights, or other tokens."""
+    other = tuned if is_tuned else model_with_tokens(tmp_path / "other", CHAT_TEMPLATE, "<new>")
     process = worker_process(model=endless_model)
     process.start()
     async with await process.client() as client:
@@ -48,9 +51,7 @@ async def test_an_answer_ends_as_it_was_streamed_and_its_session_goes_on(
                 endless_model
             ):
                 process.kill()
-                process.command[process.command.index("--model") + 1] = str(
-                    tuned if other == "tuned" else packaged_folder
-                )
+                process.command[process.command.index("--model") + 1] = str(other)
                 process.start()
         result = await answer
         assert (result.text, result.finish_reason) == (text, "model_changed")
@@ -58,7 +59,7 @@ async def test_an_answer_ends_as_it_was_streamed_and_its_session_goes_on(
         again = await session.generate(messages=[{"role": "user", "content": "Three"}], max_tokens=4)
         assert (again.model, again.previous_model) == (result.model, None)
         assert again.rewritten_from is None
-        assert (result.rewritten_from == 0) == (other == "packaged")
+        assert (result.rewritten_from == 0) != is_tuned
         info = await session.info()
         assert info.answered_by == again.model
         show = (sys.executable, "-m", "commands", "show", "s", "--nats", process.url, "--json")

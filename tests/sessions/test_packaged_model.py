@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
 
 import nats
 import pytest
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-    from pathlib import Path
-
-    from nats.aio.client import Client as Nats
+from nats.aio.client import Client as Nats
 
 pytestmark = [pytest.mark.model, pytest.mark.process]
 

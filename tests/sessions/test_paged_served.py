@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -13,10 +14,6 @@ from tests.parts import TINY_CONTEXT, TINY_KV_BYTES, make_tiny_model
 from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.messages import SessionCache
 from worker.app import WorkerError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 CACHE = {"policy": "paged", "resident": 516, "pin": [[70, 90]]}
 SAID = SessionCache(policy="paged", resident=516, pin=((70, 90),))

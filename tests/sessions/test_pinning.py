@@ -9,30 +9,22 @@ import os
 import pty
 import re
 import signal
-import subprocess
-import sys
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
 from click.testing import CliRunner
-from raw_wire import append, generate
+from raw_wire import Start, Wire, append, generate
 
 from cache.disk import format as snapshot_format
 from cache.names import blocks
 from cache.names.tokens import unpack
 from commands.cli import main
-from tests.parts import BLOCK
+from tests.parts import BLOCK, WorkerProcess
 from turnkeep_client.errors import RequestFailedError
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-    from pathlib import Path
-
-    from raw_wire import Wire
-
-    Start = Callable[..., Awaitable[Wire]]
 
 
 def text(letter: str, num_tokens: int = 3 * BLOCK) -> str:
@@ -243,67 +235,47 @@ async def test_a_reload_changes_the_limits_and_names_what_it_cannot_change(wire:
     assert 0 < app._store.stats().stored_bytes <= 2**16
 
 
-class Serving:
-    """`turnkeep serve` as a process with a settings file, and with what is to be its standard input."""
-
-    def __init__(self, folder: Path, model: Path, nats_url: str) -> None:
-        self.config = folder / "turnkeep.toml"
-        self.config.write_text('max_disk = "1GiB"\nmin_free_disk = 0\n')
-        self._log = folder / "log"
-        self._command = [
-            *(sys.executable, "-m", "commands", "serve", "--config", str(self.config), "--nats", nats_url),
-            *("--prefix", f"hup{time.monotonic_ns()}", "--data-dir", str(folder / "data")),
-            *("--model", str(model), "--log-format", "json"),
-        ]
-
-    async def start(self, stdin: int) -> asyncio.subprocess.Process:
-        with self._log.open("wb") as output:
-            self.process = await asyncio.create_subprocess_exec(
-                *self._command, stdin=stdin, stdout=output, stderr=output
-            )
-        await self.said("ready")
-        return self.process
-
-    async def said(self, event: str) -> dict[str, Any]:
-        """Wait for a line of the log."""
-        async with asyncio.timeout(60):
-            while True:
-                for line in self._log.read_text().splitlines():
-                    if event in line:
-                        found: dict[str, Any] = json.loads(line)
-                        return found
-                assert self.process.returncode is None, self._log.read_text()
-                await asyncio.sleep(0.05)
+async def said(worker: WorkerProcess, event: str) -> dict[str, Any]:
+    """Wait for a line of the log."""
+    async with asyncio.timeout(60):
+        while True:
+            for line in worker.log.splitlines():
+                if event in line:
+                    found: dict[str, Any] = json.loads(line)
+                    return found
+            assert worker.running, worker.log
+            await asyncio.sleep(0.05)
 
 
 @pytest.mark.process
 async def test_sighup_has_a_worker_read_its_settings_again(
-    tmp_path: Path, tiny_model: Path, nats_url: str
+    worker_process: Callable[..., WorkerProcess], tmp_path: Path
 ) -> None:
-    serving = Serving(tmp_path, tiny_model, nats_url)
-    process = await serving.start(subprocess.DEVNULL)
-    try:
-        serving.config.write_text("max_disk = 'much'\n")
-        process.send_signal(signal.SIGHUP)
-        assert "'much' is not valid" in (await serving.said("the settings stay as they are"))["reason"]
-        serving.config.write_text('max_disk = "2MiB"\nmin_free_disk = 0\n')
-        process.send_signal(signal.SIGHUP)
-        assert (await serving.said("read the settings again"))["changed"] == ["max_disk"]
-        assert (await serving.said("cache_limits_changed"))["max_bytes"] == 2 * 2**20
-    finally:
-        process.terminate()
-        assert await process.wait() == 0
+    config = tmp_path / "turnkeep.toml"
+    config.write_text('max_disk = "1GiB"\nmin_free_disk = 0\n')
+    worker = worker_process("--config", str(config))
+    worker.start()
+    await said(worker, '"ready"')
+    config.write_text("max_disk = 'much'\n")
+    os.kill(worker.pid, signal.SIGHUP)
+    assert "'much' is not valid" in (await said(worker, "the settings stay as they are"))["reason"]
+    config.write_text('max_disk = "2MiB"\nmin_free_disk = 0\n')
+    os.kill(worker.pid, signal.SIGHUP)
+    assert (await said(worker, "read the settings again"))["changed"] == ["max_disk"]
+    assert (await said(worker, "cache_limits_changed"))["max_bytes"] == 2 * 2**20
+    assert worker.stop() == 0
 
 
 @pytest.mark.process
 async def test_a_terminal_that_is_closed_ends_its_worker_in_order(
-    tmp_path: Path, tiny_model: Path, nats_url: str
+    worker_process: Callable[..., WorkerProcess],
 ) -> None:
-    terminal, end = pty.openpty()
+    worker, (terminal, end) = worker_process(), pty.openpty()
     try:
-        process = await Serving(tmp_path, tiny_model, nats_url).start(end)
-        process.send_signal(signal.SIGHUP)
-        assert await asyncio.wait_for(process.wait(), 30) == 0
+        worker.start(end)
+        await said(worker, '"ready"')
+        os.kill(worker.pid, signal.SIGHUP)
+        assert worker.wait() == 0
     finally:
         os.close(terminal)
         os.close(end)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from msgspec.structs import replace as replace_fields
@@ -23,12 +23,10 @@ from turnkeep_client.messages import (
     Rewind,
     SessionCache,
 )
+from worker.models.tokenizer import Tokenizer
 from worker.sessions.limits import MOST_POLICIES
 from worker.sessions.policies import misfit
-
-if TYPE_CHECKING:
-    from worker.models.tokenizer import Tokenizer
-    from worker.sessions.port import Asked
+from worker.sessions.port import Asked
 
 SINK_WINDOW = CachePolicy(policy="sink_window", sink=4, window=40)
 SAID = SessionCache(policy="sink_window", sink=4, window=40)

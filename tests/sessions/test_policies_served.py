@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,19 +15,15 @@ from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.messages import CachePolicy, SessionCache
 from turnkeep_client.subjects import SessionKey
 from worker.device.runner import Runner
+from worker.device.turn import Turn
 from worker.sessions import history, record
 from worker.sessions.session_log import SessionLog
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from worker.device.turn import Turn
 
 CACHE = {"policy": "sink_window", "sink": 2, "window": 32}
 SAID = SessionCache(policy="sink_window", sink=2, window=32)
 
 
+@pytest.mark.simulated
 async def test_the_client_opens_a_session_under_its_policy(
     local_worker: Callable,
 ) -> None:

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-from raw_wire import append, generate
+from raw_wire import Start, append, generate
 from structlog.testing import capture_logs
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-    from pathlib import Path
-
-    from raw_wire import Wire
 
 SECRET = "xylophone-7431"
 
 
 async def test_no_text_of_a_request_is_logged_whether_it_is_answered_or_refused(
-    wire: Callable[..., Awaitable[Wire]], strict_model: Path
+    wire: Start, strict_model: Path
 ) -> None:
     said = {"role": "user", "content": SECRET}
     requests: list[dict[str, Any] | bytes] = [

@@ -4,27 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from raw_wire import Wire, append, generate
+import pytest
+from nats.aio.msg import Msg
+from nats.js.api import StreamConfig
+from raw_wire import Start, Wire, append, generate
 from structlog.testing import capture_logs
 
 from turnkeep_client.chunks import Assembly
-from turnkeep_client.messages import decode_chunk
+from turnkeep_client.messages import Chunk, decode_chunk
+from worker.process import clock
 from worker.sessions import streaming
-from worker.text.answer import Answer
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    import pytest
-    from nats.aio.msg import Msg
-    from nats.js.api import StreamConfig
-
-    from turnkeep_client.messages import Chunk
-
-    Start = Callable[..., Awaitable[Wire]]
 
 
 class Heard:
@@ -79,6 +70,7 @@ async def test_all_chunks_are_heard_before_their_result(wire: Start) -> None:
     assert texts == [result["text"]]
 
 
+@pytest.mark.simulated
 async def test_what_the_token_stream_refuses_is_not_heard_either(wire: Start) -> None:
     w = await wire()
     heard = await listen(w)
@@ -89,6 +81,7 @@ async def test_what_the_token_stream_refuses_is_not_heard_either(wire: Start) ->
     assert heard.chunks == []
 
 
+@pytest.mark.simulated
 async def test_nothing_follows_a_chunk_that_was_refused(wire: Start) -> None:
     """A worker that takes over reads chunks up to the first gap; what was heard behind it would be lost."""
     w = await wire()
@@ -106,6 +99,7 @@ async def test_nothing_follows_a_chunk_that_was_refused(wire: Start) -> None:
         position += len(chunk["tokens"])
 
 
+@pytest.mark.simulated
 async def test_a_repeated_request_logs_no_warning(wire: Start) -> None:
     """A client that lost its connection repeats what it asked; nothing is wrong with the log then."""
     w = await wire()
@@ -116,6 +110,7 @@ async def test_a_repeated_request_logs_no_warning(wire: Start) -> None:
     assert [line for line in lines if line["log_level"] not in ("debug", "info")] == []
 
 
+@pytest.mark.simulated
 async def test_chunks_of_an_answer_that_runs_for_longer_than_they_are_kept_are_not_lost(
     wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,26 +118,18 @@ async def test_chunks_of_an_answer_that_runs_for_longer_than_they_are_kept_are_n
     monkeypatch.setattr(streaming, "_COPY_AT", 0.05)
     monkeypatch.setattr(streaming, "_COPY_BYTES", 2048)
     w = await wire(token_ttl_s=10.0)
-    push = Answer.push
-
-    def slowly(*args: Any) -> Any:
-        time.sleep(0.005)
-        return push(*args)
-
-    monkeypatch.setattr(Answer, "push", slowly)
     config = (await w.js.stream_info(f"{w.prefix}_tok")).config
     await w.js.update_stream(config.evolve(max_age=1.5, duplicate_window=1.0))
     heard = await listen(w)
     body = generate("g", text="eee", max_tokens=1900)
     seq = await w.publish("s", body)
-    await asyncio.sleep(4)
+    await asyncio.sleep(3)
     await w.worker.stop()
     known = max(chunk["i"] + len(chunk["tokens"]) for chunk in heard.chunks)
     assert w.results == {}
     late = await w.js.get_msg(f"{w.prefix}_tok", subject=f"{w.prefix}.default.s.tok.g", seq=1, next=True)
     assert late.time is not None
-    assert time.time() - late.time.timestamp() < 3
-    monkeypatch.setattr(Answer, "push", push)
+    assert clock.time() - late.time.timestamp() < 2
     two = await wire(token_ttl_s=10.0)
     result = await two.result(seq)
     assert result["resumed_tokens"] == known

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from tests.parts import WorkerProcess
-    from turnkeep_client.client import Client
-    from turnkeep_client.messages import SnapshotCounters
+from tests.parts import WorkerProcess
+from turnkeep_client.client import Client
+from turnkeep_client.messages import SnapshotCounters
 
 
 async def until(client: Client, reached: Callable[[SnapshotCounters], bool]) -> None:

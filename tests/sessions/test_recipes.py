@@ -7,18 +7,14 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from raw_wire import Wire, append, generate
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+from raw_wire import Start, append, generate
 
 PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
 
 
 async def test_a_durable_consumer_sees_every_answer_once_over_its_own_restart(
-    wire: Callable[..., Awaitable[Wire]], nats_url: str
+    wire: Start, nats_url: str
 ) -> None:
     w = await wire()
     found = re.search(r"```python\n(.*?)```", PAGE[PAGE.index("### A durable consumer") :], re.DOTALL)

@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
-from raw_wire import LONG, Wire, append, generate
+from raw_wire import LONG, Start, Wire, append, generate
 
 from tests.parts import BLOCK, TINY_KV_BYTES
-from turnkeep_client.client import connect
+from turnkeep_client.client import Client, connect
 from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.messages import Appended, Generated, Metrics
+from worker.sessions.record import Pending
 from worker.sessions.session import Session
 from worker.wire.consistent_reads import ConsistentReads
 from worker.wire.journal import FencedError
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-    from pathlib import Path
-
-    from turnkeep_client.client import Client
-    from worker.sessions.record import Pending
-
-    Start = Callable[..., Awaitable[Wire]]
+pytestmark = pytest.mark.simulated
 
 EOS = 2
 
@@ -63,6 +59,7 @@ async def replicated(*_: Any) -> bool:
 # Cancelling
 
 
+@pytest.mark.real
 async def test_a_cancelled_generate_keeps_what_it_has_said_and_the_session_goes_on(client: Client) -> None:
     session = client.session("s")
     generation = session.generate(text="eee", max_tokens=1900)
@@ -127,15 +124,13 @@ async def test_what_is_asked_of_a_session_is_not_older_than_its_last_result_thou
 
     monkeypatch.setattr(ConsistentReads, "_direct_batch", lagging)
     monkeypatch.setattr(ConsistentReads, "_is_replicated", replicated)
-    for asked in ("info", "count", "pin"):
+    for asked in ("info", "count"):  # as each question about a session
         worker, left = await local_worker(), 2
         session = worker.client.session("s")
         if asked == "info":
             assert (await session.info()).position == position
-        elif asked == "count":
-            assert (await session.count(tokens=[9])).position == position + 1
         else:
-            assert (await session.pin()).tokens == position
+            assert (await session.count(tokens=[9])).position == position + 1
         assert left < 2
         await worker.stop()
 
@@ -171,6 +166,7 @@ async def test_an_answer_ends_before_its_result_is_larger_than_a_message(wire: S
     assert (await w.send("s", generate("b")))["type"] == "generated"
 
 
+@pytest.mark.real
 async def test_a_cancelled_append_adds_nothing(wire: Start) -> None:
     """What was prefilled until then is found again by the next try."""
     w = await wire(block_tokens=8)
@@ -235,6 +231,7 @@ async def converse(w: Wire, session: str, number: int) -> list[Any]:
     return [(result["position"], result.get("tokens"), result.get("text")) for result in results]
 
 
+@pytest.mark.real
 async def test_sessions_that_run_together_give_what_each_gives_alone(wire: Start) -> None:
     """Twelve sessions of three turns; another dozen, one after the other, is the measure."""
     w = await wire(max_batch=8)
@@ -255,6 +252,7 @@ async def test_requests_of_one_session_are_answered_in_their_order(wire: Start) 
     assert out == seqs
 
 
+@pytest.mark.real
 async def test_a_seed_draws_the_same_alone_and_among_others(client: Client) -> None:
     async def drawn(name: str, seed: int | None) -> tuple[int, ...]:
         options: dict[str, Any] = {} if seed is None else {"seed": seed}
@@ -286,6 +284,7 @@ async def test_a_stop_string_ends_the_answer_and_is_not_in_its_text(client: Clie
     assert result.position == 3 + len(result.tokens)
 
 
+@pytest.mark.real
 async def test_an_end_of_turn_token_ends_the_answer(client: Client) -> None:
     for letter in "fglmn":
         result = await client.session(letter).generate(text=3 * letter, max_tokens=120)
@@ -307,6 +306,7 @@ async def test_an_answer_is_never_longer_than_max_tokens(client: Client) -> None
 # Counts
 
 
+@pytest.mark.real
 async def test_the_counts_of_every_turn_add_up(client: Client) -> None:
     """`tokens = cached + prefilled`; the KV held is that of all tokens but the last."""
     session = client.session("s")
@@ -338,6 +338,7 @@ async def test_the_counts_of_every_turn_add_up(client: Client) -> None:
         assert (info.position, info.kv_live_bytes) == (position, result.kv_live_bytes)
 
 
+@pytest.mark.real
 async def test_a_session_holds_no_kv_before_its_first_append_and_after_its_end(client: Client) -> None:
     session = client.session("s")
     await session.open()
@@ -351,6 +352,7 @@ async def test_a_session_holds_no_kv_before_its_first_append_and_after_its_end(c
     assert (metrics.resident_kv_bytes, metrics.resident_sessions) == (0, 0)
 
 
+@pytest.mark.real
 async def test_a_rewound_session_goes_on_like_a_new_one_with_those_tokens(client: Client) -> None:
     session = client.session("s")
     await session.append(text="The beginning, ")
@@ -379,6 +381,7 @@ async def tokens_of(client: Client, text: str) -> list[int]:
     return [3 + letters.index("Ġ" if char == " " else char) for char in text]
 
 
+@pytest.mark.real
 async def test_an_idle_session_leaves_memory_and_comes_back_as_it_was(wire: Start) -> None:
     w = await wire(idle_timeout_s=0.2)
     client: Client = w.worker.client
@@ -441,9 +444,10 @@ async def test_info_tells_how_far_a_session_is(wire: Start) -> None:
     assert info["position"] == results[1]["position"] == 1908
     assert (info["active"], info["waiting"], info["progress"], info["requests"]) == (None, [], None, 2)
     assert info["resident"]
-    assert (info["policy"], info["model"]) == ("full", "tiny")
+    assert (info["policy"], info["model"]) == ("full", "hashes")
 
 
+@pytest.mark.real
 async def test_metrics_add_up(wire: Start) -> None:
     """Snapshots: `accepted = durable + sum(dropped) + failed + cancelled + in_flight`, in every message."""
     w = await wire(metrics_interval_s=0.1)
@@ -519,6 +523,7 @@ async def test_asks_of_one_session_wait_for_each_other(client: Client) -> None:
 # Who sees what
 
 
+@pytest.mark.real
 async def test_tenants_are_apart(wire: Start) -> None:
     """The same session name is another session, and the same tokens are another's KV."""
     w = await wire()
@@ -536,6 +541,7 @@ async def test_tenants_are_apart(wire: Start) -> None:
             await other.session("unknown").info()
 
 
+@pytest.mark.real
 async def test_a_prefix_that_two_sessions_of_a_tenant_share_is_computed_once(client: Client) -> None:
     shared = "A system prompt that is the same for all. " * 5
     await client.session("first").append(text=shared + "I am the first.")
@@ -556,6 +562,7 @@ REWRITING = (
 )
 
 
+@pytest.mark.real
 async def test_a_template_that_rewrites_earlier_turns_is_followed_and_told(
     wire: Start, model_with_template: Callable[[str, str], Path]
 ) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from nats.js.errors import NotFoundError
-from raw_wire import LONG, append, generate
+from raw_wire import LONG, Start, Wire, append, generate
 
+from tests.simulation.world import Server
 from turnkeep_client.messages import Append, Close, Closed, encode, failure
 from turnkeep_client.subjects import SessionKey
 from worker.sessions import record, sessions
@@ -20,12 +21,7 @@ from worker.wire.consistent_reads import Entry
 from worker.wire.journal import FencedError, Journal
 from worker.wire.retention import Retention
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    from raw_wire import Wire
-
-    Start = Callable[..., Awaitable[Wire]]
+pytestmark = pytest.mark.simulated
 
 CLOSE = {"type": "close", "id": "c"}
 FORGET = {"type": "close", "id": "c", "forget": True}
@@ -514,6 +510,39 @@ async def test_notes_that_need_their_time_are_not_read_at_each_look(
     read.clear()
     await looks.sweep()
     assert sum(read) <= 256
+
+
+async def test_an_id_that_is_free_again_has_the_new_answer_alone(wire: Start, server: Server) -> None:
+    """The first session has left the log, its chunks are still there, and are read after a reconnection."""
+    w = await wire(closed_ttl_s=0)
+    session = w.worker.client.session("s")
+    old = await session.generate(text="Begin: ", max_tokens=100, request_id="g")
+    await session.close()
+    await until_gone(w, "s", text=b"Begin")
+    await session.open()
+    generation, tokens = session.generate(text="Another: ", max_tokens=400, request_id="g"), list[int]()
+    async for chunk in generation:
+        if len(tokens) < 20 <= len(tokens) + len(chunk.tokens):
+            server.crash()
+            server.later(1.0, server.start)
+        tokens += chunk.tokens
+    assert len(tokens) == 400
+    assert tuple(tokens) == generation.result.tokens
+    assert tuple(tokens[:100]) != old.tokens
+
+
+async def test_requests_behind_a_forgotten_session_are_answered_by_the_next_worker(quiet_wire: Start) -> None:
+    """All of them were delivered before; the first delivery's entry has left the log with the session."""
+    w = await quiet_wire(ack_wait_s=0.5)
+    requests = [generate("g", text="Begin: ", max_tokens=400), FORGET, {"type": "open", "id": "o"}]
+    requests.append(generate("h", text="Again: ", max_tokens=1500))
+    seqs = [await w.publish("s", one) for one in requests]
+    await w.result(seqs[1])
+    await until_gone(w, "s", text=b"Begin")
+    assert seqs[3] not in w.results
+    w.worker.process.kill()
+    await quiet_wire(ack_wait_s=0.5)
+    assert len((await w.result(seqs[3]))["tokens"]) == 1500
 
 
 async def test_a_request_without_a_result_stays_between_a_close_and_its_result() -> None:

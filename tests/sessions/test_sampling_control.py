@@ -5,29 +5,19 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
-from interruptions import heard_over_kills
+from interruptions import heard_over_a_kill
 
+from turnkeep_client.client import Client
 from turnkeep_client.errors import InvalidMessageError, RequestFailedError
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-    from pathlib import Path
-
-    from turnkeep_client.client import Client
-    from turnkeep_client.messages import Chunk, Generated
-    from turnkeep_client.session import Session
+from turnkeep_client.messages import Chunk, Generated
+from turnkeep_client.session import Session
 
 EOS = 2
-
-
-@pytest.fixture
-async def client(local_worker: Callable[..., Awaitable[Any]], endless_model: Path) -> Client:
-    worker = await local_worker(model=str(endless_model))
-    client: Client = worker.client
-    return client
 
 
 async def answered(session: Session, **options: Any) -> tuple[list[Chunk], Generated]:
@@ -94,6 +84,7 @@ async def test_no_end_before_min_tokens_and_none_at_all_if_it_is_ignored(
     assert more.position == never.position + 1
 
 
+@pytest.mark.simulated
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -113,6 +104,7 @@ async def test_contradictions_and_numbers_out_of_range_are_said_at_once(
         await client.session("s").generate(text="x", **options)
 
 
+@pytest.mark.simulated
 async def test_a_bias_beyond_the_vocabulary_changes_nothing(client: Client) -> None:
     session = client.session("s")
     await session.append(text="before")
@@ -143,7 +135,7 @@ async def test_an_answer_goes_on_after_a_crash_with_what_was_said_of_its_tokens(
     undisturbed = await local_worker(model=str(endless_model), data_dir=tmp_path / "alone")
     _, expected = await answered(undisturbed.client.session("s"), **options)
     process = worker_process("--ack-wait-s", "0.5", model=endless_model)
-    chunks, result = await heard_over_kills(process, options, every=25)
+    chunks, result = await heard_over_a_kill(process, options, behind=25)
     assert result.tokens == expected.tokens
     assert [one.id for one in result.logprobs] == list(result.tokens)
     assert [one for chunk in chunks for one in chunk.logprobs] == list(result.logprobs)
@@ -152,6 +144,7 @@ async def test_an_answer_goes_on_after_a_crash_with_what_was_said_of_its_tokens(
         assert len(mine.top) == 2
 
 
+@pytest.mark.simulated
 async def test_a_count_is_what_a_generate_then_adds_and_changes_nothing(client: Client) -> None:
     session = client.session("s")
     asked = {"messages": [{"role": "user", "content": "How many?"}]}
@@ -193,6 +186,7 @@ async def test_an_answer_begins_with_the_given_prefix_and_goes_on(client: Client
     assert more.usage.cached_tokens == given.position - 1, "the answer with its prefix was not rendered anew"
 
 
+@pytest.mark.simulated
 async def test_a_prefix_after_raw_text_is_text(client: Client) -> None:
     _, given = await answered(client.session("s"), text="Once ", prefix="upon", max_tokens=6)
     _, plain = await answered(client.session("t"), text="Once upon", max_tokens=6)

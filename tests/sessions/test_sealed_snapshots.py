@@ -9,8 +9,9 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
@@ -18,13 +19,9 @@ from tokenizers import Tokenizer
 from cache.names.tokens import pack
 from cache.store import access_by
 from tests.commands.command_runs import command, turnkeep
+from tests.parts import WorkerProcess
 
 pytest.importorskip("cryptography")
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.parts import WorkerProcess
 
 pytestmark = pytest.mark.process
 

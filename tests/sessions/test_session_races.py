@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from test_fold import PAGE, STORED, World
@@ -29,9 +30,6 @@ from worker.sessions.port import DeviceFaultError
 from worker.sessions.record import Pending
 from worker.wire.intake import Intake
 from worker.wire.journal import FencedError, Published
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture(scope="module")

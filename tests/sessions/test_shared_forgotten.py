@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from parts import BLOCK
 from test_forks import conversation, said, settled
 
 from cache.names.tokens import pack
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from turnkeep_client.client import Client
-    from turnkeep_client.messages import Closed
-    from turnkeep_client.session import Session
+from turnkeep_client.client import Client
+from turnkeep_client.messages import Closed
+from turnkeep_client.session import Session
 
 Start = Any  # of `local_worker`
 

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
 
 import pytest
 
 from turnkeep_client.subjects import SessionKey
 from worker.sessions.port import StoppingError
 from worker.sessions.shares import Shares
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 ROWS = 8
 MOST = 4 * ROWS

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
 
-from raw_wire import Wire, append, generate
+from raw_wire import Start, append, generate
 
 from tests.parts import CHAT_TEMPLATE
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-    from pathlib import Path
-
-    Start = Callable[..., Awaitable[Wire]]
 
 SPINS = (
     "{% for m in messages if m['content'] in ['spin', 'spin later' if add_generation_prompt else ''] %}"

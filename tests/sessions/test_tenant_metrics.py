@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
-from turnkeep_client.client import connect
+from tests.parts import LocalWorker
+from turnkeep_client.client import Client, connect
 from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.messages import TenantFigures
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    from tests.conftest import LocalWorker
-    from turnkeep_client.client import Client
 
 
 async def figures(client: Client) -> TenantFigures:

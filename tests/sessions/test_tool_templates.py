@@ -5,8 +5,10 @@ The templates are written for these tests, in the manner of the families that th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,10 +17,6 @@ from test_tools import CALL, CLOCK, WEATHER, ask, generated, text_of, user, worl
 
 from turnkeep_client.messages import Message, Reasoning
 from worker.models.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 #: Thoughts before the last user message are left out; results of tools that follow each other share a turn.
 QWEN3 = """

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from test_checkpoints import often as often  # noqa: PLC0414  # a fixture
@@ -27,10 +29,6 @@ from turnkeep_client.messages import (
 from turnkeep_client.requests import _ChosenFunction
 from worker.models.tokenizer import Tokenizer
 from worker.sessions.port import Asked
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
 
 WEATHER = Tool(
     function=ToolFunction(

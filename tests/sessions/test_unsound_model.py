@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.parts import make_tiny_model
 from turnkeep_client.errors import RequestFailedError
 from worker.models.model_files import ModelError
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
 
 #: The id of `~` in the tiny model.
 TILDE = 96

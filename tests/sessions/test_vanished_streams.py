@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
 
 import pytest
-from raw_wire import Wire, generate
+from raw_wire import Start, generate
 
 from turnkeep_client.subjects import CONSUMER
 from worker.wire import streams
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    Start = Callable[..., Awaitable[Wire]]
 
 
 @pytest.fixture(autouse=True)

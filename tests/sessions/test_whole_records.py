@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from test_fold import STORED, World, tampered
@@ -17,9 +18,6 @@ from cache.names.tokens import as_tokens
 from turnkeep_client.log import BUILD_HEADER, HISTORY_HEADER
 from turnkeep_client.messages import Append, Close, Generate, Open, Rewind, UnknownResult, encode
 from worker.models.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 #: More lives than any limit on attempts has.
 MANY = 20

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 import nats.errors
 from anyio import Event, move_on_after
 from nats.js.errors import APIError
@@ -24,9 +25,10 @@ from tokenizers import decoders, models, pre_tokenizers
 from cache.names.policy import FULL
 from cache.names.tokens import as_tokens
 from cache.store import Forgotten
-from turnkeep_client.messages import Histogram, Metrics, Model, Progress, SnapshotCounters, joined
+from turnkeep_client.messages import Model, Progress, joined
 from worker import app
 from worker.app import App
+from worker.metrics import unloaded
 from worker.models.model import LoadedModel
 from worker.models.tokenizer import Tokenizer
 from worker.process.concurrency import task_group
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
     from cache.names.marks import Erased, Marks
     from cache.names.policy import Policy
     from cache.names.tokens import Tokens
-    from turnkeep_client.messages import Chunk
+    from turnkeep_client.messages import Chunk, Metrics
     from turnkeep_client.subjects import SessionKey
     from worker.observe.traces import Phase
     from worker.process.settings import Settings
@@ -62,11 +64,6 @@ _KV_BYTES: Final = 64
 _MOST_BYTES: Final = 10**9
 #: How many of its writes a disk loses, and how many of its erasures it does not confirm.
 _DISK_FAILS: Final = 0.2
-_COUNTS: Final = (
-    *("waiting", "waiting_for_memory", "running", "sessions", "resident_sessions", "prefilled_tokens"),
-    *("cached_tokens", "generated_tokens", "resident_kv_bytes", "max_memory_bytes"),
-    *("mlx_active_bytes", "mlx_peak_bytes", "process_bytes"),
-)
 
 
 @cache
@@ -306,7 +303,7 @@ class Worker(App):
         )
         self._dtype, self._maker = "float32", Model(name="hashes")
         self._device: Any = SimpleNamespace(kv_layers={}, name="hashes", busy_s=0.0)
-        self._context_tokens, self._kv_bytes = CONTEXT, _MOST_BYTES
+        self._context_tokens, self._kv_bytes = self._settings.max_context or CONTEXT, _MOST_BYTES
         async with task_group() as self._starting, contextlib.AsyncExitStack() as stack:
             nc = await self._connect("nats://world:4222", self._directory, stack)
             js = nc.jetstream()
@@ -341,21 +338,16 @@ class Worker(App):
         return self.device_of_hashes
 
     def _metrics(self, intake: Any) -> Metrics:
-        none = Histogram(bounds=(), counts=(0,), sum=0.0, count=0)
-        zeros = dict.fromkeys(_COUNTS, 0)
-        times = dict.fromkeys(
-            ("time_to_first_token", "time_per_output_token", "batch_size", "event_loop_lag"), none
-        )
-        return Metrics(
-            worker=self._settings.worker,
-            version="0",
-            model="hashes",
+        named = {"worker": self._settings.worker, "version": "0", "model": "hashes"}
+        return msgspec.structs.replace(
+            unloaded(**named),
             device="hashes",
-            uptime_s=0.0,
-            requests={},
-            snapshots=SnapshotCounters(accepted=0, durable=0, dropped={}),
-            **zeros,
-            **times,  # type: ignore[arg-type]
+            requests={kind: dict(outcomes) for kind, outcomes in self._telemetry.requests.items()},
+            ignored=dict(self._telemetry.ignored),
+            sessions=len(self._sessions),
+            running=len(self.device_of_hashes.runs),
+            log_bytes=self._retention.num_bytes,
+            log_max_bytes=self._retention.max_bytes,
         )
 
     @property

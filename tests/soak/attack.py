@@ -27,13 +27,14 @@ from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from harness import (
     PATIENCE_S,
     SUBJECTS,
     Heard,
     Target,
+    Verdict,
     arguments,
     folder,
     judge,
@@ -43,15 +44,10 @@ from harness import (
 )
 from parts import CAN_FORK
 
-from turnkeep_client.client import connect
+from turnkeep_client.client import Client, connect
 from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.messages import decode_request, encode
 from turnkeep_client.subjects import SessionKey
-
-if TYPE_CHECKING:
-    from harness import Verdict
-
-    from turnkeep_client.client import Client
 
 SETTLE_S = 30.0
 TENANTS = ("a", "b", "c")

@@ -13,16 +13,24 @@ import contextlib
 import random
 import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-from harness import Heard, SessionKey, arguments, connect, folder, judge, read_log, report, target, tiny_model
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from harness import Verdict
+from harness import (
+    Heard,
+    SessionKey,
+    Verdict,
+    arguments,
+    connect,
+    folder,
+    judge,
+    read_log,
+    report,
+    target,
+    tiny_model,
+)
 
 #: More than fits into the least `max_memory` at a time, so that most turns restore their session from disk.
 SESSIONS = 12

@@ -15,15 +15,18 @@ import asyncio
 import itertools
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import fmean
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from harness import (
     PATIENCE_S,
     SUBJECTS,
     SessionKey,
+    Target,
     arguments,
     folder,
     percentile,
@@ -33,12 +36,6 @@ from harness import (
 )
 
 from turnkeep_client.nats_client import Nats
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from harness import Target
 
 PROBES_PER_SESSION = 20
 FLOODED = {"type": "generate", "text": "Once upon a time there was", "max_tokens": 16}

@@ -14,14 +14,16 @@ import json
 import random
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 from harness import (
     PATIENCE_S,
     Heard,
     SessionKey,
+    Verdict,
     arguments,
     folder,
     judge,
@@ -31,11 +33,6 @@ from harness import (
     target,
     tiny_model,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from harness import Verdict
 
 KINDS = {
     b"in": 45,

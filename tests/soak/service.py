@@ -14,27 +14,21 @@ import contextlib
 import random
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 from attack import Attack, settled
-from harness import Heard, SessionKey, Target, arguments, folder, percentile, report, tiny_model
+from harness import Heard, SessionKey, Target, Verdict, arguments, folder, percentile, report, tiny_model
 from parts import free_port
 from soak import MIB, disk_bytes
 
 from tests.ops.test_panels import Prometheus
-from turnkeep_client.client import connect
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from harness import Verdict
-
-    from turnkeep_client.client import Client
+from turnkeep_client.client import Client, connect
 
 TENANTS = ("a", "b", "c")
 SCRAPE_S = 5.0

@@ -12,12 +12,10 @@ from __future__ import annotations
 import asyncio
 import sys
 from time import monotonic
-from typing import TYPE_CHECKING
 
 from harness import PATIENCE_S, arguments, connect, folder, percentile, table, target
 
-if TYPE_CHECKING:
-    from turnkeep_client.client import Client
+from turnkeep_client.client import Client
 
 STORY = "Write a long story about the sea."
 

@@ -13,19 +13,15 @@ import itertools
 import os
 import random
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
-from harness import Heard, SessionKey, arguments, folder, percentile, table, target, tiny_model
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from harness import Target
+from harness import Heard, SessionKey, Target, arguments, folder, percentile, table, target, tiny_model
 
 MIB = 2**20
 SHORT_CLIENTS = 6

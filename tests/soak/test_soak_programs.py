@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from attack import attack
@@ -20,9 +21,6 @@ from soak import slopes, soak
 
 from turnkeep_client.log import MODEL_HEADER
 from turnkeep_client.messages import decode_chunk
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.process
 KEY = SessionKey("default", "s")
