@@ -89,7 +89,7 @@ async def simulated_worker(
     _function_scoped_runner: SimulatedRunner, tmp_path: Path
 ) -> AsyncIterator[StartWorker]:
     """Start workers on a hash for a device; what they have on disk is there for the next one."""
-    found, started, disk = _function_scoped_runner.get_loop(), list[SimulatedWorker](), dict[Any, Any]()
+    found, started, disk = _function_scoped_runner.get_loop(), list[SimulatedWorker](), device.Disk()
 
     async def start(**changes: Any) -> LocalWorker:
         values: dict[str, Any] = {"data_dir": tmp_path, "nats": URL, "worker": "test", "block_tokens": BLOCK}

@@ -212,9 +212,9 @@ class Tasks:
         return handle
 
 
-async def alone(*_: Any) -> bool:
+async def alone(*_: Any) -> dict[str, bool]:
     """No other worker has anything of a session."""
-    return True
+    return {}
 
 
 async def nothing(*_: Any) -> Any:
@@ -261,6 +261,8 @@ class World:
             "own_sampling": {},
             "placeholders": True,
             "token_ttl_s": 900.0,
+            "directory": "",
+            "erasures": SimpleNamespace(note=nothing),
             "erase_elsewhere": alone,
         }
         retention = Retention(self.log, closed_ttl_s=None, max_bytes=2**30)  # type: ignore[arg-type]
