@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from array import array
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Hashable, Iterator, Sequence
 
     import mlx.core as mx
 
-    from .drafter import Drafter
     from .parts import Part
     from .row_sampler import Drawn, RowSampler
     from .slots import Form
@@ -33,11 +32,12 @@ class UnsoundError(Exception):
 class Row:
     """One running answer.
 
-    `known` are the session's last tokens; drafts are looked up in them. The last token has no KV yet. The
+    `known` are the session's last tokens, from which drafts are made. The last token has no KV yet. The
     first `num_cached` tokens of the session have KV: in `caches`, or, if that is None, where the batch keeps
     it. `drawn` are the tokens of the last step, which mean nothing unless the row `is_sound`: the logits were
     numbers. `num_left` counts the tokens that the answer may still get.
-    If the session has a window, its caches hold KV of at most `most_held` tokens.
+    If the session has a window, its caches hold KV of at most `most_held` tokens. What a drafter keeps for
+    the row serves later rows of its `session`, unless that is None.
     """
 
     caches: list[Any] | None
@@ -48,7 +48,7 @@ class Row:
     most_held: int = sys.maxsize
     drawn: list[Drawn] = field(default_factory=list)
     is_sound: bool = True
-    drafter: Drafter | None = None
+    session: Hashable = None
     form: Form | None = None  # of its pool
 
     def append(self, drawn: list[Drawn], *, is_sound: bool = True) -> None:

@@ -17,7 +17,7 @@ import structlog
 
 from cache.kv import layers
 from cache.names.errors import CutOffError, LostPastError
-from worker.batch.drafter import MOST_SEEN
+from worker.batch.lookup import MOST_SEEN
 from worker.batch.row_sampler import RowSampler
 from worker.batch.rows import PrefillPiece, Row, UnsoundError
 
@@ -226,8 +226,9 @@ class Runner:
                 self._peak,
                 estimated,
                 measured,
-                self._batch.num_drafted,
-                self._batch.num_accepted,
+                self._batch.speculation.num_drafted,
+                self._batch.speculation.num_accepted,
+                self._batch.speculation.saved_s,
                 self._paging.num_evicted,
             )
         )
@@ -356,6 +357,7 @@ class Runner:
                 num_cached=end,
                 num_left=_num_left(turn),
                 most_held=turn.policy.num_held(sys.maxsize),
+                session=turn.key,
             )
         self._paging.begin_piece(turn)
         piece = PrefillPiece(turn.caches or [], start, turn.context.ids(start, end).tolist(), turn.row)

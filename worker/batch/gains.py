@@ -1,0 +1,151 @@
+"""Says from measured times and accepted drafts how many tokens a step should draft. Pure.
+
+All costs are shares of a plain step's time over as many rows, so they hold while the machine's speed changes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from statistics import median
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+#: Measurements whose median counts.
+_KEPT: Final = 5
+#: Plain steps of a number of rows before any is drafted for, and drafted ones until they are measured again.
+_FIRST: Final = 3
+_FRESH: Final = 64
+#: Plain steps in a row after which the costs of drafts are forgotten: they are tried again.
+_FORGOTTEN: Final = 256
+#: What a draft's token costs in the step that checks it, until that is measured.
+_CHECKED: Final = 0.05
+#: Drafts have to promise this gain.
+LEAST: Final = 1.03
+#: Draft tokens that weigh as much as what is known beforehand, and how fast what was seen is forgotten: by a
+#: draft, and by a step without one.
+_WEIGHT: Final = 4.0
+_BY_DRAFT: Final = 0.9
+_BY_STEP: Final = 0.99
+
+
+class Acceptance:
+    """The share of draft tokens that are right, among those whose predecessors were."""
+
+    def __init__(self) -> None:
+        self._num_right = self._num_tested = 0.0
+
+    def share(self, before: float) -> float:
+        """Return the share; `before` is what to expect without any draft."""
+        return (_WEIGHT * before + self._num_right) / (_WEIGHT + self._num_tested)
+
+    def learn(self, num_right: int, num_drafted: int) -> None:
+        """Learn from a draft of which the first `num_right` tokens were right."""
+        self._num_right = _BY_DRAFT * self._num_right + num_right
+        self._num_tested = _BY_DRAFT * self._num_tested + min(num_right + 1, num_drafted)
+
+    def fade(self) -> None:
+        """Forget a little, so that a drafter that was wrong is tried again."""
+        self._num_right *= _BY_STEP
+        self._num_tested *= _BY_STEP
+
+
+class Times:
+    """The times of steps: plain ones by the number of rows, drafted ones also by the draft's tokens.
+
+    A plain step takes less time if it was launched ahead.
+    """
+
+    def __init__(self) -> None:
+        self._plain: defaultdict[tuple[int, bool], deque[float]] = defaultdict(_few)
+        self._drafted: defaultdict[int, dict[int, deque[float]]] = defaultdict(dict)
+        self._since: defaultdict[int, int] = defaultdict(int)
+        self._num_plain = 0
+
+    def plain_s(self, num_rows: int, *, ahead: bool) -> float | None:
+        """Return the time of a plain step; None until enough are measured."""
+        found = (self._plain[num_rows, kind] for kind in (ahead, not ahead))
+        return next((median(one) for one in found if len(one) >= _FIRST), None)
+
+    def is_due(self, num_rows: int) -> bool:
+        """Whether the next step should be plain, to measure it."""
+        return self._since[num_rows] >= _FRESH
+
+    def note_plain(self, num_rows: int, step_s: float, *, ahead: bool, could: bool) -> None:
+        """Learn from a plain step; `could` says that one like it may be launched ahead."""
+        self._plain[num_rows, ahead].append(step_s)
+        if ahead or not could:
+            self._since[num_rows] = 0
+        self._num_plain += 1
+        if self._num_plain >= _FORGOTTEN:
+            self._drafted.clear()
+            self._num_plain = 0
+
+    def note_drafted(self, num_rows: int, num_drafted: int, share: float) -> None:
+        """Learn from a step that took `share` of a plain one's time, without what drafting took."""
+        self._drafted[num_rows].setdefault(num_drafted, _few()).append(share)
+        self._since[num_rows] += 1
+        self._num_plain = 0
+
+    def checked(self, num_rows: int, num_drafted: int) -> float:
+        """Estimate the time of a step with so many draft tokens, as a share of a plain one's."""
+        known = {0: 1.0} | {num: _typical(some) for num, some in sorted(self._drafted[num_rows].items())}
+        last = max(known)
+        if num_drafted <= last:
+            return float(np.interp(num_drafted, [*known], [*known.values()]))
+        each = max(known[last] - 1.0, 0.0) / last if last else _CHECKED
+        return known[last] + each * (num_drafted - last)
+
+
+class Passes:
+    """What a drafter's passes take, as a share of a plain step, by the number of rows that they draft for."""
+
+    def __init__(self, share: float) -> None:
+        """`share` is expected until it is measured."""
+        self._share = share
+        self._measured: defaultdict[int, deque[float]] = defaultdict(_few)
+
+    def learn(self, num_rows: int, share: float) -> None:
+        """Learn from one pass."""
+        self._measured[num_rows].append(share)
+
+    def share(self, num_rows: int) -> float:
+        """Return what a pass takes."""
+        known = self._measured[num_rows]
+        return _typical(known) if known else self._share
+
+
+def expected(share: float, num_drafted: int) -> float:
+    """Return how many draft tokens are right, if each one behind right ones is with this probability."""
+    share = min(share, 0.99)
+    return share * (1 - share**num_drafted) / (1 - share)
+
+
+def gain(times: Times, num_rows: int, shares: Sequence[float], num_drafted: int, pass_share: float) -> float:
+    """Return by how much `num_drafted` tokens for each of some of the rows raise the tokens a second.
+
+    `shares` are the drafted rows' acceptances.
+    """
+    more = sum(expected(share, num_drafted) for share in shares)
+    took = times.checked(num_rows, num_drafted * len(shares)) + pass_share * num_drafted
+    return (1 + more / num_rows) / took
+
+
+def best(
+    times: Times, num_rows: int, shares: Sequence[float], pass_share: float, most: int
+) -> tuple[float, int]:
+    """Return the largest gain, and how many tokens to draft for it."""
+    lengths = range(1, most + 1) if shares else ()
+    return max(((gain(times, num_rows, shares, num, pass_share), num) for num in lengths), default=(1.0, 0))
+
+
+def _few() -> deque[float]:
+    return deque(maxlen=_KEPT)
+
+
+def _typical(some: deque[float]) -> float:
+    """Return the median; the least of a few, as a first one may have compiled kernels."""
+    return median(some) if len(some) > 2 else min(some)

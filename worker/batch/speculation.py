@@ -1,0 +1,223 @@
+"""Decides which rows draft, by which drafter and how much: only as far as it makes the tokens come faster.
+
+Called by the batch, once before and once after a step; `gains` estimates from what is measured here. While
+prompts run beside the answers, only drafts that cost nothing are made, so that prompts do not wait for them.
+Device thread only.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import mlx.core as mx
+import structlog
+
+from .gains import LEAST, Acceptance, Passes, Times, best
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Mapping, Sequence
+
+    from .drafter import Drafter
+    from .rows import Row
+
+log = structlog.get_logger()
+
+#: Tokens of an answer, until some have ended; weight of the last one.
+_USUAL: Final = 64.0
+_SHARE: Final = 0.1
+#: What running one of many tokens takes against one alone, until it is measured.
+_PREPARED: Final = 0.1
+#: The least tokens that are run to prepare a row, beside what fits into the time of a plain step.
+_LEAST_PIECE: Final = 16
+
+
+class _Source:
+    """A drafter, and what is known of it."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.passes = Passes(drafter.pass_share)
+        self.prepared_s: float | None = None  # for a token
+        self.accepted = Acceptance()
+        self.proposes = (
+            Acceptance()
+        )  # of the steps that were not launched ahead for it, those that had a draft
+        self.of_rows: dict[Row, Acceptance] = {}
+
+    @property
+    def is_free(self) -> bool:
+        return self.drafter.pass_share == 0.0
+
+    def share(self, row: Row) -> float:
+        """Return the share of a row's draft tokens that will be right."""
+        before = self.accepted.share(self.drafter.hope)
+        return self.of_rows[row].share(before) if row in self.of_rows else before
+
+    def learn(self, row: Row, num_right: int, num_drafted: int) -> None:
+        self.accepted.learn(num_right, num_drafted)
+        self.of_rows.setdefault(row, Acceptance()).learn(num_right, num_drafted)
+
+
+class Drafted(NamedTuple):
+    """The tokens drafted for some rows, and the seconds that it took."""
+
+    drafts: dict[Row, list[int]]
+    took_s: float
+
+
+class Speculation:
+    """Asks drafters for drafts, the first one first, and learns from what the steps make of them."""
+
+    def __init__(self, drafters: Sequence[Drafter], most: int, clock: Callable[[], float]) -> None:
+        """`most` limits a draft, in tokens; `clock` returns seconds."""
+        self._sources = [_Source(drafter) for drafter in drafters] if most else []
+        self._most = most
+        self._clock = clock
+        self._times = Times()
+        self._usual = _USUAL
+        self._by: dict[Row, _Source] = {}
+        self._asked: list[_Source] = []
+        #: Draft tokens since the start, those of them that were accepted, and seconds saved by them.
+        self.num_drafted = self.num_accepted = 0
+        self.saved_s = 0.0
+
+    def draft(self, rows: Sequence[Row], num_rows: int, *, ahead: bool, beside: bool) -> Drafted:
+        """Draft for some of the `rows`, which are among `num_rows` in the step.
+
+        `ahead` says that without drafts the step could have been launched ahead, `beside` that prompts run in
+        it.
+        """
+        began_s, self._by = self._clock(), {}
+        plain_s = self._times.plain_s(num_rows, ahead=ahead)
+        if not (rows and self._sources) or plain_s is None or self._times.is_due(num_rows):
+            return Drafted({}, 0.0)
+        found: dict[Row, list[int]] = {}
+        for source in [one for one in self._sources if one.is_free or not beside]:
+            rest = [row for row in rows if row not in found and row.num_left > 1]
+            try:
+                drafts = self._drafts(source, rest, num_rows, plain_s)
+            except Exception:
+                if mx.default_device() != mx.cpu:  # what else is under way has failed too
+                    raise
+                log.exception("drafting failed; answers go on without")
+                source.drafter.clear()
+                self._sources.remove(source)
+                drafts = {}
+            found |= drafts
+            self._by |= dict.fromkeys(drafts, source)
+        return Drafted(found, self._clock() - began_s)
+
+    def may_draft(self, rows: Sequence[Row], num_rows: int) -> bool:
+        """Say whether the next step may have drafts, so that it must not be launched ahead."""
+        ahead_s, plain_s = (self._times.plain_s(num_rows, ahead=ahead) for ahead in (True, False))
+        self._asked = []
+        if not self._sources or ahead_s is None or plain_s is None or self._times.is_due(num_rows):
+            return False
+        late = plain_s / ahead_s - 1 if ahead_s else 0.0
+        for source in self._sources:
+            some = [row for row in rows if row.num_left > 1 and source.drafter.may_propose(row)]
+            gained, _ = self._best(source, some, num_rows)
+            often = source.proposes.share(source.drafter.hope)
+            if some and often * (gained - LEAST) > (1 - often) * late:
+                self._asked.append(source)
+        return bool(self._asked)
+
+    def learn(
+        self,
+        drafts: Mapping[Row, list[int]],
+        right: Mapping[Row, int],
+        num_rows: int,
+        took_s: float | None,
+        plain: tuple[bool, bool],
+        drafting_s: float,
+    ) -> None:
+        """Learn from a step: how many tokens of each draft were right, and what it took in all.
+
+        `took_s` is None if the step says nothing about times. `plain` says whether the step was launched
+        ahead, and whether it could have been.
+        """
+        if not self._sources:
+            return
+        was_ahead, could = plain
+        plain_s = self._times.plain_s(num_rows, ahead=could)
+        for source in self._asked:
+            source.proposes.learn(any(self._by.get(row) is source for row in drafts), 1)
+        self._asked = []
+        for row, draft in drafts.items():
+            self._by[row].learn(row, right[row], len(draft))
+            self.num_drafted += len(draft)
+            self.num_accepted += right[row]
+        for source in self._sources:
+            for row in [row for row in source.of_rows if row not in drafts]:
+                source.of_rows[row].fade()
+            if not drafts:
+                source.accepted.fade()
+        if took_s is None:
+            return
+        num = sum(map(len, drafts.values()))
+        if num and plain_s:
+            self._times.note_drafted(num_rows, num, max(took_s - drafting_s, 0.0) / plain_s)
+            self.saved_s += (1 + sum(right.values()) / num_rows) * plain_s - took_s
+        elif not num:
+            self._times.note_plain(num_rows, took_s - drafting_s, ahead=was_ahead, could=could)
+            self.saved_s -= drafting_s
+
+    def leave(self, row: Row) -> None:
+        """End drafting for a row that is over."""
+        self._usual += _SHARE * (row.sampler.num_drawn - self._usual)
+        for source in self._sources:
+            source.of_rows.pop(row, None)
+            source.drafter.leave(row)
+
+    def forget(self, session: Hashable) -> None:
+        """Drop what is kept of a session without a row."""
+        for source in self._sources:
+            source.drafter.forget(session)
+
+    def clear(self) -> None:
+        """Drop what is kept of all rows and sessions."""
+        for source in self._sources:
+            source.of_rows.clear()
+            source.drafter.clear()
+
+    def _drafts(
+        self, source: _Source, rows: Sequence[Row], num_rows: int, plain_s: float
+    ) -> dict[Row, list[int]]:
+        """Let a drafter draft for some rows, as far as it pays, and prepare others."""
+        drafter = source.drafter
+        gained, _ = self._best(source, rows, num_rows)
+        ready = [row for row in rows if not self._prepares(source, row, num_rows, gained, plain_s)]
+        gained, num = self._best(source, ready, num_rows)
+        wanted = {row: min(num, row.num_left - 1) for row in ready}
+        if not wanted or gained <= LEAST:
+            return {}
+        began_s = self._clock()
+        drafts = drafter.propose(wanted)
+        num_passes = max(map(len, drafts.values()), default=0)
+        if plain_s and num_passes and not source.is_free:
+            source.passes.learn(len(drafts), (self._clock() - began_s) / num_passes / plain_s)
+        return drafts
+
+    def _best(self, source: _Source, rows: Sequence[Row], num_rows: int) -> tuple[float, int]:
+        shares = [source.share(row) for row in rows]
+        return best(self._times, num_rows, shares, source.passes.share(len(rows)), self._most)
+
+    def _prepares(self, source: _Source, row: Row, num_rows: int, gained: float, plain_s: float) -> bool:
+        """Say whether a drafter cannot draft for a row yet; run a piece of what it lacks if that will pay."""
+        num_missing = source.drafter.num_missing(row)
+        if not num_missing:
+            return False
+        token_s = source.prepared_s
+        if token_s is None:
+            token_s = source.drafter.pass_share * plain_s * _PREPARED
+        num_drawn = row.sampler.num_drawn
+        num_expected = min(row.num_left, max(self._usual - num_drawn, num_drawn, _LEAST_PIECE))
+        saved_s = num_expected * plain_s / num_rows * (1 - 1 / gained)
+        if gained > LEAST and saved_s > num_missing * token_s:
+            fitting = int(plain_s / token_s) if token_s else num_missing
+            num = min(num_missing, max(fitting, _LEAST_PIECE))
+            began_s = self._clock()
+            source.drafter.prepare(row, num)
+            took_s = (self._clock() - began_s) / num
+            source.prepared_s = took_s if source.prepared_s is None else (source.prepared_s + took_s) / 2
+        return True
