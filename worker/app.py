@@ -186,7 +186,8 @@ class App:
                     DataDir.open(settings.data_dir, settings.worker, settings.nats_place)
                 )
             except DataDirInUseError:
-                model.check_name(settings.model, settings.data_dir)  # else a worker is stopped for it
+                for name in (settings.model, settings.draft_model):  # else a worker is stopped for it
+                    model.check_name(name, settings.data_dir)
                 raise
             # A user's mistakes show first: no server is started and no stream made for a model that cannot be
             # loaded, and no model is fetched for a server that does not answer.
@@ -285,6 +286,14 @@ class App:
         folder = await self._in_thread(
             model.resolve, settings.model, directory.path, dtype=dtype, progress=self._progress
         )
+        load_draft = None
+        if settings.draft_model is not None:
+            draft = await self._in_thread(
+                model.resolve, settings.draft_model, directory.path, dtype=dtype, progress=self._progress
+            )
+            load_draft = partial(
+                model.load, draft, dtype=dtype, progress=self._progress, store=directory.models
+            )
         # For the names of snapshots. Only a first start hashes, while the model is loaded and tried.
         memo = directory.models / "digests.json"
         self._hashed = self._starting.start_soon(partial(in_thread, hash_weights, folder, memo))
@@ -309,6 +318,7 @@ class App:
             stall_s=settings.max_stall_s,
             limit_bytes=settings.device_memory,
             max_draft=settings.max_draft,
+            load_draft=load_draft,
             wired_bytes=settings.wired_memory,
             trials=directory.models / "trials.json",
         )

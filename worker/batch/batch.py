@@ -94,6 +94,11 @@ class Batch:
         self._could_run_ahead = False
 
     @property
+    def can_draft(self) -> bool:
+        """Whether rows can have drafts: a step over them can be undone."""
+        return self.speculation.has_drafters
+
+    @property
     def rows(self) -> tuple[Row, ...]:
         """The running answers, in the order of their first tokens."""
         return tuple(self._rows)

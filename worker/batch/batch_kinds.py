@@ -106,8 +106,12 @@ def batch_for(
     )
 
 
-def draft_model_for(model: Any, pass_share: float, num_shadows: int, trials: Trials) -> DraftModel:
+def draft_model_for(
+    model: Any, pass_share: float, vocabularies: tuple[int, int], trials: Trials
+) -> DraftModel:
     """Return what drafts with a model; `pass_share` is its size as a share of the other model's.
+
+    `vocabularies` are the numbers of logits of the other model, and of this one.
 
     Raises `ValueError` with the reason if its rows cannot share a pass, or cannot be undone.
     """
@@ -121,7 +125,7 @@ def draft_model_for(model: Any, pass_share: float, num_shadows: int, trials: Tri
         raise ValueError(f"its layers of {', '.join(sorted(others))} cannot undo a draft")
     if not shares:
         raise ValueError("its rows cannot share a pass")
-    return DraftModel(forward, make, pass_share, num_shadows)
+    return DraftModel(forward, make, pass_share, vocabularies)
 
 
 def _shares(model: Any, forward: Forward, trials: Trials) -> bool:

@@ -57,13 +57,17 @@ class DraftModel:
     hope = 0.7
 
     def __init__(
-        self, run: Pass, make: Callable[[], list[Any]], pass_share: float, most_shadows: int = MOST_SHADOWS
+        self, run: Pass, make: Callable[[], list[Any]], pass_share: float, vocabularies: tuple[int, int]
     ) -> None:
-        """`make` makes empty caches, which must be such that their last tokens can be cut off."""
+        """`make` makes empty caches, which must be such that their last tokens can be cut off.
+
+        `vocabularies` are the numbers of logits of the other model and of this one; ids that only one of them
+        has belong to no token.
+        """
         self.pass_share = pass_share
         self._run = run
         self._make = make
-        self._most = most_shadows
+        self._wanted, self._own = vocabularies
         self._shadows: dict[Hashable, _Shadow] = {}  # the one used last is the last
         self._rows: set[Hashable] = set()  # of sessions with a row
 
@@ -75,7 +79,7 @@ class DraftModel:
         """Return how many of a row's tokens must be run; its last one, and a few, run with the draft."""
         shadow = self._aligned(row)
         if shadow is None:
-            has_room = len(self._shadows) < self._most or not self._rows.issuperset(self._shadows)
+            has_room = len(self._shadows) < MOST_SHADOWS or not self._rows.issuperset(self._shadows)
             has_room = has_room or _key(row) in self._shadows
             return max(row.num_cached - self._start(row), 1) if has_room else sys.maxsize
         missing = row.num_cached - shadow.end
@@ -86,7 +90,7 @@ class DraftModel:
         shadow = self._shadow(row)
         tokens = _ids(row, shadow.end, min(shadow.end + num_tokens, row.num_cached))
         if tokens:
-            piece = PrefillPiece(shadow.caches, len(shadow.tokens), tokens)
+            piece = PrefillPiece(shadow.caches, len(shadow.tokens), self._known(tokens))
             self._run([], (), [piece])
             mx.eval(piece.states)
             shadow.tokens.extend(tokens)
@@ -102,10 +106,10 @@ class DraftModel:
             for row in running:
                 shadow, draft = shadows[row], drafts[row]
                 tokens = draft[-1:] or _ids(row, shadow.end, row.num_cached + 1)
-                pieces.append(PrefillPiece(shadow.caches, len(shadow.tokens), tokens, row))
+                pieces.append(PrefillPiece(shadow.caches, len(shadow.tokens), self._known(tokens), row))
                 shadow.tokens.extend(tokens)
             draws = [row.sampler.draws(drafts[row])[-1] for row in running]
-            drawn = draw_all(self._run([], (), pieces), draws).tokens
+            drawn = draw_all(self._fitted(self._run([], (), pieces)), draws).tokens
             mx.eval(drawn, [piece.states for piece in pieces])
             listed: Any = drawn.tolist()
             for row, token in zip(running, listed, strict=True):
@@ -132,6 +136,16 @@ class DraftModel:
         self._shadows.clear()
         self._rows.clear()
 
+    def _known(self, tokens: list[int]) -> list[int]:
+        """Replace ids that are none of this model's: MLX would read beyond its embedding."""
+        return [min(token, self._own - 1) for token in tokens]
+
+    def _fitted(self, logits: mx.array) -> mx.array:
+        """Give logits the other model's number, on which the noise of a draw depends."""
+        logits = logits[:, : self._wanted]
+        num_more = self._wanted - logits.shape[-1]
+        return mx.pad(logits, [(0, 0), (0, num_more)], constant_values=-mx.inf) if num_more else logits
+
     def _start(self, row: Row) -> int:
         """Return where in its session a row's new shadow begins."""
         return max(row.num_cached - BEGUN, row.num_cached + 1 - len(row.known))
@@ -142,7 +156,7 @@ class DraftModel:
         key = _key(row)
         if shadow is None:
             others = [one for one in self._shadows if one not in self._rows]
-            while others and len(self._shadows) >= self._most:
+            while others and len(self._shadows) >= MOST_SHADOWS:
                 self._shadows.pop(others.pop(0))
             shadow = _Shadow(self._make(), self._start(row))
         self._shadows.pop(key, None)

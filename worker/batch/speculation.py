@@ -29,6 +29,8 @@ _SHARE: Final = 0.1
 _PREPARED: Final = 0.1
 #: The least tokens that are run to prepare a row, beside what fits into the time of a plain step.
 _LEAST_PIECE: Final = 16
+#: The most.
+MOST_PIECE: Final = 256
 
 
 class _Source:
@@ -80,6 +82,11 @@ class Speculation:
         #: Draft tokens since the start, those of them that were accepted, and seconds saved by them.
         self.num_drafted = self.num_accepted = 0
         self.saved_s = 0.0
+
+    @property
+    def has_drafters(self) -> bool:
+        """Whether there is anything that may draft."""
+        return bool(self._sources)
 
     def draft(self, rows: Sequence[Row], num_rows: int, *, ahead: bool, beside: bool) -> Drafted:
         """Draft for some of the `rows`, which are among `num_rows` in the step.
@@ -215,7 +222,7 @@ class Speculation:
         saved_s = num_expected * plain_s / num_rows * (1 - 1 / gained)
         if gained > LEAST and saved_s > num_missing * token_s:
             fitting = int(plain_s / token_s) if token_s else num_missing
-            num = min(num_missing, max(fitting, _LEAST_PIECE))
+            num = min(num_missing, max(fitting, _LEAST_PIECE), MOST_PIECE)
             began_s = self._clock()
             source.drafter.prepare(row, num)
             took_s = (self._clock() - began_s) / num

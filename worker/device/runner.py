@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
     from pathlib import Path
 
+    from turnkeep_client.subjects import SessionKey
     from worker.batch.row_sampler import Drawn
     from worker.models.model import LoadedModel
 
@@ -80,6 +81,7 @@ class Runner:
         stall_s: float,
         limit_bytes: int | None = None,
         max_draft: int | None = 0,
+        load_draft: Callable[[], LoadedModel] | None = None,
         trials: Path | None = None,
     ) -> None:
         machine.prepare()
@@ -92,6 +94,7 @@ class Runner:
             block_tokens=block_tokens,
             limit_bytes=limit_bytes,
             max_draft=max_draft,
+            draft=load_draft() if load_draft is not None else None,
             trials=trials,
         )
         self._batch, estimator, trimmable = self.served.batch, self.served.estimator, self.served.trimmable
@@ -180,6 +183,11 @@ class Runner:
         self.room.end_promise(turn.key)
         self._turns[turn] = None
         self._guarded(turn, self._submit)
+
+    def drop(self, key: SessionKey) -> None:
+        """Drop the KV of a session that has no turn under way."""
+        self.room.pop(key)
+        self._batch.speculation.forget(key)
 
     def cancel(self, turn: Turn) -> None:
         """End a turn with the tokens so far; no effect on a turn that is over."""
@@ -271,6 +279,7 @@ class Runner:
         self._scheduler.remove(turn)
         self._paging.discard(turn)
         self._acquisition.remove(turn)
+        self._batch.speculation.forget(turn.key)
         turn.resident = turn.caches = turn.row = None
         self._emit(Faulted(turn, error))
 
