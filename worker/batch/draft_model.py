@@ -9,7 +9,6 @@ no more than a short one. Tokens are what says which of it is still right: those
 
 from __future__ import annotations
 
-import sys
 from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
@@ -75,13 +74,13 @@ class DraftModel:
         """Return True."""
         return True
 
-    def num_missing(self, row: Row) -> int:
+    def num_missing(self, row: Row) -> int | None:
         """Return how many of a row's tokens must be run; its last one, and a few, run with the draft."""
         shadow = self._aligned(row)
         if shadow is None:
-            has_room = len(self._shadows) < MOST_SHADOWS or not self._rows.issuperset(self._shadows)
-            has_room = has_room or _key(row) in self._shadows
-            return max(row.num_cached - self._start(row), 1) if has_room else sys.maxsize
+            others = self._shadows.keys() - {_key(row)}
+            has_room = len(others) < MOST_SHADOWS or not others <= self._rows
+            return max(row.num_cached - self._start(row), 1) if has_room else None
         missing = row.num_cached - shadow.end
         return missing if missing > _FEW else 0
 

@@ -29,8 +29,11 @@ class Drafter(Protocol):
     def may_propose(self, row: Row) -> bool:
         """Whether `propose` may draft for a row once it has one more token, which is not known yet."""
 
-    def num_missing(self, row: Row) -> int:
-        """Return how many tokens `prepare` has to run before `propose` may be called for a row."""
+    def num_missing(self, row: Row) -> int | None:
+        """Return how many tokens `prepare` has to run before `propose` may be called for a row.
+
+        None if it cannot draft for the row now.
+        """
 
     def prepare(self, row: Row, num_tokens: int) -> None:
         """Run at most `num_tokens` of a row's missing tokens."""

@@ -213,7 +213,7 @@ class Speculation:
         """Say whether a drafter cannot draft for a row yet; run a piece of what it lacks if that will pay."""
         num_missing = source.drafter.num_missing(row)
         if not num_missing:
-            return False
+            return num_missing is None
         token_s = source.prepared_s
         if token_s is None:
             token_s = source.drafter.pass_share * plain_s * _PREPARED
