@@ -90,4 +90,4 @@ def test_drafts_that_take_longer_than_they_save_stop(make_model) -> None:
             batch.step([])
         drafted.append(batch.speculation.num_drafted)
         assert (batch.speculation.saved_s > 0) == (token_s < 1)
-    assert drafted[0] > 30 * drafted[1] > 0
+    assert drafted[0] > 20 * drafted[1] > 0

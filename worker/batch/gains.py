@@ -9,18 +9,16 @@ from collections import defaultdict, deque
 from statistics import median
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-#: Measurements whose median counts.
-_KEPT: Final = 5
-#: Plain steps of a number of rows before any is drafted for, and drafted ones until they are measured again.
-_FIRST: Final = 3
+#: Measurements whose median counts, and how many of them have to be there.
+_KEPT: Final = 7
+_ENOUGH: Final = 3
+#: Drafted steps until plain ones are measured again.
 _FRESH: Final = 64
 #: Plain steps in a row after which the costs of drafts are forgotten: they are tried again.
-_FORGOTTEN: Final = 256
+_FORGOTTEN: Final = 128
 #: What a draft's token costs in the step that checks it, until that is measured.
 _CHECKED: Final = 0.05
 #: Drafts have to promise this gain.
@@ -54,21 +52,21 @@ class Acceptance:
 
 
 class Times:
-    """The times of steps: plain ones by the number of rows, drafted ones also by the draft's tokens.
+    """The times of steps by the number of rows: of plain ones, and what each draft token adds to them.
 
     A plain step takes less time if it was launched ahead.
     """
 
     def __init__(self) -> None:
         self._plain: defaultdict[tuple[int, bool], deque[float]] = defaultdict(_few)
-        self._drafted: defaultdict[int, dict[int, deque[float]]] = defaultdict(dict)
+        self._each: defaultdict[int, deque[float]] = defaultdict(_few)
         self._since: defaultdict[int, int] = defaultdict(int)
         self._num_plain = 0
 
     def plain_s(self, num_rows: int, *, ahead: bool) -> float | None:
         """Return the time of a plain step; None until enough are measured."""
         found = (self._plain[num_rows, kind] for kind in (ahead, not ahead))
-        return next((median(one) for one in found if len(one) >= _FIRST), None)
+        return next((median(one) for one in found if len(one) >= _ENOUGH), None)
 
     def is_due(self, num_rows: int) -> bool:
         """Whether the next step should be plain, to measure it."""
@@ -81,23 +79,18 @@ class Times:
             self._since[num_rows] = 0
         self._num_plain += 1
         if self._num_plain >= _FORGOTTEN:
-            self._drafted.clear()
+            self._each.clear()
             self._num_plain = 0
 
     def note_drafted(self, num_rows: int, num_drafted: int, share: float) -> None:
         """Learn from a step that took `share` of a plain one's time, without what drafting took."""
-        self._drafted[num_rows].setdefault(num_drafted, _few()).append(share)
+        self._each[num_rows].append((share - 1) / num_drafted)
         self._since[num_rows] += 1
         self._num_plain = 0
 
     def checked(self, num_rows: int, num_drafted: int) -> float:
         """Estimate the time of a step with so many draft tokens, as a share of a plain one's."""
-        known = {0: 1.0} | {num: _typical(some) for num, some in sorted(self._drafted[num_rows].items())}
-        last = max(known)
-        if num_drafted <= last:
-            return float(np.interp(num_drafted, [*known], [*known.values()]))
-        each = max(known[last] - 1.0, 0.0) / last if last else _CHECKED
-        return known[last] + each * (num_drafted - last)
+        return 1 + num_drafted * max(_typical(self._each[num_rows], _CHECKED), 0.0)
 
 
 class Passes:
@@ -114,8 +107,7 @@ class Passes:
 
     def share(self, num_rows: int) -> float:
         """Return what a pass takes."""
-        known = self._measured[num_rows]
-        return _typical(known) if known else self._share
+        return _typical(self._measured[num_rows], self._share)
 
 
 def expected(share: float, num_drafted: int) -> float:
@@ -146,6 +138,6 @@ def _few() -> deque[float]:
     return deque(maxlen=_KEPT)
 
 
-def _typical(some: deque[float]) -> float:
-    """Return the median; the least of a few, as a first one may have compiled kernels."""
-    return median(some) if len(some) > 2 else min(some)
+def _typical(some: deque[float], before: float) -> float:
+    """Return the median; of too few the least, as any of them may have waited for something else."""
+    return median(some) if len(some) >= _ENOUGH else min((*some, before))
