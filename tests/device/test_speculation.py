@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -10,7 +11,7 @@ import pytest
 from mlx.utils import tree_map
 from test_grammar_rows import grammar
 from test_logprobs import PENALISED
-from tiny_models import GREEDY, VOCABULARY, alone, begin, drafting, prompt
+from tiny_models import GREEDY, VOCABULARY, alone, begin, drafting, loaded, prompt
 
 from cache.kv import layers
 from worker.batch import draft_model as models
@@ -20,6 +21,9 @@ from worker.batch.lookup import Lookup
 from worker.batch.row_sampler import RowSampler, Sampling
 from worker.batch.rows import PrefillPiece, Row
 from worker.batch.trials import Trials
+from worker.device.drafting import draft_model as draft_model_of
+from worker.device.served_model import ServedModel
+from worker.models.model_files import ModelError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -189,6 +193,31 @@ def test_a_draft_model_may_have_another_number_of_logits(make_model, build_model
 def test_a_draft_model_whose_state_cannot_be_undone_is_refused(make_model, kind) -> None:
     with pytest.raises(ValueError, match=r"its layers of ArraysCache.* cannot undo a draft"):
         draft_model_for(make_model(kind), 0.3, (VOCABULARY, VOCABULARY), Trials())
+
+
+class SameTokens:
+    def has_tokens_of(self, other: Any) -> bool:
+        return True
+
+
+def test_a_model_that_cannot_undo_a_draft_is_not_drafted_for(make_model, tmp_path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
+    model, draft = (
+        replace(loaded(make_model(kind)), tokenizer=SameTokens(), folder=tmp_path)  # type: ignore[arg-type]
+        for kind in ("mamba2", "llama")
+    )
+    with pytest.raises(ModelError, match="tiny cannot undo a draft; leave draft_model out"):
+        ServedModel(
+            model,
+            lambda _: True,
+            block_tokens=8,
+            limit_bytes=2**30,
+            max_draft=None,
+            draft=draft,
+            trials=None,
+        )
+    with pytest.raises(ModelError, match=r"draft_model tiny cannot draft: its layers of ArraysCache"):
+        draft_model_of(draft, model, Trials())
 
 
 def test_a_drafter_that_fails_costs_no_answer(make_model, draft_model, monkeypatch) -> None:
