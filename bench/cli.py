@@ -20,7 +20,18 @@ if TYPE_CHECKING:
     from .spec import AnyBench
 
 #: Modules of this package, each with a `BENCH`.
-NAMES: Final = ("session", "load", "restart", "overhead", "pressure", "peers", "quality", "recall", "device")
+NAMES: Final = (
+    "session",
+    "load",
+    "restart",
+    "overhead",
+    "pressure",
+    "peers",
+    "quality",
+    "recall",
+    "device",
+    "speculation",
+)
 
 
 def _bench(name: str) -> AnyBench:
