@@ -59,6 +59,13 @@ def ask(batch: Any, model: Any, tokens: list[int], sampling: Sampling = GREEDY) 
     return row
 
 
+def plain(model: Any, tokens: list[int], sampling: Sampling, num: int) -> list[int]:
+    batch = drafting(model, 0)
+    row = ask(batch, model, tokens, sampling)
+    go_on(batch, num)
+    return row.known[len(tokens) :].tolist()[:num]
+
+
 def go_on(batch: Any, num_steps: int) -> None:
     for _ in range(num_steps):
         batch.step([], run_ahead=True)
@@ -74,9 +81,9 @@ def test_a_draft_model_changes_nothing_but_the_number_of_steps(
     """Plain layers, and windows that wrap."""
     model = make_model(kind)
     contexts = [prompt(20 + 7 * i, salt=i) for i in range(num_rows)]
-    plain, drafted = (drafting(model, 6, drafters=drafters) for drafters in ((), (draft_model(kind),)))
+    undrafted, drafted = (drafting(model, 6, drafters=drafters) for drafters in ((), (draft_model(kind),)))
     answers = []
-    for batch in (plain, drafted):
+    for batch in (undrafted, drafted):
         rows = [ask(batch, model, tokens, sampling) for tokens in contexts]
         go_on(batch, 60)
         answers.append([row.known[len(tokens) :] for row, tokens in zip(rows, contexts, strict=True)])
@@ -86,6 +93,31 @@ def test_a_draft_model_changes_nothing_but_the_number_of_steps(
     found = drafted.speculation
     assert 0.3 * found.num_drafted < found.num_accepted < found.num_drafted
     assert found.saved_s > 0
+
+
+@pytest.mark.parametrize("num_rows", [3, 5])
+def test_rows_of_a_pool_draft_together(make_model, draft_model, num_rows) -> None:
+    """Whatever the lengths of their drafts; when one leaves, when the pool is full, and at their ends."""
+    model = make_model("llama")
+    contexts = [prompt(110 + 7 * i, salt=i) for i in range(num_rows)]
+    samplings = [GREEDY, SAMPLED, GREEDY, PENALISED, SAMPLED][:num_rows]
+    batch = drafting(model, 4, drafters=(Lookup(), draft_model()))
+    rows = [ask(batch, model, *one) for one in zip(contexts, samplings, strict=True)]
+    for row in rows:
+        row.num_left = 120
+    go_on(batch, 12)
+    assert all(row.caches is None for row in rows)
+    batch.remove(rows[1])
+    while any(row.num_left > 0 for row in batch.rows):
+        batch.step([], run_ahead=True)
+        for row in batch.rows:
+            if row.num_left <= 0:
+                batch.remove(row)
+    for row, tokens, sampling in zip(rows, contexts, samplings, strict=True):
+        answer = row.known[len(tokens) :].tolist()
+        assert answer == plain(model, tokens, sampling, len(answer))
+        assert row is rows[1] or row.num_left == 0
+    assert batch.speculation.num_accepted > 0.3 * batch.speculation.num_drafted > 30
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -289,7 +321,7 @@ def test_a_cost_is_forgotten_when_nothing_was_drafted_for_long() -> None:
 
 
 def test_acceptance_is_learned_and_fades() -> None:
-    acceptance = Acceptance()
+    acceptance = Acceptance(0.9, 0.99)
     assert acceptance.share(0.7) == pytest.approx(0.7)
     for _ in range(20):
         acceptance.learn(0, 4)

@@ -24,7 +24,7 @@ from .parts import OwnPart
 from .row_sampler import Draw, Sampling
 from .rows import UnsoundError
 from .sampling import Choice, Logprobs, draw_all, waits_for_logits
-from .speculation import Speculation
+from .speculation import NOTHING, Speculation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .drafter import Drafter
     from .parts import Part
     from .rows import Keeping, Pass, PrefillPiece, Row
+    from .speculation import Drafted
 
     #: A row, and its draft: the tokens speculated after its last one.
     Draft: TypeAlias = "tuple[Row, list[int]]"
@@ -42,7 +43,8 @@ if TYPE_CHECKING:
 class _LaunchedStep:
     """A step in flight: `choice` has the tokens drawn for `drafts`, then the first ones of `beginning`.
 
-    `ahead` says whether it was launched ahead, and whether it could have been; drafting took `drafting_s`.
+    `ahead` says whether it was launched ahead, and whether it could have been. `drafts` are made of what was
+    `drafted`.
     """
 
     drafts: list[Draft]
@@ -52,7 +54,7 @@ class _LaunchedStep:
     states: list[Any]
     began_s: float
     ahead: tuple[bool, bool] = (False, False)
-    drafting_s: float = 0.0
+    drafted: Drafted = NOTHING
 
 
 class Batch:
@@ -218,10 +220,9 @@ class Batch:
         """Build a step over every row and these pieces."""
         began_s = self._clock()
         self._keeping.place(self._rows)
-        own = [row for row in self._rows if row.caches is not None]
-        could = self._could_run_ahead
-        drafted = self.speculation.draft(own, len(self._rows), ahead=could, beside=bool(pieces))
-        found = self._parts(self._rows, drafted.drafts)
+        could, able = self._could_run_ahead, self._able(self._rows)
+        drafted = self.speculation.draft(able, len(self._rows), ahead=could, beside=bool(pieces))
+        found = self._parts(self._rows, self._keeping.fitted(drafted.drafts))
         if found is None:
             raise AssertionError("every row that is kept runs in each step")
         drafts, parts = found
@@ -233,9 +234,7 @@ class Batch:
         choice = draw_all(logits, draws) if draws else None
         logprobs = Logprobs(logits, choice.tokens, draws) if choice is not None else None
         states = [piece.states for piece in pieces]
-        return _LaunchedStep(
-            drafts, beginning, choice, logprobs, states, began_s, (False, could), drafted.took_s
-        )
+        return _LaunchedStep(drafts, beginning, choice, logprobs, states, began_s, (False, could), drafted)
 
     def _launch_next(self, launched: _LaunchedStep) -> _LaunchedStep | None:
         """Launch the step after `launched` before its tokens are read; None if that is not possible."""
@@ -247,8 +246,9 @@ class Batch:
         if not rows or not all(map(self._may_run_ahead, rows)):
             return None
         self._could_run_ahead = True
-        own = [row for row in rows if row.caches is not None]
-        if any(draft for _, draft in launched.drafts) or self.speculation.may_draft(own, len(rows)):
+        if any(draft for _, draft in launched.drafts):
+            return None
+        if self.speculation.may_draft(self._able(rows), len(rows)):
             return None
         self._keeping.commit()
         found = self._parts(rows, {}, num_ahead=1)
@@ -263,6 +263,10 @@ class Batch:
         begin(*launched.choice, *choice, *logprobs.arrays)
         return _LaunchedStep(drafts, [], choice, logprobs, [], began_s, (True, True))
 
+    def _able(self, rows: Sequence[Row]) -> list[Row]:
+        """Return the rows that can have drafts."""
+        return [row for row in rows if row.caches is not None or self._keeping.can_draft(row)]
+
     def _may_run_ahead(self, row: Row) -> bool:
         """Say whether a row's next step can be launched without knowing its last token."""
         if row.sampler.needs_last or waits_for_logits(row.sampler.sampling):
@@ -272,20 +276,20 @@ class Batch:
         return self._is_plain
 
     def _parts(
-        self, rows: Sequence[Row], drafted: Mapping[Row, list[int]], num_ahead: int = 0
+        self, rows: Sequence[Row], fitted: Mapping[Row, list[int]], num_ahead: int = 0
     ) -> tuple[list[Draft], list[Part]] | None:
         """Make the parts of a pass over these rows; returns the rows with their drafts in the same order.
 
         `num_ahead` is 1 for the step after the one in flight, which has no drafts.
         """
-        kept = self._keeping.parts([row for row in rows if row.caches is None], num_ahead)
+        kept = self._keeping.parts([row for row in rows if row.caches is None], num_ahead, fitted)
         if kept is None:
             return None
-        drafts: list[Draft] = [(row, []) for _, some in kept for row in some]
+        drafts: list[Draft] = [(row, fitted.get(row, [])) for _, some in kept for row in some]
         parts: list[Part] = [part for part, _ in kept]
         for row in rows:
             if row.caches is not None:
-                draft = drafted.get(row, [])
+                draft = fitted.get(row, [])
                 parts.append(OwnPart(row.caches, row.num_cached + num_ahead, 1 + len(draft)))
                 drafts.append((row, draft))
         return drafts, parts
@@ -306,15 +310,14 @@ class Batch:
             if row not in self._rows:  # its answer ended with the step before
                 continue
             num_right = next((i for i, token in enumerate(draft) if drawn[i].token != token), len(draft))
+            num_right = max(min(num_right, row.num_left - 1), 0)
             row.append(drawn[: num_right + 1], is_sound=all(are_sound[: num_right + 1]))
             row.num_cached += num_right + 1
             if draft:
-                right[row] = num_right
                 _count_back(row)  # the rejected part of the draft
-        drafts = {row: draft for row, draft in launched.drafts if row in right}
-        self.speculation.learn(
-            drafts, right, len(launched.drafts), took_s, launched.ahead, launched.drafting_s
-        )
+            if row in launched.drafted.drafts:
+                right[row] = num_right
+        self.speculation.learn(launched.drafted, right, len(launched.drafts), took_s, launched.ahead)
         for row, first, is_sound in zip(launched.beginning, found, sound, strict=True):
             row.append([first], is_sound=is_sound)
         self._rows += launched.beginning

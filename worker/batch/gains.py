@@ -23,17 +23,17 @@ _FORGOTTEN: Final = 128
 _CHECKED: Final = 0.05
 #: Drafts have to promise this gain.
 LEAST: Final = 1.03
-#: Draft tokens that weigh as much as what is known beforehand, and how fast what was seen is forgotten: by a
-#: draft, and by a step without one.
-_WEIGHT: Final = 4.0
-_BY_DRAFT: Final = 0.9
-_BY_STEP: Final = 0.99
+#: Draft tokens that weigh as much as what is known beforehand.
+_WEIGHT: Final = 3.0
 
 
 class Acceptance:
     """The share of draft tokens that are right, among those whose predecessors were."""
 
-    def __init__(self) -> None:
+    def __init__(self, by_draft: float, by_step: float) -> None:
+        """By so much what was seen weighs less after another draft, and after a step without one."""
+        self._by_draft = by_draft
+        self._by_step = by_step
         self._num_right = self._num_tested = 0.0
 
     def share(self, before: float) -> float:
@@ -42,13 +42,13 @@ class Acceptance:
 
     def learn(self, num_right: int, num_drafted: int) -> None:
         """Learn from a draft of which the first `num_right` tokens were right."""
-        self._num_right = _BY_DRAFT * self._num_right + num_right
-        self._num_tested = _BY_DRAFT * self._num_tested + min(num_right + 1, num_drafted)
+        self._num_right = self._by_draft * self._num_right + num_right
+        self._num_tested = self._by_draft * self._num_tested + min(num_right + 1, num_drafted)
 
     def fade(self) -> None:
         """Forget a little, so that a drafter that was wrong is tried again."""
-        self._num_right *= _BY_STEP
-        self._num_tested *= _BY_STEP
+        self._num_right *= self._by_step
+        self._num_tested *= self._by_step
 
 
 class Times:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from array import array
-    from collections.abc import Hashable, Iterator, Sequence
+    from collections.abc import Hashable, Iterator, Mapping, Sequence
 
     import mlx.core as mx
 
@@ -155,11 +155,24 @@ class Keeping:
     def place(self, rows: Sequence[Row]) -> None:
         """Move rows in and out before a step. `caches` of a row is None exactly while it is kept here."""
 
-    def parts(self, rows: Sequence[Row], num_ahead: int) -> list[tuple[Part, list[Row]]] | None:  # noqa: ARG002
+    def fitted(self, drafts: Mapping[Row, list[int]]) -> dict[Row, list[int]]:
+        """Change drafts so that a pass over the kept rows is possible: each of them may get any tokens."""
+        return dict(drafts)
+
+    def can_draft(self, row: Row) -> bool:  # noqa: ARG002
+        """Say whether a kept row can have a draft."""
+        return False
+
+    def parts(
+        self,
+        rows: Sequence[Row],  # noqa: ARG002
+        num_ahead: int,  # noqa: ARG002
+        drafts: Mapping[Row, list[int]],  # noqa: ARG002
+    ) -> list[tuple[Part, list[Row]]] | None:
         """Make the parts of a pass over the kept ones of `rows`, with the rows of each in order.
 
-        `num_ahead` tokens of each row are not known yet. None if a pass over exactly these rows is not
-        possible.
+        `num_ahead` tokens of each row are not known yet. `drafts` are `fitted`. None if a pass over exactly
+        these rows is not possible.
         """
         return []
 

@@ -25,12 +25,17 @@ log = structlog.get_logger()
 #: Tokens of an answer, until some have ended; weight of the last one.
 _USUAL: Final = 64.0
 _SHARE: Final = 0.1
+#: How fast what was accepted is forgotten, of all rows together and of each: see `Acceptance`.
+_OF_ALL: Final = (0.98, 0.999)
+_OF_ROW: Final = (0.93, 0.99)
 #: What running one of many tokens takes against one alone, until it is measured.
 _PREPARED: Final = 0.1
 #: The least tokens that are run to prepare a row, beside what fits into the time of a plain step.
 _LEAST_PIECE: Final = 16
 #: The most.
 MOST_PIECE: Final = 256
+#: Draft tokens of all rows together: each has logits, of which there are several copies.
+MOST_TOKENS: Final = 32
 
 
 class _Source:
@@ -40,10 +45,8 @@ class _Source:
         self.drafter = drafter
         self.passes = Passes(drafter.pass_share)
         self.prepared_s: float | None = None  # for a token
-        self.accepted = Acceptance()
-        self.proposes = (
-            Acceptance()
-        )  # of the steps that were not launched ahead for it, those that had a draft
+        self.accepted = Acceptance(*_OF_ALL)
+        self.proposes = Acceptance(*_OF_ALL)  # of the steps that were not launched ahead for it
         self.of_rows: dict[Row, Acceptance] = {}
 
     @property
@@ -57,14 +60,18 @@ class _Source:
 
     def learn(self, row: Row, num_right: int, num_drafted: int) -> None:
         self.accepted.learn(num_right, num_drafted)
-        self.of_rows.setdefault(row, Acceptance()).learn(num_right, num_drafted)
+        self.of_rows.setdefault(row, Acceptance(*_OF_ROW)).learn(num_right, num_drafted)
 
 
 class Drafted(NamedTuple):
-    """The tokens drafted for some rows, and the seconds that it took."""
+    """The tokens drafted for some rows, by which source, and the seconds that it took."""
 
     drafts: dict[Row, list[int]]
+    sources: dict[Row, _Source]
     took_s: float
+
+
+NOTHING: Final = Drafted({}, {}, 0.0)
 
 
 class Speculation:
@@ -77,7 +84,6 @@ class Speculation:
         self._clock = clock
         self._times = Times()
         self._usual = _USUAL
-        self._by: dict[Row, _Source] = {}
         self._asked: list[_Source] = []
         #: Draft tokens since the start, those of them that were accepted, and seconds saved by them.
         self.num_drafted = self.num_accepted = 0
@@ -94,11 +100,12 @@ class Speculation:
         `ahead` says that without drafts the step could have been launched ahead, `beside` that prompts run in
         it.
         """
-        began_s, self._by = self._clock(), {}
+        began_s = self._clock()
         plain_s = self._times.plain_s(num_rows, ahead=ahead)
         if not (rows and self._sources) or plain_s is None or self._times.is_due(num_rows):
-            return Drafted({}, 0.0)
+            return NOTHING
         found: dict[Row, list[int]] = {}
+        sources: dict[Row, _Source] = {}
         for source in [one for one in self._sources if one.is_free or not beside]:
             rest = [row for row in rows if row not in found and row.num_left > 1]
             try:
@@ -111,8 +118,8 @@ class Speculation:
                 self._sources.remove(source)
                 drafts = {}
             found |= drafts
-            self._by |= dict.fromkeys(drafts, source)
-        return Drafted(found, self._clock() - began_s)
+            sources |= dict.fromkeys(drafts, source)
+        return Drafted(found, sources, self._clock() - began_s)
 
     def may_draft(self, rows: Sequence[Row], num_rows: int) -> bool:
         """Say whether the next step may have drafts, so that it must not be launched ahead."""
@@ -131,29 +138,31 @@ class Speculation:
 
     def learn(
         self,
-        drafts: Mapping[Row, list[int]],
+        drafted: Drafted,
         right: Mapping[Row, int],
         num_rows: int,
         took_s: float | None,
-        plain: tuple[bool, bool],
-        drafting_s: float,
+        ahead: tuple[bool, bool],
     ) -> None:
-        """Learn from a step: how many tokens of each draft were right, and what it took in all.
+        """Learn from a step: how many tokens of the drafts of these rows were right, and what it took in all.
 
-        `took_s` is None if the step says nothing about times. `plain` says whether the step was launched
+        `took_s` is None if the step says nothing about times. `ahead` says whether the step was launched
         ahead, and whether it could have been.
         """
         if not self._sources:
             return
-        was_ahead, could = plain
+        drafts = drafted.drafts
+        was_ahead, could = ahead
         plain_s = self._times.plain_s(num_rows, ahead=could)
         for source in self._asked:
-            source.proposes.learn(any(self._by.get(row) is source for row in drafts), 1)
+            source.proposes.learn(source in drafted.sources.values(), 1)
         self._asked = []
-        for row, draft in drafts.items():
-            self._by[row].learn(row, right[row], len(draft))
-            self.num_drafted += len(draft)
-            self.num_accepted += right[row]
+        for row, accepted in right.items():
+            num_drafted = len(drafts[row])
+            num_right = min(accepted, num_drafted)
+            drafted.sources[row].learn(row, num_right, num_drafted)
+            self.num_drafted += num_drafted
+            self.num_accepted += num_right
         for source in self._sources:
             for row in [row for row in source.of_rows if row not in drafts]:
                 source.of_rows[row].fade()
@@ -163,11 +172,11 @@ class Speculation:
             return
         num = sum(map(len, drafts.values()))
         if num and plain_s:
-            self._times.note_drafted(num_rows, num, max(took_s - drafting_s, 0.0) / plain_s)
+            self._times.note_drafted(num_rows, num, max(took_s - drafted.took_s, 0.0) / plain_s)
             self.saved_s += (1 + sum(right.values()) / num_rows) * plain_s - took_s
         elif not num:
-            self._times.note_plain(num_rows, took_s - drafting_s, ahead=was_ahead, could=could)
-            self.saved_s -= drafting_s
+            self._times.note_plain(num_rows, took_s - drafted.took_s, ahead=was_ahead, could=could)
+            self.saved_s -= drafted.took_s
 
     def leave(self, row: Row) -> None:
         """End drafting for a row that is over."""
@@ -207,7 +216,8 @@ class Speculation:
 
     def _best(self, source: _Source, rows: Sequence[Row], num_rows: int) -> tuple[float, int]:
         shares = [source.share(row) for row in rows]
-        return best(self._times, num_rows, shares, source.passes.share(len(rows)), self._most)
+        most = min(self._most, max(MOST_TOKENS // num_rows, 1))
+        return best(self._times, num_rows, shares, source.passes.share(len(rows)), most)
 
     def _prepares(self, source: _Source, row: Row, num_rows: int, gained: float, plain_s: float) -> bool:
         """Say whether a drafter cannot draft for a row yet; run a piece of what it lacks if that will pay."""

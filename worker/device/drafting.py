@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from worker.batch.batch_kinds import draft_model_for
 from worker.batch.draft_model import MOST_HELD, MOST_SHADOWS
-from worker.batch.speculation import MOST_PIECE
+from worker.batch.speculation import MOST_PIECE, MOST_TOKENS
 from worker.models.backbone import is_bare
 from worker.models.model_files import ModelError
 
@@ -45,8 +45,8 @@ def check(loaded: LoadedModel, draft: LoadedModel) -> None:
 
 
 def reserved_bytes(draft: LoadedModel) -> int:
-    """Return the bytes of a draft model: its weights, its KV, and what a step takes meanwhile."""
+    """Return the bytes of a draft model: its weights, its KV, and what steps take for drafts meanwhile."""
     kept = machine.profile().kept_layers
     step = Estimator(shape_of(draft.config), 0, draft.weight_bytes, draft.kv, kept, False, kept_layers=kept)
-    scratch_bytes = step.scratch_bytes(MOST_SHADOWS, [(MOST_PIECE, MOST_HELD)])
+    scratch_bytes = step.scratch_bytes(MOST_SHADOWS + MOST_TOKENS, [(MOST_PIECE, MOST_HELD)])
     return draft.weight_bytes + MOST_SHADOWS * draft.kv.held(MOST_HELD + _SPARE) + scratch_bytes
