@@ -70,8 +70,8 @@ def batch_for(
 ) -> Batch:
     """Return an empty batch of the fastest kind that the model supports; log a warning if it is slow.
 
-    `room(n)` says whether `n` more bytes may be allocated. The first of the `drafters` that can drafts up to
-    `max_draft` tokens for a row. At
+    `room(n)` says whether `n` more bytes may be allocated. The `drafters` draft up to `max_draft` tokens for
+    a row. At
     least `pooled_rows` rows of similar length attend together, or `merged_rows` are merged. `runs_ahead`
     launches steps ahead also for models of the slower kinds. `clock` times the steps, in seconds.
     """

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from statistics import median
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,7 +18,7 @@ _ENOUGH: Final = 3
 #: Drafted steps until plain ones are measured again.
 _FRESH: Final = 64
 #: Plain steps in a row after which the costs of drafts are forgotten: they are tried again.
-_FORGOTTEN: Final = 128
+_FORGOTTEN: Final = 1024
 #: What a draft's token costs in the step that checks it, until that is measured.
 _CHECKED: Final = 0.05
 #: Drafts have to promise this gain.
@@ -68,6 +68,11 @@ class Times:
         found = (self._plain[num_rows, kind] for kind in (ahead, not ahead))
         return next((median(one) for one in found if len(one) >= _ENOUGH), None)
 
+    def late(self, num_rows: int, *, ahead: bool) -> float:
+        """Return how many times as long a plain step takes that cannot be launched `ahead` as others are."""
+        alone_s, ahead_s = (self.plain_s(num_rows, ahead=kind) for kind in (False, True))
+        return max(alone_s / ahead_s, 1.0) if ahead and alone_s and ahead_s else 1.0
+
     def is_due(self, num_rows: int) -> bool:
         """Whether the next step should be plain, to measure it."""
         return self._since[num_rows] >= _FRESH
@@ -82,14 +87,15 @@ class Times:
             self._each.clear()
             self._num_plain = 0
 
-    def note_drafted(self, num_rows: int, num_drafted: int, share: float) -> None:
-        """Learn from a step that took `share` of a plain one's time, without what drafting took."""
-        self._each[num_rows].append((share - 1) / num_drafted)
+    def note_drafted(self, num_rows: int, num_drafted: int, step_s: float) -> None:
+        """Learn from a step that took `step_s` seconds without what drafting took."""
+        if alone_s := self.plain_s(num_rows, ahead=False):
+            self._each[num_rows].append((step_s / alone_s - 1) / num_drafted)
         self._since[num_rows] += 1
         self._num_plain = 0
 
-    def checked(self, num_rows: int, num_drafted: int) -> float:
-        """Estimate the time of a step with so many draft tokens, as a share of a plain one's."""
+    def checked(self, num_rows: int, num_drafted: float) -> float:
+        """Estimate the time of a step with so many draft tokens, as a share of a plain one's not ahead."""
         return 1 + num_drafted * max(_typical(self._each[num_rows], _CHECKED), 0.0)
 
 
@@ -116,22 +122,34 @@ def expected(share: float, num_drafted: int) -> float:
     return share * (1 - share**num_drafted) / (1 - share)
 
 
-def gain(times: Times, num_rows: int, shares: Sequence[float], num_drafted: int, pass_share: float) -> float:
+class Costs(NamedTuple):
+    """What drafts for some of `num_rows` rows cost: a pass, being late (see `Times`), and being checked.
+
+    Of the rows for which drafts are asked, a share `often` has one.
+    """
+
+    times: Times
+    num_rows: int
+    pass_share: float = 0.0
+    late: float = 1.0
+    often: float = 1.0
+
+
+def gain(costs: Costs, shares: Sequence[float], num_drafted: int) -> float:
     """Return by how much `num_drafted` tokens for each of some of the rows raise the tokens a second.
 
     `shares` are the drafted rows' acceptances.
     """
-    more = sum(expected(share, num_drafted) for share in shares)
-    took = times.checked(num_rows, num_drafted * len(shares)) + pass_share * num_drafted
-    return (1 + more / num_rows) / took
+    more = costs.often * sum(expected(share, num_drafted) for share in shares)
+    checked = costs.often * num_drafted * len(shares)
+    took = costs.late * costs.times.checked(costs.num_rows, checked) + costs.pass_share * num_drafted
+    return (1 + more / costs.num_rows) / took
 
 
-def best(
-    times: Times, num_rows: int, shares: Sequence[float], pass_share: float, most: int
-) -> tuple[float, int]:
+def best(costs: Costs, shares: Sequence[float], most: int) -> tuple[float, int]:
     """Return the largest gain, and how many tokens to draft for it."""
     lengths = range(1, most + 1) if shares else ()
-    return max(((gain(times, num_rows, shares, num, pass_share), num) for num in lengths), default=(1.0, 0))
+    return max(((gain(costs, shares, num), num) for num in lengths), default=(1.0, 0))
 
 
 def _few() -> deque[float]:

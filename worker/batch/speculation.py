@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import mlx.core as mx
 import structlog
 
-from .gains import LEAST, Acceptance, Passes, Times, best
+from .gains import LEAST, Acceptance, Costs, Passes, Times, best
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -46,7 +46,7 @@ class _Source:
         self.passes = Passes(drafter.pass_share)
         self.prepared_s: float | None = None  # for a token
         self.accepted = Acceptance(*_OF_ALL)
-        self.proposes = Acceptance(*_OF_ALL)  # of the steps that were not launched ahead for it
+        self.proposes = Acceptance(*_OF_ALL)  # of rows for which a step was not launched ahead
         self.of_rows: dict[Row, Acceptance] = {}
 
     @property
@@ -57,6 +57,16 @@ class _Source:
         """Return the share of a row's draft tokens that will be right."""
         before = self.accepted.share(self.drafter.hope)
         return self.of_rows[row].share(before) if row in self.of_rows else before
+
+    @property
+    def often(self) -> float:
+        """How often there is a draft where there may be one."""
+        return self.proposes.share(self.drafter.hope) if self.is_free else 1.0
+
+    def token_s(self, plain_s: float) -> float:
+        """Return the seconds to run one of many tokens of a row that is prepared."""
+        expected_s = self.drafter.pass_share * plain_s * _PREPARED
+        return expected_s if self.prepared_s is None else self.prepared_s
 
     def learn(self, row: Row, num_right: int, num_drafted: int) -> None:
         self.accepted.learn(num_right, num_drafted)
@@ -75,7 +85,7 @@ NOTHING: Final = Drafted({}, {}, 0.0)
 
 
 class Speculation:
-    """Asks drafters for drafts, the first one first, and learns from what the steps make of them."""
+    """Asks drafters for drafts, the most promising first, and learns from what the steps make of them."""
 
     def __init__(self, drafters: Sequence[Drafter], most: int, clock: Callable[[], float]) -> None:
         """`most` limits a draft, in tokens; `clock` returns seconds."""
@@ -84,7 +94,7 @@ class Speculation:
         self._clock = clock
         self._times = Times()
         self._usual = _USUAL
-        self._asked: list[_Source] = []
+        self._asked: dict[_Source, list[Row]] = {}
         #: Draft tokens since the start, those of them that were accepted, and seconds saved by them.
         self.num_drafted = self.num_accepted = 0
         self.saved_s = 0.0
@@ -106,10 +116,12 @@ class Speculation:
             return NOTHING
         found: dict[Row, list[int]] = {}
         sources: dict[Row, _Source] = {}
-        for source in [one for one in self._sources if one.is_free or not beside]:
+        late = self._times.late(num_rows, ahead=ahead)
+        able = [source for source in self._sources if source.is_free or not beside]
+        for source in sorted(able, key=lambda one: -self._best(one, rows, num_rows, late)[0]):
             rest = [row for row in rows if row not in found and row.num_left > 1]
             try:
-                drafts = self._drafts(source, rest, num_rows, plain_s)
+                drafts = self._drafts(source, rest, num_rows, plain_s, late)
             except Exception:
                 if mx.default_device() != mx.cpu:  # what else is under way has failed too
                     raise
@@ -123,17 +135,18 @@ class Speculation:
 
     def may_draft(self, rows: Sequence[Row], num_rows: int) -> bool:
         """Say whether the next step may have drafts, so that it must not be launched ahead."""
-        ahead_s, plain_s = (self._times.plain_s(num_rows, ahead=ahead) for ahead in (True, False))
-        self._asked = []
-        if not self._sources or ahead_s is None or plain_s is None or self._times.is_due(num_rows):
+        self._asked = {}
+        plain_s = self._times.plain_s(num_rows, ahead=True)
+        if not self._sources or plain_s is None or self._times.is_due(num_rows):
             return False
-        late = plain_s / ahead_s - 1 if ahead_s else 0.0
+        late = self._times.late(num_rows, ahead=True)
         for source in self._sources:
             some = [row for row in rows if row.num_left > 1 and source.drafter.may_propose(row)]
-            gained, _ = self._best(source, some, num_rows)
-            often = source.proposes.share(source.drafter.hope)
-            if some and often * (gained - LEAST) > (1 - often) * late:
-                self._asked.append(source)
+            gained, _ = self._best(source, some, num_rows, late)
+            some = [row for row in some if self._lacks(source, row, num_rows, gained, plain_s) is not None]
+            gained, _ = self._best(source, some, num_rows, late, source.often)
+            if gained > LEAST:
+                self._asked[source] = some
         return bool(self._asked)
 
     def learn(
@@ -154,9 +167,10 @@ class Speculation:
         drafts = drafted.drafts
         was_ahead, could = ahead
         plain_s = self._times.plain_s(num_rows, ahead=could)
-        for source in self._asked:
-            source.proposes.learn(source in drafted.sources.values(), 1)
-        self._asked = []
+        for source, rows in self._asked.items():
+            for row in rows:
+                source.proposes.learn(drafted.sources.get(row) is source, 1)
+        self._asked = {}
         for row, accepted in right.items():
             num_drafted = len(drafts[row])
             num_right = min(accepted, num_drafted)
@@ -172,7 +186,7 @@ class Speculation:
             return
         num = sum(map(len, drafts.values()))
         if num and plain_s:
-            self._times.note_drafted(num_rows, num, max(took_s - drafted.took_s, 0.0) / plain_s)
+            self._times.note_drafted(num_rows, num, max(took_s - drafted.took_s, 0.0))
             self.saved_s += (1 + sum(right.values()) / num_rows) * plain_s - took_s
         elif not num:
             self._times.note_plain(num_rows, took_s - drafted.took_s, ahead=was_ahead, could=could)
@@ -197,44 +211,55 @@ class Speculation:
             source.drafter.clear()
 
     def _drafts(
-        self, source: _Source, rows: Sequence[Row], num_rows: int, plain_s: float
+        self, source: _Source, rows: Sequence[Row], num_rows: int, plain_s: float, late: float
     ) -> dict[Row, list[int]]:
         """Let a drafter draft for some rows, as far as it pays, and prepare others."""
-        drafter = source.drafter
-        gained, _ = self._best(source, rows, num_rows)
-        ready = [row for row in rows if not self._prepares(source, row, num_rows, gained, plain_s)]
-        gained, num = self._best(source, ready, num_rows)
+        # A step here or there may be plain for another reason: what is prepared is for those that are not.
+        gained, _ = self._best(source, rows, num_rows, self._times.late(num_rows, ahead=True))
+        ready = []
+        for row in rows:
+            num_missing = self._lacks(source, row, num_rows, gained, plain_s)
+            if num_missing:
+                self._prepare(source, row, num_missing, plain_s)
+            elif num_missing == 0:
+                ready.append(row)
+        gained, num = self._best(source, ready, num_rows, late)
         wanted = {row: min(num, row.num_left - 1) for row in ready}
-        if not wanted or gained <= LEAST:
+        if gained <= LEAST:
             return {}
         began_s = self._clock()
-        drafts = drafter.propose(wanted)
+        drafts = source.drafter.propose(wanted)
         num_passes = max(map(len, drafts.values()), default=0)
         if plain_s and num_passes and not source.is_free:
             source.passes.learn(len(drafts), (self._clock() - began_s) / num_passes / plain_s)
         return drafts
 
-    def _best(self, source: _Source, rows: Sequence[Row], num_rows: int) -> tuple[float, int]:
+    def _best(
+        self, source: _Source, rows: Sequence[Row], num_rows: int, late: float, often: float = 1.0
+    ) -> tuple[float, int]:
+        """Return the largest gain of drafts for some rows, which have one so `often`, and their length."""
         shares = [source.share(row) for row in rows]
         most = min(self._most, max(MOST_TOKENS // num_rows, 1))
-        return best(self._times, num_rows, shares, source.passes.share(len(rows)), most)
+        costs = Costs(self._times, num_rows, source.passes.share(len(rows)), late, often)
+        return best(costs, shares, most)
 
-    def _prepares(self, source: _Source, row: Row, num_rows: int, gained: float, plain_s: float) -> bool:
-        """Say whether a drafter cannot draft for a row yet; run a piece of what it lacks if that will pay."""
+    def _lacks(self, source: _Source, row: Row, num_rows: int, gained: float, plain_s: float) -> int | None:
+        """Return how many tokens a drafter has to run before it drafts for a row; None if it never pays."""
         num_missing = source.drafter.num_missing(row)
         if not num_missing:
-            return num_missing is None
-        token_s = source.prepared_s
-        if token_s is None:
-            token_s = source.drafter.pass_share * plain_s * _PREPARED
+            return num_missing
         num_drawn = row.sampler.num_drawn
         num_expected = min(row.num_left, max(self._usual - num_drawn, num_drawn, _LEAST_PIECE))
         saved_s = num_expected * plain_s / num_rows * (1 - 1 / gained)
-        if gained > LEAST and saved_s > num_missing * token_s:
-            fitting = int(plain_s / token_s) if token_s else num_missing
-            num = min(num_missing, max(fitting, _LEAST_PIECE), MOST_PIECE)
-            began_s = self._clock()
-            source.drafter.prepare(row, num)
-            took_s = (self._clock() - began_s) / num
-            source.prepared_s = took_s if source.prepared_s is None else (source.prepared_s + took_s) / 2
-        return True
+        pays = gained > LEAST and saved_s > num_missing * source.token_s(plain_s)
+        return num_missing if pays else None
+
+    def _prepare(self, source: _Source, row: Row, num_missing: int, plain_s: float) -> None:
+        """Run a piece of what a drafter lacks of a row, no longer than a plain step."""
+        token_s = source.token_s(plain_s)
+        fitting = int(plain_s / token_s) if token_s else num_missing
+        num = min(num_missing, max(fitting, _LEAST_PIECE), MOST_PIECE)
+        began_s = self._clock()
+        source.drafter.prepare(row, num)
+        took_s = (self._clock() - began_s) / num
+        source.prepared_s = took_s if source.prepared_s is None else (source.prepared_s + took_s) / 2
