@@ -10,10 +10,14 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import pytest
 
+from cache.names.policy import FULL
 from tests.matrices import first
 from tests.parts import CHAT_TEMPLATE
 from worker.batch import speculation
+from worker.batch.draft_model import MOST_HELD, MOST_SHADOWS
+from worker.models import model
 from worker.models.model_files import ModelError
+from worker.sizing import measure
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -166,3 +170,23 @@ async def test_a_draft_model_that_cannot_draft_is_refused(
         folder = embedding_model
     with pytest.raises(ModelError, match=told):
         await local_worker(model=str(large), draft_model=str(folder))
+
+
+async def test_the_draft_model_s_memory_is_counted_wherever_memory_is(
+    local_worker: Callable[..., Awaitable[Any]], pair: Any, tmp_path: Path
+) -> None:
+    """Weights, and KV of the sessions that it drafts for: in a worker, and for a supervisor and `size`."""
+    large, small = pair
+    room = []
+    for draft in (None, str(small)):
+        folder = tmp_path / f"drafts-{draft is not None}"
+        worker = await local_worker(model=str(large), draft_model=draft, device_memory=2**28, data_dir=folder)
+        await worker.client.session("s").append(text="x")
+        room.append((await worker.client.session("s").info()).worker.max_memory_bytes)
+        await worker.stop()
+    loaded, draft_model = (model.load(one, dtype="float32", lazy=True) for one in pair)
+    sizes: dict[str, Any] = {"block": 32, "max_context": 512, "limit_bytes": 2**28}
+    alone, both = (measure(loaded, FULL, draft=one, **sizes) for one in (None, draft_model))
+    taken = both.estimator.weight_bytes - alone.estimator.weight_bytes
+    assert taken > draft_model.weight_bytes + MOST_SHADOWS * draft_model.kv.held(MOST_HELD)
+    assert 0.9 * taken < room[0] - room[1] < 1.5 * taken
