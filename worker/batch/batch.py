@@ -94,6 +94,8 @@ class Batch:
         self._ahead: _LaunchedStep | None = None
         self._ended_s = 0.0
         self._could_run_ahead = False
+        #: Whether the last step had drafts.
+        self.has_drafted = False
 
     @property
     def can_draft(self) -> bool:
@@ -302,6 +304,7 @@ class Batch:
         tokens, sound = ([], []) if launched.choice is None else map(_listed, launched.choice)
         found = launched.logprobs.drawn(tokens) if launched.logprobs is not None else []
         right: dict[Row, int] = {}
+        self.has_drafted = bool(launched.drafted.drafts)
         for row in self._rows:
             row.drawn = []
         for row, draft in launched.drafts:

@@ -51,6 +51,27 @@ class Acceptance:
         self._num_tested *= self._by_step
 
 
+class _Typical:
+    """The median of the last measurements."""
+
+    def __init__(self) -> None:
+        self._some: deque[float] = deque(maxlen=_KEPT)
+        self._median = 0.0
+
+    def add(self, value: float) -> None:
+        self._some.append(value)
+        self._median = median(self._some)
+
+    @property
+    def known(self) -> float | None:
+        """The median; None until there are enough."""
+        return self._median if len(self._some) >= _ENOUGH else None
+
+    def or_before(self, before: float) -> float:
+        """Return the median; of too few the least, as any of them may have waited for something else."""
+        return self._median if len(self._some) >= _ENOUGH else min((*self._some, before))
+
+
 class Times:
     """The times of steps by the number of rows: of plain ones, and what each draft token adds to them.
 
@@ -58,15 +79,14 @@ class Times:
     """
 
     def __init__(self) -> None:
-        self._plain: defaultdict[tuple[int, bool], deque[float]] = defaultdict(_few)
-        self._each: defaultdict[int, deque[float]] = defaultdict(_few)
+        self._plain: defaultdict[tuple[int, bool], _Typical] = defaultdict(_Typical)
+        self._each: defaultdict[int, _Typical] = defaultdict(_Typical)
         self._since: defaultdict[int, int] = defaultdict(int)
         self._num_plain = 0
 
     def plain_s(self, num_rows: int, *, ahead: bool) -> float | None:
         """Return the time of a plain step; None until enough are measured."""
-        found = (self._plain[num_rows, kind] for kind in (ahead, not ahead))
-        return next((median(one) for one in found if len(one) >= _ENOUGH), None)
+        return self._plain[num_rows, ahead].known or self._plain[num_rows, not ahead].known
 
     def late(self, num_rows: int, *, ahead: bool) -> float:
         """Return how many times as long a plain step takes that cannot be launched `ahead` as others are."""
@@ -79,7 +99,7 @@ class Times:
 
     def note_plain(self, num_rows: int, step_s: float, *, ahead: bool, could: bool) -> None:
         """Learn from a plain step; `could` says that one like it may be launched ahead."""
-        self._plain[num_rows, ahead].append(step_s)
+        self._plain[num_rows, ahead].add(step_s)
         if ahead or not could:
             self._since[num_rows] = 0
         self._num_plain += 1
@@ -90,13 +110,13 @@ class Times:
     def note_drafted(self, num_rows: int, num_drafted: int, step_s: float) -> None:
         """Learn from a step that took `step_s` seconds without what drafting took."""
         if alone_s := self.plain_s(num_rows, ahead=False):
-            self._each[num_rows].append((step_s / alone_s - 1) / num_drafted)
+            self._each[num_rows].add((step_s / alone_s - 1) / num_drafted)
         self._since[num_rows] += 1
         self._num_plain = 0
 
     def checked(self, num_rows: int, num_drafted: float) -> float:
         """Estimate the time of a step with so many draft tokens, as a share of a plain one's not ahead."""
-        return 1 + num_drafted * max(_typical(self._each[num_rows], _CHECKED), 0.0)
+        return 1 + num_drafted * max(self._each[num_rows].or_before(_CHECKED), 0.0)
 
 
 class Passes:
@@ -105,15 +125,15 @@ class Passes:
     def __init__(self, share: float) -> None:
         """`share` is expected until it is measured."""
         self._share = share
-        self._measured: defaultdict[int, deque[float]] = defaultdict(_few)
+        self._measured: defaultdict[int, _Typical] = defaultdict(_Typical)
 
     def learn(self, num_rows: int, share: float) -> None:
         """Learn from one pass."""
-        self._measured[num_rows].append(share)
+        self._measured[num_rows].add(share)
 
     def share(self, num_rows: int) -> float:
         """Return what a pass takes."""
-        return _typical(self._measured[num_rows], self._share)
+        return self._measured[num_rows].or_before(self._share)
 
 
 def expected(share: float, num_drafted: int) -> float:
@@ -140,22 +160,18 @@ def gain(costs: Costs, shares: Sequence[float], num_drafted: int) -> float:
 
     `shares` are the drafted rows' acceptances.
     """
-    more = costs.often * sum(expected(share, num_drafted) for share in shares)
-    checked = costs.often * num_drafted * len(shares)
-    took = costs.late * costs.times.checked(costs.num_rows, checked) + costs.pass_share * num_drafted
-    return (1 + more / costs.num_rows) / took
+    return _gain(costs, shares, num_drafted, costs.times.checked(costs.num_rows, 1) - 1)
 
 
 def best(costs: Costs, shares: Sequence[float], most: int) -> tuple[float, int]:
     """Return the largest gain, and how many tokens to draft for it."""
+    each = costs.times.checked(costs.num_rows, 1) - 1
     lengths = range(1, most + 1) if shares else ()
-    return max(((gain(costs, shares, num), num) for num in lengths), default=(1.0, 0))
+    return max(((_gain(costs, shares, num, each), num) for num in lengths), default=(1.0, 0))
 
 
-def _few() -> deque[float]:
-    return deque(maxlen=_KEPT)
-
-
-def _typical(some: deque[float], before: float) -> float:
-    """Return the median; of too few the least, as any of them may have waited for something else."""
-    return median(some) if len(some) >= _ENOUGH else min((*some, before))
+def _gain(costs: Costs, shares: Sequence[float], num_drafted: int, each: float) -> float:
+    more = costs.often * sum(expected(share, num_drafted) for share in shares)
+    checked = 1 + each * costs.often * num_drafted * len(shares)
+    took = costs.late * checked + costs.pass_share * num_drafted
+    return (1 + more / costs.num_rows) / took

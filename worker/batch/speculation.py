@@ -141,8 +141,10 @@ class Speculation:
             return False
         late = self._times.late(num_rows, ahead=True)
         for source in self._sources:
+            gained, _ = self._best(source, rows, num_rows, late, source.often)
+            if gained <= LEAST:  # then it need not look
+                continue
             some = [row for row in rows if row.num_left > 1 and source.drafter.may_propose(row)]
-            gained, _ = self._best(source, some, num_rows, late)
             some = [row for row in some if self._lacks(source, row, num_rows, gained, plain_s) is not None]
             gained, _ = self._best(source, some, num_rows, late, source.often)
             if gained > LEAST:

@@ -157,7 +157,9 @@ class Runner:
     def _learn(self, choice: ChosenStep, step_s: float, cost: _Cost) -> int:
         """Learn from a step's time and memory; return the bytes that it took besides weights and KV."""
         measured = mx.get_peak_memory() - max(cost.active_bytes, mx.get_active_memory())
-        self._pace.learn(len(choice.step.decode), sum(num for _, num in choice.step.prefill), step_s)
+        num_tokens = sum(num for _, num in choice.step.prefill)
+        if num_tokens or not self._batch.has_drafted:  # beside prompts there are no drafts that take long
+            self._pace.learn(len(choice.step.decode), num_tokens, step_s)
         self._chooser.learn(choice, measured)
         return measured
 

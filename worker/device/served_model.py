@@ -132,6 +132,7 @@ class ServedModel:
         Raises `ModelError` if the model `draft` cannot draft for this one.
         """
         drafters: tuple[Drafter, ...] = (Lookup(),)
+        self._draft = draft  # whose folder is in use meanwhile
         self._reserved_bytes = 0
         if draft is not None:
             drafters = (*drafters, drafting.draft_model(loaded, draft, _trials(draft, trials)))
