@@ -178,6 +178,24 @@ def test_a_session_s_next_row_goes_on_with_its_shadow(make_model, draft_model, m
     assert not drafter._shadows
 
 
+def test_a_session_that_was_rewound_to_before_its_shadow_gets_another(
+    make_model, draft_model, monkeypatch
+) -> None:
+    monkeypatch.setattr(models, "BEGUN", 32)
+    model, drafter = make_model("llama"), draft_model()
+    batch = drafting(model, 4, drafters=(drafter,))
+    for tokens in (prompt(100), prompt(40)):
+        piece = begin(model, tokens)
+        piece.row.session = "s"
+        batch.step([piece])
+        go_on(batch, 12)
+        answer = piece.row.known[len(tokens) :]
+        assert answer == alone(model, tokens, len(answer))[0]
+        batch.remove(piece.row)
+        assert len(tokens) - 32 <= drafter._shadows["s"].start + 1 <= len(tokens)
+    assert batch.can_draft
+
+
 def test_rows_beyond_the_number_of_shadows_go_on_without(make_model, draft_model, monkeypatch) -> None:
     monkeypatch.setattr(models, "MOST_SHADOWS", 1)
     model, drafter = make_model("llama"), draft_model()

@@ -166,7 +166,7 @@ class DraftModel:
     def _aligned(self, row: Row) -> _Shadow | None:
         """Cut a row's shadow to the row's tokens; None if there is none that is worth to go on with."""
         shadow = self._shadows.get(_key(row))
-        if shadow is None:
+        if shadow is None or shadow.start > row.num_cached:  # the session was rewound
             return None
         start = max(shadow.num_sure, row.num_cached + 1 - len(row.known) - shadow.start, 0)
         mine = np.frombuffer(shadow.tokens, np.uint32)[start:]
