@@ -21,16 +21,8 @@ if TYPE_CHECKING:
 
 #: Modules of this package, each with a `BENCH`.
 NAMES: Final = (
-    "session",
-    "load",
-    "restart",
-    "overhead",
-    "pressure",
-    "peers",
-    "quality",
-    "recall",
-    "device",
-    "speculation",
+    *("session", "load", "restart", "overhead", "pressure"),
+    *("peers", "quality", "recall", "speculation", "device"),
 )
 
 
