@@ -340,6 +340,7 @@ class App:
             folder=str(loaded.folder),
             context=loaded.context_tokens,
             kv_bits=settings.kv_bits or "full",
+            draft_model=settings.draft_model or "none",
             cache_policy=str(settings.cache_policy),
             kv_bytes_per_token=kv.bytes_per_token,
             kv_bounded_bytes=kv.bounded_bytes,

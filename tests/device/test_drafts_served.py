@@ -148,6 +148,7 @@ async def test_answers_over_kills_are_those_without_drafts(
         ("other tokens", r"has other tokens than large; take one with the same tokenizer"),
         ("no head", r"has no output head: it is made for embeddings"),
         ("absent", r"there is no model"),
+        ("unused", r"there is a draft_model, and max_draft is 0: leave one of them out"),
     ],
 )
 async def test_a_draft_model_that_cannot_draft_is_refused(
@@ -168,8 +169,11 @@ async def test_a_draft_model_that_cannot_draft_is_refused(
         (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     elif draft == "no head":
         folder = embedding_model
+    elif draft == "unused":
+        folder = small
+    most = 0 if draft == "unused" else None
     with pytest.raises(ModelError, match=told):
-        await local_worker(model=str(large), draft_model=str(folder))
+        await local_worker(model=str(large), draft_model=str(folder), max_draft=most)
 
 
 async def test_the_draft_model_s_memory_is_counted_wherever_memory_is(
