@@ -286,14 +286,7 @@ class App:
         folder = await self._in_thread(
             model.resolve, settings.model, directory.path, dtype=dtype, progress=self._progress
         )
-        load_draft = None
-        if settings.draft_model is not None:
-            draft = await self._in_thread(
-                model.resolve, settings.draft_model, directory.path, dtype=dtype, progress=self._progress
-            )
-            load_draft = partial(
-                model.load, draft, dtype=dtype, progress=self._progress, store=directory.models
-            )
+        load_draft = await self._draft_loader(directory, dtype)
         # For the names of snapshots. Only a first start hashes, while the model is loaded and tried.
         memo = directory.models / "digests.json"
         self._hashed = self._starting.start_soon(partial(in_thread, hash_weights, folder, memo))
@@ -331,6 +324,15 @@ class App:
         self._check_policy()
         self._is_loaded = True
         return loaded
+
+    async def _draft_loader(self, directory: DataDir, dtype: str) -> Callable[[], LoadedModel] | None:
+        """Return what loads the draft model on the device thread; None if there is none."""
+        name, path = self._settings.draft_model, directory.path
+        if name is None:
+            return None
+        resolve = partial(model.resolve, name, path, dtype=dtype, progress=self._progress)
+        folder = await self._in_thread(resolve)
+        return partial(model.load, folder, dtype=dtype, progress=self._progress, store=directory.models)
 
     def _log_model(self, loaded: LoadedModel) -> None:
         settings, kv = self._settings, self._device.estimator.kv

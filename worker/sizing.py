@@ -137,9 +137,9 @@ def measure(
     layout = layers.layout(caches, list, sketched) if layers.unsupported(caches) is None else None
     if policy.recall and not (layout and layout.sketches):
         raise ValueError("this model's keys cannot be sketched; use another policy than paged")
-    limit = limit_bytes or machine.default_limit_bytes(
-        loaded.weight_bytes + (draft.weight_bytes if draft else 0)
-    )
+    reserved_bytes = drafting.checked_bytes(loaded, draft)
+    weight_bytes = loaded.weight_bytes + (draft.weight_bytes if draft else 0)
+    limit = limit_bytes or machine.default_limit_bytes(weight_bytes)
     described = layers.describe(caches)
     digest = "0" * 64  # as long as a real one: only sizes are wanted
     identity = Identity(
@@ -152,10 +152,6 @@ def measure(
         caches=described,
         policy=layout.name(policy) if layout else str(policy),
     )
-    reserved_bytes = 0
-    if draft is not None:
-        drafting.check(loaded, draft)
-        reserved_bytes = drafting.reserved_bytes(draft)
     whole = estimator(loaded, caches, limit, sketched, reserved_bytes)
     return Sized(policy, whole, whole.kv.under(policy), layout and layout.under(policy), identity)
 

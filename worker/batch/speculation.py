@@ -169,6 +169,19 @@ class Speculation:
         drafts = drafted.drafts
         was_ahead, could = ahead
         plain_s = self._times.plain_s(num_rows, ahead=could)
+        self._learn_right(drafted, right)
+        if took_s is None:
+            return
+        num = sum(map(len, drafts.values()))
+        if num and plain_s:
+            self._times.note_drafted(num_rows, num, max(took_s - drafted.took_s, 0.0))
+            self.saved_s += (1 + sum(right.values()) / num_rows) * plain_s - took_s
+        elif not num:
+            self._times.note_plain(num_rows, took_s - drafted.took_s, ahead=was_ahead, could=could)
+            self.saved_s -= drafted.took_s
+
+    def _learn_right(self, drafted: Drafted, right: Mapping[Row, int]) -> None:
+        drafts = drafted.drafts
         for source, rows in self._asked.items():
             for row in rows:
                 source.proposes.learn(drafted.sources.get(row) is source, 1)
@@ -184,15 +197,6 @@ class Speculation:
                 source.of_rows[row].fade()
             if not drafts:
                 source.accepted.fade()
-        if took_s is None:
-            return
-        num = sum(map(len, drafts.values()))
-        if num and plain_s:
-            self._times.note_drafted(num_rows, num, max(took_s - drafted.took_s, 0.0))
-            self.saved_s += (1 + sum(right.values()) / num_rows) * plain_s - took_s
-        elif not num:
-            self._times.note_plain(num_rows, took_s - drafted.took_s, ahead=was_ahead, could=could)
-            self.saved_s -= drafted.took_s
 
     def leave(self, row: Row) -> None:
         """End drafting for a row that is over."""

@@ -44,6 +44,14 @@ def check(loaded: LoadedModel, draft: LoadedModel) -> None:
         )
 
 
+def checked_bytes(loaded: LoadedModel, draft: LoadedModel | None) -> int:
+    """Return `reserved_bytes`, 0 without a draft model. Raises `ModelError` as `check` does."""
+    if draft is None:
+        return 0
+    check(loaded, draft)
+    return reserved_bytes(draft)
+
+
 def reserved_bytes(draft: LoadedModel) -> int:
     """Return the bytes of a draft model: its weights, its KV, and what steps take for drafts meanwhile."""
     kept = machine.profile().kept_layers
