@@ -17,8 +17,11 @@ _KEPT: Final = 7
 _ENOUGH: Final = 3
 #: Drafted steps until plain ones are measured again.
 _FRESH: Final = 64
-#: Plain steps in a row after which the costs of drafts are forgotten: they are tried again.
-_FORGOTTEN: Final = 1024
+#: Plain steps in a row after which the costs of drafts are forgotten, so that they are tried again: the first
+#: time, as other work on the machine may have raised them, and the last, if they never pay. Drafted steps after
+#: which it is the first number again.
+_FORGOTTEN: Final = (64, 2048)
+_PAYING: Final = 32
 #: What a draft's token costs in the step that checks it, until that is measured.
 _CHECKED: Final = 0.05
 #: Drafts have to promise this gain.
@@ -82,7 +85,8 @@ class Times:
         self._plain: defaultdict[tuple[int, bool], _Typical] = defaultdict(_Typical)
         self._each: defaultdict[int, _Typical] = defaultdict(_Typical)
         self._since: defaultdict[int, int] = defaultdict(int)
-        self._num_plain = 0
+        self._num_plain = self._num_drafted = 0
+        self._patience = _FORGOTTEN[0]
 
     def plain_s(self, num_rows: int, *, ahead: bool) -> float | None:
         """Return the time of a plain step; None until enough are measured."""
@@ -103,9 +107,10 @@ class Times:
         if ahead or not could:
             self._since[num_rows] = 0
         self._num_plain += 1
-        if self._num_plain >= _FORGOTTEN:
+        if self._num_plain >= self._patience:
             self._each.clear()
-            self._num_plain = 0
+            self._num_plain = self._num_drafted = 0
+            self._patience = min(2 * self._patience, _FORGOTTEN[1])
 
     def note_drafted(self, num_rows: int, num_drafted: int, step_s: float) -> None:
         """Learn from a step that took `step_s` seconds without what drafting took."""
@@ -113,6 +118,9 @@ class Times:
             self._each[num_rows].add((step_s / alone_s - 1) / num_drafted)
         self._since[num_rows] += 1
         self._num_plain = 0
+        self._num_drafted += 1
+        if self._num_drafted >= _PAYING:
+            self._patience = _FORGOTTEN[0]
 
     def checked(self, num_rows: int, num_drafted: float) -> float:
         """Estimate the time of a step with so many draft tokens, as a share of a plain one's not ahead."""
