@@ -18,8 +18,8 @@ _ENOUGH: Final = 3
 #: Drafted steps until plain ones are measured again.
 _FRESH: Final = 64
 #: Plain steps in a row after which the costs of drafts are forgotten, so that they are tried again: the first
-#: time, as other work on the machine may have raised them, and the last, if they never pay. Drafted steps after
-#: which it is the first number again.
+#: time, as other work on the machine may have raised them, and the last, if they never pay. After so many
+#: drafted steps it is the first number again.
 _FORGOTTEN: Final = (64, 2048)
 _PAYING: Final = 32
 #: What a draft's token costs in the step that checks it, until that is measured.
