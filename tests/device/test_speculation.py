@@ -340,9 +340,9 @@ def test_a_cost_is_forgotten_when_nothing_was_drafted_for_long() -> None:
     assert times.checked(2, 4) == 9.0
     for patience in (64, 128, 256):  # and less often, the more often it was in vain
         for _ in range(patience - 1):
-            times.note_plain(2, 1.0, ahead=False, could=False)
+            assert not times.note_plain(2, 1.0, ahead=False, could=False)
         assert times.checked(2, 4) == 9.0
-        times.note_plain(2, 1.0, ahead=False, could=False)
+        assert times.note_plain(2, 1.0, ahead=False, could=False)
         assert times.checked(2, 4) < 1.5
         for _ in range(3):
             times.note_drafted(2, 4, 9.0)

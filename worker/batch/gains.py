@@ -101,16 +101,21 @@ class Times:
         """Whether the next step should be plain, to measure it."""
         return self._since[num_rows] >= _FRESH
 
-    def note_plain(self, num_rows: int, step_s: float, *, ahead: bool, could: bool) -> None:
-        """Learn from a plain step; `could` says that one like it may be launched ahead."""
+    def note_plain(self, num_rows: int, step_s: float, *, ahead: bool, could: bool) -> bool:
+        """Learn from a plain step; `could` says that one like it may be launched ahead.
+
+        Return whether costs of drafts are forgotten now.
+        """
         self._plain[num_rows, ahead].add(step_s)
         if ahead or not could:
             self._since[num_rows] = 0
         self._num_plain += 1
-        if self._num_plain >= self._patience:
-            self._each.clear()
-            self._num_plain = self._num_drafted = 0
-            self._patience = min(2 * self._patience, _FORGOTTEN[1])
+        if self._num_plain < self._patience:
+            return False
+        self._each.clear()
+        self._num_plain = self._num_drafted = 0
+        self._patience = min(2 * self._patience, _FORGOTTEN[1])
+        return True
 
     def note_drafted(self, num_rows: int, num_drafted: int, step_s: float) -> None:
         """Learn from a step that took `step_s` seconds without what drafting took."""

@@ -177,7 +177,9 @@ class Speculation:
             self._times.note_drafted(num_rows, num, max(took_s - drafted.took_s, 0.0))
             self.saved_s += (1 + sum(right.values()) / num_rows) * plain_s - took_s
         elif not num:
-            self._times.note_plain(num_rows, took_s - drafted.took_s, ahead=was_ahead, could=could)
+            if self._times.note_plain(num_rows, took_s - drafted.took_s, ahead=was_ahead, could=could):
+                for source in self._sources:
+                    source.passes = Passes(source.drafter.pass_share)
             self.saved_s -= drafted.took_s
 
     def _learn_right(self, drafted: Drafted, right: Mapping[Row, int]) -> None:
