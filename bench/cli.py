@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from .spec import AnyBench
 
 #: Modules of this package, each with a `BENCH`.
-NAMES: Final = ("session", "load", "restart", "overhead", "pressure", "peers", "quality", "recall", "device")
+NAMES: Final = (
+    *("session", "load", "restart", "overhead", "pressure"),
+    *("peers", "quality", "recall", "speculation", "device"),
+)
 
 
 def _bench(name: str) -> AnyBench:

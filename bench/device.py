@@ -174,7 +174,7 @@ def closing(found: Findings[Plan]) -> Sequence[Sequence[str]]:
     ratios = {num: stats.mean(some, log=True) for num, some in pairs.items()}
     if facts["least"] == "pooled_rows":
         ratios.pop(1, None)  # one row would lose its drafts
-    values = dict.fromkeys(("pooled_rows", "merged_rows", "max_draft", "freed_bytes"), "not measured") | {
+    values = dict.fromkeys(("pooled_rows", "merged_rows", "freed_bytes"), "not measured") | {
         "prompt_blocks": suggested(lambda some: prompt_blocks(some, block), _known(shares)),
         "kept_layers": suggested(lambda some: kept_layers(some, block), _known(kept)),
     }

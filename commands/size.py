@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .flags import Given
 
 _SETTINGS: Final = (
-    *("data_dir", "model", "dtype", "kv_bits", "cache_policy", "device_memory", "max_memory"),
+    *("data_dir", "model", "draft_model", "dtype", "kv_bits", "cache_policy", "device_memory", "max_memory"),
     *("snapshots", "max_disk", "block_tokens", "max_batch", "max_context"),
 )
 #: A supervisor gives a model memory for a session of this length.
@@ -86,7 +86,7 @@ def size(
     from worker.sizing import Load, measure, plan
 
     settings = given.load()
-    loaded, dtype = _loaded(settings)
+    loaded, draft, dtype = _loaded(settings)
     max_context = min(settings.max_context or loaded.context_tokens, loaded.context_tokens)
     if settings.cache_policy.window is None and context > max_context:
         raise SettingsError(f"--context is {context}; under the policy full it must be {max_context} or less")
@@ -94,6 +94,7 @@ def size(
         sized = measure(
             loaded,
             settings.cache_policy,
+            draft=draft,
             block=settings.block_tokens,
             max_context=max_context,
             limit_bytes=settings.device_memory,
@@ -133,11 +134,12 @@ def weigh(settings: Settings) -> None:
     from worker.sizing import device_bytes, measure
     from worker.supervisor import Needs
 
-    loaded, _ = _loaded(settings)
+    loaded, draft, _ = _loaded(settings)
     max_context = min(settings.max_context or loaded.context_tokens, loaded.context_tokens)
     block, sizes = settings.block_tokens, {"max_batch": settings.max_batch, "max_context": max_context}
+    policy = settings.cache_policy
     try:
-        sized = measure(loaded, settings.cache_policy, block=block, max_context=max_context, limit_bytes=None)
+        sized = measure(loaded, policy, draft=draft, block=block, max_context=max_context, limit_bytes=None)
     except ValueError as error:
         raise SettingsError(f"cache_policy: {error}") from None
     least = sized.estimator.kv.held(block, ahead=block)
@@ -155,13 +157,19 @@ def weigh(settings: Settings) -> None:
     click.echo(msgspec.json.encode(needs))
 
 
-def _loaded(settings: Settings) -> tuple[LoadedModel, str]:
+def _loaded(settings: Settings) -> tuple[LoadedModel, LoadedModel | None, str]:
+    """Load the model and the draft model, without their weights; the last one is the type of these."""
     from worker.models import model as models
 
     dtype = settings.dtype if settings.dtype != "auto" else models.default_dtype()
-    with terminal_progress(lambda what: click.echo(what, err=True)) as progress:
-        folder = models.resolve(settings.model, settings.data_dir, dtype=dtype, progress=progress)
-    return models.load(folder, dtype=dtype, kv_bits=settings.kv_bits, lazy=True), dtype
+
+    def load(spec: str | None, kv_bits: int | None) -> LoadedModel:
+        with terminal_progress(lambda what: click.echo(what, err=True)) as progress:
+            folder = models.resolve(spec, settings.data_dir, dtype=dtype, progress=progress)
+        return models.load(folder, dtype=dtype, kv_bits=kv_bits, lazy=True)
+
+    draft = load(settings.draft_model, None) if settings.draft_model is not None else None
+    return load(settings.model, settings.kv_bits), draft, dtype
 
 
 def _rows(

@@ -21,17 +21,19 @@ class Figures:
     def __init__(self, sighting: Sighting) -> None:
         now, before = sighting.metrics, sighting.before
         self._elapsed_s = now.uptime_s - before.uptime_s if before else 0.0
-        prefilled, cached, drafted, accepted, decoding_s = (
+        prefilled, cached, drafted, accepted, decoding_s, saved_s = (
             getattr(now, name) - (getattr(before, name) if before else 0)
             for name in (
                 *("prefilled_tokens", "cached_tokens", "draft_tokens", "accepted_draft_tokens"),
-                "decoding_s",
+                *("decoding_s", "draft_saved_s"),
             )
         )
         self.prefilled_per_s = self._per_s(prefilled)
         self.cached_per_s = self._per_s(cached)
         self.cached_share = share(cached, cached + prefilled)
         self.accepted_share = share(accepted, drafted)
+        #: How many times as fast drafts make the answers.
+        self.draft_gain = share(decoding_s + saved_s, decoding_s) if drafted else None
         self.kv_share = share(now.resident_kv_bytes, now.max_memory_bytes)
         self.disk_share = share(now.snapshots.stored_bytes, now.snapshots.capacity_bytes)
         self.queue_time = since(now.queue_time, before.queue_time if before else None)

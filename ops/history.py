@@ -31,6 +31,8 @@ SERIES: Final[dict[str, Callable[[Sighting, Figures], float | None]]] = {
     "generated_per_s": lambda _, of: of.generated_per_s,
     "prefilled_per_s": lambda _, of: of.prefilled_per_s,
     "cached_per_s": lambda _, of: of.cached_per_s,
+    "accepted_share": lambda _, of: of.accepted_share,
+    "draft_gain": lambda _, of: of.draft_gain,
     "kv_bytes": lambda one, _: one.metrics.resident_kv_bytes,
     "kv_limit_bytes": lambda one, _: one.metrics.max_memory_bytes,
     "disk_bytes": lambda one, _: one.metrics.snapshots.stored_bytes,

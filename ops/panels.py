@@ -116,6 +116,14 @@ PANELS: Final = (
         },
         most=1,
     ),
+    Panel(
+        "Speed by drafts",
+        "none",
+        {
+            "times as fast": "1 + sum by (worker) (deriv(turnkeep_draft_saved_seconds"
+            f'{{worker=~"$worker"}}[$__rate_interval])) / {_per_s("decoding_seconds_total")}'
+        },
+    ),
     Panel("Batch size", "none", {"mean": _mean("batch_size")}),
     Panel(
         "KV on the device", "bytes", {"in use": _of("resident_kv_bytes"), "limit": _of("max_memory_bytes")}

@@ -308,7 +308,7 @@ def _work(now: Metrics, own: Figures) -> list[tuple[str, str]]:
             "prompts",
             (
                 f"{count(own.prefilled_per_s)} tokens/s, {percent(own.cached_share)} found in the cache;"
-                f" drafts {percent(own.accepted_share)} right"
+                f" drafts {percent(own.accepted_share)} right, {number(own.draft_gain)} times as fast"
             ),
         ),
     ]

@@ -44,7 +44,7 @@ FACE = {"names", "kv", "store"}
 MLX = {
     "cache/kv",
     *("worker/device", "worker/batch", "worker/models", "worker/sizing.py"),
-    *(f"bench/programs/{name}.py" for name in ("quality", "device", "in_process")),
+    *(f"bench/programs/{name}.py" for name in ("quality", "device", "in_process", "speculation")),
 }
 NATS = {
     *(f"protocol/turnkeep_client/{name}.py" for name in ("wire", "direct", "nats_client")),

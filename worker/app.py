@@ -188,7 +188,8 @@ class App:
                     DataDir.open(settings.data_dir, settings.worker, settings.nats_place)
                 )
             except DataDirInUseError:
-                model.check_name(settings.model, settings.data_dir)  # else a worker is stopped for it
+                for name in (settings.model, settings.draft_model):  # else a worker is stopped for it
+                    model.check_name(name, settings.data_dir)
                 raise
             # A user's mistakes show first: no server is started and no stream made for a model that cannot be
             # loaded, and no model is fetched for a server that does not answer.
@@ -287,6 +288,7 @@ class App:
         folder = await self._in_thread(
             model.resolve, settings.model, directory.path, dtype=dtype, progress=self._progress
         )
+        load_draft = await self._draft_loader(directory, dtype)
         # For the names of snapshots. Only a first start hashes, while the model is loaded and tried.
         memo = directory.models / "digests.json"
         self._hashed = self._starting.start_soon(partial(in_thread, hash_weights, folder, memo))
@@ -311,6 +313,7 @@ class App:
             stall_s=settings.max_stall_s,
             limit_bytes=settings.device_memory,
             max_draft=settings.max_draft,
+            load_draft=load_draft,
             wired_bytes=settings.wired_memory,
             trials=directory.models / "trials.json",
         )
@@ -324,6 +327,15 @@ class App:
         self._is_loaded = True
         return loaded
 
+    async def _draft_loader(self, directory: DataDir, dtype: str) -> Callable[[], LoadedModel] | None:
+        """Return what loads the draft model on the device thread; None if there is none."""
+        name, path = self._settings.draft_model, directory.path
+        if name is None:
+            return None
+        resolve = partial(model.resolve, name, path, dtype=dtype, progress=self._progress)
+        folder = await self._in_thread(resolve)
+        return partial(model.load, folder, dtype=dtype, progress=self._progress, store=directory.models)
+
     def _log_model(self, loaded: LoadedModel) -> None:
         settings, kv = self._settings, self._device.estimator.kv
         log.info(
@@ -332,6 +344,7 @@ class App:
             folder=str(loaded.folder),
             context=loaded.context_tokens,
             kv_bits=settings.kv_bits or "full",
+            draft_model=settings.draft_model or "none",
             cache_policy=str(settings.cache_policy),
             kv_bytes_per_token=kv.bytes_per_token,
             kv_bounded_bytes=kv.bounded_bytes,

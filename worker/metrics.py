@@ -72,6 +72,7 @@ def collect(
         generated_tokens=telemetry.generated_tokens,
         draft_tokens=telemetry.draft_tokens,
         accepted_draft_tokens=telemetry.accepted_draft_tokens,
+        draft_saved_s=telemetry.draft_saved_s,
         recalled_tokens=telemetry.recalled_tokens,
         evicted_tokens=telemetry.evicted_tokens,
         decoding_s=telemetry.decoding_s,

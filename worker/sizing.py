@@ -20,7 +20,7 @@ from cache.names.snapshot import GROWING, ITEM_BYTES, ModelLayout, Name, Tensor,
 from cache.store import file_bytes
 from worker.batch.matching import num_sketched
 from worker.batch.rows import PrefillPiece
-from worker.device import machine
+from worker.device import drafting, machine
 from worker.device.served_model import estimator
 from worker.sessions.policies import misfit
 
@@ -109,11 +109,17 @@ class Plan:
 
 
 def measure(
-    loaded: LoadedModel, policy: Policy, *, block: int, max_context: int, limit_bytes: int | None
+    loaded: LoadedModel,
+    policy: Policy,
+    *,
+    draft: LoadedModel | None = None,
+    block: int,
+    max_context: int,
+    limit_bytes: int | None,
 ) -> Sized:
     """Measure a model that was loaded lazily; evaluates a pass only if the model has windows of its own.
 
-    Raises `ValueError` with the reason if sessions cannot have this policy.
+    The model `draft` drafts for it. Raises `ValueError` with the reason if sessions cannot have this policy.
     """
     model = loaded.model
     if (why := misfit(policy, block_tokens=block, context_tokens=max_context)) is not None:
@@ -131,7 +137,9 @@ def measure(
     layout = layers.layout(caches, list, sketched) if layers.unsupported(caches) is None else None
     if policy.recall and not (layout and layout.sketches):
         raise ValueError("this model's keys cannot be sketched; use another policy than paged")
-    limit = limit_bytes or machine.default_limit_bytes(loaded.weight_bytes)
+    reserved_bytes = drafting.checked_bytes(loaded, draft)
+    weight_bytes = loaded.weight_bytes + (draft.weight_bytes if draft else 0)
+    limit = limit_bytes or machine.default_limit_bytes(weight_bytes)
     described = layers.describe(caches)
     digest = "0" * 64  # as long as a real one: only sizes are wanted
     identity = Identity(
@@ -144,7 +152,7 @@ def measure(
         caches=described,
         policy=layout.name(policy) if layout else str(policy),
     )
-    whole = estimator(loaded, caches, limit, sketched)
+    whole = estimator(loaded, caches, limit, sketched, reserved_bytes)
     return Sized(policy, whole, whole.kv.under(policy), layout and layout.under(policy), identity)
 
 

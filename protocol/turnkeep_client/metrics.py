@@ -93,7 +93,8 @@ class Metrics(Struct, frozen=True, kw_only=True, tag_field="type", tag="metrics"
     when the log stored them, by the server's clock: `queue_time` until they began to run, `request_duration`
     until the results of successful ones were stored.
     `decoding_s` adds up the steps that decoded answers, so that tokens a second can leave out
-    idle time. `by_tenant` is sent only on the metrics subject, never in an answer to a control request.
+    idle time; without drafts they would have taken `draft_saved_s` longer, or less long if that is negative.
+    `by_tenant` is sent only on the metrics subject, never in an answer to a control request.
     """
 
     worker: str
@@ -120,6 +121,7 @@ class Metrics(Struct, frozen=True, kw_only=True, tag_field="type", tag="metrics"
     generated_tokens: int
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
+    draft_saved_s: float = 0.0
     recalled_tokens: int = 0
     evicted_tokens: int = 0
     decoding_s: float = 0.0

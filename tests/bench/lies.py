@@ -16,7 +16,7 @@ from typing import Any
 import saboteurs as by
 from saboteurs import ALL, PREFILL_S, WAITS, Lie, Suite, answer, samples, turns
 
-from bench import device, load, overhead, peers, pressure, quality, recall, restart, session
+from bench import device, load, overhead, peers, pressure, quality, recall, restart, session, speculation
 from bench.openai import OWN
 from bench.turns import Sample, Turn
 
@@ -371,6 +371,41 @@ SESSION_LIES = (
 )
 
 
+SPECULATION = speculation.Plan(corpus="built-in", rows=(1, 2))
+DRAFTING = speculation.SIDES[1:]
+
+
+def honest_speculation(seed: int) -> Run:
+    """Rounds that scatter by 30%, sides within a round by 1%; drafts gain a little, and change nothing."""
+    noise, found = random.Random(seed), []
+    for block, num, (kind, rate) in itertools.product(
+        range(SPECULATION.rounds), SPECULATION.rows, speculation.RATES.items()
+    ):
+        mood = num * noise.lognormvariate(3, 0.3)
+        for side in speculation.SIDES:
+            gain = (1.05 if side in DRAFTING else 1.0) * noise.lognormvariate(0, 0.01)
+            found.append(Sample(rate.name, side, num, block, mood * gain))
+            if side in DRAFTING:
+                found.append(Sample(speculation.SAME.name, side, None, block, 1.0))
+                if kind == "code":
+                    found.append(Sample(speculation.RIGHT.name, side, num, block, noise.uniform(0.5, 0.9)))
+    return [], found
+
+
+SPECULATION_LIES = (
+    Lie(
+        "says something else with drafts",
+        "answers have",
+        samples(speculation.SAME, lambda one: one.value * 0.5, "lookup"),
+    ),
+    Lie(
+        "is slower with drafts",
+        "drafts leave",
+        samples(speculation.RATES["chat"], lambda one: one.value * 0.8, "draft model"),
+    ),
+)
+
+
 SUITES = (
     Suite(device.BENCH, DEVICE, honest_device, DEVICE_LIES, program="bench.programs.device"),
     Suite(load.BENCH, LOAD, honest_load, LOAD_LIES),
@@ -388,6 +423,13 @@ SUITES = (
     Suite(recall.BENCH, RECALL, honest_recall, RECALL_LIES, model="wide_model"),
     Suite(restart.BENCH, RESTART, honest_restart, RESTART_LIES),
     Suite(session.BENCH, SESSION, honest_session, SESSION_LIES),
+    Suite(
+        speculation.BENCH,
+        SPECULATION,
+        honest_speculation,
+        SPECULATION_LIES,
+        program="bench.programs.speculation",
+    ),
 )
 
 

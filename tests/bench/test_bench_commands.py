@@ -29,6 +29,7 @@ PATIENCE_S = 120
 #: beside it and one with several are enough, but for `make soak`.
 LONG = {
     "device": "--pieces 64 --rows 1 --rounds 10000",
+    "speculation": "--rows 1 --answer 4 --rounds 10000",
     "session": "--duration 600 --every 0.1 --max-tokens 2",
     "peers": "--part chat --chats 1000 --turns 3 --turn-tokens 20 --max-tokens 4",
     "load": "--concurrency 1 --turns 10000 --max-tokens 2 --history 1",
@@ -77,7 +78,7 @@ def lasting(suite: Suite, tmp_path: Path, model: Path, turnkeep: Start) -> Lasti
 
 
 @_benches(
-    "session", packaging=("device", "load", "peers", "quality", "recall", "restart")
+    "session", packaging=("device", "load", "peers", "quality", "recall", "restart", "speculation")
 )  # the others run long
 def test_a_smoke_run_ends_well_with_a_model_of_the_hub_too(
     suite: Suite, tmp_path: Path, model: Path, turnkeep: Start, monkeypatch: pytest.MonkeyPatch

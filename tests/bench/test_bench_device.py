@@ -74,7 +74,7 @@ def test_the_last_table_has_the_constants_in_use_and_those_that_the_figures_sugg
         add(device.DECODING, "together, ahead", x, both)
         add(device.DECODING, "apart, ahead", x, apart)
         add(device.DECODING, "apart", x, 100)
-    in_use = {"prompt_blocks": 8, "pooled_rows": 3, "merged_rows": 1, "kept_layers": 10, "max_draft": 0}
+    in_use = {"prompt_blocks": 8, "pooled_rows": 3, "merged_rows": 1, "kept_layers": 10}
     facts = {"device": "metal", "block": BLOCK, "least": "pooled_rows", "freed_bytes": 1024, **in_use}
     head, *rows = BENCH.closing(Findings(BENCH, Plan(rows=(1, 2, 4)), (), samples, facts))
     assert head == ("constants of metal", "in use", "suggested")
@@ -82,7 +82,7 @@ def test_the_last_table_has_the_constants_in_use_and_those_that_the_figures_sugg
     assert shown["prompt_blocks"] == ("8", "4")
     assert shown["pooled_rows"] == ("3", "2")
     assert shown["kept_layers"] == ("10", "3")
-    assert [shown[name][1] for name in ("merged_rows", "max_draft", "freed_bytes")] == ["not measured"] * 3
+    assert [shown[name][1] for name in ("merged_rows", "freed_bytes")] == ["not measured"] * 2
     facts["least"] = "merged_rows"
     _, *rows = BENCH.closing(Findings(BENCH, Plan(rows=(1, 2, 4)), (), samples, facts))
     assert ("merged_rows", "1", "2") in rows

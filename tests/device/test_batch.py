@@ -10,9 +10,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-from tiny_models import GREEDY, WIDE, alone, begin, kv, prompt
+from tiny_models import GREEDY, WIDE, Oracle, alone, begin, drafting, kv, prompt
 
-from worker.batch import batch as steps
 from worker.batch import pools, slots
 from worker.batch.batch_kinds import batch_for
 from worker.batch.forward import Forward
@@ -203,42 +202,21 @@ def test_after_a_clear_new_rows_start_from_nothing(make_model) -> None:
     assert drawn == [alone(model, prompt(n), 2)[0] for n in (4, 14)]
 
 
-class Oracle:
-    """Guesses what will be drawn, and errs in one of six tokens."""
-
-    def __init__(self, known: list[int], answers: list[list[int]], most: int) -> None:
-        self._rest = next(iter(answer for answer in answers if answer[0] == known[-1]))[1:]
-        self._most = most
-        self._dice = random.Random(len(known))
-
-    def push(self, token: int) -> None:
-        assert self._rest.pop(0) == token
-
-    def propose(self, most: int) -> list[int]:
-        guesses = self._rest[: min(most, self._dice.randint(0, self._most))]
-        return [token if self._dice.random() > 1 / 6 else (token + 1) % 90 for token in guesses]
-
-    may_propose = True
-
-    def learn(self, num_proposed: int, num_right: int, *, pays: bool) -> None:
-        assert num_right <= num_proposed
-
-
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.9, seed=3)], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("num_rows", [1, 2])
-def test_guessing_changes_nothing_but_the_number_of_steps(
-    make_model, monkeypatch, sampling, num_rows
-) -> None:
+def test_guessing_changes_nothing_but_the_number_of_steps(make_model, sampling, num_rows) -> None:
     """Right guesses, wrong ones, and their KV; alone, and beside another answer."""
     model = make_model("llama")
     contexts = [prompt(20 + 7 * i, salt=i) for i in range(num_rows)]
     answers = [alone(model, tokens, 150, sampling)[0] for tokens in contexts]
-    monkeypatch.setattr(steps, "Drafter", lambda known, most: Oracle(known, answers, most))
-    batch = batch_for(model, max_draft=6)
+    dice = random.Random(num_rows)
+    oracle = Oracle(answers, lambda here: [(one + (dice.random() < 1 / 6)) % 90 for one in here])
+    batch = drafting(model, 6, drafters=(oracle,))
     pieces = [begin(model, tokens, sampling) for tokens in contexts]
     drawn = run(batch, pieces, 20)
-    assert 0 < batch.num_accepted < batch.num_drafted
-    assert sum(map(len, drawn)) == 20 * num_rows + batch.num_accepted
+    spoken = batch.speculation
+    assert 0 < spoken.num_accepted < spoken.num_drafted
+    assert sum(map(len, drawn)) == 20 * num_rows + spoken.num_accepted
     for tokens, mine, answer, piece in zip(contexts, drawn, answers, pieces, strict=True):
         assert mine == answer[: len(mine)]
         num_cached = len(tokens) - 1 + len(mine)
@@ -250,7 +228,7 @@ def test_guessing_changes_nothing_but_the_number_of_steps(
 
 def test_no_answer_becomes_longer_than_it_may(make_model) -> None:
     model = make_model("llama")
-    batch = batch_for(model, max_draft=8)
+    batch = drafting(model, 8)
     piece = begin(model, prompt(9))
     piece.row.num_left = 30
     batch.step([piece])
@@ -263,7 +241,7 @@ def test_no_answer_becomes_longer_than_it_may(make_model) -> None:
 @pytest.mark.parametrize("kind", ["qwen3_next", "mamba2"])
 def test_what_cannot_be_trimmed_is_never_guessed(make_model, kind) -> None:
     model = make_model(kind)
-    batch = batch_for(model, max_draft=8)
+    batch = drafting(model, 8)
     drawn = run(batch, [begin(model, prompt(9))], 30)[0]
-    assert batch.num_drafted == 0
+    assert batch.speculation.num_drafted == 0
     assert drawn == alone(model, prompt(9), 30)[0]

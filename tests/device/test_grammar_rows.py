@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from test_logprobs import run
-from tiny_models import VOCABULARY, begin, prompt
+from tiny_models import VOCABULARY, begin, drafting, prompt
 
 from worker.batch.batch_kinds import batch_for
 from worker.batch.row_sampler import RowSampler, Sampling
@@ -76,13 +76,13 @@ def test_drafts_change_no_token_and_some_are_accepted(make_model, grammar, tempe
     model = make_model("llama")
     bias = ((1, 30.0), (4, 30.0), (6, 29.0))
     sampling = Sampling(temperature, grammar=grammar("(a{3}b{2}){90}"), logit_bias=bias, seed=7)
-    (plain,), (drafted,) = (run(model, [sampling], 100, max_draft=most) for most in (0, 6))
+    (plain,), (drafted,) = (run(model, [sampling], 100, most=most) for most in (0, 6))
     assert [one.token for one in drafted] == [one.token for one in plain]
-    batch = batch_for(model, max_draft=6)
+    batch = drafting(model, 6)
     batch.step([begin(model, prompt(9, salt=0), sampling)])
     for _ in range(60):
         batch.step([])
-    assert batch.num_accepted > 0
+    assert batch.speculation.num_accepted > 0
 
 
 def test_a_row_whose_grammar_allows_nothing_more_can_only_end(make_model, grammar) -> None:

@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-from tiny_models import begin, prefill, prompt
+from tiny_models import begin, drafting, prefill, prompt
 
 from worker.batch.batch_kinds import batch_for
 from worker.batch.row_sampler import Sampling
@@ -27,7 +27,7 @@ MIXED = [PLAIN, TOLD, PENALISED, BIASED]
 
 def run(model: Any, samplings: list[Sampling], num: int, **options: Any) -> list[list[Any]]:
     """Answer prompts of several lengths together; return what was drawn for each."""
-    batch = batch_for(model, **options)
+    batch = drafting(model, **options) if options else batch_for(model)
     pieces = [begin(model, prompt(9 + 2 * n, salt=n), sampling) for n, sampling in enumerate(samplings)]
     drawn: dict[Row, list[Any]] = {piece.row: [] for piece in pieces}
     batch.step(pieces)
@@ -74,28 +74,20 @@ def test_mixed_rows_have_the_tokens_that_they_have_alone_and_the_model_s_logprob
 def test_drafts_change_neither_tokens_nor_logprobs(make_model, sampling) -> None:
     """A text that repeats itself, so that there are drafts."""
     model = make_model("llama")
-    (plain,), (drafted,) = (run(model, [sampling], 80, max_draft=most) for most in (0, 6))
+    (plain,), (drafted,) = (run(model, [sampling], 80, most=most) for most in (0, 6))
     assert [one.token for one in drafted] == [one.token for one in plain]
     assert [one.logprob for one in drafted] == pytest.approx([one.logprob for one in plain], abs=1e-3)
 
 
-def test_drafts_that_take_longer_than_they_save_pause(make_model) -> None:
-    """By a clock that counts a second a step, and one more for each draft's token."""
+def test_drafts_that_take_longer_than_they_save_stop(make_model) -> None:
+    """By a clock that counts a second a step, and some more for each draft's token."""
     model = make_model("llama")
-    accepted = []
-    for cost_s in (0.01, 5.0):
-        batch = batch_for(model, max_draft=6)
-        now = [0.0]
-        batch._clock = lambda now=now: now[0]  # type: ignore[misc]
-        forward = batch._run
-
-        def timed(parts: Any, tokens: Any, pieces: Any = (), forward=forward, now=now, cost_s=cost_s) -> Any:
-            now[0] += 1.0 + cost_s * (len(tokens) - len(parts))
-            return forward(parts, tokens, pieces)
-
-        batch._run = timed
+    drafted = []
+    for token_s in (0.01, 5.0):
+        batch = drafting(model, 6, token_s=token_s)
         batch.step([begin(model, prompt(9))])
-        for _ in range(120):
+        for _ in range(200):
             batch.step([])
-        accepted.append(batch.num_drafted)
-    assert accepted[0] > 3 * accepted[1] > 0
+        drafted.append(batch.speculation.num_drafted)
+        assert (batch.speculation.saved_s > 0) == (token_s < 1)
+    assert drafted[0] > 20 * drafted[1] > 0

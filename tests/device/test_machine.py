@@ -96,7 +96,7 @@ def test_alone_a_prompt_runs_several_blocks_at_a_time_and_each_is_cut(
     make_model, make_rig, monkeypatch, kind, lengths
 ) -> None:
     """Where a layer has a state, one block: there is a state at a piece's end only."""
-    few = machine.Profile(1 << 24, frozenset(), 1, prompt_blocks=4, pooled_rows=3, merged_rows=2, max_draft=0)
+    few = machine.Profile(1 << 24, frozenset(), 1, prompt_blocks=4, pooled_rows=3, merged_rows=2)
     monkeypatch.setattr(machine, "profile", lambda: few)
     model = make_model(kind)
     rig = make_rig(model, room=lambda: 1 << 28)

@@ -11,7 +11,19 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models import base, llama
 from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
-from tiny_models import CONFIGS, GREEDY, VOCABULARY, WIDE, alone, begin, generate, prefill, prompt
+from tiny_models import (
+    CONFIGS,
+    GREEDY,
+    VOCABULARY,
+    WIDE,
+    Oracle,
+    alone,
+    begin,
+    drafting,
+    generate,
+    prefill,
+    prompt,
+)
 
 from cache.kv import layers
 from cache.kv.size import KvSize
@@ -84,36 +96,18 @@ def test_rows_that_come_and_go_get_the_tokens_that_they_get_alone(make_model, ki
 
 
 @pytest.mark.parametrize("kv_bits", [8, 4])
-def test_guesses_are_taken_back_from_quantised_kv(make_model, monkeypatch, kv_bits) -> None:
+def test_guesses_are_taken_back_from_quantised_kv(make_model, kv_bits) -> None:
     """Every third guess is wrong: its codes are overwritten."""
     model, tokens = make_model("llama", kv_bits), prompt(21)
     answer = alone(model, tokens, 60)[0]
-
-    class Oracle:
-        may_propose = True
-
-        def __init__(self, known: list[int], most: int) -> None:
-            self._at = 1
-
-        def push(self, token: int) -> None:
-            assert token == answer[self._at]
-            self._at += 1
-
-        def propose(self, most: int) -> list[int]:
-            here = answer[self._at : self._at + min(most, 3)]
-            return [*here[:2], *((token + 1) % VOCABULARY for token in here[2:])]
-
-        def learn(self, num_proposed: int, num_right: int, *, pays: bool) -> None:
-            assert num_right <= 2
-
-    monkeypatch.setattr(steps, "Drafter", Oracle)
-    batch = batch_for(model, max_draft=3)
+    oracle = Oracle([answer], lambda here: [*here[:2], *((token + 1) % VOCABULARY for token in here[2:])])
+    batch = drafting(model, 3, drafters=(oracle,))
     piece = begin(model, tokens)
     batch.step([piece])
-    for _ in range(10):
+    for _ in range(20):
         batch.step([])
-    assert batch.num_accepted == 20
-    assert piece.row.known[len(tokens) :] == answer[:31]
+    assert 10 < batch.speculation.num_accepted < batch.speculation.num_drafted
+    assert list(piece.row.known[len(tokens) :]) == answer[: 21 + batch.speculation.num_accepted]
 
 
 def test_a_failed_step_takes_nothing_from_quantised_rows(make_model, monkeypatch) -> None:

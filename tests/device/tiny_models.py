@@ -11,6 +11,8 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from cache.names.tokens import as_tokens
 from turnkeep_client.subjects import SessionKey
+from worker.batch.batch_kinds import batch_for
+from worker.batch.lookup import Lookup
 from worker.batch.row_sampler import RowSampler, Sampling
 from worker.batch.rows import PrefillPiece, Row
 from worker.batch.sampling import draw
@@ -19,7 +21,7 @@ from worker.models.model import LoadedModel, cache_sizes
 from worker.text.answer import Answer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 BLOCK = 8
 VOCABULARY = 96
@@ -293,6 +295,53 @@ def answer(max_tokens: int, *forced: int) -> Answer:
 
 def key(name: str = "s") -> SessionKey:
     return SessionKey("default", name)
+
+
+class PassClock:
+    """A clock for a batch by which each pass over the model takes a second, and more for each token."""
+
+    def __init__(self, token_s: float = 0.01) -> None:
+        self.now_s = 0.0
+        self._token_s = token_s
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def count(self, batch: Any) -> Any:
+        """Let the passes of a batch take time; returns the batch."""
+        run = batch._run
+
+        def timed(parts: Any, tokens: Any, pieces: Any = (), **more: Any) -> Any:
+            self.now_s += 1.0 + self._token_s * (len(tokens) - len(parts))
+            return run(parts, tokens, pieces, **more)
+
+        batch._run = timed
+        return batch
+
+
+class Oracle(Lookup):
+    """Drafts what will be drawn, except where `errs`, a function of the tokens, makes it wrong."""
+
+    def __init__(self, answers: Sequence[list[int]], errs: Callable[[list[int]], list[int]]) -> None:
+        self._answers = answers
+        self._errs = errs
+
+    def may_propose(self, row: Row) -> bool:
+        return True
+
+    def propose(self, wanted: Mapping[Row, int]) -> dict[Row, list[int]]:
+        drafts = {}
+        for row, most in wanted.items():
+            at = row.sampler.num_drawn
+            answer = next(one for one in self._answers if one[:at] == list(row.known[-at:]))
+            drafts[row] = self._errs(answer[at : at + most])
+        return drafts
+
+
+def drafting(model: Any, most: int, *, token_s: float = 0.01, **options: Any) -> Any:
+    """Make a batch that drafts, by a clock for which drafts pay."""
+    clock = PassClock(token_s)
+    return clock.count(batch_for(model, max_draft=most, clock=clock, **options))
 
 
 def prompt(num_tokens: int, salt: int = 3) -> list[int]:

@@ -3,8 +3,8 @@
 A step runs all rows and pieces of prompts, and draws the rows' tokens. Two things differ between models, and
 `batch_kinds` chooses both: how a pass runs (`Pass`: one for all, or the model's own), and where rows keep
 their KV beside their own caches (`Keeping`: in pools, merged, or nowhere). Two things make a step faster
-without changing the tokens: rows speculate while there are few of them (`drafter`), and the next step may be
-in flight before the last tokens are known.
+without changing the tokens: rows speculate where it pays (`speculation`), and the next step may be in flight
+before the last tokens are known.
 
 A step only appends to plain caches, so setting a cache's offset back undoes the step.
 """
@@ -13,38 +13,39 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
 
 from cache.kv import layers
 
-from .drafter import Drafter
 from .parts import OwnPart
 from .row_sampler import Draw, Sampling
 from .rows import UnsoundError
 from .sampling import Choice, Logprobs, draw_all, waits_for_logits
+from .speculation import NOTHING, Speculation
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from typing import TypeAlias
 
+    from .drafter import Drafter
     from .parts import Part
     from .rows import Keeping, Pass, PrefillPiece, Row
+    from .speculation import Drafted
 
     #: A row, and its draft: the tokens speculated after its last one.
     Draft: TypeAlias = "tuple[Row, list[int]]"
 
-#: With more rows than this a step is bound by computing, and speculation would delay the other rows.
-_DRAFTING_ROWS: Final = 2
-#: Weight of the last step in the average time of a step without drafts.
-_SHARE: Final = 0.2
-
 
 @dataclass(frozen=True, slots=True)
 class _LaunchedStep:
-    """A step in flight: `choice` has the tokens drawn for `drafts`, then the first ones of `beginning`."""
+    """A step in flight: `choice` has the tokens drawn for `drafts`, then the first ones of `beginning`.
+
+    `ahead` says whether it was launched ahead, and whether it could have been. `drafts` are made of what was
+    `drafted`.
+    """
 
     drafts: list[Draft]
     beginning: list[Row]
@@ -52,6 +53,8 @@ class _LaunchedStep:
     logprobs: Logprobs | None
     states: list[Any]
     began_s: float
+    ahead: tuple[bool, bool] = (False, False)
+    drafted: Drafted = NOTHING
 
 
 class Batch:
@@ -63,6 +66,7 @@ class Batch:
         keeping: Keeping,
         *,
         is_plain: bool,
+        drafters: Sequence[Drafter] = (),
         max_draft: int = 0,
         runs_ahead: bool = True,
         has_rings: bool = False,
@@ -72,25 +76,31 @@ class Batch:
     ) -> None:
         """`is_plain` says that a step can be undone by setting the offsets of rows' own caches back.
 
-        `max_draft` limits a row's draft. `has_rings` says that rows may have rings in the place of plain
-        caches, `windows_are_rings` that a model's own windows are rings; `sketched` are the layers whose keys
-        a paged session keeps in sketches.
+        `drafters` draft up to `max_draft` tokens for rows with caches of their own. `has_rings` says that
+        rows may have rings in the place of plain caches, `windows_are_rings` that a model's own windows are
+        rings; `sketched` are the layers whose keys a paged session keeps in sketches.
         """
         self.has_rings = has_rings
         self.windows_are_rings = windows_are_rings
         self.sketched = sketched
-        #: Draft tokens since the start, and those of them that were accepted.
-        self.num_drafted = self.num_accepted = 0
+        #: Drafts, and how many of their tokens were accepted.
+        self.speculation = Speculation(drafters, max_draft, clock)
         self._run = run
         self._keeping = keeping
         self._is_plain = is_plain
-        self._max_draft = max_draft
         self._runs_ahead = runs_ahead
         self._clock = clock
         self._rows: list[Row] = []
         self._ahead: _LaunchedStep | None = None
         self._ended_s = 0.0
-        self._plain_s: float | None = None  # a step without drafts and prompts
+        self._could_run_ahead = False
+        #: Whether the last step had drafts.
+        self.has_drafted = False
+
+    @property
+    def can_draft(self) -> bool:
+        """Whether rows can have drafts: a step over them can be undone."""
+        return self.speculation.has_drafters
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -136,6 +146,7 @@ class Batch:
         if self._ahead is not None and pieces:
             raise ValueError("a step that is in flight takes no pieces")
         launched, self._ahead = self._ahead or self._launch(pieces), None
+        self._could_run_ahead = False
         if run_ahead and self._runs_ahead:
             self._ahead = self._launch_next(launched)
         mx.eval(launched.choice, launched.logprobs and launched.logprobs.arrays, launched.states)
@@ -183,6 +194,7 @@ class Batch:
         """Remove a row, and return its KV as separate caches."""
         self._drop_ahead_of(row)
         self._rows.remove(row)
+        self.speculation.leave(row)
         if row.caches is None:
             self._keeping.leave(row)
         elif self._ahead is not None:
@@ -204,6 +216,7 @@ class Batch:
     def clear(self) -> None:
         """Drop every row and its KV, after a failed step left the caches in an unknown state."""
         self._rows, self._ahead = [], None
+        self.speculation.clear()
         self._keeping.clear()
 
     def _drop_ahead_of(self, row: Row) -> None:
@@ -215,7 +228,9 @@ class Batch:
         """Build a step over every row and these pieces."""
         began_s = self._clock()
         self._keeping.place(self._rows)
-        found = self._parts(self._rows)
+        could, able = self._could_run_ahead, self._able(self._rows)
+        drafted = self.speculation.draft(able, len(self._rows), ahead=could, beside=bool(pieces))
+        found = self._parts(self._rows, self._keeping.fitted(drafted.drafts))
         if found is None:
             raise AssertionError("every row that is kept runs in each step")
         drafts, parts = found
@@ -226,7 +241,8 @@ class Batch:
         draws += [draw for row in beginning for draw in row.sampler.draws()]
         choice = draw_all(logits, draws) if draws else None
         logprobs = Logprobs(logits, choice.tokens, draws) if choice is not None else None
-        return _LaunchedStep(drafts, beginning, choice, logprobs, [piece.states for piece in pieces], began_s)
+        states = [piece.states for piece in pieces]
+        return _LaunchedStep(drafts, beginning, choice, logprobs, states, began_s, (False, could), drafted)
 
     def _launch_next(self, launched: _LaunchedStep) -> _LaunchedStep | None:
         """Launch the step after `launched` before its tokens are read; None if that is not possible."""
@@ -235,10 +251,15 @@ class Batch:
         began_s = self._clock()
         order = {row: i for i, (row, _) in enumerate(launched.drafts)}
         rows = [row for row in self._rows if row in order and row.num_left > 1]
-        if not rows or any(draft for _, draft in launched.drafts) or not all(map(self._may_run_ahead, rows)):
+        if not rows or not all(map(self._may_run_ahead, rows)):
+            return None
+        self._could_run_ahead = True
+        if any(draft for _, draft in launched.drafts):
+            return None
+        if self.speculation.may_draft(self._able(rows), len(rows)):
             return None
         self._keeping.commit()
-        found = self._parts(rows, num_ahead=1)
+        found = self._parts(rows, {}, num_ahead=1)
         if found is None:
             return None
         drafts, parts = found
@@ -248,7 +269,11 @@ class Batch:
         logprobs = Logprobs(logits, choice.tokens, draws)
         begin: Any = mx.async_eval
         begin(*launched.choice, *choice, *logprobs.arrays)
-        return _LaunchedStep(drafts, [], choice, logprobs, [], began_s)
+        return _LaunchedStep(drafts, [], choice, logprobs, [], began_s, (True, True))
+
+    def _able(self, rows: Sequence[Row]) -> list[Row]:
+        """Return the rows that can have drafts."""
+        return [row for row in rows if row.caches is not None or self._keeping.can_draft(row)]
 
     def _may_run_ahead(self, row: Row) -> bool:
         """Say whether a row's next step can be launched without knowing its last token."""
@@ -256,23 +281,23 @@ class Batch:
             return False
         if row.caches is None:
             return self._keeping.may_run_ahead(row)
-        drafter = self._drafter(row)
-        return self._is_plain and not (drafter and drafter.may_propose)
+        return self._is_plain
 
-    def _parts(self, rows: Sequence[Row], num_ahead: int = 0) -> tuple[list[Draft], list[Part]] | None:
+    def _parts(
+        self, rows: Sequence[Row], fitted: Mapping[Row, list[int]], num_ahead: int = 0
+    ) -> tuple[list[Draft], list[Part]] | None:
         """Make the parts of a pass over these rows; returns the rows with their drafts in the same order.
 
         `num_ahead` is 1 for the step after the one in flight, which has no drafts.
         """
-        kept = self._keeping.parts([row for row in rows if row.caches is None], num_ahead)
+        kept = self._keeping.parts([row for row in rows if row.caches is None], num_ahead, fitted)
         if kept is None:
             return None
-        drafts: list[Draft] = [(row, []) for _, some in kept for row in some]
+        drafts: list[Draft] = [(row, fitted.get(row, [])) for _, some in kept for row in some]
         parts: list[Part] = [part for part, _ in kept]
         for row in rows:
             if row.caches is not None:
-                drafter = None if num_ahead else self._drafter(row)
-                draft = drafter.propose(row.num_left - 1) if drafter else []
+                draft = fitted.get(row, [])
                 parts.append(OwnPart(row.caches, row.num_cached + num_ahead, 1 + len(draft)))
                 drafts.append((row, draft))
         return drafts, parts
@@ -284,6 +309,8 @@ class Batch:
             self._keeping.commit()
         tokens, sound = ([], []) if launched.choice is None else map(_listed, launched.choice)
         found = launched.logprobs.drawn(tokens) if launched.logprobs is not None else []
+        right: dict[Row, int] = {}
+        self.has_drafted = bool(launched.drafted.drafts)
         for row in self._rows:
             row.drawn = []
         for row, draft in launched.drafts:
@@ -292,45 +319,23 @@ class Batch:
             if row not in self._rows:  # its answer ended with the step before
                 continue
             num_right = next((i for i, token in enumerate(draft) if drawn[i].token != token), len(draft))
+            num_right = max(min(num_right, row.num_left - 1), 0)
             row.append(drawn[: num_right + 1], is_sound=all(are_sound[: num_right + 1]))
             row.num_cached += num_right + 1
-            if row.drafter is not None:
-                self._learn(row, row.drafter, len(draft), num_right, took_s)
+            if draft:
+                _count_back(row)  # the rejected part of the draft
+            if row in launched.drafted.drafts:
+                right[row] = num_right
+        self.speculation.learn(launched.drafted, right, len(launched.drafts), took_s, launched.ahead)
         for row, first, is_sound in zip(launched.beginning, found, sound, strict=True):
             row.append([first], is_sound=is_sound)
         self._rows += launched.beginning
 
     def _time(self, launched: _LaunchedStep) -> float | None:
-        """Return the time that a step took; None if it ran prompts too. Learns from steps without drafts."""
+        """Return the time that a step took; None if it ran prompts too, or nothing but these."""
         now_s = self._clock()
         took_s, self._ended_s = now_s - max(launched.began_s, self._ended_s), now_s
-        if launched.states:
-            return None
-        if not any(draft for _, draft in launched.drafts):
-            before = took_s if self._plain_s is None else self._plain_s
-            self._plain_s = before + _SHARE * (took_s - before)
-        return took_s
-
-    def _learn(
-        self, row: Row, drafter: Drafter, num_drafted: int, num_right: int, took_s: float | None
-    ) -> None:
-        """Let a row learn from its draft. One pays if the same tokens would have taken longer without it."""
-        for one in row.drawn:
-            drafter.push(one.token)
-        if num_drafted:
-            plain_s = self._plain_s
-            pays = took_s is None or plain_s is None or took_s <= (1 + num_right) * plain_s
-            drafter.learn(num_drafted, num_right, pays=pays)
-            self.num_drafted += num_drafted
-            self.num_accepted += num_right
-            _count_back(row)  # the rejected part of the draft
-
-    def _drafter(self, row: Row) -> Drafter | None:
-        """Return a row's drafter; None if the row does not speculate: drafts pay off only with few rows."""
-        if not self._max_draft or len(self._rows) > _DRAFTING_ROWS or row.caches is None:
-            return None
-        row.drafter = row.drafter or Drafter(row.known, most=self._max_draft)
-        return row.drafter
+        return None if launched.states or not launched.drafts else took_s
 
 
 def _listed(array: Any) -> list[Any]:

@@ -7,6 +7,7 @@ compares the logits. `trials` stores which trials have passed.
 from __future__ import annotations
 
 import os
+import time
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -30,7 +31,9 @@ from cache.kv.states import leaves
 
 from . import matching
 from .batch import Batch
+from .draft_model import DraftModel
 from .forward import Forward
+from .lookup import Lookup
 from .merged import WAYS, MergedCaches, can_merge
 from .merged_rows import MergedRows
 from .own_pass import OwnPass, run_alone
@@ -42,12 +45,15 @@ from .trials import Trials
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from .drafter import Drafter
+
 log = structlog.get_logger()
 
 #: Tolerance, as a share of the largest logit: rounding stays below, a wrong mask or position far above. The
 #: coarse one is for quantised KV, whose codes rounding can change, and for products in less than float32.
 _TOLERANCE: Final = 1e-3
 _COARSE: Final = 0.05
+_LOOKUP: Final = Lookup()
 
 
 def batch_for(
@@ -55,21 +61,23 @@ def batch_for(
     room: Callable[[int], bool] = lambda _: True,
     *,
     max_draft: int = 0,
+    drafters: Sequence[Drafter] = (_LOOKUP,),
     pooled_rows: int = 3,
     merged_rows: int = 2,
     runs_ahead: bool = False,
     trials: Trials | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Batch:
     """Return an empty batch of the fastest kind that the model supports; log a warning if it is slow.
 
-    `room(n)` says whether `n` more bytes may be allocated. `max_draft` limits a row's draft, in tokens. At
+    `room(n)` says whether `n` more bytes may be allocated. The `drafters` draft up to `max_draft` tokens for
+    a row. At
     least `pooled_rows` rows of similar length attend together, or `merged_rows` are merged. `runs_ahead`
-    launches steps ahead also for models of the slower kinds.
+    launches steps ahead also for models of the slower kinds. `clock` times the steps, in seconds.
     """
     trials = trials or Trials()
     forward = Forward(model)
-    share = partial(_deviation_shared, model, forward)
-    shares = trials.way("share", lambda: 0 if _fits(model, "share", share) else None, 1) is not None
+    shares = _shares(model, forward, trials)
     has_rings = _has_rings(model, forward, trials, shares=shares)
     rotations = forward.rotations if has_rings else None
     classes = {type(cache) for cache in layers.make(model, rings=has_rings)}
@@ -88,12 +96,42 @@ def batch_for(
         forward if shares else OwnPass(model, rotations),
         keeping,
         is_plain=is_plain,
+        drafters=drafters,
         max_draft=max_draft if sharing else 0,
         runs_ahead=sharing or runs_ahead,
         has_rings=has_rings,
         windows_are_rings=sharing and has_rings,
         sketched=_sketched(model, forward, trials) if sharing and has_rings else (),
+        clock=clock,
     )
+
+
+def draft_model_for(
+    model: Any, pass_share: float, vocabularies: tuple[int, int], trials: Trials
+) -> DraftModel:
+    """Return what drafts with a model; `pass_share` is its size as a share of the other model's.
+
+    `vocabularies` are the numbers of logits of the other model, and of this one.
+
+    Raises `ValueError` with the reason if its rows cannot share a pass, or cannot be undone.
+    """
+    forward = Forward(model)
+    shares = _shares(model, forward, trials)
+    has_rings = shares and _has_rings(model, forward, trials, shares=True)
+    make = partial(layers.make, model, rings=has_rings)
+    if others := {
+        type(leaf).__name__ for _, leaf in leaves(make()) if type(leaf) not in (KVCache, RingCache)
+    }:
+        raise ValueError(f"its layers of {', '.join(sorted(others))} cannot undo a draft")
+    if not shares:
+        raise ValueError("its rows cannot share a pass")
+    return DraftModel(forward, make, pass_share, vocabularies)
+
+
+def _shares(model: Any, forward: Forward, trials: Trials) -> bool:
+    """Say whether rows and pieces of prompts can share a pass."""
+    share = partial(_deviation_shared, model, forward)
+    return trials.way("share", lambda: 0 if _fits(model, "share", share) else None, 1) is not None
 
 
 def _has_rings(model: Any, forward: Forward, trials: Trials, *, shares: bool) -> bool:

@@ -1,81 +1,51 @@
-"""Drafts an answer's next tokens from the session's earlier tokens. Pure.
+"""The port of what drafts answers' next tokens: `lookup` and `draft_model` implement it, `speculation` asks.
 
-Prompt lookup: if the last few tokens occurred before, the tokens that followed them are the draft. The step
-that samples the next token runs the draft with it, and accepts the draft tokens that equal the sampled ones
-(Saxena, "Prompt Lookup Decoding", 2023; acceptance as in Leviathan et al., "Fast Inference from Transformers
-via Speculative Decoding", 2023, for samples that are a function of the seed). Speculation changes only the
-number of tokens a step, never the tokens.
+A draft may be wrong: the batch runs it behind a row's last token, draws a token at each place as it does
+without a draft, and accepts the draft's tokens up to the first one that differs (Leviathan et al., "Fast
+Inference from Transformers via Speculative Decoding", 2023, for samples that are a function of the seed). So
+a drafter changes only the number of tokens a step, never the tokens.
 """
 
 from __future__ import annotations
 
-from array import array
-from typing import TYPE_CHECKING, Final
-
-import numpy as np
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Hashable, Mapping
 
-#: Number of last tokens that have to match an earlier run of tokens.
-NGRAM: Final = 3
-#: A session's last tokens, in which drafts are looked for. They are compared for each token of an answer, in
-#: 20 us: a table of them would have to be made when the answer begins.
-MOST_SEEN: Final = 65_536
-_FIRST_LENGTH: Final = 3
-_MAX_PAUSE: Final = 32
+    from .rows import Row
 
 
-class Drafter:
-    """The last tokens of one session, indexed to find the latest earlier copy of a run of tokens."""
+class Drafter(Protocol):
+    """Drafts for all rows of a batch. Device thread only.
 
-    def __init__(self, tokens: Iterable[int], *, most: int) -> None:
-        """`most` limits the length of a draft, in tokens."""
-        self._tokens = array("I", tokens)
-        self._most = most
-        self._length = min(_FIRST_LENGTH, most)
-        self._pause = 0
-        self._paused = 0
+    `pass_share` is what one more token of all drafts takes, as a share of a plain step, until it is measured;
+    `hope` the share of a draft's tokens that are right, until that is.
+    """
 
-    def push(self, token: int) -> None:
-        """Add the session's next token."""
-        self._pause = max(self._pause - 1, 0)
-        self._tokens.append(token)
+    pass_share: float
+    hope: float
 
-    @property
-    def may_propose(self) -> bool:
-        """Whether `propose` may return a draft once one more, still unknown token is pushed."""
-        return self._pause <= 1 and self._place(NGRAM - 1) is not None
+    def may_propose(self, row: Row) -> bool:
+        """Whether `propose` may draft for a row once it has one more token, which is not known yet."""
 
-    def propose(self, most: int) -> list[int]:
-        """Return a draft of up to `most` tokens; empty if nothing matches or `learn` has paused drafting."""
-        place = self._place(NGRAM) if self._pause == 0 else None
-        if place is None:
-            return []
-        proposed = self._tokens[place : place + min(self._length, most)].tolist()
-        while len(proposed) < min(self._length, most):  # a repetition continues
-            proposed.append(proposed[place - len(self._tokens)])
-        return proposed
+    def num_missing(self, row: Row) -> int | None:
+        """Return how many tokens `prepare` has to run before `propose` may be called for a row.
 
-    def learn(self, num_proposed: int, num_right: int, *, pays: bool = True) -> None:
-        """Adapt to how much of a draft was accepted, and to whether the step took less time with it (`pays`).
-
-        Later drafts get longer or shorter. If drafts keep failing, drafting pauses, for longer each time.
+        None if it cannot draft for the row now.
         """
-        if num_right == num_proposed:
-            self._length = min(2 * self._length, self._most)
-        else:
-            self._length = max(num_right, 1)
-        self._paused = 0 if num_right and pays else min(2 * self._paused + 1, _MAX_PAUSE)
-        self._pause = self._paused
 
-    def _place(self, num: int) -> int | None:
-        """Return the position after the latest earlier run of tokens that equals the last `num` tokens."""
-        last = self._tokens[-num:]
-        if len(last) < num:
-            return None
-        tokens = np.frombuffer(self._tokens, np.uint32)[-MOST_SEEN:]
-        places = np.flatnonzero(tokens[num - 1 : -1] == last[-1]) + num
-        for back in range(2, num + 1):
-            places = places[tokens[places - back] == last[-back]]
-        return int(places[-1]) + len(self._tokens) - len(tokens) if len(places) else None
+    def prepare(self, row: Row, num_tokens: int) -> None:
+        """Run at most `num_tokens` of a row's missing tokens."""
+
+    def propose(self, wanted: Mapping[Row, int]) -> dict[Row, list[int]]:
+        """Draft up to so many tokens behind each row's last one; rows without a draft may be left out."""
+
+    def leave(self, row: Row) -> None:
+        """End drafting for a row that is over; its session may come again."""
+
+    def forget(self, session: Hashable) -> None:
+        """Drop what is kept of a session without a row."""
+
+    def clear(self) -> None:
+        """Drop what is kept of all sessions."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .rows import Keeping
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from .merged import MergedCaches
     from .parts import Part
@@ -53,7 +53,12 @@ class MergedRows(Keeping):
                 for row, _ in newcomers:
                     row.caches = None
 
-    def parts(self, rows: Sequence[Row], num_ahead: int) -> list[tuple[Part, list[Row]]] | None:
+    def parts(
+        self,
+        rows: Sequence[Row],
+        num_ahead: int,
+        drafts: Mapping[Row, list[int]],  # noqa: ARG002
+    ) -> list[tuple[Part, list[Row]]] | None:
         """Make one part of all merged rows; None if `rows` are not all of them, or one has just left."""
         every = self._merged.rows
         if set(every) != set(rows) or not self._merged.is_tidy:

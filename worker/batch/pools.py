@@ -12,7 +12,7 @@ from .rows import Keeping
 from .slots import Pool, capacity_for, form_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from .parts import Part
     from .rows import Row
@@ -53,14 +53,36 @@ class Pools(Keeping):
                 self._pools[key] = pool
                 self._slots[row], row.caches = (pool, pool.join(row.caches)), None
 
-    def parts(self, rows: Sequence[Row], num_ahead: int) -> list[tuple[Part, list[Row]]]:
+    def fitted(self, drafts: Mapping[Row, list[int]]) -> dict[Row, list[int]]:
+        """Give all rows of a pool as many tokens as its longest draft, as far as each has room for them.
+
+        What is added is checked like a draft; it is hardly ever right.
+        """
+        fitted = dict(drafts)
+        for pool in self._pools.values():
+            rows = [row for row, (own, _) in self._slots.items() if own is pool]
+            most = max((len(drafts[row]) for row in rows if row in drafts), default=0)
+            most = min(most, *(pool.capacity - row.num_cached - 1 for row in rows))
+            for row in rows:
+                more = [row.known[-1]] * most
+                fitted[row] = (drafts.get(row, []) + more)[: max(most, 0)]
+        return fitted
+
+    def can_draft(self, row: Row) -> bool:
+        """Say whether there are no rings in a row's pool: what a draft overwrites there, others see."""
+        return row.form is not None and set(row.form) == {None}
+
+    def parts(
+        self, rows: Sequence[Row], num_ahead: int, drafts: Mapping[Row, list[int]]
+    ) -> list[tuple[Part, list[Row]]]:
         """Make one part for each pool."""
         found: list[tuple[Part, list[Row]]] = []
         for pool in self._pools.values():
             pooled = sorted((row for row in rows if self._slots[row][0] is pool), key=self._slot)
             if pooled:
                 lengths = [row.num_cached + num_ahead for row in pooled]
-                found.append((pool.part([*map(self._slot, pooled)], lengths), pooled))
+                num_each = 1 + len(drafts.get(pooled[0], ()))
+                found.append((pool.part([*map(self._slot, pooled)], lengths, num_each), pooled))
         return found
 
     def caches(self, row: Row) -> list[Any]:

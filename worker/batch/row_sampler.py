@@ -134,7 +134,7 @@ class RowSampler:
         """`answered` are the answer's tokens so far, `prompt` the prompt's tokens that are penalised."""
         self.sampling = sampling
         self.num_drawn = len(answered)
-        self._end_tokens = sorted(end_tokens)
+        self.end_tokens = sorted(end_tokens)
         self._seen: set[int] = set()
         self._seen_ids = array("I")  # the same, in the order of their first places
         self._counts = Counter[int](answered) if sampling.counts_tokens else None
@@ -175,7 +175,7 @@ class RowSampler:
 
     def _draw(self, num_ahead: int, before: Sequence[int], mask: np.ndarray[Any, Any] | None) -> Draw:
         index = self.num_drawn + num_ahead
-        banned = self._end_tokens if index < self.sampling.min_tokens else ()
+        banned = self.end_tokens if index < self.sampling.min_tokens else ()
         if banned and mask is not None and not _has_others(mask, banned):
             banned = ()  # the answer is complete: it cannot be longer
         counts = self._counts + Counter(before) if self._counts is not None else None

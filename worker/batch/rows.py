@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from array import array
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Hashable, Iterator, Mapping, Sequence
 
     import mlx.core as mx
 
-    from .drafter import Drafter
     from .parts import Part
     from .row_sampler import Drawn, RowSampler
     from .slots import Form
@@ -33,11 +32,12 @@ class UnsoundError(Exception):
 class Row:
     """One running answer.
 
-    `known` are the session's last tokens; drafts are looked up in them. The last token has no KV yet. The
+    `known` are the session's last tokens, from which drafts are made. The last token has no KV yet. The
     first `num_cached` tokens of the session have KV: in `caches`, or, if that is None, where the batch keeps
     it. `drawn` are the tokens of the last step, which mean nothing unless the row `is_sound`: the logits were
     numbers. `num_left` counts the tokens that the answer may still get.
-    If the session has a window, its caches hold KV of at most `most_held` tokens.
+    If the session has a window, its caches hold KV of at most `most_held` tokens. What a drafter keeps for
+    the row serves later rows of its `session`, unless that is None.
     """
 
     caches: list[Any] | None
@@ -48,7 +48,7 @@ class Row:
     most_held: int = sys.maxsize
     drawn: list[Drawn] = field(default_factory=list)
     is_sound: bool = True
-    drafter: Drafter | None = None
+    session: Hashable = None
     form: Form | None = None  # of its pool
 
     def append(self, drawn: list[Drawn], *, is_sound: bool = True) -> None:
@@ -157,11 +157,24 @@ class Keeping:
     def place(self, rows: Sequence[Row]) -> None:
         """Move rows in and out before a step. `caches` of a row is None exactly while it is kept here."""
 
-    def parts(self, rows: Sequence[Row], num_ahead: int) -> list[tuple[Part, list[Row]]] | None:  # noqa: ARG002
+    def fitted(self, drafts: Mapping[Row, list[int]]) -> dict[Row, list[int]]:
+        """Change drafts so that a pass over the kept rows is possible: each of them may get any tokens."""
+        return dict(drafts)
+
+    def can_draft(self, row: Row) -> bool:  # noqa: ARG002
+        """Say whether a kept row can have a draft."""
+        return False
+
+    def parts(
+        self,
+        rows: Sequence[Row],  # noqa: ARG002
+        num_ahead: int,  # noqa: ARG002
+        drafts: Mapping[Row, list[int]],  # noqa: ARG002
+    ) -> list[tuple[Part, list[Row]]] | None:
         """Make the parts of a pass over the kept ones of `rows`, with the rows of each in order.
 
-        `num_ahead` tokens of each row are not known yet. None if a pass over exactly these rows is not
-        possible.
+        `num_ahead` tokens of each row are not known yet. `drafts` are `fitted`. None if a pass over exactly
+        these rows is not possible.
         """
         return []
 

@@ -178,13 +178,16 @@ class Pool:
             buffer.grow(num_more)
         self._used += [False] * num_more
 
-    def part(self, slots: list[int], lengths: list[int]) -> PoolPart:
-        """Start a pass over one new token for each of `slots` (ascending), which hold `lengths` tokens."""
-        return PoolPart(self._keys, self._values, self._rings, slots, lengths)
+    def part(self, slots: list[int], lengths: list[int], num_each: int = 1) -> PoolPart:
+        """Start a pass over `num_each` tokens for each of `slots` (ascending), which hold `lengths` tokens.
+
+        Without rings there may be more than one.
+        """
+        return PoolPart(self._keys, self._values, self._rings, slots, lengths, num_each)
 
 
 class PoolPart:
-    """One token for each of several rows of a pool, as part of a pass; see `forward.Part`."""
+    """Equally many tokens for each of several rows of a pool, as part of a pass; see `forward.Part`."""
 
     def __init__(
         self,
@@ -193,8 +196,10 @@ class PoolPart:
         rings: Sequence[RingCache | None],
         slots: list[int],
         lengths: list[int],
+        num_each: int,
     ) -> None:
-        self.offsets = lengths
+        self.offsets = [length + i for length in lengths for i in range(num_each)]
+        self._num_each = num_each
         self._keys, self._values, self._rings = keys, values, rings
         self._slots = mx.array(slots)[:, None]
         self._ends: dict[tuple[int, int, int], mx.array] = {}  # by heads, and by sink and window of a ring
@@ -202,12 +207,13 @@ class PoolPart:
         # Attention runs over all slots from the first row's to the last row's, including free ones between.
         self._first, self._num = slots[0], slots[-1] + 1 - slots[0]
         self._dense = self._num == len(slots)
-        self._span = max(lengths) + 1
+        self._span = max(lengths) + num_each
         self._places = mx.array([slot - self._first for slot in slots])
         rows = dict(zip(slots, range(len(slots)), strict=True))
         self._rows = [rows.get(self._first + i, 0) for i in range(self._num)]
         self._held = [lengths[row] for row in self._rows]
-        self._mask = (mx.arange(self._span) <= mx.array(self._held)[:, None])[:, None, None]
+        ends = mx.array(self._held)[:, None] + mx.arange(num_each)
+        self._mask = (mx.arange(self._span) <= ends[:, :, None])[:, None]
 
     def grid(self, layer: int) -> int:
         """Return the grid of a ring; 0 for a plain cache, whose offsets are plain positions."""
@@ -215,24 +221,25 @@ class PoolPart:
         return ring.grid if ring is not None else 0
 
     def masks(self, layer: int, options: dict[str, Any]) -> Any:
-        """Let each token see its whole session. For a single token, plain caches ignore the options."""
+        """Let each token see its session up to itself, whatever the options say: plain caches ignore them."""
         del layer, options
         return self._mask
 
     def update(self, layer: int, keys: mx.array, values: mx.array) -> None:
-        """Write each row's new key and value at the end of that row."""
+        """Write each row's new keys and values at the end of that row."""
         for buffer, new in ((self._keys[layer], keys), (self._values[layer], values)):
             buffer.flat[self._rows_of(buffer, self._rings[layer])] = new.reshape(-1, new.shape[-1])
 
     def _rows_of(self, buffer: _Buffer, ring: RingCache | None) -> mx.array:
-        """Return the rows of a flat buffer for the new tokens: by slot, then by head."""
+        """Return the rows of a flat buffer for the new tokens: by slot, then by token and head."""
         key = (buffer.heads, 0, 0) if ring is None else (buffer.heads, ring.sink, ring.window)
         if key not in self._ends:
             places = self.offsets
             if ring is not None:
                 places = [place_of(at, ring.sink, ring.capacity) for at in places]
             first = (self._slots * buffer.heads + mx.arange(buffer.heads)) * buffer.capacity
-            self._ends[key] = (first + mx.array(places)[:, None]).reshape(-1)
+            at = mx.array(places).reshape(-1, self._num_each, 1)
+            self._ends[key] = (first[:, None] + at).reshape(-1)
         return self._ends[key]
 
     def attend(self, layer: int, queries: mx.array, mask: Any, attention: Attention) -> mx.array:
@@ -242,13 +249,19 @@ class PoolPart:
         upto = slice(0, self._span if sight is None else sight.num_places)
         here = slice(self._first, self._first + self._num)
         keys, values = (side[layer].slots[here, :, upto] for side in (self._keys, self._values))
+        if self._num_each > 1:  # (rows, heads, tokens, head_dim)
+            num, heads, _, size = queries.shape
+            queries = queries.reshape(-1, self._num_each, heads, size).transpose(0, 2, 1, 3)
         spread = queries if self._dense else queries[mx.array(self._rows)]
         found: mx.array
         if sight is None:
             found = attention(spread, keys, values, cache=None, mask=mask)
         else:
             found = attention.to_ring(spread, (keys, values), sight, lambda array: array)
-        return found if self._dense else found[self._places]
+        found = found if self._dense else found[self._places]
+        if self._num_each > 1:
+            found = found.transpose(0, 2, 1, 3).reshape(num, heads, 1, -1)
+        return found
 
     def _sight(self, ring: RingCache) -> Sight:
         key = (ring.sink, ring.window, ring.grid)

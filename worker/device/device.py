@@ -42,7 +42,8 @@ class RunnerOptions(TypedDict):
     """The arguments of `Runner` besides the model and the report.
 
     `limit_bytes` limits the memory that MLX allocates, `max_draft` the tokens of a draft; None means the
-    device's default. `trials` is the file that stores how a model's rows can run together.
+    device's default. `load_draft` loads the draft model. `trials` is the file that stores how a model's rows
+    can run together.
     """
 
     block_tokens: int
@@ -51,6 +52,7 @@ class RunnerOptions(TypedDict):
     max_tenant_rows: NotRequired[int | None]
     limit_bytes: NotRequired[int | None]
     max_draft: NotRequired[int | None]
+    load_draft: NotRequired[Callable[[], LoadedModel] | None]
     trials: NotRequired[Path | None]
 
 
@@ -134,7 +136,7 @@ class Device:
 
     def drop(self, key: SessionKey) -> None:
         """Drop the KV of a session that has no turn under way."""
-        self._commands.put(lambda runner: runner.room.pop(key))
+        self._commands.put(lambda runner: runner.drop(key))
 
     def made_room(self) -> None:
         """Answer a `Short` event; call it after `drop` for each session that could be dropped."""

@@ -31,8 +31,8 @@ class Profile:
     Attention to plain KV holds no scores for `fused_head_dims`, if keys and values have the same size. The
     temporary arrays of `kept_layers` layers are in memory at once. A step runs at most `prompt_blocks` blocks
     of prompts. At least `pooled_rows` rows of similar length attend together; of models whose rows cannot
-    share a pass, at least `merged_rows` are merged, which lets their steps run ahead. An answer speculates up
-    to `max_draft` tokens. Plain caches grow by `growth_tokens` tokens.
+    share a pass, at least `merged_rows` are merged, which lets their steps run ahead. Plain
+    caches grow by `growth_tokens` tokens.
     """
 
     freed_bytes: int
@@ -41,7 +41,6 @@ class Profile:
     prompt_blocks: int
     pooled_rows: int
     merged_rows: int
-    max_draft: int
     growth_tokens: int = 256
 
 
@@ -53,7 +52,6 @@ _GPU: Final = Profile(
     prompt_blocks=8,
     pooled_rows=2,
     merged_rows=1,
-    max_draft=0,
 )
 _PROFILES: Final = {
     # A step took the same time without freed buffers. For two rows the copies into a pool cost too much.
@@ -64,7 +62,6 @@ _PROFILES: Final = {
         prompt_blocks=1,
         pooled_rows=3,
         merged_rows=2,
-        max_draft=8,
     ),
     "metal": _GPU,
     # MLX decodes with cuDNN's attention if a cache's length is a multiple of 256. That takes the host 20 us a

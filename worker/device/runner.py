@@ -17,7 +17,7 @@ import structlog
 
 from cache.kv import layers
 from cache.names.errors import CutOffError, LostPastError
-from worker.batch.drafter import MOST_SEEN
+from worker.batch.lookup import MOST_SEEN
 from worker.batch.row_sampler import RowSampler
 from worker.batch.rows import PrefillPiece, Row, UnsoundError
 
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
     from pathlib import Path
 
+    from turnkeep_client.subjects import SessionKey
     from worker.batch.row_sampler import Drawn
     from worker.models.model import LoadedModel
 
@@ -80,6 +81,7 @@ class Runner:
         stall_s: float,
         limit_bytes: int | None = None,
         max_draft: int | None = 0,
+        load_draft: Callable[[], LoadedModel] | None = None,
         trials: Path | None = None,
     ) -> None:
         machine.prepare()
@@ -92,6 +94,7 @@ class Runner:
             block_tokens=block_tokens,
             limit_bytes=limit_bytes,
             max_draft=max_draft,
+            draft=load_draft() if load_draft is not None else None,
             trials=trials,
         )
         self._batch, estimator, trimmable = self.served.batch, self.served.estimator, self.served.trimmable
@@ -154,7 +157,9 @@ class Runner:
     def _learn(self, choice: ChosenStep, step_s: float, cost: _Cost) -> int:
         """Learn from a step's time and memory; return the bytes that it took besides weights and KV."""
         measured = mx.get_peak_memory() - max(cost.active_bytes, mx.get_active_memory())
-        self._pace.learn(len(choice.step.decode), sum(num for _, num in choice.step.prefill), step_s)
+        num_tokens = sum(num for _, num in choice.step.prefill)
+        if num_tokens or not self._batch.has_drafted:  # beside prompts there are no drafts that take long
+            self._pace.learn(len(choice.step.decode), num_tokens, step_s)
         self._chooser.learn(choice, measured)
         return measured
 
@@ -180,6 +185,11 @@ class Runner:
         self.room.end_promise(turn.key)
         self._turns[turn] = None
         self._guarded(turn, self._submit)
+
+    def drop(self, key: SessionKey) -> None:
+        """Drop the KV of a session that has no turn under way."""
+        self.room.pop(key)
+        self._batch.speculation.forget(key)
 
     def cancel(self, turn: Turn) -> None:
         """End a turn with the tokens so far; no effect on a turn that is over."""
@@ -226,8 +236,9 @@ class Runner:
                 self._peak,
                 estimated,
                 measured,
-                self._batch.num_drafted,
-                self._batch.num_accepted,
+                self._batch.speculation.num_drafted,
+                self._batch.speculation.num_accepted,
+                self._batch.speculation.saved_s,
                 self._paging.num_evicted,
             )
         )
@@ -270,6 +281,7 @@ class Runner:
         self._scheduler.remove(turn)
         self._paging.discard(turn)
         self._acquisition.remove(turn)
+        self._batch.speculation.forget(turn.key)
         turn.resident = turn.caches = turn.row = None
         self._emit(Faulted(turn, error))
 
@@ -356,6 +368,7 @@ class Runner:
                 num_cached=end,
                 num_left=_num_left(turn),
                 most_held=turn.policy.num_held(sys.maxsize),
+                session=turn.key,
             )
         self._paging.begin_piece(turn)
         piece = PrefillPiece(turn.caches or [], start, turn.context.ids(start, end).tolist(), turn.row)

@@ -10,7 +10,7 @@ import importlib.metadata
 import json
 from array import array
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
@@ -23,6 +23,7 @@ from cache.kv.states import leaves
 from cache.names.policy import Policy
 from cache.names.snapshot import ModelLayout
 from worker.batch.batch_kinds import batch_for
+from worker.batch.lookup import Lookup
 from worker.batch.row_sampler import RowSampler, Sampling
 from worker.batch.rows import PrefillPiece, Row, UnsoundError
 from worker.batch.trials import SHIPPED, Trials
@@ -30,15 +31,19 @@ from worker.models.code import code_digest, package_digest
 from worker.models.model_files import ModelError
 from worker.models.quantised import unpacked_bytes
 
-from . import machine
+from . import drafting, machine
 from .memory import Estimator, shape_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Sequence
     from pathlib import Path
 
     from worker.batch.batch import Batch
+    from worker.batch.drafter import Drafter
     from worker.models.model import LoadedModel
+
+#: Tokens of a draft, unless a setting says it.
+_MAX_DRAFT: Final = 8
 
 
 def trial_key(loaded: LoadedModel, caches: str) -> str:
@@ -59,18 +64,31 @@ def trial_key(loaded: LoadedModel, caches: str) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
+def _trials(loaded: LoadedModel, path: Path | None) -> Trials:
+    """Return a model's trials, whose results the file `path` remembers."""
+    own = make_prompt_cache(loaded.model)
+    model: Any = loaded.model
+    model(mx.array([[0]]), cache=own)  # fills the caches; not evaluated
+    key = trial_key(loaded, layers.describe(own))
+    return Trials(path, f"{key} {package_digest('worker.batch')}", SHIPPED.get(key))
+
+
 def estimator(
-    loaded: LoadedModel, caches: list[Any], limit_bytes: int, sketched: Collection[int]
+    loaded: LoadedModel,
+    caches: list[Any],
+    limit_bytes: int,
+    sketched: Collection[int],
+    reserved_bytes: int = 0,
 ) -> Estimator:
     """Make the estimator of a model. `caches` are caches of the model that have run one token.
 
-    For `sketched`, see `cache.kv.layers.make`.
+    For `sketched`, see `cache.kv.layers.make`. `reserved_bytes` are a draft model's.
     """
     unpacked, shape, device = unpacked_bytes(caches), shape_of(loaded.config), machine.profile()
     return Estimator(
         shape=shape,
         limit_bytes=limit_bytes,
-        weight_bytes=loaded.weight_bytes,
+        weight_bytes=loaded.weight_bytes + reserved_bytes,
         kv=layers.sizes(caches, sketched),
         num_layers=len(caches),
         # Attention to quantised KV has no such kernel.
@@ -106,10 +124,24 @@ class ServedModel:
         block_tokens: int,
         limit_bytes: int | None,
         max_draft: int | None,
+        draft: LoadedModel | None = None,
         trials: Path | None,
     ) -> None:
-        """`has_room` says whether the device has so many bytes; it is asked only when steps run."""
-        self.batch = self._choose_batch(loaded, has_room, max_draft, trials)
+        """`has_room` says whether the device has so many bytes; it is asked only when steps run.
+
+        Raises `ModelError` if the model `draft` cannot draft for this one.
+        """
+        drafters: tuple[Drafter, ...] = (Lookup(),)
+        self._draft = draft  # whose folder is in use meanwhile
+        self._reserved_bytes = 0
+        if draft is not None and max_draft == 0:
+            raise ModelError("there is a draft_model, and max_draft is 0: leave one of them out")
+        if draft is not None:
+            drafters = (*drafters, drafting.draft_model(loaded, draft, _trials(draft, trials)))
+            self._reserved_bytes = drafting.reserved_bytes(draft)
+        self.batch = self._choose_batch(loaded, has_room, max_draft, drafters, trials)
+        if draft is not None and not self.batch.can_draft:
+            raise ModelError(f"{loaded.name} cannot undo a draft; leave draft_model out")
         self.make_caches = self._try_caches(loaded, block_tokens, limit_bytes)
         self._no_window = _no_window(loaded.model, self.batch)
 
@@ -118,22 +150,20 @@ class ServedModel:
         loaded: LoadedModel,
         has_room: Callable[[int], bool],
         max_draft: int | None,
+        drafters: Sequence[Drafter],
         trials: Path | None,
     ) -> Batch:
         """Choose the batch for the model's rows by trials. The file `trials` remembers their results."""
-        own = make_prompt_cache(loaded.model)
-        loaded.model(mx.array([[0]]), cache=own)  # fills the caches; not evaluated
-        key = trial_key(loaded, layers.describe(own))
-        known = Trials(trials, f"{key} {package_digest('worker.batch')}", SHIPPED.get(key))
         device = machine.profile()
         return batch_for(
             loaded.model,
             has_room,
-            max_draft=device.max_draft if max_draft is None else max_draft,
+            max_draft=_MAX_DRAFT if max_draft is None else max_draft,
+            drafters=drafters,
             pooled_rows=device.pooled_rows,
             merged_rows=device.merged_rows,
             runs_ahead=not machine.on_cpu(),
-            trials=known,
+            trials=_trials(loaded, trials),
         )
 
     def _try_caches(
@@ -169,7 +199,7 @@ class ServedModel:
         self.trimmable = layers.trimmable(caches)
         limit_bytes = limit_bytes or machine.default_limit_bytes()
         machine.limit_active(limit_bytes)
-        self.estimator = estimator(loaded, caches, limit_bytes, self.batch.sketched)
+        self.estimator = estimator(loaded, caches, limit_bytes, self.batch.sketched, self._reserved_bytes)
         return make
 
     def refusal(self, policy: Policy, *, has_disk: bool) -> str | None:

@@ -33,4 +33,5 @@ class StepFigures:
             self._telemetry.time_per_output_token.observe(per_token_s, report.num_decoded)
         self._telemetry.draft_tokens = report.num_drafted
         self._telemetry.accepted_draft_tokens = report.num_accepted
+        self._telemetry.draft_saved_s = report.saved_s
         self._telemetry.evicted_tokens = report.num_evicted

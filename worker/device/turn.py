@@ -247,9 +247,9 @@ class StepReport:
     """The outcome of one step, and the device's memory after it.
 
     `num_decoded` tokens were drawn for the `num_rows` answers that were running. Since the start,
-    `num_drafted` counts draft tokens, `num_accepted` accepted draft tokens, and `num_evicted` tokens of paged
-    sessions that were replaced by recalled ones. `estimated_bytes` is the estimate for the step besides
-    weights and KV, `measured_bytes` the measurement.
+    `num_drafted` counts draft tokens, `num_accepted` accepted draft tokens, `saved_s` the seconds that drafts
+    have saved, and `num_evicted` tokens of paged sessions that were replaced by recalled ones.
+    `estimated_bytes` is the estimate for the step besides weights and KV, `measured_bytes` the measurement.
     """
 
     events: tuple[Event, ...]
@@ -262,4 +262,5 @@ class StepReport:
     measured_bytes: int
     num_drafted: int
     num_accepted: int
+    saved_s: float
     num_evicted: int

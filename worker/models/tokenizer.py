@@ -363,6 +363,11 @@ class Tokenizer:
             self._fingerprint = blake2b(self._rust.to_str().encode(), digest_size=16).digest()
         return self._fingerprint
 
+    def has_tokens_of(self, other: Tokenizer) -> bool:
+        """Say whether both know the same tokens by the same ids, however they find those of a text."""
+        ours, theirs = self._rust, other._rust
+        return self.fingerprint == other.fingerprint or ours.get_vocab() == theirs.get_vocab()
+
     @property
     def answer_lead(self) -> str:
         """The text that the chat template writes between the assistant header and an answer's content.

@@ -357,6 +357,11 @@ class Settings:
         "a name of `model list` or its part, an MLX folder, a GGUF file or a hub id;"
         " by default SmolLM2-135M-Instruct",
     )
+    draft_model: str | None = _setting(
+        _or("none", None, _MODEL),
+        None,
+        "a smaller model with the same tokenizer, named as model is, that drafts tokens of answers",
+    )
     worker: str = _found(
         _name(ID_RULE, lambda name: check_id("worker", name)),
         default_worker,
@@ -477,7 +482,7 @@ class Settings:
     max_draft: int | None = _setting(
         _or("auto", None, _count(0, 64)),
         None,
-        "tokens that a step may draft for an answer, by prompt lookup; auto is 8 on a CPU, 0 on a GPU",
+        "tokens that a step may draft for an answer, where that is measured to pay; auto is 8",
     )
     max_waiting: int = _setting(
         _count(1, 1_000_000),

@@ -17,6 +17,8 @@ const found = (one) => {
   const all = one.cached_per_s + one.prefilled_per_s;
   return all > 0 ? `${Math.round(100 * one.cached_per_s / all)}%` : GONE;
 };
+const drafts = (one) => one.draft_gain == null ? GONE
+  : `${one.draft_gain.toFixed(2)} times, ${Math.round(100 * one.accepted_share)}%`;
 const COLUMNS = [
   ["state", (one) => one.up ? `up ${span(one.uptime_s)}${one.drains ? ", gives its sessions away" : ""}` : `silent for ${span(one.age_s)}`],
   ["sessions", (one) => shown(one.sessions, count)],
@@ -25,12 +27,14 @@ const COLUMNS = [
   ["tokens/s", (one) => shown(one.generated_per_s, count)],
   ["first token p95", (one) => shown(one.first_token_p95_s, seconds)],
   ["found", found],
+  ["drafts", drafts],
   ["KV", (one) => shown(one.kv_bytes, bytes)],
   ["disk", (one) => shown(one.disk_bytes, bytes)],
   ["pinned", (one) => shown(one.pinned_bytes, bytes)],
 ];
 /* What a head means, for whoever points at it. */
-const MEANS = { "found": "share of prompt tokens whose KV was there already", "KV": "what the model keeps of tokens, on the device",
+const MEANS = { "found": "share of prompt tokens whose KV was there already",
+  "drafts": "how many times as fast they make the answers, and how many of their tokens are right", "KV": "what the model keeps of tokens, on the device",
   "disk": "stored KV", "pinned": "stored KV that is never evicted", "first token p95": "95 of 100 answers began within this time" };
 
 const drawn = (name, attributes, parent, text) => {

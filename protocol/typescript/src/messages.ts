@@ -522,8 +522,9 @@ export interface Message {
  * the log takes. `queue_time` and `request_duration` count the appends and generates from the moment when the
  * log stored them, by the server's clock: `queue_time` until they began to run, `request_duration` until the
  * results of successful ones were stored. `decoding_s` adds up the steps that decoded answers, so that tokens
- * a second can leave out idle time. `by_tenant` is sent only on the metrics subject, never in an answer to a
- * control request.
+ * a second can leave out idle time; without drafts they would have taken `draft_saved_s` longer, or less long
+ * if that is negative. `by_tenant` is sent only on the metrics subject, never in an answer to a control
+ * request.
  */
 export interface Metrics {
   type: "metrics";
@@ -551,6 +552,7 @@ export interface Metrics {
   generated_tokens: number;
   draft_tokens?: number;
   accepted_draft_tokens?: number;
+  draft_saved_s?: number;
   recalled_tokens?: number;
   evicted_tokens?: number;
   decoding_s?: number;

@@ -1,0 +1,196 @@
+"""A worker with a draft model: the answers are those without one, alone, in pairs and over kills."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import pytest
+
+from cache.names.policy import FULL
+from tests.matrices import first
+from tests.parts import CHAT_TEMPLATE
+from worker.batch import speculation
+from worker.batch.draft_model import MOST_HELD, MOST_SHADOWS
+from worker.models import model
+from worker.models.model_files import ModelError
+from worker.sizing import measure
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from pathlib import Path
+
+    from turnkeep_client.client import Client
+
+NUMBER = {"type": "integer", "minimum": 0, "maximum": 200}
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 20}, "ages": {"type": "array", "items": NUMBER}},
+    "required": ["name", "ages"],
+    "additionalProperties": False,
+}
+TOOL = {"type": "function", "function": {"name": "person", "description": "Tell", "parameters": PERSON}}
+#: As Qwen's models tell of tools.
+TOOLS = (
+    "{% for tool in tools or [] %}<tools>{{ tool | tojson }}</tools>{% endfor %}"
+    "{% for m in messages %}{% for call in m.tool_calls or [] %}<tool_call>\n"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n'
+    "</tool_call>{% endfor %}{% endfor %}"
+)
+QUESTION: dict[str, Any] = {"messages": [{"role": "user", "content": "Tell me about somebody."}]}
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"min_tokens": 60},
+    "sampled": {"min_tokens": 60, "temperature": 0.9, "top_p": 0.9, "seed": 5},
+    "penalised": {
+        "min_tokens": 60,
+        "temperature": 0.7,
+        "seed": 6,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.2,
+    },
+    "schema": {"response_format": {"type": "json_schema", "json_schema": {"schema": PERSON}}},
+    "tool": {"tools": [TOOL], "tool_choice": "required", "temperature": 0.8, "seed": 7},
+}
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model of 14 layers, of which all but two change little; and these two as its draft model."""
+    small, large = (tmp_path_factory.mktemp("pair") / name for name in ("small", "large"))
+    shutil.copytree(tiny_model, small)
+    (small / "chat_template.jinja").write_text(TOOLS + CHAT_TEMPLATE)
+    shutil.copytree(small, large)
+    config = json.loads((large / "config.json").read_text()) | {"num_hidden_layers": 14}
+    (large / "config.json").write_text(json.dumps(config))
+    weights: dict[str, Any] = dict(mx.load(str(small / "model.safetensors")))
+    more = {
+        name.replace(".1.", f".{layer}."): array * (0.03 if "o_proj" in name or "down_proj" in name else 1.0)
+        for layer in range(2, 14)
+        for name, array in weights.items()
+        if ".layers.1." in name
+    }
+    mx.save_safetensors(str(large / "model.safetensors"), weights | more, metadata={"format": "mlx"})
+    return large, small
+
+
+async def answer(
+    client: Client, session: str, kind: str, heard: asyncio.Event | None = None
+) -> tuple[int, ...]:
+    """Answer; `heard` is set in the middle of the answer."""
+    generation = client.session(session).generate(**QUESTION, max_tokens=150, **KINDS[kind])
+    num = 0
+    async for chunk in generation:
+        num += len(chunk.tokens)
+        if heard is not None and num >= 15:
+            heard.set()
+    if heard is not None:
+        heard.set()
+    tokens: tuple[int, ...] = generation.result.tokens
+    return tokens
+
+
+async def test_answers_are_those_without_drafts(
+    local_worker: Callable[..., Awaitable[Any]], pair: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each alone, two at a time, and the next turn; whatever the time says, by a draft model that drafts."""
+    large, small = pair
+    plain = (await local_worker(model=str(large), max_draft=0, prefix="plain")).client
+    monkeypatch.setattr(speculation, "best", lambda *_: (9.0, 4))
+    worker = await local_worker(model=str(large), draft_model=str(small), data_dir=tmp_path / "drafts")
+    expected = {kind: await answer(plain, kind, kind) for kind in KINDS}
+    for kind in KINDS:
+        assert await answer(worker.client, kind, kind) == expected[kind], kind
+    again, _ = await asyncio.gather(
+        *(answer(worker.client, f"{kind}-again", kind) for kind in ("sampled", "schema"))
+    )
+    assert again == expected["sampled"]
+    second = [await answer(client, "greedy", "sampled") for client in (plain, worker.client)]
+    assert second[0] == second[1]
+    metrics = (await worker.client.session("greedy").info()).worker
+    assert 0 < metrics.accepted_draft_tokens < metrics.draft_tokens
+
+
+@pytest.mark.process
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("num", first([5, 300]), ids=str)
+async def test_answers_over_kills_are_those_without_drafts(
+    worker_process: Any, local_worker: Callable[..., Awaitable[Any]], pair: Any, tmp_path: Path, num: int
+) -> None:
+    """Two at a time, and the worker is killed in the middle of every other pair."""
+    large, small = pair
+    plain = (await local_worker(model=str(large), max_draft=0, data_dir=tmp_path / "plain")).client
+    process = worker_process("--draft-model", str(small), "--ack-wait-s", "0.5", model=large)
+    process.start()
+    client = await process.client()
+    kinds = [list(KINDS)[i % len(KINDS)] for i in range(num)]
+    try:
+        for start in range(0, num, 2):
+            names = [(f"s{i}", kinds[i]) for i in range(start, min(start + 2, num))]
+            heard = asyncio.Event()
+            asked = [asyncio.create_task(answer(client, name, kind, heard)) for name, kind in names]
+            if start % 4 == 0:
+                await heard.wait()
+                process.kill()
+                process.start()
+            for (name, kind), found in zip(names, await asyncio.gather(*asked), strict=True):
+                assert found == await answer(plain, name, kind), (name, kind)
+        assert (await client.session("s0").info()).worker.draft_tokens > 0
+    finally:
+        await client.close()
+
+
+@pytest.mark.parametrize(
+    ("draft", "told"),
+    [
+        ("other tokens", r"has other tokens than large; take one with the same tokenizer"),
+        ("no head", r"has no output head: it is made for embeddings"),
+        ("absent", r"there is no model"),
+        ("unused", r"there is a draft_model, and max_draft is 0: leave one of them out"),
+    ],
+)
+async def test_a_draft_model_that_cannot_draft_is_refused(
+    local_worker: Callable[..., Awaitable[Any]],
+    pair: tuple[Path, Path],
+    embedding_model: Path,
+    tmp_path: Path,
+    draft: str,
+    told: str,
+) -> None:
+    large, small = pair
+    folder = tmp_path / "other"
+    if draft == "other tokens":
+        shutil.copytree(small, folder)
+        tokenizer = json.loads((folder / "tokenizer.json").read_text())
+        names = tokenizer["model"]["vocab"]
+        names["A"], names["B"] = names["B"], names["A"]
+        (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    elif draft == "no head":
+        folder = embedding_model
+    elif draft == "unused":
+        folder = small
+    most = 0 if draft == "unused" else None
+    with pytest.raises(ModelError, match=told):
+        await local_worker(model=str(large), draft_model=str(folder), max_draft=most)
+
+
+async def test_the_draft_model_s_memory_is_counted_wherever_memory_is(
+    local_worker: Callable[..., Awaitable[Any]], pair: Any, tmp_path: Path
+) -> None:
+    """Weights, and KV of the sessions that it drafts for: in a worker, and for a supervisor and `size`."""
+    large, small = pair
+    room = []
+    for draft in (None, str(small)):
+        folder = tmp_path / f"drafts-{draft is not None}"
+        worker = await local_worker(model=str(large), draft_model=draft, device_memory=2**28, data_dir=folder)
+        await worker.client.session("s").append(text="x")
+        room.append((await worker.client.session("s").info()).worker.max_memory_bytes)
+        await worker.stop()
+    loaded, draft_model = (model.load(one, dtype="float32", lazy=True) for one in pair)
+    sizes: dict[str, Any] = {"block": 32, "max_context": 512, "limit_bytes": 2**28}
+    alone, both = (measure(loaded, FULL, draft=one, **sizes) for one in (None, draft_model))
+    taken = both.estimator.weight_bytes - alone.estimator.weight_bytes
+    assert taken > draft_model.weight_bytes + MOST_SHADOWS * draft_model.kv.held(MOST_HELD)
+    assert 0.9 * taken < room[0] - room[1] < 1.5 * taken

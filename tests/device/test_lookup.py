@@ -1,0 +1,69 @@
+"""What is proposed, and how much of it."""
+
+from __future__ import annotations
+
+from array import array
+
+import hypothesis.strategies as st
+from hypothesis import given
+
+from worker.batch.lookup import MOST_SEEN, NGRAM, Lookup, looked_up
+from worker.batch.row_sampler import RowSampler, Sampling
+from worker.batch.rows import Row
+
+
+def draft(tokens: list[int], most: int) -> list[int]:
+    return looked_up(array("I", tokens), most)
+
+
+def test_what_followed_the_last_tokens_before_is_proposed() -> None:
+    assert draft([1, 2, 3, 4, 5, 9, 1, 2, 3], 3) == [4, 5, 9]
+    assert draft([1, 2, 3, 4, 5, 9, 1, 2, 3], 2) == [4, 5]
+
+
+def test_the_latest_place_counts() -> None:
+    assert draft([1, 2, 3, 7, 1, 2, 3, 8, 1, 2, 3], 1) == [8]
+
+
+def test_nothing_is_proposed_where_nothing_is_known() -> None:
+    assert draft([], 8) == []
+    assert draft([1, 2], 8) == []
+    assert draft([1, 2, 3, 4, 5], 8) == []
+
+
+def test_a_draft_is_looked_for_in_a_sessions_last_tokens() -> None:
+    """So a token costs as much in a session of a million tokens."""
+    early, late = [5, 6, 7, 8], [1, 2, 3, 4]
+    tokens = [*early, *late, *[9] * (MOST_SEEN - 8), 5, 6, 7]
+    assert draft(tokens, 1) == [], "three tokens too far back"
+    assert draft([*tokens, *late[:3]], 1) == [], "and these by now"
+    assert draft([*early, *late, *[9] * (MOST_SEEN - 11), 5, 6, 7], 1) == [8], "the first of the last tokens"
+
+
+def test_a_repetition_goes_on_beyond_what_stands_there() -> None:
+    assert draft([1, 2, 3] * 9, 8) == [1, 2, 3, 1, 2, 3, 1, 2]
+
+
+@given(st.lists(st.integers(0, 3), min_size=NGRAM, max_size=60))
+def test_the_latest_place_is_found_wherever_it_is(tokens: list[int]) -> None:
+    places = [at for at in range(NGRAM, len(tokens)) if tokens[at - NGRAM : at] == tokens[-NGRAM:]]
+    assert draft(tokens, 1) == ([tokens[places[-1]]] if places else [])
+
+
+@given(st.lists(st.integers(0, 3), max_size=60), st.integers(1, 10))
+def test_a_proposal_is_what_stood_behind_the_same_tokens(tokens: list[int], most: int) -> None:
+    proposed = draft(tokens, most)
+    assert len(proposed) <= most
+    if proposed:
+        run = [*tokens[-NGRAM:], *proposed]
+        longer = tokens + proposed
+        assert any(longer[i : i + len(run)] == run for i in range(len(tokens) - NGRAM))
+
+
+@given(st.lists(st.integers(0, 3), max_size=60))
+def test_it_is_known_before_a_token_whether_it_may_lead_to_a_proposal(tokens: list[int]) -> None:
+    for token in range(4):
+        row = Row([], array("I", tokens), RowSampler(Sampling()), len(tokens) - 1, 10)
+        may = Lookup().may_propose(row)
+        row.known.append(token)
+        assert may or not Lookup().propose({row: 4})

@@ -1,0 +1,360 @@
+"""Rows with drafts by a draft model, and when there are any: the tokens are those without."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_map
+from test_grammar_rows import grammar
+from test_logprobs import PENALISED
+from tiny_models import GREEDY, VOCABULARY, alone, begin, drafting, loaded, prompt
+
+from cache.kv import layers
+from worker.batch import draft_model as models
+from worker.batch.batch_kinds import draft_model_for
+from worker.batch.gains import LEAST, Acceptance, Costs, Times, best, gain
+from worker.batch.lookup import Lookup
+from worker.batch.row_sampler import RowSampler, Sampling
+from worker.batch.rows import PrefillPiece, Row
+from worker.batch.trials import Trials
+from worker.device.drafting import draft_model as draft_model_of
+from worker.device.served_model import ServedModel
+from worker.models.model_files import ModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from worker.batch.draft_model import DraftModel
+
+__all__ = ["grammar"]  # a fixture
+
+SAMPLED = Sampling(0.8, seed=3, top_p=0.9)
+
+
+@pytest.fixture(scope="module")
+def draft_model(build_model) -> Callable[..., DraftModel]:
+    """Make a draft model that mostly agrees with the tiny model of a kind: the same one, a little off."""
+
+    def made(
+        kind: str = "llama", off: float = 0.003, vocabularies: tuple[int, int] | None = None
+    ) -> DraftModel:
+        model = build_model(kind)
+        mx.random.seed(5)
+        model.update(tree_map(lambda w: w + mx.random.normal(w.shape) * off, model.parameters()))
+        mx.eval(model.parameters())
+        return draft_model_for(model, 0.0001, vocabularies or (VOCABULARY, VOCABULARY), Trials())
+
+    return made
+
+
+def ask(batch: Any, model: Any, tokens: list[int], sampling: Sampling = GREEDY) -> Row:
+    """Begin an answer as a worker does: with rings for the model's own windows."""
+    caches = layers.make(model, rings=batch.windows_are_rings)
+    row = Row(caches, array("I", tokens), RowSampler(sampling, prompt=tokens), len(tokens), 1000)
+    batch.step([PrefillPiece(caches, 0, tokens, row)])
+    return row
+
+
+def plain(model: Any, tokens: list[int], sampling: Sampling, num: int) -> list[int]:
+    batch = drafting(model, 0)
+    row = ask(batch, model, tokens, sampling)
+    go_on(batch, num)
+    return row.known[len(tokens) :].tolist()[:num]
+
+
+def go_on(batch: Any, num_steps: int) -> None:
+    for _ in range(num_steps):
+        batch.step([], run_ahead=True)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"])
+@pytest.mark.parametrize(
+    ("kind", "num_rows"), [("llama", 1), ("llama", 2), ("exaone4", 1), ("gemma3_text", 2)]
+)
+def test_a_draft_model_changes_nothing_but_the_number_of_steps(
+    make_model, draft_model, sampling, kind, num_rows
+) -> None:
+    """Plain layers, and windows that wrap."""
+    model = make_model(kind)
+    contexts = [prompt(20 + 7 * i, salt=i) for i in range(num_rows)]
+    undrafted, drafted = (drafting(model, 6, drafters=drafters) for drafters in ((), (draft_model(kind),)))
+    answers = []
+    for batch in (undrafted, drafted):
+        rows = [ask(batch, model, tokens, sampling) for tokens in contexts]
+        go_on(batch, 60)
+        answers.append([row.known[len(tokens) :] for row, tokens in zip(rows, contexts, strict=True)])
+    for short, long in zip(*answers, strict=True):
+        assert long[: len(short)] == short
+        assert len(long) > 1.5 * len(short)
+    found = drafted.speculation
+    assert 0.3 * found.num_drafted < found.num_accepted < found.num_drafted
+    assert found.saved_s > 0
+
+
+@pytest.mark.parametrize("num_rows", [3, 5])
+def test_rows_of_a_pool_draft_together(make_model, draft_model, num_rows) -> None:
+    """Whatever the lengths of their drafts; when one leaves, when the pool is full, and at their ends."""
+    model = make_model("llama")
+    contexts = [prompt(110 + 7 * i, salt=i) for i in range(num_rows)]
+    samplings = [GREEDY, SAMPLED, GREEDY, PENALISED, SAMPLED][:num_rows]
+    batch = drafting(model, 4, drafters=(Lookup(), draft_model()))
+    rows = [ask(batch, model, *one) for one in zip(contexts, samplings, strict=True)]
+    for row in rows:
+        row.num_left = 120
+    go_on(batch, 12)
+    assert all(row.caches is None for row in rows)
+    batch.remove(rows[1])
+    while any(row.num_left > 0 for row in batch.rows):
+        batch.step([], run_ahead=True)
+        for row in batch.rows:
+            if row.num_left <= 0:
+                batch.remove(row)
+    for row, tokens, sampling in zip(rows, contexts, samplings, strict=True):
+        answer = row.known[len(tokens) :].tolist()
+        assert answer == plain(model, tokens, sampling, len(answer))
+        assert row is rows[1] or row.num_left == 0
+    assert batch.speculation.num_accepted > 0.3 * batch.speculation.num_drafted > 30
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_drafts_follow_the_row_s_grammar(make_model, draft_model, grammar, temperature) -> None:
+    """So a draft that knows nothing of the model is right wherever the grammar leaves one token."""
+    model = make_model("llama")
+    sampling = Sampling(temperature, grammar=grammar("(a{3}b{2}x){90}"), seed=7)
+    plain, drafted = (drafting(model, 6, drafters=some) for some in ((), (draft_model(off=0.3),)))
+    answers = []
+    for batch in (plain, drafted):
+        piece = begin(model, prompt(9), sampling)
+        batch.step([piece])
+        go_on(batch, 60)
+        answers.append(piece.row.known[9:])
+    assert answers[1][: len(answers[0])] == answers[0]
+    assert drafted.speculation.num_accepted > 0
+
+
+@pytest.mark.parametrize("off", [0.003, 0.3])
+def test_the_drafter_that_promises_more_is_asked_first(make_model, draft_model, off) -> None:
+    """In a text that repeats itself: a draft model that is mostly right, and one that is mostly wrong."""
+    model, asked = make_model("llama"), []
+    drafter = draft_model(off=off)
+    propose = drafter.propose
+    drafter.propose = lambda wanted: (asked.append(len(wanted)), propose(wanted))[1]  # type: ignore[method-assign]
+    batch = drafting(model, 6, drafters=(Lookup(), drafter))
+    piece = begin(model, prompt(20))
+    batch.step([piece])
+    go_on(batch, 200)
+    answer = piece.row.known[20:]
+    assert answer == alone(model, prompt(20), len(answer))[0]
+    assert (len(asked) > 100) == (off < 0.1)
+    assert batch.speculation.num_accepted > 100
+
+
+def test_a_session_s_next_row_goes_on_with_its_shadow(make_model, draft_model, monkeypatch) -> None:
+    """Only what is new is run; tokens that differ are cut off, whatever they are."""
+    model, drafter, runs = make_model("llama"), draft_model(), []
+    run = drafter._run
+    monkeypatch.setattr(
+        drafter,
+        "_run",
+        lambda a, b, pieces: (runs.append(sum(len(p.tokens) for p in pieces)), run(a, b, pieces))[1],
+    )
+    batch = drafting(model, 4, drafters=(drafter,))
+    for tokens, most in ((prompt(300), 320), ([*prompt(300), 1, 2, 3], 50), ([*prompt(150), 7, 8, 9], 50)):
+        runs.clear()
+        piece = begin(model, tokens)
+        piece.row.session = "s"
+        batch.step([piece])
+        go_on(batch, 8)
+        answer = piece.row.known[len(tokens) :]
+        assert answer == alone(model, tokens, len(answer))[0]
+        batch.remove(piece.row)
+        assert 0 < sum(runs) < most
+    assert [*drafter._shadows] == ["s"]
+    batch.speculation.forget("s")
+    assert not drafter._shadows
+
+
+def test_a_session_that_was_rewound_to_before_its_shadow_gets_another(
+    make_model, draft_model, monkeypatch
+) -> None:
+    monkeypatch.setattr(models, "BEGUN", 32)
+    model, drafter = make_model("llama"), draft_model()
+    batch = drafting(model, 4, drafters=(drafter,))
+    for tokens in (prompt(100), prompt(40)):
+        piece = begin(model, tokens)
+        piece.row.session = "s"
+        batch.step([piece])
+        go_on(batch, 12)
+        answer = piece.row.known[len(tokens) :]
+        assert answer == alone(model, tokens, len(answer))[0]
+        batch.remove(piece.row)
+        assert len(tokens) - 32 <= drafter._shadows["s"].start + 1 <= len(tokens)
+    assert batch.can_draft
+
+
+def test_rows_beyond_the_number_of_shadows_go_on_without(make_model, draft_model, monkeypatch) -> None:
+    monkeypatch.setattr(models, "MOST_SHADOWS", 1)
+    model, drafter = make_model("llama"), draft_model()
+    batch = drafting(model, 4, drafters=(drafter,))
+    pieces = [begin(model, prompt(n)) for n in (20, 31)]
+    batch.step(pieces)
+    go_on(batch, 20)
+    lengths = sorted(len(piece.row.known) - n for piece, n in zip(pieces, (20, 31), strict=True))
+    assert lengths[0] == 21 < lengths[1]
+    first = pieces[0].row
+    batch.remove(first)
+    go_on(batch, 20)
+    assert len(drafter._shadows) == 1
+
+
+def test_a_long_answer_begins_its_shadow_anew(make_model, draft_model, monkeypatch) -> None:
+    monkeypatch.setattr(models, "MOST_HELD", 96)
+    monkeypatch.setattr(models, "BEGUN", 32)
+    model, drafter = make_model("llama"), draft_model(off=0.0)
+    batch = drafting(model, 4, drafters=(drafter,))
+    piece = begin(model, prompt(200))
+    batch.step([piece])
+    go_on(batch, 100)
+    answer = piece.row.known[200:]
+    assert answer == alone(model, prompt(200), len(answer))[0]
+    (shadow,) = drafter._shadows.values()
+    assert shadow.start > 200
+    assert shadow.caches[0].offset == len(shadow.tokens) <= 100
+
+
+@pytest.mark.parametrize("vocabularies", [(VOCABULARY, VOCABULARY + 32), (VOCABULARY, VOCABULARY - 16)])
+def test_a_draft_model_may_have_another_number_of_logits(make_model, build_model, vocabularies) -> None:
+    model = make_model("llama")
+    drafter = draft_model_for(
+        build_model("llama", vocab_size=vocabularies[1]), 0.0001, vocabularies, Trials()
+    )
+    batch = drafting(model, 4, drafters=(drafter,))
+    piece = begin(model, prompt(30), SAMPLED)
+    batch.step([piece])
+    go_on(batch, 20)
+    answer = piece.row.known[30:]
+    assert answer == alone(model, prompt(30), len(answer), SAMPLED)[0]
+    assert batch.speculation.num_drafted > 0
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "qwen3_next", "recurrent_gemma"])
+def test_a_draft_model_whose_state_cannot_be_undone_is_refused(make_model, kind) -> None:
+    with pytest.raises(ValueError, match=r"its layers of ArraysCache.* cannot undo a draft"):
+        draft_model_for(make_model(kind), 0.3, (VOCABULARY, VOCABULARY), Trials())
+
+
+class SameTokens:
+    def has_tokens_of(self, other: Any) -> bool:
+        return True
+
+
+def test_a_model_that_cannot_undo_a_draft_is_not_drafted_for(make_model, tmp_path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
+    model, draft = (
+        replace(loaded(make_model(kind)), tokenizer=SameTokens(), folder=tmp_path)  # type: ignore[arg-type]
+        for kind in ("mamba2", "llama")
+    )
+    with pytest.raises(ModelError, match="tiny cannot undo a draft; leave draft_model out"):
+        ServedModel(
+            model,
+            lambda _: True,
+            block_tokens=8,
+            limit_bytes=2**30,
+            max_draft=None,
+            draft=draft,
+            trials=None,
+        )
+    with pytest.raises(ModelError, match=r"draft_model tiny cannot draft: its layers of ArraysCache"):
+        draft_model_of(draft, model, Trials())
+
+
+def test_a_drafter_that_fails_costs_no_answer(make_model, draft_model, monkeypatch) -> None:
+    model, drafter = make_model("llama"), draft_model()
+    batch = drafting(model, 4, drafters=(drafter,))
+    piece = begin(model, prompt(30))
+    batch.step([piece])
+    go_on(batch, 10)
+
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(drafter, "_run", fail)
+    go_on(batch, 10)
+    answer = piece.row.known[30:]
+    assert answer == alone(model, prompt(30), len(answer))[0]
+    assert not batch.can_draft
+
+
+def test_what_never_pays_is_hardly_tried(make_model, draft_model) -> None:
+    """Passes of the draft model that take as long as those of the model."""
+    model, drafter = make_model("llama"), draft_model(off=0.3)
+    batch = drafting(model, 8, drafters=(drafter,))
+    clock, run = batch._clock, drafter._run
+
+    def slow(*args: Any) -> Any:
+        clock.now_s += 1.0
+        return run(*args)
+
+    drafter._run = slow
+    drafter.pass_share = 0.3
+    piece = begin(model, prompt(30))
+    batch.step([piece])
+    began_s = clock()
+    go_on(batch, 1000)
+    plain_s = 1000.0
+    took_s = clock() - began_s
+    num_tokens = len(piece.row.known) - 31
+    assert num_tokens / took_s > 0.97 * 1000 / plain_s
+
+
+def test_gains_follow_acceptance_and_cost() -> None:
+    times = Times()
+    assert times.plain_s(1, ahead=False) is None
+    for _ in range(3):
+        times.note_plain(1, 1.0, ahead=False, could=False)
+    assert times.plain_s(1, ahead=True) == 1.0
+    free, dear = (best(Costs(times, 1, pass_share), [0.8], 8) for pass_share in (0.0, 0.3))
+    assert free[0] > dear[0] > LEAST
+    assert free[1] > dear[1] >= 1
+    assert best(Costs(times, 1, 0.3), [0.2], 8)[0] < LEAST
+    times.note_drafted(1, 4, 9.0)
+    assert times.checked(1, 4) < 1.5, "something else may have taken the time"
+    for _ in range(3):
+        times.note_drafted(1, 4, 3.0)
+    assert times.checked(1, 2) == 2.0
+    assert times.checked(1, 8) == 5.0
+    assert gain(Costs(times, 1), [0.8], 4) < gain(Costs(times, 1), [0.8], 1)
+    assert gain(Costs(times, 1, late=2.0), [0.8], 1) < gain(Costs(times, 1), [0.8], 1)
+
+
+def test_a_cost_is_forgotten_when_nothing_was_drafted_for_long() -> None:
+    times = Times()
+    for _ in range(3):
+        times.note_plain(2, 1.0, ahead=False, could=False)
+    for _ in range(3):
+        times.note_drafted(2, 4, 9.0)
+    assert times.checked(2, 4) == 9.0
+    for patience in (64, 128, 256):  # and less often, the more often it was in vain
+        for _ in range(patience - 1):
+            assert not times.note_plain(2, 1.0, ahead=False, could=False)
+        assert times.checked(2, 4) == 9.0
+        assert times.note_plain(2, 1.0, ahead=False, could=False)
+        assert times.checked(2, 4) < 1.5
+        for _ in range(3):
+            times.note_drafted(2, 4, 9.0)
+
+
+def test_acceptance_is_learned_and_fades() -> None:
+    acceptance = Acceptance(0.9, 0.99)
+    assert acceptance.share(0.7) == pytest.approx(0.7)
+    for _ in range(20):
+        acceptance.learn(0, 4)
+    low = acceptance.share(0.7)
+    assert low < 0.25
+    for _ in range(500):
+        acceptance.fade()
+    assert acceptance.share(0.7) > 0.65

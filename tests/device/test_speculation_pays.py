@@ -1,0 +1,111 @@
+"""Answers are never much slower with drafts than without, whatever drafts cost and however wrong they are.
+
+Steps take a time that is made up: some more for each draft token, some less if launched ahead, as on a GPU.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from typing import TYPE_CHECKING
+
+import pytest
+
+from worker.batch.lookup import Lookup
+from worker.batch.row_sampler import Drawn, RowSampler, Sampling
+from worker.batch.rows import Row
+from worker.batch.speculation import Speculation
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+PLAIN_S = 0.05
+ANSWER = 200
+
+
+class Drafts(Lookup):
+    """Drafts whose tokens are right by chance; a pass takes `pass_share` of a step, a session is prepared."""
+
+    def __init__(self, world: World, right: float, pass_share: float) -> None:
+        self.right, self.pass_share = right, pass_share
+        self.hope = 0.7 if pass_share else 0.5
+        self._world = world
+        self._prepared: dict[Row, int] = {}
+
+    def may_propose(self, row: Row) -> bool:
+        return self.pass_share > 0 or self._world.dice.random() < 0.5
+
+    def num_missing(self, row: Row) -> int:
+        return max(200 - self._prepared.get(row, 0), 0) if self.pass_share else 0
+
+    def prepare(self, row: Row, num_tokens: int) -> None:
+        self._prepared[row] = self._prepared.get(row, 0) + num_tokens
+        self._world.now_s += num_tokens * self.pass_share * PLAIN_S / 10
+
+    def propose(self, wanted: Mapping[Row, int]) -> dict[Row, list[int]]:
+        self._world.now_s += max(wanted.values()) * self.pass_share * PLAIN_S
+        some = [row for row in wanted if self.pass_share or self._world.dice.random() < 0.4]
+        return {row: [1] * wanted[row] for row in some}
+
+
+class World:
+    """Answers of so many rows at a time, by the speculation alone."""
+
+    def __init__(
+        self, num_rows: int, late: float, checked: float, drafts: tuple[tuple[float, float], ...]
+    ) -> None:
+        """A step takes `late` times as long if it is not launched ahead, `checked` more for a draft token."""
+        self.dice, self.now_s = random.Random(4), 0.0
+        self._num_rows, self._late, self._checked = num_rows, late, checked
+        self._speculation = Speculation([Drafts(self, *one) for one in drafts], 8, lambda: self.now_s)
+
+    def rate(self, num_answers: int) -> float:
+        for _ in range(num_answers):
+            samplers = [RowSampler(Sampling()) for _ in range(self._num_rows)]
+            rows = [Row([], array("I", [1]), sampler, 1, ANSWER) for sampler in samplers]
+            is_ahead = could = False
+            while rows:
+                is_ahead = self._step(rows, is_ahead, could)
+                could = True
+        return num_answers * self._num_rows * ANSWER / self.now_s
+
+    def _step(self, rows: list[Row], is_ahead: bool, could: bool) -> bool:
+        num_rows, began_s = len(rows), self.now_s
+        asked = [] if is_ahead else rows
+        drafted = self._speculation.draft(asked, num_rows, ahead=could, beside=False)
+        num = sum(map(len, drafted.drafts.values()))
+        waits = 3.0 if self.dice.random() < 0.02 else self.dice.lognormvariate(0, 0.05)
+        self.now_s += PLAIN_S * waits * (1.0 if is_ahead else self._late) * (1 + self._checked * num)
+        right = {}
+        for row, draft in drafted.drafts.items():
+            share = drafted.sources[row].drafter.right
+            right[row] = next((i for i in range(len(draft)) if self.dice.random() >= share), len(draft))
+        for row in rows:
+            row.append([Drawn(1)] * (1 + right.get(row, 0)))
+        self._speculation.learn(drafted, right, num_rows, self.now_s - began_s, (is_ahead, could))
+        for row in [row for row in rows if row.num_left <= 0]:
+            rows.remove(row)
+            self._speculation.leave(row)
+        return bool(rows) and not drafted.drafts and not self._speculation.may_draft(rows, num_rows)
+
+
+@pytest.mark.parametrize(
+    ("late", "checked", "right", "pass_share", "least"),
+    [
+        (1.0, 0.01, 0.0, 0.35, 0.97),
+        (1.0, 0.1, 0.3, 0.15, 0.97),
+        (1.0, 0.2, 0.6, 0.9, 0.97),
+        (1.3, 0.01, 0.0, 0.15, 0.97),
+        (1.3, 0.1, 0.6, 0.35, 0.97),
+        (1.0, 0.05, 0.8, 0.35, 1.25),
+        (1.3, 0.01, 0.9, 0.15, 1.4),
+    ],
+)
+@pytest.mark.parametrize("num_rows", [1, 4])
+def test_drafts_cost_little_or_pay(
+    num_rows: int, late: float, checked: float, right: float, pass_share: float, least: float
+) -> None:
+    """Prompt lookup that is right half as often, and a draft model."""
+    plain = World(num_rows, late, checked, ()).rate(20)
+    drafting = World(num_rows, late, checked, ((right / 2, 0.0), (right, pass_share))).rate(20)
+    assert drafting > (least if num_rows == 1 else 0.97) * plain

@@ -1,0 +1,201 @@
+"""Drafts with a smaller model of the same tokens. Device thread only.
+
+It chooses its tokens as the row does, with the row's noise, penalties and grammar, from its own logits: so a
+sampled draft is right as often as the two models agree, and no draft has a token that the grammar forbids.
+
+Its KV (a *shadow*) is of a session's last tokens alone, as if the session began there: a long session costs
+no more than a short one. Tokens are what says which of it is still right: those that differ are cut off.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import mlx.core as mx
+import numpy as np
+
+from cache.kv import layers
+
+from .rows import PrefillPiece
+from .sampling import draw_all
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Mapping
+
+    from .rows import Pass, Row
+
+#: A shadow begins with so many tokens of its session, and begins anew at the most that it may hold.
+BEGUN: Final = 1024
+MOST_HELD: Final = 4096
+#: Sessions with a shadow; the one that was used longest ago loses its own first.
+MOST_SHADOWS: Final = 8
+#: A shadow that lacks no more than this runs it with its next draft.
+_FEW: Final = 8
+
+
+@dataclass(slots=True)
+class _Shadow:
+    """KV of a session's tokens from `start` on, of which the first `num_sure` are known to be the row's."""
+
+    caches: list[Any]
+    start: int
+    tokens: array[int] = field(default_factory=lambda: array("I"))
+    num_sure: int = 0
+
+    @property
+    def end(self) -> int:
+        """The position in the session of the first token without KV."""
+        return self.start + len(self.tokens)
+
+
+class DraftModel:
+    """A draft model, and its KV of sessions; see `drafter.Drafter`."""
+
+    hope = 0.7
+
+    def __init__(
+        self, run: Pass, make: Callable[[], list[Any]], pass_share: float, vocabularies: tuple[int, int]
+    ) -> None:
+        """`make` makes empty caches, which must be such that their last tokens can be cut off.
+
+        `vocabularies` are the numbers of logits of the other model and of this one; ids that only one of them
+        has belong to no token.
+        """
+        self.pass_share = pass_share
+        self._run = run
+        self._make = make
+        self._wanted, self._own = vocabularies
+        self._shadows: dict[Hashable, _Shadow] = {}  # the one used last is the last
+        self._rows: set[Hashable] = set()  # of sessions with a row
+
+    def may_propose(self, row: Row) -> bool:  # noqa: ARG002
+        """Return True."""
+        return True
+
+    def num_missing(self, row: Row) -> int | None:
+        """Return how many of a row's tokens must be run; its last one, and a few, run with the draft."""
+        shadow = self._aligned(row)
+        if shadow is None:
+            others = self._shadows.keys() - {_key(row)}
+            has_room = len(others) < MOST_SHADOWS or not others <= self._rows
+            return max(row.num_cached - self._start(row), 1) if has_room else None
+        missing = row.num_cached - shadow.end
+        return missing if missing > _FEW else 0
+
+    def prepare(self, row: Row, num_tokens: int) -> None:
+        """Run a row's next tokens."""
+        shadow = self._shadow(row)
+        tokens = _ids(row, shadow.end, min(shadow.end + num_tokens, row.num_cached))
+        if tokens:
+            piece = PrefillPiece(shadow.caches, len(shadow.tokens), self._known(tokens))
+            self._run([], (), [piece])
+            mx.eval(piece.states)
+            shadow.tokens.extend(tokens)
+            shadow.num_sure = len(shadow.tokens)
+
+    def propose(self, wanted: Mapping[Row, int]) -> dict[Row, list[int]]:
+        """Draft a token for all rows in each pass, until one has enough or ends its answer."""
+        shadows = {row: self._shadow(row) for row in wanted}
+        drafts: dict[Row, list[int]] = {row: [] for row in wanted}
+        running = [row for row, most in wanted.items() if most > 0]
+        while running:
+            pieces = []
+            for row in running:
+                shadow, draft = shadows[row], drafts[row]
+                tokens = draft[-1:] or _ids(row, shadow.end, row.num_cached + 1)
+                pieces.append(PrefillPiece(shadow.caches, len(shadow.tokens), self._known(tokens), row))
+                shadow.tokens.extend(tokens)
+            draws = [row.sampler.draws(drafts[row])[-1] for row in running]
+            drawn = draw_all(self._fitted(self._run([], (), pieces)), draws).tokens
+            mx.eval(drawn, [piece.states for piece in pieces])
+            listed: Any = drawn.tolist()
+            for row, token in zip(running, listed, strict=True):
+                drafts[row].append(token)
+            running = [row for row in running if len(drafts[row]) < wanted[row] and not _ends(row, drafts)]
+        return drafts
+
+    def leave(self, row: Row) -> None:
+        """Keep a session's shadow for its next row, if the session is known."""
+        key = _key(row)
+        self._rows.discard(key)
+        shadow = self._shadows.get(key)
+        if row.session is None:
+            self._shadows.pop(key, None)
+        elif shadow is not None:
+            shadow.num_sure = 0  # the next row may have other tokens
+
+    def forget(self, session: Hashable) -> None:
+        """Drop a session's shadow."""
+        self._shadows.pop(session, None)
+
+    def clear(self) -> None:
+        """Drop all shadows."""
+        self._shadows.clear()
+        self._rows.clear()
+
+    def _known(self, tokens: list[int]) -> list[int]:
+        """Replace ids that are none of this model's: MLX would read beyond its embedding."""
+        return [min(token, self._own - 1) for token in tokens]
+
+    def _fitted(self, logits: mx.array) -> mx.array:
+        """Give logits the other model's number, on which the noise of a draw depends."""
+        logits = logits[:, : self._wanted]
+        num_more = self._wanted - logits.shape[-1]
+        return mx.pad(logits, [(0, 0), (0, num_more)], constant_values=-mx.inf) if num_more else logits
+
+    def _start(self, row: Row) -> int:
+        """Return where in its session a row's new shadow begins."""
+        return max(row.num_cached - BEGUN, row.num_cached + 1 - len(row.known))
+
+    def _shadow(self, row: Row) -> _Shadow:
+        """Return a row's shadow, cut to the row's tokens; a new one if it has none."""
+        shadow = self._aligned(row)
+        key = _key(row)
+        if shadow is None:
+            others = [one for one in self._shadows if one not in self._rows]
+            while others and len(self._shadows) >= MOST_SHADOWS:
+                self._shadows.pop(others.pop(0))
+            shadow = _Shadow(self._make(), self._start(row))
+        self._shadows.pop(key, None)
+        self._shadows[key] = shadow
+        self._rows.add(key)
+        return shadow
+
+    def _aligned(self, row: Row) -> _Shadow | None:
+        """Cut a row's shadow to the row's tokens; None if there is none that is worth to go on with."""
+        shadow = self._shadows.get(_key(row))
+        if shadow is None or shadow.start > row.num_cached:  # the session was rewound
+            return None
+        start = max(shadow.num_sure, row.num_cached + 1 - len(row.known) - shadow.start, 0)
+        mine = np.frombuffer(shadow.tokens, np.uint32)[start:]
+        theirs = np.array(_ids(row, shadow.start + start, row.num_cached), np.uint32)[: len(mine)]
+        differ = np.flatnonzero(mine[: len(theirs)] != theirs)
+        num = start + (int(differ[0]) if len(differ) else len(theirs))
+        del mine
+        if num < len(shadow.tokens):
+            earliest = layers.earliest(shadow.caches)
+            if earliest is None or num < earliest:
+                return None
+            layers.trim(shadow.caches, num)
+            del shadow.tokens[num:]
+        shadow.num_sure = num
+        missing = row.num_cached - shadow.end
+        if missing > BEGUN or num + missing + _FEW > MOST_HELD:
+            return None
+        return shadow
+
+
+def _key(row: Row) -> Hashable:
+    return row if row.session is None else row.session
+
+
+def _ids(row: Row, start: int, end: int) -> list[int]:
+    """Return a row's tokens in the positions `[start, end)` of its session, its last token included."""
+    first = row.num_cached + 1 - len(row.known)
+    return [*row.known[max(start - first, 0) : max(end - first, 0)]]
+
+
+def _ends(row: Row, drafts: Mapping[Row, list[int]]) -> bool:
+    return drafts[row][-1] in row.sampler.end_tokens

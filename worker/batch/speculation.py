@@ -1,0 +1,273 @@
+"""Decides which rows draft, by which drafter and how much: only as far as it makes the tokens come faster.
+
+Called by the batch, once before and once after a step; `gains` estimates from what is measured here. While
+prompts run beside the answers, only drafts that cost nothing are made, so that prompts do not wait for them.
+Device thread only.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import mlx.core as mx
+import structlog
+
+from .gains import LEAST, Acceptance, Costs, Passes, Times, best
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Mapping, Sequence
+
+    from .drafter import Drafter
+    from .rows import Row
+
+log = structlog.get_logger()
+
+#: Tokens of an answer, until some have ended; weight of the last one.
+_USUAL: Final = 64.0
+_SHARE: Final = 0.1
+#: How fast what was accepted is forgotten, of all rows together and of each: see `Acceptance`.
+_OF_ALL: Final = (0.98, 0.999)
+_OF_ROW: Final = (0.93, 0.99)
+#: What running one of many tokens takes against one alone, until it is measured.
+_PREPARED: Final = 0.1
+#: The least tokens that are run to prepare a row, beside what fits into the time of a plain step.
+_LEAST_PIECE: Final = 16
+#: The most.
+MOST_PIECE: Final = 256
+#: Draft tokens of all rows together: each has logits, of which there are several copies.
+MOST_TOKENS: Final = 32
+
+
+class _Source:
+    """A drafter, and what is known of it."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.passes = Passes(drafter.pass_share)
+        self.prepared_s: float | None = None  # for a token
+        self.accepted = Acceptance(*_OF_ALL)
+        self.proposes = Acceptance(*_OF_ALL)  # of rows for which a step was not launched ahead
+        self.of_rows: dict[Row, Acceptance] = {}
+
+    @property
+    def is_free(self) -> bool:
+        return self.drafter.pass_share == 0.0
+
+    def share(self, row: Row) -> float:
+        """Return the share of a row's draft tokens that will be right."""
+        before = self.accepted.share(self.drafter.hope)
+        return self.of_rows[row].share(before) if row in self.of_rows else before
+
+    @property
+    def often(self) -> float:
+        """How often there is a draft where there may be one."""
+        return self.proposes.share(self.drafter.hope) if self.is_free else 1.0
+
+    def token_s(self, plain_s: float) -> float:
+        """Return the seconds to run one of many tokens of a row that is prepared."""
+        expected_s = self.drafter.pass_share * plain_s * _PREPARED
+        return expected_s if self.prepared_s is None else self.prepared_s
+
+    def learn(self, row: Row, num_right: int, num_drafted: int) -> None:
+        self.accepted.learn(num_right, num_drafted)
+        self.of_rows.setdefault(row, Acceptance(*_OF_ROW)).learn(num_right, num_drafted)
+
+
+class Drafted(NamedTuple):
+    """The tokens drafted for some rows, by which source, and the seconds that it took."""
+
+    drafts: dict[Row, list[int]]
+    sources: dict[Row, _Source]
+    took_s: float
+
+
+NOTHING: Final = Drafted({}, {}, 0.0)
+
+
+class Speculation:
+    """Asks drafters for drafts, the most promising first, and learns from what the steps make of them."""
+
+    def __init__(self, drafters: Sequence[Drafter], most: int, clock: Callable[[], float]) -> None:
+        """`most` limits a draft, in tokens; `clock` returns seconds."""
+        self._sources = [_Source(drafter) for drafter in drafters] if most else []
+        self._most = most
+        self._clock = clock
+        self._times = Times()
+        self._usual = _USUAL
+        self._asked: dict[_Source, list[Row]] = {}
+        #: Draft tokens since the start, those of them that were accepted, and seconds saved by them.
+        self.num_drafted = self.num_accepted = 0
+        self.saved_s = 0.0
+
+    @property
+    def has_drafters(self) -> bool:
+        """Whether there is anything that may draft."""
+        return bool(self._sources)
+
+    def draft(self, rows: Sequence[Row], num_rows: int, *, ahead: bool, beside: bool) -> Drafted:
+        """Draft for some of the `rows`, which are among `num_rows` in the step.
+
+        `ahead` says that without drafts the step could have been launched ahead, `beside` that prompts run in
+        it.
+        """
+        began_s = self._clock()
+        plain_s = self._times.plain_s(num_rows, ahead=ahead)
+        if not (rows and self._sources) or plain_s is None or self._times.is_due(num_rows):
+            return NOTHING
+        found: dict[Row, list[int]] = {}
+        sources: dict[Row, _Source] = {}
+        late = self._times.late(num_rows, ahead=ahead)
+        able = [source for source in self._sources if source.is_free or not beside]
+        for source in sorted(able, key=lambda one: -self._best(one, rows, num_rows, late)[0]):
+            rest = [row for row in rows if row not in found and row.num_left > 1]
+            try:
+                drafts = self._drafts(source, rest, num_rows, plain_s, late)
+            except Exception:
+                if mx.default_device() != mx.cpu:  # what else is under way has failed too
+                    raise
+                log.exception("drafting failed; answers go on without")
+                source.drafter.clear()
+                self._sources.remove(source)
+                drafts = {}
+            found |= drafts
+            sources |= dict.fromkeys(drafts, source)
+        return Drafted(found, sources, self._clock() - began_s)
+
+    def may_draft(self, rows: Sequence[Row], num_rows: int) -> bool:
+        """Say whether the next step may have drafts, so that it must not be launched ahead."""
+        self._asked = {}
+        plain_s = self._times.plain_s(num_rows, ahead=True)
+        if not self._sources or plain_s is None or self._times.is_due(num_rows):
+            return False
+        late = self._times.late(num_rows, ahead=True)
+        for source in self._sources:
+            gained, _ = self._best(source, rows, num_rows, late, source.often)
+            if gained <= LEAST:  # then it need not look
+                continue
+            some = [row for row in rows if row.num_left > 1 and source.drafter.may_propose(row)]
+            some = [row for row in some if self._lacks(source, row, num_rows, gained, plain_s) is not None]
+            gained, _ = self._best(source, some, num_rows, late, source.often)
+            if gained > LEAST:
+                self._asked[source] = some
+        return bool(self._asked)
+
+    def learn(
+        self,
+        drafted: Drafted,
+        right: Mapping[Row, int],
+        num_rows: int,
+        took_s: float | None,
+        ahead: tuple[bool, bool],
+    ) -> None:
+        """Learn from a step: how many tokens of the drafts of these rows were right, and what it took in all.
+
+        `took_s` is None if the step says nothing about times. `ahead` says whether the step was launched
+        ahead, and whether it could have been.
+        """
+        if not self._sources:
+            return
+        drafts = drafted.drafts
+        was_ahead, could = ahead
+        plain_s = self._times.plain_s(num_rows, ahead=could)
+        self._learn_right(drafted, right)
+        if took_s is None:
+            return
+        num = sum(map(len, drafts.values()))
+        if num and plain_s:
+            self._times.note_drafted(num_rows, num, max(took_s - drafted.took_s, 0.0))
+            self.saved_s += (1 + sum(right.values()) / num_rows) * plain_s - took_s
+        elif not num:
+            if self._times.note_plain(num_rows, took_s - drafted.took_s, ahead=was_ahead, could=could):
+                for source in self._sources:
+                    source.passes = Passes(source.drafter.pass_share)
+            self.saved_s -= drafted.took_s
+
+    def _learn_right(self, drafted: Drafted, right: Mapping[Row, int]) -> None:
+        drafts = drafted.drafts
+        for source, rows in self._asked.items():
+            for row in rows:
+                source.proposes.learn(drafted.sources.get(row) is source, 1)
+        self._asked = {}
+        for row, accepted in right.items():
+            num_drafted = len(drafts[row])
+            num_right = min(accepted, num_drafted)
+            drafted.sources[row].learn(row, num_right, num_drafted)
+            self.num_drafted += num_drafted
+            self.num_accepted += num_right
+        for source in self._sources:
+            for row in [row for row in source.of_rows if row not in drafts]:
+                source.of_rows[row].fade()
+            if not drafts:
+                source.accepted.fade()
+
+    def leave(self, row: Row) -> None:
+        """End drafting for a row that is over."""
+        self._usual += _SHARE * (row.sampler.num_drawn - self._usual)
+        for source in self._sources:
+            source.of_rows.pop(row, None)
+            source.drafter.leave(row)
+
+    def forget(self, session: Hashable) -> None:
+        """Drop what is kept of a session without a row."""
+        for source in self._sources:
+            source.drafter.forget(session)
+
+    def clear(self) -> None:
+        """Drop what is kept of all rows and sessions."""
+        for source in self._sources:
+            source.of_rows.clear()
+            source.drafter.clear()
+
+    def _drafts(
+        self, source: _Source, rows: Sequence[Row], num_rows: int, plain_s: float, late: float
+    ) -> dict[Row, list[int]]:
+        """Let a drafter draft for some rows, as far as it pays, and prepare others."""
+        # A step here or there may be plain for another reason: what is prepared is for those that are not.
+        gained, _ = self._best(source, rows, num_rows, self._times.late(num_rows, ahead=True))
+        ready = []
+        for row in rows:
+            num_missing = self._lacks(source, row, num_rows, gained, plain_s)
+            if num_missing:
+                self._prepare(source, row, num_missing, plain_s)
+            elif num_missing == 0:
+                ready.append(row)
+        gained, num = self._best(source, ready, num_rows, late)
+        wanted = {row: min(num, row.num_left - 1) for row in ready}
+        if gained <= LEAST:
+            return {}
+        began_s = self._clock()
+        drafts = source.drafter.propose(wanted)
+        num_passes = max(map(len, drafts.values()), default=0)
+        if plain_s and num_passes and not source.is_free:
+            source.passes.learn(len(drafts), (self._clock() - began_s) / num_passes / plain_s)
+        return drafts
+
+    def _best(
+        self, source: _Source, rows: Sequence[Row], num_rows: int, late: float, often: float = 1.0
+    ) -> tuple[float, int]:
+        """Return the largest gain of drafts for some rows, which have one so `often`, and their length."""
+        shares = [source.share(row) for row in rows]
+        most = min(self._most, max(MOST_TOKENS // num_rows, 1))
+        costs = Costs(self._times, num_rows, source.passes.share(len(rows)), late, often)
+        return best(costs, shares, most)
+
+    def _lacks(self, source: _Source, row: Row, num_rows: int, gained: float, plain_s: float) -> int | None:
+        """Return how many tokens a drafter has to run before it drafts for a row; None if it never pays."""
+        num_missing = source.drafter.num_missing(row)
+        if not num_missing:
+            return num_missing
+        num_drawn = row.sampler.num_drawn
+        num_expected = min(row.num_left, max(self._usual - num_drawn, num_drawn, _LEAST_PIECE))
+        saved_s = num_expected * plain_s / num_rows * (1 - 1 / gained)
+        pays = gained > LEAST and saved_s > num_missing * source.token_s(plain_s)
+        return num_missing if pays else None
+
+    def _prepare(self, source: _Source, row: Row, num_missing: int, plain_s: float) -> None:
+        """Run a piece of what a drafter lacks of a row, no longer than a plain step."""
+        token_s = source.token_s(plain_s)
+        fitting = int(plain_s / token_s) if token_s else num_missing
+        num = min(num_missing, max(fitting, _LEAST_PIECE), MOST_PIECE)
+        began_s = self._clock()
+        source.drafter.prepare(row, num)
+        took_s = (self._clock() - began_s) / num
+        source.prepared_s = took_s if source.prepared_s is None else (source.prepared_s + took_s) / 2

@@ -1,0 +1,60 @@
+"""Says whether a model can draft for another one, and what memory that takes. Device thread, and commands."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from worker.batch.batch_kinds import draft_model_for
+from worker.batch.draft_model import MOST_HELD, MOST_SHADOWS
+from worker.batch.speculation import MOST_PIECE, MOST_TOKENS
+from worker.models.backbone import is_bare
+from worker.models.model_files import ModelError
+
+from . import machine
+from .memory import Estimator, shape_of
+
+if TYPE_CHECKING:
+    from worker.batch.draft_model import DraftModel
+    from worker.batch.trials import Trials
+    from worker.models.model import LoadedModel
+
+#: Tokens for which KV is allocated beyond those that it is limited to: a draft, and what caches grow by.
+_SPARE: Final = 512
+
+
+def draft_model(loaded: LoadedModel, draft: LoadedModel, trials: Trials) -> DraftModel:
+    """Let the model `draft` draft for another one. Raises `ModelError` with the reason if it cannot."""
+    check(loaded, draft)
+    share = draft.weight_bytes / max(loaded.weight_bytes, 1)
+    try:
+        return draft_model_for(draft.model, share, (loaded.vocab_size, draft.vocab_size), trials)
+    except ValueError as error:
+        raise ModelError(f"draft_model {draft.name} cannot draft: {error}; take another") from None
+
+
+def check(loaded: LoadedModel, draft: LoadedModel) -> None:
+    """Raise `ModelError` if the files of the two models say that one cannot draft for the other."""
+    if is_bare(draft.folder):
+        raise ModelError(
+            f"draft_model {draft.name} has no output head: it is made for embeddings; take another"
+        )
+    if not loaded.tokenizer.has_tokens_of(draft.tokenizer):
+        raise ModelError(
+            f"draft_model {draft.name} has other tokens than {loaded.name}; take one with the same tokenizer"
+        )
+
+
+def checked_bytes(loaded: LoadedModel, draft: LoadedModel | None) -> int:
+    """Return `reserved_bytes`, 0 without a draft model. Raises `ModelError` as `check` does."""
+    if draft is None:
+        return 0
+    check(loaded, draft)
+    return reserved_bytes(draft)
+
+
+def reserved_bytes(draft: LoadedModel) -> int:
+    """Return the bytes of a draft model: its weights, its KV, and what steps take for drafts meanwhile."""
+    kept = machine.profile().kept_layers
+    step = Estimator(shape_of(draft.config), 0, draft.weight_bytes, draft.kv, kept, False, kept_layers=kept)
+    scratch_bytes = step.scratch_bytes(MOST_SHADOWS + MOST_TOKENS, [(MOST_PIECE, MOST_HELD)])
+    return draft.weight_bytes + MOST_SHADOWS * draft.kv.held(MOST_HELD + _SPARE) + scratch_bytes
