@@ -625,7 +625,9 @@ class App:
             disown=self._owners.disown,
             reading=Semaphore(_MAX_READINGS),
             shares=Shares(settings.max_batch),
-            attempts=Attempts(journal, settings.max_attempts),
+            attempts=Attempts(
+                journal, settings.max_attempts, me=self._members.me.boot, runs=self._members.runs
+            ),
             retention=self._retention,
             device_lock=SharedLock(),
             traces=self._traces,

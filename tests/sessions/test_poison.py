@@ -17,6 +17,7 @@ from worker.sessions import sessions
 from worker.sessions.fold import Fold
 from worker.sessions.record import Pending
 from worker.sessions.session import Session
+from worker.wire.members import Members
 
 pytestmark = pytest.mark.simulated
 
@@ -163,3 +164,25 @@ async def test_orderly_stops_before_any_token_are_no_attempts(
         await last.worker.stop()
     await wire(ack_wait_s=1.0)
     assert (await w.result(seq))["type"] == "appended"
+
+
+@pytest.mark.parametrize(("runs", "kind"), [(True, "appended"), (False, "failed")])
+async def test_an_attempt_that_another_worker_makes_just_now_has_ended_no_worker(
+    wire: Start, monkeypatch: pytest.MonkeyPatch, runs: bool, kind: str
+) -> None:
+    """Two take a session if the server has lost who it belongs to; the third attempt is the last."""
+
+    async def answers(_: Members, boot: str) -> bool:
+        return runs and boot == "other"
+
+    w = await wire(ack_wait_s=1.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(device, "move_on_after", lambda _: move_on_after(600))
+        seq = await w.publish("s", append("a"))
+        await w.until("s", "running")
+        w.worker.process.kill()
+    note = {"seq": seq, "attempts": 3, "by": "other"}
+    await w.js.publish(w.subject("s", "attempt"), json.dumps(note).encode())
+    monkeypatch.setattr(Members, "runs", answers)
+    await wire(ack_wait_s=1.0)
+    assert (await w.result(seq))["type"] == kind

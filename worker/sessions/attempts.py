@@ -2,8 +2,9 @@
 
 The count is stored in the log, beside the session's entries. The first attempt at a request stores nothing.
 Before each later attempt a note is stored, with the number of tokens published so far. An attempt that
-published more tokens than the previous one does not count. The last attempt runs alone on the device, so that
-a crash harms no other request.
+published more tokens than the previous one does not count, nor does one beside a worker that still makes its
+own: two may take a session at the same moment if the server has lost the claims. The last attempt runs alone
+on the device, so that a crash harms no other request.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from typing import TYPE_CHECKING
 import msgspec
 from anyio import Event
 from msgspec import Struct
+from msgspec.structs import replace
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
     from turnkeep_client.subjects import SessionKey
     from worker.wire.intake import Delivery
@@ -27,12 +29,14 @@ if TYPE_CHECKING:
 class AttemptNote(Struct, frozen=True, omit_defaults=True):
     """Counts attempts at the request at `seq` that may have crashed a worker.
 
-    `tokens` is the number of the answer's tokens that were published before the last attempt.
+    `tokens` is the number of the answer's tokens that were published before the last attempt, `by` the run of
+    the worker that makes it.
     """
 
     seq: int = 0
     attempts: int = 0
     tokens: int = 0
+    by: str = ""
 
     def then(self, seq: int, num_tokens: int, *, is_first: bool = False) -> AttemptNote:
         """Return the note of the next attempt at the request at `seq`, with `num_tokens` published by now.
@@ -47,9 +51,19 @@ class AttemptNote(Struct, frozen=True, omit_defaults=True):
 class Attempts:
     """Reads and writes the notes of all sessions. Event loop only."""
 
-    def __init__(self, journal: Journal, max_attempts: int) -> None:
+    def __init__(
+        self,
+        journal: Journal,
+        max_attempts: int,
+        *,
+        me: str = "",
+        runs: Callable[[str], Awaitable[bool]] | None = None,
+    ) -> None:
+        """`me` is this run of the worker; `runs` says whether another one answers."""
         self._journal = journal
         self.max_attempts = max_attempts
+        self._me = me
+        self._runs = runs
 
     async def note(self, key: SessionKey) -> AttemptNote:
         """Read the note of a session; an empty one if no worker has written any."""
@@ -58,8 +72,13 @@ class Attempts:
             return msgspec.json.decode(found.body if found else b"{}", type=AttemptNote)
         return AttemptNote()
 
+    async def is_under_way(self, note: AttemptNote) -> bool:
+        """Whether another worker makes the attempt that a note counts: it has ended no worker yet."""
+        return self._runs is not None and note.by != self._me and await self._runs(note.by)
+
     async def store(self, key: SessionKey, note: AttemptNote) -> AttemptNote:
         """Store a note before the attempt that it counts, and return the note."""
+        note = replace(note, by=self._me)
         await self._journal.append(key, "attempt", msgspec.json.encode(note))
         return note
 

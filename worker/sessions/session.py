@@ -406,7 +406,8 @@ class Session:
         is_new = doubt.is_new(pending.seq)
         if is_new:
             is_first = 0 < doubt.first_seq <= pending.seq
-            note = note.then(pending.seq, await self._num_published(pending), is_first=is_first)
+            if note.seq != pending.seq or not await self._services.attempts.is_under_way(note):
+                note = note.then(pending.seq, await self._num_published(pending), is_first=is_first)
         if note.attempts > limit:
             if is_new:
                 await doubt.store(note)  # to end it may crash a worker too

@@ -347,6 +347,11 @@ class Members:
                 if num >= _MISSES and current_time() > self._trusted_s:
                     self._remove(member, "another worker has ended")
 
+    async def runs(self, boot: str) -> bool:
+        """Whether the worker of this run is another one, and answers."""
+        found = [one for one in self.others.values() if one.boot == boot]
+        return bool(found) and await self._answers(found[0], is_recorded=False)
+
     async def _answers(self, member: Member, *, is_recorded: bool) -> bool:
         """Whether a worker answers; one that is recorded may be slow."""
         try:
