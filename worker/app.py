@@ -344,11 +344,11 @@ class App:
             folder=str(loaded.folder),
             context=loaded.context_tokens,
             kv_bits=settings.kv_bits or "full",
-            draft_model=settings.draft_model or "none",
             cache_policy=str(settings.cache_policy),
             kv_bytes_per_token=kv.bytes_per_token,
             kv_bounded_bytes=kv.bounded_bytes,
             caches=self._device.caches,
+            **({"draft_model": settings.draft_model} if settings.draft_model else {}),
         )
         if settings.kv_bits is not None and len(self._device.kv_layers) > 1:
             log.warning("kv_bits holds in some layers only", kv_layers=self._device.kv_layers)
