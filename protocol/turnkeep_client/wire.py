@@ -150,7 +150,7 @@ class NatsWire:
 
     async def publish(self, subject: str, body: bytes, headers: dict[str, str] | None = None) -> int:
         """Store `body` in the log at least once; return its stream sequence."""
-        patience_s, num_refusals = FIRST_ACK_S, 0
+        patience_s, num_refusals, is_doubtful = FIRST_ACK_S, 0, False
         while True:
             await self._connected.wait()
             self._check(body, headers)
@@ -167,12 +167,16 @@ class NatsWire:
                     ) from None
                 await asyncio.sleep(TRY_PAUSE_S)
             except APIError as error:
+                if is_doubtful and (seq := await self._find(subject, body)):
+                    return seq
                 raise _refusal(error) from None
             except nats.errors.TimeoutError:
                 # The log may have stored the request. A second entry under the same id does no harm.
+                is_doubtful = True
                 self._check_permission(subject)
                 patience_s = min(2 * patience_s, LAST_ACK_S)
             except _NATS_ERRORS:  # between two connections
+                is_doubtful = True
                 await asyncio.sleep(TRY_PAUSE_S)
             else:
                 if ack.stream != self.subjects.log_stream:
@@ -181,6 +185,11 @@ class NatsWire:
                         f" it should be {self.subjects.log_stream!r}"
                     )
                 return ack.seq
+
+    async def _find(self, subject: str, body: bytes) -> int:
+        """Return the sequence of the last message of `subject` with this body; 0 if the log has none."""
+        found = await self.read(self.subjects.log_stream, subject, 1)
+        return max((one.seq for one in found if one.body == body), default=0)
 
     async def ask(self, subject: str, body: bytes, timeout_s: float) -> bytes:
         """Return the reply to one core NATS request; raises `NoAnswerError` if none comes."""

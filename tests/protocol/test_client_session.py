@@ -7,12 +7,14 @@ import inspect
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import nats
 import pytest
 from nats.aio.msg import Msg
 from nats.js.api import StreamConfig
+from nats.js.errors import APIError
 from scripted_worker import (
     KEY,
     SUBJECTS,
@@ -534,6 +536,26 @@ async def test_a_request_waits_while_several_servers_elect_a_leader(tmp_path: Pa
         assert (await sending).seq == 7
         await leader.close()
     server.kill()
+
+
+async def test_a_request_is_not_refused_that_the_log_has_already(
+    client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ack of the first attempt is lost, and the second one finds the log full."""
+    publish, num = client._wire._jetstream.publish, 0
+
+    async def failing(*given: Any, **named: Any) -> Any:
+        nonlocal num
+        num += 1
+        if num == 1:
+            await publish(*given, **named)
+            raise nats.errors.TimeoutError
+        raise APIError(code=503, err_code=10077, description="maximum bytes exceeded")
+
+    monkeypatch.setattr(client._wire._jetstream, "publish", failing)
+    assert (await client.submit(KEY, Append(id="a", text="a"))).seq == 1
+    with pytest.raises(RequestFailedError, match="maximum bytes exceeded"):
+        await client.submit(KEY, Append(id="b", text="b"))
 
 
 async def test_a_stream_that_is_no_workers_is_named(client: Client, server: NatsServer) -> None:

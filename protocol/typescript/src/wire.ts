@@ -92,6 +92,7 @@ export class Wire {
     for (const [name, value] of Object.entries(given)) headers.set(name, value);
     let timeout = FIRST_ACK_MS;
     let numRefusals = 0;
+    let isDoubtful = false; // whether the log may have the request already
     for (;;) {
       while (!this.#connected && !this.closed) await unlessAborted(this.#changed.wait(RECONNECT_MS), signal);
       this.#check(body);
@@ -105,7 +106,12 @@ export class Wire {
       } catch (error) {
         signal?.throwIfAborted();
         if (error instanceof NoWorkerError) throw error;
+        if (isDoubtful && has(error, "JetStreamApiError")) {
+          const seq = await this.#find(subject, body);
+          if (seq) return seq;
+        }
         throwIfRefused(error, subject);
+        isDoubtful ||= !has(error, "NoResponders");
         if (has(error, "TimeoutError")) {
           // The log may have stored the request. A second entry under the same id does no harm.
           timeout = Math.min(2 * timeout, LAST_ACK_MS);
@@ -120,6 +126,13 @@ export class Wire {
         await delay(TRY_PAUSE_MS); // also between two connections
       }
     }
+  }
+
+  /** Return the sequence of the last message of `subject` with this body; 0 if the log has none. */
+  async #find(subject: string, body: Uint8Array): Promise<number> {
+    const isSame = (other: Uint8Array) => other.length === body.length && other.every((byte, at) => byte === body[at]);
+    const found = await this.read(this.subjects.logStream, subject, 1);
+    return found.findLast((one) => isSame(one.body))?.seq ?? 0;
   }
 
   /** Return the reply to one core NATS request. */
