@@ -61,17 +61,30 @@ class Browser:
 
     def click(self, words: str, css: str = "button, a, summary") -> None:
         """Click what has these words."""
-        self.do(f"element/{self._found(css, words)}/click")
+        self._act("click", css, words)
 
     def type(self, css: str, keys: str) -> None:
-        self.do(f"element/{self._found(css)}/value", text=keys)
+        self._act("value", css, text=keys)
+
+    def _act(self, action: str, css: str, words: str = "", **given: Any) -> None:
+        """Do something with what is found, again if the page has replaced it meanwhile."""
+        for number in range(3):
+            try:
+                self.do(f"element/{self._found(css, words)}/{action}", **given)
+            except AssertionError as error:
+                if "stale element reference" not in str(error) or number == 2:
+                    raise
+            else:
+                return
 
     def _found(self, css: str, words: str = "") -> str:
-        script = """[...document.querySelectorAll(arguments[0])].find((one) =>
-            one.checkVisibility() && (!arguments[1] || one.innerText.trim() === arguments[1]))"""
-        found = self.wait_for(script, css, words)
-        self.run("arguments[0].scrollIntoView({ block: 'center' })", found)  # not below the page's header
-        return str(found[_ELEMENT])
+        script = """((css, words) => {
+            const found = [...document.querySelectorAll(css)].find((one) =>
+                one.checkVisibility() && (!words || one.innerText.trim() === words));
+            found?.scrollIntoView({ block: 'center' });  // not below the page's header
+            return found;
+        })(arguments[0], arguments[1])"""
+        return str(self.wait_for(script, css, words)[_ELEMENT])
 
     def cdp(self, command: str, **given: Any) -> Any:
         return self.do("goog/cdp/execute", cmd=command, params=given)
