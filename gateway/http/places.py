@@ -80,8 +80,14 @@ class Marked:
 
     @property
     def heartbeat(self) -> bytes:
-        """What clients count as life."""
-        return self._events.heartbeat
+        """What clients count as life; with the last number that the client has, if events have numbers."""
+        if self._numbered is None or not self._is_known:
+            return self._events.heartbeat
+        num = self._numbered.num_events
+        self._numbered.num_events = max(num, self._after.num_events)
+        written = self._events.heartbeat
+        self._numbered.num_events = num
+        return written
 
     def start(self, index: int) -> bytes:
         """Write what comes before the answer."""
