@@ -426,7 +426,7 @@ class App:
                 async with task_group() as work:
                     endpoints, intake, sessions = self._build(nc, js, names, work=work, asides=asides)
                     await endpoints.open()
-                    await self._owners.open(intake, sessions.ring, endpoints.control)
+                    await self._owners.open(sessions.ring, endpoints.control)
                     discovery = self._make_discovery(nc, loaded)
                     self._start_parts(parts, nc, js, intake, sessions)
                     async with self._background("intake", partial(intake.pull, sessions.ring)):
@@ -507,7 +507,7 @@ class App:
             is_first=lambda: members.is_first,
         )
         self._erasures = Erasures(journal, members.me.directory, self._copies)
-        intake = self._intake = Intake(
+        intake = self._intake = owners.intake = Intake(
             nc,
             names,
             self._telemetry,

@@ -119,15 +119,13 @@ class Owners:
         self._takers: OrderedDict[SessionKey, str] = OrderedDict()  # runs of workers that took the last one
         self._routed: dict[SessionKey, dict[int, _Routed]] = {}  # deliveries that are under way, by sequence
         self._is_leaving = False
-        self._intake: Intake
+        self.intake: Intake  # set before the first request is heard
         self._ring: Ring
         self._answer: Callable[[str, bytes], Awaitable[bytes]]
 
-    async def open(
-        self, intake: Intake, ring: Ring, answer: Callable[[str, bytes], Awaitable[bytes]]
-    ) -> None:
+    async def open(self, ring: Ring, answer: Callable[[str, bytes], Awaitable[bytes]]) -> None:
         """Hear what other workers pass on; take what nobody has. `answer` answers a control request."""
-        self._intake, self._ring, self._answer = intake, ring, answer
+        self._ring, self._answer = ring, answer
         heard = {
             "deliver": self._delivered,
             "control": self._asked,
@@ -137,7 +135,7 @@ class Owners:
         for verb, hear in heard.items():
             address = self._members.address(self._members.me, verb)
             await self._nc.subscribe(address, cb=self._spawning(hear))
-        self._members.load = lambda: intake.num_sessions
+        self._members.load = lambda: self.intake.num_sessions
         self._members.on_gone = self._take_over
         self._members.on_joined = self._claim_all
         await self._members.serve()
@@ -167,7 +165,7 @@ class Owners:
         """Whether a session is this worker's, as far as it knows without asking."""
         if not self._members.others:
             return True
-        if key in self._intake.at_work:  # a worker that drains gives it away after its running requests
+        if key in self.intake.at_work:  # a worker that drains gives it away after its running requests
             return not self._members.me.drains
         return key in self._held and self._heir() is None
 
@@ -231,7 +229,7 @@ class Owners:
 
     async def _give(self, key: SessionKey, heir: Member, waiting: dict[int, _Routed]) -> bytes:
         """Give a session away with its new requests, unless some are at work here; return the answer."""
-        if key not in self._intake.at_work:
+        if key not in self.intake.at_work:
             answer = await self._pass_on(heir, waiting, gives=True)
             if answer == _TAKEN:
                 self.disown(key)
@@ -298,7 +296,7 @@ class Owners:
     def _less_busy(self, gap: int) -> Member | None:
         """Return the worker with the least work, if this one has far more, or drains."""
         others = [one for one in self._members.others.values() if one.serves and not one.drains]
-        mine, idlest = self._intake.num_sessions, min(others, key=_load, default=None)
+        mine, idlest = self.intake.num_sessions, min(others, key=_load, default=None)
         if idlest is None or self._members.me.drains:
             return idlest
         return idlest if mine - idlest.load >= gap and mine >= _RATIO * idlest.load else None
@@ -370,12 +368,12 @@ class Owners:
         if passed.reply:
             delivery = Msg(self._nc, passed.subject, passed.reply, entry.body, dict(entry.headers))
             if self._members.me.drains and (delivery.metadata.num_delivered or 1) == 1:
-                if key in self._intake.at_work:
+                if key in self.intake.at_work:
                     return _NOT_YET
                 self.disown(key)
                 return _GIVEN
-            await self._intake.deliver(delivery, self._ring)
-        elif not self._intake.expects(key, passed.seq):
+            await self.intake.deliver(delivery, self._ring)
+        elif not self.intake.expects(key, passed.seq):
             self._ring(_lost(key, entry))
         return _TAKEN
 
@@ -396,7 +394,7 @@ class Owners:
 
     def _claim_all(self, _: Member) -> None:
         """Claim the sessions that are at work here, for a worker that joins one that was alone."""
-        for key in self._intake.at_work:
+        for key in self.intake.at_work:
             if key not in self._held:
                 self._held[key] = 0
                 self._tasks.start_soon(self._claim_again, key)
@@ -420,7 +418,7 @@ class Owners:
         keys.sort(key=lambda key: hash((self._members.me.boot, key)))  # others do the same, in another order
         for key in keys:
             entry = await self._journal.last(key, "in")
-            if entry is not None and not self._intake.expects(key, entry.seq) and not self._is_leaving:
+            if entry is not None and not self.intake.expects(key, entry.seq) and not self._is_leaving:
                 owner = await self._owner(key)
                 if owner.member is None and await self._claim(key, owner.claim_seq):
                     self._ring(_lost(key, entry))
