@@ -160,6 +160,8 @@ class Answer(Response):
         try:
             if failure is None:
                 first += await self._until_begun(answering, events, send)
+        except RequestFailedError as error:  # the log does not have it: nobody may ask for its id
+            events, start, failure = self._unmarked_events(), b"", error
         except TurnkeepError as error:
             failure = error
         await send(_part(start + first))
@@ -209,10 +211,13 @@ class Answer(Response):
 
     def _new_events(self) -> tuple[Events, bytes]:
         """Return a writer of events, and what comes before the answers."""
-        events = self._dialect.events(self._turn, self._id, self._answering.note.created)
+        events = self._unmarked_events()
         if self._turn.n == 1 and self._dialect.is_marked:
             events = Marked(events, self._id, self._after)
         return events, b"".join(events.start(index) for index in range(self._turn.n))
+
+    def _unmarked_events(self) -> Events:
+        return self._dialect.events(self._turn, self._id, self._answering.note.created)
 
     def _fault(self, error: TurnkeepError) -> Fault:
         return renamed(fault_of(error), self._dialect.names)

@@ -153,10 +153,16 @@ class Events:
         return b""
 
     def error(self, fault: Fault) -> bytes:
-        """Write an error, after which nothing comes: twice, since clients know only one of the two events."""
-        failed = _response(self._turn, self._id, self._created, [], fault=fault)
+        """Write an error, after which nothing comes: twice, since clients know only one of the two events.
+
+        An answer that has not been started fails without its id.
+        """
+        written = b""
+        if self.num_events:
+            failed = _response(self._turn, self._id, self._created, [], fault=fault)
+            written = self._event("response.failed", response=failed)
         told = {"code": fault.code, "message": fault.message, "param": fault.param, **openai.error(fault)}
-        return self._event("response.failed", response=failed) + self._event("error", **told)
+        return written + self._event("error", **told)
 
     def _speak(self) -> bytes:
         """End the reasoning, and begin the message."""

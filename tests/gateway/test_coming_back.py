@@ -13,6 +13,7 @@ import httpx2
 import openai
 import pytest
 
+from gateway.http import sending
 from gateway.keys import Keys
 
 Start = Any
@@ -258,6 +259,25 @@ async def test_a_failure_in_the_background_is_told_to_who_asks(served: Any) -> N
         kinds = [one["type"] for one in told]
         assert kinds == [*["response.created", "response.in_progress"][first:], "response.failed", "error"]
         assert [one["sequence_number"] for one in told] == [*range(first, first + len(told))]
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+async def test_a_stream_that_the_log_has_no_room_for_tells_no_id(
+    worker: Any, served: Any, http: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch, is_late: bool
+) -> None:
+    """Nobody could find the answer by it."""
+    js = worker.app._nc.jetstream()
+    log = (await js.stream_info(worker.client.subjects.log_stream)).config
+    await js.update_stream(log.evolve(max_bytes=1))
+    if is_late:  # the client has been told that there will be a stream
+        monkeypatch.setattr(sending, "_PATIENCE_S", 0.0)
+    answer = await post(http, "/v1/responses", {}, stream=True, background=True)
+    says = "the log refused the request: maximum bytes exceeded"
+    if not is_late:
+        assert (answer.status_code, answer.json()["error"]["message"]) == (429, says)
+        return
+    (told,) = [json.loads(one["data"]) for one in events(answer.text)]
+    assert (told["type"], told["message"], told["sequence_number"]) == ("error", says, 0)
 
 
 async def test_an_input_is_counted(served: Any) -> None:

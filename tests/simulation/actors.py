@@ -494,6 +494,8 @@ class History:
         self.note = note
         self.told: list[Told] = []
         self.looks: list[Look] = []
+        #: Sessions of which a visitor has read another text than the record's, and what it says of it.
+        self.differing: list[tuple[str, str]] = []
         self.faults: list[str] = []
         self.num_faults = 0
         #: Which worker began when.

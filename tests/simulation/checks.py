@@ -165,6 +165,8 @@ def check(history: History) -> list[str]:
     wrong += _check_looks(history, found)
     expired |= _lost_names(streams)
     wrong += _check_clients(history, found, expired)
+    restarted = {key.session for key, _ in expired}
+    wrong += [fault for session, fault in history.differing if session not in restarted]
     wrong += _check_chunks(streams[SUBJECTS.token_stream], found, expired)
     return wrong
 

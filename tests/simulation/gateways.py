@@ -7,6 +7,7 @@ import json
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from gateway.http.app import Gateway
+from gateway.index import PREFIX
 from gateway.keys import Keys
 from turnkeep_client.client import connect
 from turnkeep_client.errors import TurnkeepError
@@ -222,6 +223,8 @@ class Visitor:
             most -= 1
             if event.number == after and '"type":"response.in_progress"' in event.said:
                 continue  # a sign of life
+            if json.loads(event.said)["type"] == "error":
+                raise CutError
             if event.number != after + 1:
                 self._history.faults.append(f"{key}: event {event.number} came behind {after}")
             if seen.setdefault(event.number, event.said) != event.said:
@@ -229,11 +232,7 @@ class Visitor:
                     f"{key}: event {event.number} was {seen[event.number]}, then {event.said}"
                 )
             after = event.number
-            if json.loads(event.said)["type"] in (
-                "response.completed",
-                "response.incomplete",
-                "response.failed",
-            ):
+            if json.loads(event.said)["type"] in _LAST:
                 return True
         if exchange.status == 404 and max(seen, default=0) < _NUM_STARTING:
             seen.clear()  # the log never had the request, and what was not heard said so
@@ -260,6 +259,8 @@ class Visitor:
         if sorted(seen) != list(range(len(seen))):
             self._history.faults.append(f"{key}: of its events {sorted(seen)} were seen")
         if said != streamed:
-            self._history.faults.append(f"{key}: {streamed!r} was streamed, and {said!r} is recorded")
+            session = f"{PREFIX}{answer_id.removeprefix('resp_')[:32]}"
+            fault = f"{key}: {streamed!r} was streamed, and {said!r} is recorded"
+            self._history.differing.append((session, fault))
         if other.status != 422:
             self._history.faults.append(f"{key}: another request with this key got {other.status}")

@@ -1,4 +1,4 @@
-"""New histories in each run, and guards that are missed where they lack."""
+"""New histories in each run, and those that went wrong once."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ import asyncio
 import hashlib
 import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +17,7 @@ from cache.names.policy import FULL
 from tests.simulation.actors import History, Plan, Supervisor
 from tests.simulation.history import Outcome, patched, world
 from tests.simulation.loop import Process, run, simulated
-from tests.simulation.mutations import MUTATIONS
+from tests.simulation.played import ROOT, simulate
 from turnkeep_client.messages import Generated, decode_chunk, decode_result
 from worker.sessions.attempts import AttemptNote, Attempts
 from worker.wire import retention
@@ -28,18 +25,8 @@ from worker.wire import retention
 if TYPE_CHECKING:
     from turnkeep_client.subjects import SessionKey
 
-ROOT = Path(__file__).parents[2]
 #: New histories in a run. `make soak` plays more.
 HISTORIES = os.environ.get("TURNKEEP_TEST_HISTORIES", "250")
-
-
-def simulate(*args: str) -> tuple[int, str]:
-    command = [sys.executable, "-P", "-m", "tests.simulation", *args]
-    paths = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "protocol")])}
-    done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | paths, capture_output=True, text=True, timeout=3600, check=False
-    )
-    return done.returncode, done.stdout + done.stderr
 
 
 @pytest.mark.timeout(3600)
@@ -271,23 +258,3 @@ def test_a_seed_is_the_same_history_in_each_process() -> None:
     assert (first, second) == (0, 0)
     assert re.findall(r"trace \w+", said) == re.findall(r"trace \w+", again)
     assert len(set(re.findall(r"trace \w+", said))) == 20
-
-
-def test_a_failure_is_told_with_the_few_acts_that_it_needs() -> None:
-    mutation = ("--without", "no idempotency")
-    _, said = simulate("20000", "--histories", "400", *mutation, "--first")
-    (seed,) = re.findall(r"^seed (\d+):", said, re.MULTILINE)
-    status, said = simulate(seed, *mutation)
-    assert status == 1
-    (acts,) = re.findall(rf"seed {seed} goes wrong with these alone: (.*)", said)
-    assert 0 < len(acts.split(", ")) < 8, acts
-    assert "asks" in said
-    assert "wrong: " in said
-
-
-@pytest.mark.timeout(600)  # one of them is missed by some 300 histories on average
-@pytest.mark.parametrize("name", MUTATIONS)
-def test_a_history_goes_wrong_without(name: str) -> None:
-    """With the guard, histories of these seeds go well, as those of all others."""
-    status, said = simulate("80000", "--histories", "1500", "--without", name, "--first")
-    assert status == 1, said

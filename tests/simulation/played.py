@@ -1,0 +1,20 @@
+"""Plays histories in a process of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def simulate(*args: str) -> tuple[int, str]:
+    """Return the exit code of `python -m tests.simulation`, and what it printed."""
+    command = [sys.executable, "-P", "-m", "tests.simulation", *args]
+    paths = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "protocol")])}
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | paths, capture_output=True, text=True, timeout=3600, check=False
+    )
+    return done.returncode, done.stdout + done.stderr
