@@ -55,15 +55,37 @@ from worker.sessions.port import Asked, TurnResult
 from worker.sessions.services import Services
 from worker.sessions.session import Session
 from worker.sessions.shares import Shares
+from worker.wire.chunks import Published
 from worker.wire.consistent_reads import Entry
+from worker.wire.fence import FencedError
 from worker.wire.intake import Delivery
-from worker.wire.journal import FencedError, Published
 from worker.wire.retention import Retention
 
 KEY = SessionKey("default", "s")
 NO_RESULT = b"not a result"
 PAGE = 3  # entries that are read at a time
 STORED = datetime(2026, 1, 2, tzinfo=UTC)
+
+
+class AnswerChunks:
+    """The chunks of answers, in memory."""
+
+    def __init__(self) -> None:
+        self.stored: list[Chunk] = []
+        self.looks: list[str] = []
+
+    async def publish(self, *_: Any, **__: Any) -> int:
+        return 1
+
+    async def seal(self, *_: Any, **__: Any) -> None:
+        pass
+
+    async def remove(self, _: SessionKey) -> None:
+        pass
+
+    async def read(self, _: SessionKey, request_id: str, __: int, ___: datetime) -> Published:
+        self.looks.append(request_id)
+        return Published(self.stored)
 
 
 class Log:
@@ -74,8 +96,7 @@ class Log:
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
-        self.chunks: list[Chunk] = []
-        self.looks: list[str] = []
+        self.chunks = AnswerChunks()
         self.notes: list[bytes] = []
 
     def add(self, kind: Any, body: bytes, headers: dict[str, str] | None = None) -> int:
@@ -116,9 +137,6 @@ class Log:
     async def remove(self, *_: Any) -> None:
         pass
 
-    async def remove_tokens(self, _: SessionKey) -> None:
-        pass
-
     async def delete(self, _: int) -> None:
         pass
 
@@ -128,16 +146,6 @@ class Log:
 
     async def store_checkpoint(self, _: SessionKey, body: bytes) -> int:
         return self.add("checkpoint", body)
-
-    async def publish_chunk(self, *_: Any, **__: Any) -> int:
-        return 1
-
-    async def seal(self, *_: Any, **__: Any) -> None:
-        pass
-
-    async def published(self, _: SessionKey, request_id: str, __: int, ___: datetime) -> Published:
-        self.looks.append(request_id)
-        return Published(self.chunks)
 
 
 class Formula:
@@ -526,11 +534,11 @@ async def test_tokens_that_were_published_are_looked_for_beside_reading_the_log(
     whole = await world.ask(Generate(id="whole", text="up", max_tokens=6))
     await world.ask(Rewind(id="back", position=0))
     begun = world.publish(Generate(id="begun", text="up", max_tokens=6))
-    world.log.chunks = [Chunk(0, whole.tokens[:3], whole.text[:3])]
-    world.log.looks.clear()
+    world.log.chunks.stored = [Chunk(0, whole.tokens[:3], whole.text[:3])]
+    world.log.chunks.looks.clear()
     await world.session.run()
     assert world.result(begun).tokens == whole.tokens
-    assert world.log.looks == looks
+    assert world.log.chunks.looks == looks
 
 
 async def test_what_was_found_of_one_request_is_not_taken_for_another_one(world) -> None:
@@ -540,7 +548,7 @@ async def test_what_was_found_of_one_request_is_not_taken_for_another_one(world)
     world.ring(first)
     await world.session.run()
     assert [result.seq for result in world.results] == [1, 2]
-    assert world.log.looks == ["second", "first", "second"]
+    assert world.log.chunks.looks == ["second", "first", "second"]
 
 
 @pytest.mark.parametrize("cancel_after", [None, 4])
@@ -553,7 +561,7 @@ async def test_the_end_of_an_answers_tokens_is_made_good_where_the_worker_died_b
     await world.session.run()
     result = world.result(seq)
     said = len(result.text) // 2 if cancel_after else len(result.text)
-    world.log.chunks = [Chunk(0, result.tokens, result.text[:said])]
+    world.log.chunks.stored = [Chunk(0, result.tokens, result.text[:said])]
     world.crash()
     world.ring(seq, again=True)
     await world.session.run()
@@ -567,7 +575,7 @@ async def test_the_usage_of_an_answer_that_was_taken_up_adds_up(world, known) ->
     whole = await world.ask(Generate(id="whole", text="down", max_tokens=6))
     await world.ask(Rewind(id="back", position=0))
     seq = world.log.entries[-1].seq + 1
-    world.log.chunks = [Chunk(0, whole.tokens[:known], "", seq)]
+    world.log.chunks.stored = [Chunk(0, whole.tokens[:known], "", seq)]
     usage = (await world.ask(Generate(id="again", text="down", max_tokens=6))).usage
     assert usage.prompt_tokens == usage.cached_tokens + usage.prefilled_tokens == (4 if known < 6 else 0)
     assert usage.completion_tokens == 6
@@ -579,7 +587,7 @@ async def test_an_answer_that_another_worker_had_begun_is_taken_up_by_one_that_h
     """Its clients have seen the beginning, whoever goes on: it is in the token stream."""
     await world.ask(Append(id="a", text="one"))
     begun = tuple(world._tokenizer.encode("ba", at_start=False))
-    world.log.chunks = [Chunk(0, begun, "ba")]
+    world.log.chunks.stored = [Chunk(0, begun, "ba")]
     result = await world.ask(Generate(id="g", max_tokens=5))
     assert result.tokens[:2] == begun
     assert result.text.startswith("ba")

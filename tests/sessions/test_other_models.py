@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 from hypothesis import given
-from test_fold import OPERATIONS, World, live
+from test_fold import OPERATIONS, AnswerChunks, World, live
 
 from cache.names.policy import Policy
 from turnkeep_client.messages import Append, Chunk, Failed, Generate, Message, Model, Rewind
 from worker.models.tokenizer import Tokenizer
 from worker.sessions import record
-from worker.wire.journal import Published
+from worker.wire.chunks import Published
 
 #: Writes other markers than the tiny model's template, and trims.
 OTHER_TEMPLATE = (
@@ -180,7 +180,7 @@ def published(world: World, text: str, model: Model) -> None:
         seq = world.log.entries[-1].seq
         return Published([Chunk(0, tokens, text, seq=seq)], 1, model=by)
 
-    world.log.published = read  # type: ignore[method-assign]
+    world.log.chunks.read = read  # type: ignore[method-assign]
 
 
 async def test_an_answer_that_other_weights_began_ends_as_it_was_streamed(
@@ -212,6 +212,6 @@ async def test_an_answer_of_another_tokenizer_ends_as_it_was_streamed_and_is_tok
     assert result.tokens == tuple(tokenizer.encode("I was", at_start=False))
     assert "I was" in text_of(world)
     await world.assert_fold_is_life()
-    world.log.published = type(world.log).published.__get__(world.log)  # type: ignore[method-assign]
+    world.log.chunks = AnswerChunks()
     assert (await world.ask(asks(2))).rewritten_from is None
     await world.assert_fold_is_life()

@@ -19,7 +19,7 @@ from turnkeep_client.messages import Appended, Generated, Metrics
 from worker.sessions.record import Pending
 from worker.sessions.session import Session
 from worker.wire.consistent_reads import ConsistentReads
-from worker.wire.journal import FencedError
+from worker.wire.fence import FencedError
 
 pytestmark = pytest.mark.simulated
 

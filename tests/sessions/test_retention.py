@@ -18,7 +18,8 @@ from worker.sessions import record, sessions
 from worker.sessions.session import Session
 from worker.wire import retention
 from worker.wire.consistent_reads import Entry
-from worker.wire.journal import FencedError, Journal
+from worker.wire.fence import FencedError
+from worker.wire.journal import Journal
 from worker.wire.retention import Retention
 
 pytestmark = pytest.mark.simulated

@@ -28,8 +28,9 @@ from worker.observe.telemetry import Telemetry
 from worker.sessions.attempts import AttemptNote, SharedLock
 from worker.sessions.port import DeviceFaultError
 from worker.sessions.record import Pending
+from worker.wire.chunks import Published
+from worker.wire.fence import FencedError
 from worker.wire.intake import Intake
-from worker.wire.journal import FencedError, Published
 
 
 @pytest.fixture(scope="module")
@@ -161,12 +162,12 @@ async def test_forged_tokens_of_a_request_that_waits_do_not_let_its_cancel_end_a
     await there.wait()
     stopped: list[Any] = []
     monkeypatch.setattr(world.engine, "cancel", stopped.append, raising=False)
-    world.log.chunks = [Chunk(0, (97,), "a", seqs[-1])]
+    world.log.chunks.stored = [Chunk(0, (97,), "a", seqs[-1])]
     async with asyncio.timeout(5):
         answer = await world.session.cancel(f"r{PAGE + 1}")
     assert answer.was == "waiting"
     assert not stopped
-    world.log.chunks = []
+    world.log.chunks.stored = []
     go_on.set()
     await running
 
@@ -199,8 +200,8 @@ async def test_a_close_that_comes_again_removes_nothing_of_the_next_life(
     async def remove(*args: Any) -> None:
         removed.append(args)
 
-    for name in ("remove", "remove_tokens"):
-        monkeypatch.setattr(world.log, name, remove)
+    for removing in (world.log, world.log.chunks):
+        monkeypatch.setattr(removing, "remove", remove)
     close = Close(id="c", forget=True)
     await world.ask(Append(id="a", text="one"))
     await world.ask(close)
@@ -393,7 +394,7 @@ async def test_what_may_take_long_to_render_or_tokenise_does_not_hold_up_the_eve
 def streamed(world: World, monkeypatch: pytest.MonkeyPatch, seq: int) -> Chunk:
     """Have the token stream of an answer, and no turn on the device any more."""
     chunk = Chunk(0, tuple(world._tokenizer.encode("ab", at_start=False)), "ab", seq)
-    monkeypatch.setattr(world.log, "chunks", [chunk])
+    monkeypatch.setattr(world.log.chunks, "stored", [chunk])
     return chunk
 
 
@@ -479,7 +480,7 @@ async def test_an_answer_that_another_worker_is_about_to_end_does_not_go_on(
     async def sealed(*_: Any) -> Published:
         return Published([chunk], is_sealed=True)
 
-    monkeypatch.setattr(world.log, "published", sealed)
+    monkeypatch.setattr(world.log.chunks, "read", sealed)
     world.ring(seq)
     await world.session.run()
     assert (world.result(seq).tokens, world.result(seq).finish_reason) == (chunk.tokens, "cancelled")
@@ -533,7 +534,7 @@ async def test_an_answer_ends_as_it_was_streamed_if_the_server_has_lost_what_it_
     async def published(*_: Any) -> Published:
         return Published(chunks, 1, base="of another history")
 
-    monkeypatch.setattr(world.log, "published", published)
+    monkeypatch.setattr(world.log.chunks, "read", published)
     answer = await world.ask(Generate(id="g", max_tokens=8))
     assert (answer.finish_reason, answer.tokens) == ("given_up", (5,))
     assert "lost" in answer.warnings[-1]

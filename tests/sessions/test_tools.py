@@ -260,7 +260,7 @@ async def test_an_interrupted_call_goes_on_with_the_same_id(with_tools: Tokenize
     whole = await generated(world_of(with_tools, f"So.\n{CALL}"), asked)
     for num_known in (3, 20, 40, len(whole.tokens) - 1):
         world = world_of(with_tools, f"So.\n{CALL}")
-        world.log.chunks = [Chunk(0, whole.tokens[:num_known], "", seq=1)]
+        world.log.chunks.stored = [Chunk(0, whole.tokens[:num_known], "", seq=1)]
         again = await generated(world, asked)
         assert (again.text, again.tool_calls, again.tokens) == (whole.text, whole.tool_calls, whole.tokens)
 

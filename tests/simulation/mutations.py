@@ -13,7 +13,7 @@ from gateway import conversations, following, lookups
 from gateway.responses import answers
 from turnkeep_client import calls, messages
 from worker.sessions import attachments, attempts, record, session, session_log
-from worker.wire import consistent_reads, erasures, intake, journal, retention, undelivered
+from worker.wire import chunks, consistent_reads, erasures, intake, journal, retention, undelivered
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -44,8 +44,8 @@ def _give_up_anchor(answer: Any) -> Any:
     return mutated
 
 
-async def _no_chunks(*_: Any) -> journal.Published:
-    return journal.Published([])
+async def _no_chunks(*_: Any) -> chunks.Published:
+    return chunks.Published([])
 
 
 async def _never(_: Any) -> None:
@@ -152,7 +152,7 @@ MUTATIONS: Final[dict[str, tuple[Change, ...]]] = {
     "no fence": ((journal, "EXPECT_HEADER", lambda _: "Nats-Expected-Nothing"),),
     "ack before commit": ((intake.Intake, "_deliver", _ack_at_once), _NO_LOOK),
     "no idempotency": ((session_log.SessionLog, "find_answered", lambda _: _unknown),),
-    "chunks not read back": ((journal.Journal, "published", lambda _: _no_chunks),),
+    "chunks not read back": ((chunks.AnswerChunks, "read", lambda _: _no_chunks),),
     "an undecodable result taken for none": (
         (record, "decode_result", _strictly),
         (journal, "decode_result", _strictly),
@@ -164,12 +164,12 @@ MUTATIONS: Final[dict[str, tuple[Change, ...]]] = {
         (attachments, "backwards", lambda _: _unchecked),
     ),
     "an anchor given up too early": ((session.Session, "_answer", _give_up_anchor), _NO_LOOK),
-    "chunks of what was forgotten": ((journal.Journal, "_check_not_forgotten", lambda _: _nothing),),
-    "chunks without a fence": ((journal.Journal, "_publish", lambda _: _publish_anyhow),),
+    "chunks of what was forgotten": ((chunks.AnswerChunks, "_check_not_forgotten", lambda _: _nothing),),
+    "chunks without a fence": ((chunks.AnswerChunks, "_publish", lambda _: _publish_anyhow),),
     "a lagging replica believed": (
         (consistent_reads.ConsistentReads, "_is_replicated", lambda _: _never_replicated),
     ),
-    "a forget that misses what a rewind cut off": ((journal.Journal, "remove_tokens", _behind_the_rewind),),
+    "a forget that misses what a rewind cut off": ((chunks.AnswerChunks, "remove", _behind_the_rewind),),
     "checkpoints left behind a close that forgets": ((journal.Journal, "remove", _but_checkpoints),),
     "results left behind a close that forgets": ((retention, "answers", lambda _: lambda _: 2**60),),
     "a forget that skips absent workers": ((erasures.Erasures, "note", lambda _: _nothing),),

@@ -22,8 +22,10 @@ from turnkeep_client.messages import Chunk, Closed, encode, failure
 from turnkeep_client.subjects import SessionKey, Subjects
 from worker.process.settings import Settings
 from worker.wire import streams
+from worker.wire.chunks import Published
 from worker.wire.connection import BrokerError, confirm_subscriptions
-from worker.wire.journal import FencedError, Journal, Published
+from worker.wire.fence import FencedError
+from worker.wire.journal import Journal
 from worker.wire.outbox import Outbox
 
 if TYPE_CHECKING:
@@ -345,58 +347,60 @@ async def a_worker_that_was_overtaken_publishes_no_chunk(place: Place) -> None:
     def chunk(i: int) -> Chunk:
         return Chunk(i, (7,), "x", seq=seq)
 
-    first = await one.publish_chunk(key, "g", chunk(0), 0, server=one.server)
-    assert await one.publish_chunk(key, "g", chunk(0), 0, server=one.server) == first, (
+    first = await one.chunks.publish(key, "g", chunk(0), 0, server=one.server)
+    assert await one.chunks.publish(key, "g", chunk(0), 0, server=one.server) == first, (
         "its own, of which the ack was lost"
     )
     with pytest.raises(FencedError):
-        await other.publish_chunk(key, "g", chunk(1), 0, server=other.server)
+        await other.chunks.publish(key, "g", chunk(1), 0, server=other.server)
     stored = datetime.fromtimestamp(0, UTC)
-    assert await other.published(key, "g", seq, stored) == Published([chunk(0)], first, has_ended=False)
-    second = await other.publish_chunk(key, "g", chunk(1), first, server=other.server)
+    assert await other.chunks.read(key, "g", seq, stored) == Published([chunk(0)], first, has_ended=False)
+    second = await other.chunks.publish(key, "g", chunk(1), first, server=other.server)
     with pytest.raises(FencedError):
-        await one.publish_chunk(key, "g", Chunk(1, (8,), "y", seq=seq), first, server=one.server)
-    await other.seal(key, "g", seq, second, server=other.server)
+        await one.chunks.publish(key, "g", Chunk(1, (8,), "y", seq=seq), first, server=one.server)
+    await other.chunks.seal(key, "g", seq, second, server=other.server)
     with pytest.raises(FencedError):
-        await one.publish_chunk(key, "g", chunk(2), second, server=one.server)
-    published = await other.published(key, "g", seq, stored)
+        await one.chunks.publish(key, "g", chunk(2), second, server=one.server)
+    published = await other.chunks.read(key, "g", seq, stored)
     assert published.is_sealed
-    third = await other.publish_chunk(key, "g", chunk(2), second, server=other.server)
+    third = await other.chunks.publish(key, "g", chunk(2), second, server=other.server)
     assert third == published.last_seq + 1, "its own seal does not stop it"
     await Outbox(place.nc, place.subjects).end(key, "g", seq, None)
     await place.nc.flush()
     await Outbox(place.nc, place.subjects).end(key, "g", seq + 1, None)  # of a request that repeats it
     await place.nc.flush()
-    ended = await one.published(key, "g", seq, stored)
+    ended = await one.chunks.read(key, "g", seq, stored)
     assert (ended.has_ended, ended.is_sealed) == (True, False)
     with pytest.raises(FencedError):
-        await one.publish_chunk(key, "g", chunk(3), third, server=one.server)
+        await one.chunks.publish(key, "g", chunk(3), third, server=one.server)
 
 
 async def chunks_that_have_expired_stop_no_answer_and_forgotten_ones_do(place: Place) -> None:
     key, journal = SessionKey("t", "s"), Journal(place.nc, place.js, place.subjects)
     seq = await place.put("in")
-    first = await journal.publish_chunk(key, "g", Chunk(0, (7,), "x", seq=seq), 0, server=journal.server)
-    await journal.remove_tokens(key)
-    second = await journal.publish_chunk(key, "g", Chunk(1, (7,), "x", seq=seq), first, server=journal.server)
+    first = await journal.chunks.publish(key, "g", Chunk(0, (7,), "x", seq=seq), 0, server=journal.server)
+    await journal.chunks.remove(key)
+    second = await journal.chunks.publish(
+        key, "g", Chunk(1, (7,), "x", seq=seq), first, server=journal.server
+    )
     assert second == first + 1
-    await journal.remove_tokens(key)
+    await journal.chunks.remove(key)
     await journal.remove(key, seq + 1)
     with pytest.raises(FencedError):
-        await journal.publish_chunk(key, "g", Chunk(2, (7,), "x", seq=seq), second, server=journal.server)
+        await journal.chunks.publish(key, "g", Chunk(2, (7,), "x", seq=seq), second, server=journal.server)
 
 
 async def an_answer_that_begins_behind_a_forget_takes_its_chunk_back(place: Place) -> None:
     key, seq = SessionKey("t", "s"), await place.put("in")
     journal = Journal(place.nc, place.js, place.subjects)
-    first = await journal.publish_chunk(key, "kept", Chunk(0, (7,), "x", seq=seq), 0, server=journal.server)
+    first = await journal.chunks.publish(key, "kept", Chunk(0, (7,), "x", seq=seq), 0, server=journal.server)
     with pytest.raises(FencedError):
-        await journal.publish_chunk(key, "gone", Chunk(0, (7,), "x", seq=seq + 9), 0, server=journal.server)
+        await journal.chunks.publish(key, "gone", Chunk(0, (7,), "x", seq=seq + 9), 0, server=journal.server)
     info = await place.js.stream_info(place.names.tokens, subjects_filter=place.subjects.tokens(key, "*"))
     assert (info.state.subjects, info.state.last_seq) == ({place.subjects.tokens(key, "kept"): 1}, first + 1)
     alone = Journal(place.nc, place.js, place.subjects, is_alone=lambda: True)
     assert (
-        await alone.publish_chunk(key, "gone", Chunk(0, (7,), "x", seq=seq + 9), 0, server=alone.server)
+        await alone.chunks.publish(key, "gone", Chunk(0, (7,), "x", seq=seq + 9), 0, server=alone.server)
         == first + 2
     )
 
@@ -404,15 +408,15 @@ async def an_answer_that_begins_behind_a_forget_takes_its_chunk_back(place: Plac
 async def a_forgotten_answer_does_not_go_on_behind_another_one_under_its_id(place: Place) -> None:
     key, seq = SessionKey("t", "s"), await place.put("in")
     stalled, other = (Journal(place.nc, place.nc.jetstream(), place.subjects) for _ in range(2))
-    first = await stalled.publish_chunk(key, "g", Chunk(0, (7,), "x", seq=seq), 0, server=stalled.server)
+    first = await stalled.chunks.publish(key, "g", Chunk(0, (7,), "x", seq=seq), 0, server=stalled.server)
     await other.remove(key, seq + 1)
-    await other.remove_tokens(key)
+    await other.chunks.remove(key)
     again = await place.put("in")
-    last = await other.publish_chunk(key, "g", Chunk(0, (8,), "y", seq=again), 0, server=other.server)
+    last = await other.chunks.publish(key, "g", Chunk(0, (8,), "y", seq=again), 0, server=other.server)
     with pytest.raises(FencedError):
-        await stalled.publish_chunk(key, "g", Chunk(1, (7,), "x", seq=seq), first, server=stalled.server)
+        await stalled.chunks.publish(key, "g", Chunk(1, (7,), "x", seq=seq), first, server=stalled.server)
     with pytest.raises(FencedError):
-        await stalled.seal(key, "g", seq, first, server=stalled.server)
+        await stalled.chunks.seal(key, "g", seq, first, server=stalled.server)
     assert (await place.js.stream_info(place.names.tokens)).state.last_seq == last
 
 

@@ -27,7 +27,7 @@ from turnkeep_client.messages import (
     failure,
 )
 from worker.process.concurrency import in_thread
-from worker.wire.journal import FencedError
+from worker.wire.fence import FencedError
 
 from .history import RefusedError
 from .policies import in_words

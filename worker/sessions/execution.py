@@ -36,7 +36,7 @@ from worker.batch.row_sampler import Sampling
 from worker.process.concurrency import in_thread, task_group
 from worker.text.answer import Answer
 from worker.text.text_stream import TextStream
-from worker.wire.journal import FencedError
+from worker.wire.fence import FencedError
 
 from .formats import Formats
 from .history import RefusedError, digests_of, seen, spoken, unread
@@ -60,8 +60,9 @@ if TYPE_CHECKING:
     from worker.batch.rows import Scores
     from worker.models.tokenizer import Tokenizer
     from worker.observe.telemetry import Telemetry
+    from worker.wire.chunks import Published
     from worker.wire.erasures import Erasures
-    from worker.wire.journal import Journal, Published
+    from worker.wire.journal import Journal
     from worker.wire.retention import Retention
 
     from .fold import Fold
@@ -236,7 +237,7 @@ class Execution:
         self._limits.check_size(len(prompt), policy, room=min(request.max_tokens, 1))
         scores, echo_bytes = echo_of(request, extended, self._max_answer_bytes)
         answer, grammar, warnings = await self._answer(key, request, pending, extended, published, echo_bytes)
-        chunks = AnswerStream(self._journal, key, pending, published, ttl_s=self._token_ttl_s)
+        chunks = AnswerStream(self._journal.chunks, key, pending, published, ttl_s=self._token_ttl_s)
         asks = scores is not None and not is_over
         turn = await self._score(key, pending, extended.history, scores) if scores and asks else None
         is_scored = not is_over and (scores is None or scores.end >= len(prompt))
@@ -299,7 +300,7 @@ class Execution:
         """
         async with task_group() as tasks:
             reading = pending.published or tasks.start_soon(
-                self._journal.published, key, request.id, pending.seq, pending.stored
+                self._journal.chunks.read, key, request.id, pending.seq, pending.stored
             )
             extended = await self._extend(history, request)
             published = await reading
@@ -319,7 +320,9 @@ class Execution:
 
         The session gets it as a message, in tokens of its own.
         """
-        await self._journal.seal(key, request.id, pending.seq, published.last_seq, server=pending.server)
+        await self._journal.chunks.seal(
+            key, request.id, pending.seq, published.last_seq, server=pending.server
+        )
         chunk = joined(published.chunks)
         calls = _whole_calls(chunk.tool_calls)
         message = spoken(chunk.text, chunk.reasoning, calls)

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
     from turnkeep_client.messages import Chunk, Request, Result
     from worker.observe.traces import Phase
+    from worker.wire.chunks import Published
     from worker.wire.consistent_reads import Entry
-    from worker.wire.journal import Published
 
     from .fold import Fold
     from .history import History

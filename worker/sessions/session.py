@@ -36,7 +36,8 @@ from turnkeep_client.messages import (
 from turnkeep_client.subjects import session_key
 from worker.process.clock import monotonic, time
 from worker.process.concurrency import task_group
-from worker.wire.journal import FencedError, Published
+from worker.wire.chunks import Published
+from worker.wire.fence import FencedError
 
 from .attempts import Doubt
 from .history import RefusedError
@@ -234,7 +235,7 @@ class Session:
             return lambda _: None
         begun_s = monotonic()
         reading = asides.start_soon(
-            self._services.journal.published, self.key, request.id, delivery.seq, delivery.stored
+            self._services.journal.chunks.read, self.key, request.id, delivery.seq, delivery.stored
         )
 
         def give(pending: Pending) -> None:
@@ -333,7 +334,7 @@ class Session:
         """
         published, request = await self._published(pending), pending.request
         if isinstance(request, Generate) and not published.chunks:
-            await self._services.journal.seal(
+            await self._services.journal.chunks.seal(
                 self.key, request.id, pending.seq, published.last_seq, server=self.log.server
             )
         return bool(published.chunks)
@@ -348,7 +349,7 @@ class Session:
         request = pending.request
         if not isinstance(request, Generate):
             return Published([])
-        return await self._services.journal.published(self.key, request.id, pending.seq, pending.stored)
+        return await self._services.journal.chunks.read(self.key, request.id, pending.seq, pending.stored)
 
     async def _end_last_answer(self) -> None:
         """Close the token stream of the last answer.

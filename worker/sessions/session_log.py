@@ -26,7 +26,8 @@ from turnkeep_client.messages import (
     encode,
     encode_repeat,
 )
-from worker.wire.journal import FencedError, TooLargeError
+from worker.wire.fence import FencedError
+from worker.wire.journal import TooLargeError
 
 from .attachments import SessionAttachments
 from .record import Record, pending_at

@@ -17,7 +17,7 @@ from anyio import Event, move_on_after, sleep
 from cache.names.errors import CutOffError
 from turnkeep_client.subjects import SessionKey
 from worker.process.clock import monotonic
-from worker.wire.journal import FencedError
+from worker.wire.fence import FencedError
 
 from .history import RefusedError
 from .port import StoppingError

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from turnkeep_client.messages import Chunk
     from turnkeep_client.subjects import SessionKey
-    from worker.wire.journal import Journal, Published
+    from worker.wire.chunks import AnswerChunks, Published
 
     from .record import Pending
 
@@ -32,10 +32,10 @@ class AnswerStream:
     """
 
     def __init__(
-        self, journal: Journal, key: SessionKey, pending: Pending, published: Published, *, ttl_s: float
+        self, chunks: AnswerChunks, key: SessionKey, pending: Pending, published: Published, *, ttl_s: float
     ) -> None:
         """`published` is what the stream has by now, for `ttl_s` each."""
-        self._journal = journal
+        self._chunks = chunks
         self._key = key
         self._pending = pending
         self._ttl_s = ttl_s
@@ -60,14 +60,14 @@ class AnswerStream:
     async def seal(self) -> None:
         """Let nobody publish a later chunk. Raises `FencedError`."""
         pending = self._pending
-        await self._journal.seal(
+        await self._chunks.seal(
             self._key, pending.id or "", pending.seq, self._last_seq, server=pending.server
         )
 
     async def _publish(self, chunk: Chunk) -> None:
         if self._is_heard:
             pending = self._pending
-            seq = await self._journal.publish_chunk(
+            seq = await self._chunks.publish(
                 self._key, pending.id or "", chunk, self._last_seq, server=pending.server, base=pending.base
             )
             self._is_heard, self._last_seq = seq > 0, seq or self._last_seq

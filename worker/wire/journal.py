@@ -1,59 +1,47 @@
-"""The session logs in JetStream: reads entries forward, commits results, publishes and reads chunks.
+"""The session logs in JetStream: reads entries forward, and commits results.
 
 Owns the fence: a result is stored only if no other result of the session was stored since this worker last
 read the log. Does not know what entries mean for a session; see `sessions/history`.
 
-All reads are consistent (`consistent_reads`).
+All reads are consistent (`consistent_reads`). The chunks of answers are in a stream of their own (`chunks`).
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple
-from uuid import uuid4
+from typing import TYPE_CHECKING, Final, Literal
 
 import nats.errors
 import structlog
-from anyio import sleep
-from nats.js.errors import APIError, NotFoundError
+from nats.js.errors import APIError
 
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.log import (
-    ENDED_HEADER,
     EXPECT_HEADER,
-    HISTORY_HEADER,
-    MODEL_HEADER,
-    SEALED_HEADER,
 )
-from turnkeep_client.messages import Chunk, decode_chunk, decode_result, encode, failure
+from turnkeep_client.messages import decode_result, encode, failure
 from turnkeep_client.nats_client import server_id
 from turnkeep_client.subjects import REFUSED, SessionKey, check_id
 
-from .consistent_reads import MAX_BACKOFF_S, RACE_S, TIMEOUT_S, ConsistentReads, Entry, pause_after, single
+from .chunks import AnswerChunks
+from .consistent_reads import MAX_BACKOFF_S, TIMEOUT_S, ConsistentReads, Entry, pause_after, single
+from .fence import WRONG_LAST_SEQUENCE, FencedError, check_server
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from datetime import datetime
 
     from nats.aio.client import Client
     from nats.js import JetStreamContext
-    from nats.js.api import RawStreamMsg
 
     from turnkeep_client.subjects import Subjects
 
 log = structlog.get_logger()
 
-_WRONG_LAST_SEQUENCE: Final = 10071
-_OVERTAKEN: Final = (_WRONG_LAST_SEQUENCE, 10164)  # with several copies, a write that is still in process
 #: The message is larger than the stream permits.
 MESSAGE_TOO_LARGE: Final = 10054
 #: The message to be deleted is not there; reading it gives a `NotFoundError`, of another code.
 _NO_MESSAGE: Final = 10057
-
-
-class FencedError(Exception):
-    """Another worker stored a result for this session first: the state in memory is stale."""
 
 
 class TooLargeError(Exception):
@@ -66,27 +54,6 @@ def answers(entry: Entry) -> int:
         return decode_result(entry.body).seq or 0
     except InvalidMessageError:
         return 0
-
-
-class Published(NamedTuple):
-    """The chunks of an answer that clients may have seen, and the sequence of its subject's last message.
-
-    `has_ended` says that a worker has closed the token stream, so the answer has a result; `is_sealed` that
-    one is about to end it as cancelled or expired, or has died over it. The first chunk says the `model`, and
-    the digest of the session before it (`base`).
-    """
-
-    chunks: list[Chunk]
-    last_seq: int = 0
-    has_ended: bool = False
-    is_sealed: bool = False
-    model: str = ""
-    base: str = ""
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of the chunks' tokens."""
-        return sum(len(chunk.tokens) for chunk in self.chunks)
 
 
 class Journal:
@@ -112,10 +79,9 @@ class Journal:
         self._nc = nc
         self._js = js
         self._is_alone = is_alone
-        self._model = model
         self._subjects = subjects
         self._reads = ConsistentReads(nc, js)
-        self._name = uuid4().hex  # in seals, as a worker's own seals do not stop it
+        self.chunks = AnswerChunks(nc, js, subjects, self._reads, is_alone=is_alone, model=model)
 
     @property
     def server(self) -> str:
@@ -133,173 +99,10 @@ class Journal:
         """
         return await self._reads.page(self._subjects.log_stream, self._subjects.of(key, kind), after)
 
-    async def published(self, key: SessionKey, request_id: str, seq: int, stored: datetime) -> Published:
-        """Read the published chunks of the request at `seq`, from index 0, which may come again, up to a gap.
-
-        Ignores chunks that do not name the request's sequence or are older than the request (`stored`): a
-        client may have published them to forge the beginning of the answer.
-        """
-        chunks: list[Chunk] = []
-        num_tokens = num_foreign = last_seq = 0
-        has_gap = has_ended = is_sealed = False
-        model = base = ""
-        async for entry in self._reads.entries(
-            self._subjects.token_stream, self._subjects.tokens(key, request_id)
-        ):
-            last_seq = entry.seq
-            if not entry.body:
-                has_ended = has_ended or entry.headers.get(ENDED_HEADER) == str(seq)
-                is_sealed = is_sealed or _sealed(entry.headers)[0] == str(seq)
-                continue
-            try:
-                chunk = decode_chunk(entry.body)
-            except InvalidMessageError:
-                chunk = None
-            if chunk is None or chunk.seq != seq or entry.stored < stored:
-                # Not those of an earlier request, which this one repeats.
-                num_foreign += chunk is None or chunk.seq is None or chunk.seq >= seq
-                continue
-            is_sealed = False  # whoever sealed it has seen that it goes on
-            if has_gap and chunk.i == 0:  # the first ones have expired, and were published again
-                chunks, num_tokens, has_gap = [], 0, False
-            has_gap = has_gap or chunk.i > num_tokens
-            if chunk.i == num_tokens and not has_gap:
-                model = model or entry.headers.get(MODEL_HEADER, "")
-                base = base or entry.headers.get(HISTORY_HEADER, "")
-                chunks.append(chunk)
-                num_tokens += len(chunk.tokens)
-        if num_foreign:
-            log.warning("ignoring chunks that are not of this request", request=request_id, num=num_foreign)
-        return Published(chunks, last_seq, has_ended, is_sealed, model, base)
-
-    async def publish_chunk(
-        self, key: SessionKey, request_id: str, chunk: Chunk, after: int, *, server: str, base: str = ""
-    ) -> int:
-        """Publish the next chunk of an answer; return when it is stored, which is when clients receive it.
-
-        `after` is the sequence of the last message of the answer's subject; returns the chunk's own. Returns
-        0 if the token stream refuses the chunk. Then publish no later chunks of the answer: the stored chunks
-        must have no gap, so that a worker that resumes the answer finds all that clients saw. Raises
-        `FencedError` if another worker has published a chunk of the answer since, or if the session was read
-        from another `server` process than the current one. `base` is the digest of the session before.
-        """
-        return await self._publish(
-            key, request_id, encode(chunk), after, chunk.seq or 0, server, base=base, is_first=chunk.i == 0
-        )
-
-    async def seal(self, key: SessionKey, request_id: str, seq: int, after: int, *, server: str) -> None:
-        """Let nobody publish a chunk of the request at `seq` behind the message at `after`.
-
-        For a result that ends the answer before its end: a worker that does not know it yet may go on. Stores
-        an empty message. Raises `FencedError` if there is a later chunk, or as `publish_chunk` for `server`.
-        """
-        await self._publish(key, request_id, b"", after, seq, server)
-
-    async def _publish(
-        self,
-        key: SessionKey,
-        request_id: str,
-        body: bytes,
-        after: int,
-        seq: int,
-        server: str,
-        *,
-        base: str = "",
-        is_first: bool = False,
-    ) -> int:
-        subject, pause_s = self._subjects.tokens(key, request_id, "chunk"), 0.1
-        headers = {} if body else {SEALED_HEADER: f"{seq} {self._name}"}
-        if is_first:
-            said = {MODEL_HEADER: self._model, HISTORY_HEADER: base}
-            headers |= {name: value for name, value in said.items() if value}
-        while True:
-            await self._check_server(server)
-            is_first = is_first or not after
-            try:
-                ack = await self._js.publish(
-                    subject, body, timeout=TIMEOUT_S, headers={**headers, EXPECT_HEADER: str(after)}
-                )
-                stored = ack.seq
-            except (APIError, nats.errors.MaxPayloadError) as error:
-                if isinstance(error, APIError) and error.err_code in _OVERTAKEN:
-                    after, is_own = await self._last_chunk(key, request_id, body, after, seq)
-                    if not is_own:
-                        # A forget may have made room for others, before this look or behind it.
-                        if await self.get(seq) is None:
-                            raise FencedError("the session was forgotten") from None
-                        is_first = True
-                        continue
-                    stored = after
-                else:
-                    log.warning("an answer is not streamed any further", error=str(error))
-                    return 0
-            except (nats.errors.Error, OSError) as error:
-                await pause_after("publishing tokens", error, pause_s)
-                pause_s = min(pause_s * 2, MAX_BACKOFF_S)
-                continue
-            if is_first:
-                await self._check_not_forgotten(stored, seq)
-            return stored
-
     @property
     def is_alone(self) -> bool:
         """Whether no other worker can have served the prefix since this one began."""
         return self._is_alone()
-
-    async def _check_not_forgotten(self, chunk_seq: int, seq: int) -> None:
-        """Take back an answer's first message, and raise `FencedError`, if its session was forgotten.
-
-        Another worker may forget a session while this one begins to answer it. It removes requests before
-        chunks: so it removes each chunk whose request is still there.
-        """
-        if self._is_alone() or await self.get(seq) is not None:
-            return
-        with contextlib.suppress(nats.errors.Error, APIError, OSError):  # it expires
-            await self._js.delete_msg(self._subjects.token_stream, chunk_seq)
-        raise FencedError("the session was forgotten")
-
-    async def _last_chunk(
-        self, key: SessionKey, request_id: str, body: bytes, after: int, seq: int
-    ) -> tuple[int, bool]:
-        """Return the sequence of an answer's last message (0: all have expired), and whether `body` is there.
-
-        Looks at each message behind `after`: behind a chunk there may be ends of requests that repeat it.
-        Raises `FencedError` if one is another chunk, the end or the seal of the request at `seq`.
-        """
-        subject, is_own = self._subjects.tokens(key, request_id), 0
-        last = await self._token(subject)
-        if last is None:
-            return 0, False
-        if (last.seq or 0) <= after:
-            await sleep(RACE_S)  # the other write is still in process, or what came last has expired
-            return last.seq or 0, False
-        while (found := await self._token(subject, after)) is not None:
-            after, data = found.seq or 0, found.data or b""
-            if data == body and data and not is_own:
-                is_own = after
-            elif self._stops(data, found.headers or {}, seq):
-                raise FencedError(subject)  # else of a client, or of another request under this id
-        return is_own or after, is_own > 0
-
-    async def _token(self, subject: str, after: int | None = None) -> RawStreamMsg | None:
-        """Read the first message of an answer behind `after`, or its last; None if there is none."""
-        stream, seq = self._subjects.token_stream, None if after is None else after + 1
-        while True:
-            try:
-                return await self._js.get_msg(stream, seq, subject, next=seq is not None)
-            except NotFoundError:
-                return None
-            except (nats.errors.Error, APIError, OSError) as error:
-                await pause_after("reading tokens", error, 1.0)
-
-    def _stops(self, data: bytes, headers: Mapping[str, str], seq: int) -> bool:
-        """Say whether a message is a chunk, the end or another worker's seal of the request at `seq`."""
-        if not data:
-            sealed, name = _sealed(headers)
-            return headers.get(ENDED_HEADER) == str(seq) or (sealed == str(seq) and name != self._name)
-        with contextlib.suppress(InvalidMessageError):
-            return decode_chunk(data).seq == seq
-        return False
 
     async def get(self, seq: int) -> bytes | None:
         """Read the body of an entry; None if it was removed from the log."""
@@ -344,7 +147,7 @@ class Journal:
             # What was removed is no fence.
             if not after and not self._is_alone() and await self.get(decode_result(body).seq or 0) is None:
                 raise FencedError(subject)
-            await self._check_server(server)
+            await check_server(self._nc, server)
             try:
                 ack = await self._js.publish(
                     subject, body, timeout=TIMEOUT_S, headers={**headers, EXPECT_HEADER: str(after)}
@@ -354,7 +157,7 @@ class Journal:
             except APIError as error:
                 if error.err_code == MESSAGE_TOO_LARGE:
                     raise TooLargeError(f"{len(body)} bytes") from error
-                if error.err_code == _WRONG_LAST_SEQUENCE:
+                if error.err_code == WRONG_LAST_SEQUENCE:
                     return await self._own_commit(self._subjects.of(key, "out"), body, after)
                 await pause_after("committing a result", error, pause_s)
             except (nats.errors.Error, OSError) as error:
@@ -362,16 +165,6 @@ class Journal:
             else:
                 return ack.seq
             pause_s = min(pause_s * 2, MAX_BACKOFF_S)
-
-    async def _check_server(self, server: str) -> None:
-        """Wait for a connection: else nats-py would keep a message for whatever server comes next.
-
-        Raises `FencedError` if it is with another server process than `server`.
-        """
-        while not self._nc.is_connected:  # noqa: ASYNC110  # no event
-            await sleep(RACE_S)
-        if self.server != server:
-            raise FencedError("the server has restarted")
 
     async def append(self, key: SessionKey, kind: Literal["attempt", "dead", "closed"], body: bytes) -> None:
         """Store an entry of another kind for a session: a note of attempts, a dead letter, or a close."""
@@ -456,17 +249,6 @@ class Journal:
         subject = self._subjects.of(key, kind) if kind else self._subjects.log(key)
         await self._js.purge_stream(self._subjects.log_stream, seq=before, subject=subject)
 
-    async def streamed(self, key: SessionKey) -> set[str]:
-        """Return the ids of the requests whose answers have chunks. Raises nats-py's errors."""
-        pattern = self._subjects.tokens(key, "*")
-        info = await self._js.stream_info(self._subjects.token_stream, subjects_filter=pattern)
-        return {subject.rsplit(".", 1)[1] for subject in info.state.subjects or {}}
-
-    async def remove_tokens(self, key: SessionKey, request_id: str = "*") -> None:
-        """Remove the chunks of a session's answers, or of one of them. Raises nats-py's errors."""
-        subject = self._subjects.tokens(key, request_id)
-        await self._js.purge_stream(self._subjects.token_stream, subject=subject)
-
     async def delete(self, seq: int) -> None:
         """Remove one entry, if it exists. Raises nats-py's errors."""
         try:
@@ -502,9 +284,3 @@ class Journal:
         if last is None or last.data != body or fence != str(after) or last.seq is None:
             raise FencedError(subject)
         return last.seq
-
-
-def _sealed(headers: Mapping[str, str]) -> tuple[str, str]:
-    """Return the sequence of the request that a message seals, and which worker did; empty if none."""
-    seq, _, name = headers.get(SEALED_HEADER, "").partition(" ")
-    return seq, name

@@ -107,9 +107,9 @@ class Retention:
     async def forget(self, key: SessionKey, close_seq: int, closed_seq: int) -> None:
         """Remove a session's entries before a close, given the sequences of the close and its result."""
         try:
-            await self._journal.remove_tokens(key)
+            await self._journal.chunks.remove(key)
             await self._remove_before(key, close_seq, closed_seq)
-            await self._journal.remove_tokens(key)  # of a worker that saw its request until now
+            await self._journal.chunks.remove(key)  # of a worker that saw its request until now
         except (nats.errors.Error, APIError, OSError) as error:
             log.warning("a session's log could not be removed yet", session=str(key), error=str(error))
 
@@ -194,12 +194,12 @@ class Retention:
                 after = entry.seq
                 with contextlib.suppress(InvalidMessageError):
                     (before if after < close_seq else behind).add(decode_request(entry.body).id)
-        return before | (await self._journal.streamed(key) - behind)
+        return before | (await self._journal.chunks.ids(key) - behind)
 
     async def _remove_chunks(self, key: SessionKey, names: set[str]) -> None:
         """Remove what was published of the answers to these requests; that of a new session stays."""
         for name in names:
-            await self._journal.remove_tokens(key, name)
+            await self._journal.chunks.remove(key, name)
 
     async def _remove(self, key: SessionKey, note: Entry, closed: _Closing) -> None:
         """Remove a close and its result, unless a worker may still know an older one as the session's last.

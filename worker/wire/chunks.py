@@ -1,0 +1,263 @@
+"""The chunks of answers in JetStream: publishes them, in order, and reads them back."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Final, NamedTuple
+from uuid import uuid4
+
+import nats.errors
+import structlog
+from anyio import sleep
+from nats.js.errors import APIError, NotFoundError
+
+from turnkeep_client.errors import InvalidMessageError
+from turnkeep_client.log import ENDED_HEADER, EXPECT_HEADER, HISTORY_HEADER, MODEL_HEADER, SEALED_HEADER
+from turnkeep_client.messages import Chunk, decode_chunk, encode
+
+from .consistent_reads import MAX_BACKOFF_S, RACE_S, TIMEOUT_S, pause_after
+from .fence import WRONG_LAST_SEQUENCE, FencedError, check_server
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from datetime import datetime
+
+    from nats.aio.client import Client
+    from nats.js import JetStreamContext
+    from nats.js.api import RawStreamMsg
+
+    from turnkeep_client.subjects import SessionKey, Subjects
+
+    from .consistent_reads import ConsistentReads
+
+log = structlog.get_logger()
+
+_OVERTAKEN: Final = (WRONG_LAST_SEQUENCE, 10164)  # with several copies, a write that is still in process
+
+
+class Published(NamedTuple):
+    """The chunks of an answer that clients may have seen, and the sequence of its subject's last message.
+
+    `has_ended` says that a worker has closed the token stream, so the answer has a result; `is_sealed` that
+    one is about to end it as cancelled or expired, or has died over it. The first chunk says the `model`, and
+    the digest of the session before it (`base`).
+    """
+
+    chunks: list[Chunk]
+    last_seq: int = 0
+    has_ended: bool = False
+    is_sealed: bool = False
+    model: str = ""
+    base: str = ""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of the chunks' tokens."""
+        return sum(len(chunk.tokens) for chunk in self.chunks)
+
+
+class AnswerChunks:
+    """The stream of tokens. Event loop only. Methods retry as those of `Journal` do."""
+
+    def __init__(
+        self,
+        nc: Client,
+        js: JetStreamContext,
+        subjects: Subjects,
+        reads: ConsistentReads,
+        *,
+        is_alone: Callable[[], bool],
+        model: str,
+    ) -> None:
+        """`is_alone` and `model` are those of `Journal`."""
+        self._nc = nc
+        self._js = js
+        self._subjects = subjects
+        self._reads = reads
+        self._is_alone = is_alone
+        self._model = model
+        self._name = uuid4().hex  # in seals, as a worker's own seals do not stop it
+
+    async def read(self, key: SessionKey, request_id: str, seq: int, stored: datetime) -> Published:
+        """Read the published chunks of the request at `seq`, from index 0, which may come again, up to a gap.
+
+        Ignores chunks that do not name the request's sequence or are older than the request (`stored`): a
+        client may have published them to forge the beginning of the answer.
+        """
+        chunks: list[Chunk] = []
+        num_tokens = num_foreign = last_seq = 0
+        has_gap = has_ended = is_sealed = False
+        model = base = ""
+        async for entry in self._reads.entries(
+            self._subjects.token_stream, self._subjects.tokens(key, request_id)
+        ):
+            last_seq = entry.seq
+            if not entry.body:
+                has_ended = has_ended or entry.headers.get(ENDED_HEADER) == str(seq)
+                is_sealed = is_sealed or _sealed(entry.headers)[0] == str(seq)
+                continue
+            try:
+                chunk = decode_chunk(entry.body)
+            except InvalidMessageError:
+                chunk = None
+            if chunk is None or chunk.seq != seq or entry.stored < stored:
+                # Not those of an earlier request, which this one repeats.
+                num_foreign += chunk is None or chunk.seq is None or chunk.seq >= seq
+                continue
+            is_sealed = False  # whoever sealed it has seen that it goes on
+            if has_gap and chunk.i == 0:  # the first ones have expired, and were published again
+                chunks, num_tokens, has_gap = [], 0, False
+            has_gap = has_gap or chunk.i > num_tokens
+            if chunk.i == num_tokens and not has_gap:
+                model = model or entry.headers.get(MODEL_HEADER, "")
+                base = base or entry.headers.get(HISTORY_HEADER, "")
+                chunks.append(chunk)
+                num_tokens += len(chunk.tokens)
+        if num_foreign:
+            log.warning("ignoring chunks that are not of this request", request=request_id, num=num_foreign)
+        return Published(chunks, last_seq, has_ended, is_sealed, model, base)
+
+    async def publish(
+        self, key: SessionKey, request_id: str, chunk: Chunk, after: int, *, server: str, base: str = ""
+    ) -> int:
+        """Publish the next chunk of an answer; return when it is stored, which is when clients receive it.
+
+        `after` is the sequence of the last message of the answer's subject; returns the chunk's own. Returns
+        0 if the token stream refuses the chunk. Then publish no later chunks of the answer: the stored chunks
+        must have no gap, so that a worker that resumes the answer finds all that clients saw. Raises
+        `FencedError` if another worker has published a chunk of the answer since, or if the session was read
+        from another `server` process than the current one. `base` is the digest of the session before.
+        """
+        return await self._publish(
+            key, request_id, encode(chunk), after, chunk.seq or 0, server, base=base, is_first=chunk.i == 0
+        )
+
+    async def seal(self, key: SessionKey, request_id: str, seq: int, after: int, *, server: str) -> None:
+        """Let nobody publish a chunk of the request at `seq` behind the message at `after`.
+
+        For a result that ends the answer before its end: a worker that does not know it yet may go on. Stores
+        an empty message. Raises `FencedError` if there is a later chunk, or as `publish` for `server`.
+        """
+        await self._publish(key, request_id, b"", after, seq, server)
+
+    async def _publish(
+        self,
+        key: SessionKey,
+        request_id: str,
+        body: bytes,
+        after: int,
+        seq: int,
+        server: str,
+        *,
+        base: str = "",
+        is_first: bool = False,
+    ) -> int:
+        subject, pause_s = self._subjects.tokens(key, request_id, "chunk"), 0.1
+        headers = {} if body else {SEALED_HEADER: f"{seq} {self._name}"}
+        if is_first:
+            said = {MODEL_HEADER: self._model, HISTORY_HEADER: base}
+            headers |= {name: value for name, value in said.items() if value}
+        while True:
+            await check_server(self._nc, server)
+            is_first = is_first or not after
+            try:
+                ack = await self._js.publish(
+                    subject, body, timeout=TIMEOUT_S, headers={**headers, EXPECT_HEADER: str(after)}
+                )
+                stored = ack.seq
+            except (APIError, nats.errors.MaxPayloadError) as error:
+                if isinstance(error, APIError) and error.err_code in _OVERTAKEN:
+                    after, is_own = await self._last_chunk(key, request_id, body, after, seq)
+                    if not is_own:
+                        # A forget may have made room for others, before this look or behind it.
+                        if await self._is_gone(seq):
+                            raise FencedError("the session was forgotten") from None
+                        is_first = True
+                        continue
+                    stored = after
+                else:
+                    log.warning("an answer is not streamed any further", error=str(error))
+                    return 0
+            except (nats.errors.Error, OSError) as error:
+                await pause_after("publishing tokens", error, pause_s)
+                pause_s = min(pause_s * 2, MAX_BACKOFF_S)
+                continue
+            if is_first:
+                await self._check_not_forgotten(stored, seq)
+            return stored
+
+    async def _check_not_forgotten(self, chunk_seq: int, seq: int) -> None:
+        """Take back an answer's first message, and raise `FencedError`, if its session was forgotten.
+
+        Another worker may forget a session while this one begins to answer it. It removes requests before
+        chunks: so it removes each chunk whose request is still there.
+        """
+        if self._is_alone() or not await self._is_gone(seq):
+            return
+        with contextlib.suppress(nats.errors.Error, APIError, OSError):  # it expires
+            await self._js.delete_msg(self._subjects.token_stream, chunk_seq)
+        raise FencedError("the session was forgotten")
+
+    async def _last_chunk(
+        self, key: SessionKey, request_id: str, body: bytes, after: int, seq: int
+    ) -> tuple[int, bool]:
+        """Return the sequence of an answer's last message (0: all have expired), and whether `body` is there.
+
+        Looks at each message behind `after`: behind a chunk there may be ends of requests that repeat it.
+        Raises `FencedError` if one is another chunk, the end or the seal of the request at `seq`.
+        """
+        subject, is_own = self._subjects.tokens(key, request_id), 0
+        last = await self._token(subject)
+        if last is None:
+            return 0, False
+        if (last.seq or 0) <= after:
+            await sleep(RACE_S)  # the other write is still in process, or what came last has expired
+            return last.seq or 0, False
+        while (found := await self._token(subject, after)) is not None:
+            after, data = found.seq or 0, found.data or b""
+            if data == body and data and not is_own:
+                is_own = after
+            elif self._stops(data, found.headers or {}, seq):
+                raise FencedError(subject)  # else of a client, or of another request under this id
+        return is_own or after, is_own > 0
+
+    async def _token(self, subject: str, after: int | None = None) -> RawStreamMsg | None:
+        """Read the first message of an answer behind `after`, or its last; None if there is none."""
+        stream, seq = self._subjects.token_stream, None if after is None else after + 1
+        while True:
+            try:
+                return await self._js.get_msg(stream, seq, subject, next=seq is not None)
+            except NotFoundError:
+                return None
+            except (nats.errors.Error, APIError, OSError) as error:
+                await pause_after("reading tokens", error, 1.0)
+
+    def _stops(self, data: bytes, headers: Mapping[str, str], seq: int) -> bool:
+        """Say whether a message is a chunk, the end or another worker's seal of the request at `seq`."""
+        if not data:
+            sealed, name = _sealed(headers)
+            return headers.get(ENDED_HEADER) == str(seq) or (sealed == str(seq) and name != self._name)
+        with contextlib.suppress(InvalidMessageError):
+            return decode_chunk(data).seq == seq
+        return False
+
+    async def _is_gone(self, seq: int) -> bool:
+        """Say whether a request was removed from the log."""
+        return await self._reads.get(self._subjects.log_stream, seq) is None
+
+    async def ids(self, key: SessionKey) -> set[str]:
+        """Return the ids of the requests whose answers have chunks. Raises nats-py's errors."""
+        pattern = self._subjects.tokens(key, "*")
+        info = await self._js.stream_info(self._subjects.token_stream, subjects_filter=pattern)
+        return {subject.rsplit(".", 1)[1] for subject in info.state.subjects or {}}
+
+    async def remove(self, key: SessionKey, request_id: str = "*") -> None:
+        """Remove the chunks of a session's answers, or of one of them. Raises nats-py's errors."""
+        subject = self._subjects.tokens(key, request_id)
+        await self._js.purge_stream(self._subjects.token_stream, subject=subject)
+
+
+def _sealed(headers: Mapping[str, str]) -> tuple[str, str]:
+    """Return the sequence of the request that a message seals, and which worker did; empty if none."""
+    seq, _, name = headers.get(SEALED_HEADER, "").partition(" ")
+    return seq, name
