@@ -426,7 +426,7 @@ class Session:
 
 
 def _fields(cache: Cache) -> CachePolicy | dict[str, Any]:
-    return cache if isinstance(cache, CachePolicy) else dict(cache)
+    return dict(cache) if isinstance(cache, Mapping) else cache
 
 
 def _whole(cache: CachePolicy | None) -> SessionCache | None:

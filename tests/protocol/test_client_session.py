@@ -224,6 +224,9 @@ async def test_a_session_that_is_open_under_its_policy_is_not_opened_again(
 async def test_a_bad_cache_policy_is_refused_where_it_is_given(client: Client) -> None:
     with pytest.raises(InvalidMessageError, match=r"cache needs a window of 1 to \d+ tokens, not 0"):
         client.session("s1", cache={"policy": "sink_window", "window": 0})
+    words: Any = "sink_window"
+    with pytest.raises(InvalidMessageError, match="cache must be `object`, not `str`"):
+        client.session("s1", cache=words)
 
 
 async def test_a_worker_that_refuses_the_policy_gets_no_turn(client: Client, worker: FakeWorker) -> None:
