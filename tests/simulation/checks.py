@@ -370,7 +370,7 @@ def _apply(
                 key, first_seq = history.imported[key, first_seq]
             seed = request.seed if request.seed is not None else derived_seed(key, first_seq)
             seed = seed if request.temperature else 0
-            is_orphan = result.finish_reason == "given_up" and log.lost  # begun on what the server has lost
+            is_orphan = log.lost and any("lost entries" in one for one in result.warnings)
             for i, token in enumerate(() if is_orphan else result.tokens):
                 if token not in [next_token(prompt, result.tokens[:i], seed, way) for way in (0, 1)]:
                     yield f"token {i} of {request.id} at {seq} does not follow from its session"

@@ -375,6 +375,19 @@ async def a_worker_that_was_overtaken_publishes_no_chunk(place: Place) -> None:
         await one.chunks.publish(key, "g", chunk(3), third, server=one.server)
 
 
+async def an_answer_that_was_cancelled_stays_sealed_if_the_log_has_lost_its_result(place: Place) -> None:
+    """Clients have heard that it ended there, also what had been held back of its text until then."""
+    key, journal = SessionKey("t", "s"), Journal(place.nc, place.js, place.subjects)
+    seq = await place.put("in")
+    chunk = Chunk(0, (7,), "x", seq=seq)
+    first = await journal.chunks.publish(key, "g", chunk, 0, server=journal.server)
+    await journal.chunks.seal(key, "g", seq, first, server=journal.server)
+    await Outbox(place.nc, place.subjects).end(key, "g", seq, Chunk(1, (), "y", seq=seq))
+    await place.nc.flush()
+    published = await journal.chunks.read(key, "g", seq, datetime.fromtimestamp(0, UTC))
+    assert (published.has_ended, published.is_sealed) == (True, True)
+
+
 async def chunks_that_have_expired_stop_no_answer_and_forgotten_ones_do(place: Place) -> None:
     key, journal = SessionKey("t", "s"), Journal(place.nc, place.js, place.subjects)
     seq = await place.put("in")
@@ -445,6 +458,7 @@ SCENES = (
     a_batch_is_stored_whole_or_not_at_all,
     what_another_worker_has_removed_gets_no_result,
     a_worker_that_was_overtaken_publishes_no_chunk,
+    an_answer_that_was_cancelled_stays_sealed_if_the_log_has_lost_its_result,
     chunks_that_have_expired_stop_no_answer_and_forgotten_ones_do,
     an_answer_that_begins_behind_a_forget_takes_its_chunk_back,
     a_forgotten_answer_does_not_go_on_behind_another_one_under_its_id,

@@ -104,7 +104,8 @@ class AnswerChunks:
                 # Not those of an earlier request, which this one repeats.
                 num_foreign += chunk is None or chunk.seq is None or chunk.seq >= seq
                 continue
-            is_sealed = False  # whoever sealed it has seen that it goes on
+            if chunk.tokens:  # else it is the rest of a text that ends there
+                is_sealed = False  # whoever sealed it has seen that it goes on
             if has_gap and chunk.i == 0:  # the first ones have expired, and were published again
                 chunks, num_tokens, has_gap = [], 0, False
             has_gap = has_gap or chunk.i > num_tokens
