@@ -51,7 +51,7 @@ def starts(store: Store) -> list[int]:
     return sorted(node.start for node in nodes)
 
 
-async def test_a_session_without_end_takes_the_same_disk_for_ever(open_store) -> None:
+async def test_an_endless_session_takes_constant_disk_space(open_store) -> None:
     """Its sinks, and `keep_behind` before its end; after any restart its end is there."""
     found = {}
     for end in (100, 200, 400):
@@ -69,7 +69,7 @@ async def test_a_session_without_end_takes_the_same_disk_for_ever(open_store) ->
     assert max(found.values()) < 1.05 * found[100]
 
 
-async def test_a_rewind_behind_prefills_again_and_is_stored_again(open_store) -> None:
+async def test_a_rewind_to_removed_tokens_is_saved_again_and_can_be_restored(open_store) -> None:
     store = await open_store(keep_behind=KEEP)
     chain = store.chain("a", POLICY)
     await grown(store, chain, 400, TOKENS)
@@ -87,7 +87,7 @@ async def test_a_rewind_behind_prefills_again_and_is_stored_again(open_store) ->
     starts(store)
 
 
-async def test_what_another_session_shares_or_holds_or_a_pin_names_stays(open_store) -> None:
+async def test_old_kv_that_another_session_shares_or_holds_or_that_is_pinned_stays(open_store) -> None:
     """And leaves once it is shared, held or pinned no more."""
     store = await open_store(keep_behind=KEEP)
     chain = store.chain("a", POLICY)
@@ -113,7 +113,7 @@ async def test_what_another_session_shares_or_holds_or_a_pin_names_stays(open_st
     assert starts(store) == [0, 4, *range(276, 300, BLOCK)], "two are pinned, one of them with sinks"
 
 
-async def test_under_the_policy_full_nothing_is_behind(open_store, monkeypatch) -> None:
+async def test_the_full_policy_removes_no_old_kv_and_searches_for_none(open_store, monkeypatch) -> None:
     """Nor is anything looked for."""
     looks = []
     monkeypatch.setattr(Index, "descendants", lambda *_: looks.append(1))
@@ -125,7 +125,7 @@ async def test_under_the_policy_full_nothing_is_behind(open_store, monkeypatch) 
     assert looks == []
 
 
-async def test_what_an_earlier_process_left_leaves_once_a_session_is_opened(open_store) -> None:
+async def test_old_kv_of_an_earlier_process_is_removed_once_its_session_is_restored(open_store) -> None:
     store = await open_store()
     await grown(store, store.chain("a", POLICY), 400, TOKENS)
     assert len(starts(store)) == 100
@@ -138,7 +138,9 @@ async def test_what_an_earlier_process_left_leaves_once_a_session_is_opened(open
     assert starts(store) == [0, *range(376, 400, BLOCK)]
 
 
-async def test_a_kill_between_the_row_of_a_gap_and_its_file_costs_nothing(open_store, monkeypatch) -> None:
+async def test_a_crash_between_updating_a_row_and_removing_its_file_loses_nothing(
+    open_store, monkeypatch
+) -> None:
     """The file is taken up by the next start, and leaves again."""
     store = await open_store(keep_behind=KEEP)
     with monkeypatch.context() as patched:
@@ -156,7 +158,9 @@ async def test_a_kill_between_the_row_of_a_gap_and_its_file_costs_nothing(open_s
     assert store.stats().rejected == 0
 
 
-async def test_a_file_whose_row_cannot_be_written_stays_until_the_next_start(open_store, monkeypatch) -> None:
+async def test_a_file_whose_index_row_cannot_be_updated_stays_until_the_next_start(
+    open_store, monkeypatch
+) -> None:
     """A row with a size and no file would break the chain, and cost the session's end."""
     put = Catalog.put
 
@@ -178,7 +182,7 @@ async def test_a_file_whose_row_cannot_be_written_stays_until_the_next_start(ope
     assert starts(store) == [0, *range(176, 200, BLOCK)]
 
 
-async def test_an_encrypted_directory_is_as_flat(open_store) -> None:
+async def test_an_endless_session_takes_constant_disk_space_in_an_encrypted_cache_too(open_store) -> None:
     sealing = pytest.importorskip("cache.disk.sealing")
     for end in (200, 400):
         store = await open_store(keep_behind=KEEP, access=sealing.Sealed(bytes(32)), identity=identity())
@@ -192,7 +196,9 @@ async def test_an_encrypted_directory_is_as_flat(open_store) -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(("layout", "policy"), [(LIMITED, POLICY), (HYBRID, FULL)])
-async def test_random_sessions_lose_nothing_that_is_near(open_store, layout, policy, seed) -> None:
+async def test_random_sessions_never_lose_recent_kv_while_old_kv_is_removed(
+    open_store, layout, policy, seed
+) -> None:
     """They grow, branch, are held, pinned, forgotten, restarted, and writes fail, while old KV leaves."""
     sessions = Sessions(random.Random(seed), open_store)
     sessions.layout, sessions.policy = layout, policy
@@ -220,7 +226,9 @@ async def grown_hybrid(store: Store, end: int, tokens=TOKENS) -> None:
 
 
 @pytest.mark.parametrize("is_sealed", [False, True])
-async def test_of_a_windowed_model_only_the_sections_of_windows_leave(open_store, is_sealed) -> None:
+async def test_a_model_with_full_and_window_layers_drops_only_its_old_window_sections(
+    open_store, is_sealed
+) -> None:
     """Layers that see all tokens keep them; after each restart the session is all there."""
     settings = {"layout": HYBRID, "keep_behind": KEEP}
     if is_sealed:
@@ -237,7 +245,7 @@ async def test_of_a_windowed_model_only_the_sections_of_windows_leave(open_store
         assert await store.close()
 
 
-async def test_a_windowed_model_prefills_behind_a_rewind_and_makes_files_whole_again(open_store) -> None:
+async def test_a_rewound_session_of_a_window_model_makes_shortened_files_whole_again(open_store) -> None:
     store = await open_store(layout=HYBRID, keep_behind=KEEP)
     await grown_hybrid(store, 200)
     rewound = [*TOKENS[:100], 1, 2, 3, 4]
@@ -258,7 +266,7 @@ async def test_a_windowed_model_prefills_behind_a_rewind_and_makes_files_whole_a
 
 
 @pytest.mark.parametrize("when", ["before the file", "before the row"])
-async def test_a_kill_while_a_file_is_shortened_costs_nothing(open_store, monkeypatch, when) -> None:
+async def test_a_crash_while_a_file_is_shortened_loses_nothing(open_store, monkeypatch, when) -> None:
     """A whole file is shortened by the next start; so is the row of a short one."""
     store = await open_store(layout=HYBRID, keep_behind=KEEP)
     with monkeypatch.context() as patched:
@@ -287,7 +295,7 @@ async def test_a_kill_while_a_file_is_shortened_costs_nothing(open_store, monkey
     assert list(store._folder.quarantined.iterdir()) == []
 
 
-async def test_the_index_lost_costs_a_windowed_model_nothing(open_store) -> None:
+async def test_a_session_of_a_window_model_is_restored_in_full_after_its_index_is_lost(open_store) -> None:
     store = await open_store(layout=HYBRID, keep_behind=KEEP)
     await grown_hybrid(store, 200)
     before = header_starts(store)
@@ -301,7 +309,9 @@ async def test_the_index_lost_costs_a_windowed_model_nothing(open_store) -> None
 
 
 @pytest.mark.parametrize("fails", ["shortening", "making whole"])
-async def test_a_file_that_cannot_be_written_is_as_it_was(open_store, monkeypatch, fails) -> None:
+async def test_a_file_that_cannot_be_shortened_or_made_whole_stays_as_it_was(
+    open_store, monkeypatch, fails
+) -> None:
     store = await open_store(layout=HYBRID, keep_behind=KEEP)
     await grown_hybrid(store, 100)
     before = header_starts(store)
@@ -322,7 +332,7 @@ async def test_a_file_that_cannot_be_written_is_as_it_was(open_store, monkeypatc
     assert_restored(await store.load(match), HYBRID, TOKENS[:100])
 
 
-async def test_a_shortened_chain_is_forgotten_and_evicted_to_the_last_file(open_store) -> None:
+async def test_erasing_or_evicting_a_chain_of_shortened_files_leaves_no_file(open_store) -> None:
     store = await open_store(layout=HYBRID, keep_behind=KEEP)
     await grown_hybrid(store, 100)
     held = store.hold("a", TOKENS[:60])
@@ -338,7 +348,7 @@ async def test_a_shortened_chain_is_forgotten_and_evicted_to_the_last_file(open_
     assert (len(store._index), on_disk(store), store.stats().stored_bytes) == (0, 0, 0)
 
 
-async def test_a_paged_session_keeps_all_that_it_may_recall(open_store) -> None:
+async def test_a_paged_session_keeps_all_old_kv_because_it_may_recall_it(open_store) -> None:
     """What is recalled is matched at its own end, so the model's own windows stay as well."""
     paged, tokens = carriers.POLICY, carriers.TOKENS
     window = Policy(0, 6)
