@@ -76,7 +76,7 @@ def running(site: Path, port: int, url: str) -> Iterator[None]:
         process.wait()
 
 
-def test_a_chat_goes_on_over_reloads_and_kills_of_site_gateway_and_worker(
+def test_a_chat_continues_through_page_reloads_and_kills_of_site_gateway_and_worker(
     worker_process: Any, endless_model: Path, site: Path, tmp_path: Path
 ) -> None:
     """Each reload finds the one answer again, by `useChat({ resume: true })`; whole, it is saved."""
