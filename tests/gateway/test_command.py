@@ -54,7 +54,7 @@ def test_a_gateway_open_to_the_network_without_keys_warns_at_its_start(
     assert ("--keys" in text) == warns
 
 
-def test_a_taken_port_a_missing_nats_server_and_a_missing_key_file_are_each_named(
+def test_the_gateway_command_names_a_taken_port_a_missing_nats_server_or_key_file(
     nats_url: str, tmp_path: Path
 ) -> None:
     with listening("127.0.0.1", 0) as taken:

@@ -39,7 +39,7 @@ def refusal(key: Key) -> float | None:
         return fault.retry_after_s
 
 
-def test_the_request_limit_of_a_key_refills_with_time_up_to_one_minutes_worth() -> None:
+def test_the_request_limit_of_an_api_key_refills_with_time_up_to_one_minutes_worth() -> None:
     clock = Clock()
     key = Key("t", Limits(requests=6), clock)
     assert [refusal(key) for _ in range(7)] == [*[None] * 6, 10.0]
@@ -51,7 +51,7 @@ def test_the_request_limit_of_a_key_refills_with_time_up_to_one_minutes_worth() 
     assert [refusal(key) for _ in range(7)][-2:] == [None, 10.0], "no more than a minute's are saved"
 
 
-def test_a_key_that_overspent_its_tokens_is_refused_until_they_have_refilled() -> None:
+def test_an_api_key_that_overspent_its_tokens_is_refused_until_they_have_refilled() -> None:
     clock = Clock()
     key = Key("t", Limits(tokens=600), clock)
     key.spend(900)
@@ -60,7 +60,7 @@ def test_a_key_that_overspent_its_tokens_is_refused_until_they_have_refilled() -
     assert refusal(key) is None
 
 
-async def test_a_key_over_its_limit_gets_429_in_each_apis_shape_and_other_keys_do_not(
+async def test_an_api_key_over_its_limit_gets_429_in_each_apis_shape_and_other_keys_do_not(
     local_worker: Start, door: Start, endless_model: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "keys").write_text("many acme requests=2/min\nfew acme tokens=30/min at_once=1\nany acme\n")

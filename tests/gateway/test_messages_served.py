@@ -220,7 +220,7 @@ async def test_count_tokens_equals_the_usage_of_an_answer_and_opens_no_session(
     assert len(served.index.sessions) == 2
 
 
-async def test_errors_have_anthropics_shape(http: httpx2.AsyncClient) -> None:
+async def test_errors_of_the_messages_api_have_anthropics_shape(http: httpx2.AsyncClient) -> None:
     for sent, says in [
         (body(user([7])), "with a type"),
         (body(user([{"type": "text"}])), "must have a text"),

@@ -82,7 +82,7 @@ def test_a_chat_completion_has_reasoning_tool_calls_and_usage_in_openais_fields(
         ("given_up", "length"),
     ],
 )
-def test_each_finish_reason_maps_to_one_of_openais(reason: str, shown: str) -> None:
+def test_each_finish_reason_maps_to_one_of_openais_finish_reasons(reason: str, shown: str) -> None:
     body = chat.whole(asked(), "x", 5, [generated(reason)])
     assert body["choices"][0]["finish_reason"] == shown
     assert body["choices"][0]["message"]["content"] == "Yes."

@@ -428,7 +428,7 @@ def test_a_models_chat_template_type_selects_mlx_lms_template_and_an_unknown_one
         ("browser.search", []),
     ],
 )
-def test_in_harmony_only_calls_of_offered_functions_count_as_calls(to: str, wanted: Any) -> None:
+def test_only_calls_of_offered_functions_count_as_calls_in_harmony(to: str, wanted: Any) -> None:
     text = f'<|channel|>commentary to={to} <|constrain|>json<|message|>{{"command": "ls"}}<|call|>'
     assert calls_in("harmony", text) == wanted
     if not wanted:
@@ -513,7 +513,7 @@ def test_reasoning_after_a_call_is_streamed_at_once() -> None:
     assert (len(told.calls), told.reasoning, one.in_reasoning) == (1, "Then", True)
 
 
-def test_in_harmony_two_valid_calls_count_despite_an_invalid_call_between_them() -> None:
+def test_two_valid_calls_count_in_harmony_despite_an_invalid_call_between_them() -> None:
     again = "<|start|>assistant"
     bad = written("harmony", "unknown").removesuffix("<|call|>") + "<|end|>"
     text = again.join([good("harmony", "a"), bad, good("harmony", "b")])

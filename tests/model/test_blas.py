@@ -33,7 +33,7 @@ def test_preload_finds_openblas_without_importing_mlx() -> None:
     assert imported == "False"
 
 
-def test_after_a_preload_the_matrix_product_in_the_process_is_that_of_openblas() -> None:
+def test_the_process_uses_the_matrix_product_of_openblas_after_a_preload() -> None:
     """The dynamic linker takes the first global symbol, which must be OpenBLAS's."""
     code = """
 import ctypes

@@ -47,7 +47,7 @@ def allowed(mask: Any) -> set[int]:
     return set(np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist())
 
 
-async def test_masks_allow_exactly_the_tokens_that_may_follow(
+async def test_the_masks_of_a_grammar_allow_exactly_the_tokens_that_may_follow(
     grammars: Grammars, tokenizer: Tokenizer
 ) -> None:
     grammar = await grammars.compiled(ChoiceFormat(("yes", "no, never")))

@@ -125,7 +125,7 @@ def test_a_missing_or_invalid_template_counts_as_depending_on_distant_messages()
 
 
 @pytest.mark.parametrize("name", ["packaged", "trimming", "system apart", "tool runs", "thoughts"])
-def test_a_late_turn_renders_and_tokenises_no_more_than_an_early_one(
+def test_a_late_turn_of_a_chat_renders_and_tokenises_no_more_than_an_early_one(
     tokenizers: dict[str, Tokenizer], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Counted in messages and in characters, for turns that say the same."""

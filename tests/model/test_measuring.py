@@ -51,7 +51,9 @@ def test_the_device_program_measures_every_figure_that_the_bench_lists(measuring
     assert measuring.description["constants"].keys() >= {"prompt_blocks", "pooled_rows", "kept_layers"}
 
 
-def test_a_restore_that_changes_an_array_is_counted(measuring: Measuring, monkeypatch: pytest.MonkeyPatch):
+def test_the_device_program_counts_a_restore_that_changes_an_array(
+    measuring: Measuring, monkeypatch: pytest.MonkeyPatch
+):
     rebuild = layers.rebuild
 
     def change(*given: Any) -> Any:

@@ -300,7 +300,9 @@ def test_a_model_folder_resolves_to_itself_and_a_gguf_file_to_its_conversion(
 
 
 @pytest.mark.parametrize("spec", ["nothing/here/at-all", "/no/such/folder", "missing.gguf", "./a/b", "gpt"])
-def test_a_model_that_does_not_exist_is_refused_with_the_accepted_kinds(spec: str, tmp_path: Path) -> None:
+def test_a_model_that_does_not_exist_raises_an_error_that_lists_the_accepted_kinds(
+    spec: str, tmp_path: Path
+) -> None:
     with pytest.raises(ModelError, match=r"give a model folder, a \.gguf file or a hub id"):
         model.resolve(spec, tmp_path, dtype="float32")
 

@@ -374,7 +374,7 @@ def test_nothing_is_a_call_if_the_request_offers_no_tools(family: str) -> None:
     [{}, {"code": 'print("</tool_call><tool_call>")\n{"a": [1, "}"]}'}, {"code": {"deep": [{"x": '\\"'}]}}],
     ids=["empty", "markers", "nested"],
 )
-def test_arguments_may_be_empty_nested_or_have_markers_in_their_strings(
+def test_call_arguments_may_be_empty_nested_or_contain_markers_in_strings(
     family: str, arguments: dict[str, Any]
 ) -> None:
     _, _, ((_, _, found),), malformed = outcome(splitter(family), written(family, "run", arguments))

@@ -123,7 +123,9 @@ def test_thirty_thousand_messages_are_rendered_into_one_prompt(tokenizer: Tokeni
     assert len(addition.tokens) > 5 * 30_000
 
 
-def test_tokenising_content_made_of_special_tokens_takes_linear_work(tokenizer: Tokenizer) -> None:
+def test_tokenising_content_made_of_special_tokens_takes_work_linear_in_its_length(
+    tokenizer: Tokenizer,
+) -> None:
     """Counted in calls of the tokenizer: each character is encoded a few times, not once per other one."""
     looked_at = 0
     rust = tokenizer._rust
