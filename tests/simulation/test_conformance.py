@@ -1,4 +1,4 @@
-"""The world in memory does what a real nats-server does, in all that the worker and the client rest on."""
+"""The NATS server in memory behaves like a real one in all that workers and clients rely on."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ async def what_is_not_there_is_not_found(place: Place) -> None:
 
 
 async def removing_an_entry_twice_is_an_error_of_its_own(place: Place) -> None:
-    """Not one of code 404, as reading it is."""
+    """Reading it fails with code 404."""
     seq = await place.put("in")
     await place.js.delete_msg(place.names.log, seq)
     with pytest.raises(APIError) as refused:
@@ -326,7 +326,7 @@ async def what_another_worker_has_removed_gets_no_result(place: Place) -> None:
 
 
 async def a_result_behind_another_one_is_nobody_s_first(place: Place) -> None:
-    """What a worker stores a second time, as a replica showed it neither result, is not its own of before."""
+    """A stale replica may hide both from a worker; storing the second again at 0 must then fail."""
     key, journal = SessionKey("t", "s"), Journal(place.nc, place.js, place.subjects)
     seqs = [await place.put("in") for _ in range(2)]
     cancelled, refused = (encode(failure("r", "expired", "so it is", seq=seq)) for seq in reversed(seqs))
@@ -477,7 +477,7 @@ async def _ignore(*_: Any) -> None:
 
 
 @pytest.mark.parametrize("scene", SCENES)
-def test_in_memory(scene: Callable[[Place], Awaitable[None]], tmp_path: Path) -> None:
+def test_the_simulated_nats_server_has_each_behaviour(scene: Callable[[Place], Awaitable[None]], tmp_path: Path) -> None:
     async def main(server: Server) -> None:
         nc = server.connection()
         await nc.connect(["world"], error_cb=_ignore)
@@ -487,7 +487,7 @@ def test_in_memory(scene: Callable[[Place], Awaitable[None]], tmp_path: Path) ->
         run(loop, main(Server(loop)))
 
 
-def test_a_start_waits_for_a_server_that_is_lost_over_it() -> None:
+def test_confirming_subscriptions_waits_for_a_crashed_server_and_fails_on_a_closed_connection() -> None:
     async def main(server: Server) -> None:
         nc = server.connection()
         await nc.connect(["world"], error_cb=_ignore)
@@ -507,7 +507,7 @@ def test_a_start_waits_for_a_server_that_is_lost_over_it() -> None:
 
 
 @pytest.mark.parametrize("scene", SCENES)
-async def test_on_the_real_server(
+async def test_a_real_nats_server_has_each_behaviour(
     scene: Callable[[Place], Awaitable[None]], nats_url: str, tmp_path: Path
 ) -> None:
     nc = await nats.connect(nats_url)
