@@ -1,4 +1,4 @@
-"""What no session sees any more leaves the disk by its age in tokens, although there is room."""
+"""KV that no session sees is removed by its age in tokens, even if the disk has space."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def starts(store: Store) -> list[int]:
 
 
 async def test_an_endless_session_takes_constant_disk_space(open_store) -> None:
-    """Its sinks, and `keep_behind` before its end; after any restart its end is there."""
+    """Its sinks and `keep_behind` tokens before its end, which survives restarts."""
     found = {}
     for end in (100, 200, 400):
         store = await open_store(keep_behind=KEEP)
@@ -88,7 +88,7 @@ async def test_a_rewind_to_removed_tokens_is_saved_again_and_can_be_restored(ope
 
 
 async def test_old_kv_that_another_session_shares_or_holds_or_that_is_pinned_stays(open_store) -> None:
-    """And leaves once it is shared, held or pinned no more."""
+    """It is removed once nothing shares or holds it."""
     store = await open_store(keep_behind=KEEP)
     chain = store.chain("a", POLICY)
     other = [*TOKENS[:100], 1, 2, 3, 4]
@@ -114,7 +114,7 @@ async def test_old_kv_that_another_session_shares_or_holds_or_that_is_pinned_sta
 
 
 async def test_the_full_policy_removes_no_old_kv_and_searches_for_none(open_store, monkeypatch) -> None:
-    """Nor is anything looked for."""
+    """Nor is it searched."""
     looks = []
     monkeypatch.setattr(Index, "descendants", lambda *_: looks.append(1))
     store = await open_store(keep_behind=0)
@@ -141,7 +141,7 @@ async def test_old_kv_of_an_earlier_process_is_removed_once_its_session_is_resto
 async def test_a_crash_between_updating_a_row_and_removing_its_file_loses_nothing(
     open_store, monkeypatch
 ) -> None:
-    """The file is taken up by the next start, and leaves again."""
+    """The next start adopts the file and removes it."""
     store = await open_store(keep_behind=KEEP)
     with monkeypatch.context() as patched:
         patched.setattr(type(store._writer), "_remove_files", lambda *_: None)
@@ -161,7 +161,7 @@ async def test_a_crash_between_updating_a_row_and_removing_its_file_loses_nothin
 async def test_a_file_whose_index_row_cannot_be_updated_stays_until_the_next_start(
     open_store, monkeypatch
 ) -> None:
-    """A row with a size and no file would break the chain, and cost the session's end."""
+    """A row with a size but no file would break the chain and cost the session's end."""
     put = Catalog.put
 
     def fail(self, rows, *, durable=False) -> None:
@@ -199,7 +199,7 @@ async def test_an_endless_session_takes_constant_disk_space_in_an_encrypted_cach
 async def test_random_sessions_never_lose_recent_kv_while_old_kv_is_removed(
     open_store, layout, policy, seed
 ) -> None:
-    """They grow, branch, are held, pinned, forgotten, restarted, and writes fail, while old KV leaves."""
+    """They grow, branch, are held, pinned, forgotten, restarted, and some writes fail."""
     sessions = Sessions(random.Random(seed), open_store)
     sessions.layout, sessions.policy = layout, policy
     model = HYBRID if policy == FULL else LAYOUT
@@ -229,7 +229,7 @@ async def grown_hybrid(store: Store, end: int, tokens=TOKENS) -> None:
 async def test_a_model_with_full_and_window_layers_drops_only_its_old_window_sections(
     open_store, is_sealed
 ) -> None:
-    """Layers that see all tokens keep them; after each restart the session is all there."""
+    """Layers that see all tokens keep them; each restart restores the whole session."""
     settings = {"layout": HYBRID, "keep_behind": KEEP}
     if is_sealed:
         settings["access"] = pytest.importorskip("cache.disk.sealing").Sealed(bytes(32))
@@ -267,7 +267,7 @@ async def test_a_rewound_session_of_a_window_model_makes_shortened_files_whole_a
 
 @pytest.mark.parametrize("when", ["before the file", "before the row"])
 async def test_a_crash_while_a_file_is_shortened_loses_nothing(open_store, monkeypatch, when) -> None:
-    """A whole file is shortened by the next start; so is the row of a short one."""
+    """The next start shortens the file, or corrects the row of a short one."""
     store = await open_store(layout=HYBRID, keep_behind=KEEP)
     with monkeypatch.context() as patched:
         if when == "before the file":
@@ -349,7 +349,7 @@ async def test_erasing_or_evicting_a_chain_of_shortened_files_leaves_no_file(ope
 
 
 async def test_a_paged_session_keeps_all_old_kv_because_it_may_recall_it(open_store) -> None:
-    """What is recalled is matched at its own end, so the model's own windows stay as well."""
+    """A recall matches at its own end, so the model's own windows stay as well."""
     paged, tokens = carriers.POLICY, carriers.TOKENS
     window = Policy(0, 6)
     layout = ModelLayout(LAYOUT.kv, reaches=(FULL, FULL, window, window), sketches=carriers.SKETCHES)

@@ -1,4 +1,4 @@
-"""Names of token runs: equal prefixes have equal names, nothing else has."""
+"""Names of blocks: equal prefixes have equal names, others do not."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_tokens_are_packed_as_little_endian_uint32() -> None:
 
 @given(st.data())
 def test_tokens_behave_like_a_plain_list_after_any_slices_and_appends(data) -> None:
-    """Parts are shared by tokens that grew from one another in any way."""
+    """Token sequences derived from one another share parts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cache.names.tokens._PART", 4)
         made, digests = [(as_tokens(), list[int]())], {}
@@ -105,7 +105,7 @@ def test_tokens_behave_like_a_plain_list_after_any_slices_and_appends(data) -> N
 
 @given(st.data())
 def test_shortened_tokens_return_the_same_ids_or_raise_an_error_for_those_left_out(data) -> None:
-    """Also where the shortened ones were packed, and go on from the names of what was left out."""
+    """Also after packing, and if names continue from those of the tokens left out."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cache.names.tokens._PART", 4)
         block = data.draw(st.sampled_from((1, 2, 3, 4, 8)))
@@ -184,7 +184,7 @@ def test_a_shortened_session_keeps_its_beginning_its_end_and_its_block_names() -
 
 
 def test_a_turn_does_not_pack_or_hash_a_session_of_a_million_tokens_again(monkeypatch) -> None:
-    """What was said before is neither copied, nor compared, nor hashed again."""
+    """Earlier tokens are neither copied, nor compared, nor hashed again."""
     session = as_tokens(range(1_000_000))
     names = session.chains.setdefault(ROOT, Chain(ROOT, 128))
     names.names(session)

@@ -1,4 +1,4 @@
-"""Carriers: one block in sixteen has the sketches of the others, so that a restart need not open these."""
+"""Carriers: every sixteenth block has the sketches of its group, so a restore opens fewer files."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_splitting_a_buffer_at_a_position_divides_its_spans_and_memory() -> None
 async def test_a_restore_needs_only_carrier_blocks_visible_blocks_and_blocks_after_the_last_carrier(
     stored, num_tokens
 ) -> None:
-    """At, before and behind the edges of what is carried; a match may end within a carrier."""
+    """At, before and behind the ends of groups; a match may end within a carrier."""
     store, chain = stored
     match = store.match(chain, TOKENS[:num_tokens])
     assert match.num_tokens == num_tokens
@@ -123,7 +123,7 @@ async def test_a_recall_reads_the_kv_of_a_carrier_block_like_that_of_any_other_b
 async def test_a_restore_rejects_a_carrier_block_only_if_its_carried_sketches_are_damaged(
     stored, section
 ) -> None:
-    """A restart reads of it what is carried alone: damage elsewhere costs nothing until somebody looks."""
+    """A restore reads only the carried sketches of this file; damage elsewhere is not noticed."""
     store, chain = stored
     match = store.match(chain, TOKENS)
     path = file_of(store, match.nodes[31])

@@ -1,4 +1,4 @@
-"""Layers that attend within chunks: cut by tokens while they hold them, rebuilt, shortened, and measured."""
+"""Chunked-attention layers: copied by tokens while they hold them, rebuilt, trimmed and measured."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def counted(start: int, end: int) -> list[float]:
 
 
 def test_a_chunk_of_two_blocks_is_stored_by_tokens_and_a_smaller_one_as_a_whole_state() -> None:
-    """By another name, which is part of the identity: nothing that was stored as a state is taken for it."""
+    """The class names differ and are part of the identity, so the two are never confused."""
     assert layers.describe(make(BLOCK)) == "ChunkCache(32) KVCache"
     assert layers.trimmable(make(BLOCK))
     for block_tokens in (BLOCK + 1, None):

@@ -1,4 +1,4 @@
-"""`turnkeep cache`: what it shows, checks, removes and carries, on real directories."""
+"""`turnkeep cache` on real directories: list, verify, prune, export and import."""
 
 from __future__ import annotations
 
@@ -332,7 +332,7 @@ def test_cache_prune_without_a_clear_choice_of_what_to_remove_is_a_usage_error(t
 
 
 async def test_a_cache_on_a_read_only_disk_can_be_inspected_and_verified(open_store, filled, mounted) -> None:
-    """An image of a disk, say: SQLite cannot even make its own lock files there."""
+    """For example a disk image, where SQLite cannot even make its lock files."""
     folder = mounted("size=4m")
     shutil.copytree(filled, folder / "cache")
     await asyncio.to_thread(subprocess.run, ["mount", "-o", "remount,ro", folder], check=True)

@@ -1,4 +1,4 @@
-"""What the event loop does for a long session: counted in steps, which grow with what is new alone."""
+"""The event loop's work for a long session, counted in steps, grows only with the new tokens."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ async def test_saving_one_more_block_takes_the_same_steps_in_a_short_and_a_long_
 async def test_eviction_does_not_search_the_pinned_blocks_again_for_every_evicted_block(
     open_store, monkeypatch, pinned
 ) -> None:
-    """The pinned ones were used the longest ago, so that they would come first, each time."""
+    """The pinned blocks are the least recently used, so a search would meet them first."""
     store = await open_store()
     save_all(store, "a", list(range(60 * BLOCK)))
     assert await store.barrier(30)
@@ -117,7 +117,7 @@ async def test_eviction_does_not_search_the_pinned_blocks_again_for_every_evicte
 
 
 async def test_a_chain_does_not_return_cached_block_names_for_other_tokens(open_store) -> None:
-    """Whoever names a tenant by it may only save hashes."""
+    """A chain caches hashes; the cache must not change results."""
     tokens, other = list(range(20)), [*range(9), 99, *range(10, 20)]
     chain = Chain(blocks.root(identity().digest(), "a"), BLOCK)
     for asked in (tokens, tokens[:7], other, tokens, [7], other[:12], tokens[:3]):

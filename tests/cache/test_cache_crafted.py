@@ -1,4 +1,4 @@
-"""Files that somebody made: whatever their headers say, they are not ours, and nothing ends for them."""
+"""Crafted files: whatever their headers say, they are rejected and stop no worker or command."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_a_header_whose_model_fields_contradict_its_identity_is_rejected(tmp_pat
 async def test_a_file_with_more_tokens_than_a_block_may_have_is_neither_imported_nor_kept(
     tmp_path, open_store
 ) -> None:
-    """`forget` follows blocks as long as a worker makes them, and each import and start does."""
+    """`forget` follows only blocks of the size that a worker writes; imports check it."""
     store = await open_store()
     name, kv = Name(blocks.root(identity().digest(), "a"), 0, pack(MANY)), cut(MANY, Span(0, len(MANY)))
     assert await store.close()
@@ -207,7 +207,7 @@ def grown(whole: bytes, changes: dict[str, Any], num_tokens: int, payload: bytes
 async def test_opening_a_store_repairs_an_index_that_has_rows_of_crafted_files(
     tmp_path, open_store, row
 ) -> None:
-    """Its rows are as they were put down: their proofs are right, and no start would ever find a fault."""
+    """The checksums of these rows are right, so the usual check finds no fault."""
     folder = Folder(tmp_path / "cache")
     catalog = Catalog(folder)
     catalog.put([row])
@@ -313,7 +313,7 @@ PAYLOAD = b"".join(tensor.data for tensor in cut(TOKENS, Span(0, BLOCK)))
 def test_a_randomly_changed_header_is_either_rejected_or_read_as_it_was_written(
     tmp_path_factory, text
 ) -> None:
-    """No third way: neither an exception of another kind, nor a name or a layout of another kind."""
+    """No other exception, and no other name or layout, may result."""
     path = tmp_path_factory.getbasetemp() / f"{NAME.digest.hex()}.safetensors"
     path.write_bytes(signed(text, PAYLOAD))
     try:
@@ -341,7 +341,7 @@ def test_an_oversized_header_is_rejected_before_it_is_parsed(tmp_path) -> None:
 async def test_a_file_with_a_forged_huge_shape_is_rejected_without_allocating_memory_for_it(
     tmp_path, open_store
 ) -> None:
-    """A file of some hundred bytes says that it has a million heads, of no size."""
+    """A file of some hundred bytes claims a million heads of size zero."""
     store = await open_store()
     save_all(store, "a", TOKENS)
     assert await store.barrier(5)

@@ -1,4 +1,4 @@
-"""Disks that fail at any point, take the process with them, vanish, or are full: real calls, real files.
+"""Disks that fail at any point, hang, vanish or are full, and kills: real calls, real files.
 
 The faults come from `faulty_disk.c`, preloaded into processes of their own (`on_faulty_disk.py`).
 """
@@ -90,13 +90,13 @@ async def test_a_kill_at_any_change_of_the_disk_loses_no_saved_and_revives_no_er
 
 @pytest.mark.process
 def test_the_cache_stays_correct_and_continues_whichever_change_of_the_disk_fails(faulty_disk, base) -> None:
-    """EIO, ENOSPC, EDQUOT once at each call; those and EROFS, a remount, from some call on."""
+    """EIO, ENOSPC or EDQUOT once at each call; these or EROFS from some call on."""
     assert run(faulty_disk, "failing", base)["changes"] > 100
 
 
 @pytest.mark.process
 def test_the_event_loop_never_touches_the_disk(faulty_disk, base) -> None:
-    """However slow it is, nothing that turns wait for waits for it."""
+    """However slow the disk is, no turn waits for it."""
     found = run(faulty_disk, "touched", base)
     assert found["here"] == 0
     assert found["everywhere"] > 20
@@ -105,7 +105,7 @@ def test_the_event_loop_never_touches_the_disk(faulty_disk, base) -> None:
 
 @pytest.mark.process
 def test_a_disk_that_hangs_on_reads_blocks_neither_other_loads_nor_the_exit(faulty_disk, base) -> None:
-    """A read that does not return keeps its thread: there are two, and the process ends with them."""
+    """A read that hangs keeps its thread: at most two do, and the process can still exit."""
     assert 0 < run(faulty_disk, "hanging", base)["stuck"] <= 2
 
 
@@ -113,7 +113,7 @@ def test_a_disk_that_hangs_on_reads_blocks_neither_other_loads_nor_the_exit(faul
 async def test_confirmed_pins_evictions_and_erasures_survive_a_power_failure(
     faulty_disk, base, open_store
 ) -> None:
-    """A pin that was noted, a gap whose file is gone, and that nothing is left of an erasure."""
+    """A confirmed pin, evicted middle blocks, and an erase that left no trace."""
     found = run(faulty_disk, "powerless", base)
     store = await open_store(directory=base / "pinned")
     assert store.stats().kept_bytes > 0

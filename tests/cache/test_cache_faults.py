@@ -1,4 +1,4 @@
-"""Disks that are full, that lie and that fail: a miss or a counted loss, never a wrong answer."""
+"""Disks that are full, corrupt or failing: a miss or a counted loss, never a wrong answer."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ async def test_a_disk_that_fills_up_while_snapshots_are_written_costs_only_those
 async def test_the_cache_evicts_before_it_writes_so_that_the_required_free_space_is_left(
     open_store, small_disk
 ) -> None:
-    """Not by failing: by evicting before it writes, so that the free space it was told to leave is left."""
+    """No write fails and no snapshot is dropped."""
     free = 2 << 20
     store = await open_store(directory=small_disk / "cache", min_free_bytes=free)
     for session in range(250):
@@ -149,7 +149,7 @@ async def test_failing_writes_cause_longer_and_longer_pauses_and_are_logged_once
 async def test_after_a_failed_write_the_queued_snapshots_are_dropped_without_being_tried(
     open_store, monkeypatch
 ) -> None:
-    """Otherwise a full disk would be hammered with everything that waits."""
+    """Otherwise a full disk would be hammered with the whole queue."""
     store = await open_store(monotonic=Clock())
     loop, tried = asyncio.get_running_loop(), []
 
@@ -208,7 +208,7 @@ async def test_a_snapshot_file_is_synced_before_it_is_renamed_and_its_folder_aft
 
 
 async def test_a_file_whose_rename_could_not_be_synced_is_removed(open_store, tmp_path, monkeypatch) -> None:
-    """It failed, so it is not counted as stored; then it must not turn up at the next start either."""
+    """It is not counted as stored, so it must not turn up at the next start either."""
     store = await open_store()
     fsync = os.fsync
 
@@ -278,7 +278,7 @@ async def test_an_unexpected_exception_in_a_removal_stops_saving_but_not_serving
 async def test_an_index_that_cannot_be_written_does_not_lose_the_snapshots(
     open_store, monkeypatch, error
 ) -> None:
-    """SQLite without memory is no `sqlite3.Error`."""
+    """SQLite out of memory is no `sqlite3.Error`."""
     store = await open_store()
 
     def fail(catalog, rows) -> None:
@@ -297,7 +297,7 @@ async def test_an_index_that_cannot_be_written_does_not_lose_the_snapshots(
 
 
 async def test_an_idle_writer_keeps_no_tensors_alive(open_store) -> None:
-    """Nothing comes after the last one that would take their place."""
+    """No later snapshot replaces the last one's tensors."""
     store = await open_store()
     whole = [np.ones((1, HEADS, 2, DIM), np.float32) for _ in range(4)]
     names = ["0.keys", "0.values", "1.keys", "1.values"]
@@ -390,7 +390,7 @@ def no_files_left():
 async def test_running_out_of_file_descriptors_is_a_miss_and_quarantines_no_file(
     open_store, tmp_path, no_files_left
 ) -> None:
-    """It is a miss. The files are as good as they were: moved away, they would cost the whole session."""
+    """The files are fine; quarantining them would cost the whole session."""
     store = await open_store()
     save_all(store, "a", TOKENS)
     assert await store.barrier(5)
@@ -520,7 +520,7 @@ async def test_the_quarantine_keeps_a_limited_number_of_files_which_count_toward
 async def test_emptying_the_quarantine_by_hand_gives_its_disk_space_back_to_the_cache(
     open_store, tmp_path
 ) -> None:
-    """Whoever looks into it, and empties it, need not stop the worker for it to be counted right."""
+    """The worker need not be stopped for this."""
     store = await open_store()
     sessions = [[session, 1] for session in range(6)]
     for tokens in sessions:

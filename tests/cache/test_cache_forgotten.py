@@ -1,4 +1,4 @@
-"""`settled` is true only where nothing of the forgotten is left: not in any file of the directory."""
+"""`settled` confirms an erase: no file of the directory has any trace of the tokens."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def stored(open_store, *runs: list[int], **settings):
 
 
 async def test_erased_tokens_are_left_in_no_file_of_the_directory(open_store, tmp_path) -> None:
-    """The index's own pages and its log have had the tokens too."""
+    """SQLite's pages and its write-ahead log had the tokens too."""
     store = await stored(open_store, OTHER, *([*TOKENS, i] for i in range(20)), TOKENS)
     for i in range(20):
         assert (await store.erase("a", [*TOKENS, i], 10)).settled
@@ -211,7 +211,7 @@ async def test_a_file_found_damaged_after_it_was_erased_is_not_kept_in_quarantin
 async def test_an_erase_removes_copies_of_the_tokens_made_by_other_models_or_settings(
     open_store, tmp_path, lost
 ) -> None:
-    """Made with other `kv_bits`, or blocks of another size; also where the index was lost in between."""
+    """Made with other `kv_bits`, or blocks of another size; also if the index was lost in between."""
     for changes in ({"caches": "8 bits"}, {"block_tokens": 3}, {"weights": "other"}, {}):
         await (await stored(open_store, TOKENS, OTHER, identity=identity(**changes))).close()
     if lost:
@@ -280,7 +280,7 @@ async def test_an_erase_is_not_confirmed_if_the_directory_cannot_be_synced(open_
 async def test_an_erase_on_macos_flushes_the_drive_s_cache_with_f_fullfsync(
     open_store, tmp_path, monkeypatch, code
 ) -> None:
-    """There a plain fsync ends in it. Snapshots have checksums and are not promised, so they need no more."""
+    """fsync only reaches that cache. Snapshots have checksums and are not promised: they need no more."""
     synced, fsynced, fsync = [], [], os.fsync
 
     def full_sync(fd: int, command: int) -> None:

@@ -1,4 +1,4 @@
-"""One file: what is written comes back bit by bit, and what is not beyond doubt never comes back."""
+"""One snapshot file: it is read back bit by bit, and a damaged one is never used."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_the_safetensors_library_reads_a_snapshot_file(path) -> None:
 
 
 def test_bfloat16_tensors_are_read_back_bit_by_bit(tmp_path) -> None:
-    """numpy has no bfloat16: the bytes go through as they are."""
+    """numpy has no bfloat16, so the bytes are passed on unchanged."""
     whole = mx.random.normal((1, HEADS, BLOCK, 8)).astype(mx.bfloat16)
     mx.eval(whole)
     data = memoryview(whole).cast("B")
@@ -272,7 +272,7 @@ def chain_of_two(folder, tokens):
 def test_blocks_are_read_into_one_array_and_the_last_block_may_be_read_in_part(
     tmp_path, monkeypatch, num_read, own_memory
 ) -> None:
-    """Also where MLX keeps arrays in memory that the CPU's writing may not reach."""
+    """Also where the CPU cannot write into MLX's arrays."""
     monkeypatch.setattr(mx.cuda, "is_available", lambda: own_memory)
     monkeypatch.setattr(cuda, "copied", lambda host, dtype: mx.array(host).view(dtype))
     tokens = [1, 2, 3, 4, 5, 6, 7, 8]

@@ -1,4 +1,4 @@
-"""Sessions longer than the disk limit: the middle of a chain leaves before its end, and its names stay."""
+"""Sessions longer than the disk limit: the middle of a chain is evicted first, and its names stay."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def assert_room_rule(store) -> None:
 
 
 async def test_a_sink_window_session_longer_than_the_disk_limit_is_saved_and_restored(open_store) -> None:
-    """Every block is saved, its end can be restored, and what is between sinks and window makes room."""
+    """Every block is saved, those between sinks and window are evicted, and the end is restored."""
     store = await limited(open_store, 8)
     chain = store.chain("a", POLICY)
     await grown(store, chain, 400)
@@ -80,7 +80,7 @@ async def test_a_sink_window_session_longer_than_the_disk_limit_is_saved_and_res
 
 
 async def test_sinks_of_more_than_one_block_stay_on_disk_while_a_session_needs_them(open_store) -> None:
-    """While a session grows, and when only what a restore holds is left of it."""
+    """While a session grows, and when only a pending restore holds it."""
     policy = Policy(10, 6)
     store = await limited(open_store, 12)
     chain = store.chain("a", policy)
@@ -142,7 +142,7 @@ async def test_a_rewind_into_evicted_blocks_finds_the_longest_prefix_that_is_sti
 async def test_a_session_that_continues_within_evicted_blocks_saves_again_only_those_it_sees(
     open_store,
 ) -> None:
-    """It prefills the gap once, and not again at its next restore."""
+    """It prefills these blocks once, and not again after its next restore."""
     store = await limited(open_store, 12)
     chain = store.chain("a", POLICY)
     await grown(store, chain, 300)
@@ -169,7 +169,7 @@ async def test_a_session_that_continues_within_evicted_blocks_saves_again_only_t
 async def test_a_failed_write_of_an_evicted_block_leaves_the_index_and_later_blocks_unchanged(
     open_store, monkeypatch
 ) -> None:
-    """What continues it is on disk: nothing of that is lost, and no file is left behind."""
+    """The blocks that continue it stay on disk, and no file is left behind."""
     store = await limited(open_store, 12)
     chain = store.chain("a", POLICY)
     await grown(store, chain, 300)
@@ -192,7 +192,7 @@ async def test_a_failed_write_of_an_evicted_block_leaves_the_index_and_later_blo
 
 
 async def test_eviction_spares_the_blocks_that_a_pending_restore_needs(open_store) -> None:
-    """Also where it ends in the middle of a chain that goes on."""
+    """Also if the restore ends in the middle of a chain."""
     store = await limited(open_store, 100)
     chain = store.chain("a", POLICY)
     await grown(store, chain, 200)
@@ -263,7 +263,7 @@ async def test_forgetting_a_chain_with_evicted_blocks_removes_all_of_its_index_r
 async def test_an_evicted_block_whose_file_outlived_a_crash_is_used_again_at_the_next_start(
     open_store,
 ) -> None:
-    """The row says that it is gone, the file is there: it is taken up again."""
+    """The row says evicted, but the file is there: the start adopts it."""
     store = await limited(open_store, 8)
     await grown(store, store.chain("a", POLICY), 100)
     gap = next(node for node in store._index if node.is_gap)
@@ -282,7 +282,7 @@ async def test_an_evicted_block_whose_file_outlived_a_crash_is_used_again_at_the
 async def test_a_crash_right_after_a_middle_block_s_file_is_removed_leaves_the_end_restorable(
     open_store, tmp_path, monkeypatch
 ) -> None:
-    """The row was there first: a row with a size and without a file would end the chain before it."""
+    """The row is written first: a row with a size but no file would end the chain there."""
     store, remove, lives = await limited(open_store, 8), Folder.remove, []
 
     def copied(folder, digest) -> None:
@@ -304,7 +304,7 @@ async def test_a_crash_right_after_a_middle_block_s_file_is_removed_leaves_the_e
 async def test_finding_the_blocks_that_a_session_needs_does_not_walk_its_middle(
     open_store, monkeypatch
 ) -> None:
-    """A full disk asks for it with each snapshot, and a session may be a million tokens long."""
+    """A full disk needs this for each snapshot, and a session may have a million tokens."""
     store, seen = await limited(open_store, 8), []
     chain = Node.chain
     monkeypatch.setattr(Node, "chain", lambda self: (seen.append(node) or node for node in chain(self)))
@@ -327,7 +327,7 @@ async def test_finding_the_blocks_that_a_session_needs_does_not_walk_its_middle(
 
 
 async def test_a_lost_index_costs_only_the_blocks_behind_the_first_evicted_one(open_store) -> None:
-    """Its names were in the index alone: what is before it is found by the files."""
+    """Only the index has its name; blocks before it are found by their files."""
     store = await limited(open_store, 8)
     await grown(store, store.chain("a", POLICY), 200)
     num_before = next(i for i, node in enumerate(sorted(store._index, key=lambda n: n.start)) if node.is_gap)
@@ -474,14 +474,14 @@ def _fail(*_) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 async def test_random_sessions_are_restored_as_far_as_the_files_on_disk_allow(open_store, seed) -> None:
-    """A match is the longest that is there, its KV is right, and what is counted is what is on disk."""
+    """Each match is the longest on disk, its KV is right, and the counters match the disk."""
     await Sessions(random.Random(seed), open_store).run(50)
 
 
 async def test_a_session_of_a_model_with_only_window_layers_may_outgrow_the_disk_limit_too(
     open_store,
 ) -> None:
-    """Where every layer is one; with a layer that sees all tokens there is nothing to spare."""
+    """With a layer that sees all tokens no block could be spared."""
     store = await limited(open_store, 8, layout=ModelLayout(LAYOUT.kv, reaches=(POLICY,) * 4))
     await grown(store, "a", 200)
     match = store.match("a", TOKENS)
@@ -493,7 +493,7 @@ async def test_a_session_of_a_model_with_only_window_layers_may_outgrow_the_disk
 async def test_a_shortened_session_accepts_block_names_only_from_its_own_valid_boundary(
     open_store, monkeypatch
 ) -> None:
-    """Not those of another tenant, nor of a chain that is shorter than a boundary says, or unknown."""
+    """Not from another tenant, an unknown chain, or one shorter than the boundary says."""
     monkeypatch.setattr("cache.names.tokens._PART", 2 * BLOCK)
     store = await open_store()
     for tenant in ("a", "b"):

@@ -1,4 +1,4 @@
-"""An identity is made of contents: what computes the same has one, what may not has another."""
+"""A model's identity comes from its contents: equal models share it, others do not."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_any_change_of_weights_config_or_tokenizer_gives_another_identity(folder
 
 
 def test_a_chat_template_does_not_change_the_identity_wherever_it_is_stored(folder) -> None:
-    """It chooses the tokens, which name their KV themselves; what else is said of the tokenizer counts."""
+    """It only chooses tokens, which name their KV themselves; other tokenizer settings count."""
     config = folder / "tokenizer_config.json"
     config.write_text(json.dumps({"eos_token": "</s>"}))
     before = take(folder)

@@ -1,4 +1,4 @@
-"""The index finds what a search of everything would, and its catalog can be lost."""
+"""The index finds what a full search would, and is rebuilt if its file is lost."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_tokens_are_covered_exactly_if_a_stored_entry_begins_with_them(runs, wan
 
 
 def test_use_of_a_leaf_counts_for_its_parents_and_children_come_first_in_eviction_order() -> None:
-    """The chain has it from its leaf: at once in the order, and as its own where the leaf has gone."""
+    """A parent takes its last use from its leaf, and keeps it when the leaf is removed."""
     index = Index(lambda: 0.0)
     parent = index.add(name((1, 2)), 1)
     one = index.add(name((3,), parent.digest), 1)
@@ -210,7 +210,7 @@ async def test_a_changed_index_row_is_rebuilt_from_its_file(open_store, tmp_path
 
 
 async def test_opening_a_store_drops_an_index_row_whose_parent_is_missing(open_store, tmp_path) -> None:
-    """Row and file of a block went together; what continues them is of no use."""
+    """Row and file of a block are missing; the blocks that continue it are useless."""
     await stored_once(open_store)
     db = sqlite3.connect(tmp_path / "cache" / "index.sqlite")
     with db:
@@ -224,7 +224,7 @@ async def test_opening_a_store_drops_an_index_row_whose_parent_is_missing(open_s
 
 
 async def test_a_truncated_file_is_detected_when_it_is_read_and_never_used(open_store, tmp_path) -> None:
-    """A start looks at names only; a file's length is verified as all the rest of it."""
+    """A start looks at names only; the length is verified when the file is read."""
     await stored_once(open_store)
     tokens = as_tokens(TOKENS)
     digest = Chain(blocks.root(identity().digest(), "a"), BLOCK).names(tokens)[2]
@@ -308,7 +308,7 @@ async def test_unfinished_files_of_an_earlier_process_are_removed_and_logged(ope
 
 
 async def test_the_order_of_use_survives_a_restart(open_store, tmp_path) -> None:
-    """The oldest by use goes first, not the oldest by age; nor does a clock that was set back matter."""
+    """The least recently used is evicted first, not the oldest, even if the clock was set back."""
     store = await open_store(clock=lambda: 1000.0)
     for tenant in ("a", "b", "c"):
         save_all(store, tenant, [1, 2])
@@ -324,7 +324,7 @@ async def test_the_order_of_use_survives_a_restart(open_store, tmp_path) -> None
 
 
 async def test_a_prefix_keeps_the_last_use_of_its_evicted_leaf_after_a_restart(open_store) -> None:
-    """Only leaves are noted in the catalog; when one goes, its parent must inherit its last use."""
+    """Only leaves are noted in the index; when one is evicted, its parent inherits its last use."""
     store = await open_store(clock=lambda: 1000.0)
     save_all(store, "old", [1, 2, 3, 4])
     save_all(store, "new", [1, 2, 3, 4])

@@ -1,4 +1,4 @@
-"""Live caches taken apart and rebuilt: bit by bit, and the model cannot tell."""
+"""Live caches are copied and rebuilt, and the model computes the same bits."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ async def test_a_restored_session_continues_with_bit_identical_logits(model, ope
 
 
 async def test_attention_never_reads_the_unused_memory_behind_a_restored_session(model, open_store) -> None:
-    """Its contents are undefined; a NaN that attention met would spread over all that follows."""
+    """Its contents are undefined; a NaN there would spread if attention read it."""
     store = await open_store(identity=identity(block_tokens=BLOCK), layout=layout_of(model))
     tokens = prompt(3 * BLOCK + 1)
     caches = make_prompt_cache(model)
@@ -142,7 +142,7 @@ async def test_a_prompt_continued_from_a_snapshot_at_a_block_boundary_gives_iden
 
 
 def test_copied_kv_does_not_change_when_the_cache_is_trimmed_and_continued(model) -> None:
-    """A view of a live cache would: assigning to a slice mutates the array under its reader."""
+    """A view of a live cache would: assigning to a slice changes the array under its reader."""
     caches = make_prompt_cache(model)
     logits = prefill(model, caches, prompt(2 * BLOCK))
     tensors = layers.cut(caches, 0, 2 * BLOCK)
@@ -165,7 +165,7 @@ def test_a_copy_of_a_span_holds_exactly_the_kv_of_its_tokens(model) -> None:
 
 
 def test_kv_copied_in_one_transfer_equals_kv_copied_array_by_array(model, monkeypatch) -> None:
-    """As on CUDA; with a state, of arrays of several types."""
+    """As on CUDA; also for a state of several dtypes."""
     caches = [*make_prompt_cache(model), ArraysCache(2)]
     prefill(model, caches[:-1], list(range(BLOCK)))
     caches[-1][0] = mx.arange(7, dtype=mx.uint32)
@@ -228,7 +228,7 @@ def test_the_first_unsupported_cache_class_is_named(model) -> None:
 
 
 def test_describe_lists_the_classes_of_the_caches_and_their_parameters(model) -> None:
-    """All that a snapshot leaves to the model: were it another one, the snapshot's identity would be."""
+    """Snapshots do not store these; if they change, the identity changes."""
     assert layers.describe(make_prompt_cache(model)) == "2*KVCache"
     caches = [
         KVCache(),
@@ -242,7 +242,7 @@ def test_describe_lists_the_classes_of_the_caches_and_their_parameters(model) ->
 
 
 def test_trim_also_shortens_concatenating_caches_and_cache_lists() -> None:
-    """mlx-lm's own trimming of the former leaves the tokens in the way of those that come next."""
+    """mlx-lm's trim of `ConcatenateKVCache` leaves the old tokens before the new ones."""
     joined, listed = ConcatenateKVCache(), KVCache()
     first, second = mx.random.normal((1, 2, 10, 4)), mx.random.normal((1, 2, 3, 4))
     for cache in (joined, listed):
@@ -255,7 +255,7 @@ def test_trim_also_shortens_concatenating_caches_and_cache_lists() -> None:
 
 
 async def test_snapshots_are_written_while_the_device_thread_keeps_running(model, open_store) -> None:
-    """The real division of labour: one thread steps and cuts, another writes."""
+    """As in production: one thread steps and copies KV, another writes."""
     store = await open_store(identity=identity(block_tokens=BLOCK), layout=layout_of(model))
     rows = [prompt(64)[i:] + prompt(64)[:i] for i in range(4)]
     cuts: list = []

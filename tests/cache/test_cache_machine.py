@@ -1,7 +1,7 @@
-"""The cache against a model of itself, through any order of turns, loads, pins, limits, faults, restarts.
+"""The cache against a reference model, in random orders of turns, loads, pins, limits, faults, restarts.
 
-A run is short and always the same. `TURNKEEP_TEST_EXAMPLES=3000` hunts for as many examples as it says,
-other ones each time.
+Runs are short and deterministic. `TURNKEEP_TEST_EXAMPLES=3000` runs that many random examples,
+different ones each time.
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ async def test_a_file_system_that_turns_read_only_by_itself_loses_no_durable_sna
 async def test_a_used_up_disk_quota_pauses_the_writer_until_space_is_free_again(
     open_store, disk_image
 ) -> None:
-    """EDQUOT from a quota group of btrfs, which holds for root too; there, `statvfs` knows nothing of it."""
+    """EDQUOT from a quota group of btrfs, which holds for root too; `statvfs` does not show it."""
     if shutil.which("btrfs") is None:
         pytest.skip("there is no btrfs here")
     folder = disk_image(128 << 20, "rw", "mkfs.btrfs", "-q", "--mixed")

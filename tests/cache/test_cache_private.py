@@ -1,4 +1,4 @@
-"""What users have said is their worker's alone: modes of files, and archives that want out of their place."""
+"""Only the owner can read a cache: file modes, and archives crafted to escape or to fill memory."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ async def test_an_archive_is_a_plain_tar_without_extended_headers_or_user_names(
 
 
 async def test_an_export_that_includes_a_symbolic_link_fails(filled, tmp_path) -> None:
-    """It may be anything by the time that it is read."""
+    """Its target may change before it is read."""
     first, *_, leaf = sorted((filled / "snapshots").iterdir(), key=lambda path: path.stat().st_mtime_ns)
     first.rename(tmp_path / "elsewhere")
     first.symlink_to(tmp_path / "elsewhere")
@@ -128,7 +128,7 @@ async def test_an_export_that_includes_a_symbolic_link_fails(filled, tmp_path) -
 
 
 async def test_importing_a_compressed_archive_is_refused(filled, tmp_path) -> None:
-    """A few kilobytes of it may unpack to a full disk."""
+    """A few kilobytes may unpack to a full disk."""
     archive.export(filled, None, tmp_path / "all.tar")
     for kind in ("gz", "bz2", "xz"):
         with tarfile.open(tmp_path / f"all.{kind}", f"w:{kind}") as packed:
@@ -175,7 +175,7 @@ async def test_an_import_takes_only_regular_files_from_an_archive(open_store, fi
 async def test_an_import_skips_huge_extended_headers_without_reading_them_into_memory(
     open_store, filled, tmp_path, monkeypatch
 ) -> None:
-    """1 GiB of a hole in a file, which says that it describes the next member."""
+    """Each header is 1 GiB of a sparse file."""
     archive.export(filled, None, tmp_path / "all.tar")
     sound = (tmp_path / "all.tar").read_bytes()
     for kind in (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK):

@@ -1,4 +1,4 @@
-"""Layers that look at a part of a session's tokens: stored whole, restored without what nobody looks at."""
+"""Limited-attention layers: stored whole, restored without the tokens that they cannot see."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ async def test_a_sink_window_restore_reads_the_same_number_of_bytes_at_any_lengt
 async def test_damage_in_a_needed_section_drops_the_file_and_all_files_that_continue_it(
     open_store, node, section, num_left
 ) -> None:
-    """Before it is another prefix, whose window may be elsewhere: it is matched anew."""
+    """The prefix before it needs another window, so it is matched again."""
     store = await open_store(layout=HYBRID)
     save(store, HYBRID, "a", TOKENS[:40])
     assert await store.barrier(5)
@@ -155,7 +155,7 @@ def flip(path, section) -> None:
 
 
 async def test_a_file_with_the_sections_of_another_layout_is_rejected(open_store) -> None:
-    """It is of the same tensors, put together in another way: nothing but its sections differs."""
+    """It has the same tensors in another layout: only its sections differ."""
     store = await open_store()
     save(store, LAYOUT, "a", TOKENS[:8])
     assert await store.close()
@@ -199,7 +199,7 @@ async def test_cache_policies_share_no_snapshots_and_forgetting_covers_every_pol
 
 
 async def test_saving_kv_of_another_policy_raises_an_error(open_store) -> None:
-    """Its numbers are others': under the wrong name they would be a wrong answer."""
+    """Its values differ: under the wrong name they would give a wrong answer."""
     store = await open_store()
     chain, span = store.chain("a", POLICY), Span(0, BLOCK)
     with pytest.raises(ValueError, match="another policy"):
@@ -211,7 +211,7 @@ async def test_saving_kv_of_another_policy_raises_an_error(open_store) -> None:
 
 @pytest.mark.parametrize("policy", [FULL, POLICY, Policy(0, 5)])
 async def test_ring_and_plain_caches_are_saved_to_files_and_restored_bit_by_bit(open_store, policy) -> None:
-    """Plain layers and a window of the model's own; where both look equally far back, too."""
+    """Plain layers beside the model's own windows, also if both reach equally far."""
     model = SimpleNamespace(make_cache=lambda: [RotatingKVCache(5), KVCache(), RotatingKVCache(5)])
     sample = run(layers.make(model, rings=True), 1)
     base = layers.layout(sample, lambda given=FULL: layers.make(model, given, rings=True))

@@ -1,4 +1,4 @@
-"""Stores that share a remote tier: what one stored another restores, and what was forgotten is nowhere."""
+"""Stores that share a remote tier: one restores what another stored; erased KV is nowhere."""
 
 from __future__ import annotations
 
@@ -268,7 +268,7 @@ def test_an_invalid_object_store_url_raises_an_error_of_one_line(url: str) -> No
 async def test_an_erase_in_a_full_tier_still_removes_the_snapshots_of_other_models(
     open_store: Any, tmp_path: Path
 ) -> None:
-    """The files that name the identities are the oldest, and never used again."""
+    """The files that name the identities are the oldest and never used."""
     tight = SharedDirectory(tmp_path / "tier", PLAIN, max_bytes=3000, min_free_bytes=0)
     one = await open_store(tmp_path / "one", tier=tight)
     for tenant in "abcd":

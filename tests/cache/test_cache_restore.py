@@ -22,7 +22,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there is o
 
 @pytest.fixture(params=["a hole", "zeros"])
 def way(request, monkeypatch):
-    """Both ways to make arrays; the second one is that of other systems, and where the first is forbidden."""
+    """Both ways to make arrays; the second is for other systems, and where the first is forbidden."""
     if request.param == "zeros":
 
         def forbidden(name: str) -> int:

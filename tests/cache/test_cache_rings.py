@@ -1,4 +1,4 @@
-"""Layers that are rings: cut by tokens while they hold them, rebuilt of sinks and a window, and measured."""
+"""Ring caches: copied by tokens while they hold them, rebuilt from sinks and a window, and measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Room: pinned prefixes stay, limits change while the store runs, and everything can be cleared."""
+"""Disk space: pinned prefixes stay, limits change while the store runs, and all can be cleared."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ async def test_a_pin_covers_only_its_tokens_and_is_removed_only_by_a_matching_un
 
 
 async def test_a_prefix_can_be_pinned_before_it_is_saved(open_store) -> None:
-    """The prefix may be on its way, or only be said in an hour."""
+    """The prefix may be in the queue, or be sent only in an hour."""
     size = await size_of_a_block(open_store)
     store = await open_store(max_bytes=8 * size)
     pinned = await store.pin("a", TOKENS)
@@ -142,7 +142,7 @@ async def test_a_pin_beyond_half_of_the_disk_limit_is_refused(open_store) -> Non
 
 
 async def test_saves_are_dropped_and_counted_when_pins_fill_the_disk_limit(open_store) -> None:
-    """It takes a lowered limit: they were within their share when they were made."""
+    """The limit was lowered after the pins were made."""
     size = await size_of_a_block(open_store)
     store = await open_store(max_bytes=4 * size)
     save_all(store, "a", TOKENS[:8])
@@ -186,7 +186,7 @@ async def test_forgetting_a_session_leaves_its_pinned_prefix(open_store) -> None
 
 
 async def test_holding_the_snapshots_of_a_session_counts_as_use(open_store) -> None:
-    """A session that stays in memory is not looked up on disk, but its snapshots are not the first to go."""
+    """A session in memory is not read from disk, but its snapshots must not be evicted first."""
     store = await open_store()
     for session in range(3):
         save_all(store, "a", [session, 1])
@@ -273,7 +273,7 @@ async def test_the_free_space_to_be_left_can_be_changed_while_the_store_runs(ope
 
 
 async def test_snapshots_over_a_lowered_limit_are_evicted_once_nothing_holds_them(open_store, gate) -> None:
-    """A limit that was lowered while nothing could be evicted is not forgotten."""
+    """A limit lowered while nothing could be evicted still applies."""
     store = await open_store()
     save_all(store, "a", TOKENS[:4])
     store.set_limits(max_bytes=10)
@@ -329,7 +329,7 @@ async def test_a_load_whose_snapshots_were_cleared_restores_nothing(open_store) 
 async def test_erase_and_clear_keep_their_deadline_while_the_disk_hangs_and_nothing_comes_back(
     open_store, tmp_path, monkeypatch, stuck_at, what, deadline_s
 ) -> None:
-    """The writer is in the middle of the very item, before its last look or after it."""
+    """The writer is writing one of these snapshots, before or after its last check."""
     store = await open_store()
     busy, go_on = threading.Event(), threading.Event()
     where, name = (snapshot_format, "write") if stuck_at == "write" else (Folder, "place")

@@ -1,4 +1,4 @@
-"""A directory with a key: nothing that was said can be read in it, and nothing that was changed is used."""
+"""An encrypted cache directory: its files show no tokens, and changed files are not used."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ async def test_an_encrypted_file_under_another_name_is_not_used(open_store, tmp_
 
 
 def test_an_encrypted_file_with_a_chunk_missing_moved_or_added_is_rejected(tmp_path, monkeypatch) -> None:
-    """Chunks of 64 bytes: the tensors of a file lie in several."""
+    """With chunks of 64 bytes the tensors of a file span several."""
     monkeypatch.setattr(sealing, "_CHUNK", 64)
     tensors = cut(TOKENS, blocks.Span(0, 4))
     name = Name(blocks.root(identity().digest(), "a"), 0, pack(TOKENS[:4]))
@@ -189,7 +189,7 @@ GOLDEN = (
 
 
 def test_the_encrypted_file_format_stays_the_same_between_versions(tmp_path, monkeypatch) -> None:
-    """A salt, two full chunks and a part of one, of which the last is marked as such."""
+    """A salt, two full chunks and a partial one that is marked as the last."""
     monkeypatch.setattr(sealing, "_CHUNK", 32)
     monkeypatch.setattr(os, "urandom", lambda size: bytes(range(size)))
     path, contents = tmp_path / KEY.file_name(bytes(32)), bytes(range(80))
@@ -341,7 +341,7 @@ def test_cryptography_is_imported_only_for_a_key_and_its_absence_names_the_extra
 async def test_a_directory_whose_key_was_not_yet_recorded_when_a_process_died_can_be_used(
     open_store, tmp_path
 ) -> None:
-    """Killed before the note was in its place."""
+    """Killed before the record was in place."""
     (tmp_path / "cache" / "tmp").mkdir(parents=True)
     (tmp_path / "cache" / "tmp" / accesses.SEAL).write_text("AES")
     store = await filled(open_store, TOKENS, access=KEY)

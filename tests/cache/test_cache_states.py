@@ -1,4 +1,4 @@
-"""Layers whose state is saved whole: a match ends where there is one, and reads no other."""
+"""Layers whose state is saved whole: a match ends at a state and reads only that one."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def restored(store, tokens) -> int:
 
 
 async def test_a_match_for_a_stateful_model_ends_at_the_end_of_a_snapshot(open_store) -> None:
-    """Of a plain model's snapshot a part can be used; of a state nothing but the whole."""
+    """A part of a plain snapshot can be used, but a state only as a whole."""
     store = await open_store(layout=STATEFUL)
     for end in (4, 8, 11):
         assert save(store, TOKENS, end)
@@ -66,7 +66,7 @@ async def test_a_match_for_a_stateful_model_ends_at_the_end_of_a_snapshot(open_s
 
 
 async def test_a_match_for_a_stateful_model_picks_the_longest_of_several_tails(open_store) -> None:
-    """Among many that begin alike, and go on differently or too far."""
+    """Among many that begin alike, then differ or are too long."""
     store = await open_store(layout=STATEFUL, identity=identity(block_tokens=16))
     many = [[*TOKENS[:num], *rest] for num in (3, 5, 9) for rest in ([], [1], [98], [98, 99])]
     for tokens in many:
@@ -82,7 +82,7 @@ async def test_a_match_for_a_stateful_model_picks_the_longest_of_several_tails(o
 
 
 async def test_a_missing_block_saved_later_without_a_state_lets_later_states_be_restored(open_store) -> None:
-    """The second block was dropped when its state was there: without it nothing after it could be stored."""
+    """The second block was dropped with its state; until it is saved, no later block can be."""
     store = await open_store(layout=STATEFUL)
     save(store, TOKENS, 4)
     assert not save(store, TOKENS, 12)
@@ -114,7 +114,7 @@ async def test_a_reopened_store_knows_which_snapshots_have_a_state(open_store, t
 
 
 async def test_a_model_that_has_only_states_is_restored_from_its_last_saved_state(open_store) -> None:
-    """Its gaps are files with nothing but a header."""
+    """Blocks without a state are files with only a header."""
     store = await open_store(layout=ModelLayout((), STATES))
     for end in (4, 8, 12, 14):
         assert save(store, TOKENS, end, only_state=True, resumable=end != 4)
@@ -251,7 +251,7 @@ def test_encoding_tensors_that_do_not_form_a_snapshot_raises_an_error(tmp_path, 
 
 
 def test_a_quantised_layer_and_a_layer_with_keys_only_are_read_back_unchanged(tmp_path) -> None:
-    """Six tensors for one layer, in two types; and an index keeps keys alone, with values of no size."""
+    """Six tensors of two types for one layer; an index layer has keys, and values of size zero."""
     import mlx.core as mx
 
     whole = kv(TOKENS)["0.keys"][:, :, :4]
@@ -276,7 +276,7 @@ def test_a_quantised_layer_and_a_layer_with_keys_only_are_read_back_unchanged(tm
 
 
 async def test_snapshots_of_the_first_format_version_are_kept_and_counted(open_store, tmp_path) -> None:
-    """Their catalog is taken over: without it they would be found as files in doubt."""
+    """Their index is migrated; without it the files would count as damaged."""
     store = await open_store()
     name = Name(blocks.root(b"an older identity".ljust(32), "a"), 0, pack(TOKENS[:4]))
     assert await store.close()

@@ -1,4 +1,4 @@
-"""The store on a real directory: what is saved is found again, and only that; limits hold."""
+"""The store on a real directory: saved snapshots are found again; limits hold."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ async def test_wanted_names_only_the_spans_that_are_not_yet_stored_or_queued(ope
 
 
 async def test_a_span_whose_earlier_blocks_are_missing_is_neither_wanted_nor_saved(open_store) -> None:
-    """Without the blocks before it a span is unreachable; asked from 0, the gap is mended."""
+    """Without the blocks before it a span is unreachable; asked from 0, all are wanted."""
     store = await open_store()
     assert store.wanted("a", TOKENS, 5, 10) == []
     assert not store.save("a", TOKENS, Span(4, 8), cut(TOKENS, Span(4, 8)))
@@ -150,7 +150,7 @@ async def test_outgrown_tails_are_removed_as_a_session_grows(open_store, tmp_pat
 
 
 async def test_a_tail_replaced_by_a_longer_one_is_still_found_by_other_sessions(open_store) -> None:
-    """The shared system prompt: its own tail is gone, but the block that took its place holds it."""
+    """A shared system prompt: its own tail is gone, but the block that replaced it holds it."""
     store = await open_store()
     save_all(store, "a", [1, 2, 3])
     await store.barrier(5)
@@ -192,7 +192,7 @@ async def test_a_snapshot_held_by_a_pending_load_is_not_evicted(open_store) -> N
 async def test_the_files_on_disk_never_exceed_the_disk_limit_at_any_step(
     open_store, tmp_path, monkeypatch
 ) -> None:
-    """Looked at by the writer itself, when a new file is complete: what it replaces must be gone by then."""
+    """Measured by the writer when a new file is complete: evicted files must be gone by then."""
     store = await open_store()
     save_all(store, "a", list(range(4)))
     await store.barrier(5)
@@ -252,7 +252,7 @@ async def test_a_snapshot_too_large_for_the_disk_limit_or_the_queue_is_not_saved
 
 
 async def test_a_full_queue_drops_new_snapshots_and_those_that_depend_on_them(open_store, gate) -> None:
-    """Bounded by bytes. The room shows before anything is cut; after a gap nothing more is taken."""
+    """The limit is in bytes, `room` shows it in advance; after a dropped block none is taken."""
     store = await open_store(queue_bytes=3000)
     sizes = []
     for session in range(3):
@@ -377,7 +377,7 @@ async def test_forgetting_tokens_cancels_their_queued_snapshots(open_store, tmp_
 async def test_a_file_being_renamed_while_it_is_forgotten_does_not_come_back(
     open_store, tmp_path, monkeypatch, save_again
 ) -> None:
-    """The writer has looked for the last time: only the event loop can still know better."""
+    """The writer has checked for the last time; only the event loop can still cancel."""
     store = await open_store()
     renaming, go_on, place = threading.Event(), threading.Event(), Folder.place
 
@@ -451,7 +451,7 @@ async def test_closing_with_a_short_timeout_cancels_queued_snapshots(open_store,
 async def test_a_snapshot_forgotten_then_saved_again_and_dropped_leaves_no_file(
     open_store, tmp_path, monkeypatch
 ) -> None:
-    """The first write was past the last look when it was given up; the second was to replace its file."""
+    """The first write was past its last check when cancelled; the second would replace its file."""
     gate, entered, place = threading.Event(), threading.Event(), Folder.place
 
     def held(folder, path, digest) -> None:

@@ -1,4 +1,4 @@
-"""The index is looked at beside a worker that has it for itself, and changes it all the time."""
+"""The index is read beside a worker that owns it and changes it all the time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PINS = 300
 
 
 def test_inspecting_an_index_while_it_changes_shows_a_consistent_state(tmp_path) -> None:
-    """Pins come and go all together: whoever saw some of them would have copied half of a change."""
+    """All pins come and go together: a copy with only some has half of a change."""
     folder = Folder(tmp_path)
     catalog = Catalog(folder)
     over = threading.Event()
@@ -46,7 +46,7 @@ def test_inspecting_an_index_while_it_changes_shows_a_consistent_state(tmp_path)
 def test_the_index_is_copied_again_if_its_write_ahead_log_restarts_during_the_copy(
     tmp_path, monkeypatch
 ) -> None:
-    """Else the copy has old pages that the new log no longer says anything of."""
+    """Otherwise the copy has old pages that the new log does not cover."""
     folder = Folder(tmp_path)
     catalog = Catalog(folder)
     early, late = ([Pin(bytes([i % 256] * 16), bytes([kind] * 400)) for i in range(200)] for kind in (1, 2))

@@ -1,4 +1,4 @@
-"""Tails grow by pieces: little is written again, and what is there reaches as far as what was saved."""
+"""Tails grow by pieces: few tokens are rewritten, and a restore reaches all saved tokens."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ async def test_forgetting_tokens_removes_all_pieces_of_their_tail(open_store, tm
 async def test_a_turn_can_extend_tail_pieces_it_holds_after_others_replaced_or_forgot_them(
     open_store, forget
 ) -> None:
-    """Between the beginning of a turn and its end another one outgrows the pieces, or forgets them."""
+    """During a turn another one replaces the pieces by a longer one, or forgets them."""
     store = await open_store(identity=identity(block_tokens=LONG))
     mine = [*range(8), 8, 50]
     for end in (8, 9):
@@ -177,7 +177,7 @@ async def test_a_tail_piece_whose_parent_is_not_stored_is_not_saved(open_store) 
 async def test_after_a_crash_at_any_write_the_next_process_restores_every_durable_token(
     open_store, tmp_path, monkeypatch, lose_the_catalog
 ) -> None:
-    """What the disk holds after each step of the writer, as the next process finds it."""
+    """The disk after each step of the writer, as the next process finds it."""
     moments: list[tuple[Path, int]] = []
     place, remove = Folder.place, Folder.remove
     reached = 0

@@ -1,4 +1,4 @@
-"""The index's tree against a naive model of it, which walks whole chains; and how little it takes."""
+"""The index's tree against a naive model that walks whole chains; and its use of memory."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def test_an_idle_session_takes_less_than_two_kib_in_the_index() -> None:
 
 
 def test_removed_entries_leave_nothing_behind_in_the_index() -> None:
-    """A cache that is full forgets as much as it takes in, for ever."""
+    """A full cache evicts as much as it stores, for ever."""
     index, chance = Index(time.time), Random(1)
     for _ in range(300):
         saved(index, chance)

@@ -1,4 +1,4 @@
-"""A ring holds sinks and a window at places that follow from positions alone."""
+"""A ring cache holds sinks and a window, in slots computed from positions."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_full_ring_cache_can_be_trimmed_by_its_slack_at_most_and_a_short_one_t
 
 
 def test_a_trimmed_or_refilled_ring_cache_refuses_to_go_back_to_tokens_it_does_not_hold() -> None:
-    """What was overwritten, or was never read, must not be attended to."""
+    """Tokens that were overwritten or never written must not be attended to."""
     ring = RingCache(4, 100)
     _run(ring, _edges(1000, []))
     ring.trim(200)

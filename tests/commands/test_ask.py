@@ -1,4 +1,4 @@
-"""`turnkeep ask`: what is piped in, what comes out, and what an answer waits for, with a real worker."""
+"""`turnkeep ask` with a real worker: its input, its output, signals and outages."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ async def test_the_generation_options_of_ask_reach_the_worker(local_worker: Call
 async def test_a_number_out_of_range_is_refused_with_an_error_that_names_its_option(
     wrong: tuple[str, ...],
 ) -> None:
-    """Before anything is asked: no worker runs here."""
+    """Before any request is sent: no worker runs here."""
     name, *options = wrong
     done = await command(name, *(("hello",) if name == "ask" else ()), *options)
     assert (done.returncode, done.stdout) == (2, "")
@@ -433,7 +433,7 @@ async def test_ask_reports_a_lost_nats_server_and_ctrl_c_ends_it(
 async def test_ask_answers_in_the_background_or_without_a_controlling_terminal(
     local_worker: Callable[..., Any], around: dict[str, Any]
 ) -> None:
-    """A change of its terminal would stop a process in the background."""
+    """Changing the terminal would stop a background process."""
     worker = await local_worker()
     options = ("--session", "s", "--max-tokens", 4, *where(worker))
 

@@ -1,4 +1,4 @@
-"""`turnkeep demo`: the answer that a kill interrupts goes on, with KV from the disk or at another worker."""
+"""`turnkeep demo`: an answer interrupted by a kill continues, with KV from disk or on another worker."""
 
 from __future__ import annotations
 

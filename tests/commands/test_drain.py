@@ -1,4 +1,4 @@
-"""`turnkeep drain`: what it says, and whom it refuses."""
+"""`turnkeep drain`: what it prints, and its errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was last said in a session is read back from the end of its log."""
+"""The last exchanges of a session are read from the end of its log."""
 
 from __future__ import annotations
 

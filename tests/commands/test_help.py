@@ -1,4 +1,4 @@
-"""`--help` shows what may be chosen, and the page of commands counts and names what there is."""
+"""`--help` shows the allowed values, and docs/commands.md names every command and bench."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`turnkeep model`: what is here, what it can, and what is in use."""
+"""`turnkeep model`: list, show, pull, convert and remove models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`turnkeep open`, and what `turnkeep info` says of a session that does not keep all of its KV."""
+"""`turnkeep open`, and what `turnkeep info` says of a session that keeps only a part of its KV."""
 
 from __future__ import annotations
 

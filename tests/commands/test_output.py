@@ -1,4 +1,4 @@
-"""What commands print: whole lines in a pipe, JSON beside every table, words that people use."""
+"""What commands print: whole lines in a pipe, JSON beside every table, plain words and units."""
 
 from __future__ import annotations
 

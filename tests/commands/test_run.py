@@ -1,4 +1,4 @@
-"""`turnkeep run`: one command from nothing to an answer, which leaves no process."""
+"""`turnkeep run`: one command starts a worker, answers, and leaves no process."""
 
 from __future__ import annotations
 

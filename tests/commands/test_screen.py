@@ -1,4 +1,4 @@
-"""Words wrap as they come, and a model cannot drive the terminal."""
+"""Words wrap as they stream; a model cannot control the terminal."""
 
 from __future__ import annotations
 

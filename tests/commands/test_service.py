@@ -1,4 +1,4 @@
-"""`turnkeep service` and `completion`, with programs of our own in the place of systemctl and launchctl."""
+"""`turnkeep service` and `completion`, with stub programs in place of systemctl and launchctl."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`turnkeep size`: what it says is what a worker with the same settings then takes."""
+"""`turnkeep size`: its estimate is what a worker with the same settings takes."""
 
 from __future__ import annotations
 
