@@ -1,4 +1,4 @@
-"""Three NATS nodes by the configuration that is made for them: one may die in the middle of an answer."""
+"""Three NATS nodes with their generated configuration: one may die in the middle of an answer."""
 
 from __future__ import annotations
 
@@ -257,7 +257,7 @@ async def test_a_nats_node_with_another_password_cannot_join_the_cluster(tmp_pat
 async def test_every_nats_node_reads_a_log_entry_just_stored_and_no_longer_one_just_deleted(
     nodes: Nodes,
 ) -> None:
-    """Of plain direct gets about one in seven showed neither here: any replica answers them."""
+    """Any replica answers a plain direct get; about one in seven was out of date here."""
     operator = await nodes.operator()
     js, names, key = operator.jetstream(), Subjects("turnkeep"), SessionKey("default", "s")
     subjects = [names.every("in")]

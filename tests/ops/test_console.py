@@ -1,4 +1,4 @@
-"""`turnkeep console`: who gets in, what it says of sessions, what it does with them, and its streams."""
+"""`turnkeep console`: access, what it shows of sessions, its actions on them, and its streams."""
 
 from __future__ import annotations
 
@@ -290,7 +290,7 @@ async def test_the_session_list_has_pages_first_words_states_costs_search_and_fi
 async def test_session_costs_include_a_result_that_replaced_an_attempt_note_in_the_log(
     local_worker: Start,
 ) -> None:
-    """A note that a request may have ended workers goes when its result comes: the entries are as many."""
+    """The note of an attempt is removed when its result comes: the number of entries stays the same."""
     worker = await local_worker()
     await worker.stop()
     usage = {"prompt_tokens": 1, "cached_tokens": 0, "prefilled_tokens": 47, "completion_tokens": 64}

@@ -1,4 +1,4 @@
-"""Markdown of answers: what becomes of it, what stays text, and how a growing one looks."""
+"""Markdown in answers: how it is rendered, what stays text, and answers that still grow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`turnkeep export` and `import`: a session goes on in another log, or nothing of it is there."""
+"""`turnkeep export` and `import`: a session continues in another log, or none of it is stored."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ async def test_an_imported_session_continues_exactly_like_the_original(
 async def test_only_one_of_two_concurrent_imports_under_one_name_is_stored(
     local_worker: Start, tmp_path: Path
 ) -> None:
-    """Both find the name free. The second one must neither follow the first one nor take it away."""
+    """Both find the name free. The second must neither be appended to the first nor delete it."""
     worker, file = await exported(local_worker, tmp_path)
     second, (_, lines) = await other(local_worker, tmp_path), copies.read(file)
     both = [Import(second.client, SessionKey("default", "garden")) for _ in range(2)]
@@ -146,7 +146,7 @@ async def chatter(worker: LocalWorker) -> None:
 async def test_an_import_with_kv_restores_the_kv_instead_of_prefilling(
     local_worker: Start, tmp_path: Path, has_keys: bool
 ) -> None:
-    """Also from a cache with a key into one with another key."""
+    """Also between caches that are encrypted by two keys."""
     first_key, second_key = (tmp_path / name if has_keys else None for name in ("first.key", "second.key"))
     for path in filter(None, (first_key, second_key)):
         pytest.importorskip("cryptography")
@@ -234,7 +234,7 @@ async def test_kv_of_any_cache_policy_can_be_imported_into_a_cache_with_full_kv_
 async def test_a_session_and_its_kv_can_be_imported_into_a_new_data_directory(
     local_worker: Start, tmp_path: Path, has_own: bool
 ) -> None:
-    """With the server of the worker to come, which ends again, or with a server that has no log yet."""
+    """With a server that runs for the import only, or with another server that has no log yet."""
     worker, file = await exported(local_worker, tmp_path, "--kv")
     await worker.stop()
     port, prefix = free_port(), f"fresh{tmp_path.name}"

@@ -1,4 +1,4 @@
-"""Exports that somebody made or damaged: each is refused in one line, or stored whole."""
+"""Crafted or damaged exports: each is refused in one line, or stored whole."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ async def test_an_import_drops_result_headers_that_no_export_writes(
 async def test_an_import_removes_its_first_part_again_if_the_acknowledgement_was_lost(
     local_worker: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_stored: bool
 ) -> None:
-    """And a session that somebody else began meanwhile stays."""
+    """A session that another client began meanwhile stays."""
     worker = await local_worker()
     file = packed(tmp_path, sound(tmp_path))
     store = LogStream.store

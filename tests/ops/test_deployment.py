@@ -1,4 +1,4 @@
-"""What is in ops/deploy, by the validators of its formats, and started here as far as this machine can."""
+"""The files of ops/deploy: checked by validators, and started here as far as this machine can."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_the_kubernetes_manifests_are_valid_under_their_schemas() -> None:
 
 @pytest.mark.parametrize("unit", sorted(path.name for path in DEPLOY.glob("*.service")))
 def test_systemd_accepts_each_unit_file(unit: str, tmp_path: Path) -> None:
-    """With a program that is there in the place of the installed one."""
+    """With this Python in the place of the installed program."""
     text = (DEPLOY / unit).read_text()
     (tmp_path / unit).write_text(text.replace("/opt/turnkeep/bin/turnkeep", sys.executable))
     check("systemd-analyze", "verify", "--man=no", f"./{unit}", cwd=tmp_path)
@@ -100,7 +100,7 @@ def test_the_launchd_file_has_only_known_keys_with_values_of_the_right_type() ->
 
 
 def test_the_image_installs_from_the_lock_all_packages_that_its_extras_and_build_need() -> None:
-    """What the image takes of dev.lock is there, and is all that the extras and the build need."""
+    """The packages that the Dockerfile takes from dev.lock are all in it, and none is missing."""
     (names,) = re.findall(r"\^\(([a-z|-]+)\)==", (DEPLOY / "Dockerfile").read_text())
     lock = (ROOT / "requirements" / "dev.lock").read_text()
     assert set(names.split("|")) <= set(re.findall(r"^([a-z0-9-]+)==", lock, re.MULTILINE))
@@ -295,7 +295,7 @@ async def test_the_services_of_the_compose_file_are_healthy_and_serve_a_tenant(h
 def test_the_nats_nodes_of_the_manifest_accept_the_configuration_that_its_command_makes(
     tmp_path: Path,
 ) -> None:
-    """What three such nodes do with a worker says tests/ops/test_cluster.py."""
+    """tests/ops/test_cluster.py runs three such nodes with a worker."""
     (line,) = re.findall(
         r"^#   python -m ops\.nats\.tenants (nats default --cluster \S+)", MANIFEST, re.MULTILINE
     )

@@ -1,4 +1,4 @@
-"""The exporter: what workers publish, as Prometheus reads it."""
+"""The exporter gives Prometheus the metrics of workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `exporter`, `top` and `console` keep of messages that anybody may have published on the subject."""
+"""What `exporter`, `top` and `console` keep of metrics messages, which anybody may have published."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page about the log: its commands run as they are written, in their order."""
+"""docs/log.md: its commands run as they are written, in their order."""
 
 from __future__ import annotations
 

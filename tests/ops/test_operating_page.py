@@ -1,4 +1,4 @@
-"""The page about running it: its commands run as written, and its settings are what their programs take."""
+"""docs/operating.md: its commands run as written, and programs accept its settings."""
 
 from __future__ import annotations
 

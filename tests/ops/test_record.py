@@ -1,4 +1,4 @@
-"""What `replay` takes from a log, and what it says of a session that differs from its record."""
+"""Which requests `replay` takes from a log, and how it explains a difference from the log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`turnkeep replay` between real workers: the same tokens again, and why they are others."""
+"""`turnkeep replay` with real workers: the same tokens again, or why they differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The runbooks: their commands run as they are written, and what they promise of lost files holds."""
+"""docs/runbooks.md: its commands run as written, and its promises about lost files hold."""
 
 from __future__ import annotations
 

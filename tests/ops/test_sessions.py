@@ -1,4 +1,4 @@
-"""`turnkeep sessions` and `turnkeep show`: what is in the log, on a entries of a real worker."""
+"""`turnkeep sessions` and `turnkeep show`: what they print of the log of a real worker."""
 
 from __future__ import annotations
 

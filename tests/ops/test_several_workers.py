@@ -1,4 +1,4 @@
-"""What people see of two workers that share a prefix."""
+"""What users see of two workers that share a prefix."""
 
 from __future__ import annotations
 

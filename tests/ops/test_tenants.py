@@ -1,4 +1,4 @@
-"""Two tenants on the NATS configuration that is made for them: each has its sessions and not the other's."""
+"""Two tenants on their generated NATS configuration: each has only its own sessions."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ async def test_a_tenant_receives_no_messages_of_another_tenant(server: Server) -
 
 
 async def test_a_forged_reply_subject_cannot_write_into_another_tenants_account(server: Server) -> None:
-    """The worker and the log answer to where a message says; that place is in its sender's account."""
+    """A message names the subject of its reply, and that subject is in its sender's account."""
     acme, beta = await server.raw("acme.client"), await server.raw("beta.client")
     forged = await acme.subscribe("turnkeep.acme.*.out")
     inbox = await acme.subscribe("_INBOX.acme")
@@ -302,7 +302,7 @@ async def test_a_client_with_too_many_subscriptions_is_closed_with_the_reason_an
 async def test_a_client_whose_message_exceeds_its_accounts_limit_is_told_why_it_is_disconnected(
     server: Server,
 ) -> None:
-    """nats-py knows the server's limit alone."""
+    """nats-py knows only the server's limit."""
     seeds = {tenant: server.seed(f"{tenant}.client") for tenant in ("acme", "beta")}
     await reloaded(server, "--max-payload-kib", "8")
     async with connect(server.url, tenant="acme", nkeys_seed=seeds["acme"]) as client:

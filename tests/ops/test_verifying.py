@@ -1,4 +1,4 @@
-"""`turnkeep log verify`: a log that is sound has no faults, whatever was done in it; damage is named."""
+"""`turnkeep log verify`: a sound log has no faults, whatever was done in it; damage is named."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ async def test_an_imported_session_that_continues_verifies_without_faults(
 
 
 async def test_verify_names_each_missing_entry_and_no_sound_session(local_worker: Start) -> None:
-    """The last entry alone may go unseen: the log may as well end there."""
+    """A missing last entry may go unseen: the log may just end there."""
     worker = await lived(local_worker)
     await worker.client.session("other").append(text="sound")
     requests, results = await entries_of(worker, "in"), await entries_of(worker, "out")
@@ -119,7 +119,7 @@ async def test_verify_names_each_missing_entry_and_no_sound_session(local_worker
 
 
 async def test_verify_finds_a_fault_for_any_missing_run_of_entries(local_worker: Start) -> None:
-    """Up to the last: whatever block a disk loses of a session that is not closed."""
+    """Whatever block of an open session a disk loses, except the last entry."""
     worker = await lived(local_worker)
     requests, results = await entries_of(worker, "in"), await entries_of(worker, "out")
     seqs = sorted(one.seq for one in (*requests, *results))
@@ -131,7 +131,7 @@ async def test_verify_finds_a_fault_for_any_missing_run_of_entries(local_worker:
 
 
 async def test_verify_names_a_result_that_was_changed_or_duplicated(local_worker: Start) -> None:
-    """In a number of the tokens, in the digest, in the position, in a type; and a second result."""
+    """Changed tokens, digests, positions and types; a second result; unreadable requests."""
     worker = await lived(local_worker)
     requests, results = await entries_of(worker, "in"), await entries_of(worker, "out")
     changing = [one for one in results if HISTORY_HEADER in one.headers and b"repeat_of" not in one.body]
@@ -189,7 +189,7 @@ async def test_verify_accepts_a_result_written_by_a_newer_version(local_worker: 
 async def test_a_partly_removed_closed_session_verifies_without_faults(
     local_worker: Start, second_life: bool
 ) -> None:
-    """A worker may die in between: what is before the close goes first, then results, then the close."""
+    """A worker may die in between: it removes what precedes the close, then results, then the close."""
     worker = await lived(local_worker)
     session = worker.client.session("garden")
     closed = await session.close()
