@@ -1,4 +1,4 @@
-"""The worker's own NATS server outlives the worker, comes back when it dies, and is told from strangers."""
+"""The worker's own NATS server outlives it, is restarted if it dies, and is told from other servers."""
 
 import asyncio
 import contextlib
@@ -219,7 +219,7 @@ async def test_a_nats_server_that_dies_is_restarted_with_its_messages_and_client
 
 
 async def test_a_worker_is_notified_when_the_nats_server_closes_its_connection_for_good(server, settings):
-    """The client gives up after such an error, so the worker has to hear of it."""
+    """nats-py does not reconnect after such an error, so the worker must know."""
     await server.start()
     closed = asyncio.Event()
 
@@ -362,7 +362,7 @@ async def test_connecting_to_a_server_with_too_small_a_message_limit_fails_and_s
 async def test_a_stream_accepts_messages_again_once_a_full_disk_has_space(
     embed, mounted, settings, monkeypatch
 ):
-    """After one failed write the server would refuse that stream's messages in silence, for ever."""
+    """After one failed write the server would silently refuse that stream's messages for ever."""
     monkeypatch.setattr(broker, "_HEALTH_S", 0.2)
     with DataDir.open(mounted("size=24m")) as directory:
         filler = directory.path / "filler"

@@ -1,4 +1,4 @@
-"""Groups own their tasks to the end, and an error comes out of one as it is."""
+"""Task groups own their tasks to the end, and raise an error unchanged."""
 
 import asyncio
 import signal
@@ -52,7 +52,7 @@ async def test_an_error_of_an_awaited_task_is_raised_unchanged_by_its_task_group
 
 
 async def test_a_task_that_swallows_cancellations_ends_with_its_task_group():
-    """As nats-py's calls do where a cancel meets the reply."""
+    """As nats-py's calls do when a cancel meets the reply."""
     swallowed = 0
 
     async def swallows():

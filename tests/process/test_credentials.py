@@ -1,4 +1,4 @@
-"""The user, password or token of the NATS URL stands in no log, no error and no report."""
+"""The user, password or token of the NATS URL appears in no log, error or report."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""One data directory has one worker, and an unusable one is named before anything else happens."""
+"""A data directory has one worker; an unusable one is reported before anything else happens."""
 
 import json
 import os

@@ -135,7 +135,7 @@ MALFORMED = [
 async def test_a_worker_still_serves_after_malformed_discovery_requests(
     nc: Client, worker: LocalWorker
 ) -> None:
-    """Without a place for the answer, with bytes that are no text, with header blocks that are none."""
+    """Without a reply subject, with bytes that are no text, and with malformed headers."""
     server = urlsplit(str(worker.settings.nats))
     reader, writer = await asyncio.open_connection(server.hostname, server.port)
     await reader.readline()

@@ -1,4 +1,4 @@
-"""The doctor finds what a worker would stumble over, and says how to mend it."""
+"""`turnkeep doctor` finds what would stop a worker, and says how to fix it."""
 
 import asyncio
 import dataclasses

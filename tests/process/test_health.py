@@ -1,4 +1,4 @@
-"""Health over HTTP: what a probe hears from a worker that loads, serves, lacks NATS, hangs or stops."""
+"""Health over HTTP: the answers of a worker that loads, serves, lacks NATS, hangs or stops."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ async def test_a_worker_without_nats_is_live_but_not_ready_until_nats_is_back(
 async def test_a_worker_that_cannot_renew_its_membership_record_is_live_but_not_ready(
     local_worker: Callable[..., Awaitable[LocalWorker]], endpoint: Endpoint
 ) -> None:
-    """A stream without a leader, say: there is a connection, and another worker could have the prefix."""
+    """For example, its stream has no leader: it is connected, but another could take its name."""
     worker = await local_worker(health=endpoint)
     bucket = f"KV_{worker.app._subjects.workers_bucket}"
     js = worker.app._nc.jetstream()  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""What is made ready needs no new pages, and what is freed stays; counted by the kernel, in processes."""
+"""Reserved memory causes few page faults, and freed memory is kept; the kernel counts, in processes."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Workers of one prefix know of each other; a name is one worker's, and a dead one keeps nobody waiting."""
+"""Workers of one prefix know each other; a name belongs to one worker, and a dead one delays nobody."""
 
 import asyncio
 import contextlib
@@ -75,7 +75,7 @@ async def until(condition):
 
 
 async def test_a_second_worker_of_the_same_name_is_refused_with_one_line(local_worker, tmp_path):
-    """Before it has changed anything: its settings are not the streams' then."""
+    """Before it changes anything: the streams keep the first one's settings."""
     first = await local_worker()
     with pytest.raises(BrokerError) as refused:
         await local_worker(data_dir=tmp_path / "second", log_max_bytes=2**25)
@@ -185,7 +185,7 @@ async def test_a_worker_on_a_new_membership_stream_counts_as_alone_only_after_a_
 
 
 async def test_a_worker_knows_of_a_joining_worker_before_that_one_serves(members):
-    """What it did while it was alone must not be done by the other one."""
+    """Two workers must not both do what only a lone worker may do."""
     first, second = await members("first", "one"), await members("second", "two")
     await first.join()
     assert first.is_alone
@@ -266,7 +266,7 @@ async def test_a_paused_worker_that_lost_its_name_is_told_which_worker_has_it(me
 
 @pytest.mark.process
 async def test_a_worker_makes_its_record_again_after_the_nats_server_restarts(server, members):
-    """It lies in the server's memory, and the worker is still the only one."""
+    """The server keeps the record in memory only, and loses it."""
     await server.start()
     one = await members("w", "d", url=server.url, token=server.token)
     await one.join()

@@ -199,7 +199,7 @@ async def test_workers_and_commands_connect_over_tls_with_a_ca_and_a_client_cert
 async def test_a_connection_that_asks_for_tls_fails_on_a_server_without_tls(
     foreign_server: Any, tmp_path: Path, keys: Path
 ) -> None:
-    """nats-py itself goes on without TLS, even for a tls:// URL, if the server does not require it."""
+    """nats-py would connect without TLS, even for a tls:// URL, if the server does not require it."""
     url = await foreign_server(jetstream={"store_dir": str(tmp_path / "js")})
     await refused(url, Settings(nats=url, nats_ca=keys / "ca.pem"), "does not speak TLS")
     await refused(url.replace("nats://", "tls://"), Settings(), "does not speak TLS")

@@ -1,4 +1,4 @@
-"""The worker's own NATS server takes only who has the token in its data directory: commands find it there."""
+"""The worker's own NATS server requires the token in its data directory, where commands find it."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def earlier(settings: Settings, directory: DataDir) -> Any:
 async def test_a_worker_replaces_a_running_nats_server_of_an_earlier_version_without_a_token(
     settings: Settings, directory: DataDir, embed: Any
 ) -> None:
-    """With its server running, as `kill -9` leaves it; messages stay, and the server lets nobody else in."""
+    """As `kill -9` leaves it; stored messages stay, and the new server requires a token."""
     old = earlier(settings, directory)
     try:
         open_to_all = f"nats://127.0.0.1:{settings.nats_port}"
@@ -232,7 +232,7 @@ def test_a_token_file_without_a_valid_token_fails_the_start_and_stays_unchanged(
 
 
 def test_an_empty_token_file_gets_a_new_token(directory: DataDir, settings: Settings) -> None:
-    """What a power cut may leave of a file that was just written."""
+    """A power cut may empty a file that was just written."""
     (settings.data_dir / "nats-token").write_text("")
     made = EmbeddedServer(directory, settings).token
     assert EmbeddedServer(directory, dataclasses.replace(settings, nats_port=1)).token == made

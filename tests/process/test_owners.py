@@ -1,4 +1,4 @@
-"""Several workers of one prefix: a session is served where its KV is, and by another when that one ends."""
+"""Several workers of one prefix: a session stays where its KV is, and moves when that worker ends."""
 
 from __future__ import annotations
 
@@ -317,7 +317,7 @@ async def test_forgetting_a_session_at_one_worker_erases_its_snapshots_at_anothe
 async def test_a_worker_that_returns_erases_snapshots_of_sessions_forgotten_meanwhile(
     cluster: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But not what another session has as well."""
+    """But not blocks that another session has."""
     first = await cluster("first")
     kept, gone = first.client.session("kept"), first.client.session("gone")
     begins = "the same beginning " * 20
@@ -418,7 +418,7 @@ async def processes(
 async def test_an_answer_continues_at_another_worker_within_seconds_of_a_kill(
     nats_url: str, processes: Any, look: Any
 ) -> None:
-    """The server would deliver its request again only after half a minute."""
+    """The server would deliver the request again only after half a minute."""
     prefix, workers = await processes("first", "second")
     log = look(prefix)
     async with connect(nats_url, prefix=prefix) as client:

@@ -1,4 +1,4 @@
-"""The permissions that the protocol's page gives a tenant's clients, on a real server."""
+"""The permissions that docs/protocol.md gives a tenant's clients, on a real server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong with model or settings is found before a server is started or a stream made."""
+"""Faults of model and settings are found before a server is started or a stream is made."""
 
 from __future__ import annotations
 

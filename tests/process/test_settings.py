@@ -1,4 +1,4 @@
-"""Where settings come from, and what is said when one is wrong."""
+"""Where settings come from, and the errors for wrong ones."""
 
 from pathlib import Path
 
@@ -44,7 +44,7 @@ def test_flags_override_the_environment_which_overrides_the_settings_file(tmp_pa
 
 
 def test_the_flag_and_the_variable_of_each_setting_are_derived_from_its_name(tmp_path):
-    """The name in the file, the flag and the variable are derived from one another, and all are read."""
+    """The name in the file, the flag and the variable match, and each variable is read."""
     for described in describe():
         assert described.flag == "--" + described.variable.removeprefix("TURNKEEP_").lower().replace("_", "-")
         assert described.purpose

@@ -1,4 +1,4 @@
-"""`turnkeep serve` with several models: each is loaded when it is asked for, within one budget of memory."""
+"""`turnkeep serve` with several models: a request loads its model, within one budget of memory."""
 
 from __future__ import annotations
 

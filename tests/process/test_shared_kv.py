@@ -1,4 +1,4 @@
-"""Workers that share a remote tier: who takes over restores, and nobody keeps what was forgotten."""
+"""Workers with one remote tier restore each other's sessions, and keep no forgotten ones."""
 
 from __future__ import annotations
 

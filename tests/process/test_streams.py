@@ -1,4 +1,4 @@
-"""The streams come to what the settings say, whoever made them, or it is said why not."""
+"""The streams get what the settings say, whoever made them, or an error says why not."""
 
 import asyncio
 import dataclasses

@@ -1,4 +1,4 @@
-"""Spans of turns, as a collector gets them from a worker: whole, in place, without text, never in the way."""
+"""Spans of turns, as a collector gets them from a worker: complete, ordered, without text, never blocking."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ async def test_turns_continue_without_a_collector_and_spans_once_it_is_back(
 
 
 def test_turns_do_not_wait_for_a_collector_that_hangs_and_lost_spans_are_counted(receiver: Receiver) -> None:
-    """More turns than may wait are given while it takes none; what had no room is counted, nobody waits."""
+    """More turns than may wait are added while it takes none; those that do not fit are counted."""
     taken, done = threading.Event(), threading.Event()
     take = receiver.take
 
