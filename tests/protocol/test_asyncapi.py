@@ -1,4 +1,4 @@
-"""The AsyncAPI document is current, sound in itself, and describes the messages that are really sent."""
+"""The AsyncAPI document is current and consistent, and describes the messages that are really sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""However an answer is cut, repeated and reordered, it joins to the record or is refused."""
+"""However chunks are split, repeated or reordered, they join to the result or fail."""
 
 from __future__ import annotations
 

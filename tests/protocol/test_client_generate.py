@@ -1,4 +1,4 @@
-"""What a client sees of an answer, whatever is lost, repeated, cut anew or killed on the way."""
+"""What a client sees of an answer when chunks are lost, repeated or split, or servers die."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ async def test_reading_the_result_before_the_generation_has_ended_raises_an_erro
 async def test_an_answer_ends_with_its_result_if_its_last_chunks_were_lost(
     client: Client, worker: FakeWorker, num_chunks: int
 ) -> None:
-    """Nobody acknowledges the empty body, nor the last chunks: a server that dies loses them."""
+    """A server that dies may lose the last chunks and the empty message after them."""
 
     async def script(worker: FakeWorker, seq: int, request: Request) -> None:
         for i, (token, text) in enumerate(zip(TOKENS[:num_chunks], TEXTS, strict=False)):
@@ -192,7 +192,7 @@ async def test_a_cancelled_reader_leaves_no_subscriptions_behind(client: Client,
 async def test_cancelling_a_task_that_waits_for_its_result_always_ends_it(
     client: Client, worker: FakeWorker
 ) -> None:
-    """Not even if it meets the acknowledgement: nobody answers here, so a lost one would wait for ever."""
+    """Also if the cancel meets the acknowledgement: no worker answers here, so a lost one would hang."""
     worker.script = silent
     session = client.session("s1")
     for step in range(150):
@@ -319,7 +319,7 @@ async def test_leaving_a_block_after_its_answer_or_without_a_request_cancels_not
 async def test_an_answer_that_keeps_sending_chunks_may_take_longer_than_its_timeout(
     client: Client, worker: FakeWorker
 ) -> None:
-    """It is for the silence before a chunk, as of other streams."""
+    """The timeout limits the silence before each chunk."""
 
     async def script(worker: FakeWorker, seq: int, request: Request) -> None:
         for i, (token, text) in enumerate(zip(TOKENS, TEXTS, strict=True)):
@@ -364,7 +364,7 @@ async def test_a_repeated_generation_returns_its_recorded_answer_as_one_chunk(
 async def test_a_repeat_of_a_running_generation_gets_all_of_its_chunks(
     client: Client, worker: FakeWorker
 ) -> None:
-    """They are those of the first request; the beginning is read back before the end is there."""
+    """The chunks so far are read back while the first request is still being answered."""
     has_begun, beginning_seen = asyncio.Event(), asyncio.Event()
 
     async def script(worker: FakeWorker, seq: int, request: Request) -> None:
@@ -394,7 +394,7 @@ async def test_a_repeat_of_a_running_generation_gets_all_of_its_chunks(
 async def test_following_a_running_answer_gives_its_chunks_so_far_at_once(
     client: Client, worker: FakeWorker
 ) -> None:
-    """Also who has sent the request: the answer may be read later. No further chunk is needed for that."""
+    """Also for the sender, who may read the answer later. No further chunk is needed for that."""
     has_begun, beginning_seen = asyncio.Event(), asyncio.Event()
 
     async def script(worker: FakeWorker, seq: int, request: Request) -> None:
@@ -422,7 +422,7 @@ async def test_following_a_running_answer_gives_its_chunks_so_far_at_once(
 async def test_a_reused_request_id_gets_none_of_the_chunks_of_its_earlier_use(
     client: Client, worker: FakeWorker
 ) -> None:
-    """Its first session has left the log; the token stream, which is read, has its chunks still."""
+    """The first session has left the log, but the token stream still has its chunks."""
     is_read = asyncio.Event()
 
     async def script(worker: FakeWorker, seq: int, request: Request) -> None:
@@ -524,7 +524,7 @@ async def test_the_content_of_lost_chunks_comes_with_the_result(
 async def test_chunks_published_again_and_split_differently_are_seen_once(
     client: Client, worker: FakeWorker
 ) -> None:
-    """A resumed worker starts at a boundary that it knows and need not cut as the first one did."""
+    """A resumed worker starts at a boundary that it knows and may split chunks differently."""
 
     async def script(worker: FakeWorker, seq: int, request: Request) -> None:
         await worker.chunk(request, 0, [11], "He")
@@ -604,7 +604,7 @@ async def test_a_client_that_receives_no_messages_finds_its_answer_in_the_log(
 async def test_a_client_finds_its_result_in_the_log_behind_many_other_results(
     client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Reading back goes on over as many batches as it takes."""
+    """The client reads as many batches as it takes."""
     monkeypatch.setattr(turnkeep_client.wire, "READ_BATCH", 3)
 
     async def deaf(subject: str, on_body: Callable[[bytes], None]) -> Callable[[], Awaitable[None]]:
@@ -623,7 +623,7 @@ async def test_a_client_finds_its_result_in_the_log_behind_many_other_results(
 async def test_a_call_whose_result_was_removed_from_the_log_raises_an_error_instead_of_waiting(
     client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its session was forgotten while the client was away: nobody can say any more what was answered."""
+    """Its session was forgotten while the client was away, so the answer exists no more."""
 
     async def deaf(subject: str, on_body: Callable[[bytes], None]) -> Callable[[], Awaitable[None]]:
         return lambda: asyncio.sleep(0)
@@ -643,7 +643,7 @@ async def test_a_call_whose_result_was_removed_from_the_log_raises_an_error_inst
 async def test_a_call_whose_request_was_removed_as_the_last_log_entry_raises_after_a_while(
     client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing behind it tells a log without it from a replica that lags; only time does."""
+    """Only time tells a log without the request from a replica that lags behind."""
     for name, seconds in (("FIRST_POLL_S", 0.2), ("DOUBT_S", 0.1), ("MOST_LAG_S", 1.0)):
         monkeypatch.setattr(turnkeep_client.calls, name, seconds)
 
@@ -682,7 +682,7 @@ async def test_a_call_keeps_waiting_if_a_server_denies_having_its_request_only_o
 async def test_checks_for_removed_requests_run_together_and_delay_no_other_call(
     client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each is asked for twice, with a pause: together, and beside an answer that goes on."""
+    """Each is looked up twice, with a pause: all together, and beside a running answer."""
     monkeypatch.setattr(turnkeep_client.calls, "FIRST_POLL_S", 0.2)
     monkeypatch.setattr(turnkeep_client.calls, "DOUBT_S", 3.0)
     num_lost, seqs, all_in = 10, list[int](), asyncio.Event()
@@ -715,7 +715,7 @@ async def test_checks_for_removed_requests_run_together_and_delay_no_other_call(
 async def test_calls_that_wait_for_one_session_share_their_reads_of_the_log(
     client: Client, worker: FakeWorker, server: NatsServer
 ) -> None:
-    """Each for itself, 700 calls of a slow worker read 256 results at a time for each of them."""
+    """One by one, 700 calls of a slow worker would each read 256 results at a time."""
     num_calls, num_reads = 200, 0
     is_over = asyncio.Event()
 
@@ -763,9 +763,9 @@ async def test_a_request_does_not_count_as_removed_while_the_log_cannot_be_read(
 async def test_an_answer_survives_kill_9_of_the_nats_server(
     client: Client, worker: FakeWorker, server: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed after two chunks: what was published meanwhile is read back, nothing comes twice.
+    """Killed after two chunks: chunks published meanwhile are read back, and none comes twice.
 
-    The client comes back after the last chunk, so it hears of none of them, and the result waits for it.
+    The client reconnects after the last chunk, so it receives none directly; the result waits for it.
     """
     monkeypatch.setattr(turnkeep_client.calls, "FIRST_POLL_S", 60)
     client._wire._nats.options["reconnect_time_wait"] = 1
@@ -875,7 +875,7 @@ async def acknowledge_by_hand(
 async def test_a_result_that_arrives_before_the_acknowledgement_is_kept(
     client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kept until it is known whose it is; the result of another request is not mistaken for it."""
+    """It is kept until its request is known; another request's result is not mistaken for it."""
     monkeypatch.setattr(turnkeep_client.calls, "FIRST_POLL_S", 60)
 
     async def script(seq: int, request: Request, acknowledge: Acknowledge) -> None:

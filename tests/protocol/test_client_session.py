@@ -236,7 +236,7 @@ async def test_an_invalid_cache_policy_is_refused_when_the_session_object_is_mad
 async def test_a_client_sends_no_turn_if_the_worker_refuses_the_cache_policy(
     client: Client, worker: FakeWorker
 ) -> None:
-    """Else the session would begin under another one."""
+    """The session would begin under another one."""
     worker.script = refuse
     session = client.session("s1", cache=CachePolicy(policy="sink_window"))
     for _ in range(2):
@@ -447,7 +447,7 @@ async def test_a_connection_can_be_awaited_or_entered_by_async_with(server: Nats
 async def test_the_errors_for_a_closed_client_a_lost_server_and_no_answer_differ(
     client: Client, worker: FakeWorker, server: NatsServer
 ) -> None:
-    """`NoWorkerError` stands for all of it, and a lost connection is Python's `ConnectionError` too."""
+    """All are a `NoWorkerError`, and a lost connection is also Python's `ConnectionError`."""
     with pytest.raises(ConnectionError):
         await connect(f"nats://127.0.0.1:{free_port()}")
     server.kill()

@@ -1,4 +1,4 @@
-"""A connection is one however slowly the server and this machine set it up."""
+"""Clients connect however slow the server and this machine are."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def slow_server() -> AsyncIterator[SlowServer]:
 async def test_a_client_still_sends_after_the_server_sent_ping_or_info_before_its_first_pong(
     slow_server: SlowServer, before: bytes
 ) -> None:
-    """Its own PING comes after a second, which a busy machine can take to connect, and INFO at any time."""
+    """A server sends PING after a second, which connecting can take, and INFO at any time."""
     slow_server.before = before
     nc = Nats()
     await nc.connect(slow_server.url, allow_reconnect=False)

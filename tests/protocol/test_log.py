@@ -14,7 +14,7 @@ from turnkeep_client.subjects import session_key
 
 
 async def test_a_client_reads_back_the_whole_log_of_its_tenant_and_nobody_elses(local_worker):
-    """More than one batch of it, and nobody else's."""
+    """It is longer than one batch."""
     worker = await local_worker()
     assert await worker.client.log() == []
     session = worker.client.session("many")

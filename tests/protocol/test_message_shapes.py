@@ -1,4 +1,4 @@
-"""OpenAI's message shape as its clients write it: what is taken, and what is refused in clear words."""
+"""Messages in OpenAI's format as its clients write them: what is accepted, and what is refused."""
 
 from __future__ import annotations
 

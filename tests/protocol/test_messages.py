@@ -1,4 +1,4 @@
-"""Messages survive the wire, and what is no message is refused with a sentence that helps."""
+"""Messages survive encoding, and invalid ones are refused with a sentence that helps."""
 
 from __future__ import annotations
 
@@ -290,7 +290,7 @@ def test_the_refusal_of_an_unknown_field_lists_every_field_of_that_request() -> 
 
 
 def test_refusing_many_requests_inspects_each_message_type_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes milliseconds of the event loop, and whoever sends one bad message sends thousands."""
+    """Inspecting takes milliseconds of the event loop, and bad messages may come in thousands."""
     inspected = []
     whole = msgspec.inspect.type_info
     monkeypatch.setattr(msgspec.inspect, "type_info", lambda kind: inspected.append(kind) or whole(kind))
@@ -317,7 +317,7 @@ def test_an_ask_needs_neither_a_type_nor_an_id() -> None:
 
 
 def test_a_client_reads_a_result_of_a_newer_worker_that_has_an_unknown_field() -> None:
-    """Clients pass over fields that they do not know; workers do not."""
+    """Clients ignore fields that they do not know; workers do not."""
     body = b'{"type": "opened", "id": "a", "seq": 1, "position": 0, "new": {"x": [1]}}'
     assert decode_result(body) == Opened(id="a", seq=1, position=0)
 

@@ -1,4 +1,4 @@
-"""The page about the protocol tells the truth where a test can tell."""
+"""docs/protocol.md is true, as far as a test can check it."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_the_protocol_page_documents_every_field_of_every_request() -> None:
 
 @pytest.mark.parametrize("kind", TOLD, ids=lambda kind: kind.__name__)
 def test_the_protocol_page_documents_every_field_that_workers_publish(kind: type[Struct]) -> None:
-    """But those of the metrics, which the AsyncAPI document has."""
+    """Except those of metrics, which the AsyncAPI document has."""
     fields = [field for field in kind.__struct_encode_fields__ if not re.search(rf"[`\"]{field}[`\" ]", PAGE)]
     assert fields == []
     tag = kind.__struct_config__.tag
@@ -208,7 +208,7 @@ def test_openai_fields_are_refused_or_accepted_as_the_protocol_page_says() -> No
 async def test_the_documented_agent_loop_runs_as_written_and_gives_the_same_answer_when_run_again(
     server: NatsServer, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second run gets the first one's answers; a tool that says something else changes nothing."""
+    """The second run gets the first one's answers, even if the tool's result is another one."""
     said: list[str] = []
     recorded: dict[str, tuple[bytes, int]] = {}
 

@@ -1,4 +1,4 @@
-"""Subjects are built and taken apart without loss, and nothing else passes for one."""
+"""Subjects are built and parsed without loss, and other strings are refused."""
 
 from __future__ import annotations
 
