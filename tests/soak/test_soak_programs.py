@@ -1,4 +1,4 @@
-"""The programs of this folder in short, and an oracle that sees what it is there for."""
+"""Short runs of the programs of this folder, and an oracle that finds each fault."""
 
 from __future__ import annotations
 
