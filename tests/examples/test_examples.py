@@ -166,7 +166,7 @@ async def test_an_orchestrator_that_dies_with_its_worker_gets_each_result_once_w
 @pytest.mark.registry
 @pytest.mark.timeout(600)
 async def test_a_pydantic_ai_agent_finishes_despite_a_worker_crash(here: Here, tmp_path: Path) -> None:
-    """All of its four requests are in one session, and each step sends only what is new."""
+    """Its four requests share one session, and no tokens are prefilled a second time."""
     programs = installed(tmp_path / "venv", "pydantic-ai-slim[openai]")
     async with gateway(here.worker, port := free_port()):
         url = f"http://127.0.0.1:{port}/v1"
