@@ -1,4 +1,4 @@
-"""The report of a run: what it lists, and when it fails; and which part of a product a run has."""
+"""The report of slow tests, and which combinations of parameters an ordinary run keeps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rooms of the design: who may import whom, and who may touch MLX and nats-py."""
+"""Which packages may import which, and which modules may use MLX and nats-py."""
 
 import ast
 from functools import cache
@@ -156,7 +156,7 @@ def test_only_the_commands_cache_and_export_import_admin_and_names_of_the_cache(
 
 
 def test_ops_imports_only_the_module_names_of_the_cache() -> None:
-    """A log is verified where neither MLX nor a cache is."""
+    """A log is verified without MLX and without a cache."""
     paths = sorted((ROOT / "ops").rglob("*.py"))
     seen = {name for path in paths for name in imports(path) if name.startswith("cache.")}
     assert {name.split(".")[1] for name in seen} == {"names"}
@@ -173,7 +173,7 @@ def test_only_the_listed_modules_import_mlx():
 
 
 def test_only_the_listed_modules_of_gateway_and_console_import_http_libraries():
-    """Dialects, digests and the index are pure; the console's figures, turns and actions know no HTTP."""
+    """Dialects, digests and the index are pure; most modules of the console use no HTTP library."""
     of_gateway = {f"gateway/http/{name}.py" for name in ("app", "bodies", "durable", "sending", "serving")}
     of_console = {f"ops/console/{name}.py" for name in ("app", "door", "serving")}
     assert users("starlette", "uvicorn") == of_gateway | of_console
