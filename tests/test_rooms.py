@@ -107,7 +107,7 @@ def test_each_module_imports_only_the_packages_allowed_to_its_own_package() -> N
     assert {path: others for path, others in foreign.items() if others} == {}
 
 
-def test_no_module_outside_bench_programs_imports_them():
+def test_no_module_outside_bench_programs_imports_from_bench_programs():
     apart = [path for path in modules() if not path.relative_to(ROOT).is_relative_to("bench/programs")]
     used = set().union(*(imports(path) for path in apart))
     assert not {name for name in used if name.startswith("bench.programs")}
@@ -130,11 +130,11 @@ def test_each_layer_of_worker_and_cache_imports_only_the_layers_below_it() -> No
     assert of_the_cache <= FLOORS["cache"].keys(), "the store stands above them all"
 
 
-def test_worker_process_imports_no_part_of_the_worker_and_worker_observe_only_process() -> None:
+def test_the_worker_packages_process_and_observe_import_no_other_part_of_the_worker() -> None:
     assert {floor: imported_floors("worker", floor) for floor in GROUND} == GROUND
 
 
-def test_worker_device_imports_only_port_and_order_of_worker_sessions():
+def test_the_package_worker_device_imports_only_port_and_order_of_worker_sessions():
     paths = (ROOT / "worker" / "device").glob("*.py")
     used = set().union(*(imports(path, of_types=True) for path in paths))
     assert {one.split(".")[2] for one in used if one.startswith("worker.sessions.")} == {"port", "order"}

@@ -523,7 +523,7 @@ async def test_the_page_says_when_worker_nats_or_console_is_down_and_recovers_by
 
 
 @pytest.mark.parametrize("dark", [False, True])
-async def test_each_page_can_be_read_and_used_with_a_keyboard_and_a_screen_reader(
+async def test_each_page_of_the_console_works_with_a_keyboard_and_a_screen_reader(
     browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]], *, dark: bool
 ) -> None:
     client = (await local_worker()).client

@@ -156,7 +156,7 @@ def test_text_or_code_over_the_size_limit_is_shown_without_formatting(
 
 
 @pytest.mark.parametrize("language", ["", "nothing", "brainfuck", "PYTHON"])
-def test_highlighting_loses_no_code_and_colours_only_known_languages(language: str) -> None:
+def test_highlighting_loses_no_code_and_colours_only_supported_languages(language: str) -> None:
     code = "def f():\n\treturn 'a'\n\n\n"
     assert "".join(map(plain, highlighted(code, language))) == code
     assert (len(highlighted(code, language)) > 1) == (language == "PYTHON")

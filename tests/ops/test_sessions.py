@@ -70,7 +70,7 @@ async def test_sessions_are_listed_with_their_state_position_worker_model_and_en
     assert shown.stdout.splitlines()[-1] == "5 of 5 sessions"
 
 
-async def test_sessions_are_filtered_and_sorted(local_worker: Start) -> None:
+async def test_the_command_sessions_filters_and_sorts_its_list(local_worker: Start) -> None:
     worker = await filled(local_worker)
 
     async def names(*options: str) -> list[str]:

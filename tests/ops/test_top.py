@@ -114,7 +114,7 @@ def test_the_screen_sums_up_the_gateways_that_publish_in_one_line() -> None:
     assert "gateway" not in "\n".join(screen(State(), fleet_of(1)))
 
 
-def test_the_share_of_cached_tokens_counts_only_tokens_since_the_message_before() -> None:
+def test_the_share_of_cached_tokens_counts_only_those_since_the_previous_message() -> None:
     before = {"uptime_s": 1.0, "cached_tokens": 90, "prefilled_tokens": 10}
     after = {"uptime_s": 2.0, "cached_tokens": 91, "prefilled_tokens": 13}
     assert figures(before).cached_share == 0.9

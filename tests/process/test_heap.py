@@ -1,4 +1,4 @@
-"""Reserved memory causes few page faults, and freed memory is kept; the kernel counts, in processes."""
+"""Reserved memory causes few page faults, and freed memory is kept: counted in real processes."""
 
 import subprocess
 import sys

@@ -166,7 +166,7 @@ def test_every_schema_of_the_document_is_valid_json_schema(document: dict[str, A
             draft.check_schema(schema_of(document, name))
 
 
-def test_channels_operations_and_messages_are_consistent(document: dict[str, Any]) -> None:
+def test_channels_operations_and_messages_of_the_document_are_consistent(document: dict[str, Any]) -> None:
     used = set()
     for name, channel in document["channels"].items():
         assert set(re.findall(r"{(\w+)}", channel["address"] or "")) == set(channel.get("parameters", {}))

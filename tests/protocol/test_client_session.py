@@ -317,7 +317,9 @@ async def test_info_and_cancel_return_the_workers_answer_or_raise_its_refusal(
         await session.cancel("g2")
 
 
-async def test_ask_is_answered_without_the_log(client: Client, worker: FakeWorker) -> None:
+async def test_an_ask_is_answered_without_storing_a_request_in_the_log(
+    client: Client, worker: FakeWorker
+) -> None:
     async def on_ask(message: Msg) -> None:
         await message.respond(encode(generated(5, decode_ask(message.data, "made-up"))))
 
