@@ -153,7 +153,7 @@ def test_shortened_tokens_return_the_same_ids_or_raise_an_error_for_those_left_o
                 assert tokens.num_common(other) <= common(ids, theirs)
 
 
-def test_a_shortened_session_keeps_its_boundary_name_only_while_those_tokens_are_unchanged(
+def test_a_shortened_session_keeps_the_digest_of_a_prefix_only_while_the_prefix_is_unchanged(
     monkeypatch,
 ) -> None:
     monkeypatch.setattr("cache.names.tokens._PART", 4)

@@ -280,7 +280,7 @@ async def test_an_import_skips_damaged_misnamed_and_orphaned_archive_members_and
     assert "no sound tar file" in turnkeep("import", tmp_path / "cut.tar", code=1).stderr
 
 
-async def test_an_import_respects_the_disk_limit_and_the_free_space_to_be_left(
+async def test_an_import_respects_the_disk_limit_and_the_required_free_space(
     open_store, filled, tmp_path
 ) -> None:
     archive.export(filled, None, tmp_path / "all.tar")

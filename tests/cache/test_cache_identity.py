@@ -90,7 +90,7 @@ def test_weight_files_that_swap_their_contents_give_another_identity(folder) -> 
     assert take(folder).weights != before
 
 
-def test_the_digest_memo_is_used_while_the_weight_files_are_unchanged(folder, tmp_path) -> None:
+def test_cached_weight_digests_are_used_while_the_files_are_unchanged(folder, tmp_path) -> None:
     memo = tmp_path / "state" / "digests.json"
     before = take(folder, memo=memo)
     known = json.loads(memo.read_text())
@@ -101,7 +101,9 @@ def test_the_digest_memo_is_used_while_the_weight_files_are_unchanged(folder, tm
     assert take(folder, memo=memo).weights != before.weights, "it was hashed again, the memo saved nothing"
 
 
-def test_the_digest_memo_is_not_used_after_a_change_that_keeps_size_and_mtime(folder, tmp_path) -> None:
+def test_a_cached_weight_digest_is_not_used_after_a_change_that_keeps_size_and_mtime(
+    folder, tmp_path
+) -> None:
     memo = tmp_path / "digests.json"
     weights = folder / "model-1.safetensors"
     before = files_digest([weights], memo=memo)
@@ -113,7 +115,9 @@ def test_the_digest_memo_is_not_used_after_a_change_that_keeps_size_and_mtime(fo
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b'{"PATH": 3}', b'{"PATH": {"a": 1}}'])
-def test_a_damaged_digest_memo_does_not_change_the_digest(folder, tmp_path, content) -> None:
+def test_a_damaged_file_of_cached_weight_digests_does_not_change_the_result(
+    folder, tmp_path, content
+) -> None:
     memo = tmp_path / "digests.json"
     weights = folder / "model-1.safetensors"
     memo.write_bytes(content.replace(b"PATH", str(weights).encode()))
@@ -121,7 +125,9 @@ def test_a_damaged_digest_memo_does_not_change_the_digest(folder, tmp_path, cont
     assert files_digest([weights], memo=memo) == files_digest([weights])
 
 
-def test_a_digest_memo_that_cannot_be_written_does_not_change_the_digest(folder, tmp_path) -> None:
+def test_a_file_of_cached_weight_digests_that_cannot_be_written_does_not_change_the_result(
+    folder, tmp_path
+) -> None:
     (tmp_path / "file").write_text("")
     weights = [folder / "model-1.safetensors"]
     assert files_digest(weights, memo=tmp_path / "file" / "digests.json") == files_digest(weights)

@@ -69,7 +69,7 @@ def test_the_index_finds_all_shorter_entries_that_a_new_one_replaces(runs, wante
 
 
 @given(RUNS, st.lists(st.integers(0, 2), min_size=1, max_size=5).map(tuple))
-def test_tokens_are_covered_exactly_if_a_stored_entry_begins_with_them(runs, wanted) -> None:
+def test_tokens_count_as_stored_if_and_only_if_a_stored_entry_begins_with_them(runs, wanted) -> None:
     _, num_tokens = filled(runs).longest_path(ROOT, pack(wanted))
     assert (num_tokens == len(wanted)) == any(run[: len(wanted)] == wanted for run in runs)
 

@@ -258,7 +258,7 @@ async def test_a_lowered_disk_limit_is_reached_by_evicting_in_small_steps(open_s
     assert files(tmp_path) == 6, "raised, it holds more again"
 
 
-async def test_the_free_space_to_be_left_can_be_changed_while_the_store_runs(open_store, tmp_path) -> None:
+async def test_the_required_free_space_can_be_changed_while_the_store_runs(open_store, tmp_path) -> None:
     store = await open_store()
     for session in range(5):
         save_all(store, "a", [session, 1])

@@ -274,7 +274,7 @@ async def test_a_full_queue_drops_new_snapshots_and_those_that_depend_on_them(op
     assert save_all(store, "a", [2] * 4) == [True]
 
 
-async def test_saves_are_dropped_when_the_disk_lacks_the_free_space_to_be_left(open_store) -> None:
+async def test_saves_are_dropped_when_the_disk_lacks_the_required_free_space(open_store) -> None:
     store = await open_store(min_free_bytes=1 << 60)
     assert save_all(store, "a", [1, 2]) == [False]
     assert store.stats().dropped == {"disk_limit": 1}

@@ -51,7 +51,7 @@ def test_a_ring_cache_has_the_same_contents_however_its_tokens_are_split_into_wr
         assert all(mx.array_equal(a[0], b[0]).item() for a, b in zip(one, other, strict=True))
 
 
-def test_a_full_ring_cache_can_be_trimmed_by_its_slack_at_most_and_a_short_one_to_zero() -> None:
+def test_a_full_ring_cache_can_be_trimmed_by_its_spare_slots_at_most_and_a_short_one_to_zero() -> None:
     ring = RingCache(4, 100)
     _run(ring, _edges(1000, []))
     assert ring.can_trim(1000 - SLACK)
