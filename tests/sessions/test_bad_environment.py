@@ -87,7 +87,9 @@ def test_serve_on_a_full_disk_exits_with_one_line(mounted: Callable[[str], Path]
     check_one_line(done, 1, "the disk is full", "--data-dir")
 
 
-def test_serve_on_a_port_of_another_program_exits_with_one_line_that_names_the_port(tmp_path: Path, taken_port: int) -> None:
+def test_serve_on_a_port_of_another_program_exits_with_one_line_that_names_the_port(
+    tmp_path: Path, taken_port: int
+) -> None:
     done = turnkeep("serve", "--data-dir", tmp_path / "data", "--nats-port", taken_port)
     check_one_line(done, 1, f"port {taken_port} of 127.0.0.1 is taken", "--nats-port")
 
@@ -117,13 +119,17 @@ async def test_a_second_worker_on_a_data_directory_exits_and_the_first_one_goes_
         (("surplus",), "unexpected extra argument"),
     ],
 )
-def test_a_wrong_command_line_exits_with_code_2_and_says_what_is_wrong(arguments: tuple[str, ...], says: str) -> None:
+def test_a_wrong_command_line_exits_with_code_2_and_says_what_is_wrong(
+    arguments: tuple[str, ...], says: str
+) -> None:
     done = CliRunner().invoke(main, ["serve", *arguments])
     assert done.exit_code == 2
     assert says in done.output
 
 
-def test_an_unknown_name_or_invalid_toml_in_the_settings_file_stops_serve_with_one_line(tmp_path: Path) -> None:
+def test_an_unknown_name_or_invalid_toml_in_the_settings_file_stops_serve_with_one_line(
+    tmp_path: Path,
+) -> None:
     config = tmp_path / "turnkeep.toml"
     config.write_text("max_bach = 4\n")
     check_one_line(turnkeep("serve", "--config", config), 2, "max_bach", "did you mean max_batch?")
@@ -262,7 +268,9 @@ def test_help_imports_neither_mlx_nor_transformers_nor_nats() -> None:
     assert not loaded & {"mlx", "mlx_lm", "transformers", "nats", "numpy"}
 
 
-async def test_each_command_without_a_nats_server_exits_with_a_line_that_says_what_to_do(tmp_path: Path) -> None:
+async def test_each_command_without_a_nats_server_exits_with_a_line_that_says_what_to_do(
+    tmp_path: Path,
+) -> None:
     commands = [("ask", "hello"), ("info",), ("info", "s"), ("cancel", "s", "r"), ("chat",)]
     serve = asyncio.to_thread(turnkeep, "serve", "--data-dir", tmp_path / "data", "--nats", NOBODY)
     others = [asyncio.to_thread(turnkeep, *command, "--nats", NOBODY) for command in commands]
@@ -325,7 +333,9 @@ async def test_chat_reads_lines_from_a_pipe_and_continues_its_session_the_next_t
     assert (await worker.client.session("chat").info()).requests == 4
 
 
-async def test_the_commands_ask_info_and_cancel_work_with_a_running_worker(local_worker: Callable[..., Any]) -> None:
+async def test_the_commands_ask_info_and_cancel_work_with_a_running_worker(
+    local_worker: Callable[..., Any],
+) -> None:
     worker = await local_worker()
     options = ("--nats", worker.settings.nats, "--prefix", worker.settings.prefix)
     ask = ("ask", "hello", "--max-tokens", 5, "--temperature", 0, *options)

@@ -231,7 +231,7 @@ async def test_a_request_under_an_invalid_tenant_or_session_name_is_refused_with
 
 
 @pytest.mark.parametrize("session", ["*", "s" * 300])
-async def test_requests_under_a_session_name_that_no_subject_can_have_are_refused_on_refused_out(
+async def test_a_request_under_an_unusable_session_name_is_refused_once_on_the_tenants_refused_subject(
     quiet_wire: Start, session: str
 ) -> None:
     """Each once, even if the name is a pattern that matches sessions."""
@@ -264,7 +264,7 @@ async def test_an_empty_append_is_answered_and_adds_nothing(wire: Start) -> None
 
 
 @pytest.mark.real
-async def test_tokens_outside_of_the_vocabulary_are_refused_with_its_size(wire: Start) -> None:
+async def test_tokens_outside_of_the_vocabulary_are_refused_with_the_range_of_ids(wire: Start) -> None:
     """The last id of the vocabulary is taken, the next one is not: the device would read beyond its table."""
     w = await wire()
     assert (await w.send("s", {"type": "append", "id": "a", "tokens": [0, 258]}))["type"] == "appended"
@@ -366,7 +366,9 @@ async def test_a_rewind_beyond_the_end_of_the_session_is_refused(wire: Start) ->
 
 
 @pytest.mark.parametrize("restart", [False, True])
-async def test_a_repeated_request_gets_the_recorded_result_of_the_first_one(wire: Start, *, restart: bool) -> None:
+async def test_a_repeated_request_gets_the_recorded_result_of_the_first_one(
+    wire: Start, *, restart: bool
+) -> None:
     """Each repeat has its own sequence and names the first one's; failures are repeated too."""
     w = await wire()
     first = await w.send("s", generate("a", text="once", temperature=1.0))
@@ -439,7 +441,7 @@ async def test_cancelling_an_answered_or_unknown_request_fails_and_says_why(wire
     await check_goes_on(w, "s")
 
 
-async def test_a_closed_session_refuses_everything_but_an_open(wire: Start) -> None:
+async def test_a_closed_session_refuses_every_request_except_an_open(wire: Start) -> None:
     w = await wire()
     await w.send("s", append("a"))
     closing = [await w.publish("s", body) for body in ({"type": "close", "id": "b"}, append("c"))]
@@ -461,7 +463,7 @@ async def test_a_closed_session_refuses_everything_but_an_open(wire: Start) -> N
     await check_goes_on(w, "s")
 
 
-async def test_an_open_of_an_open_session_is_refused(wire: Start) -> None:
+async def test_opening_a_session_that_is_already_open_is_refused(wire: Start) -> None:
     w = await wire()
     assert (await w.send("s", {"type": "open", "id": "a"}))["type"] == "opened"
     await check_refused(w, "s", {"type": "open", "id": "b"}, "the session is open already, at position 0")
@@ -495,7 +497,9 @@ async def test_a_request_as_large_as_the_message_limit_is_answered(wire: Start) 
     await check_goes_on(w, "s")
 
 
-async def test_a_request_beyond_the_message_limit_raises_an_error_in_the_client_and_is_not_stored(wire: Start) -> None:
+async def test_a_request_beyond_the_message_limit_raises_an_error_in_the_client_and_is_not_stored(
+    wire: Start,
+) -> None:
     w = await wire(max_message_bytes=64 * 1024)
     async with connect(w.worker.settings.nats, prefix=w.prefix) as client:
         for size in (130 * 1024, 2 * 2**20):  # beyond the stream's limit, and beyond the server's
@@ -583,7 +587,9 @@ async def test_subscribers_of_out_get_exactly_the_results_that_the_log_stored(wi
     assert w.results[seq] == stored
 
 
-async def test_a_cancel_ends_running_and_waiting_requests_despite_garbage_among_the_results(wire: Start) -> None:
+async def test_a_cancel_ends_running_and_waiting_requests_despite_garbage_among_the_results(
+    wire: Start,
+) -> None:
     w = await wire()
     running = await w.publish("s", generate("a", **LONG))
     waiting = await w.publish("s", append("b"))

@@ -77,7 +77,9 @@ async def test_excessive_tools_or_stop_strings_are_refused_while_another_answer_
 
 
 @pytest.mark.parametrize("says", BOMBS)
-async def test_a_non_strict_tool_with_an_unenforceable_schema_is_accepted_with_a_warning(served: Wire, says: str) -> None:
+async def test_a_non_strict_tool_with_an_unenforceable_schema_is_accepted_with_a_warning(
+    served: Wire, says: str
+) -> None:
     tools = [tool(f"f{n}", one) for n, one in enumerate(BOMBS[says])]
     told = await served.send("s", asked("a", tools=tools, tool_choice="required"))
     assert told["type"] == "generated"

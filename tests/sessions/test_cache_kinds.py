@@ -81,7 +81,7 @@ def _parameters(model: Any) -> list[tuple[str, mx.array]]:
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
-async def test_after_a_restart_models_with_states_or_windows_prefill_only_the_new_tokens(
+async def test_models_with_states_or_windows_prefill_only_the_new_tokens_after_a_restart(
     local_worker, make_folder, tmp_path, kind
 ) -> None:
     folder = str(make_folder(kind))
@@ -150,7 +150,9 @@ async def test_a_worker_uses_only_snapshots_of_its_own_kv_bits(local_worker, mak
 
 
 @pytest.mark.parametrize(("kept", "wanted"), [(None, 8), (8, 8), (8, 4), (8, None)])
-async def test_an_open_that_asks_for_other_kv_bits_than_the_workers_is_refused(local_worker, make_folder, kept, wanted) -> None:
+async def test_an_open_that_asks_for_other_kv_bits_than_the_workers_is_refused(
+    local_worker, make_folder, kept, wanted
+) -> None:
     worker = await local_worker(model=str(make_folder("llama")), kv_bits=kept)
     session = worker.client.session("s")
     opening = session.open(CachePolicy(kv_bits=wanted))
@@ -187,7 +189,9 @@ async def test_kv_bits_stops_the_start_of_a_model_whose_kv_cannot_be_quantised(l
         await local_worker(kv_bits=8)
 
 
-async def test_a_sliding_window_layer_is_charged_only_for_the_kv_that_it_holds(local_worker, make_folder) -> None:
+async def test_a_sliding_window_layer_is_charged_only_for_the_kv_that_it_holds(
+    local_worker, make_folder
+) -> None:
     """600 tokens of 256 bytes would not fit. One layer holds all of them, the other one sees 24.
 
     It also holds the 256 tokens before those.
@@ -203,7 +207,9 @@ async def test_a_sliding_window_layer_is_charged_only_for_the_kv_that_it_holds(l
         await session.append(text="x" * (700 - answer.position))
 
 
-async def test_the_log_line_of_a_loaded_model_names_kv_bits_bytes_per_token_and_cache_classes(local_worker, make_folder) -> None:
+async def test_the_log_line_of_a_loaded_model_names_kv_bits_bytes_per_token_and_cache_classes(
+    local_worker, make_folder
+) -> None:
     with structlog.testing.capture_logs() as lines:
         await local_worker(model=str(make_folder("llama")), kv_bits=8)
     said = next(line for line in lines if line["event"] == "loaded the model")
@@ -304,7 +310,9 @@ async def test_a_restart_does_not_repeat_the_batching_trials_of_the_same_model(
     assert num_passes() > 15  # another model
 
 
-async def test_a_model_that_cannot_serve_sink_window_says_why_at_open_and_at_start(local_worker, make_folder) -> None:
+async def test_a_model_that_cannot_serve_sink_window_says_why_at_open_and_at_start(
+    local_worker, make_folder
+) -> None:
     """At the start: if the policy is the worker's default."""
     folder = str(make_folder("gemma2"))
     worker = await local_worker(model=folder)
@@ -320,7 +328,9 @@ async def test_a_model_that_cannot_serve_sink_window_says_why_at_open_and_at_sta
     assert str(stopped.value) == f"cache_policy cannot be the default here: {refused.value.message}"
 
 
-async def test_a_models_own_window_still_applies_in_a_session_under_sink_window(local_worker, make_folder) -> None:
+async def test_a_models_own_window_still_applies_in_a_session_under_sink_window(
+    local_worker, make_folder
+) -> None:
     worker = await local_worker(model=str(make_folder("gemma3_text")))
     session = worker.client.session("s", cache={"policy": "sink_window", "sink": 2, "window": 64})
     first = await session.append(text="Once upon a time " * 20)

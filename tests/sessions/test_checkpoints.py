@@ -190,7 +190,9 @@ async def test_opening_a_session_with_a_window_reads_and_keeps_little_from_befor
 
 
 @pytest.mark.parametrize("world", [WINDOW], indirect=True)
-async def test_a_session_with_a_window_opens_and_rewinds_after_its_first_checkpoints_are_lost(world: World) -> None:
+async def test_a_session_with_a_window_opens_and_rewinds_after_its_first_checkpoints_are_lost(
+    world: World,
+) -> None:
     await converse(world, range(60))
     for entry in checkpoints(world)[:3]:
         world.log.entries[entry.seq - 1] = replace(entry, body=b"")
@@ -252,7 +254,9 @@ async def test_an_open_session_takes_little_memory_beyond_its_tokens_however_lon
     assert sizes[1] - sizes[0] - tokens_bytes < 300 * 48
 
 
-async def test_a_repeated_id_is_recognised_though_its_request_is_older_than_the_checkpoint(world: World) -> None:
+async def test_a_repeated_id_is_recognised_though_its_request_is_older_than_the_checkpoint(
+    world: World,
+) -> None:
     await converse(world, range(20))
     world.crash()
     repeated = await world.ask(question(1))
@@ -275,7 +279,9 @@ async def test_a_rewind_to_before_a_checkpoint_gives_the_same_history_as_without
         assert_same(session.history, world.session.history)
 
 
-async def test_a_reopened_session_opened_from_a_checkpoint_has_nothing_from_before_its_close(world: World) -> None:
+async def test_a_reopened_session_opened_from_a_checkpoint_has_nothing_from_before_its_close(
+    world: World,
+) -> None:
     await converse(world, range(12))
     await world.ask(Close(id="close"))
     await world.ask(Open(id="open"))
@@ -450,7 +456,9 @@ async def test_a_damaged_or_forged_checkpoint_is_ignored_and_logged_once(
     assert_same(session.history, world.session.history)
 
 
-async def test_answers_go_on_while_the_log_refuses_checkpoints_and_later_ones_are_stored(world: World) -> None:
+async def test_answers_go_on_while_the_log_refuses_checkpoints_and_checkpoints_are_stored_later(
+    world: World,
+) -> None:
     """For example a full log: attempts are bounded, and later ones succeed."""
     store, refused = world.log.store_checkpoint, []
 

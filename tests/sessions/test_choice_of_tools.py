@@ -29,7 +29,9 @@ async def test_a_tool_named_in_tool_choice_is_called_once(with_tools: Tokenizer)
     assert (one.text, one.finish_reason) == ("", "tool_calls")
 
 
-async def test_a_call_of_another_tool_than_the_named_one_stays_text_and_counts_as_malformed(with_tools: Tokenizer) -> None:
+async def test_a_call_of_another_tool_than_the_named_one_stays_text_and_counts_as_malformed(
+    with_tools: Tokenizer,
+) -> None:
     named = NamedTool(function=_ChosenFunction(name="clock"))
     world = world_of(with_tools, CALL)
     one = await generated(world, ask(1, user("a"), tools=(WEATHER, CLOCK), tool_choice=named))
@@ -49,7 +51,9 @@ async def test_an_answer_that_must_call_a_tool_ends_when_it_repeats_a_call(with_
         assert (one.text, one.finish_reason) == ("", "tool_calls")
 
 
-async def test_an_answer_with_a_valid_call_beside_an_invalid_one_is_not_malformed(with_tools: Tokenizer) -> None:
+async def test_an_answer_with_a_valid_call_beside_an_invalid_one_is_not_malformed(
+    with_tools: Tokenizer,
+) -> None:
     world = world_of(with_tools, f"{CALL}\n{UNKNOWN}\n{OTHER}", UNKNOWN)
     first = await generated(world, ask(1, user("a"), tools=(WEATHER,)))
     assert [call.function.name for call in first.tool_calls] == ["weather", "weather"]

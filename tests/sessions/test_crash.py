@@ -126,7 +126,9 @@ def seed_of(name: str, request: Generate, seq: int) -> int:
     return _sampling(SessionKey("default", name), request, pending, {}, None).seed
 
 
-async def test_answers_of_a_worker_killed_twice_end_with_the_tokens_of_an_uninterrupted_one(started: Any, alone: Client) -> None:
+async def test_answers_of_a_worker_killed_twice_end_with_the_tokens_of_an_uninterrupted_one(
+    started: Any, alone: Client
+) -> None:
     """Clients, the token stream, the log, and an uninterrupted worker have the same tokens.
 
     Nothing waits for `ack_wait`, which is longer here than any timeout of this test.
@@ -166,7 +168,9 @@ async def snapshots_are_durable(session: Any) -> None:
         await asyncio.sleep(0.02)
 
 
-async def test_after_a_kill_between_turns_the_next_turn_prefills_at_most_one_old_block(started: Any, alone: Client) -> None:
+async def test_the_turn_after_a_kill_prefills_its_own_tokens_and_at_most_one_earlier_block(
+    started: Any, alone: Client
+) -> None:
     """A session of 1,500 tokens: the next turn prefills the new ones, and has the expected answer."""
     process, client = await started(*QUICK)
     long, news = "All work and no play. " * 67, "What now? "

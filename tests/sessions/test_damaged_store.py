@@ -107,7 +107,7 @@ async def test_a_flipped_bit_in_the_log_stops_its_session_and_no_other(
 
 
 @pytest.mark.parametrize("how", ["cut", "zeros", "taken out"])
-async def test_a_session_goes_on_from_the_turns_before_the_bytes_that_the_log_file_lost(
+async def test_a_session_continues_from_its_last_turn_before_the_bytes_that_the_log_file_lost(
     log: Damaged, local_worker: Start, how: str
 ) -> None:
     """The server drops later entries, and its consumer may be ahead of new requests."""

@@ -84,7 +84,9 @@ async def test_a_prompt_still_being_prefilled_at_its_deadline_adds_nothing(
 
 
 @pytest.mark.simulated
-async def test_an_answer_cancelled_before_its_deadline_ends_as_cancelled(local_worker: Any, endless_model: Path) -> None:
+async def test_an_answer_cancelled_before_its_deadline_ends_as_cancelled(
+    local_worker: Any, endless_model: Path
+) -> None:
     worker = await local_worker(model=str(endless_model), max_draft=0)
     session = worker.client.session("cancelled")
     generation = session.generate(tokens=[40, 41], max_tokens=50_000, deadline_s=60)
@@ -117,7 +119,9 @@ async def test_time_without_a_running_worker_counts_towards_the_deadline(local_w
 
 
 @pytest.mark.simulated
-async def test_an_answer_whose_deadline_passes_during_a_crash_keeps_the_tokens_already_streamed(local_worker: Any) -> None:
+async def test_an_answer_whose_deadline_passes_during_a_crash_keeps_the_tokens_already_streamed(
+    local_worker: Any,
+) -> None:
     worker = await local_worker(ack_wait_s=0.5)
     seen: list[int] = []
     generation = worker.client.session("killed").generate(tokens=[40], max_tokens=2_000, deadline_s=2.0)

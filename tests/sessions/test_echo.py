@@ -54,7 +54,9 @@ async def has_begun(session: Session) -> bool:
     return progress is not None and progress.cached_tokens > 0
 
 
-async def test_an_echo_has_the_log_probability_of_each_token_that_the_request_adds(client: Client, endless_model: Path) -> None:
+async def test_an_echo_has_the_log_probability_of_each_token_that_the_request_adds(
+    client: Client, endless_model: Path
+) -> None:
     """Also if their KV is cached already, and in the next turn, with messages and a header."""
     await client.session("before").generate(text=TEXT, max_tokens=3)
     session = client.session("s")

@@ -49,7 +49,9 @@ async def test_an_embedding_cut_to_fewer_dimensions_has_length_1(
     assert np.dot(cut, whole[:4]) == pytest.approx(np.linalg.norm(whole[:4]))
 
 
-async def test_an_embedding_leaves_neither_log_entries_nor_kv(local_worker: Start, embedding_model: Path) -> None:
+async def test_an_embedding_leaves_neither_log_entries_nor_kv(
+    local_worker: Start, embedding_model: Path
+) -> None:
     worker = await local_worker(model=str(embedding_model))
     await worker.client.embed(TEXTS)
     metrics = await worker.client.worker_metrics()

@@ -163,7 +163,9 @@ async def test_a_cross_encoder_scores_a_query_with_each_document(local_worker: S
         await worker.client.embed(["sky"])
 
 
-async def test_an_encoder_for_embeddings_refuses_sessions_reranking_and_texts_that_are_too_long(local_worker: Start, tmp_path: Path) -> None:
+async def test_an_encoder_for_embeddings_refuses_sessions_reranking_and_texts_that_are_too_long(
+    local_worker: Start, tmp_path: Path
+) -> None:
     make(tmp_path / "bert")
     worker = await local_worker(model=str(tmp_path / "bert"))
     for asked in (
@@ -188,7 +190,9 @@ async def test_an_encoder_for_embeddings_refuses_sessions_reranking_and_texts_th
         ({"is_cross": True, "id2label": {"0": "a", "1": "b"}}, "tells classes apart"),
     ],
 )
-def test_loading_an_encoder_with_unsupported_pooling_activation_or_classes_fails(tmp_path: Path, options: Any, why: str) -> None:
+def test_loading_an_encoder_with_unsupported_pooling_activation_or_classes_fails(
+    tmp_path: Path, options: Any, why: str
+) -> None:
     make(tmp_path / "bert", **options)
     with pytest.raises(ModelError, match=why):
         load(tmp_path / "bert", dtype="float32")

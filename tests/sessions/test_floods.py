@@ -48,7 +48,7 @@ async def answered_before(wire: Wire, seq: int, tenant: str) -> int:
 
 @pytest.mark.usefixtures("_small")
 @pytest.mark.parametrize("num_sessions", [1, NUM_FLOOD])
-async def test_a_tenants_request_is_answered_before_half_of_another_tenants_flood(
+async def test_a_tenants_request_is_answered_before_half_of_another_tenants_flood_is_answered(
     wire: Start, num_sessions: int
 ) -> None:
     """In one session or in many: the worker keeps capacity for other tenants."""
@@ -67,7 +67,9 @@ async def test_a_tenants_request_is_answered_before_half_of_another_tenants_floo
     await one.check_log()
 
 
-async def test_a_flooding_tenant_gets_few_turns_on_the_device_while_another_tenant_is_active(wire: Start) -> None:
+async def test_a_flooding_tenant_gets_few_turns_on_the_device_while_another_tenant_is_active(
+    wire: Start,
+) -> None:
     """So steps stay short for the other one, and waiting requests stay in the log."""
     one = await wire(max_batch=4)
     await one.send("s", append("warm"), tenant="quiet")
@@ -123,7 +125,9 @@ async def test_a_stopping_worker_reads_no_more_waiting_sessions_from_the_log(
 
 
 @pytest.mark.usefixtures("_small")
-async def test_a_request_returned_to_the_queue_because_the_worker_is_full_counts_no_attempt(wire: Start) -> None:
+async def test_a_request_returned_to_the_queue_because_the_worker_is_full_counts_no_attempt(
+    wire: Start,
+) -> None:
     """Attempts are noted only for requests that another worker had."""
     one = await wire(max_waiting=2, max_waiting_per_tenant=1)
     seqs = [await one.publish(f"s{n}", generate("r", text="eee", max_tokens=40)) for n in range(6)]
@@ -202,7 +206,9 @@ def peak_bytes(pid: int) -> int:
 @pytest.mark.real
 @pytest.mark.process
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell the peak of another process")
-async def test_a_session_backlog_of_120_mb_makes_the_worker_grow_by_less_than_40_mib(worker_process: Callable[..., Any]) -> None:
+async def test_a_session_backlog_of_120_mb_makes_the_worker_grow_by_less_than_40_mib(
+    worker_process: Callable[..., Any],
+) -> None:
     """120 requests of 1 MB wait as the worker starts: it reads them page by page."""
     worker = worker_process("--spare-memory", "0")
     worker.start()

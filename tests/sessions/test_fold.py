@@ -541,7 +541,7 @@ async def test_published_tokens_are_read_along_with_the_log_and_again_only_if_th
     assert world.log.chunks.looks == looks
 
 
-async def test_tokens_read_in_advance_for_one_request_are_not_used_for_another(world) -> None:
+async def test_published_tokens_read_in_advance_for_one_request_are_not_used_for_another(world) -> None:
     """The second is delivered first."""
     first = world.log.add("in", encode(Generate(id="first", text="one", max_tokens=4)))
     world.publish(Generate(id="second", text="two", max_tokens=4))
@@ -707,7 +707,9 @@ async def test_a_logged_result_of_another_type_than_its_request_stops_the_sessio
         (None, "is no such result: Appended"),
     ],
 )
-async def test_a_logged_result_with_an_invalid_change_stops_the_session(world, change: Any, why: str) -> None:
+async def test_a_logged_result_with_an_invalid_change_field_stops_the_session(
+    world, change: Any, why: str
+) -> None:
     await world.ask(Append(id="a", tokens=(1, 2)))
     body = json.loads(world.log.entries[-1].body)
     body["change"] = change
@@ -715,7 +717,7 @@ async def test_a_logged_result_with_an_invalid_change_stops_the_session(world, c
     assert why in await diverged(world, entries)
 
 
-async def test_an_invalid_entry_on_out_is_ignored_and_the_session_goes_on(world) -> None:
+async def test_an_invalid_entry_among_the_results_is_ignored_and_the_session_goes_on(world) -> None:
     """Anybody with access to the log may publish there; that must not cost the session."""
     await world.ask(Append(id="a", text="one"))
     world.log.add("out", NO_RESULT)
@@ -743,7 +745,9 @@ async def test_a_worker_reads_the_log_again_after_another_workers_result(world) 
         (3, "from sequence 6 on: a result keeps more tokens than there are"),
     ],
 )
-async def test_a_session_whose_log_has_lost_a_request_or_a_result_is_not_continued(world, lost: int, why: str) -> None:
+async def test_a_session_whose_log_has_lost_a_request_or_a_result_is_not_continued(
+    world, lost: int, why: str
+) -> None:
     """A server that lost a block of its store says nothing; each result names the one before it."""
     for id_ in "abc":
         await world.ask(Append(id=id_, text="one"))

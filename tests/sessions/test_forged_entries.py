@@ -44,7 +44,9 @@ async def taken_up_again(wire: Start, w: Wire) -> Wire:
 
 
 @pytest.mark.parametrize("restart", [False, True])
-async def test_a_result_forged_before_its_request_does_not_replace_the_answer(wire: Start, restart: bool) -> None:
+async def test_a_result_forged_before_its_request_does_not_replace_the_answer(
+    wire: Start, restart: bool
+) -> None:
     w = await wire()
     await w.send("s", append("a"))
     seq = await next_seq(w)
@@ -56,7 +58,9 @@ async def test_a_result_forged_before_its_request_does_not_replace_the_answer(wi
 
 
 @pytest.mark.parametrize("restart", [False, True])
-async def test_a_forged_result_without_a_history_digest_does_not_replace_the_answer(wire: Start, restart: bool) -> None:
+async def test_a_forged_result_without_a_history_digest_does_not_replace_the_answer(
+    wire: Start, restart: bool
+) -> None:
     """It names a waiting request; without a history digest it cannot be a worker's."""
     w = await wire()
     await w.send("s", append("a"))
@@ -125,7 +129,9 @@ async def test_tokens_forged_before_their_request_do_not_become_part_of_its_answ
     assert (result["tokens"], result["text"]) == (clean["tokens"], clean["text"])
 
 
-async def test_forged_tokens_that_name_another_requests_sequence_do_not_become_part_of_an_answer(wire: Start) -> None:
+async def test_forged_tokens_that_name_another_requests_sequence_do_not_become_part_of_an_answer(
+    wire: Start,
+) -> None:
     """Published while it waits, by a forger who does not know its sequence."""
     w = await wire()
     clean = await w.send("clean", generate("g", text="abc"))

@@ -11,7 +11,9 @@ pytestmark = pytest.mark.simulated
 
 
 @pytest.mark.parametrize("status", ["404", "408", "500", "503", "204", "nonsense"])
-async def test_forged_empty_results_and_chunks_with_a_status_header_stop_no_answer(wire: Start, status: str) -> None:
+async def test_forged_empty_results_and_chunks_with_a_status_header_stop_no_answer(
+    wire: Start, status: str
+) -> None:
     """A commit that finds a forged entry there reads it and tries again, as often as needed."""
     w = await wire()
     await w.send("s", append("a"))

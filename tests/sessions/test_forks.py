@@ -63,7 +63,9 @@ async def test_a_fork_answers_as_its_parent_would_and_prefills_no_parent_tokens_
     assert await tokens_after(other) == forked.tokens, "the parent's later turn is not in it"
 
 
-async def test_a_fork_at_a_position_inside_a_turn_answers_like_a_session_rewound_to_it(client: Client) -> None:
+async def test_a_fork_at_a_position_inside_a_turn_answers_like_a_session_rewound_to_it(
+    client: Client,
+) -> None:
     parent = await conversation(client)
     end = (await parent.info()).position
     for position in (1, 7, end - 11, end - 3, end - 1):
@@ -74,7 +76,9 @@ async def test_a_fork_at_a_position_inside_a_turn_answers_like_a_session_rewound
         assert (await fork.info()).position == (await whole.info()).position
 
 
-async def test_a_fork_may_start_at_position_0_or_be_rewound_to_before_the_forked_position(client: Client) -> None:
+async def test_a_fork_may_start_at_position_0_or_be_rewound_to_before_the_forked_position(
+    client: Client,
+) -> None:
     parent = await conversation(client)
     begun = await client.session("begun").append(messages=said("Answer in rhymes.", "system"))
     assert (await (await parent.fork("empty", 0)).info()).position == 0
@@ -159,7 +163,9 @@ async def test_a_fork_has_the_parents_last_acknowledged_turn_though_a_replica_la
     assert (await fork.info()).position == position
 
 
-async def test_a_repeated_fork_request_gets_the_recorded_result(local_worker: Start, endless_model: Path) -> None:
+async def test_a_repeated_fork_request_gets_the_recorded_result(
+    local_worker: Start, endless_model: Path
+) -> None:
     worker = await local_worker(model=str(endless_model))
     parent = await conversation(worker.client)
     fork = await parent.fork("fork", request_id="once")
@@ -201,7 +207,9 @@ async def test_a_fork_of_a_long_session_has_its_whole_history_also_after_a_resta
     assert await tokens_after(fork) == await tokens_after(await parent.fork("early-again", 40))
 
 
-async def test_a_closed_session_may_be_opened_again_as_a_fork(local_worker: Start, endless_model: Path) -> None:
+async def test_a_closed_session_may_be_opened_again_as_a_fork(
+    local_worker: Start, endless_model: Path
+) -> None:
     worker = await local_worker(model=str(endless_model))
     parent = await conversation(worker.client)
     fork = await conversation(worker.client, "fork", turns=1)
@@ -277,7 +285,9 @@ async def test_another_tenants_session_cannot_be_forked(local_worker: Start, nat
             await other.session("parent").fork("fork")
 
 
-async def test_a_fork_whose_copy_of_the_parents_tokens_is_gone_from_the_log_fails_with_the_reason(local_worker: Start, endless_model: Path) -> None:
+async def test_a_fork_whose_copy_of_the_parents_tokens_is_gone_from_the_log_fails_with_the_reason(
+    local_worker: Start, endless_model: Path
+) -> None:
     worker = await local_worker(model=str(endless_model))
     parent = await conversation(worker.client)
     await parent.fork("fork")

@@ -190,7 +190,9 @@ def texts(messages: list[dict[str, Any]]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_each_messages_text_is_in_the_prompt_under_every_template(tokenizers: dict[str, Tokenizer], name: str) -> None:
+def test_each_messages_text_is_in_the_prompt_under_every_template(
+    tokenizers: dict[str, Tokenizer], name: str
+) -> None:
     lost = [
         (kind, text)
         for kind, messages in CONVERSATIONS.items()
@@ -262,16 +264,22 @@ def test_a_developer_message_is_rendered_as_system_if_the_template_has_no_develo
     assert by_developer == prompt(tokenizers[name], say("system", "told"), ASKED)
 
 
-def test_a_developer_message_stays_one_if_the_template_knows_the_role(tokenizers: dict[str, Tokenizer]) -> None:
+def test_a_developer_message_keeps_its_role_if_the_template_knows_that_role(
+    tokenizers: dict[str, Tokenizer],
+) -> None:
     assert prompt(tokenizers["developer"], say("developer", "told")) == "<|start|>developertold<|end|>"
 
 
-def test_a_system_message_that_the_template_refuses_is_put_before_the_first_user_text(tokenizers: dict[str, Tokenizer]) -> None:
+def test_a_system_message_that_the_template_refuses_is_put_before_the_first_user_text(
+    tokenizers: dict[str, Tokenizer],
+) -> None:
     said = prompt(tokenizers["no_system"], say("system", "Be brief."), say("user", "Hi"))
     assert said == "<start_of_turn>user\nBe brief.\n\nHi<end_of_turn>\n"
 
 
-def test_a_tool_result_that_the_template_leaves_out_becomes_a_user_message(tokenizers: dict[str, Tokenizer]) -> None:
+def test_a_tool_result_that_the_template_leaves_out_becomes_a_user_message(
+    tokenizers: dict[str, Tokenizer],
+) -> None:
     said = prompt(tokenizers["silent"], ASKED, CALLING, result("found"))
     assert said.endswith("<|im_start|>user\n<tool_response>\nfound\n</tool_response><|im_end|>\n")
 
@@ -318,13 +326,17 @@ def test_each_kind_of_message_adaptation_is_counted(
     assert found == noted
 
 
-def test_a_user_message_after_one_of_an_earlier_request_counts_as_joined(tokenizers: dict[str, Tokenizer]) -> None:
+def test_a_user_message_after_one_of_an_earlier_request_counts_as_joined(
+    tokenizers: dict[str, Tokenizer],
+) -> None:
     noted = Counter[str]()
     tokenizers["ids"].adapted([say("user", "again")], ASKED, noted)
     assert noted == {"user and user in a row joined": 1}
 
 
-def test_contents_become_lists_of_parts_if_the_template_requires_them(tokenizers: dict[str, Tokenizer]) -> None:
+def test_contents_become_lists_of_parts_if_the_template_requires_them(
+    tokenizers: dict[str, Tokenizer],
+) -> None:
     tokenizer = tokenizers["processing_smolvlm"]
     assert tokenizer.habits.in_words() == [
         "contents as lists of parts",
@@ -334,7 +346,9 @@ def test_contents_become_lists_of_parts_if_the_template_requires_them(tokenizers
     assert "User: asked<end_of_utterance>\nAssistant: answered" in prompt(tokenizer, ASKED, ANSWERED)
 
 
-def test_a_system_message_alone_with_tools_is_rendered_by_llama_4s_template(tokenizers: dict[str, Tokenizer]) -> None:
+def test_a_system_message_alone_with_tools_is_rendered_by_llama_4s_template(
+    tokenizers: dict[str, Tokenizer],
+) -> None:
     said = prompt(tokenizers["processing_llama4"], say("system", "told"), tools=[TOOL])
     assert "told" in said
     assert "what-it-does" in said

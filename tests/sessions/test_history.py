@@ -20,7 +20,9 @@ def said(history: History) -> list[tuple[str, object]]:
     return [(one.role, one.content) for one in history.messages]
 
 
-async def test_a_history_has_the_messages_and_answers_of_a_session_with_their_positions(client: Client) -> None:
+async def test_a_history_has_the_messages_and_answers_of_a_session_with_their_positions(
+    client: Client,
+) -> None:
     """Failed and repeated requests are not in it."""
     session = client.session("s")
     assert (await session.history()).messages == []

@@ -153,7 +153,7 @@ async def test_a_request_with_an_unusable_reply_subject_does_not_disturb_the_wor
     await w.until("s", "idle")
 
 
-async def test_requests_under_names_that_no_subject_can_have_are_terminated_and_logged_once(
+async def test_requests_under_malformed_names_are_terminated_counted_and_logged_once(
     local_worker: Callable[..., Awaitable[Any]], raw: Socket
 ) -> None:
     """They cannot be answered, and must not be redelivered, even after a restart."""
@@ -179,7 +179,9 @@ async def test_requests_under_names_that_no_subject_can_have_are_terminated_and_
 
 
 @pytest.mark.parametrize("kind", ["ctl", "ask", "tok.a", "out", "commit", "chunk.a"])
-async def test_a_malformed_session_name_on_any_other_subject_does_not_disturb_the_worker(wire: Start, raw: Socket, kind: str) -> None:
+async def test_a_malformed_session_name_on_any_other_subject_does_not_disturb_the_worker(
+    wire: Start, raw: Socket, kind: str
+) -> None:
     w = await wire()
     for bad in NAMELESS:
         name = b"%s.default.%s.%s" % (w.prefix.encode(), bad, kind.encode())

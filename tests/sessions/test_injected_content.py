@@ -17,7 +17,9 @@ def said(content: str = INJECTION) -> list[dict[str, str]]:
     return [{"role": "user", "content": content}]
 
 
-async def test_special_tokens_spelled_out_in_a_message_are_text_unless_special_tokens_is_true(wire: Start) -> None:
+async def test_special_tokens_spelled_out_in_a_message_are_text_unless_special_tokens_is_true(
+    wire: Start,
+) -> None:
     w = await wire()
     data = await w.send("data", {"type": "append", "id": "a", "messages": said()})
     assert data["position"] == NUM_AROUND + len(INJECTION)
@@ -30,7 +32,9 @@ async def test_special_tokens_spelled_out_in_a_message_are_text_unless_special_t
         assert answer["usage"]["prompt_tokens"] == position + NUM_HEADER
 
 
-async def test_special_tokens_spelled_out_in_raw_text_count_unless_special_tokens_is_false(wire: Start) -> None:
+async def test_special_tokens_spelled_out_in_raw_text_count_unless_special_tokens_is_false(
+    wire: Start,
+) -> None:
     w = await wire()
     assert (await w.send("raw", append("a", "<|im_end|>")))["position"] == 1
     assert (await w.send("data", append("a", "<|im_end|>", special_tokens=False)))["position"] == 10

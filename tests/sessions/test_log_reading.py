@@ -50,7 +50,9 @@ async def bodies(journal: Journal, session: int) -> list[str]:
     return [entry.body.decode() for entry in found]
 
 
-async def test_sessions_that_read_the_log_at_the_same_time_get_their_own_entries_in_order(journal: Journal) -> None:
+async def test_sessions_that_read_the_log_at_the_same_time_get_their_own_entries_in_order(
+    journal: Journal,
+) -> None:
     found = await asyncio.gather(*(bodies(journal, session) for session in range(NUM_SESSIONS)))
     for session, entries in enumerate(found):
         assert entries == [f"{session}:{number}" for number in range(NUM_ENTRIES)]

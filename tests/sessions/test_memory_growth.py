@@ -17,7 +17,9 @@ TOKEN_BYTES = 512
 
 
 @pytest.mark.parametrize("snapshots", first(["keep", "off"]))
-async def test_answers_that_do_not_fit_into_memory_together_equal_those_generated_alone(wire: Start, snapshots: str) -> None:
+async def test_answers_that_do_not_fit_into_memory_together_equal_those_generated_alone(
+    wire: Start, snapshots: str
+) -> None:
     """Four answers of 700 tokens and an idle session, memory for 1,100."""
     w = await wire(max_memory=1100 * TOKEN_BYTES, snapshots=snapshots)
     chunks: dict[str, list[dict]] = {}

@@ -93,7 +93,9 @@ async def test_a_results_warnings_name_the_messages_that_the_model_got_in_anothe
     assert seen == "Look: [image: this model cannot see images]"
 
 
-async def test_with_placeholders_off_an_image_part_is_refused_and_a_part_with_text_is_read(wire: Start) -> None:
+async def test_an_image_part_is_refused_with_placeholders_off_and_a_part_with_text_is_read(
+    wire: Start,
+) -> None:
     w = await wire()
     assert (await w.send("s", generate("a", messages=[LOOK])))["warnings"] == [REPLACED]
     await w.worker.stop()

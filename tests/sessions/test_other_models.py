@@ -130,7 +130,9 @@ async def test_a_session_is_tokenised_anew_for_another_tokenizer(
     await world.assert_fold_is_life()
 
 
-async def test_a_session_of_raw_text_is_tokenised_anew_for_another_tokenizer(world: World, foreign: Tokenizer) -> None:
+async def test_a_session_of_raw_text_is_tokenised_anew_for_another_tokenizer(
+    world: World, foreign: Tokenizer
+) -> None:
     first = await world.ask(Generate(id="a", text="Once upon ", max_tokens=4, ignore_eos=True))
     world.serve(foreign)
     await world.ask(Append(id="b", text=" and then"))
@@ -158,7 +160,9 @@ async def test_a_session_with_parts_known_only_as_tokens_is_refused_under_anothe
     assert (await world.ask(asks(2))).text
 
 
-async def test_a_worker_with_other_model_refuse_refuses_sessions_that_other_weights_answered(world: World, tokenizer: Tokenizer) -> None:
+async def test_a_worker_with_other_model_refuse_refuses_sessions_that_other_weights_answered(
+    world: World, tokenizer: Tokenizer
+) -> None:
     await world.ask(asks(0))
     fingerprint = tokenizer.fingerprint.hex()
     world.takes_over = False

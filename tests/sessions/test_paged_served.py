@@ -118,7 +118,9 @@ async def test_an_open_with_an_invalid_paged_policy_is_refused_and_the_session_s
         await worker.client.session("s").append(tokens=_words(TINY_CONTEXT + 10))
 
 
-async def test_workers_that_cannot_serve_paged_sessions_refuse_them_with_the_reason(local_worker: Callable, wide_model: Path) -> None:
+async def test_workers_that_cannot_serve_paged_sessions_refuse_them_with_the_reason(
+    local_worker: Callable, wide_model: Path
+) -> None:
     narrow = await local_worker()
     with pytest.raises(RequestFailedError, match="this model's keys cannot be sketched"):
         await narrow.client.session("s").open({"policy": "paged", "resident": 600})

@@ -132,7 +132,7 @@ async def test_a_fork_is_forgotten_though_its_parent_cannot_be_read(
     assert (closed["type"], closed.get("settled", True)) == ("closed", True)
 
 
-async def test_four_orderly_stops_during_an_answer_count_as_no_failed_attempts(wire: Start) -> None:
+async def test_four_orderly_stops_during_an_answer_do_not_count_as_failed_attempts(wire: Start) -> None:
     """The answer goes on after each of them."""
     w = await wire(ack_wait_s=1.0)
     chunks = await w.nc.subscribe(w.subject("s", "tok.g"))
@@ -148,7 +148,7 @@ async def test_four_orderly_stops_during_an_answer_count_as_no_failed_attempts(w
     assert (await w.result(seq))["type"] == "generated"
 
 
-async def test_four_orderly_stops_during_an_append_count_as_no_failed_attempts(
+async def test_four_orderly_stops_during_an_append_do_not_count_as_failed_attempts(
     wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The device runs the same input at each of them."""

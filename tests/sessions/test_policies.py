@@ -66,7 +66,9 @@ async def test_results_of_sessions_under_the_policy_full_have_no_cache_fields(wo
 
 
 @pytest.mark.parametrize("how", ["append", "open"])
-async def test_a_session_keeps_its_policy_when_the_workers_default_policy_changes(world: World, how: str) -> None:
+async def test_a_session_keeps_its_policy_when_the_workers_default_policy_changes(
+    world: World, how: str
+) -> None:
     world.crash(Policy(4, 40))
     began = await world.ask(Open(id="o") if how == "open" else append(0))
     assert began.cache == SAID
@@ -113,7 +115,9 @@ async def test_a_failed_first_request_does_not_fix_the_sessions_policy(world: Wo
     await world.assert_fold_is_life()
 
 
-async def test_an_open_session_cannot_change_its_policy_and_a_closed_one_may_choose_again(world: World) -> None:
+async def test_an_open_session_cannot_change_its_policy_and_a_closed_one_may_choose_again(
+    world: World,
+) -> None:
     await world.ask(Open(id="o1", cache=SINK_WINDOW))
     for number, cache in enumerate((SINK_WINDOW, CachePolicy(policy="full"))):
         refused = await world.ask(Open(id=f"again{number}", cache=cache))

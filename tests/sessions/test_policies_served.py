@@ -51,7 +51,9 @@ async def test_a_client_session_with_a_policy_opens_under_it_and_refuses_another
     assert (await worker.client.session("s").info()).position == again.position
 
 
-async def test_the_workers_default_policy_applies_to_sessions_that_choose_none(local_worker: Callable) -> None:
+async def test_the_workers_default_policy_applies_to_sessions_that_choose_none(
+    local_worker: Callable,
+) -> None:
     worker = await local_worker(cache_policy=Policy(2, 32))
     client = worker.client
     assert (await client.session("begun").append(tokens=[5])).cache == SAID
@@ -79,7 +81,9 @@ async def test_prompts_and_answers_under_sink_window_go_beyond_the_context(local
         await worker.client.session("full").append(tokens=[5] * 2100)
 
 
-async def test_kv_under_sink_window_grows_to_sink_plus_window_tokens_and_then_stays(local_worker: Callable) -> None:
+async def test_kv_under_sink_window_grows_to_sink_plus_window_tokens_and_then_stays(
+    local_worker: Callable,
+) -> None:
     """In results and `info`: at most 34 tokens, even if a prompt is longer than the window."""
     worker = await local_worker()
     session = worker.client.session("s", cache=CACHE)
@@ -95,7 +99,7 @@ async def test_kv_under_sink_window_grows_to_sink_plus_window_tokens_and_then_st
     assert (await session.generate(max_tokens=2)).kv_live_bytes == 34 * TINY_KV_BYTES
 
 
-async def test_after_a_restart_a_session_under_sink_window_prefills_little_more_than_new_tokens(
+async def test_a_session_under_sink_window_prefills_little_more_than_new_tokens_after_a_restart(
     local_worker: Callable, endless_model: Path, tmp_path: Path
 ) -> None:
     """Also after a rewind far before the window; its answers equal those without restarts."""

@@ -156,7 +156,9 @@ async def test_cancelling_waiting_requests_leaves_the_running_one_alone(wire: St
 
 
 @pytest.mark.parametrize("text", ["eee", "\x01\x02\x03"])
-async def test_an_answer_ends_with_length_before_its_result_exceeds_the_message_limit(wire: Start, text: str) -> None:
+async def test_an_answer_ends_with_length_before_its_result_exceeds_the_message_limit(
+    wire: Start, text: str
+) -> None:
     """Streamed tokens are kept, and the session goes on."""
     w = await wire(max_message_bytes=8 * 1024)
     result = await w.send("s", generate("a", text=text, max_tokens=1900))

@@ -39,7 +39,9 @@ def expected(folder: Path, query: str, document: str, instruction: str) -> float
 WEB = "Given a web search query, retrieve relevant passages that answer the query"
 
 
-async def test_a_score_is_the_models_probability_of_yes_against_no(local_worker: Start, reranker: Path) -> None:
+async def test_a_rerank_score_is_the_models_probability_of_yes_against_no(
+    local_worker: Start, reranker: Path
+) -> None:
     worker = await local_worker(model=str(reranker))
     found = await worker.client.rerank(QUERY, DOCUMENTS * 12)
     for document, score in zip(DOCUMENTS * 12, found.scores, strict=True):
@@ -50,9 +52,7 @@ async def test_a_score_is_the_models_probability_of_yes_against_no(local_worker:
     assert told.scores[0] != pytest.approx(found.scores[0], abs=1e-5)
 
 
-async def test_a_document_is_truncated_to_document_tokens(
-    local_worker: Start, reranker: Path
-) -> None:
+async def test_a_document_is_truncated_to_document_tokens(local_worker: Start, reranker: Path) -> None:
     worker = await local_worker(model=str(reranker))
     whole = await worker.client.rerank(QUERY, [DOCUMENTS[0][:20]])
     cut = await worker.client.rerank(QUERY, DOCUMENTS[:1], document_tokens=20)

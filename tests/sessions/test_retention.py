@@ -251,7 +251,9 @@ async def test_the_next_worker_removes_chunks_of_a_forgotten_session_whose_reque
     assert names == {"next"}
 
 
-async def test_a_log_accepts_more_than_its_limit_in_total_as_long_as_sessions_are_closed(quiet_wire: Start) -> None:
+async def test_a_log_accepts_more_than_its_limit_in_total_as_long_as_sessions_are_closed(
+    quiet_wire: Start,
+) -> None:
     """Twice as much in all; an open session stays whole."""
     w = await quiet_wire(log_max_bytes=16 * 2**20, closed_ttl_s=None)
     await w.send("open", append("a", "hello"))
@@ -267,7 +269,7 @@ async def test_a_log_accepts_more_than_its_limit_in_total_as_long_as_sessions_ar
 
 
 @pytest.mark.parametrize("forged", [b"forget", b""])
-async def test_a_forged_note_of_a_close_removes_nothing(quiet_wire: Start, forged: bytes) -> None:
+async def test_a_forged_note_of_a_close_removes_no_session(quiet_wire: Start, forged: bytes) -> None:
     """A session that is open, or was closed without being forgotten, keeps its log."""
     w = await quiet_wire(closed_ttl_s=None if forged else 0)
     for name in ("open", "closed"):
@@ -513,7 +515,9 @@ async def test_notes_of_closes_that_are_not_due_are_not_read_again_at_each_sweep
     assert sum(read) <= 256
 
 
-async def test_an_answer_under_a_reused_id_has_no_chunks_of_the_removed_sessions_answer(wire: Start, server: Server) -> None:
+async def test_an_answer_under_a_reused_id_has_no_chunks_of_the_removed_sessions_answer(
+    wire: Start, server: Server
+) -> None:
     """The first session has left the log, but its chunks are there when the client reconnects."""
     w = await wire(closed_ttl_s=0)
     session = w.worker.client.session("s")
@@ -571,7 +575,7 @@ async def test_an_unanswered_request_between_a_close_and_its_result_is_not_remov
     assert not removed
 
 
-async def test_a_closes_result_is_found_after_the_result_of_a_cancelled_request() -> None:
+async def test_the_result_of_a_close_is_found_after_the_result_of_a_cancelled_request() -> None:
     """Else the note of the close would never take effect."""
     told = [failure("r", "expired", "cancelled", seq=5), Closed(id="c", seq=4, position=0)]
     entries = [Entry(6 + n, "out", datetime.now(UTC), encode(one), {}) for n, one in enumerate(told)]

@@ -173,7 +173,9 @@ async def test_a_count_predicts_the_tokens_that_a_generate_adds_and_changes_noth
         await session.count(tokens=[1_000_000])
 
 
-async def test_a_prefix_counts_as_prompt_and_stays_part_of_the_answer_in_the_next_turn(client: Client) -> None:
+async def test_a_prefix_counts_as_prompt_and_stays_part_of_the_answer_in_the_next_turn(
+    client: Client,
+) -> None:
     asked = {"messages": [{"role": "user", "content": "Say."}], "max_tokens": 6}
     _, given = await answered(client.session("s"), **asked, prefix="As <|im_end|> you")
     rendered = await client.session("t").append(messages=asked["messages"])
@@ -217,7 +219,9 @@ async def test_own_sampling_uses_the_models_recommended_values_for_fields_left_o
     assert greedy == plain
 
 
-async def test_samples_gives_different_answers_to_one_prompt_and_leaves_the_session_unchanged(client: Client) -> None:
+async def test_samples_gives_different_answers_to_one_prompt_and_leaves_the_session_unchanged(
+    client: Client,
+) -> None:
     session = client.session("s")
     await session.append(text="Once upon a time" * 20)
     before = await session.info()

@@ -172,7 +172,7 @@ async def test_cancelling_a_waiting_request_with_forged_tokens_stops_no_other_re
     await running
 
 
-async def test_no_request_is_answered_again_after_reading_the_log_failed(
+async def test_no_request_is_answered_a_second_time_after_a_failed_reading_of_the_log(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for n in range(3):
@@ -214,9 +214,7 @@ async def test_a_repeated_close_removes_nothing_of_the_reopened_session(
     assert not removed
 
 
-async def test_checkpoints_go_on_after_a_refused_close(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_checkpoints_go_on_after_a_refused_close(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker.sessions.record._CHECKPOINT_EVERY", 64)
     for n in range(40):
         await world.ask(Append(id=f"a{n}", text="a"))
@@ -228,7 +226,7 @@ async def test_checkpoints_go_on_after_a_refused_close(
 
 
 @pytest.mark.parametrize("way", ["cancelled", "expired"])
-async def test_a_cancelled_or_expired_last_attempt_no_longer_waits_for_the_exclusive_device(
+async def test_a_cancelled_or_expired_last_attempt_stops_waiting_for_exclusive_use_of_the_device(
     world: World, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     """Else it would wait for the longest answer, and all other requests for it."""
@@ -355,7 +353,9 @@ async def test_a_repeat_is_recognised_though_a_forgotten_session_used_its_id_bef
     assert (await world.ask(again)).repeat_of == 3
 
 
-async def test_a_returned_request_that_has_left_the_log_is_no_longer_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_returned_request_that_has_left_the_log_is_no_longer_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A close removes requests that wait to be delivered again. Counted for ever, they delay all others."""
     monkeypatch.setattr("worker.wire.intake._RETURN_S", 0.01)
     monkeypatch.setattr("worker.wire.intake._GONE_S", 0.02)
@@ -470,7 +470,7 @@ async def test_a_fork_that_waits_for_its_parent_counts_no_attempt_and_does_not_h
     assert world.result(seq).parent.session == "p"
 
 
-async def test_an_answer_that_another_worker_has_sealed_ends_with_its_streamed_tokens(
+async def test_an_answer_whose_token_stream_another_worker_has_sealed_ends_with_the_streamed_tokens(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other worker may have died then; clients must not get chunks after the seal."""

@@ -153,7 +153,9 @@ async def test_short_answers_have_a_few_slots_of_their_own_during_a_flood_of_lon
 
 
 @pytest.mark.parametrize(("after_s", "next_one"), [(1.0, f"short{MOST // 4}"), (100.0, f"s{MOST}")])
-async def test_a_long_answer_waits_behind_short_ones_only_for_a_limited_time(after_s: float, next_one: str) -> None:
+async def test_a_long_answer_waits_behind_short_ones_only_for_a_limited_time(
+    after_s: float, next_one: str
+) -> None:
     async with crowd() as one:
         await one.flood("loud")
         one.now_s = after_s

@@ -168,7 +168,9 @@ async def test_an_answer_in_the_format_of_a_python_type_is_parsed_into_it(client
         ),
     ],
 )
-async def test_a_random_model_answers_in_the_given_regex_grammar_choice_or_schema(client: Client, asked: dict[str, Any], expected: str) -> None:
+async def test_a_random_model_answers_in_the_given_regex_grammar_choice_or_schema(
+    client: Client, asked: dict[str, Any], expected: str
+) -> None:
     """With a byte-level tokenizer: greedy, sampled, and with min_tokens beyond the format."""
     for number, options in enumerate(({}, {"temperature": 1.5, "seed": 4}, {"min_tokens": 50})):
         answer = await client.session(f"s{number}").generate(
@@ -210,7 +212,9 @@ async def test_other_sampling_options_apply_within_the_format(client: Client) ->
         (type, "type has no JSON schema"),
     ],
 )
-async def test_the_client_refuses_an_unknown_or_incomplete_format(client: Client, asked: Any, says: str) -> None:
+async def test_the_client_refuses_an_unknown_or_incomplete_format(
+    client: Client, asked: Any, says: str
+) -> None:
     with pytest.raises(InvalidMessageError, match=says):
         client.session("s").generate(text="x", response_format=asked)
 

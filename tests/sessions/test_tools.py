@@ -189,7 +189,9 @@ async def test_a_conversation_with_a_tool_call_and_its_result_renders_nothing_ag
     await world.assert_fold_is_life()
 
 
-async def test_other_tools_replace_the_sessions_tools_and_an_empty_list_removes_them(with_tools: Tokenizer) -> None:
+async def test_other_tools_replace_the_sessions_tools_and_an_empty_list_removes_them(
+    with_tools: Tokenizer,
+) -> None:
     world = world_of(with_tools, "One.", "Two.", CALL, CALL)
     await world.ask(ask(1, user("a"), tools=(WEATHER,)))
     second = await generated(world, ask(2, user("b"), tools=(CLOCK,)))
@@ -280,7 +282,9 @@ async def test_a_tool_call_that_is_cut_off_stays_in_the_text(with_tools: Tokeniz
     assert "".join(world.outbox.texts) == CALL[:cut]
 
 
-async def test_a_tool_choice_is_refused_without_matching_tools_and_applied_with_them(with_tools: Tokenizer) -> None:
+async def test_a_tool_choice_is_refused_without_matching_tools_and_applied_with_them(
+    with_tools: Tokenizer,
+) -> None:
     world = world_of(with_tools, CALL + CALL, CALL)
     named = NamedTool(function=_ChosenFunction(name="clock"))
     for number, choice, says in (
@@ -336,7 +340,9 @@ async def test_reasoning_stays_in_the_session_unless_a_request_drops_it(thinking
     assert "<think>Hm.</think>Yes." in text_of(world)
 
 
-async def test_a_reasoning_budget_gives_a_warning_if_the_model_marks_no_reasoning(tokenizer: Tokenizer) -> None:
+async def test_a_reasoning_budget_gives_a_warning_if_the_model_marks_no_reasoning(
+    tokenizer: Tokenizer,
+) -> None:
     said = await generated(world_of(tokenizer, "Yes."), ask(1, user("a"), reasoning=Reasoning(budget=3)))
     assert said.warnings == ("this model marks no reasoning: its budget has no effect",)
 
@@ -404,7 +410,9 @@ async def test_a_late_system_message_stays_in_its_place_or_goes_into_the_next_us
 
 
 @pytest.mark.parametrize("depth", [200, 480, 900, 20_000])
-async def test_deeply_nested_call_arguments_and_tool_schemas_are_rendered_or_refused(with_tools: Tokenizer, depth: int) -> None:
+async def test_deeply_nested_call_arguments_and_tool_schemas_are_rendered_or_refused(
+    with_tools: Tokenizer, depth: int
+) -> None:
     world = world_of(with_tools, "Yes.", "Yes.")
     call = {
         "id": "abc",

@@ -73,7 +73,9 @@ async def random(
     return client
 
 
-async def test_a_model_calls_the_tool_named_in_tool_choice_and_answers_after_its_result(random: Client) -> None:
+async def test_a_model_calls_the_tool_named_in_tool_choice_and_answers_after_its_result(
+    random: Client,
+) -> None:
     session = random.session("s")
     chunks, first = await heard(
         session,
@@ -120,7 +122,9 @@ async def test_tool_calls_of_a_mixed_batch_equal_those_generated_alone(random: C
     assert alone["call"].finish_reason == alone["hot"].finish_reason == "tool_calls"
 
 
-async def test_a_tool_schema_that_cannot_be_enforced_gives_a_warning_or_a_refusal_if_strict(random: Client) -> None:
+async def test_a_tool_schema_that_cannot_be_enforced_gives_a_warning_and_a_strict_one_is_refused(
+    random: Client,
+) -> None:
     odd: dict[str, Any] = json.loads(json.dumps(WEATHER))
     odd["function"]["parameters"]["propertyNames"] = {"pattern": "^[a-z]+$"}
     asked: dict[str, Any] = {"messages": user("Weather?"), "tool_choice": "required", "max_tokens": 200}

@@ -1,4 +1,4 @@
-"""Results of workers that cannot read a session's whole log, or results of newer versions.
+"""Results of workers that cannot read a session's whole log, and of newer versions.
 
 The sessions, logs and requests of `test_fold`; a killed worker is a task that is cancelled.
 """
@@ -57,7 +57,9 @@ ASKED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("repeated", ASKED.values(), ids=ASKED)
-async def test_a_repeat_answered_by_a_worker_that_cannot_read_the_log_does_not_end_the_session(world: World, repeated: Any) -> None:
+async def test_a_repeat_answered_by_a_worker_that_cannot_read_the_log_does_not_end_the_session(
+    world: World, repeated: Any
+) -> None:
     for request in ASKED.values():
         await world.ask(request)
     await world.ask(Append(id="last", text="one"))
@@ -71,7 +73,9 @@ async def test_a_repeat_answered_by_a_worker_that_cannot_read_the_log_does_not_e
     assert appended.position == 8
 
 
-async def test_a_session_goes_on_though_a_repeats_result_has_the_digest_of_an_empty_history(world: World) -> None:
+async def test_a_session_goes_on_though_a_repeats_result_has_the_digest_of_an_empty_history(
+    world: World,
+) -> None:
     await world.ask(Append(id="a", text="one"))
     await world.ask(Append(id="a", text="one"))
     nothing = {HISTORY_HEADER: as_tokens().digest()}
@@ -100,7 +104,9 @@ async def test_a_failure_on_a_closed_session_has_position_0_before_and_after_a_r
     assert (before.code, before.position) == (after.code, after.position) == ("unknown_session", 0)
 
 
-async def test_a_session_that_waits_for_another_ones_last_attempt_counts_no_failed_reading(world: World) -> None:
+async def test_a_session_that_waits_for_another_sessions_last_attempt_counts_no_failed_reading(
+    world: World,
+) -> None:
     """Each worker reads it, and none of them crashes by it."""
     await world.ask(Append(id="a", text="one"))
     seq = world.log.add("in", encode(Append(id="b", text="two")))
@@ -163,7 +169,9 @@ NEW_SHAPES = {"a new type": {"type": "forked"}, "a new shape": {"seconds": {"pre
 
 
 @pytest.mark.parametrize("fields", NEW_SHAPES.values(), ids=NEW_SHAPES)
-async def test_a_logged_result_of_an_unknown_shape_stops_the_session_and_is_still_repeated(world: World, fields: Any) -> None:
+async def test_a_logged_result_of_an_unknown_shape_stops_the_session_and_is_still_repeated(
+    world: World, fields: Any
+) -> None:
     await world.ask(Append(id="a", text="one"))
     await world.ask(Append(id="b", text="two"))
     changed(world, **fields)
@@ -185,7 +193,9 @@ async def test_a_repeated_result_keeps_fields_that_the_worker_does_not_know(worl
     assert (body["seq"], body["repeat_of"], body["weather"]) == (3, 1, {"sky": "blue"})
 
 
-async def test_an_answered_request_with_an_unknown_field_stops_the_session_with_the_reason(world: World) -> None:
+async def test_an_answered_request_with_an_unknown_field_stops_the_session_with_the_reason(
+    world: World,
+) -> None:
     await world.ask(Append(id="a", text="one"))
     world.log.entries[0] = type(world.log.entries[0])(
         1, "in", STORED, b'{"type":"append","id":"a","text":"one","mood":"good"}', {}

@@ -1,4 +1,4 @@
-"""Without a guard of the program a history fails; the report lists the acts needed."""
+"""Without a guard of the program a history fails; the report lists its causes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.simulation.mutations import MUTATIONS
 from tests.simulation.played import simulate
 
 
-def test_the_report_of_a_failed_history_lists_the_few_acts_that_cause_it() -> None:
+def test_the_report_of_a_failed_history_lists_the_few_actions_that_cause_it() -> None:
     mutation = ("--without", "no idempotency")
     _, said = simulate("20000", "--histories", "400", *mutation, "--first")
     (seed,) = re.findall(r"^seed (\d+):", said, re.MULTILINE)
