@@ -137,7 +137,7 @@ def test_files_that_are_no_report_of_this_version_and_paths_that_are_no_folder_a
         ReportFile(tmp_path / "a.json" / "reports", "restart", 600).save(make_report([]))
 
 
-def test_a_page_loads_nothing_from_outside_and_shows_warnings_and_checks_first() -> None:
+def test_a_report_page_loads_nothing_from_outside_and_shows_warnings_and_checks_first() -> None:
     evil = "<img onerror=x>"
     check = Check(name=evil, outcome=Verdict.FAILS, detail=evil, exact=True)
     found = make_report(complete=False, ending=evil, checks=(check,))

@@ -56,7 +56,9 @@ def failed(found: Any) -> list[str]:
 
 
 @pytest.mark.parametrize(("suite", "lie"), LIES, ids=identify)
-def test_falsified_results_fail_the_check_made_for_that_fault_and_no_other(suite: Suite, lie: Lie) -> None:
+def test_each_kind_of_falsified_result_fails_the_check_made_for_it_and_no_other(
+    suite: Suite, lie: Lie
+) -> None:
     found = [failed(judged(suite, seed, lie)) for seed in range(RUNS)]
     assert [name for names in found for name in names if not name.startswith(lie.check)] == []
     assert sum(map(bool, found)) >= 0.95 * RUNS
@@ -86,7 +88,7 @@ def test_the_check_of_timekeeping_fails_if_the_measuring_loop_is_often_late() ->
 
 @pytest.mark.process
 @pytest.mark.parametrize(("suite", "lie"), REAL, ids=identify)
-async def test_a_real_worker_with_a_planted_fault_fails_only_the_check_made_for_that_fault(
+async def test_a_real_worker_with_a_planted_fault_fails_only_the_check_made_for_the_fault(
     suite: Suite, lie: Lie, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(request.path.parent))

@@ -557,7 +557,7 @@ def held_by(engine: Engine) -> set[SessionKey]:
 async def test_the_engine_drops_the_least_recently_used_sessions_when_the_device_lacks_memory(
     make_engine,
 ) -> None:
-    """The ledger has room for all of them; MLX's memory has not."""
+    """The ledger has room for all of them; the device has not."""
     gc.collect()
     engine = await make_engine(4000, limit_bytes=mx.get_active_memory() + 2**19)
     for index in range(12):

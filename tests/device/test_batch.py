@@ -193,7 +193,7 @@ def test_rows_of_very_different_lengths_do_not_share_a_pool(make_model, monkeypa
     assert places[short][0].capacity == 64
 
 
-def test_rows_added_after_a_clear_get_the_same_tokens_as_alone(make_model) -> None:
+def test_rows_added_after_the_batch_is_cleared_get_the_same_tokens_as_alone(make_model) -> None:
     model = make_model("llama")
     batch = batch_for(model)
     batch.step([begin(model, prompt(9)), begin(model, prompt(5))])

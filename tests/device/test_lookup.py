@@ -16,22 +16,22 @@ def draft(tokens: list[int], most: int) -> list[int]:
     return looked_up(array("I", tokens), most)
 
 
-def test_lookup_drafts_the_tokens_that_followed_the_same_last_tokens_earlier() -> None:
+def test_prompt_lookup_drafts_the_tokens_that_followed_the_same_last_tokens_earlier() -> None:
     assert draft([1, 2, 3, 4, 5, 9, 1, 2, 3], 3) == [4, 5, 9]
     assert draft([1, 2, 3, 4, 5, 9, 1, 2, 3], 2) == [4, 5]
 
 
-def test_lookup_uses_the_latest_earlier_occurrence() -> None:
+def test_prompt_lookup_uses_the_latest_earlier_occurrence_of_the_last_tokens() -> None:
     assert draft([1, 2, 3, 7, 1, 2, 3, 8, 1, 2, 3], 1) == [8]
 
 
-def test_lookup_drafts_nothing_if_the_last_tokens_did_not_occur_before() -> None:
+def test_prompt_lookup_drafts_nothing_if_the_last_tokens_did_not_occur_before() -> None:
     assert draft([], 8) == []
     assert draft([1, 2], 8) == []
     assert draft([1, 2, 3, 4, 5], 8) == []
 
 
-def test_lookup_searches_only_the_last_part_of_a_long_session() -> None:
+def test_prompt_lookup_searches_only_the_last_part_of_a_long_session() -> None:
     """So the cost of a token does not grow with the session."""
     early, late = [5, 6, 7, 8], [1, 2, 3, 4]
     tokens = [*early, *late, *[9] * (MOST_SEEN - 8), 5, 6, 7]
@@ -40,12 +40,12 @@ def test_lookup_searches_only_the_last_part_of_a_long_session() -> None:
     assert draft([*early, *late, *[9] * (MOST_SEEN - 11), 5, 6, 7], 1) == [8], "the first of the last tokens"
 
 
-def test_lookup_continues_a_repetition_beyond_the_end_of_the_session() -> None:
+def test_prompt_lookup_continues_a_repetition_beyond_the_end_of_the_session() -> None:
     assert draft([1, 2, 3] * 9, 8) == [1, 2, 3, 1, 2, 3, 1, 2]
 
 
 @given(st.lists(st.integers(0, 3), min_size=NGRAM, max_size=60))
-def test_lookup_finds_the_latest_occurrence_at_any_position(tokens: list[int]) -> None:
+def test_prompt_lookup_finds_the_latest_occurrence_at_any_position(tokens: list[int]) -> None:
     places = [at for at in range(NGRAM, len(tokens)) if tokens[at - NGRAM : at] == tokens[-NGRAM:]]
     assert draft(tokens, 1) == ([tokens[places[-1]]] if places else [])
 

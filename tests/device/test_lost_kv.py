@@ -28,7 +28,7 @@ EVALUATE = mx.eval
 
 @dataclass
 class Buffers:
-    """Lets one evaluation fail: the next one that `fails` says so of, by the frame that asks for it."""
+    """Fails the next evaluation for whose calling frame `fails` returns true."""
 
     fails: Callable[[Any], bool] = lambda frame: False
     process: Process | None = None
@@ -138,7 +138,7 @@ async def test_no_token_and_no_snapshot_is_made_from_the_results_of_a_failed_eva
             assert outcome.num_prefilled <= BLOCK
 
 
-async def test_an_answer_completes_even_if_copying_the_kv_of_its_tail_fails(
+async def test_an_answer_completes_even_if_copying_the_kv_of_its_last_tokens_fails(
     make_model, trials, tmp_path, buffers
 ) -> None:
     model, tokens = make_model("llama"), prompt(BLOCK + 3)

@@ -62,7 +62,7 @@ def test_idle_sessions_are_dropped_from_the_device_least_recently_used_first(mak
 
 
 @pytest.mark.parametrize("ending", ["answered", "cancelled", "stopped"])
-def test_a_turn_that_waits_for_memory_can_continue_be_cancelled_or_be_stopped(
+def test_a_turn_that_waits_for_memory_continues_once_it_is_freed_and_can_be_cancelled(
     make_rig, model, ending: str
 ) -> None:
     """Until the event loop has dropped idle sessions, the thread only takes commands."""

@@ -174,7 +174,9 @@ async def test_turns_in_new_processes_prefill_only_new_tokens_and_continue_bit_f
             await process.store.barrier(10)
 
 
-async def test_a_tail_stored_in_pieces_is_restored_bit_for_bit_and_not_prefilled_again(open_process) -> None:
+async def test_a_partial_last_block_stored_in_pieces_is_restored_without_another_prefill(
+    open_process,
+) -> None:
     """Turns of two tokens, each in a process of its own, across two boundaries of the grid."""
     begin = prompt(BLOCK + 5)
     history = list(begin)

@@ -57,7 +57,7 @@ def test_a_short_prompt_overtakes_a_long_one() -> None:
     assert carry_out(scheduler).decode == (short,)
 
 
-def test_several_short_prompts_share_a_step() -> None:
+def test_several_short_prompts_are_prefilled_in_one_step() -> None:
     turns = [Turn(3), Turn(2), Turn(9, draws=False)]
     step = carry_out(scheduler_of(*turns))
     assert [num for _, num in step.prefill] == [2, 3, 3]
@@ -201,7 +201,7 @@ def test_the_higher_priority_runs_first_and_the_lower_one_gets_the_rest_of_the_b
 
 
 def test_a_lower_priority_is_not_starved() -> None:
-    """It rises while it gets nothing, however much work of higher priority keeps coming."""
+    """A priority rises while its turns wait, whatever keeps coming with a higher one."""
     low = Turn(1000, priority=-1)
     scheduler = scheduler_of(low)
     waits, waited = [], 0

@@ -150,7 +150,7 @@ def test_a_recurrent_state_that_cannot_be_trimmed_to_the_prefix_is_not_shared(ma
     assert rig.tokens(turn) == alone(model, with_end(3, 6), 8)[0]
 
 
-def test_no_turn_waits_for_a_prompts_last_token_which_may_itself_wait_for_a_row() -> None:
+def test_no_turn_waits_for_the_last_token_of_another_turns_prompt() -> None:
     sharing = Sharing()
     leader = generate(COMMON, 8, name="a")
     leader.target, leader.num_cached = len(COMMON), len(COMMON) - 1

@@ -62,7 +62,7 @@ def test_a_trial_succeeds_although_its_result_cannot_be_stored(tmp_path: Path) -
     assert Trials(tmp_path / "missing" / "trials.json", "model").way("merge", lambda: 1, 2) == 1
 
 
-def test_a_trial_whose_result_is_shipped_does_not_run(path: Path) -> None:
+def test_a_trial_whose_result_is_shipped_with_turnkeep_does_not_run(path: Path) -> None:
     trials = Trials(path, "model", {"share": 0})
     assert trials.way("share", never, 1) == 0
     assert trials.way("merge", lambda: 1, 2) == 1

@@ -111,7 +111,7 @@ def test_a_resumed_answer_runs_its_published_tokens_and_draws_the_rest_as_before
     assert turn.num_prompt == turn.num_prefilled == 11, "forced tokens are no part of the prompt"
 
 
-def test_a_turn_copies_the_requested_spans_of_its_prompt_and_its_answers_blocks_and_tail(
+def test_a_turn_copies_the_requested_spans_of_its_prompt_and_all_blocks_of_its_answer(
     make_rig, model
 ) -> None:
     """Each span is copied as soon as it is complete."""
@@ -156,7 +156,7 @@ def test_the_first_token_does_not_wait_for_the_copy_of_the_prompts_last_block(
         ((16, 20), (24, 31)),
     ],
 )
-def test_an_answer_copies_only_the_new_part_of_its_tail_and_merges_shorter_pieces(
+def test_an_answer_copies_only_new_tokens_of_its_partial_block_and_merges_short_pieces(
     make_rig, model, edges, cut
 ) -> None:
     """Existing pieces stay, except those that are not longer than the new one."""

@@ -86,7 +86,7 @@ def test_a_nan_or_infinite_logit_makes_only_its_own_row_unsound(value: float, at
 
 
 def test_logits_of_minus_infinity_are_valid_unless_a_row_has_no_others() -> None:
-    """Models give it to ids that are no tokens."""
+    """Models mask ids without a token so."""
     logits = mx.full((2, 8), -math.inf)
     logits[0, 3] = 1.0
     assert draw_all(logits, [Draw(GREEDY, 0)] * 2).are_sound.tolist() == [True, False]
