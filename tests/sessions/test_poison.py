@@ -107,7 +107,7 @@ async def test_a_session_whose_log_cannot_be_read_fails_and_others_go_on(
 
 
 @pytest.mark.parametrize(("ends", "num_lives"), [(False, 2), (True, 3)])
-async def test_a_fork_is_forgotten_though_its_parent_cannot_be_read(
+async def test_forgetting_a_fork_succeeds_though_its_parent_cannot_be_read(
     wire: Start, monkeypatch: pytest.MonkeyPatch, ends: bool, num_lives: int
 ) -> None:
     """Reading it fails, or kills a worker."""

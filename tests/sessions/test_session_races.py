@@ -402,7 +402,7 @@ def streamed(world: World, monkeypatch: pytest.MonkeyPatch, seq: int) -> Chunk:
 async def test_an_answer_given_up_after_crashes_ends_with_the_tokens_streamed_so_far(
     world: World, monkeypatch: pytest.MonkeyPatch, attempts: int
 ) -> None:
-    """If that crashes a worker too, the request fails."""
+    """If storing it crashes a worker too, the request fails."""
     seq = world.log.add("in", encode(Generate(id="g", text="x", max_tokens=9)))
     chunk = streamed(world, monkeypatch, seq)
     monkeypatch.setattr(world.engine, "run", None)
@@ -509,7 +509,7 @@ async def test_no_checkpoint_goes_beyond_a_waiting_or_unread_request(world: Worl
 async def test_a_cancel_detects_that_a_restored_server_reused_the_sequence_of_a_result(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It lost its last entries, and stored others at their sequences."""
+    """The server lost entries, and stored others at their sequences."""
     await world.ask(Append(id="a", text="one"))
     other = encode(Append(id="b", text="two"))
     known = await world.session.log.find_answered("a")

@@ -1,4 +1,4 @@
-"""New histories for each code, and some that failed once."""
+"""New simulated histories, and some that failed once."""
 
 from __future__ import annotations
 
