@@ -1,4 +1,4 @@
-"""The report of a run: what it lists, and when it fails; and which part of a product a run has."""
+"""The report of slow tests, and which combinations of parameters an ordinary run keeps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CASE = '<testcase classname="{}" name="{}" time="{}"><properties>{}</properties>
 CPU = '<property name="cpu_s" value="{}"/>'
 
 
-def test_a_file_that_exceeds_its_budget_fails_the_run_and_is_named(
+def test_a_test_file_over_its_cpu_budget_fails_the_report_and_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cases = [
@@ -35,7 +35,7 @@ def test_a_file_that_exceeds_its_budget_fails_the_run_and_is_named(
     assert lines[lines.index("files") + 1].split()[-2:] == ["2", "tests/test_rooms.py"]
 
 
-def test_a_thinned_product_keeps_each_value_or_each_pair_and_marks_the_rest() -> None:
+def test_thinned_parameters_cover_each_value_or_each_pair_and_mark_the_rest_as_soak() -> None:
     axes = range(5), range(2), range(3)
     for strength, num_kept in ((1, 5), (2, 15)):
         cases = thinned(*axes, strength=strength)

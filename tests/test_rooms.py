@@ -1,4 +1,4 @@
-"""The rooms of the design: who may import whom, and who may touch MLX and nats-py."""
+"""Which packages may import which, and which modules may use MLX and nats-py."""
 
 import ast
 from functools import cache
@@ -98,7 +98,7 @@ def tops(names: frozenset[str]) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
 
-def test_a_module_imports_only_the_rooms_that_it_may() -> None:
+def test_each_module_imports_only_the_packages_allowed_to_its_own_package() -> None:
     foreign = {}
     for path in modules():
         inside = path.relative_to(ROOT)
@@ -107,7 +107,7 @@ def test_a_module_imports_only_the_rooms_that_it_may() -> None:
     assert {path: others for path, others in foreign.items() if others} == {}
 
 
-def test_only_the_programs_of_a_bench_know_the_worker_and_nobody_imports_them():
+def test_no_module_outside_bench_programs_imports_from_bench_programs():
     apart = [path for path in modules() if not path.relative_to(ROOT).is_relative_to("bench/programs")]
     used = set().union(*(imports(path) for path in apart))
     assert not {name for name in used if name.startswith("bench.programs")}
@@ -119,7 +119,7 @@ def imported_floors(room: str, floor: str) -> set[str]:
     return {name.split(".")[1] for name in used if name.startswith(f"{room}.")} - {floor}
 
 
-def test_a_floor_of_a_room_imports_only_those_below_it() -> None:
+def test_each_layer_of_worker_and_cache_imports_only_the_layers_below_it() -> None:
     used = {room: {floor: imported_floors(room, floor) for floor in FLOORS[room]} for room in FLOORS}
     below = {
         room: {floor: others & floors.keys() for floor, others in floors.items()}
@@ -130,23 +130,23 @@ def test_a_floor_of_a_room_imports_only_those_below_it() -> None:
     assert of_the_cache <= FLOORS["cache"].keys(), "the store stands above them all"
 
 
-def test_the_ground_of_the_worker_imports_no_floor() -> None:
+def test_the_worker_packages_process_and_observe_import_no_other_part_of_the_worker() -> None:
     assert {floor: imported_floors("worker", floor) for floor in GROUND} == GROUND
 
 
-def test_the_device_knows_of_the_sessions_their_port_and_the_order_of_requests_alone():
+def test_the_package_worker_device_imports_only_port_and_order_of_worker_sessions():
     paths = (ROOT / "worker" / "device").glob("*.py")
     used = set().union(*(imports(path, of_types=True) for path in paths))
     assert {one.split(".")[2] for one in used if one.startswith("worker.sessions.")} == {"port", "order"}
 
 
-def test_the_worker_sees_the_cache_by_its_face_alone():
+def test_the_worker_imports_only_the_modules_names_kv_and_store_of_the_cache():
     for path in sorted((ROOT / "worker").rglob("*.py")):
         seen = {name.split(".")[1] for name in imports(path) if name.startswith("cache.")}
         assert seen <= FACE, path
 
 
-def test_two_commands_see_the_cache_by_admin_and_names() -> None:
+def test_only_the_commands_cache_and_export_import_admin_and_names_of_the_cache() -> None:
     seeing = {path.name: imports(path) for path in (ROOT / "commands").glob("*.py")}
     seen = {
         name: {one.split(".")[1] for one in used if one.startswith("cache.")} for name, used in seeing.items()
@@ -155,8 +155,8 @@ def test_two_commands_see_the_cache_by_admin_and_names() -> None:
     assert {name: of for name, of in seen.items() if of} == {"cache.py": by_admin, "export.py": by_admin}
 
 
-def test_of_the_cache_ops_sees_the_names_alone() -> None:
-    """A log is verified where neither MLX nor a cache is."""
+def test_ops_imports_only_the_module_names_of_the_cache() -> None:
+    """A log is verified without MLX and without a cache."""
     paths = sorted((ROOT / "ops").rglob("*.py"))
     seen = {name for path in paths for name in imports(path) if name.startswith("cache.")}
     assert {name.split(".")[1] for name in seen} == {"names"}
@@ -168,12 +168,12 @@ def users(*libraries: str) -> set[str]:
     return {str(path.parent if path.parts[0] in FLOORS and len(path.parts) > 2 else path) for path in paths}
 
 
-def test_only_the_named_places_touch_mlx():
+def test_only_the_listed_modules_import_mlx():
     assert users("mlx", "mlx_lm") == MLX
 
 
-def test_only_the_edges_of_gateway_and_console_touch_http_libraries():
-    """Dialects, digests and the index are pure; the console's figures, turns and actions know no HTTP."""
+def test_only_the_listed_modules_of_gateway_and_console_import_http_libraries():
+    """Dialects, digests and the index are pure; most modules of the console use no HTTP library."""
     of_gateway = {f"gateway/http/{name}.py" for name in ("app", "bodies", "durable", "sending", "serving")}
     of_console = {f"ops/console/{name}.py" for name in ("app", "door", "serving")}
     assert users("starlette", "uvicorn") == of_gateway | of_console
@@ -182,7 +182,7 @@ def test_only_the_edges_of_gateway_and_console_touch_http_libraries():
         assert "asyncio" not in tops(imports(path)), path
 
 
-def test_a_dialect_imports_of_the_gateway_only_dialects_and_what_they_share():
+def test_a_gateway_dialect_imports_only_dialects_and_the_shared_modules_turn_and_recorded():
     flat = {path.stem for path in (ROOT / "gateway").glob("*.py")}
     for name in DIALECTS:
         used = set().union(*(imports(path) for path in (ROOT / "gateway" / name).glob("*.py")))
@@ -190,15 +190,15 @@ def test_a_dialect_imports_of_the_gateway_only_dialects_and_what_they_share():
         assert seen & (flat | {"http"}) <= {"turn", "recorded"}, name
 
 
-def test_only_the_named_places_touch_nats():
+def test_only_the_listed_modules_import_nats_py():
     assert users("nats") == NATS
 
 
-def test_only_the_named_places_of_the_worker_touch_asyncio():
+def test_only_the_app_and_the_device_layer_of_the_worker_import_asyncio():
     assert {user for user in users("asyncio") if user.startswith("worker")} == ASYNCIO
 
 
-def test_in_worker_and_commands_task_groups_start_all_tasks():
+def test_worker_and_commands_start_tasks_only_in_task_groups_except_one_listed_module():
     starts = {"create_task", "ensure_future", "gather", "run_coroutine_threadsafe"}
     paths = [path for path in modules() if path.relative_to(ROOT).parts[0] in {"worker", "commands"}]
     bare = {path for path in paths if starts & {node.attr for node in attributes(path)}}
@@ -220,22 +220,22 @@ def circle(*, of_types: bool) -> str:
     return ""
 
 
-def test_no_module_imports_itself_over_others():
+def test_no_modules_import_each_other_in_a_circle():
     assert not circle(of_types=False)
 
 
-def test_no_module_knows_itself_over_others_not_even_by_its_types():
+def test_no_modules_import_each_other_in_a_circle_not_even_for_type_checking():
     assert not circle(of_types=True)
 
 
-def test_tests_that_read_linux_s_proc_ask_for_linux() -> None:
+def test_each_test_file_that_reads_proc_checks_that_it_runs_on_linux() -> None:
     """The suite runs on macOS too."""
     reading = {path for path in (ROOT / "tests").rglob("*.py") if '"/proc' in path.read_text()}
     assert reading
     assert [path.name for path in reading if '"linux"' not in path.read_text()] == []
 
 
-def test_the_client_package_needs_msgspec_and_nats_alone():
+def test_the_client_package_imports_only_the_standard_library_msgspec_nats_and_yaml():
     """So that it can be installed without MLX."""
     import sys
 

@@ -1,4 +1,4 @@
-"""What tests of a bench need: benches as processes, and a model."""
+"""Fixtures of the bench tests: benches as processes, a model."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The one table of lying and slowed workers, against the checks that must catch them.
+"""The table of workers with planted faults, and of the checks that must detect them.
 
-A bench's suite has an honest run, made of turns as a worker in good health gives them, and its lies: each
-bends those turns, and is caught by the check that it names and by no other. A lie with a `serve` is also a
-worker: `python -m lies BENCH NAME serve ...` is `turnkeep serve` that tells it.
+A bench's suite has an honest run, with the turns of a healthy worker, and its lies: each falsifies those
+turns, and must fail the check that it names and no other. A lie with a `serve` is also a worker:
+`python -m lies BENCH NAME serve ...` runs `turnkeep serve` with it.
 """
 
 from __future__ import annotations

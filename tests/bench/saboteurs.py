@@ -1,4 +1,4 @@
-"""What lies are made of: honest turns, ways to bend them, and patches by which a real worker tells a lie."""
+"""The parts of lies: honest turns, ways to falsify them, and patches that plant a fault in a real worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every bench as a command: how it ends well, how it is ended, and what is left of it then."""
+"""Every bench as a command: complete, interrupted and failed runs, and their reports."""
 
 from __future__ import annotations
 
@@ -80,10 +80,10 @@ def lasting(suite: Suite, tmp_path: Path, model: Path, turnkeep: Start) -> Lasti
 @_benches(
     "session", packaging=("device", "load", "peers", "quality", "recall", "restart", "speculation")
 )  # the others run long
-def test_a_smoke_run_ends_well_with_a_model_of_the_hub_too(
+def test_a_smoke_run_with_a_model_from_the_hub_succeeds_and_draws_its_plots(
     suite: Suite, tmp_path: Path, model: Path, turnkeep: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The hub is its cache here, which is all that there is of it without a network."""
+    """Without a network only the hub's local cache is used."""
     cached = tmp_path / "hub" / "models--org--tiny"
     shutil.copytree(model, cached / "snapshots" / "abc")
     (cached / "refs").mkdir()
@@ -103,7 +103,9 @@ def test_a_smoke_run_ends_well_with_a_model_of_the_hub_too(
 
 
 @pytest.mark.packaging
-def test_turns_after_restarts_are_told_apart(tmp_path: Path, tiny_model: Path, turnkeep: Start) -> None:
+def test_the_session_bench_reports_turns_after_a_restart_separately(
+    tmp_path: Path, tiny_model: Path, turnkeep: Start
+) -> None:
     options = ["--turns", "5", "--max-tokens", "4", "--restart-every", "2", "--corpus", "built-in"]
     process = turnkeep("session", *options, "--model", tiny_model, "--out", tmp_path)
     out, err = process.communicate(timeout=PATIENCE_S)
@@ -121,7 +123,7 @@ def test_turns_after_restarts_are_told_apart(tmp_path: Path, tiny_model: Path, t
 
 
 @two_benches
-def test_an_interrupt_keeps_what_was_measured_and_leaves_no_process(lasting: Lasting) -> None:
+def test_an_interrupted_bench_writes_a_partial_report_and_leaves_no_process(lasting: Lasting) -> None:
     process, path = lasting
     family = psutil.Process(process.pid).children(recursive=True)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
@@ -135,7 +137,7 @@ def test_an_interrupt_keeps_what_was_measured_and_leaves_no_process(lasting: Las
 
 
 @two_benches
-def test_a_worker_that_dies_is_one_line_in_the_report_too(lasting: Lasting) -> None:
+def test_a_bench_whose_worker_is_killed_exits_with_1_and_reports_the_fault(lasting: Lasting) -> None:
     process, path = lasting
     while process.poll() is None:  # again: the first may have been one that the bench was about to end
         with contextlib.suppress(psutil.NoSuchProcess):  # it ended meanwhile
@@ -161,7 +163,7 @@ def test_a_worker_that_dies_is_one_line_in_the_report_too(lasting: Lasting) -> N
         ("recall --resident 64", b"abc", "a window of 60 tokens is smaller than this"),  # behind a full case
     ],
 )
-def test_what_cannot_be_is_one_line_and_leaves_no_report_of_nothing(
+def test_impossible_options_or_texts_print_one_line_and_leave_no_empty_report(
     tmp_path: Path, tiny_model: Path, turnkeep: Start, command: str, content: bytes | None, message: str
 ) -> None:
     options = [*command.split(), "--smoke", "--model", tiny_model, "--out", tmp_path / "reports"]

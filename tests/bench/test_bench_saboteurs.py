@@ -1,4 +1,4 @@
-"""Every lie is caught by the check that names it and by no other; an honest run fails none."""
+"""Falsified results fail the check made for the fault and no other; correct ones fail none."""
 
 from __future__ import annotations
 
@@ -56,14 +56,16 @@ def failed(found: Any) -> list[str]:
 
 
 @pytest.mark.parametrize(("suite", "lie"), LIES, ids=identify)
-def test_a_lie_is_caught_by_the_check_that_names_it_and_by_no_other(suite: Suite, lie: Lie) -> None:
+def test_each_kind_of_falsified_result_fails_the_check_made_for_it_and_no_other(
+    suite: Suite, lie: Lie
+) -> None:
     found = [failed(judged(suite, seed, lie)) for seed in range(RUNS)]
     assert [name for names in found for name in names if not name.startswith(lie.check)] == []
     assert sum(map(bool, found)) >= 0.95 * RUNS
 
 
 @each_suite
-def test_an_honest_run_fails_no_exact_check_and_hardly_ever_a_statistical_one(suite: Suite) -> None:
+def test_correct_results_fail_no_exact_check_and_seldom_a_statistical_one(suite: Suite) -> None:
     runs = [judged(suite, seed) for seed in range(RUNS)]
     assert not [check.name for run in runs for check in run if check.failed]
     assert sum(bool(failed(run)) for run in runs) <= 0.05 * RUNS
@@ -73,12 +75,12 @@ def test_an_honest_run_fails_no_exact_check_and_hardly_ever_a_statistical_one(su
 
 
 @each_suite
-def test_a_run_that_was_cut_short_is_judged_by_what_there_is(suite: Suite) -> None:
+def test_a_run_cut_short_after_any_turn_fails_no_check(suite: Suite) -> None:
     for end in range(len(honest(suite.honest, 0)[0])):
         assert failed(judged(suite, 0, end=end)) == []
 
 
-def test_a_loop_that_is_late_is_told() -> None:
+def test_the_check_of_timekeeping_fails_if_the_measuring_loop_is_often_late() -> None:
     assert checks.kept_time([0.001] * 1000).outcome is Verdict.HOLDS
     assert checks.kept_time([0.001] * 980 + [0.1] * 20).outcome is Verdict.FAILS
     assert checks.kept_time([0.1] * 20).outcome is Verdict.CANNOT_TELL
@@ -86,7 +88,7 @@ def test_a_loop_that_is_late_is_told() -> None:
 
 @pytest.mark.process
 @pytest.mark.parametrize(("suite", "lie"), REAL, ids=identify)
-async def test_a_real_worker_that_lies_is_caught(
+async def test_a_real_worker_with_a_planted_fault_fails_only_the_check_made_for_the_fault(
     suite: Suite, lie: Lie, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(request.path.parent))

@@ -1,4 +1,4 @@
-"""KV whose every value is a fingerprint of the tokens before it: what is restored proves itself."""
+"""KV whose every value is a fingerprint of the tokens up to it, so that a restore can be checked."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""A process whose disk is `faulty_disk.c`: what the cache goes through there, one scenario a run.
+"""A process whose disk calls pass through `faulty_disk.c`. Each run is one scenario.
 
-`killed DIR`: the same life again and again, each in a directory of its own, killed at the n-th change of the
-disk or in the middle of it. `failing DIR`: the same, where the n-th change fails, or all from there on.
-`touched DIR`: counts what the event loop's own thread asks of the disk. `hanging DIR`: reads hang for a
-while, and then until the process has ended. `powerless DIR`: leaves what a power failure would leave of it.
+`killed DIR`: repeats one run, each in its own directory, killed at the n-th change of the disk or in the
+middle of it. `failing DIR`: the same, but the n-th change fails, or all from there on. `touched DIR`: counts
+the disk calls of the event loop's thread. `hanging DIR`: reads hang for a while, then until the process has
+ended. `powerless DIR`: leaves only what would survive a power failure.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What no session sees any more leaves the disk by its age in tokens, although there is room."""
+"""KV that no session sees is removed by its age in tokens, even if the disk has space."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def starts(store: Store) -> list[int]:
     return sorted(node.start for node in nodes)
 
 
-async def test_a_session_without_end_takes_the_same_disk_for_ever(open_store) -> None:
-    """Its sinks, and `keep_behind` before its end; after any restart its end is there."""
+async def test_an_endless_session_takes_constant_disk_space(open_store) -> None:
+    """Its sinks and `keep_behind` tokens before its end, which survives restarts."""
     found = {}
     for end in (100, 200, 400):
         store = await open_store(keep_behind=KEEP)
@@ -69,7 +69,7 @@ async def test_a_session_without_end_takes_the_same_disk_for_ever(open_store) ->
     assert max(found.values()) < 1.05 * found[100]
 
 
-async def test_a_rewind_behind_prefills_again_and_is_stored_again(open_store) -> None:
+async def test_a_rewind_to_removed_tokens_is_saved_again_and_can_be_restored(open_store) -> None:
     store = await open_store(keep_behind=KEEP)
     chain = store.chain("a", POLICY)
     await grown(store, chain, 400, TOKENS)
@@ -87,8 +87,8 @@ async def test_a_rewind_behind_prefills_again_and_is_stored_again(open_store) ->
     starts(store)
 
 
-async def test_what_another_session_shares_or_holds_or_a_pin_names_stays(open_store) -> None:
-    """And leaves once it is shared, held or pinned no more."""
+async def test_old_kv_that_another_session_shares_or_holds_or_that_is_pinned_stays(open_store) -> None:
+    """It is removed once nothing shares or holds it."""
     store = await open_store(keep_behind=KEEP)
     chain = store.chain("a", POLICY)
     other = [*TOKENS[:100], 1, 2, 3, 4]
@@ -113,8 +113,8 @@ async def test_what_another_session_shares_or_holds_or_a_pin_names_stays(open_st
     assert starts(store) == [0, 4, *range(276, 300, BLOCK)], "two are pinned, one of them with sinks"
 
 
-async def test_under_the_policy_full_nothing_is_behind(open_store, monkeypatch) -> None:
-    """Nor is anything looked for."""
+async def test_the_full_policy_removes_no_old_kv_and_searches_for_none(open_store, monkeypatch) -> None:
+    """Nor is it searched."""
     looks = []
     monkeypatch.setattr(Index, "descendants", lambda *_: looks.append(1))
     store = await open_store(keep_behind=0)
@@ -125,7 +125,7 @@ async def test_under_the_policy_full_nothing_is_behind(open_store, monkeypatch) 
     assert looks == []
 
 
-async def test_what_an_earlier_process_left_leaves_once_a_session_is_opened(open_store) -> None:
+async def test_old_kv_of_an_earlier_process_is_removed_once_its_session_is_restored(open_store) -> None:
     store = await open_store()
     await grown(store, store.chain("a", POLICY), 400, TOKENS)
     assert len(starts(store)) == 100
@@ -138,8 +138,10 @@ async def test_what_an_earlier_process_left_leaves_once_a_session_is_opened(open
     assert starts(store) == [0, *range(376, 400, BLOCK)]
 
 
-async def test_a_kill_between_the_row_of_a_gap_and_its_file_costs_nothing(open_store, monkeypatch) -> None:
-    """The file is taken up by the next start, and leaves again."""
+async def test_a_crash_between_updating_a_row_and_removing_its_file_loses_nothing(
+    open_store, monkeypatch
+) -> None:
+    """The next start adopts the file and removes it."""
     store = await open_store(keep_behind=KEEP)
     with monkeypatch.context() as patched:
         patched.setattr(type(store._writer), "_remove_files", lambda *_: None)
@@ -156,8 +158,10 @@ async def test_a_kill_between_the_row_of_a_gap_and_its_file_costs_nothing(open_s
     assert store.stats().rejected == 0
 
 
-async def test_a_file_whose_row_cannot_be_written_stays_until_the_next_start(open_store, monkeypatch) -> None:
-    """A row with a size and no file would break the chain, and cost the session's end."""
+async def test_a_file_whose_index_row_cannot_be_updated_stays_until_the_next_start(
+    open_store, monkeypatch
+) -> None:
+    """A row with a size but no file would break the chain and cost the session's end."""
     put = Catalog.put
 
     def fail(self, rows, *, durable=False) -> None:
@@ -178,7 +182,7 @@ async def test_a_file_whose_row_cannot_be_written_stays_until_the_next_start(ope
     assert starts(store) == [0, *range(176, 200, BLOCK)]
 
 
-async def test_an_encrypted_directory_is_as_flat(open_store) -> None:
+async def test_an_endless_session_takes_constant_disk_space_in_an_encrypted_cache_too(open_store) -> None:
     sealing = pytest.importorskip("cache.disk.sealing")
     for end in (200, 400):
         store = await open_store(keep_behind=KEEP, access=sealing.Sealed(bytes(32)), identity=identity())
@@ -192,8 +196,10 @@ async def test_an_encrypted_directory_is_as_flat(open_store) -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(("layout", "policy"), [(LIMITED, POLICY), (HYBRID, FULL)])
-async def test_random_sessions_lose_nothing_that_is_near(open_store, layout, policy, seed) -> None:
-    """They grow, branch, are held, pinned, forgotten, restarted, and writes fail, while old KV leaves."""
+async def test_random_sessions_never_lose_recent_kv_while_old_kv_is_removed(
+    open_store, layout, policy, seed
+) -> None:
+    """They grow, branch, are held, pinned, forgotten, restarted, and some writes fail."""
     sessions = Sessions(random.Random(seed), open_store)
     sessions.layout, sessions.policy = layout, policy
     model = HYBRID if policy == FULL else LAYOUT
@@ -220,8 +226,10 @@ async def grown_hybrid(store: Store, end: int, tokens=TOKENS) -> None:
 
 
 @pytest.mark.parametrize("is_sealed", [False, True])
-async def test_of_a_windowed_model_only_the_sections_of_windows_leave(open_store, is_sealed) -> None:
-    """Layers that see all tokens keep them; after each restart the session is all there."""
+async def test_a_model_with_full_and_window_layers_drops_only_its_old_window_sections(
+    open_store, is_sealed
+) -> None:
+    """Layers that see all tokens keep them; each restart restores the whole session."""
     settings = {"layout": HYBRID, "keep_behind": KEEP}
     if is_sealed:
         settings["access"] = pytest.importorskip("cache.disk.sealing").Sealed(bytes(32))
@@ -237,7 +245,7 @@ async def test_of_a_windowed_model_only_the_sections_of_windows_leave(open_store
         assert await store.close()
 
 
-async def test_a_windowed_model_prefills_behind_a_rewind_and_makes_files_whole_again(open_store) -> None:
+async def test_a_rewound_session_of_a_window_model_makes_shortened_files_whole_again(open_store) -> None:
     store = await open_store(layout=HYBRID, keep_behind=KEEP)
     await grown_hybrid(store, 200)
     rewound = [*TOKENS[:100], 1, 2, 3, 4]
@@ -258,8 +266,8 @@ async def test_a_windowed_model_prefills_behind_a_rewind_and_makes_files_whole_a
 
 
 @pytest.mark.parametrize("when", ["before the file", "before the row"])
-async def test_a_kill_while_a_file_is_shortened_costs_nothing(open_store, monkeypatch, when) -> None:
-    """A whole file is shortened by the next start; so is the row of a short one."""
+async def test_a_crash_while_a_file_is_shortened_loses_nothing(open_store, monkeypatch, when) -> None:
+    """The next start shortens the file, or corrects the row of a short one."""
     store = await open_store(layout=HYBRID, keep_behind=KEEP)
     with monkeypatch.context() as patched:
         if when == "before the file":
@@ -287,7 +295,7 @@ async def test_a_kill_while_a_file_is_shortened_costs_nothing(open_store, monkey
     assert list(store._folder.quarantined.iterdir()) == []
 
 
-async def test_the_index_lost_costs_a_windowed_model_nothing(open_store) -> None:
+async def test_a_session_of_a_window_model_is_restored_in_full_after_its_index_is_lost(open_store) -> None:
     store = await open_store(layout=HYBRID, keep_behind=KEEP)
     await grown_hybrid(store, 200)
     before = header_starts(store)
@@ -301,7 +309,9 @@ async def test_the_index_lost_costs_a_windowed_model_nothing(open_store) -> None
 
 
 @pytest.mark.parametrize("fails", ["shortening", "making whole"])
-async def test_a_file_that_cannot_be_written_is_as_it_was(open_store, monkeypatch, fails) -> None:
+async def test_a_file_that_cannot_be_shortened_or_made_whole_stays_as_it_was(
+    open_store, monkeypatch, fails
+) -> None:
     store = await open_store(layout=HYBRID, keep_behind=KEEP)
     await grown_hybrid(store, 100)
     before = header_starts(store)
@@ -322,7 +332,7 @@ async def test_a_file_that_cannot_be_written_is_as_it_was(open_store, monkeypatc
     assert_restored(await store.load(match), HYBRID, TOKENS[:100])
 
 
-async def test_a_shortened_chain_is_forgotten_and_evicted_to_the_last_file(open_store) -> None:
+async def test_erasing_or_evicting_a_chain_of_shortened_files_leaves_no_file(open_store) -> None:
     store = await open_store(layout=HYBRID, keep_behind=KEEP)
     await grown_hybrid(store, 100)
     held = store.hold("a", TOKENS[:60])
@@ -338,8 +348,8 @@ async def test_a_shortened_chain_is_forgotten_and_evicted_to_the_last_file(open_
     assert (len(store._index), on_disk(store), store.stats().stored_bytes) == (0, 0, 0)
 
 
-async def test_a_paged_session_keeps_all_that_it_may_recall(open_store) -> None:
-    """What is recalled is matched at its own end, so the model's own windows stay as well."""
+async def test_a_paged_session_keeps_all_old_kv_because_it_may_recall_it(open_store) -> None:
+    """A recall matches at its own end, so the model's own windows stay as well."""
     paged, tokens = carriers.POLICY, carriers.TOKENS
     window = Policy(0, 6)
     layout = ModelLayout(LAYOUT.kv, reaches=(FULL, FULL, window, window), sketches=carriers.SKETCHES)

@@ -1,4 +1,4 @@
-"""Names of token runs: equal prefixes have equal names, nothing else has."""
+"""Names of blocks: equal prefixes have equal names, others do not."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def common(ids: Sequence[int], others: Sequence[int]) -> int:
 
 
 @given(TOKENS, TOKENS, SIZES)
-def test_two_chains_share_as_many_names_as_their_tokens_share_full_blocks(a, b, block) -> None:
+def test_two_token_lists_share_one_block_name_per_full_block_of_their_common_prefix(a, b, block) -> None:
     shared = common(a, b)
     names = [x == y for x, y in zip(chain(a, block), chain(b, block), strict=False)]
     assert names.count(True) == shared // block
@@ -48,7 +48,7 @@ def test_two_chains_share_as_many_names_as_their_tokens_share_full_blocks(a, b, 
 
 
 @given(TOKENS, SIZES)
-def test_no_name_is_shared_across_tenants_or_identities(tokens, block) -> None:
+def test_different_tenants_or_models_share_no_block_name(tokens, block) -> None:
     other_tenant = chain(tokens, block, blocks.root(b"identity", "tenant2"))
     other_identity = chain(tokens, block, blocks.root(b"identitx", "tenant"))
     names = [*chain(tokens, block), *other_tenant, *other_identity]
@@ -56,7 +56,7 @@ def test_no_name_is_shared_across_tenants_or_identities(tokens, block) -> None:
 
 
 @given(st.integers(0, 50), st.integers(0, 50), SIZES)
-def test_spans_are_full_blocks_on_the_grid_and_at_most_one_tail(start, end, block) -> None:
+def test_spans_are_aligned_full_blocks_and_at_most_one_tail(start, end, block) -> None:
     spans = blocks.spans(start, end, block)
     if start >= end:
         assert spans == []
@@ -69,7 +69,7 @@ def test_spans_are_full_blocks_on_the_grid_and_at_most_one_tail(start, end, bloc
 
 
 @given(TOKENS, TOKENS)
-def test_common_tokens_are_counted(a, b) -> None:
+def test_num_common_counts_the_leading_tokens_that_two_lists_share(a, b) -> None:
     assert num_common(pack(a), pack(b)) == common(a, b)
 
 
@@ -79,8 +79,8 @@ def test_tokens_are_packed_as_little_endian_uint32() -> None:
 
 
 @given(st.data())
-def test_tokens_are_what_the_same_steps_make_of_a_list(data) -> None:
-    """Parts are shared by tokens that grew from one another in any way."""
+def test_tokens_behave_like_a_plain_list_after_any_slices_and_appends(data) -> None:
+    """Token sequences derived from one another share parts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cache.names.tokens._PART", 4)
         made, digests = [(as_tokens(), list[int]())], {}
@@ -104,8 +104,8 @@ def test_tokens_are_what_the_same_steps_make_of_a_list(data) -> None:
 
 
 @given(st.data())
-def test_shortened_tokens_are_what_they_were_or_say_that_ids_were_left_out(data) -> None:
-    """Also where the shortened ones were packed, and go on from the names of what was left out."""
+def test_shortened_tokens_return_the_same_ids_or_raise_an_error_for_those_left_out(data) -> None:
+    """Also after packing, and if names continue from those of the tokens left out."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cache.names.tokens._PART", 4)
         block = data.draw(st.sampled_from((1, 2, 3, 4, 8)))
@@ -153,7 +153,9 @@ def test_shortened_tokens_are_what_they_were_or_say_that_ids_were_left_out(data)
                 assert tokens.num_common(other) <= common(ids, theirs)
 
 
-def test_a_boundary_names_these_tokens_and_no_others(monkeypatch) -> None:
+def test_a_shortened_session_keeps_the_digest_of_a_prefix_only_while_the_prefix_is_unchanged(
+    monkeypatch,
+) -> None:
     monkeypatch.setattr("cache.names.tokens._PART", 4)
     session, names = as_tokens(range(20)), Chain(ROOT, 3)
     session.chains[ROOT] = names
@@ -166,7 +168,7 @@ def test_a_boundary_names_these_tokens_and_no_others(monkeypatch) -> None:
     assert (short[:8] + range(1)).boundaries == (), "it goes on in another way"
 
 
-def test_of_a_shortened_session_the_beginning_the_end_and_the_names_are_there() -> None:
+def test_a_shortened_session_keeps_its_beginning_its_end_and_its_block_names() -> None:
     session = as_tokens(range(1_000_000))
     names = session.chains.setdefault(ROOT, Chain(ROOT, 128)).names(session)[:]
     short = session.shortened(999_000)
@@ -181,8 +183,8 @@ def test_of_a_shortened_session_the_beginning_the_end_and_the_names_are_there() 
         after[5000]
 
 
-def test_a_turn_looks_at_its_own_tokens_alone_in_a_session_of_a_million(monkeypatch) -> None:
-    """What was said before is neither copied, nor compared, nor hashed again."""
+def test_a_turn_does_not_pack_or_hash_a_session_of_a_million_tokens_again(monkeypatch) -> None:
+    """Earlier tokens are neither copied, nor compared, nor hashed again."""
     session = as_tokens(range(1_000_000))
     names = session.chains.setdefault(ROOT, Chain(ROOT, 128))
     names.names(session)
@@ -201,12 +203,12 @@ def test_a_turn_looks_at_its_own_tokens_alone_in_a_session_of_a_million(monkeypa
 
 
 @pytest.mark.parametrize("token", [-1, 2**32])
-def test_what_is_no_token_id_cannot_be_packed(token) -> None:
+def test_packing_a_number_outside_uint32_raises_an_error(token) -> None:
     with pytest.raises(OverflowError):
         pack([token])
 
 
-def test_names_do_not_change_between_versions() -> None:
+def test_block_names_do_not_change_between_versions() -> None:
     """Files outlive the process: another digest here would orphan every stored snapshot."""
     assert (
         chain([1, 2, 3, 4], 2)[-1].hex() == "19f467dee241a6ed494c60118e638adde30465b61388351438c6019c03b4bc57"

@@ -1,4 +1,4 @@
-"""Carriers: one block in sixteen has the sketches of the others, so that a restart need not open these."""
+"""Carriers: every sixteenth block has the sketches of its group, so a restore opens fewer files."""
 
 from __future__ import annotations
 
@@ -71,14 +71,14 @@ def assert_restored(restored, tokens) -> None:
         assert np.array_equal(np.array(restored.tensors[name]), np.concatenate(visible, axis=2)), name
 
 
-def test_one_block_in_sixteen_carries() -> None:
+def test_every_sixteenth_block_carries_the_sketches_of_its_group_of_sixteen() -> None:
     spans = [Span(at, at + BLOCK) for at in range(0, 2 * GROUP, BLOCK)]
     assert [one for one in spans if carried(one, BLOCK)] == [spans[15], spans[31]]
     assert carried(spans[31], BLOCK) == Span(GROUP, 2 * GROUP)
     assert carried(Span(GROUP - 2, GROUP), BLOCK) is None, "a piece of a tail"
 
 
-def test_a_place_is_split_where_what_is_carried_ends() -> None:
+def test_splitting_a_buffer_at_a_position_divides_its_spans_and_memory() -> None:
     rows = (memoryview(bytes(range(12))),)
     before, after = Place(rows, 2, POLICY, (Span(0, 2), Span(10, 14))).split(11)
     assert [*before.segments(Span(8, 16))] == [(None, 2), (2, 1), (None, 5)]
@@ -90,8 +90,10 @@ def test_a_place_is_split_where_what_is_carried_ends() -> None:
     "num_tokens",
     [3, 40, GROUP - 1, GROUP, GROUP + 1, 2 * GROUP - 2, 2 * GROUP, 3 * GROUP + 1, len(TOKENS)],
 )
-async def test_files_between_carriers_are_not_opened(stored, num_tokens) -> None:
-    """At, before and behind the edges of what is carried; a match may end within a carrier."""
+async def test_a_restore_needs_only_carrier_blocks_visible_blocks_and_blocks_after_the_last_carrier(
+    stored, num_tokens
+) -> None:
+    """At, before and behind the ends of groups; a match may end within a carrier."""
     store, chain = stored
     match = store.match(chain, TOKENS[:num_tokens])
     assert match.num_tokens == num_tokens
@@ -106,7 +108,7 @@ async def test_files_between_carriers_are_not_opened(stored, num_tokens) -> None
     assert store.stats().rejected == 0
 
 
-async def test_a_recall_reads_carriers_as_other_files(stored) -> None:
+async def test_a_recall_reads_the_kv_of_a_carrier_block_like_that_of_any_other_block(stored) -> None:
     store, chain = stored
     wanted = Span(GROUP - BLOCK, GROUP + BLOCK)
     found, arrays = await store.recall(chain, TOKENS, [wanted])
@@ -118,8 +120,10 @@ async def test_a_recall_reads_carriers_as_other_files(stored) -> None:
 
 
 @pytest.mark.parametrize("section", [0, 1, 2, 3])
-async def test_a_damaged_carrier_costs_what_continues_it(stored, section) -> None:
-    """A restart reads of it what is carried alone: damage elsewhere costs nothing until somebody looks."""
+async def test_a_restore_rejects_a_carrier_block_only_if_its_carried_sketches_are_damaged(
+    stored, section
+) -> None:
+    """A restore reads only the carried sketches of this file; damage elsewhere is not noticed."""
     store, chain = stored
     match = store.match(chain, TOKENS)
     path = file_of(store, match.nodes[31])
@@ -145,7 +149,7 @@ async def test_a_damaged_carrier_costs_what_continues_it(stored, section) -> Non
 @pytest.mark.parametrize(
     "size", [lambda _: None, lambda more: more and Span(more.start + 1, more.end)], ids=["none", "fewer"]
 )
-async def test_a_carrier_without_what_it_should_carry_is_doubtful(open_store, size) -> None:
+async def test_a_carrier_block_that_lacks_sketches_of_its_group_is_rejected(open_store, size) -> None:
     store = await open_store(layout=OWN)
     chain = store.chain("a", POLICY)
     save(store, chain, size=size)
@@ -155,7 +159,7 @@ async def test_a_carrier_without_what_it_should_carry_is_doubtful(open_store, si
     assert store.match(chain, TOKENS).num_tokens == GROUP - BLOCK
 
 
-async def test_an_evicted_end_leaves_what_earlier_carriers_have(stored) -> None:
+async def test_evicting_the_end_of_a_session_leaves_its_beginning_restorable(stored) -> None:
     store, chain = stored
     match = store.match(chain, TOKENS)
     sizes = [node.size_bytes for node in match.nodes]
@@ -170,7 +174,7 @@ async def test_an_evicted_end_leaves_what_earlier_carriers_have(stored) -> None:
     assert_restored(await store.load(match), TOKENS[: match.num_tokens])
 
 
-async def test_sessions_with_one_beginning_share_its_carriers(stored) -> None:
+async def test_sessions_with_a_common_prefix_share_its_carrier_blocks(stored) -> None:
     store, chain = stored
     other = [*TOKENS[: 2 * GROUP + 7], *TOKENS[:90]]
     num_before = store.stats().accepted
@@ -181,7 +185,7 @@ async def test_sessions_with_one_beginning_share_its_carriers(stored) -> None:
     assert_restored(await store.load(store.match(chain, TOKENS)), TOKENS)
 
 
-def test_a_carrier_s_file_proves_itself(tmp_path) -> None:
+def test_the_file_of_a_carrier_block_passes_verification(tmp_path) -> None:
     own = identity(policy=OWN.name(POLICY))
     span = Span(GROUP - BLOCK, GROUP)
     name = Name(bytes(32), span.start, pack(TOKENS[span.start : span.end]))

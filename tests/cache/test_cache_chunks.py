@@ -1,4 +1,4 @@
-"""Layers that attend within chunks: cut by tokens while they hold them, rebuilt, shortened, and measured."""
+"""Chunked-attention layers: copied by tokens while they hold them, rebuilt, trimmed and measured."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def counted(start: int, end: int) -> list[float]:
     return [float(at) for at in range(start, end)]
 
 
-def test_a_chunk_of_two_blocks_is_cut_by_tokens_and_a_smaller_one_is_a_state() -> None:
-    """By another name, which is part of the identity: nothing that was stored as a state is taken for it."""
+def test_an_attention_chunk_of_two_blocks_is_stored_by_tokens_and_a_smaller_one_as_a_state() -> None:
+    """The class names differ and are part of the identity, so the two are never confused."""
     assert layers.describe(make(BLOCK)) == "ChunkCache(32) KVCache"
     assert layers.trimmable(make(BLOCK))
     for block_tokens in (BLOCK + 1, None):
@@ -51,7 +51,7 @@ def test_a_chunk_of_two_blocks_is_cut_by_tokens_and_a_smaller_one_is_a_state() -
         assert not layers.trimmable(make(block_tokens))
 
 
-def test_a_chunk_s_tokens_are_stored_once() -> None:
+def test_a_chunked_attention_layer_is_measured_and_stores_the_kv_of_each_token_once() -> None:
     caches = run(make(), 0, 100)
     assert layers.unsupported(caches) is None
     described = layers.layout(caches, make)
@@ -68,7 +68,7 @@ def test_a_chunk_s_tokens_are_stored_once() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [1, 31, 32, 33, 64, 100])
-def test_a_chunk_rebuilt_of_its_cuts_holds_what_is_seen(num_tokens) -> None:
+def test_a_chunked_attention_layer_rebuilt_from_copied_blocks_holds_all_visible_tokens(num_tokens) -> None:
     caches, pieces = make(), []
     for at in range(0, num_tokens, BLOCK):
         run(caches, at, min(at + BLOCK, num_tokens))
@@ -92,7 +92,7 @@ def test_a_chunk_rebuilt_of_its_cuts_holds_what_is_seen(num_tokens) -> None:
         layers.rebuild({**tensors, "0.keys": tensors["0.keys"][..., 1:, :]}, make(), num_tokens)
 
 
-def test_a_chunk_is_cut_while_it_holds_the_tokens() -> None:
+def test_a_chunked_attention_layer_can_be_copied_only_where_it_still_holds_the_tokens() -> None:
     caches = run(make(), 0, 96)
     assert layers.holds(caches, 48, 96)
     assert not layers.holds(caches, 47, 96)
@@ -101,7 +101,7 @@ def test_a_chunk_is_cut_while_it_holds_the_tokens() -> None:
             layers.cut(caches, *span)
 
 
-def test_a_chunk_goes_back_to_where_the_next_token_s_chunk_is_held() -> None:
+def test_a_chunked_attention_layer_rewinds_only_to_chunks_whose_beginning_it_still_holds() -> None:
     caches = run(make(), 0, 90)
     layers.shrink(caches)
     assert (caches[0].start_position, layers.earliest(caches)) == (58, 64)
@@ -118,7 +118,7 @@ def test_a_chunk_goes_back_to_where_the_next_token_s_chunk_is_held() -> None:
     assert layers.earliest(run(make(), 0, CHUNK)) == 0
 
 
-def test_a_chunk_without_a_token_goes_on() -> None:
+def test_a_chunked_attention_layer_trimmed_to_the_start_of_a_chunk_can_continue() -> None:
     caches = run(make(), 0, 96)
     layers.shrink(caches)
     assert layers.earliest(caches) == 64

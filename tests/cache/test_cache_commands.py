@@ -1,4 +1,4 @@
-"""`turnkeep cache`: what it shows, checks, removes and carries, on real directories."""
+"""`turnkeep cache` on real directories: list, verify, prune, export and import."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def snapshots(directory):
     return sorted((directory / "snapshots").iterdir())
 
 
-async def test_ls_and_du_add_up(filled, turnkeep) -> None:
+async def test_cache_ls_and_du_report_chains_and_sizes_that_match_the_files(filled, turnkeep) -> None:
     found = json.loads(turnkeep("ls", "--json").stdout)
     chains = {(chain["model"], chain["tokens"], chain["files"]) for chain in found["chains"]}
     assert chains == {("tiny", 10, 3), ("", 4, 1)}
@@ -68,7 +68,9 @@ async def test_ls_and_du_add_up(filled, turnkeep) -> None:
     assert "max_disk" in turnkeep("du").stdout
 
 
-async def test_what_reads_works_beside_a_store_that_writes(open_store, filled, turnkeep, tmp_path) -> None:
+async def test_reading_cache_commands_work_beside_a_running_worker_and_writing_ones_are_refused(
+    open_store, filled, turnkeep, tmp_path
+) -> None:
     store = await open_store()
     await store.pin("a", TOKENS[:6])
     before = snapshots(filled)
@@ -85,7 +87,7 @@ async def test_what_reads_works_beside_a_store_that_writes(open_store, filled, t
     assert await num_restored(store, TOKENS) == 10
 
 
-async def test_without_an_index_the_files_are_listed_all_the_same(filled, turnkeep) -> None:
+async def test_cache_ls_lists_the_files_even_if_the_index_is_missing_or_damaged(filled, turnkeep) -> None:
     def listed():
         chains = json.loads(turnkeep("ls", "--json").stdout)["chains"]
         return sorted((chain["digest"], chain["size_bytes"], chain["tokens"]) for chain in chains)
@@ -99,7 +101,7 @@ async def test_without_an_index_the_files_are_listed_all_the_same(filled, turnke
     assert (filled / "index.sqlite").read_bytes().startswith(b"not a database"), "nothing is mended here"
 
 
-async def test_verify_names_what_is_doubtful_and_moves_it_if_asked_to(filled, turnkeep) -> None:
+async def test_cache_verify_names_damaged_files_and_quarantines_them_only_if_asked(filled, turnkeep) -> None:
     assert "5 files, 0 doubtful" in turnkeep("verify").stdout
     flipped, cut, misnamed = snapshots(filled)[:3]
     whole = bytearray(flipped.read_bytes())
@@ -126,7 +128,9 @@ async def test_verify_names_what_is_doubtful_and_moves_it_if_asked_to(filled, tu
 @pytest.mark.parametrize(
     "name", ["zz" * 32, "ab" * 31, "AB" * 32, "ab" * 40, "a" * 63 + "\N{DIGIT ONE FULL STOP}"]
 )
-async def test_a_name_that_is_no_digest_is_doubtful_and_left_alone(filled, turnkeep, name) -> None:
+async def test_cache_verify_reports_a_file_whose_name_is_no_digest_and_does_not_move_it(
+    filled, turnkeep, name
+) -> None:
     stray = filled / "snapshots" / f"{name}.safetensors"
     stray.write_bytes(snapshots(filled)[0].read_bytes())
     for arguments in (("--json",), ("--json", "--quarantine")):
@@ -138,7 +142,7 @@ async def test_a_name_that_is_no_digest_is_doubtful_and_left_alone(filled, turnk
     turnkeep("prune", "--all")
 
 
-async def test_files_of_another_version_are_skipped_and_kept_until_they_are_evicted(
+async def test_files_of_another_format_version_are_skipped_and_kept_until_eviction(
     open_store, filled, turnkeep
 ) -> None:
     later = snapshots(filled)[0]
@@ -159,7 +163,9 @@ async def test_files_of_another_version_are_skipped_and_kept_until_they_are_evic
     assert store.stats().stored == 0
 
 
-async def test_prune_takes_leaves_first_and_leaves_pins_alone(open_store, filled, turnkeep) -> None:
+async def test_cache_prune_keeps_pinned_snapshots_until_they_are_unpinned(
+    open_store, filled, turnkeep
+) -> None:
     store = await open_store()
     await store.pin("a", TOKENS[:8])
     kept_bytes = store.stats().kept_bytes
@@ -176,7 +182,7 @@ async def test_prune_takes_leaves_first_and_leaves_pins_alone(open_store, filled
     assert "removed 2 files" in turnkeep("prune", "--to-bytes", 0).stdout
 
 
-async def test_prune_by_age_and_by_model(open_store, filled, turnkeep) -> None:
+async def test_cache_prune_removes_snapshots_by_age_and_by_model(open_store, filled, turnkeep) -> None:
     models = json.loads(turnkeep("du", "--json").stdout)["models"]
     other = next(model for model in models if not model["model"])
     with sqlite3.connect(filled / "index.sqlite") as db:
@@ -191,7 +197,9 @@ async def test_prune_by_age_and_by_model(open_store, filled, turnkeep) -> None:
     assert "removed 4 files" in turnkeep("prune", "--model", tiny[:8]).stdout
 
 
-async def test_prune_all_leaves_an_empty_cache_that_works(open_store, filled, turnkeep) -> None:
+async def test_cache_prune_all_leaves_an_empty_cache_that_accepts_new_snapshots(
+    open_store, filled, turnkeep
+) -> None:
     store = await open_store()
     await store.pin("a", TOKENS)
     await store.close()
@@ -203,7 +211,7 @@ async def test_prune_all_leaves_an_empty_cache_that_works(open_store, filled, tu
     assert save_all(store, "a", TOKENS) == [True] * 3
 
 
-async def test_a_chain_is_carried_to_another_cache_and_serves_there(
+async def test_an_exported_chain_can_be_imported_and_restored_in_another_cache(
     open_store, filled, turnkeep, tmp_path
 ) -> None:
     chain = json.loads(turnkeep("ls", "--json").stdout)["chains"][0]
@@ -228,7 +236,9 @@ def tar_of(path, *members) -> None:
             tar.addfile(member, io.BytesIO(content))
 
 
-async def test_an_import_takes_nothing_that_is_not_proved(open_store, filled, tmp_path, turnkeep) -> None:
+async def test_an_import_skips_damaged_misnamed_and_orphaned_archive_members_and_says_why(
+    open_store, filled, tmp_path, turnkeep
+) -> None:
     archive.export(filled, None, tmp_path / "all.tar")
     with tarfile.open(tmp_path / "all.tar") as tar:
         sound = [(member.name, tar.extractfile(member).read()) for member in tar]
@@ -270,7 +280,9 @@ async def test_an_import_takes_nothing_that_is_not_proved(open_store, filled, tm
     assert "no sound tar file" in turnkeep("import", tmp_path / "cut.tar", code=1).stderr
 
 
-async def test_an_import_holds_to_the_limits(open_store, filled, tmp_path) -> None:
+async def test_an_import_respects_the_disk_limit_and_the_required_free_space(
+    open_store, filled, tmp_path
+) -> None:
     archive.export(filled, None, tmp_path / "all.tar")
     there = await open_store(directory=tmp_path / "there")
     await there.close()
@@ -285,7 +297,9 @@ async def test_an_import_holds_to_the_limits(open_store, filled, tmp_path) -> No
     assert "bytes free" in took.skipped[-1][1]
 
 
-async def test_an_export_of_what_is_doubtful_leaves_no_archive(filled, tmp_path) -> None:
+async def test_an_export_of_damaged_or_unknown_snapshots_fails_and_leaves_no_archive(
+    filled, tmp_path
+) -> None:
     for path in snapshots(filled):
         path.write_bytes(path.read_bytes()[:-1] + b"\xaa")
     with pytest.raises(CacheError, match="is doubtful"):
@@ -296,7 +310,9 @@ async def test_an_export_of_what_is_doubtful_leaves_no_archive(filled, tmp_path)
 
 
 @pytest.mark.parametrize("command", ["ls", "du", "verify", "prune", "export", "import"])
-def test_a_directory_that_is_no_cache_is_named(turnkeep, tmp_path, command) -> None:
+def test_cache_commands_refuse_a_missing_directory_and_one_that_is_no_cache(
+    turnkeep, tmp_path, command
+) -> None:
     tar_of(tmp_path / "x.tar")
     more = {"prune": ["--all"], "export": ["--all", tmp_path / "y.tar"], "import": [tmp_path / "x.tar"]}.get(
         command, []
@@ -309,14 +325,14 @@ def test_a_directory_that_is_no_cache_is_named(turnkeep, tmp_path, command) -> N
     assert list((tmp_path / "photos").iterdir()) == [], "nor made into one"
 
 
-def test_prune_wants_to_be_told_what_goes(turnkeep) -> None:
+def test_cache_prune_without_a_clear_choice_of_what_to_remove_is_a_usage_error(turnkeep) -> None:
     assert "say what to remove" in turnkeep("prune", code=2).stderr
     assert "say what to remove" in turnkeep("prune", "--all", "--older-than", "1d", code=2).stderr
     assert "not a duration" in turnkeep("prune", "--older-than", "soon", code=2).stderr
 
 
-async def test_a_cache_that_can_only_be_read_is_looked_at_all_the_same(open_store, filled, mounted) -> None:
-    """An image of a disk, say: SQLite cannot even make its own lock files there."""
+async def test_a_cache_on_a_read_only_disk_can_be_inspected_and_verified(open_store, filled, mounted) -> None:
+    """For example a disk image, where SQLite cannot even make its lock files."""
     folder = mounted("size=4m")
     shutil.copytree(filled, folder / "cache")
     await asyncio.to_thread(subprocess.run, ["mount", "-o", "remount,ro", folder], check=True)

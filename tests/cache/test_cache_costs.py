@@ -1,4 +1,4 @@
-"""What the event loop does for a long session: counted in steps, which grow with what is new alone."""
+"""The event loop's work for a long session, counted in steps, grows only with the new tokens."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def turn(store, tokens, steps: Counter[str]) -> Counter[str]:
 
 
 @pytest.mark.parametrize("pinned", [False, True])
-async def test_a_turn_costs_what_its_blocks_do_and_not_their_square(open_store, steps, pinned) -> None:
+async def test_the_steps_of_a_turn_grow_linearly_with_its_number_of_blocks(open_store, steps, pinned) -> None:
     costs = []
     for first, num_blocks in ((1, 30), (2, 60)):
         store = await open_store()
@@ -64,7 +64,9 @@ async def test_a_turn_costs_what_its_blocks_do_and_not_their_square(open_store, 
         assert two[name] <= 2.5 * one[name], (name, one, two)
 
 
-async def test_a_block_more_costs_as_much_at_the_end_of_a_long_pinned_session(open_store, steps) -> None:
+async def test_saving_one_more_block_takes_the_same_steps_in_a_short_and_a_long_pinned_session(
+    open_store, steps
+) -> None:
     store = await open_store()
     tokens = list(range(61 * BLOCK))
     await store.pin("a", tokens)
@@ -82,10 +84,10 @@ async def test_a_block_more_costs_as_much_at_the_end_of_a_long_pinned_session(op
 
 
 @pytest.mark.parametrize("pinned", [False, True])
-async def test_eviction_does_not_look_through_what_is_pinned_for_every_block(
+async def test_eviction_does_not_search_the_pinned_blocks_again_for_every_evicted_block(
     open_store, monkeypatch, pinned
 ) -> None:
-    """The pinned ones were used the longest ago, so that they would come first, each time."""
+    """The pinned blocks are the least recently used, so a search would meet them first."""
     store = await open_store()
     save_all(store, "a", list(range(60 * BLOCK)))
     assert await store.barrier(30)
@@ -114,8 +116,8 @@ async def test_eviction_does_not_look_through_what_is_pinned_for_every_block(
             assert await store.barrier(30)
 
 
-async def test_a_chain_that_is_asked_about_other_tokens_names_them_and_not_its_own(open_store) -> None:
-    """Whoever names a tenant by it may only save hashes."""
+async def test_a_chain_does_not_return_cached_block_names_for_other_tokens(open_store) -> None:
+    """A chain caches hashes; the cache must not change results."""
     tokens, other = list(range(20)), [*range(9), 99, *range(10, 20)]
     chain = Chain(blocks.root(identity().digest(), "a"), BLOCK)
     for asked in (tokens, tokens[:7], other, tokens, [7], other[:12], tokens[:3]):

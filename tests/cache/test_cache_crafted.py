@@ -1,4 +1,4 @@
-"""Files that somebody made: whatever their headers say, they are not ours, and nothing ends for them."""
+"""Crafted files: whatever their headers say, they are rejected and stop no worker or command."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ CRAFTED = [
 
 
 @pytest.mark.parametrize("changes", CRAFTED, ids=repr)
-async def test_what_an_archive_brings_never_keeps_a_worker_from_starting(
+async def test_a_file_with_a_crafted_header_is_not_imported_and_keeps_no_store_from_starting(
     tmp_path, open_store, changes
 ) -> None:
     content, name = crafted(sound(tmp_path), changes)
@@ -142,7 +142,7 @@ async def test_what_an_archive_brings_never_keeps_a_worker_from_starting(
             assert isinstance(found.exception, SystemExit | None), command
 
 
-def test_what_a_header_says_of_its_model_is_what_its_identity_hashes(tmp_path) -> None:
+def test_a_header_whose_model_fields_contradict_its_identity_is_rejected(tmp_path) -> None:
     whole = sound(tmp_path)
     (tmp_path / f"{NAME.digest.hex()}.safetensors").write_bytes(whole)
     header = read_header(tmp_path / f"{NAME.digest.hex()}.safetensors")
@@ -154,8 +154,10 @@ def test_what_a_header_says_of_its_model_is_what_its_identity_hashes(tmp_path) -
             read_header(tmp_path / name).fields()
 
 
-async def test_no_import_brings_what_forget_would_not_find(tmp_path, open_store) -> None:
-    """`forget` follows blocks as long as a worker makes them, and each import and start does."""
+async def test_a_file_with_more_tokens_than_a_block_may_have_is_neither_imported_nor_kept(
+    tmp_path, open_store
+) -> None:
+    """`forget` follows only blocks of the size that a worker writes; imports check it."""
     store = await open_store()
     name, kv = Name(blocks.root(identity().digest(), "a"), 0, pack(MANY)), cut(MANY, Span(0, len(MANY)))
     assert await store.close()
@@ -202,8 +204,10 @@ def grown(whole: bytes, changes: dict[str, Any], num_tokens: int, payload: bytes
     ],
     ids=lambda row: repr(row)[:200],
 )
-async def test_an_index_into_which_such_a_file_came_earlier_is_mended(tmp_path, open_store, row) -> None:
-    """Its rows are as they were put down: their proofs are right, and no start would ever find a fault."""
+async def test_opening_a_store_repairs_an_index_that_has_rows_of_crafted_files(
+    tmp_path, open_store, row
+) -> None:
+    """The checksums of these rows are right, so the usual check finds no fault."""
     folder = Folder(tmp_path / "cache")
     catalog = Catalog(folder)
     catalog.put([row])
@@ -229,7 +233,9 @@ def link(path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [directory, pipe, link])
-async def test_what_is_no_file_is_not_waited_for(tmp_path, open_store, make) -> None:
+async def test_a_directory_pipe_or_link_in_the_place_of_a_snapshot_does_not_block_opening_a_store(
+    tmp_path, open_store, make
+) -> None:
     """Opening a pipe that nobody writes to takes for ever."""
     snapshots = tmp_path / "cache" / "snapshots"
     snapshots.mkdir(parents=True)
@@ -304,8 +310,10 @@ PAYLOAD = b"".join(tensor.data for tensor in cut(TOKENS, Span(0, BLOCK)))
 @example(HEADER.replace(b"[1,2,4,3]", b'""'))
 @example(HEADER.replace(b"0.keys", ZERO.encode() + b".keys").replace(b"0.values", ZERO.encode() + b".values"))
 @example(HEADER.replace(b'"0.keys"', b'"0.keys 0.values 0.keys"'))
-def test_a_header_is_as_it_was_written_or_not_ours(tmp_path_factory, text) -> None:
-    """No third way: neither an exception of another kind, nor a name or a layout of another kind."""
+def test_a_randomly_changed_header_is_either_rejected_or_read_as_it_was_written(
+    tmp_path_factory, text
+) -> None:
+    """No other exception, and no other name or layout, may result."""
     path = tmp_path_factory.getbasetemp() / f"{NAME.digest.hex()}.safetensors"
     path.write_bytes(signed(text, PAYLOAD))
     try:
@@ -321,7 +329,7 @@ def test_a_header_is_as_it_was_written_or_not_ours(tmp_path_factory, text) -> No
     assert all(len(shape) == 2 for _, _, shape in header.layout)
 
 
-def test_a_header_that_would_take_all_memory_to_parse_is_not_read(tmp_path) -> None:
+def test_an_oversized_header_is_rejected_before_it_is_parsed(tmp_path) -> None:
     """A list in JSON takes twenty times its text: 60 MiB of header would be more than a gigabyte."""
     path = tmp_path / "x"
     text = HEADER[:29] + b'","x":[' + b"[]," * (20 << 20)
@@ -330,8 +338,10 @@ def test_a_header_that_would_take_all_memory_to_parse_is_not_read(tmp_path) -> N
         read_header(path)
 
 
-async def test_a_shape_takes_no_memory_that_the_model_would_not_take(tmp_path, open_store) -> None:
-    """A file of some hundred bytes says that it has a million heads, of no size."""
+async def test_a_file_with_a_forged_huge_shape_is_rejected_without_allocating_memory_for_it(
+    tmp_path, open_store
+) -> None:
+    """A file of some hundred bytes claims a million heads of size zero."""
     store = await open_store()
     save_all(store, "a", TOKENS)
     assert await store.barrier(5)

@@ -1,4 +1,4 @@
-"""Disks that fail at any point, take the process with them, vanish, or are full: real calls, real files.
+"""Disks that fail at any point, hang, vanish or are full, and kills: real calls, real files.
 
 The faults come from `faulty_disk.c`, preloaded into processes of their own (`on_faulty_disk.py`).
 """
@@ -61,7 +61,7 @@ def run(library: Path, scenario: str, base: Path):
 
 
 @pytest.mark.process
-async def test_killed_at_every_change_of_the_disk_nothing_that_was_settled_is_lost_or_comes_back(
+async def test_a_kill_at_any_change_of_the_disk_loses_no_saved_and_revives_no_erased_snapshot(
     faulty_disk, base, open_store
 ) -> None:
     """Before each call that changes the directory, and in the middle of each write."""
@@ -89,14 +89,14 @@ async def test_killed_at_every_change_of_the_disk_nothing_that_was_settled_is_lo
 
 
 @pytest.mark.process
-def test_whichever_change_of_the_disk_fails_the_cache_is_right_and_goes_on(faulty_disk, base) -> None:
-    """EIO, ENOSPC, EDQUOT once at each call; those and EROFS, a remount, from some call on."""
+def test_the_cache_stays_correct_and_continues_whichever_change_of_the_disk_fails(faulty_disk, base) -> None:
+    """EIO, ENOSPC or EDQUOT once at each call; these or EROFS from some call on."""
     assert run(faulty_disk, "failing", base)["changes"] > 100
 
 
 @pytest.mark.process
 def test_the_event_loop_never_touches_the_disk(faulty_disk, base) -> None:
-    """However slow it is, nothing that turns wait for waits for it."""
+    """However slow the disk is, no turn waits for it."""
     found = run(faulty_disk, "touched", base)
     assert found["here"] == 0
     assert found["everywhere"] > 20
@@ -104,14 +104,16 @@ def test_the_event_loop_never_touches_the_disk(faulty_disk, base) -> None:
 
 
 @pytest.mark.process
-def test_a_disk_that_hangs_on_reads_holds_up_neither_loads_nor_the_end(faulty_disk, base) -> None:
-    """A read that does not return keeps its thread: there are two, and the process ends with them."""
+def test_a_disk_that_hangs_on_reads_blocks_neither_other_loads_nor_the_exit(faulty_disk, base) -> None:
+    """A read that hangs keeps its thread: at most two do, and the process can still exit."""
     assert 0 < run(faulty_disk, "hanging", base)["stuck"] <= 2
 
 
 @pytest.mark.process
-async def test_what_is_said_to_be_on_disk_outlives_a_power_failure(faulty_disk, base, open_store) -> None:
-    """A pin that was noted, a gap whose file is gone, and that nothing is left of an erasure."""
+async def test_confirmed_pins_evictions_and_erasures_survive_a_power_failure(
+    faulty_disk, base, open_store
+) -> None:
+    """A confirmed pin, evicted middle blocks, and an erase that left no trace."""
     found = run(faulty_disk, "powerless", base)
     store = await open_store(directory=base / "pinned")
     assert store.stats().kept_bytes > 0
@@ -122,7 +124,9 @@ async def test_what_is_said_to_be_on_disk_outlives_a_power_failure(faulty_disk, 
     assert found == {"kept": 0, "erased": 0}, "the log's deleted pages do not come back"
 
 
-async def test_a_directory_that_is_removed_costs_what_was_in_it(open_store, tmp_path) -> None:
+async def test_a_store_whose_directory_is_removed_keeps_running_without_its_snapshots(
+    open_store, tmp_path
+) -> None:
     now = 0.0
     store = await open_store(monotonic=lambda: now)
     save_all(store, "a", ONE)
@@ -141,7 +145,7 @@ async def test_a_directory_that_is_removed_costs_what_was_in_it(open_store, tmp_
     assert await store.close()
 
 
-async def test_a_disk_that_is_full_at_the_start_still_serves_what_is_there(open_store, mounted) -> None:
+async def test_a_store_on_a_full_disk_starts_and_serves_its_stored_snapshots(open_store, mounted) -> None:
     disk = mounted("size=1m")
     store = await open_store(directory=disk / "cache", model="tiny")
     save_all(store, "a", ONE)
@@ -167,7 +171,7 @@ async def test_a_disk_that_is_full_at_the_start_still_serves_what_is_there(open_
     db.close()
 
 
-async def test_the_clock_may_jump_back_and_the_order_of_use_stays(open_store) -> None:
+async def test_a_clock_that_jumps_back_does_not_change_the_order_of_use(open_store) -> None:
     wall = 2e9
     store = await open_store(clock=lambda: wall)
     save_all(store, "a", ONE[:4])
@@ -188,7 +192,7 @@ async def test_the_clock_may_jump_back_and_the_order_of_use_stays(open_store) ->
     assert await num_restored(store, TWO[:4]) == 4
 
 
-async def test_bits_that_flip_anywhere_are_never_restored(open_store, tmp_path) -> None:
+async def test_files_with_flipped_bits_are_never_restored(open_store, tmp_path) -> None:
     chance = random.Random(11)
     store = await open_store()
     for _ in range(40):

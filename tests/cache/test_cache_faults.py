@@ -1,4 +1,4 @@
-"""Disks that are full, that lie and that fail: a miss or a counted loss, never a wrong answer."""
+"""Disks that are full, corrupt or failing: a miss or a counted loss, never a wrong answer."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ async def restored(store, tenant, tokens) -> int:
     return found.num_tokens
 
 
-async def test_a_disk_that_fills_up_under_the_writer_costs_snapshots_only(
+async def test_a_disk_that_fills_up_while_snapshots_are_written_costs_only_those_snapshots(
     open_store, small_disk, monkeypatch
 ) -> None:
     """Real ENOSPC: another process takes the last bytes after the snapshots were accepted."""
@@ -104,8 +104,10 @@ async def test_a_disk_that_fills_up_under_the_writer_costs_snapshots_only(
     assert await restored(store, "b", TOKENS) == 10
 
 
-async def test_a_disk_that_others_fill_makes_the_cache_give_way(open_store, small_disk) -> None:
-    """Not by failing: by evicting before it writes, so that the free space it was told to leave is left."""
+async def test_the_cache_evicts_before_it_writes_so_that_the_required_free_space_is_left(
+    open_store, small_disk
+) -> None:
+    """No write fails and no snapshot is dropped."""
     free = 2 << 20
     store = await open_store(directory=small_disk / "cache", min_free_bytes=free)
     for session in range(250):
@@ -118,7 +120,9 @@ async def test_a_disk_that_others_fill_makes_the_cache_give_way(open_store, smal
     assert await restored(store, "a", [249, *range(11)]) == 12
 
 
-async def test_failing_writes_pause_longer_and_longer_and_are_logged_once(open_store, monkeypatch) -> None:
+async def test_failing_writes_cause_longer_and_longer_pauses_and_are_logged_once(
+    open_store, monkeypatch
+) -> None:
     clock = Clock()
     store = await open_store(monotonic=clock)
 
@@ -142,8 +146,10 @@ async def test_failing_writes_pause_longer_and_longer_and_are_logged_once(open_s
     assert_sum_rule(store)
 
 
-async def test_after_a_failure_the_queue_is_not_tried_one_by_one(open_store, monkeypatch) -> None:
-    """Otherwise a full disk would be hammered with everything that waits."""
+async def test_after_a_failed_write_the_queued_snapshots_are_dropped_without_being_tried(
+    open_store, monkeypatch
+) -> None:
+    """Otherwise a full disk would be hammered with the whole queue."""
     store = await open_store(monotonic=Clock())
     loop, tried = asyncio.get_running_loop(), []
 
@@ -165,7 +171,9 @@ async def test_after_a_failure_the_queue_is_not_tried_one_by_one(open_store, mon
     assert_sum_rule(store)
 
 
-async def test_while_paused_offers_are_dropped_with_their_reason(open_store, monkeypatch) -> None:
+async def test_saves_offered_while_the_writer_is_paused_are_dropped_and_counted(
+    open_store, monkeypatch
+) -> None:
     store = await open_store(monotonic=Clock())
     fsync = os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(errno.EDQUOT, "quota")))
@@ -179,7 +187,9 @@ async def test_while_paused_offers_are_dropped_with_their_reason(open_store, mon
     assert_sum_rule(store)
 
 
-async def test_a_snapshot_is_synced_before_it_gets_its_name(open_store, tmp_path, monkeypatch) -> None:
+async def test_a_snapshot_file_is_synced_before_it_is_renamed_and_its_folder_afterwards(
+    open_store, tmp_path, monkeypatch
+) -> None:
     store, fsync, happened = await open_store(), os.fsync, []
     tmp, snapshots = (tmp_path / "cache" / name for name in ("tmp", "snapshots"))
 
@@ -197,8 +207,8 @@ async def test_a_snapshot_is_synced_before_it_gets_its_name(open_store, tmp_path
     assert happened == [each for n, file in enumerate(files) for each in ((file, n), ("folder", n + 1))]
 
 
-async def test_a_file_whose_rename_was_not_synced_is_taken_back(open_store, tmp_path, monkeypatch) -> None:
-    """It failed, so it is not counted as stored; then it must not turn up at the next start either."""
+async def test_a_file_whose_rename_could_not_be_synced_is_removed(open_store, tmp_path, monkeypatch) -> None:
+    """It is not counted as stored, so it must not turn up at the next start either."""
     store = await open_store()
     fsync = os.fsync
 
@@ -214,7 +224,7 @@ async def test_a_file_whose_rename_was_not_synced_is_taken_back(open_store, tmp_
     assert list((tmp_path / "cache" / "snapshots").iterdir()) == []
 
 
-async def test_a_fault_of_the_program_does_not_end_the_writer(open_store, monkeypatch) -> None:
+async def test_an_unexpected_exception_in_a_write_does_not_end_the_writer(open_store, monkeypatch) -> None:
     clock = Clock()
     store = await open_store(monotonic=clock)
     write = snapshot_format.write
@@ -229,7 +239,7 @@ async def test_a_fault_of_the_program_does_not_end_the_writer(open_store, monkey
     assert await restored(store, "a", [1, 2]) == 2
 
 
-async def test_a_fault_of_the_program_in_a_removal_ends_the_saving_and_nothing_else(
+async def test_an_unexpected_exception_in_a_removal_stops_saving_but_not_serving(
     open_store, monkeypatch
 ) -> None:
     store, gate = await open_store(monotonic=Clock()), threading.Event()
@@ -265,8 +275,10 @@ async def test_a_fault_of_the_program_in_a_removal_ends_the_saving_and_nothing_e
 
 
 @pytest.mark.parametrize("error", [sqlite3.OperationalError("database or disk is full"), MemoryError()])
-async def test_a_catalog_that_cannot_be_written_costs_recency_only(open_store, monkeypatch, error) -> None:
-    """SQLite without memory is no `sqlite3.Error`."""
+async def test_an_index_that_cannot_be_written_does_not_lose_the_snapshots(
+    open_store, monkeypatch, error
+) -> None:
+    """SQLite out of memory is no `sqlite3.Error`."""
     store = await open_store()
 
     def fail(catalog, rows) -> None:
@@ -285,7 +297,7 @@ async def test_a_catalog_that_cannot_be_written_costs_recency_only(open_store, m
 
 
 async def test_an_idle_writer_keeps_no_tensors_alive(open_store) -> None:
-    """Nothing comes after the last one that would take their place."""
+    """No later snapshot replaces the last one's tensors."""
     store = await open_store()
     whole = [np.ones((1, HEADS, 2, DIM), np.float32) for _ in range(4)]
     names = ["0.keys", "0.values", "1.keys", "1.values"]
@@ -328,7 +340,9 @@ def remove(path) -> None:
 
 @pytest.mark.parametrize("damage", [flip, truncate, remove])
 @pytest.mark.parametrize(("n", "left"), [(0, 0), (1, 4), (2, 8)])
-async def test_a_doubtful_file_ends_the_prefix_before_it(open_store, tmp_path, damage, n, left) -> None:
+async def test_a_damaged_or_missing_file_ends_the_restored_prefix_before_it(
+    open_store, tmp_path, damage, n, left
+) -> None:
     store = await open_store()
     save_all(store, "a", TOKENS)
     await store.barrier(5)
@@ -373,8 +387,10 @@ def no_files_left():
     return lacking
 
 
-async def test_a_process_that_may_open_no_file_more_doubts_none(open_store, tmp_path, no_files_left) -> None:
-    """It is a miss. The files are as good as they were: moved away, they would cost the whole session."""
+async def test_running_out_of_file_descriptors_is_a_miss_and_quarantines_no_file(
+    open_store, tmp_path, no_files_left
+) -> None:
+    """The files are fine; quarantining them would cost the whole session."""
     store = await open_store()
     save_all(store, "a", TOKENS)
     assert await store.barrier(5)
@@ -416,7 +432,7 @@ def of_an_older_version(db) -> None:
 
 
 @pytest.mark.parametrize("left", [without_rows, of_an_older_version])
-async def test_what_an_index_lacks_is_served_from_a_full_disk_and_can_be_forgotten(
+async def test_files_missing_from_the_index_of_a_full_disk_are_served_and_can_be_forgotten(
     open_store, tmp_path, no_room, left
 ) -> None:
     for kv_dtype in ("float32", "int8"):
@@ -435,7 +451,7 @@ async def test_what_an_index_lacks_is_served_from_a_full_disk_and_can_be_forgott
         assert list((tmp_path / "cache" / "snapshots").iterdir()) == []
 
 
-async def test_a_pin_that_stays_on_a_full_disk_is_not_called_unpinned(open_store, tmp_path, no_room) -> None:
+async def test_unpin_on_a_full_disk_fails_instead_of_claiming_success(open_store, tmp_path, no_room) -> None:
     store = await open_store()
     assert (await store.pin("a", TOKENS)).noted
     await store.close()
@@ -446,7 +462,7 @@ async def test_a_pin_that_stays_on_a_full_disk_is_not_called_unpinned(open_store
     assert len(pruning.unpin(tmp_path / "cache", [""])) == 1
 
 
-async def test_loads_side_by_side_count_a_doubtful_file_once(open_store, tmp_path) -> None:
+async def test_concurrent_loads_count_a_damaged_file_once(open_store, tmp_path) -> None:
     store = await open_store()
     save_all(store, "a", TOKENS)
     await store.barrier(5)
@@ -455,7 +471,7 @@ async def test_loads_side_by_side_count_a_doubtful_file_once(open_store, tmp_pat
     assert store.stats().rejected == 1
 
 
-async def test_a_doubtful_block_drops_what_is_on_its_way_on_top_of_it(
+async def test_a_damaged_block_drops_the_queued_snapshots_that_continue_it(
     open_store, tmp_path, monkeypatch
 ) -> None:
     store = await open_store()
@@ -478,7 +494,9 @@ async def test_a_doubtful_block_drops_what_is_on_its_way_on_top_of_it(
     assert_sum_rule(store)
 
 
-async def test_the_quarantine_keeps_a_few_files_and_counts_against_the_limit(open_store, tmp_path) -> None:
+async def test_the_quarantine_keeps_a_limited_number_of_files_which_count_toward_the_disk_limit(
+    open_store, tmp_path
+) -> None:
     store = await open_store()
     sessions = [[session, 1] for session in range(QUARANTINE_FILES + 4)]
     for tokens in sessions:
@@ -499,8 +517,10 @@ async def test_the_quarantine_keeps_a_few_files_and_counts_against_the_limit(ope
     assert store.stats().evicted == 1
 
 
-async def test_the_quarantine_is_counted_as_it_is(open_store, tmp_path) -> None:
-    """Whoever looks into it, and empties it, need not stop the worker for it to be counted right."""
+async def test_emptying_the_quarantine_by_hand_gives_its_disk_space_back_to_the_cache(
+    open_store, tmp_path
+) -> None:
+    """The worker need not be stopped for this."""
     store = await open_store()
     sessions = [[session, 1] for session in range(6)]
     for tokens in sessions:
@@ -520,7 +540,9 @@ async def test_the_quarantine_is_counted_as_it_is(open_store, tmp_path) -> None:
     assert store.stats().capacity_bytes == 1 << 30
 
 
-async def test_a_load_that_is_cancelled_counts_what_it_moved_away(open_store, tmp_path, monkeypatch) -> None:
+async def test_a_cancelled_load_still_counts_the_file_it_quarantined(
+    open_store, tmp_path, monkeypatch
+) -> None:
     store = await open_store()
     save_all(store, "a", [1, 2])
     assert await store.barrier(5)
@@ -543,7 +565,9 @@ async def test_a_load_that_is_cancelled_counts_what_it_moved_away(open_store, tm
 
 
 @pytest.mark.parametrize("room", ["snapshots", "tmp", "quarantine"])
-async def test_a_folder_that_is_removed_under_a_worker_is_made_again(open_store, tmp_path, room) -> None:
+async def test_a_cache_folder_removed_under_a_running_store_is_created_again(
+    open_store, tmp_path, room
+) -> None:
     store = await open_store()
     save_all(store, "a", TOKENS)
     assert await store.barrier(5)
@@ -570,7 +594,9 @@ def a_full_folder(path) -> None:
 
 
 @pytest.mark.parametrize("make", [a_folder, a_full_folder])
-async def test_a_folder_in_the_place_of_a_file_is_moved_away(open_store, tmp_path, make) -> None:
+async def test_a_folder_in_the_place_of_a_snapshot_file_is_moved_to_quarantine(
+    open_store, tmp_path, make
+) -> None:
     store = await open_store()
     path = nth_file(tmp_path, 0)
     make(path)

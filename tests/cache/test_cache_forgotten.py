@@ -1,4 +1,4 @@
-"""`settled` is true only where nothing of the forgotten is left: not in any file of the directory."""
+"""`settled` confirms an erase: no file of the directory has any trace of the tokens."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ async def stored(open_store, *runs: list[int], **settings):
     return store
 
 
-async def test_nothing_is_left_in_any_file_of_the_directory(open_store, tmp_path) -> None:
-    """The index's own pages and its log have had the tokens too."""
+async def test_erased_tokens_are_left_in_no_file_of_the_directory(open_store, tmp_path) -> None:
+    """SQLite's pages and its write-ahead log had the tokens too."""
     store = await stored(open_store, OTHER, *([*TOKENS, i] for i in range(20)), TOKENS)
     for i in range(20):
         assert (await store.erase("a", [*TOKENS, i], 10)).settled
@@ -58,7 +58,7 @@ async def test_nothing_is_left_in_any_file_of_the_directory(open_store, tmp_path
     assert "index.sqlite" in traces(tmp_path / "cache", OTHER)
 
 
-async def test_what_an_index_of_before_has_deleted_is_overwritten_at_the_next_start(
+async def test_tokens_deleted_by_an_older_index_version_are_overwritten_at_the_next_start(
     open_store, tmp_path
 ) -> None:
     await (await stored(open_store, TOKENS, OTHER)).close()
@@ -77,7 +77,7 @@ async def test_what_an_index_of_before_has_deleted_is_overwritten_at_the_next_st
     assert store.match("a", OTHER).num_tokens == 10
 
 
-async def test_a_file_that_could_not_be_removed_is_not_settled_until_it_is(
+async def test_an_erase_is_not_confirmed_until_a_file_that_could_not_be_removed_is_gone(
     open_store, tmp_path, monkeypatch
 ) -> None:
     store = await stored(open_store, TOKENS, OTHER)
@@ -98,7 +98,7 @@ async def test_a_file_that_could_not_be_removed_is_not_settled_until_it_is(
     assert traces(tmp_path / "cache", TOKENS) == []
 
 
-async def test_a_file_that_eviction_could_not_remove_is_not_settled(
+async def test_an_erase_is_not_confirmed_while_a_file_that_eviction_failed_to_remove_remains(
     open_store, tmp_path, monkeypatch
 ) -> None:
     store = await stored(open_store, TOKENS)
@@ -112,7 +112,9 @@ async def test_a_file_that_eviction_could_not_remove_is_not_settled(
     assert traces(tmp_path / "cache", TOKENS) == []
 
 
-async def test_what_was_saved_again_is_no_file_that_could_not_be_removed(open_store, monkeypatch) -> None:
+async def test_a_file_that_could_not_be_removed_no_longer_counts_as_left_over_once_saved_again(
+    open_store, monkeypatch
+) -> None:
     store = await stored(open_store, TOKENS)
     monkeypatch.setattr(Folder, "remove", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "no")))
     assert not (await store.erase("a", TOKENS, 10)).settled
@@ -123,7 +125,9 @@ async def test_what_was_saved_again_is_no_file_that_could_not_be_removed(open_st
     assert store.match("a", [*TOKENS, 7]).num_tokens == 11
 
 
-async def test_files_that_another_turn_holds_are_not_settled(open_store, tmp_path) -> None:
+async def test_an_erase_is_not_confirmed_while_another_turn_still_holds_the_files(
+    open_store, tmp_path
+) -> None:
     store = await stored(open_store, TOKENS)
     held = store.hold("a", TOKENS[:8])
     erased = await store.erase("a", TOKENS, 10)
@@ -134,14 +138,16 @@ async def test_files_that_another_turn_holds_are_not_settled(open_store, tmp_pat
     assert traces(tmp_path / "cache", TOKENS) == []
 
 
-async def test_what_other_sessions_share_is_settled_and_stays(open_store) -> None:
+async def test_an_erase_is_confirmed_though_shared_and_pinned_snapshots_stay(open_store) -> None:
     store = await stored(open_store, TOKENS, [*TOKENS[:8], 7, 8])
     await store.pin("a", TOKENS[:4])
     assert (await store.erase("a", TOKENS, 10)).settled
     assert store.match("a", [*TOKENS[:8], 7, 8]).num_tokens == 10
 
 
-async def test_the_snapshots_of_the_first_tokens_stay_if_somebody_needs_them(open_store, tmp_path) -> None:
+async def test_an_erase_keeps_the_snapshots_of_first_tokens_that_are_marked_as_shared(
+    open_store, tmp_path
+) -> None:
     store = await stored(open_store, TOKENS)
     assert await store.erase("a", TOKENS, 10, shared=9) == Forgotten(1, settled=True)
     found = store.match("a", TOKENS)
@@ -152,7 +158,9 @@ async def test_the_snapshots_of_the_first_tokens_stay_if_somebody_needs_them(ope
     assert not traces(tmp_path / "cache", TOKENS)
 
 
-async def test_quarantined_copies_go_too(open_store, tmp_path) -> None:
+async def test_an_erase_removes_the_quarantined_copies_of_its_tokens_and_no_others(
+    open_store, tmp_path
+) -> None:
     store = await stored(open_store, TOKENS, OTHER)
     for path in (tmp_path / "cache" / "snapshots").iterdir():
         content = bytearray(path.read_bytes())
@@ -171,7 +179,7 @@ async def test_quarantined_copies_go_too(open_store, tmp_path) -> None:
     assert store.stats().capacity_bytes > room_before, "and no longer counts"
 
 
-async def test_a_quarantined_file_that_does_not_say_what_it_is_goes_too(open_store, tmp_path) -> None:
+async def test_an_erase_removes_a_quarantined_file_whose_header_cannot_be_read(open_store, tmp_path) -> None:
     store = await stored(open_store, TOKENS, OTHER)
     first = next(
         path
@@ -185,7 +193,7 @@ async def test_a_quarantined_file_that_does_not_say_what_it_is_goes_too(open_sto
     assert traces(tmp_path / "cache", TOKENS) == []
 
 
-async def test_a_file_that_is_found_doubtful_after_it_was_forgotten_is_not_kept(
+async def test_a_file_found_damaged_after_it_was_erased_is_not_kept_in_quarantine(
     open_store, tmp_path, monkeypatch
 ) -> None:
     store = await stored(open_store, TOKENS)
@@ -200,8 +208,10 @@ async def test_a_file_that_is_found_doubtful_after_it_was_forgotten_is_not_kept(
 
 
 @pytest.mark.parametrize("lost", [False, True])
-async def test_copies_of_the_same_tokens_under_other_identities_go_too(open_store, tmp_path, lost) -> None:
-    """Made with other `kv_bits`, or blocks of another size; also where the index was lost in between."""
+async def test_an_erase_removes_copies_of_the_tokens_made_by_other_models_or_settings(
+    open_store, tmp_path, lost
+) -> None:
+    """Made with other `kv_bits`, or blocks of another size; also if the index was lost in between."""
     for changes in ({"caches": "8 bits"}, {"block_tokens": 3}, {"weights": "other"}, {}):
         await (await stored(open_store, TOKENS, OTHER, identity=identity(**changes))).close()
     if lost:
@@ -215,7 +225,7 @@ async def test_copies_of_the_same_tokens_under_other_identities_go_too(open_stor
     assert store.stats().stored == 13
 
 
-async def test_another_tenant_s_copies_stay(open_store) -> None:
+async def test_an_erase_leaves_the_copies_of_another_tenant(open_store) -> None:
     store = await stored(open_store, TOKENS)
     save_all(store, "b", TOKENS)
     assert await store.barrier(10)
@@ -223,7 +233,9 @@ async def test_another_tenant_s_copies_stay(open_store) -> None:
     assert store.match("b", TOKENS).num_tokens == 10
 
 
-async def test_files_of_another_format_cannot_be_told_so_nothing_is_settled(open_store, tmp_path) -> None:
+async def test_an_erase_is_not_confirmed_while_files_of_an_unknown_format_version_exist(
+    open_store, tmp_path
+) -> None:
     await (await stored(open_store, TOKENS, OTHER)).close()
     path = next((tmp_path / "cache" / "snapshots").iterdir())
     ours, other = f'"version":"{FORMAT_VERSION}"'.encode(), b'"version":"9"'
@@ -234,7 +246,7 @@ async def test_files_of_another_format_cannot_be_told_so_nothing_is_settled(open
     assert not (await store.erase("a", TOKENS, 10)).settled
 
 
-async def test_the_directory_is_synced_after_the_last_file_has_gone(
+async def test_an_erase_syncs_the_directory_after_it_removed_the_last_file(
     open_store, tmp_path, monkeypatch
 ) -> None:
     store = await stored(open_store, TOKENS)
@@ -251,7 +263,7 @@ async def test_the_directory_is_synced_after_the_last_file_has_gone(
     assert [what for what in happened if what != "other"] == ["remove"] * 3 + ["sync"]
 
 
-async def test_a_directory_that_cannot_be_synced_is_not_settled(open_store, monkeypatch) -> None:
+async def test_an_erase_is_not_confirmed_if_the_directory_cannot_be_synced(open_store, monkeypatch) -> None:
     store = await stored(open_store, TOKENS)
     fsync = os.fsync
 
@@ -265,10 +277,10 @@ async def test_a_directory_that_cannot_be_synced_is_not_settled(open_store, monk
 
 
 @pytest.mark.parametrize("code", [0, errno.ENOTSUP, errno.EIO])
-async def test_what_is_promised_reaches_through_the_cache_of_a_macs_disk(
+async def test_an_erase_on_macos_flushes_the_drive_s_cache_with_f_fullfsync(
     open_store, tmp_path, monkeypatch, code
 ) -> None:
-    """There a plain fsync ends in it. Snapshots have checksums and are not promised, so they need no more."""
+    """fsync only reaches that cache. Snapshots have checksums and are not promised: they need no more."""
     synced, fsynced, fsync = [], [], os.fsync
 
     def full_sync(fd: int, command: int) -> None:
@@ -290,7 +302,9 @@ async def test_what_is_promised_reaches_through_the_cache_of_a_macs_disk(
     assert store._catalog._db.execute("PRAGMA fullfsync").fetchone() == (1,), "for SQLite's own syncs"
 
 
-async def test_an_index_that_keeps_the_rows_is_not_settled(open_store, tmp_path, monkeypatch) -> None:
+async def test_an_erase_is_not_confirmed_if_the_index_could_not_remove_its_rows(
+    open_store, tmp_path, monkeypatch
+) -> None:
     store = await stored(open_store, TOKENS)
 
     def failing(*_) -> None:
@@ -303,14 +317,14 @@ async def test_an_index_that_keeps_the_rows_is_not_settled(open_store, tmp_path,
     assert traces(tmp_path / "cache", TOKENS) == []
 
 
-async def test_an_unfinished_file_that_was_left_goes_too(open_store, tmp_path) -> None:
+async def test_an_erase_removes_unfinished_files_of_interrupted_writes(open_store, tmp_path) -> None:
     store = await stored(open_store, OTHER)
     (tmp_path / "cache" / "tmp" / "left").write_bytes(pack(TOKENS))
     assert (await store.erase("a", TOKENS, 10)).settled
     assert traces(tmp_path / "cache", TOKENS) == []
 
 
-async def test_a_chain_of_thousands_of_blocks_is_forgotten(open_store, tmp_path) -> None:
+async def test_a_chain_of_more_than_a_thousand_blocks_is_erased_completely(open_store, tmp_path) -> None:
     tokens = list(range(1100 * 2))
     store = await open_store(identity=identity(block_tokens=2))
     for start in range(0, len(tokens), 2):
@@ -322,7 +336,7 @@ async def test_a_chain_of_thousands_of_blocks_is_forgotten(open_store, tmp_path)
     assert list((tmp_path / "cache" / "snapshots").iterdir()) == []
 
 
-async def test_clearing_says_so_where_something_could_not_be_removed(
+async def test_clear_returns_false_while_something_could_not_be_removed(
     open_store, tmp_path, monkeypatch
 ) -> None:
     store = await stored(open_store, TOKENS)

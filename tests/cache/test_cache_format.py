@@ -1,4 +1,4 @@
-"""One file: what is written comes back bit by bit, and what is not beyond doubt never comes back."""
+"""One snapshot file: it is read back bit by bit, and a damaged one is never used."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ def load(path, layout=None, num_tokens=BLOCK, **changes):
     return blank.arrays()
 
 
-def test_a_snapshot_comes_back_bit_by_bit(path) -> None:
+def test_a_snapshot_is_read_back_bit_by_bit(path) -> None:
     arrays = load(path)
     assert_is_kv_of(arrays, TOKENS)
 
 
-def test_the_size_is_known_exactly_before_it_is_written(path) -> None:
+def test_the_size_of_a_file_is_known_exactly_before_it_is_written(path) -> None:
     draft = snapshot_format.encode(NAME, IDENTITY, cut(TOKENS, Span(0, BLOCK)))
     assert path.stat().st_size == draft.size_bytes
 
 
-def test_a_disk_that_takes_a_few_bytes_at_a_time_gets_the_same_file(path, tmp_path, monkeypatch) -> None:
+def test_short_writes_of_a_few_bytes_produce_the_same_file(path, tmp_path, monkeypatch) -> None:
     at_a_time, writev = random.Random(7), os.writev
 
     def take(file, buffers):
@@ -71,7 +71,7 @@ def test_a_disk_that_takes_a_few_bytes_at_a_time_gets_the_same_file(path, tmp_pa
     assert other.read_bytes() == path.read_bytes()
 
 
-def test_the_safetensors_library_reads_the_file(path) -> None:
+def test_the_safetensors_library_reads_a_snapshot_file(path) -> None:
     assert_is_kv_of(load_file(path), TOKENS)
     with safe_open(path, "np") as file:
         metadata = file.metadata()
@@ -79,8 +79,8 @@ def test_the_safetensors_library_reads_the_file(path) -> None:
     assert metadata["tokens"] == NAME.tokens.hex()
 
 
-def test_bfloat16_comes_back_bit_by_bit(tmp_path) -> None:
-    """numpy has no bfloat16: the bytes go through as they are."""
+def test_bfloat16_tensors_are_read_back_bit_by_bit(tmp_path) -> None:
+    """numpy has no bfloat16, so the bytes are passed on unchanged."""
     whole = mx.random.normal((1, HEADS, BLOCK, 8)).astype(mx.bfloat16)
     mx.eval(whole)
     data = memoryview(whole).cast("B")
@@ -93,7 +93,7 @@ def test_bfloat16_comes_back_bit_by_bit(tmp_path) -> None:
     assert mx.array_equal(keys[:, :, :BLOCK].view(mx.uint16), whole.view(mx.uint16))
 
 
-def test_a_file_cut_short_anywhere_is_doubtful(path) -> None:
+def test_a_file_truncated_anywhere_is_rejected(path) -> None:
     whole = path.read_bytes()
     header_end = 8 + struct.unpack("<Q", whole[:8])[0]
     lengths = [*range(header_end + 1), *range(header_end + 1, len(whole), 7), len(whole) - 1]
@@ -106,7 +106,7 @@ def test_a_file_cut_short_anywhere_is_doubtful(path) -> None:
                 read_name(path)
 
 
-def test_a_flipped_bit_anywhere_is_doubtful(path) -> None:
+def test_a_file_with_a_flipped_bit_anywhere_is_rejected(path) -> None:
     whole = path.read_bytes()
     header_end = 8 + struct.unpack("<Q", whole[:8])[0]
     chance = random.Random(1)
@@ -120,13 +120,13 @@ def test_a_flipped_bit_anywhere_is_doubtful(path) -> None:
             load(path)
 
 
-def test_a_byte_too_many_is_doubtful(path) -> None:
+def test_a_file_with_an_extra_byte_is_rejected(path) -> None:
     path.write_bytes(path.read_bytes() + b"\0")
     with pytest.raises(DoubtfulSnapshotError, match="do not cover"):
         load(path)
 
 
-def test_an_empty_and_a_missing_file_are_doubtful(path) -> None:
+def test_an_empty_or_missing_file_is_rejected(path) -> None:
     path.write_bytes(b"")
     with pytest.raises(DoubtfulSnapshotError):
         load(path)
@@ -144,7 +144,9 @@ def test_an_empty_and_a_missing_file_are_doubtful(path) -> None:
         ({"layout": (("0.keys", "F32", (HEADS, 99)),)}, "unlike"),
     ],
 )
-def test_a_sound_file_of_something_else_is_doubtful(path, changes, reason) -> None:
+def test_an_intact_file_of_other_tokens_another_model_or_another_layout_is_rejected(
+    path, changes, reason
+) -> None:
     with pytest.raises(DoubtfulSnapshotError, match=reason):
         load(path, **changes)
 
@@ -162,7 +164,7 @@ def forge(path, change) -> None:
     path.write_bytes(signed + whole[header_end:])
 
 
-def test_a_forged_header_that_changes_nothing_is_good(path) -> None:
+def test_a_rewritten_header_with_the_same_fields_is_accepted(path) -> None:
     forge(path, lambda fields: None)
     arrays = load(path)
     assert_is_kv_of(arrays, TOKENS)
@@ -223,13 +225,13 @@ def rename_tensor(fields):
         lambda fields: {"__metadata__": fields["__metadata__"]},
     ],
 )
-def test_a_signed_header_that_does_not_fit_never_reaches_mlx(path, change) -> None:
+def test_a_wrong_header_is_rejected_even_if_its_checksum_is_valid(path, change) -> None:
     forge(path, change)
     with pytest.raises(DoubtfulSnapshotError):
         load(path)
 
 
-def test_a_signed_header_that_is_no_json_object_is_doubtful(path) -> None:
+def test_a_header_that_is_no_json_object_is_rejected_even_if_its_checksum_is_valid(path) -> None:
     opening = b'{"__metadata__":{"checksum":"' + b"0" * 32
     for rest in (b'"}', b'"}}', b"[" * 100_000, b'"},"0.keys":' + b'{"a":' * 50_000, b"\xff"):
         text = opening + rest + b" " * 64
@@ -239,14 +241,14 @@ def test_a_signed_header_that_is_no_json_object_is_doubtful(path) -> None:
             load(path)
 
 
-def test_a_file_under_another_name_is_not_adopted(path, tmp_path) -> None:
+def test_a_file_renamed_to_another_digest_is_rejected(path, tmp_path) -> None:
     assert read_name(path) == NAME
     moved = path.rename(tmp_path / f"{'00' * 32}.safetensors")
     with pytest.raises(DoubtfulSnapshotError, match="another snapshot"):
         read_name(moved)
 
 
-def test_tensors_that_do_not_fit_the_name_are_a_fault_of_the_caller() -> None:
+def test_encoding_tensors_that_do_not_match_the_number_of_tokens_raises_an_error() -> None:
     with pytest.raises(ValueError, match="not a snapshot of 4 tokens"):
         snapshot_format.encode(NAME, IDENTITY, cut(TOKENS, Span(0, 3)))
     with pytest.raises(ValueError, match="not a snapshot"):
@@ -267,10 +269,10 @@ def chain_of_two(folder, tokens):
 
 @pytest.mark.parametrize("num_read", [5, 8])
 @pytest.mark.parametrize("own_memory", [False, True], ids=["in place", "copied to the device"])
-def test_files_are_read_to_their_places_and_a_last_one_in_part(
+def test_blocks_are_read_into_one_array_and_the_last_block_may_be_read_in_part(
     tmp_path, monkeypatch, num_read, own_memory
 ) -> None:
-    """Also where MLX keeps arrays in memory that the CPU's writing may not reach."""
+    """Also where the CPU cannot write into MLX's arrays."""
     monkeypatch.setattr(mx.cuda, "is_available", lambda: own_memory)
     monkeypatch.setattr(cuda, "copied", lambda host, dtype: mx.array(host).view(dtype))
     tokens = [1, 2, 3, 4, 5, 6, 7, 8]
@@ -289,7 +291,7 @@ def test_files_are_read_to_their_places_and_a_last_one_in_part(
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, BLOCK])
-def test_what_a_system_call_reads_in_parts_is_read_in_full(path, monkeypatch, num_tokens) -> None:
+def test_short_reads_of_a_few_bytes_still_give_the_whole_file(path, monkeypatch, num_tokens) -> None:
     readv = os.readv
 
     def slow(file, buffers):
@@ -301,12 +303,12 @@ def test_what_a_system_call_reads_in_parts_is_read_in_full(path, monkeypatch, nu
     assert snapshot_format.prove(path) == NAME
 
 
-def test_more_buffers_than_a_system_call_takes_are_read(path, monkeypatch) -> None:
+def test_a_file_that_needs_more_buffers_than_a_system_call_takes_is_read(path, monkeypatch) -> None:
     monkeypatch.setattr(snapshot_format, "_MAX_BUFFERS", 3)
     assert_is_kv_of(load(path), TOKENS)
 
 
-def test_a_damaged_part_that_is_not_used_makes_a_file_doubtful_all_the_same(path) -> None:
+def test_a_file_is_rejected_even_if_only_an_unused_part_of_it_is_damaged(path) -> None:
     whole = bytearray(path.read_bytes())
     whole[-1] ^= 1
     path.write_bytes(whole)
@@ -314,7 +316,7 @@ def test_a_damaged_part_that_is_not_used_makes_a_file_doubtful_all_the_same(path
         load(path, num_tokens=1)
 
 
-def test_a_file_that_shrinks_while_it_is_read_is_doubtful(path, monkeypatch) -> None:
+def test_a_file_that_shrinks_while_it_is_read_is_rejected(path, monkeypatch) -> None:
     readv = os.readv
 
     def late(file, buffers):
@@ -329,7 +331,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_doubtful(path, monkeypatch) -> 
         snapshot_format.read(path, *wanted, layout=layout, places=blank.places)
 
 
-def test_verifying_reads_all_of_a_file(path) -> None:
+def test_verifying_a_file_detects_damage_in_its_last_byte(path) -> None:
     assert snapshot_format.prove(path) == NAME
     whole = bytearray(path.read_bytes())
     whole[-1] ^= 1

@@ -1,4 +1,4 @@
-"""Sessions longer than the disk limit: the middle of a chain leaves before its end, and its names stay."""
+"""Sessions longer than the disk limit: the middle of a chain is evicted first, and its names stay."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def assert_room_rule(store) -> None:
     assert 0 <= stats.pinned_bytes <= stats.stored_bytes + stats.in_flight_bytes
 
 
-async def test_a_session_goes_on_behind_the_disk_limit(open_store) -> None:
-    """Every block is saved, its end can be restored, and what is between sinks and window makes room."""
+async def test_a_sink_window_session_longer_than_the_disk_limit_is_saved_and_restored(open_store) -> None:
+    """Every block is saved, those between sinks and window are evicted, and the end is restored."""
     store = await limited(open_store, 8)
     chain = store.chain("a", POLICY)
     await grown(store, chain, 400)
@@ -79,8 +79,8 @@ async def test_a_session_goes_on_behind_the_disk_limit(open_store) -> None:
     assert_restored(await store.load(match), LIMITED, TOKENS)
 
 
-async def test_sinks_of_more_than_a_block_stay(open_store) -> None:
-    """While a session grows, and when only what a restore holds is left of it."""
+async def test_sinks_of_more_than_one_block_stay_on_disk_while_a_session_needs_them(open_store) -> None:
+    """While a session grows, and when only a pending restore holds it."""
     policy = Policy(10, 6)
     store = await limited(open_store, 12)
     chain = store.chain("a", policy)
@@ -99,7 +99,7 @@ async def test_sinks_of_more_than_a_block_stay(open_store) -> None:
     assert_restored(await store.load(match), LAYOUT.under(policy), TOKENS[:200])
 
 
-async def test_a_chain_with_gaps_survives_restarts(open_store) -> None:
+async def test_a_session_with_evicted_middle_blocks_survives_restarts(open_store) -> None:
     store = await limited(open_store, 8)
     await grown(store, store.chain("a", POLICY), 200)
     before = {node.digest: (node.size_bytes, node.start) for node in store._index}
@@ -121,7 +121,9 @@ async def test_a_chain_with_gaps_survives_restarts(open_store) -> None:
     assert store.match(chain, TOKENS).num_tokens == 300
 
 
-async def test_a_rewind_into_a_gap_finds_the_longest_prefix_that_is_all_there(open_store) -> None:
+async def test_a_rewind_into_evicted_blocks_finds_the_longest_prefix_that_is_still_restorable(
+    open_store,
+) -> None:
     store = await limited(open_store, 12)
     chain = store.chain("a", POLICY)
     await grown(store, chain, 300)
@@ -137,8 +139,10 @@ async def test_a_rewind_into_a_gap_finds_the_longest_prefix_that_is_all_there(op
     assert store.stats().rejected == 0
 
 
-async def test_a_session_that_goes_on_in_a_gap_fills_what_it_sees(open_store) -> None:
-    """It prefills the gap once, and not again at its next restore."""
+async def test_a_session_that_continues_within_evicted_blocks_saves_again_only_those_it_sees(
+    open_store,
+) -> None:
+    """It prefills these blocks once, and not again after its next restore."""
     store = await limited(open_store, 12)
     chain = store.chain("a", POLICY)
     await grown(store, chain, 300)
@@ -162,8 +166,10 @@ async def test_a_session_that_goes_on_in_a_gap_fills_what_it_sees(open_store) ->
         is_there(store, node)
 
 
-async def test_a_gap_whose_filling_fails_stays_a_gap(open_store, monkeypatch) -> None:
-    """What continues it is on disk: nothing of that is lost, and no file is left behind."""
+async def test_a_failed_write_of_an_evicted_block_leaves_the_index_and_later_blocks_unchanged(
+    open_store, monkeypatch
+) -> None:
+    """The blocks that continue it stay on disk, and no file is left behind."""
     store = await limited(open_store, 12)
     chain = store.chain("a", POLICY)
     await grown(store, chain, 300)
@@ -185,8 +191,8 @@ async def test_a_gap_whose_filling_fails_stays_a_gap(open_store, monkeypatch) ->
         is_there(store, node)
 
 
-async def test_what_a_load_needs_is_not_evicted_meanwhile(open_store) -> None:
-    """Also where it ends in the middle of a chain that goes on."""
+async def test_eviction_spares_the_blocks_that_a_pending_restore_needs(open_store) -> None:
+    """Also if the restore ends in the middle of a chain."""
     store = await limited(open_store, 100)
     chain = store.chain("a", POLICY)
     await grown(store, chain, 200)
@@ -209,7 +215,7 @@ async def test_what_a_load_needs_is_not_evicted_meanwhile(open_store) -> None:
     assert len(store._index) == 0
 
 
-async def test_a_branch_keeps_its_window_until_it_leaves(open_store) -> None:
+async def test_eviction_spares_the_windows_of_both_branches_of_a_session(open_store) -> None:
     store = await limited(open_store, 100)
     chain = store.chain("a", POLICY)
     await grown(store, chain, 200)
@@ -225,7 +231,7 @@ async def test_a_branch_keeps_its_window_until_it_leaves(open_store) -> None:
         assert_restored(await store.load(match), LIMITED, tokens)
 
 
-async def test_pinned_blocks_and_full_chains_get_no_gaps(open_store) -> None:
+async def test_eviction_leaves_no_gaps_in_pinned_blocks_and_in_chains_of_the_full_policy(open_store) -> None:
     store = await limited(open_store, 60)
     chain = store.chain("a", POLICY)
     await store.pin(chain, TOKENS[:40])
@@ -242,7 +248,7 @@ async def test_pinned_blocks_and_full_chains_get_no_gaps(open_store) -> None:
     assert not any(node.is_gap for node in store.match("a", TOKENS[:40]).nodes)
 
 
-async def test_a_chain_with_gaps_is_forgotten_to_the_last_row(open_store) -> None:
+async def test_forgetting_a_chain_with_evicted_blocks_removes_all_of_its_index_rows(open_store) -> None:
     store = await limited(open_store, 8)
     await grown(store, store.chain("a", POLICY), 200)
     forgotten = await store.erase("a", TOKENS[:200])
@@ -254,8 +260,10 @@ async def test_a_chain_with_gaps_is_forgotten_to_the_last_row(open_store) -> Non
         assert db.execute("SELECT COUNT(*) FROM snapshot").fetchone() == (0,)
 
 
-async def test_a_kill_before_the_file_of_a_gap_is_gone_costs_nothing(open_store) -> None:
-    """The row says that it is gone, the file is there: it is taken up again."""
+async def test_an_evicted_block_whose_file_outlived_a_crash_is_used_again_at_the_next_start(
+    open_store,
+) -> None:
+    """The row says evicted, but the file is there: the start adopts it."""
     store = await limited(open_store, 8)
     await grown(store, store.chain("a", POLICY), 100)
     gap = next(node for node in store._index if node.is_gap)
@@ -271,10 +279,10 @@ async def test_a_kill_before_the_file_of_a_gap_is_gone_costs_nothing(open_store)
     assert store.stats().rejected == 0
 
 
-async def test_a_kill_behind_the_removal_of_a_gap_s_file_costs_nothing(
+async def test_a_crash_right_after_a_middle_block_s_file_is_removed_leaves_the_end_restorable(
     open_store, tmp_path, monkeypatch
 ) -> None:
-    """The row was there first: a row with a size and without a file would end the chain before it."""
+    """The row is written first: a row with a size but no file would end the chain there."""
     store, remove, lives = await limited(open_store, 8), Folder.remove, []
 
     def copied(folder, digest) -> None:
@@ -293,8 +301,10 @@ async def test_a_kill_behind_the_removal_of_a_gap_s_file_costs_nothing(
         assert found >= 36, directory.name
 
 
-async def test_what_a_session_needs_is_told_without_its_middle(open_store, monkeypatch) -> None:
-    """A full disk asks for it with each snapshot, and a session may be a million tokens long."""
+async def test_finding_the_blocks_that_a_session_needs_does_not_walk_its_middle(
+    open_store, monkeypatch
+) -> None:
+    """A full disk needs this for each snapshot, and a session may have a million tokens."""
     store, seen = await limited(open_store, 8), []
     chain = Node.chain
     monkeypatch.setattr(Node, "chain", lambda self: (seen.append(node) or node for node in chain(self)))
@@ -316,8 +326,8 @@ async def test_what_a_session_needs_is_told_without_its_middle(open_store, monke
     assert costs[0] == costs[1]
 
 
-async def test_the_index_lost_costs_what_is_behind_the_gap(open_store) -> None:
-    """Its names were in the index alone: what is before it is found by the files."""
+async def test_a_lost_index_costs_only_the_blocks_behind_the_first_evicted_one(open_store) -> None:
+    """Only the index has its name; blocks before it are found by their files."""
     store = await limited(open_store, 8)
     await grown(store, store.chain("a", POLICY), 200)
     num_before = next(i for i, node in enumerate(sorted(store._index, key=lambda n: n.start)) if node.is_gap)
@@ -328,7 +338,9 @@ async def test_the_index_lost_costs_what_is_behind_the_gap(open_store) -> None:
     assert store.match(store.chain("a", POLICY), TOKENS).num_tokens == num_before * BLOCK
 
 
-async def test_a_chain_with_gaps_is_listed_and_pruned(open_store, tmp_path) -> None:
+async def test_a_chain_with_evicted_blocks_is_listed_with_its_files_and_can_be_pruned(
+    open_store, tmp_path
+) -> None:
     store = await limited(open_store, 8)
     await grown(store, store.chain("a", POLICY), 200)
     stored, stored_bytes = store.stats().stored, store.stats().stored_bytes
@@ -344,7 +356,9 @@ async def test_a_chain_with_gaps_is_listed_and_pruned(open_store, tmp_path) -> N
     assert survey.inspect(tmp_path / "cache").chains == []
 
 
-async def test_a_chain_with_gaps_is_exported_up_to_the_first(open_store, tmp_path) -> None:
+async def test_a_chain_with_evicted_blocks_is_exported_up_to_the_first_evicted_block(
+    open_store, tmp_path
+) -> None:
     store = await limited(open_store, 8)
     await grown(store, store.chain("a", POLICY), 200)
     nodes = store.match(store.chain("a", POLICY), TOKENS).nodes
@@ -459,13 +473,15 @@ def _fail(*_) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_random_sessions_are_restored_as_far_as_files_reach(open_store, seed) -> None:
-    """A match is the longest that is there, its KV is right, and what is counted is what is on disk."""
+async def test_random_sessions_are_restored_as_far_as_the_files_on_disk_allow(open_store, seed) -> None:
+    """Each match is the longest on disk, its KV is right, and the counters match the disk."""
     await Sessions(random.Random(seed), open_store).run(50)
 
 
-async def test_the_windows_of_a_model_have_gaps_too(open_store) -> None:
-    """Where every layer is one; with a layer that sees all tokens there is nothing to spare."""
+async def test_a_session_of_a_model_with_only_window_layers_may_outgrow_the_disk_limit_too(
+    open_store,
+) -> None:
+    """With a layer that sees all tokens no block could be spared."""
     store = await limited(open_store, 8, layout=ModelLayout(LAYOUT.kv, reaches=(POLICY,) * 4))
     await grown(store, "a", 200)
     match = store.match("a", TOKENS)
@@ -474,10 +490,10 @@ async def test_the_windows_of_a_model_have_gaps_too(open_store) -> None:
     assert store.chain("a").policy == FULL
 
 
-async def test_tokens_that_were_left_out_have_the_names_behind_their_own_boundary_alone(
+async def test_a_shortened_session_accepts_block_names_only_from_its_own_valid_boundary(
     open_store, monkeypatch
 ) -> None:
-    """Not those of another tenant, nor of a chain that is shorter than a boundary says, or unknown."""
+    """Not from another tenant, an unknown chain, or one shorter than the boundary says."""
     monkeypatch.setattr("cache.names.tokens._PART", 2 * BLOCK)
     store = await open_store()
     for tenant in ("a", "b"):

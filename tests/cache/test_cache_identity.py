@@ -1,4 +1,4 @@
-"""An identity is made of contents: what computes the same has one, what may not has another."""
+"""A model's identity comes from its contents: equal models share it, others do not."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def take(folder, **changes) -> Identity:
     return folder_identity(folder, **{"kv_dtype": "float32", "block_tokens": 64, **changes})
 
 
-def test_a_copy_of_a_model_is_the_same_model(folder, tmp_path) -> None:
+def test_a_model_moved_elsewhere_keeps_its_identity(folder, tmp_path) -> None:
     before = take(folder)
     moved = folder.rename(tmp_path / "elsewhere")
     (moved / "config.json").write_text(json.dumps({"_name_or_path": "there", "hidden_size": 8}))
@@ -45,14 +45,14 @@ def test_a_copy_of_a_model_is_the_same_model(folder, tmp_path) -> None:
         ("merges.txt", "a b"),
     ],
 )
-def test_any_other_content_is_another_identity(folder, name, text) -> None:
+def test_any_change_of_weights_config_or_tokenizer_gives_another_identity(folder, name, text) -> None:
     before = take(folder).digest()
     (folder / name).write_text(text)
     assert take(folder).digest() != before
 
 
-def test_a_chat_template_is_no_part_of_it_wherever_it_stands(folder) -> None:
-    """It chooses the tokens, which name their KV themselves; what else is said of the tokenizer counts."""
+def test_a_chat_template_does_not_change_the_identity_wherever_it_is_stored(folder) -> None:
+    """It only chooses tokens, which name their KV themselves; other tokenizer settings count."""
     config = folder / "tokenizer_config.json"
     config.write_text(json.dumps({"eos_token": "</s>"}))
     before = take(folder)
@@ -64,13 +64,13 @@ def test_a_chat_template_is_no_part_of_it_wherever_it_stands(folder) -> None:
 
 
 @pytest.mark.parametrize("content", [b"not JSON", b"[]", b"\xff"])
-def test_a_tokenizer_config_that_is_none_counts_by_its_bytes(folder, content) -> None:
+def test_an_invalid_tokenizer_config_changes_the_identity(folder, content) -> None:
     before = take(folder)
     (folder / "tokenizer_config.json").write_bytes(content)
     assert take(folder) != before
 
 
-def test_code_type_policy_and_block_size_are_part_of_it(folder) -> None:
+def test_code_dtype_block_size_and_policy_each_change_the_identity(folder) -> None:
     variants = [
         take(folder),
         take(folder, code="other"),
@@ -81,7 +81,7 @@ def test_code_type_policy_and_block_size_are_part_of_it(folder) -> None:
     assert len({identity.digest() for identity in variants}) == 5
 
 
-def test_files_that_swap_their_contents_are_another_identity(folder) -> None:
+def test_weight_files_that_swap_their_contents_give_another_identity(folder) -> None:
     one, two = folder / "model-1.safetensors", folder / "model-2.safetensors"
     before = take(folder).weights
     content = one.read_bytes(), two.read_bytes()
@@ -90,7 +90,7 @@ def test_files_that_swap_their_contents_are_another_identity(folder) -> None:
     assert take(folder).weights != before
 
 
-def test_the_memo_is_believed_while_the_file_is_unchanged(folder, tmp_path) -> None:
+def test_cached_weight_digests_are_used_while_the_files_are_unchanged(folder, tmp_path) -> None:
     memo = tmp_path / "state" / "digests.json"
     before = take(folder, memo=memo)
     known = json.loads(memo.read_text())
@@ -101,7 +101,9 @@ def test_the_memo_is_believed_while_the_file_is_unchanged(folder, tmp_path) -> N
     assert take(folder, memo=memo).weights != before.weights, "it was hashed again, the memo saved nothing"
 
 
-def test_the_memo_is_not_believed_after_a_change_that_keeps_size_and_mtime(folder, tmp_path) -> None:
+def test_a_cached_weight_digest_is_not_used_after_a_change_that_keeps_size_and_mtime(
+    folder, tmp_path
+) -> None:
     memo = tmp_path / "digests.json"
     weights = folder / "model-1.safetensors"
     before = files_digest([weights], memo=memo)
@@ -113,7 +115,9 @@ def test_the_memo_is_not_believed_after_a_change_that_keeps_size_and_mtime(folde
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b'{"PATH": 3}', b'{"PATH": {"a": 1}}'])
-def test_a_damaged_memo_costs_time_only(folder, tmp_path, content) -> None:
+def test_a_damaged_file_of_cached_weight_digests_does_not_change_the_result(
+    folder, tmp_path, content
+) -> None:
     memo = tmp_path / "digests.json"
     weights = folder / "model-1.safetensors"
     memo.write_bytes(content.replace(b"PATH", str(weights).encode()))
@@ -121,13 +125,15 @@ def test_a_damaged_memo_costs_time_only(folder, tmp_path, content) -> None:
     assert files_digest([weights], memo=memo) == files_digest([weights])
 
 
-def test_a_memo_that_cannot_be_written_costs_time_only(folder, tmp_path) -> None:
+def test_a_file_of_cached_weight_digests_that_cannot_be_written_does_not_change_the_result(
+    folder, tmp_path
+) -> None:
     (tmp_path / "file").write_text("")
     weights = [folder / "model-1.safetensors"]
     assert files_digest(weights, memo=tmp_path / "file" / "digests.json") == files_digest(weights)
 
 
-def test_weights_that_are_hashed_ahead_are_not_read_again(folder, tmp_path, monkeypatch) -> None:
+def test_weights_hashed_in_advance_are_not_read_again(folder, tmp_path, monkeypatch) -> None:
     memo, read = tmp_path / "digests.json", []
     hash_weights(folder, memo)
     digest = identity._file_digest
@@ -137,6 +143,6 @@ def test_weights_that_are_hashed_ahead_are_not_read_again(folder, tmp_path, monk
     hash_weights(tmp_path / "nowhere", memo)
 
 
-def test_a_folder_without_weights_is_refused(tmp_path) -> None:
+def test_a_model_folder_without_weights_is_refused(tmp_path) -> None:
     with pytest.raises(FileNotFoundError, match=r"no \*.safetensors"):
         take(tmp_path)

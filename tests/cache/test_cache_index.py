@@ -1,4 +1,4 @@
-"""The index finds what a search of everything would, and its catalog can be lost."""
+"""The index finds what a full search would, and is rebuilt if its file is lost."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def common(a, b) -> int:
 
 
 @given(RUNS, st.lists(st.booleans(), min_size=12, max_size=12), st.lists(st.integers(0, 2), max_size=5))
-def test_the_longest_stored_beginning_is_found(runs, durable, wanted) -> None:
+def test_the_index_finds_the_stored_child_with_the_longest_common_prefix(runs, durable, wanted) -> None:
     index = filled(runs, durable)
     best = max(
         (common(run, wanted) for run, is_stored in zip(runs, durable, strict=False) if is_stored), default=0
@@ -56,7 +56,7 @@ def test_the_longest_stored_beginning_is_found(runs, durable, wanted) -> None:
 
 
 @given(RUNS, st.lists(st.integers(0, 2), min_size=1, max_size=5).map(tuple))
-def test_all_stored_beginnings_of_a_run_are_found(runs, wanted) -> None:
+def test_the_index_finds_all_shorter_entries_that_a_new_one_replaces(runs, wanted) -> None:
     index = filled(runs)
     new = index.get(name(wanted).digest)
     if new is None:
@@ -69,13 +69,13 @@ def test_all_stored_beginnings_of_a_run_are_found(runs, wanted) -> None:
 
 
 @given(RUNS, st.lists(st.integers(0, 2), min_size=1, max_size=5).map(tuple))
-def test_a_run_is_covered_by_any_that_begins_with_it(runs, wanted) -> None:
+def test_tokens_count_as_stored_if_and_only_if_a_stored_entry_begins_with_them(runs, wanted) -> None:
     _, num_tokens = filled(runs).longest_path(ROOT, pack(wanted))
     assert (num_tokens == len(wanted)) == any(run[: len(wanted)] == wanted for run in runs)
 
 
-def test_using_a_leaf_uses_its_chain_and_children_stay_before_parents() -> None:
-    """The chain has it from its leaf: at once in the order, and as its own where the leaf has gone."""
+def test_use_of_a_leaf_counts_for_its_parents_and_children_come_first_in_eviction_order() -> None:
+    """A parent takes its last use from its leaf, and keeps it when the leaf is removed."""
     index = Index(lambda: 0.0)
     parent = index.add(name((1, 2)), 1)
     one = index.add(name((3,), parent.digest), 1)
@@ -87,14 +87,14 @@ def test_using_a_leaf_uses_its_chain_and_children_stay_before_parents() -> None:
     assert parent.used == one.used > two.used
 
 
-def test_the_clock_of_uses_never_goes_back() -> None:
+def test_times_of_use_always_increase_even_if_the_clock_goes_back() -> None:
     times = iter([5.0, 3.0, 5.0, 9.0])
     index = Index(lambda: next(times))
     assert [index.next_use() for _ in range(4)] == [5_000_000, 5_000_001, 5_000_002, 9_000_000]
 
 
 @given(st.lists(st.tuples(st.integers(-1, 9), st.integers(0, 9)), max_size=12), st.randoms())
-def test_rows_in_any_order_become_the_same_order_of_use(shape, chance) -> None:
+def test_an_index_loaded_from_rows_in_any_order_lists_children_before_parents(shape, chance) -> None:
     rows: list[Row] = []
     for i, (wish, used) in enumerate(shape):
         parent = min(wish, i - 1)
@@ -136,7 +136,7 @@ async def assert_finds_everything(open_store) -> None:
     ],
     ids=["lost", "empty", "overwritten", "cut short", "garbled", "another version"],
 )
-async def test_without_its_catalog_the_store_finds_everything_by_the_files(
+async def test_a_missing_or_damaged_index_is_rebuilt_from_the_files_and_the_rebuild_is_logged(
     open_store, tmp_path, damage
 ) -> None:
     await stored_once(open_store)
@@ -151,7 +151,9 @@ async def test_without_its_catalog_the_store_finds_everything_by_the_files(
 
 
 @pytest.mark.parametrize("has_proof", [True, False], ids=["proof", "older version"])
-async def test_a_catalog_that_tells_other_tokens_is_not_believed(open_store, tmp_path, has_proof) -> None:
+async def test_an_index_row_with_wrong_tokens_is_not_used_for_a_match(
+    open_store, tmp_path, has_proof
+) -> None:
     """A wrong row could match tokens that the file does not hold."""
     await stored_once(open_store)
     db = sqlite3.connect(tmp_path / "cache" / "index.sqlite")
@@ -186,7 +188,7 @@ async def test_a_catalog_that_tells_other_tokens_is_not_believed(open_store, tmp
         "digest = 'text'",
     ],
 )
-async def test_a_row_that_was_changed_is_made_anew_from_its_file(open_store, tmp_path, change) -> None:
+async def test_a_changed_index_row_is_rebuilt_from_its_file(open_store, tmp_path, change) -> None:
     """SQLite has no checksums of its own."""
     await stored_once(open_store)
     db = sqlite3.connect(tmp_path / "cache" / "index.sqlite")
@@ -207,8 +209,8 @@ async def test_a_row_that_was_changed_is_made_anew_from_its_file(open_store, tmp
     assert after == before
 
 
-async def test_a_row_whose_parent_has_gone_is_found_by_a_start(open_store, tmp_path) -> None:
-    """Row and file of a block went together; what continues them is of no use."""
+async def test_opening_a_store_drops_an_index_row_whose_parent_is_missing(open_store, tmp_path) -> None:
+    """Row and file of a block are missing; the blocks that continue it are useless."""
     await stored_once(open_store)
     db = sqlite3.connect(tmp_path / "cache" / "index.sqlite")
     with db:
@@ -221,10 +223,8 @@ async def test_a_row_whose_parent_has_gone_is_found_by_a_start(open_store, tmp_p
     assert store.stats().stored == 1
 
 
-async def test_a_file_that_lost_its_end_is_known_until_it_is_read_and_never_used(
-    open_store, tmp_path
-) -> None:
-    """A start looks at names only; a file's length is verified as all the rest of it."""
+async def test_a_truncated_file_is_detected_when_it_is_read_and_never_used(open_store, tmp_path) -> None:
+    """A start looks at names only; the length is verified when the file is read."""
     await stored_once(open_store)
     tokens = as_tokens(TOKENS)
     digest = Chain(blocks.root(identity().digest(), "a"), BLOCK).names(tokens)[2]
@@ -236,7 +236,9 @@ async def test_a_file_that_lost_its_end_is_known_until_it_is_read_and_never_used
     assert (store.stats().rejected, store.stats().stored) == (1, 1)
 
 
-async def test_rows_without_a_file_and_files_without_a_parent_go(open_store, tmp_path) -> None:
+async def test_opening_a_store_drops_rows_without_a_file_and_files_without_a_parent(
+    open_store, tmp_path
+) -> None:
     await stored_once(open_store)
     digest = Chain(blocks.root(identity().digest(), "a"), BLOCK).names(as_tokens(TOKENS))[1]
     (tmp_path / "cache" / "snapshots" / f"{digest.hex()}.safetensors").unlink()
@@ -247,7 +249,9 @@ async def test_rows_without_a_file_and_files_without_a_parent_go(open_store, tmp
     assert list((tmp_path / "cache" / "snapshots").iterdir()) == []
 
 
-async def test_what_is_no_snapshot_is_quarantined_at_the_start(open_store, tmp_path) -> None:
+async def test_opening_a_store_quarantines_an_invalid_snapshot_and_leaves_other_files_in_place(
+    open_store, tmp_path
+) -> None:
     await stored_once(open_store)
     folder = tmp_path / "cache" / "snapshots"
     (folder / f"{'ab' * 32}.safetensors").write_bytes(b"nonsense")
@@ -264,7 +268,7 @@ async def test_what_is_no_snapshot_is_quarantined_at_the_start(open_store, tmp_p
 
 
 @pytest.mark.parametrize("stray", [".DS_Store", "._x.safetensors", "Thumbs.db"])
-async def test_a_file_of_another_program_does_not_have_every_row_looked_at(
+async def test_a_foreign_file_in_the_directory_does_not_cause_a_check_of_every_row(
     open_store, tmp_path, monkeypatch, stray
 ) -> None:
     await stored_once(open_store)
@@ -277,7 +281,9 @@ async def test_a_file_of_another_program_does_not_have_every_row_looked_at(
     assert (await open_store()).stats().stored == 3
 
 
-async def test_a_start_that_may_open_no_file_moves_none_away(open_store, tmp_path, monkeypatch) -> None:
+async def test_opening_a_store_that_cannot_read_its_files_fails_and_moves_no_file_away(
+    open_store, tmp_path, monkeypatch
+) -> None:
     await stored_once(open_store)
     (tmp_path / "cache" / "index.sqlite").unlink()
 
@@ -291,7 +297,7 @@ async def test_a_start_that_may_open_no_file_moves_none_away(open_store, tmp_pat
     await assert_finds_everything(open_store)
 
 
-async def test_unfinished_files_of_an_earlier_process_are_removed_and_announced(open_store, tmp_path) -> None:
+async def test_unfinished_files_of_an_earlier_process_are_removed_and_logged(open_store, tmp_path) -> None:
     await stored_once(open_store)
     (tmp_path / "cache" / "tmp" / ("cd" * 32)).write_bytes(b"half")
     with capture_logs() as logs:
@@ -301,8 +307,8 @@ async def test_unfinished_files_of_an_earlier_process_are_removed_and_announced(
     assert store.stats().stored == 3
 
 
-async def test_recency_survives_a_restart(open_store, tmp_path) -> None:
-    """The oldest by use goes first, not the oldest by age; nor does a clock that was set back matter."""
+async def test_the_order_of_use_survives_a_restart(open_store, tmp_path) -> None:
+    """The least recently used is evicted first, not the oldest, even if the clock was set back."""
     store = await open_store(clock=lambda: 1000.0)
     for tenant in ("a", "b", "c"):
         save_all(store, tenant, [1, 2])
@@ -317,8 +323,8 @@ async def test_recency_survives_a_restart(open_store, tmp_path) -> None:
     assert {tenant: store.match(tenant, [1, 2]).num_tokens for tenant in "abc"} == {"a": 2, "b": 0, "c": 2}
 
 
-async def test_a_prefix_stays_as_recent_as_the_leaf_that_was_evicted(open_store) -> None:
-    """Only leaves are noted in the catalog; when one goes, its parent must inherit its last use."""
+async def test_a_prefix_keeps_the_last_use_of_its_evicted_leaf_after_a_restart(open_store) -> None:
+    """Only leaves are noted in the index; when one is evicted, its parent inherits its last use."""
     store = await open_store(clock=lambda: 1000.0)
     save_all(store, "old", [1, 2, 3, 4])
     save_all(store, "new", [1, 2, 3, 4])

@@ -1,4 +1,4 @@
-"""Kill -9 in the middle of writing: only whole files are left, and the next process says what it removed."""
+"""Kill -9 in the middle of writing: only whole files are left, and confirmed snapshots are restored."""
 
 from __future__ import annotations
 

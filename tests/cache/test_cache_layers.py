@@ -1,4 +1,4 @@
-"""Live caches taken apart and rebuilt: bit by bit, and the model cannot tell."""
+"""Live caches are copied and rebuilt, and the model computes the same bits."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def state(cache, start, end, row=0) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize(
     "position", [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK - 1, 3 * BLOCK, 3 * BLOCK + 1]
 )
-async def test_a_restored_session_goes_on_with_the_same_bits(model, open_store, position) -> None:
+async def test_a_restored_session_continues_with_bit_identical_logits(model, open_store, position) -> None:
     """On, before and after a block's boundary; through real files, read on another thread."""
     store = await open_store(identity=identity(block_tokens=BLOCK), layout=layout_of(model))
     tokens = prompt(position)
@@ -104,8 +104,8 @@ async def test_a_restored_session_goes_on_with_the_same_bits(model, open_store, 
     assert decode(model, rebuilt(model, restored), logits, 20) == expected
 
 
-async def test_the_room_behind_a_restored_session_is_never_read(model, open_store) -> None:
-    """Its contents are undefined; a NaN that attention met would spread over all that follows."""
+async def test_attention_never_reads_the_unused_memory_behind_a_restored_session(model, open_store) -> None:
+    """Its contents are undefined; a NaN there would spread if attention read it."""
     store = await open_store(identity=identity(block_tokens=BLOCK), layout=layout_of(model))
     tokens = prompt(3 * BLOCK + 1)
     caches = make_prompt_cache(model)
@@ -123,7 +123,9 @@ async def test_the_room_behind_a_restored_session_is_never_read(model, open_stor
     assert decode(model, again, prefill(model, again, [*tokens, 9, 9]), 20) == expected
 
 
-async def test_a_prompt_that_goes_on_from_a_snapshot_on_the_grid_has_the_same_bits(model, open_store) -> None:
+async def test_a_prompt_continued_from_a_snapshot_at_a_block_boundary_gives_identical_logits(
+    model, open_store
+) -> None:
     store = await open_store(identity=identity(block_tokens=BLOCK), layout=layout_of(model))
     tokens = prompt(5 * BLOCK + 3)
     caches = make_prompt_cache(model)
@@ -139,8 +141,8 @@ async def test_a_prompt_that_goes_on_from_a_snapshot_on_the_grid_has_the_same_bi
     assert decode(model, again, prefill(model, again, tokens), 5) == expected
 
 
-def test_a_cut_does_not_change_while_the_cache_goes_on(model) -> None:
-    """A view of a live cache would: assigning to a slice mutates the array under its reader."""
+def test_copied_kv_does_not_change_when_the_cache_is_trimmed_and_continued(model) -> None:
+    """A view of a live cache would: assigning to a slice changes the array under its reader."""
     caches = make_prompt_cache(model)
     logits = prefill(model, caches, prompt(2 * BLOCK))
     tensors = layers.cut(caches, 0, 2 * BLOCK)
@@ -150,7 +152,7 @@ def test_a_cut_does_not_change_while_the_cache_goes_on(model) -> None:
     assert [bytes(tensor.data) for tensor in tensors] == before
 
 
-def test_a_cut_holds_exactly_its_tokens(model) -> None:
+def test_a_copy_of_a_span_holds_exactly_the_kv_of_its_tokens(model) -> None:
     caches = make_prompt_cache(model)
     prefill(model, caches, prompt(20))
     tensors = {tensor.name: tensor for tensor in layers.cut(caches, 3, 11)}
@@ -162,8 +164,8 @@ def test_a_cut_holds_exactly_its_tokens(model) -> None:
             assert bytes(tensor.data) == expected.tobytes()
 
 
-def test_a_cut_that_is_copied_at_once_has_the_same_bytes(model, monkeypatch) -> None:
-    """As on CUDA; with a state, of arrays of several types."""
+def test_kv_copied_in_one_transfer_equals_kv_copied_array_by_array(model, monkeypatch) -> None:
+    """As on CUDA; also for a state of several dtypes."""
     caches = [*make_prompt_cache(model), ArraysCache(2)]
     prefill(model, caches[:-1], list(range(BLOCK)))
     caches[-1][0] = mx.arange(7, dtype=mx.uint32)
@@ -177,7 +179,7 @@ def test_a_cut_that_is_copied_at_once_has_the_same_bytes(model, monkeypatch) -> 
 
 
 @pytest.mark.parametrize(("start", "end"), [(-1, 3), (3, 3), (4, 3), (0, 13)])
-def test_tokens_that_are_not_there_cannot_be_cut(model, start, end) -> None:
+def test_copying_tokens_that_the_cache_does_not_hold_raises_an_error(model, start, end) -> None:
     """Memory is allocated ahead: without the check, zeros would be saved as KV."""
     caches = make_prompt_cache(model)
     prefill(model, caches, prompt(12))
@@ -185,7 +187,7 @@ def test_tokens_that_are_not_there_cannot_be_cut(model, start, end) -> None:
         layers.cut(caches, start, end)
 
 
-def test_an_empty_cache_cannot_be_cut(model) -> None:
+def test_copying_from_an_empty_cache_raises_an_error(model) -> None:
     with pytest.raises(ValueError, match="does not hold"):
         layers.cut(make_prompt_cache(model), 0, 1)
 
@@ -202,7 +204,7 @@ def test_live_bytes_count_tokens_not_allocations(model) -> None:
     assert [cache.offset for cache in caches] == [13, 13]
 
 
-def test_a_trimmed_cache_goes_on_as_if_the_rest_had_never_been(model) -> None:
+def test_a_trimmed_cache_continues_as_if_the_trimmed_tokens_had_never_been_there(model) -> None:
     tokens = prompt(20)
     caches, short = make_prompt_cache(model), make_prompt_cache(model)
     prefill(model, caches, tokens)
@@ -214,7 +216,7 @@ def test_a_trimmed_cache_goes_on_as_if_the_rest_had_never_been(model) -> None:
     )
 
 
-def test_the_first_unsupported_class_is_named(model) -> None:
+def test_the_first_unsupported_cache_class_is_named(model) -> None:
     class Odd(KVCache):
         pass
 
@@ -225,8 +227,8 @@ def test_the_first_unsupported_class_is_named(model) -> None:
     assert layers.unsupported([caches[0], CacheList(caches[1], Odd()), KVCache()]) == "Odd"
 
 
-def test_what_the_caches_were_made_with_is_described(model) -> None:
-    """All that a snapshot leaves to the model: were it another one, the snapshot's identity would be."""
+def test_describe_lists_the_classes_of_the_caches_and_their_parameters(model) -> None:
+    """Snapshots do not store these; if they change, the identity changes."""
     assert layers.describe(make_prompt_cache(model)) == "2*KVCache"
     caches = [
         KVCache(),
@@ -239,8 +241,8 @@ def test_what_the_caches_were_made_with_is_described(model) -> None:
     )
 
 
-def test_concatenated_and_listed_caches_are_trimmed_too() -> None:
-    """mlx-lm's own trimming of the former leaves the tokens in the way of those that come next."""
+def test_trim_also_shortens_concatenating_caches_and_cache_lists() -> None:
+    """mlx-lm's trim of `ConcatenateKVCache` leaves the old tokens before the new ones."""
     joined, listed = ConcatenateKVCache(), KVCache()
     first, second = mx.random.normal((1, 2, 10, 4)), mx.random.normal((1, 2, 3, 4))
     for cache in (joined, listed):
@@ -252,8 +254,8 @@ def test_concatenated_and_listed_caches_are_trimmed_too() -> None:
         assert mx.array_equal(keys, mx.concatenate([first[:, :, :6], second], axis=2))
 
 
-async def test_a_cut_is_written_while_the_device_thread_goes_on(model, open_store) -> None:
-    """The real division of labour: one thread steps and cuts, another writes."""
+async def test_snapshots_are_written_while_the_device_thread_keeps_running(model, open_store) -> None:
+    """As in production: one thread steps and copies KV, another writes."""
     store = await open_store(identity=identity(block_tokens=BLOCK), layout=layout_of(model))
     rows = [prompt(64)[i:] + prompt(64)[:i] for i in range(4)]
     cuts: list = []

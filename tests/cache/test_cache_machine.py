@@ -1,7 +1,7 @@
-"""The cache against a model of itself, through any order of turns, loads, pins, limits, faults, restarts.
+"""The cache against a reference model, in random orders of turns, loads, pins, limits, faults, restarts.
 
-A run is short and always the same. `TURNKEEP_TEST_EXAMPLES=3000` hunts for as many examples as it says,
-other ones each time.
+Runs are short and deterministic. `TURNKEEP_TEST_EXAMPLES=3000` runs that many random examples,
+different ones each time.
 """
 
 from __future__ import annotations
@@ -440,6 +440,6 @@ FEW = settings(
 Faithful.TestCase.settings = FEW
 WithKey.TestCase.settings = FEW
 Cramped.TestCase.settings = FEW
-test_the_cache_finds_exactly_what_a_model_of_it_finds = Faithful.TestCase
-test_a_cache_with_a_key_finds_the_same = WithKey.TestCase
-test_a_cramped_cache_stays_in_its_limits_and_is_never_wrong = Cramped.TestCase
+test_the_cache_finds_exactly_what_a_reference_model_finds = Faithful.TestCase
+test_an_encrypted_cache_finds_exactly_what_a_reference_model_finds = WithKey.TestCase
+test_a_cache_short_of_space_keeps_its_limits_and_never_restores_wrong_kv = Cramped.TestCase

@@ -56,7 +56,7 @@ async def failing(store, tokens) -> list[str]:
     return [log["code"] for log in logs if log["event"] == "snapshot_writes_failing"]
 
 
-async def test_a_remount_to_read_only_and_back_costs_what_was_not_written_meanwhile(
+async def test_a_read_only_remount_stops_writes_but_not_reads_until_it_is_writable_again(
     open_store, mounted, read_only
 ) -> None:
     clock = Clock()
@@ -98,7 +98,7 @@ async def test_a_remount_to_read_only_and_back_costs_what_was_not_written_meanwh
     assert [await num_restored(store, tokens) for tokens in (ONE, TWO)] == [10, 10]
 
 
-async def test_what_is_removed_from_a_read_only_disk_is_found_again_at_the_next_start(
+async def test_snapshots_erased_on_a_read_only_disk_are_found_again_at_the_next_start(
     open_store, mounted, read_only
 ) -> None:
     directory = mounted("size=4m") / "cache"
@@ -116,7 +116,7 @@ async def test_what_is_removed_from_a_read_only_disk_is_found_again_at_the_next_
     assert await num_restored(store, ONE) == 10
 
 
-async def test_a_file_system_that_turns_itself_read_only_loses_nothing_that_was_durable(
+async def test_a_file_system_that_turns_read_only_by_itself_loses_no_durable_snapshot(
     open_store, disk_image
 ) -> None:
     """ext4 with `errors=remount-ro`: files that are open cannot be written any more either."""
@@ -142,8 +142,10 @@ async def test_a_file_system_that_turns_itself_read_only_loses_nothing_that_was_
     assert await num_restored(store, TWO) == 10
 
 
-async def test_a_quota_that_is_used_up_pauses_the_writer_until_there_is_room(open_store, disk_image) -> None:
-    """EDQUOT from a quota group of btrfs, which holds for root too; there, `statvfs` knows nothing of it."""
+async def test_a_used_up_disk_quota_pauses_the_writer_until_space_is_free_again(
+    open_store, disk_image
+) -> None:
+    """EDQUOT from a quota group of btrfs, which holds for root too; `statvfs` does not show it."""
     if shutil.which("btrfs") is None:
         pytest.skip("there is no btrfs here")
     folder = disk_image(128 << 20, "rw", "mkfs.btrfs", "-q", "--mixed")

@@ -1,4 +1,4 @@
-"""What users have said is their worker's alone: modes of files, and archives that want out of their place."""
+"""Only the owner can read a cache: file modes, and archives crafted to escape or to fill memory."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def take(directory: Path, source: Path) -> archive.Transferred:
     return archive.import_files(directory, source, max_bytes=1 << 30, min_free_bytes=0)
 
 
-async def test_nothing_of_a_cache_is_there_for_others(open_store, tmp_path) -> None:
+async def test_other_users_have_no_access_to_any_file_of_a_cache(open_store, tmp_path) -> None:
     store = await open_store()
     save_all(store, "a", TOKENS)
     await store.pin("a", TOKENS)
@@ -59,7 +59,7 @@ async def test_nothing_of_a_cache_is_there_for_others(open_store, tmp_path) -> N
     assert open_to_others(tmp_path / "cache") == []
 
 
-async def test_what_an_older_version_left_open_is_closed_at_the_next_start(
+async def test_opening_a_store_closes_files_that_an_older_version_left_open_to_other_users(
     open_store, filled, tmp_path
 ) -> None:
     outside = tmp_path / "mine.txt"
@@ -79,7 +79,7 @@ async def test_what_an_older_version_left_open_is_closed_at_the_next_start(
     assert stat.S_IMODE((filled / "quarantine").stat().st_mode) == 0o700
 
 
-def test_the_folders_of_a_data_directory_are_closed_too(tmp_path) -> None:
+def test_opening_a_data_directory_closes_its_private_folders_to_other_users(tmp_path) -> None:
     DataDir.open(tmp_path / "data").close()
     for path in (tmp_path / "data").iterdir():
         path.chmod(0o777)
@@ -87,14 +87,16 @@ def test_the_folders_of_a_data_directory_are_closed_too(tmp_path) -> None:
         assert open_to_others(tmp_path / "data") == ["models", "worker.lock"], "which say nothing of anybody"
 
 
-async def test_a_command_that_closes_a_cache_to_others_prints_nothing_but_what_was_asked_for(filled) -> None:
+async def test_a_command_that_closes_a_cache_to_other_users_prints_only_its_json_on_stdout(filled) -> None:
     filled.chmod(0o755)
     said = CliRunner().invoke(main, ["cache", "prune", "--to-bytes", "0", "--json", "--dir", str(filled)])
     assert json.loads(said.stdout)["files"] == 3
     assert "cache_closed_to_others" in said.stderr
 
 
-async def test_an_archive_is_its_owners_alone_and_none_is_written_through_a_link(filled, tmp_path) -> None:
+async def test_an_archive_is_readable_only_by_its_owner_and_never_written_through_a_link(
+    filled, tmp_path
+) -> None:
     target, victim = tmp_path / "all.tar", tmp_path / "victim"
     victim.write_text("mine")
     for name in (target, target.with_name("all.tar.part")):
@@ -105,7 +107,7 @@ async def test_an_archive_is_its_owners_alone_and_none_is_written_through_a_link
     assert stat.S_IMODE(target.stat().st_mode) == 0o600
 
 
-async def test_an_archive_is_a_plain_tar_that_others_can_read(filled, tmp_path) -> None:
+async def test_an_archive_is_a_plain_tar_without_extended_headers_or_user_names(filled, tmp_path) -> None:
     archive.export(filled, None, tmp_path / "all.tar")
     with tarfile.open(tmp_path / "all.tar", "r:") as tar:
         members = tar.getmembers()
@@ -116,8 +118,8 @@ async def test_an_archive_is_a_plain_tar_that_others_can_read(filled, tmp_path) 
     )
 
 
-async def test_a_linked_file_is_not_exported(filled, tmp_path) -> None:
-    """It may be anything by the time that it is read."""
+async def test_an_export_that_includes_a_symbolic_link_fails(filled, tmp_path) -> None:
+    """Its target may change before it is read."""
     first, *_, leaf = sorted((filled / "snapshots").iterdir(), key=lambda path: path.stat().st_mtime_ns)
     first.rename(tmp_path / "elsewhere")
     first.symlink_to(tmp_path / "elsewhere")
@@ -125,8 +127,8 @@ async def test_a_linked_file_is_not_exported(filled, tmp_path) -> None:
         archive.export(filled, [leaf.name[:64]], tmp_path / "one.tar")
 
 
-async def test_an_archive_that_is_packed_is_refused(filled, tmp_path) -> None:
-    """A few kilobytes of it may unpack to a full disk."""
+async def test_importing_a_compressed_archive_is_refused(filled, tmp_path) -> None:
+    """A few kilobytes may unpack to a full disk."""
     archive.export(filled, None, tmp_path / "all.tar")
     for kind in ("gz", "bz2", "xz"):
         with tarfile.open(tmp_path / f"all.{kind}", f"w:{kind}") as packed:
@@ -148,7 +150,7 @@ def member_of(name: str, content: bytes, kind: bytes = tarfile.REGTYPE) -> tuple
         *(tarfile.DIRTYPE, tarfile.CONTTYPE, tarfile.GNUTYPE_SPARSE, b"Z"),
     ],
 )
-async def test_only_plain_files_are_taken_from_an_archive(open_store, filled, tmp_path, kind) -> None:
+async def test_an_import_takes_only_regular_files_from_an_archive(open_store, filled, tmp_path, kind) -> None:
     archive.export(filled, None, tmp_path / "all.tar")
     with tarfile.open(tmp_path / "all.tar", "r:") as tar:
         name = tar.getnames()[0]
@@ -170,10 +172,10 @@ async def test_only_plain_files_are_taken_from_an_archive(open_store, filled, tm
     assert list((tmp_path / "there" / "snapshots").iterdir()) == []
 
 
-async def test_extended_headers_of_any_length_take_no_memory(
+async def test_an_import_skips_huge_extended_headers_without_reading_them_into_memory(
     open_store, filled, tmp_path, monkeypatch
 ) -> None:
-    """1 GiB of a hole in a file, which says that it describes the next member."""
+    """Each header is 1 GiB of a sparse file."""
     archive.export(filled, None, tmp_path / "all.tar")
     sound = (tmp_path / "all.tar").read_bytes()
     for kind in (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK):
@@ -210,7 +212,7 @@ async def test_extended_headers_of_any_length_take_no_memory(
         (lambda whole: whole.rstrip(b"\0"), "header|ends"),
     ],
 )
-async def test_an_archive_that_was_cut_off_or_spoiled_is_named(
+async def test_importing_a_truncated_or_damaged_archive_fails_and_says_why(
     open_store, filled, tmp_path, spoil, why
 ) -> None:
     archive.export(filled, None, tmp_path / "all.tar")
@@ -222,7 +224,7 @@ async def test_an_archive_that_was_cut_off_or_spoiled_is_named(
     assert list((tmp_path / "there" / "tmp").iterdir()) == []
 
 
-async def test_a_member_of_a_negative_size_is_no_endless_archive(filled, tmp_path) -> None:
+async def test_importing_an_archive_member_with_a_negative_size_is_refused(filled, tmp_path) -> None:
     header = bytearray(tarfile.TarInfo("x").tobuf(tarfile.GNU_FORMAT))
     header[124:136] = b"\xff" * 10 + b"\xfe\x00"  # -512, in base 256
     header[148:156] = b" " * 8
@@ -232,7 +234,7 @@ async def test_a_member_of_a_negative_size_is_no_endless_archive(filled, tmp_pat
         take(filled, tmp_path / "bad.tar")
 
 
-async def test_an_archive_of_other_things_is_given_up(filled, tmp_path) -> None:
+async def test_an_import_stops_after_a_thousand_members_that_are_no_snapshots(filled, tmp_path) -> None:
     with tarfile.open(tmp_path / "bad.tar", "w") as tar:
         for i in range(1100):
             tar.addfile(tarfile.TarInfo(f"{i}.jpg"))

@@ -1,4 +1,4 @@
-"""Layers that look at a part of a session's tokens: stored whole, restored without what nobody looks at."""
+"""Limited-attention layers: stored whole, restored without the tokens that they cannot see."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def file_of(store, node):
     return store._folder.path(node.digest)
 
 
-def test_a_place_knows_what_of_a_span_lies_where() -> None:
+def test_a_buffer_of_visible_tokens_maps_each_part_of_a_span_to_its_offset_or_to_none() -> None:
     place = Place((), 0, Policy(2, 6), seen(Policy(2, 6), 20))
     assert [*place.segments(Span(0, 4))] == [(0, 2), (None, 2)]
     assert [*place.segments(Span(4, 8))] == [(None, 4)]
@@ -65,7 +65,7 @@ def test_a_place_knows_what_of_a_span_lies_where() -> None:
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 4, 7, 8, 9, 12, 14, 25, 40, 41])
 @pytest.mark.parametrize("layout", [HYBRID, LAYOUT.under(POLICY), HYBRID.under(Policy(1, 9))])
-async def test_each_layer_gets_what_it_looks_at(open_store, layout, num_tokens) -> None:
+async def test_a_restore_gives_each_layer_exactly_its_visible_tokens(open_store, layout, num_tokens) -> None:
     """At, before and behind the edges of blocks, of sinks and of windows; a match may end within a file."""
     store = await open_store(layout=layout)
     save(store, layout, "a", TOKENS)
@@ -75,7 +75,7 @@ async def test_each_layer_gets_what_it_looks_at(open_store, layout, num_tokens) 
     assert_restored(await store.load(match, room_tokens=300), layout, TOKENS[:num_tokens])
 
 
-async def test_a_restore_reads_no_more_than_its_layers_look_at(open_store) -> None:
+async def test_a_restore_reads_only_the_file_sections_that_its_layers_need(open_store) -> None:
     store = await open_store(layout=HYBRID)
     save(store, HYBRID, "a", TOKENS)
     assert await store.barrier(5)
@@ -92,7 +92,7 @@ async def test_a_restore_reads_no_more_than_its_layers_look_at(open_store) -> No
     assert (await store.load(match)).size_bytes == expected
 
 
-async def test_under_a_policy_a_restore_costs_the_same_at_any_length(open_store) -> None:
+async def test_a_sink_window_restore_reads_the_same_number_of_bytes_at_any_length(open_store) -> None:
     """Files in the middle are not even opened: a session restores without them."""
     store = await open_store()
     chain, layout = store.chain("a", POLICY), LAYOUT.under(POLICY)
@@ -116,10 +116,10 @@ async def test_under_a_policy_a_restore_costs_the_same_at_any_length(open_store)
 
 
 @pytest.mark.parametrize(("node", "section", "num_left"), [(0, 0, 0), (3, 0, 12), (0, 1, 0), (9, 1, 36)])
-async def test_damage_in_a_section_that_is_needed_costs_what_continues_it(
+async def test_damage_in_a_needed_section_drops_the_file_and_all_files_that_continue_it(
     open_store, node, section, num_left
 ) -> None:
-    """Before it is another prefix, whose window may be elsewhere: it is matched anew."""
+    """The prefix before it needs another window, so it is matched again."""
     store = await open_store(layout=HYBRID)
     save(store, HYBRID, "a", TOKENS[:40])
     assert await store.barrier(5)
@@ -134,7 +134,7 @@ async def test_damage_in_a_section_that_is_needed_costs_what_continues_it(
     assert_sum_rule(store)
 
 
-async def test_damage_where_nobody_looks_costs_nothing_until_somebody_does(open_store) -> None:
+async def test_damage_in_a_section_is_noticed_only_by_a_restore_that_needs_it(open_store) -> None:
     store = await open_store(layout=HYBRID)
     save(store, HYBRID, "a", TOKENS[:40])
     assert await store.barrier(5)
@@ -154,8 +154,8 @@ def flip(path, section) -> None:
     path.write_bytes(content)
 
 
-async def test_a_file_whose_sections_are_another_models_is_doubtful(open_store) -> None:
-    """It is of the same tensors, put together in another way: nothing but its sections differs."""
+async def test_a_file_with_the_sections_of_another_layout_is_rejected(open_store) -> None:
+    """It has the same tensors in another layout: only its sections differ."""
     store = await open_store()
     save(store, LAYOUT, "a", TOKENS[:8])
     assert await store.close()
@@ -164,7 +164,7 @@ async def test_a_file_whose_sections_are_another_models_is_doubtful(open_store) 
     assert store.stats().rejected == 1
 
 
-async def test_a_state_stands_behind_the_other_sections(open_store) -> None:
+async def test_a_snapshot_with_limited_layers_and_a_state_restores_both(open_store) -> None:
     states = (("state.2.numbers", "I64", (2,)),)
     layout = ModelLayout(LAYOUT.kv, states, reaches=HYBRID.reaches)
     store = await open_store(layout=layout)
@@ -180,7 +180,7 @@ async def test_a_state_stands_behind_the_other_sections(open_store) -> None:
     assert_restored(restored, layout, TOKENS[:24])
 
 
-async def test_policies_share_nothing_and_are_all_forgotten(open_store) -> None:
+async def test_cache_policies_share_no_snapshots_and_forgetting_covers_every_policy(open_store) -> None:
     store = await open_store()
     chains = [store.chain("a"), store.chain("a", POLICY), store.chain("a", Policy(2, 7))]
     for chain in chains:
@@ -198,8 +198,8 @@ async def test_policies_share_nothing_and_are_all_forgotten(open_store) -> None:
     assert store.unpin(kept, TOKENS) == [len(TOKENS)]
 
 
-async def test_kv_of_another_policy_is_not_saved(open_store) -> None:
-    """Its numbers are others': under the wrong name they would be a wrong answer."""
+async def test_saving_kv_of_another_policy_raises_an_error(open_store) -> None:
+    """Its values differ: under the wrong name they would give a wrong answer."""
     store = await open_store()
     chain, span = store.chain("a", POLICY), Span(0, BLOCK)
     with pytest.raises(ValueError, match="another policy"):
@@ -210,8 +210,8 @@ async def test_kv_of_another_policy_is_not_saved(open_store) -> None:
 
 
 @pytest.mark.parametrize("policy", [FULL, POLICY, Policy(0, 5)])
-async def test_caches_go_through_files_and_come_back(open_store, policy) -> None:
-    """Plain layers and a window of the model's own; where both look equally far back, too."""
+async def test_ring_and_plain_caches_are_saved_to_files_and_restored_bit_by_bit(open_store, policy) -> None:
+    """Plain layers beside the model's own windows, also if both reach equally far."""
     model = SimpleNamespace(make_cache=lambda: [RotatingKVCache(5), KVCache(), RotatingKVCache(5)])
     sample = run(layers.make(model, rings=True), 1)
     base = layers.layout(sample, lambda given=FULL: layers.make(model, given, rings=True))

@@ -1,4 +1,4 @@
-"""Stores that share a remote tier: what one stored another restores, and what was forgotten is nowhere."""
+"""Stores that share a remote tier: one restores what another stored; erased KV is nowhere."""
 
 from __future__ import annotations
 
@@ -71,7 +71,9 @@ def in_tier(tmp_path: Path) -> list[Path]:
     return [path for path in files if "identities" not in str(path)]
 
 
-async def test_another_store_restores_blocks_and_tail(open_two: Any) -> None:
+async def test_a_store_restores_blocks_and_tail_that_another_store_put_in_the_shared_tier(
+    open_two: Any,
+) -> None:
     one, two = await open_two()
     await put(one, TOKENS)
     assert two.match("a", TOKENS).num_tokens == 0
@@ -80,7 +82,7 @@ async def test_another_store_restores_blocks_and_tail(open_two: Any) -> None:
     assert (await two.find_remote(two.chain("a"), TOKENS)) is None, "it has all of it now"
 
 
-async def test_only_what_is_missing_is_fetched(open_two: Any) -> None:
+async def test_a_store_fetches_from_the_tier_only_the_blocks_it_lacks(open_two: Any) -> None:
     one, two = await open_two()
     await put(two, TOKENS[:4])
     await put(one, TOKENS)
@@ -89,16 +91,14 @@ async def test_only_what_is_missing_is_fetched(open_two: Any) -> None:
     assert (len(found.links), found.num_tokens) == (2, 10)
 
 
-async def test_a_tail_that_grew_is_fetched_in_pieces(open_two: Any) -> None:
+async def test_a_tail_stored_in_pieces_is_fetched_completely_from_the_tier(open_two: Any) -> None:
     one, two = await open_two()
     await put(one, TOKENS[:9])
     await put(one, TOKENS)
     assert await fetched(two, [*TOKENS, 77]) == 10
 
 
-async def test_a_block_replaces_the_pieces_in_the_tier_that_it_contains(
-    open_two: Any, tmp_path: Path
-) -> None:
+async def test_a_full_block_replaces_its_tail_pieces_in_the_tier(open_two: Any, tmp_path: Path) -> None:
     one, _ = await open_two()
     await put(one, TOKENS[:9])
     await put(one, TOKENS[:11])
@@ -107,7 +107,7 @@ async def test_a_block_replaces_the_pieces_in_the_tier_that_it_contains(
 
 
 @pytest.mark.parametrize("changes", [{"tenant": "b"}, {"identity": identity(block_tokens=8)}])
-async def test_another_tenant_or_model_fetches_nothing(
+async def test_another_tenant_or_model_fetches_nothing_from_the_tier(
     open_store: Any, tmp_path: Path, tier: Tier, changes: dict[str, Any]
 ) -> None:
     one = await open_store(tmp_path / "one", tier=tier)
@@ -118,7 +118,9 @@ async def test_another_tenant_or_model_fetches_nothing(
     assert await fetched(two, TOKENS, tenant) == 0
 
 
-async def test_what_was_forgotten_is_in_no_store_and_not_in_the_tier(open_two: Any, tmp_path: Path) -> None:
+async def test_an_erase_by_one_store_removes_the_snapshots_from_the_shared_tier(
+    open_two: Any, tmp_path: Path
+) -> None:
     one, two = await open_two()
     await put(one, TOKENS)
     assert (await two.erase("a", TOKENS)).settled
@@ -126,7 +128,7 @@ async def test_what_was_forgotten_is_in_no_store_and_not_in_the_tier(open_two: A
     assert await fetched(two, TOKENS) == 0
 
 
-async def test_what_is_said_to_be_forgotten_is_synced_and_else_it_is_not_said(
+async def test_an_erase_is_confirmed_only_if_the_tier_s_directories_could_be_synced(
     open_store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = SharedDirectory(tmp_path / "tier", PLAIN, max_bytes=1 << 30, min_free_bytes=0)
@@ -142,9 +144,7 @@ async def test_what_is_said_to_be_forgotten_is_synced_and_else_it_is_not_said(
     assert not (await one.erase("a", TOKENS)).settled
 
 
-async def test_forgetting_leaves_what_other_sessions_continue_in_the_tier(
-    open_two: Any, tmp_path: Path
-) -> None:
+async def test_an_erase_keeps_tier_blocks_that_other_sessions_continue(open_two: Any, tmp_path: Path) -> None:
     one, two = await open_two()
     await put(one, TOKENS)
     other = [*TOKENS[:8], 77, 78]
@@ -154,14 +154,16 @@ async def test_forgetting_leaves_what_other_sessions_continue_in_the_tier(
     assert await fetched(one, other) == 10
 
 
-async def test_forgetting_leaves_the_shared_beginning(open_two: Any, tmp_path: Path) -> None:
+async def test_an_erase_keeps_the_tier_block_of_first_tokens_that_are_marked_as_shared(
+    open_two: Any, tmp_path: Path
+) -> None:
     one, _ = await open_two()
     await put(one, TOKENS)
     assert (await one.erase("a", TOKENS, shared=4)).settled
     assert len(in_tier(tmp_path)) == 1
 
 
-async def test_of_another_model_s_snapshots_none_is_left_after_forgetting(
+async def test_an_erase_removes_the_snapshots_of_another_model_from_the_tier_too(
     open_store: Any, tmp_path: Path, tier: Tier
 ) -> None:
     one = await open_store(tmp_path / "one", tier=tier)
@@ -171,9 +173,7 @@ async def test_of_another_model_s_snapshots_none_is_left_after_forgetting(
     assert in_tier(tmp_path) == []
 
 
-async def test_a_file_that_is_not_what_its_name_says_is_removed_from_the_tier(
-    open_two: Any, tmp_path: Path
-) -> None:
+async def test_a_damaged_file_is_not_used_and_is_removed_from_the_tier(open_two: Any, tmp_path: Path) -> None:
     one, two = await open_two()
     await put(one, TOKENS)
     for path in in_tier(tmp_path):
@@ -187,7 +187,7 @@ async def test_a_file_that_is_not_what_its_name_says_is_removed_from_the_tier(
     assert len(in_tier(tmp_path)) == 2, "the first block; what continues it ages"
 
 
-async def test_what_was_stored_before_there_was_a_tier_is_put_with_what_continues_it(
+async def test_blocks_stored_before_a_tier_was_configured_are_uploaded_with_their_continuation(
     open_store: Any, tmp_path: Path, tier: Tier
 ) -> None:
     one = await open_store(tmp_path / "one")
@@ -198,7 +198,7 @@ async def test_what_was_stored_before_there_was_a_tier_is_put_with_what_continue
     assert await fetched(await open_store(tmp_path / "two", tier=tier), TOKENS) == 10
 
 
-async def test_what_a_failing_tier_did_not_take_is_put_later(
+async def test_blocks_that_a_failing_tier_did_not_take_are_uploaded_later(
     open_two: Any, tier: Tier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, two = await open_two()
@@ -215,7 +215,9 @@ async def test_what_a_failing_tier_did_not_take_is_put_later(
     assert await fetched(two, TOKENS) == 10
 
 
-async def test_a_hole_ends_what_is_fetched(open_two: Any, tmp_path: Path, tier: Tier) -> None:
+async def test_a_fetch_ends_before_the_first_block_that_the_tier_lacks(
+    open_two: Any, tmp_path: Path, tier: Tier
+) -> None:
     one, two = await open_two()
     await put(one, TOKENS)
     names = one.chain("a").names(as_tokens(TOKENS))
@@ -223,7 +225,9 @@ async def test_a_hole_ends_what_is_fetched(open_two: Any, tmp_path: Path, tier: 
     assert await fetched(two, TOKENS) == 4
 
 
-async def test_a_tier_that_is_gone_costs_nothing_but_warmth(open_two: Any, tmp_path: Path) -> None:
+async def test_a_tier_that_has_disappeared_does_not_stop_local_saves_and_restores(
+    open_two: Any, tmp_path: Path
+) -> None:
     one, two = await open_two()
     await put(one, TOKENS)
     for path in (tmp_path / "tier").iterdir():
@@ -238,7 +242,7 @@ async def test_a_tier_that_is_gone_costs_nothing_but_warmth(open_two: Any, tmp_p
     assert await fetched(two, [5, 6, 7, 8]) == 4
 
 
-async def test_a_tier_keeps_within_its_limit_and_evicts_chains_from_their_ends(
+async def test_a_tier_stays_within_its_limit_and_evicts_chains_from_their_ends(
     open_store: Any, tmp_path: Path
 ) -> None:
     plenty = SharedDirectory(tmp_path / "tier", PLAIN, max_bytes=1 << 30, min_free_bytes=0)
@@ -256,15 +260,15 @@ async def test_a_tier_keeps_within_its_limit_and_evicts_chains_from_their_ends(
 
 
 @pytest.mark.parametrize("url", ["nosuch://bucket", "file:///no/such/directory", "s3://"])
-def test_what_is_no_object_store_is_an_error_of_one_line(url: str) -> None:
+def test_an_invalid_object_store_url_raises_an_error_of_one_line(url: str) -> None:
     with pytest.raises(OSError, match=r"^[^\n]+$"):
         ObjectStore(url)
 
 
-async def test_a_full_tier_still_forgets_the_snapshots_of_other_models(
+async def test_an_erase_in_a_full_tier_still_removes_the_snapshots_of_other_models(
     open_store: Any, tmp_path: Path
 ) -> None:
-    """The files that name the identities are the oldest, and never used again."""
+    """The files that name the identities are the oldest and never used."""
     tight = SharedDirectory(tmp_path / "tier", PLAIN, max_bytes=3000, min_free_bytes=0)
     one = await open_store(tmp_path / "one", tier=tight)
     for tenant in "abcd":
@@ -276,7 +280,7 @@ async def test_a_full_tier_still_forgets_the_snapshots_of_other_models(
     assert in_tier(tmp_path) == []
 
 
-async def test_a_full_file_system_takes_no_more(open_store: Any, tmp_path: Path) -> None:
+async def test_a_tier_on_a_full_file_system_takes_no_snapshots(open_store: Any, tmp_path: Path) -> None:
     full = SharedDirectory(tmp_path / "tier", PLAIN, max_bytes=1 << 30, min_free_bytes=1 << 60)
     one = await open_store(tmp_path / "one", tier=full)
     await put(one, TOKENS)
@@ -284,13 +288,13 @@ async def test_a_full_file_system_takes_no_more(open_store: Any, tmp_path: Path)
     assert one.stats().remote_failed
 
 
-async def test_a_worker_s_own_directory_is_no_tier(open_store: Any, tmp_path: Path) -> None:
+async def test_a_worker_s_own_cache_directory_is_refused_as_a_tier(open_store: Any, tmp_path: Path) -> None:
     await open_store(tmp_path / "one")
     with pytest.raises(FileExistsError, match="a worker's own directory"):
         SharedDirectory(tmp_path / "one", PLAIN, max_bytes=1 << 30, min_free_bytes=0)
 
 
-async def test_an_encrypted_tier_is_for_those_with_its_key(open_store: Any, tmp_path: Path) -> None:
+async def test_an_encrypted_tier_can_only_be_opened_with_its_key(open_store: Any, tmp_path: Path) -> None:
     from cache.disk.sealing import Sealed
 
     key = Sealed(b"k" * 32)
@@ -306,7 +310,7 @@ async def test_an_encrypted_tier_is_for_those_with_its_key(open_store: Any, tmp_
             SharedDirectory(tmp_path / "tier", other, max_bytes=1 << 30, min_free_bytes=0)
 
 
-async def test_a_policy_s_snapshots_are_forgotten_at_a_store_that_has_not_used_it(
+async def test_an_erase_also_removes_snapshots_of_a_policy_that_this_store_never_used(
     open_two: Any, tmp_path: Path
 ) -> None:
     one, two = await open_two()
@@ -321,7 +325,7 @@ async def test_a_policy_s_snapshots_are_forgotten_at_a_store_that_has_not_used_i
     assert in_tier(tmp_path) == []
 
 
-async def test_a_fetch_that_is_cancelled_leaves_no_file(open_two: Any, tmp_path: Path) -> None:
+async def test_a_cancelled_fetch_leaves_no_temporary_file(open_two: Any, tmp_path: Path) -> None:
     one, two = await open_two()
     await put(one, TOKENS)
     found = await two.find_remote(two.chain("a"), TOKENS)
@@ -336,7 +340,7 @@ async def test_a_fetch_that_is_cancelled_leaves_no_file(open_two: Any, tmp_path:
     assert await fetched(two, TOKENS) == 10
 
 
-async def test_an_erasure_that_nobody_waits_for_is_done_all_the_same(open_two: Any, tmp_path: Path) -> None:
+async def test_an_erase_that_times_out_is_still_completed_in_the_tier(open_two: Any, tmp_path: Path) -> None:
     one, _ = await open_two()
     await put(one, TOKENS)
     assert not (await one.erase("a", TOKENS, timeout_s=0.0)).settled

@@ -22,7 +22,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there is o
 
 @pytest.fixture(params=["a hole", "zeros"])
 def way(request, monkeypatch):
-    """Both ways to make arrays; the second one is that of other systems, and where the first is forbidden."""
+    """Both ways to make arrays; the second is for other systems, and where the first is forbidden."""
     if request.param == "zeros":
 
         def forbidden(name: str) -> int:
@@ -35,7 +35,7 @@ def way(request, monkeypatch):
 
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("dtype", sorted(arrays._TYPES))
-def test_what_is_written_to_a_place_is_in_the_array(dtype) -> None:
+def test_bytes_written_into_a_restore_buffer_appear_in_the_mlx_array(dtype) -> None:
     mlx_type, numpy_type = arrays._TYPES[dtype]
     blank = Blank((("0.keys", dtype, (2, 3)), ("0.values", dtype, (2, 0))), 5, (("state.1", dtype, (7,)),))
     keys, values = blank.places
@@ -56,7 +56,7 @@ def test_what_is_written_to_a_place_is_in_the_array(dtype) -> None:
 
 
 @pytest.mark.usefixtures("way")
-async def test_every_way_restores_the_same(open_store) -> None:
+async def test_both_ways_to_allocate_arrays_restore_the_same_kv(open_store) -> None:
     store = await open_store()
     save_all(store, "a", TOKENS)
     assert await store.barrier(10)
@@ -67,7 +67,7 @@ async def test_every_way_restores_the_same(open_store) -> None:
 
 
 @linux
-async def test_two_threads_read_on_processors_of_their_own_and_get_theirs_back(
+async def test_two_restore_threads_use_separate_cpus_and_get_their_affinity_back(
     open_store, monkeypatch
 ) -> None:
     monkeypatch.setattr(restore, "LEAST_HELPED_BYTES", 0)
@@ -95,7 +95,7 @@ async def test_two_threads_read_on_processors_of_their_own_and_get_theirs_back(
 
 
 @linux
-async def test_where_processors_cannot_be_chosen_all_is_read_nevertheless(open_store, monkeypatch) -> None:
+async def test_a_restore_still_works_if_cpu_affinity_cannot_be_set(open_store, monkeypatch) -> None:
     def forbidden(thread: int, mask: object) -> None:
         raise PermissionError
 

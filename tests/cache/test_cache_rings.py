@@ -1,4 +1,4 @@
-"""Layers that are rings: cut by tokens while they hold them, rebuilt of sinks and a window, and measured."""
+"""Ring caches: copied by tokens while they hold them, rebuilt from sinks and a window, and measured."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def keys_of(caches, start: int, end: int) -> list[float]:
     ]
 
 
-def test_a_policy_replaces_plain_layers_and_leaves_windows_and_states() -> None:
+def test_a_sink_window_policy_replaces_plain_layers_and_leaves_windows_and_states() -> None:
     made = model(
         KVCache, lambda: QuantizedKVCache(32, 8), lambda: RotatingKVCache(512), lambda: ArraysCache(2)
     )
@@ -83,12 +83,12 @@ def test_a_policy_replaces_plain_layers_and_leaves_windows_and_states() -> None:
 
 
 @pytest.mark.parametrize("make", [lambda: ChunkedKVCache(4), lambda: CacheList(KVCache(), ChunkedKVCache(4))])
-def test_a_layer_that_cannot_be_under_a_policy_is_named(make) -> None:
+def test_a_policy_on_an_unsupported_layer_raises_an_error_that_names_the_layer(make) -> None:
     with pytest.raises(ValueError, match="sink_window is not for layers of ChunkedKVCache;"):
         layers.make(model(KVCache, make), POLICY)
 
 
-def test_rings_are_told_and_measured() -> None:
+def test_the_kinds_layout_and_sizes_of_ring_layers_are_reported() -> None:
     caches = run(layers.make(model(KVCache, KVCache, lambda: RotatingKVCache(50)), POLICY, rings=True), 0, 1)
     assert layers.unsupported(caches) is None
     assert layers.kinds(caches) == {
@@ -109,14 +109,14 @@ def test_rings_are_told_and_measured() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 4, 5, 103, 104, 105, 359, 360, 361, 1000])
-def test_live_bytes_are_those_of_the_tokens_that_are_seen(num_tokens) -> None:
+def test_live_bytes_of_a_ring_cache_count_only_its_visible_tokens(num_tokens) -> None:
     caches = run(layers.make(model(KVCache, KVCache), POLICY), 0, num_tokens)
     assert layers.live_bytes(caches) == POLICY.num_visible(num_tokens) * 2 * TOKEN_BYTES
     assert layers.allocated_bytes(caches) == min(-(-num_tokens // SLACK) * SLACK, 360) * 2 * TOKEN_BYTES
 
 
 @pytest.mark.parametrize("num_tokens", [3, 60, 104, 105, 361, 1000])
-def test_a_ring_rebuilt_of_its_cuts_holds_what_is_seen(num_tokens) -> None:
+def test_a_ring_cache_rebuilt_from_copied_kv_holds_all_visible_tokens(num_tokens) -> None:
     caches = run(layers.make(model(KVCache, KVCache), POLICY), 0, num_tokens)
     again = layers.rebuild(
         visible(caches, num_tokens), layers.make(model(KVCache, KVCache), POLICY), num_tokens
@@ -131,7 +131,7 @@ def test_a_ring_rebuilt_of_its_cuts_holds_what_is_seen(num_tokens) -> None:
         layers.rebuild(visible(caches, num_tokens), layers.make(model(KVCache, KVCache), POLICY), 7)
 
 
-def test_a_ring_is_cut_while_it_holds_the_tokens() -> None:
+def test_a_ring_cache_can_be_copied_only_where_it_still_holds_the_tokens() -> None:
     caches = run(layers.make(model(KVCache), POLICY), 0, 1000)
     assert layers.holds(caches, 700, 900)
     assert layers.holds(caches, 0, 4)
@@ -141,7 +141,7 @@ def test_a_ring_is_cut_while_it_holds_the_tokens() -> None:
             layers.cut(caches, *span)
 
 
-def test_rings_go_back_as_far_as_all_of_them_can() -> None:
+def test_ring_layers_can_be_trimmed_only_as_far_as_every_one_of_them_allows() -> None:
     caches = run(layers.make(model(KVCache, lambda: RotatingKVCache(50)), POLICY, rings=True), 0, 1000)
     assert layers.trimmable(caches)
     assert layers.earliest(caches) == 1000 - SLACK
@@ -153,7 +153,7 @@ def test_rings_go_back_as_far_as_all_of_them_can() -> None:
     assert layers.earliest([ArraysCache(2), *caches]) is None
 
 
-def test_a_forked_ring_leaves_its_source_as_it_is() -> None:
+def test_forking_a_ring_cache_leaves_the_source_unchanged() -> None:
     made = model(KVCache, lambda: QuantizedKVCache(32, 8))
     caches = run(layers.make(model(KVCache, KVCache), POLICY), 0, 600)
     other = layers.fork(caches, layers.make(model(KVCache, KVCache), POLICY), 500)
@@ -172,7 +172,7 @@ def test_a_forked_ring_leaves_its_source_as_it_is() -> None:
     assert [one.name for one in cut[:3]] == ["0.keys.codes", "0.keys.scales", "0.keys.biases"]
 
 
-def test_a_short_ring_gives_back_its_room_and_grows_again() -> None:
+def test_a_short_ring_cache_shrinks_to_its_tokens_and_grows_again() -> None:
     caches = run(layers.make(model(KVCache), POLICY), 0, 20)
     assert not layers.grows(caches, 200)
     layers.shrink(caches)

@@ -1,4 +1,4 @@
-"""Room: pinned prefixes stay, limits change while the store runs, and everything can be cleared."""
+"""Disk space: pinned prefixes stay, limits change while the store runs, and all can be cleared."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def size_of_a_block(open_store) -> int:
     return size
 
 
-async def test_a_pinned_prefix_outlives_everything_that_was_used_later(open_store) -> None:
+async def test_a_pinned_prefix_is_not_evicted_for_newer_snapshots_even_after_a_restart(open_store) -> None:
     size = await size_of_a_block(open_store)
     store = await open_store(max_bytes=8 * size)
     save_all(store, "a", TOKENS)
@@ -65,7 +65,7 @@ async def test_a_pinned_prefix_outlives_everything_that_was_used_later(open_stor
     assert_sum_rule(store)
 
 
-async def test_only_the_first_tokens_are_pinned_and_by_what_holds_them(open_store) -> None:
+async def test_a_pin_covers_only_its_tokens_and_is_removed_only_by_a_matching_unpin(open_store) -> None:
     store = await open_store()
     save_all(store, "a", TOKENS)
     await store.barrier(5)
@@ -78,8 +78,8 @@ async def test_only_the_first_tokens_are_pinned_and_by_what_holds_them(open_stor
     assert store.unpin("a", TOKENS[:6], exactly=True) == [6]
 
 
-async def test_a_pin_is_there_before_what_it_pins(open_store) -> None:
-    """The prefix may be on its way, or only be said in an hour."""
+async def test_a_prefix_can_be_pinned_before_it_is_saved(open_store) -> None:
+    """The prefix may be in the queue, or be sent only in an hour."""
     size = await size_of_a_block(open_store)
     store = await open_store(max_bytes=8 * size)
     pinned = await store.pin("a", TOKENS)
@@ -93,7 +93,7 @@ async def test_a_pin_is_there_before_what_it_pins(open_store) -> None:
     assert await num_restored(store, TOKENS) == 10
 
 
-async def test_a_pin_goes_over_to_the_snapshot_that_takes_anothers_place(open_store, gate) -> None:
+async def test_a_pin_moves_to_the_snapshot_that_replaces_the_pinned_one(open_store, gate) -> None:
     gate.set()
     size = await size_of_a_block(open_store)
     store = await open_store(max_bytes=8 * size)
@@ -111,7 +111,7 @@ async def test_a_pin_goes_over_to_the_snapshot_that_takes_anothers_place(open_st
     assert await num_restored(store, TOKENS[:2]) == 2
 
 
-async def test_two_pins_of_a_prefix_are_given_up_one_by_one(open_store) -> None:
+async def test_pins_of_two_nested_prefixes_are_removed_one_by_one(open_store) -> None:
     store = await open_store()
     for end in (4, 8):
         save_all(store, "a", TOKENS[:end])
@@ -125,7 +125,7 @@ async def test_two_pins_of_a_prefix_are_given_up_one_by_one(open_store) -> None:
     assert store.stats().kept_bytes == 0
 
 
-async def test_pins_may_take_a_share_of_the_limit_and_no_more(open_store) -> None:
+async def test_a_pin_beyond_half_of_the_disk_limit_is_refused(open_store) -> None:
     size = await size_of_a_block(open_store)
     store = await open_store(max_bytes=4 * size)
     save_all(store, "a", TOKENS[:8])
@@ -141,8 +141,8 @@ async def test_pins_may_take_a_share_of_the_limit_and_no_more(open_store) -> Non
         await store.pin("a", [])
 
 
-async def test_where_pins_fill_the_limit_saves_are_dropped_and_counted(open_store) -> None:
-    """It takes a lowered limit: they were within their share when they were made."""
+async def test_saves_are_dropped_and_counted_when_pins_fill_the_disk_limit(open_store) -> None:
+    """The limit was lowered after the pins were made."""
     size = await size_of_a_block(open_store)
     store = await open_store(max_bytes=4 * size)
     save_all(store, "a", TOKENS[:8])
@@ -159,7 +159,9 @@ async def test_where_pins_fill_the_limit_saves_are_dropped_and_counted(open_stor
     assert_sum_rule(store)
 
 
-async def test_a_pin_does_not_stop_the_quarantine(open_store, tmp_path) -> None:
+async def test_a_damaged_pinned_snapshot_is_not_used_and_its_replacement_is_pinned(
+    open_store, tmp_path
+) -> None:
     store = await open_store()
     save_all(store, "a", TOKENS)
     await store.pin("a", TOKENS)
@@ -173,7 +175,7 @@ async def test_a_pin_does_not_stop_the_quarantine(open_store, tmp_path) -> None:
     assert await num_restored(store, TOKENS) == 10
 
 
-async def test_what_is_pinned_is_not_forgotten_with_a_session(open_store) -> None:
+async def test_forgetting_a_session_leaves_its_pinned_prefix(open_store) -> None:
     store = await open_store()
     save_all(store, "a", TOKENS)
     await store.pin("a", TOKENS[:4])
@@ -183,8 +185,8 @@ async def test_what_is_pinned_is_not_forgotten_with_a_session(open_store) -> Non
     assert_sum_rule(store)
 
 
-async def test_what_is_held_counts_as_used(open_store) -> None:
-    """A session that stays in memory is not looked up on disk, but its snapshots are not the first to go."""
+async def test_holding_the_snapshots_of_a_session_counts_as_use(open_store) -> None:
+    """A session in memory is not read from disk, but its snapshots must not be evicted first."""
     store = await open_store()
     for session in range(3):
         save_all(store, "a", [session, 1])
@@ -197,7 +199,9 @@ async def test_what_is_held_counts_as_used(open_store) -> None:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-async def test_a_catalog_of_an_older_version_keeps_its_recency(open_store, tmp_path, version) -> None:
+async def test_an_index_of_an_older_version_is_migrated_with_its_order_of_use(
+    open_store, tmp_path, version
+) -> None:
     store = await open_store()
     for session in range(3):
         save_all(store, "a", [session, 1])
@@ -224,7 +228,7 @@ async def test_a_catalog_of_an_older_version_keeps_its_recency(open_store, tmp_p
     db.close()
 
 
-async def test_a_lowered_limit_is_made_good_in_small_steps(open_store, tmp_path) -> None:
+async def test_a_lowered_disk_limit_is_reached_by_evicting_in_small_steps(open_store, tmp_path) -> None:
     store = await open_store()
     for session in range(100):
         save_all(store, "a", [session, 1])
@@ -254,7 +258,7 @@ async def test_a_lowered_limit_is_made_good_in_small_steps(open_store, tmp_path)
     assert files(tmp_path) == 6, "raised, it holds more again"
 
 
-async def test_free_space_to_be_left_can_be_raised_while_running(open_store, tmp_path) -> None:
+async def test_the_required_free_space_can_be_changed_while_the_store_runs(open_store, tmp_path) -> None:
     store = await open_store()
     for session in range(5):
         save_all(store, "a", [session, 1])
@@ -268,8 +272,8 @@ async def test_free_space_to_be_left_can_be_raised_while_running(open_store, tmp
     assert save_all(store, "a", [1, 1]) == [True]
 
 
-async def test_what_is_held_leaves_when_it_is_let_go(open_store, gate) -> None:
-    """A limit that was lowered while nothing could be evicted is not forgotten."""
+async def test_snapshots_over_a_lowered_limit_are_evicted_once_nothing_holds_them(open_store, gate) -> None:
+    """A limit lowered while nothing could be evicted still applies."""
     store = await open_store()
     save_all(store, "a", TOKENS[:4])
     store.set_limits(max_bytes=10)
@@ -286,7 +290,7 @@ async def test_what_is_held_leaves_when_it_is_let_go(open_store, gate) -> None:
     assert_sum_rule(store)
 
 
-async def test_clearing_takes_everything_of_everybody(open_store, tmp_path) -> None:
+async def test_clear_removes_all_snapshots_pins_and_quarantined_files(open_store, tmp_path) -> None:
     other = await open_store(identity=identity(weights="other"))
     save_all(other, "a", TOKENS)
     await other.close()
@@ -307,7 +311,7 @@ async def test_clearing_takes_everything_of_everybody(open_store, tmp_path) -> N
     assert (await open_store()).stats().kept_bytes == 0
 
 
-async def test_clearing_while_snapshots_are_loaded_ends_those_loads_in_a_shorter_prefix(open_store) -> None:
+async def test_a_load_whose_snapshots_were_cleared_restores_nothing(open_store) -> None:
     store = await open_store()
     save_all(store, "a", TOKENS)
     await store.barrier(5)
@@ -322,10 +326,10 @@ async def test_clearing_while_snapshots_are_loaded_ends_those_loads_in_a_shorter
     ("stuck_at", "what", "deadline_s"),
     [("write", "erase", 2.0), ("place", "erase", 0.2), ("write", "clear", 0.2), ("place", "clear", 5.0)],
 )
-async def test_cleanup_holds_its_deadline_while_the_disk_hangs_and_nothing_comes_back(
+async def test_erase_and_clear_keep_their_deadline_while_the_disk_hangs_and_nothing_comes_back(
     open_store, tmp_path, monkeypatch, stuck_at, what, deadline_s
 ) -> None:
-    """The writer is in the middle of the very item, before its last look or after it."""
+    """The writer is writing one of these snapshots, before or after its last check."""
     store = await open_store()
     busy, go_on = threading.Event(), threading.Event()
     where, name = (snapshot_format, "write") if stuck_at == "write" else (Folder, "place")
@@ -362,14 +366,16 @@ async def test_cleanup_holds_its_deadline_while_the_disk_hangs_and_nothing_comes
     assert (await open_store()).stats().stored == 3
 
 
-async def test_erasing_what_was_never_there_leaves_no_trace(open_store, tmp_path) -> None:
+async def test_erasing_tokens_that_were_never_saved_is_confirmed_and_changes_nothing(
+    open_store, tmp_path
+) -> None:
     store = await open_store()
     erased = await store.erase("a", TOKENS)
     assert (erased.num_snapshots, erased.settled, files(tmp_path)) == (0, True, 0)
     assert store.stats().accepted == 0
 
 
-async def test_closing_with_cleanup_leaves_nothing(open_store, tmp_path, gate) -> None:
+async def test_closing_with_discard_leaves_no_snapshot_files(open_store, tmp_path, gate) -> None:
     store = await open_store()
     save_all(store, "a", TOKENS)
     gate.set()

@@ -1,4 +1,4 @@
-"""A directory with a key: nothing that was said can be read in it, and nothing that was changed is used."""
+"""An encrypted cache directory: its files show no tokens, and changed files are not used."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ async def filled(open_store: Callable[..., Any], *runs: Iterable[int], **setting
 
 
 @pytest.mark.parametrize("access", [accesses.PLAIN, KEY], ids=["plain", "sealed"])
-async def test_no_file_shows_tokens_or_names_with_a_key_and_without_one_several_do(
+async def test_files_of_an_encrypted_cache_show_no_tokens_or_digests_but_plain_files_do(
     open_store, tmp_path, access
 ) -> None:
     store = await filled(open_store, TOKENS, access=access)
@@ -74,7 +74,7 @@ async def test_no_file_shows_tokens_or_names_with_a_key_and_without_one_several_
     assert traces(tmp_path / "cache", TOKENS) == shown
 
 
-async def test_the_next_process_finds_files_rows_pins_and_the_order_of_use(open_store) -> None:
+async def test_a_reopened_encrypted_cache_still_has_its_snapshots_pins_and_order_of_use(open_store) -> None:
     other = [TOKENS[1], *TOKENS]
     store = await filled(open_store, TOKENS, other, access=KEY)
     await store.pin("a", TOKENS[:4])
@@ -92,7 +92,7 @@ async def test_the_next_process_finds_files_rows_pins_and_the_order_of_use(open_
     assert (await num_restored(store, other), store.stats().kept_bytes) == (0, 0)
 
 
-async def test_the_disk_limit_counts_what_is_on_the_disk(open_store, tmp_path) -> None:
+async def test_the_size_of_an_encrypted_cache_is_that_of_its_encrypted_files(open_store, tmp_path) -> None:
     store = await filled(open_store, TOKENS, access=KEY)
     sizes = [path.stat().st_size for path in snapshots(tmp_path / "cache")]
     assert store.stats().stored_bytes == sum(sizes)
@@ -102,7 +102,7 @@ async def test_the_disk_limit_counts_what_is_on_the_disk(open_store, tmp_path) -
     ).left_bytes in {*sizes}
 
 
-async def test_a_lost_index_is_made_again_from_the_files(open_store, tmp_path) -> None:
+async def test_a_lost_index_of_an_encrypted_cache_is_rebuilt_from_its_files(open_store, tmp_path) -> None:
     await (await filled(open_store, TOKENS, access=KEY)).close()
     for path in (tmp_path / "cache").glob("index.sqlite*"):
         path.unlink()
@@ -111,7 +111,9 @@ async def test_a_lost_index_is_made_again_from_the_files(open_store, tmp_path) -
 
 
 @pytest.mark.parametrize("column", ["digest", "parent", "start", "tokens", "size_bytes", "resumable"])
-async def test_a_row_that_was_changed_is_not_believed(open_store, tmp_path, column: str) -> None:
+async def test_a_changed_index_row_of_an_encrypted_cache_is_rebuilt_from_its_file(
+    open_store, tmp_path, column: str
+) -> None:
     await (await filled(open_store, TOKENS, access=KEY)).close()
     with sqlite3.connect(tmp_path / "cache" / "index.sqlite") as db:
         rows = db.execute(f"SELECT digest, {column} FROM snapshot ORDER BY start").fetchall()
@@ -124,7 +126,9 @@ async def test_a_row_that_was_changed_is_not_believed(open_store, tmp_path, colu
     assert await num_restored(store, TOKENS) == 10, "its file says it again"
 
 
-async def test_a_changed_bit_anywhere_is_damage(open_store, tmp_path) -> None:
+async def test_an_encrypted_file_with_one_changed_bit_is_rejected_and_quarantined(
+    open_store, tmp_path
+) -> None:
     store = await filled(open_store, TOKENS, access=KEY)
     first = snapshots(tmp_path / "cache")[0]
     whole = first.read_bytes()
@@ -138,7 +142,7 @@ async def test_a_changed_bit_anywhere_is_damage(open_store, tmp_path) -> None:
     assert [path.name for path in (tmp_path / "cache" / "quarantine").iterdir()] == [first.name]
 
 
-async def test_a_file_under_the_name_of_another_is_damage(open_store, tmp_path) -> None:
+async def test_an_encrypted_file_under_another_name_is_not_used(open_store, tmp_path) -> None:
     other = [TOKENS[1], *TOKENS[1:]]
     store = await filled(open_store, TOKENS[:4], other[:4], access=KEY)
     one, two = snapshots(tmp_path / "cache")
@@ -153,8 +157,8 @@ async def test_a_file_under_the_name_of_another_is_damage(open_store, tmp_path) 
     assert stranger.exists(), "what has no name of this key is none of the cache's"
 
 
-def test_no_chunk_can_be_left_out_moved_or_added(tmp_path, monkeypatch) -> None:
-    """Chunks of 64 bytes: the tensors of a file lie in several."""
+def test_an_encrypted_file_with_a_chunk_missing_moved_or_added_is_rejected(tmp_path, monkeypatch) -> None:
+    """With chunks of 64 bytes the tensors of a file span several."""
     monkeypatch.setattr(sealing, "_CHUNK", 64)
     tensors = cut(TOKENS, blocks.Span(0, 4))
     name = Name(blocks.root(identity().digest(), "a"), 0, pack(TOKENS[:4]))
@@ -176,7 +180,7 @@ def test_no_chunk_can_be_left_out_moved_or_added(tmp_path, monkeypatch) -> None:
         snapshot_format.prove(path, KEY)
 
 
-#: What `test_sealed_files_are_the_same_in_every_version` writes, as the first version did.
+#: What `test_the_encrypted_file_format_stays_the_same_between_versions` writes, as the first version did.
 GOLDEN = (
     "dHVybmtlZXAgc2VhbGVkAQABAgMEBQYHCAkKCwwNDg8QERITFBUWFxgZGhscHR4f0josgVfUK2ep31Qkct9IlH41eEfca1e5"
     "2vi6jG54gojhu5PizJNxX7oIpv8Eba8mo17QNEGfOQrJsLlb5FtkSI9jqXycWzOWjdZregpns00pt0cuBhg0hMQGy0rNY+9z"
@@ -184,8 +188,8 @@ GOLDEN = (
 )
 
 
-def test_sealed_files_are_the_same_in_every_version(tmp_path, monkeypatch) -> None:
-    """A salt, two full chunks and a part of one, of which the last is marked as such."""
+def test_the_encrypted_file_format_stays_the_same_between_versions(tmp_path, monkeypatch) -> None:
+    """A salt, two full chunks and a partial one that is marked as the last."""
     monkeypatch.setattr(sealing, "_CHUNK", 32)
     monkeypatch.setattr(os, "urandom", lambda size: bytes(range(size)))
     path, contents = tmp_path / KEY.file_name(bytes(32)), bytes(range(80))
@@ -200,7 +204,7 @@ def test_sealed_files_are_the_same_in_every_version(tmp_path, monkeypatch) -> No
             KEY.reader(file.fileno(), path).read(64)
 
 
-def test_a_file_is_written_twice_under_keys_that_differ(tmp_path) -> None:
+def test_every_write_of_the_same_snapshot_gives_a_different_ciphertext(tmp_path) -> None:
     name = Name(blocks.root(identity().digest(), "a"), 0, pack(TOKENS[:4]))
     encoded = snapshot_format.encode(name, identity(), cut(TOKENS, blocks.Span(0, 4)))
     path, written = tmp_path / KEY.file_name(name.digest), set()
@@ -219,7 +223,9 @@ def test_a_file_is_written_twice_under_keys_that_differ(tmp_path) -> None:
     ],
     ids=["another key", "no key", "a first key"],
 )
-async def test_a_directory_is_opened_with_its_own_key_alone(open_store, tmp_path, before, then, told) -> None:
+async def test_a_cache_directory_opens_only_with_the_key_it_was_written_with(
+    open_store, tmp_path, before, then, told
+) -> None:
     directory = tmp_path / "cache"
     await (await filled(open_store, TOKENS, access=before)).close()
     files = {
@@ -245,7 +251,9 @@ async def test_a_directory_is_opened_with_its_own_key_alone(open_store, tmp_path
     assert await num_restored(store, TOKENS) == 10
 
 
-async def test_an_archive_has_no_key_and_goes_from_one_to_another(open_store, tmp_path) -> None:
+async def test_an_exported_archive_is_plain_and_can_be_imported_with_another_key_or_none(
+    open_store, tmp_path
+) -> None:
     await (await filled(open_store, TOKENS, access=KEY)).close()
     archive.export(tmp_path / "cache", None, tmp_path / "plain.tar", KEY)
     for access, into in ((accesses.PLAIN, tmp_path / "without"), (OTHER_KEY, tmp_path / "other")):
@@ -271,7 +279,7 @@ async def test_an_archive_has_no_key_and_goes_from_one_to_another(open_store, tm
         b"\r\n" + base64.b64encode(bytes(range(32))) + b"\r\n",
     ],
 )
-def test_a_key_is_32_bytes_raw_or_in_base64(tmp_path, content: bytes) -> None:
+def test_a_key_file_holds_32_bytes_raw_or_in_base64(tmp_path, content: bytes) -> None:
     file = tmp_path / "key"
     file.write_bytes(content)
     file.chmod(0o600)
@@ -290,7 +298,7 @@ def test_a_key_is_32_bytes_raw_or_in_base64(tmp_path, content: bytes) -> None:
         b"%" * 44,
     ],
 )
-def test_another_length_is_no_key(tmp_path, content: bytes) -> None:
+def test_a_key_file_without_32_raw_or_base64_bytes_is_refused(tmp_path, content: bytes) -> None:
     file = tmp_path / "key"
     file.write_bytes(content)
     file.chmod(0o600)
@@ -299,7 +307,7 @@ def test_another_length_is_no_key(tmp_path, content: bytes) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o620, 0o602])
-def test_a_key_that_others_can_read_is_refused(tmp_path, mode: int) -> None:
+def test_a_key_file_that_others_can_access_or_that_is_missing_is_refused(tmp_path, mode: int) -> None:
     file = tmp_path / "key"
     file.write_bytes(os.urandom(32))
     file.chmod(mode)
@@ -310,7 +318,9 @@ def test_a_key_that_others_can_read_is_refused(tmp_path, mode: int) -> None:
         access_by(tmp_path / "none")
 
 
-def test_a_key_needs_the_extra_and_nothing_is_loaded_without_one(tmp_path, monkeypatch) -> None:
+def test_cryptography_is_imported_only_for_a_key_and_its_absence_names_the_extra(
+    tmp_path, monkeypatch
+) -> None:
     done = subprocess.run(
         [
             sys.executable,
@@ -328,8 +338,10 @@ def test_a_key_needs_the_extra_and_nothing_is_loaded_without_one(tmp_path, monke
         access_by(tmp_path / "key")
 
 
-async def test_a_directory_that_no_process_could_note_the_key_of_is_still_empty(open_store, tmp_path) -> None:
-    """Killed before the note was in its place."""
+async def test_a_directory_whose_key_was_not_yet_recorded_when_a_process_died_can_be_used(
+    open_store, tmp_path
+) -> None:
+    """Killed before the record was in place."""
     (tmp_path / "cache" / "tmp").mkdir(parents=True)
     (tmp_path / "cache" / "tmp" / accesses.SEAL).write_text("AES")
     store = await filled(open_store, TOKENS, access=KEY)

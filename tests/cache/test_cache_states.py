@@ -1,4 +1,4 @@
-"""Layers whose state is saved whole: a match ends where there is one, and reads no other."""
+"""Layers whose state is saved whole: a match ends at a state and reads only that one."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ async def restored(store, tokens) -> int:
     return found.num_tokens
 
 
-async def test_a_match_ends_where_a_snapshot_does(open_store) -> None:
-    """Of a plain model's snapshot a part can be used; of a state nothing but the whole."""
+async def test_a_match_for_a_stateful_model_ends_at_the_end_of_a_snapshot(open_store) -> None:
+    """A part of a plain snapshot can be used, but a state only as a whole."""
     store = await open_store(layout=STATEFUL)
     for end in (4, 8, 11):
         assert save(store, TOKENS, end)
@@ -65,8 +65,8 @@ async def test_a_match_ends_where_a_snapshot_does(open_store) -> None:
     assert await restored(store, other) == 8, "a tail that goes on differently"
 
 
-async def test_the_longest_of_several_tails_is_found(open_store) -> None:
-    """Among many that begin alike, and go on differently or too far."""
+async def test_a_match_for_a_stateful_model_picks_the_longest_of_several_tails(open_store) -> None:
+    """Among many that begin alike, then differ or are too long."""
     store = await open_store(layout=STATEFUL, identity=identity(block_tokens=16))
     many = [[*TOKENS[:num], *rest] for num in (3, 5, 9) for rest in ([], [1], [98], [98, 99])]
     for tokens in many:
@@ -81,8 +81,8 @@ async def test_the_longest_of_several_tails_is_found(open_store) -> None:
     assert await restored(store, [*TOKENS[:5], 1, 3]) == 6
 
 
-async def test_a_gap_is_closed_without_a_state_and_matched_over(open_store) -> None:
-    """The second block was dropped when its state was there: without it nothing after it could be stored."""
+async def test_a_missing_block_saved_later_without_a_state_lets_later_states_be_restored(open_store) -> None:
+    """The second block was dropped with its state; until it is saved, no later block can be."""
     store = await open_store(layout=STATEFUL)
     save(store, TOKENS, 4)
     assert not save(store, TOKENS, 12)
@@ -98,7 +98,7 @@ async def test_a_gap_is_closed_without_a_state_and_matched_over(open_store) -> N
 
 
 @pytest.mark.parametrize("lost", [False, True], ids=["catalog", "headers"])
-async def test_which_snapshots_have_a_state_is_known_after_a_restart(open_store, tmp_path, lost) -> None:
+async def test_a_reopened_store_knows_which_snapshots_have_a_state(open_store, tmp_path, lost) -> None:
     store = await open_store(layout=STATEFUL)
     save(store, TOKENS, 4)
     save(store, TOKENS, 8, resumable=False)
@@ -113,8 +113,8 @@ async def test_which_snapshots_have_a_state_is_known_after_a_restart(open_store,
     assert {num: await restored(store, TOKENS[:num]) for num in expected} == expected
 
 
-async def test_a_model_of_states_alone_is_restored_from_the_last_one(open_store) -> None:
-    """Its gaps are files with nothing but a header."""
+async def test_a_model_that_has_only_states_is_restored_from_its_last_saved_state(open_store) -> None:
+    """Blocks without a state are files with only a header."""
     store = await open_store(layout=ModelLayout((), STATES))
     for end in (4, 8, 12, 14):
         assert save(store, TOKENS, end, only_state=True, resumable=end != 4)
@@ -138,7 +138,9 @@ def file_of(tmp_path, tokens, end):
     return next((tmp_path / "cache").rglob(f"{digest.hex()}.safetensors"))
 
 
-async def test_a_doubtful_state_is_a_miss_and_the_one_before_it_is_found_next(open_store, tmp_path) -> None:
+async def test_a_damaged_state_is_a_miss_and_the_next_restore_uses_the_state_before_it(
+    open_store, tmp_path
+) -> None:
     store = await open_store(layout=STATEFUL)
     for end in (4, 8, 12):
         save(store, TOKENS, end)
@@ -155,7 +157,7 @@ async def test_a_doubtful_state_is_a_miss_and_the_one_before_it_is_found_next(op
     assert store.match("a", TOKENS).num_tokens == 0
 
 
-async def test_a_tail_goes_when_a_state_further_on_is_stored_and_no_sooner(open_store) -> None:
+async def test_a_tail_is_removed_only_once_a_later_state_is_stored(open_store) -> None:
     store = await open_store(layout=STATEFUL)
     save(store, TOKENS, 6)
     save(store, TOKENS, 4)
@@ -192,7 +194,7 @@ def load(path, name: Name, *, state: bool = True):
     return blank.arrays()
 
 
-def test_a_state_of_another_boundary_in_a_sound_file_is_doubtful(tmp_path) -> None:
+def test_a_file_with_the_state_of_another_position_is_rejected(tmp_path) -> None:
     early, late = tmp_path / "4.safetensors", tmp_path / "8.safetensors"
     write(early, 4, (*cut(TOKENS, Span(0, 4)), state(4)))
     name = write(late, 8, (*cut(TOKENS, Span(0, 8)), state(8)))
@@ -204,7 +206,7 @@ def test_a_state_of_another_boundary_in_a_sound_file_is_doubtful(tmp_path) -> No
     assert_is_kv_of(load(late, name, state=False), TOKENS[:8])
 
 
-def test_any_change_of_a_file_with_a_state_is_doubtful(tmp_path) -> None:
+def test_any_change_in_a_file_with_a_state_is_detected(tmp_path) -> None:
     path = tmp_path / "x.safetensors"
     name = write(path, 4, (*cut(TOKENS, Span(0, 4)), state(4)))
     whole = path.read_bytes()
@@ -221,7 +223,7 @@ def test_any_change_of_a_file_with_a_state_is_doubtful(tmp_path) -> None:
         load(path, name)
 
 
-def test_what_has_no_state_is_not_resumed_from(tmp_path) -> None:
+def test_a_snapshot_without_a_state_is_valid_but_cannot_be_resumed_from(tmp_path) -> None:
     path = tmp_path / "x.safetensors"
     name = write(path, 4, cut(TOKENS, Span(0, 4)), resumable=False)
     load(path, name, state=False)
@@ -243,13 +245,13 @@ def test_what_has_no_state_is_not_resumed_from(tmp_path) -> None:
         ((Tensor("state.2.numbers", "F32", (3, 5), state(4).data),), True),
     ],
 )
-def test_tensors_that_are_not_a_snapshots_are_not_laid_out(tmp_path, tensors, resumable) -> None:
+def test_encoding_tensors_that_do_not_form_a_snapshot_raises_an_error(tmp_path, tensors, resumable) -> None:
     with pytest.raises(ValueError, match="not a snapshot"):
         write(tmp_path / "x.safetensors", 4, tensors, resumable=resumable)
 
 
-def test_a_quantised_layer_and_one_without_values_come_back(tmp_path) -> None:
-    """Six tensors for one layer, in two types; and an index keeps keys alone, with values of no size."""
+def test_a_quantised_layer_and_a_layer_with_keys_only_are_read_back_unchanged(tmp_path) -> None:
+    """Six tensors of two types for one layer; an index layer has keys, and values of size zero."""
     import mlx.core as mx
 
     whole = kv(TOKENS)["0.keys"][:, :, :4]
@@ -273,8 +275,8 @@ def test_a_quantised_layer_and_one_without_values_come_back(tmp_path) -> None:
     assert arrays["1.0.values"][:, :, :4].shape == (1, 1, 4, 0)
 
 
-async def test_snapshots_of_the_first_version_stay_until_they_are_evicted(open_store, tmp_path) -> None:
-    """Their catalog is taken over: without it they would be found as files in doubt."""
+async def test_snapshots_of_the_first_format_version_are_kept_and_counted(open_store, tmp_path) -> None:
+    """Their index is migrated; without it the files would count as damaged."""
     store = await open_store()
     name = Name(blocks.root(b"an older identity".ljust(32), "a"), 0, pack(TOKENS[:4]))
     assert await store.close()
@@ -305,7 +307,9 @@ async def test_snapshots_of_the_first_version_stay_until_they_are_evicted(open_s
     assert store.match("a", TOKENS).num_tokens == 4
 
 
-async def test_another_store_that_shares_a_tier_resumes_at_a_state(open_store, tmp_path) -> None:
+async def test_a_store_resumes_at_a_state_that_another_store_put_in_the_shared_tier(
+    open_store, tmp_path
+) -> None:
     tier = SharedDirectory(tmp_path / "tier", PLAIN, max_bytes=1 << 30, min_free_bytes=0)
     one = await open_store(tmp_path / "one", layout=STATEFUL, tier=tier)
     for end, resumable in ((4, False), (8, True), (11, True)):

@@ -1,4 +1,4 @@
-"""The store on a real directory: what is saved is found again, and only that; limits hold."""
+"""The store on a real directory: saved snapshots are found again; limits hold."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def files(tmp_path) -> int:
     return len(list((tmp_path / "cache" / "snapshots").iterdir()))
 
 
-async def test_what_waits_for_a_disk_that_hangs_is_let_go_for_its_memory(open_store, gate) -> None:
+async def test_queued_snapshots_are_dropped_to_free_memory_while_the_disk_hangs(open_store, gate) -> None:
     store = await open_store()
     spans = store.wanted("a", TOKENS, 0, len(TOKENS))
     tensors = [cut(TOKENS, span) for span in spans]
@@ -47,7 +47,7 @@ async def test_what_waits_for_a_disk_that_hangs_is_let_go_for_its_memory(open_st
     assert await num_restored(store, TOKENS) == 10
 
 
-async def test_what_was_saved_is_restored_also_by_the_next_process(open_store) -> None:
+async def test_saved_snapshots_are_restored_by_a_reopened_store(open_store) -> None:
     store = await open_store()
     assert save_all(store, "a", TOKENS) == [True, True, True]
     assert await store.close()
@@ -73,14 +73,14 @@ async def test_what_was_saved_is_restored_also_by_the_next_process(open_store) -
         ([], 0),
     ],
 )
-async def test_the_longest_stored_prefix_is_found_to_the_token(open_store, tokens, found) -> None:
+async def test_a_match_finds_the_longest_stored_prefix_exact_to_the_token(open_store, tokens, found) -> None:
     store = await open_store()
     save_all(store, "a", TOKENS)
     await store.barrier(5)
     assert await num_restored(store, tokens) == found
 
 
-async def test_a_block_is_not_read_for_a_few_of_its_tokens(open_store) -> None:
+async def test_a_block_is_not_matched_for_fewer_than_a_quarter_of_its_tokens(open_store) -> None:
     store = await open_store(identity=identity(block_tokens=16))
     save_all(store, "a", list(range(16)))
     await store.barrier(5)
@@ -88,7 +88,7 @@ async def test_a_block_is_not_read_for_a_few_of_its_tokens(open_store) -> None:
     assert store.match("a", [0, 1, 2, 3, 99]).num_tokens == 4
 
 
-async def test_another_tenant_finds_nothing(open_store) -> None:
+async def test_a_tenant_does_not_find_the_snapshots_of_another_tenant(open_store) -> None:
     store = await open_store()
     save_all(store, "a", TOKENS)
     await store.barrier(5)
@@ -96,7 +96,7 @@ async def test_another_tenant_finds_nothing(open_store) -> None:
     assert store.wanted("b", TOKENS, 0, 10) == [Span(0, 4), Span(4, 8), Span(8, 10)]
 
 
-async def test_another_model_finds_nothing_and_leaves_the_files_alone(open_store) -> None:
+async def test_another_model_finds_no_snapshots_and_leaves_the_files_in_place(open_store) -> None:
     store = await open_store()
     save_all(store, "a", TOKENS)
     await store.close()
@@ -107,7 +107,7 @@ async def test_another_model_finds_nothing_and_leaves_the_files_alone(open_store
     assert await num_restored(await open_store(), TOKENS) == 10
 
 
-async def test_only_what_is_missing_is_wanted(open_store) -> None:
+async def test_wanted_names_only_the_spans_that_are_not_yet_stored_or_queued(open_store) -> None:
     store = await open_store()
     assert store.wanted("a", TOKENS, 0, 10) == [Span(0, 4), Span(4, 8), Span(8, 10)]
     assert store.save("a", TOKENS, Span(0, 4), cut(TOKENS, Span(0, 4)))
@@ -120,8 +120,8 @@ async def test_only_what_is_missing_is_wanted(open_store) -> None:
     assert store.wanted("a", TOKENS, 10, 10) == []
 
 
-async def test_what_nothing_could_find_is_not_wanted(open_store) -> None:
-    """Without the blocks before it a span is unreachable; asked from 0, the gap is mended."""
+async def test_a_span_whose_earlier_blocks_are_missing_is_neither_wanted_nor_saved(open_store) -> None:
+    """Without the blocks before it a span is unreachable; asked from 0, all are wanted."""
     store = await open_store()
     assert store.wanted("a", TOKENS, 5, 10) == []
     assert not store.save("a", TOKENS, Span(4, 8), cut(TOKENS, Span(4, 8)))
@@ -130,7 +130,7 @@ async def test_what_nothing_could_find_is_not_wanted(open_store) -> None:
     assert len(store.wanted("a", TOKENS, 0, 10)) == 3
 
 
-async def test_saving_twice_writes_once(open_store) -> None:
+async def test_saving_the_same_block_again_writes_it_once(open_store) -> None:
     store = await open_store()
     for _ in range(2):
         assert store.save("a", TOKENS, Span(0, 4), cut(TOKENS, Span(0, 4)))
@@ -139,7 +139,7 @@ async def test_saving_twice_writes_once(open_store) -> None:
     assert store.stats().accepted == store.stats().durable == 1
 
 
-async def test_tails_that_have_grown_do_not_pile_up(open_store, tmp_path) -> None:
+async def test_outgrown_tails_are_removed_as_a_session_grows(open_store, tmp_path) -> None:
     store = await open_store()
     for end in (1, 2, 3, 5, 6, 7, 9, 10):
         save_all(store, "a", TOKENS[:end])
@@ -149,8 +149,8 @@ async def test_tails_that_have_grown_do_not_pile_up(open_store, tmp_path) -> Non
     assert await num_restored(store, TOKENS) == 10
 
 
-async def test_a_tail_that_another_session_went_on_from_is_still_found(open_store) -> None:
-    """The shared system prompt: its own tail is gone, but the block that took its place holds it."""
+async def test_a_tail_replaced_by_a_longer_one_is_still_found_by_other_sessions(open_store) -> None:
+    """A shared system prompt: its own tail is gone, but the block that replaced it holds it."""
     store = await open_store()
     save_all(store, "a", [1, 2, 3])
     await store.barrier(5)
@@ -159,7 +159,7 @@ async def test_a_tail_that_another_session_went_on_from_is_still_found(open_stor
     assert await num_restored(store, [1, 2, 3, 60, 61]) == 3
 
 
-async def test_branches_of_a_prefix_share_its_blocks(open_store, tmp_path) -> None:
+async def test_branches_of_a_session_share_the_blocks_of_their_common_prefix(open_store, tmp_path) -> None:
     store = await open_store()
     for branch in range(3):
         save_all(store, "a", [*TOKENS[:8], 100 + branch])
@@ -169,7 +169,7 @@ async def test_branches_of_a_prefix_share_its_blocks(open_store, tmp_path) -> No
         assert await num_restored(store, [*TOKENS[:8], 100 + branch]) == 9
 
 
-async def test_what_is_being_loaded_is_not_evicted(open_store) -> None:
+async def test_a_snapshot_held_by_a_pending_load_is_not_evicted(open_store) -> None:
     store = await open_store()
     save_all(store, "a", [1, 2])
     await store.barrier(5)
@@ -189,8 +189,10 @@ async def test_what_is_being_loaded_is_not_evicted(open_store) -> None:
     assert_sum_rule(store)
 
 
-async def test_the_disk_limit_holds_on_the_disk_at_every_step(open_store, tmp_path, monkeypatch) -> None:
-    """Looked at by the writer itself, when a new file is complete: what it replaces must be gone by then."""
+async def test_the_files_on_disk_never_exceed_the_disk_limit_at_any_step(
+    open_store, tmp_path, monkeypatch
+) -> None:
+    """Measured by the writer when a new file is complete: evicted files must be gone by then."""
     store = await open_store()
     save_all(store, "a", list(range(4)))
     await store.barrier(5)
@@ -228,7 +230,7 @@ async def test_a_snapshot_does_not_evict_its_own_prefix(open_store) -> None:
     assert await num_restored(store, TOKENS) == 4
 
 
-async def test_a_lowered_limit_shrinks_the_cache_at_the_start(open_store, tmp_path) -> None:
+async def test_a_lowered_disk_limit_shrinks_the_cache_at_the_next_start(open_store, tmp_path) -> None:
     store = await open_store()
     for session in range(60):
         save_all(store, "a", [session, 1])
@@ -241,7 +243,7 @@ async def test_a_lowered_limit_shrinks_the_cache_at_the_start(open_store, tmp_pa
     assert store.match("a", [59, 1]).num_tokens == 2
 
 
-async def test_what_can_never_fit_is_dropped_with_its_reason(open_store) -> None:
+async def test_a_snapshot_too_large_for_the_disk_limit_or_the_queue_is_not_saved(open_store) -> None:
     store = await open_store(max_bytes=100)
     assert save_all(store, "a", [1, 2]) == [False]
     store = await open_store(directory=store._folder.directory.with_name("other"), queue_bytes=100)
@@ -249,8 +251,8 @@ async def test_what_can_never_fit_is_dropped_with_its_reason(open_store) -> None
     assert store.stats().dropped == {"too_large": 1}
 
 
-async def test_a_full_queue_drops_and_what_depends_on_it(open_store, gate) -> None:
-    """Bounded by bytes. The room shows before anything is cut; after a gap nothing more is taken."""
+async def test_a_full_queue_drops_new_snapshots_and_those_that_depend_on_them(open_store, gate) -> None:
+    """The limit is in bytes, `room` shows it in advance; after a dropped block none is taken."""
     store = await open_store(queue_bytes=3000)
     sizes = []
     for session in range(3):
@@ -272,19 +274,21 @@ async def test_a_full_queue_drops_and_what_depends_on_it(open_store, gate) -> No
     assert save_all(store, "a", [2] * 4) == [True]
 
 
-async def test_free_disk_space_is_left_alone(open_store) -> None:
+async def test_saves_are_dropped_when_the_disk_lacks_the_required_free_space(open_store) -> None:
     store = await open_store(min_free_bytes=1 << 60)
     assert save_all(store, "a", [1, 2]) == [False]
     assert store.stats().dropped == {"disk_limit": 1}
 
 
-async def test_a_directory_has_one_store(open_store, tmp_path) -> None:
+async def test_a_directory_can_be_opened_by_one_store_at_a_time(open_store, tmp_path) -> None:
     await open_store()
     with pytest.raises(DirectoryLockedError, match=r"in use by process \d+; give each worker its own"):
         await open_store()
 
 
-async def test_a_directory_that_another_process_holds_is_refused_and_named(open_store, tmp_path) -> None:
+async def test_opening_a_directory_in_use_raises_an_error_that_names_the_other_process(
+    open_store, tmp_path
+) -> None:
     code = (
         "import sys, pathlib; from cache.disk.folder import Folder; "
         "folder = Folder(pathlib.Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
@@ -300,7 +304,9 @@ async def test_a_directory_that_another_process_holds_is_refused_and_named(open_
     assert await (await open_store()).barrier(5), "a lock does not outlive its process"
 
 
-async def test_forgotten_tokens_are_gone_and_what_others_share_stays(open_store, tmp_path) -> None:
+async def test_forgetting_tokens_removes_their_snapshots_but_not_those_shared_with_others(
+    open_store, tmp_path
+) -> None:
     store = await open_store()
     save_all(store, "a", TOKENS)
     save_all(store, "a", [*TOKENS[:6], 99])
@@ -317,7 +323,7 @@ async def test_forgotten_tokens_are_gone_and_what_others_share_stays(open_store,
 
 @pytest.mark.parametrize("shared", [0, 10, 128, 200])
 @pytest.mark.parametrize("length", [300, 256])
-async def test_marks_erase_a_sequence_and_leave_what_differs_before_the_last_one(
+async def test_erasing_by_hash_marks_removes_a_token_sequence_but_keeps_longer_and_branching_ones(
     open_store, length, shared
 ) -> None:
     tokens = list(range(1000, 1000 + length))
@@ -336,7 +342,7 @@ async def test_marks_erase_a_sequence_and_leave_what_differs_before_the_last_one
     assert await num_restored(store, tokens, "b") == length
 
 
-async def test_marks_of_a_short_sequence_erase_it(open_store) -> None:
+async def test_erasing_by_hash_marks_removes_a_short_token_sequence_and_no_other(open_store) -> None:
     store = await open_store()
     save_all(store, "a", TOKENS)
     save_all(store, "a", list(range(50, 250)))
@@ -345,7 +351,7 @@ async def test_marks_of_a_short_sequence_erase_it(open_store) -> None:
     assert await num_restored(store, list(range(50, 250))) == 200
 
 
-async def test_a_directory_remembers_up_to_where_it_has_erased(open_store) -> None:
+async def test_a_directory_remembers_the_log_position_up_to_which_it_has_erased(open_store) -> None:
     store = await open_store()
     assert store.erased_up_to("log") is None
     store.note_erased(Erased("log", 5, 1.5))
@@ -354,7 +360,7 @@ async def test_a_directory_remembers_up_to_where_it_has_erased(open_store) -> No
     assert (await open_store()).erased_up_to("log") == Erased("log", 7, 2.5)
 
 
-async def test_forgetting_cancels_what_is_queued(open_store, tmp_path, gate) -> None:
+async def test_forgetting_tokens_cancels_their_queued_snapshots(open_store, tmp_path, gate) -> None:
     store = await open_store()
     save_all(store, "a", TOKENS)
     assert store.forget("a", TOKENS) == 3
@@ -368,10 +374,10 @@ async def test_forgetting_cancels_what_is_queued(open_store, tmp_path, gate) -> 
 
 
 @pytest.mark.parametrize("save_again", [False, True])
-async def test_a_rename_under_way_does_not_bring_back_what_was_forgotten(
+async def test_a_file_being_renamed_while_it_is_forgotten_does_not_come_back(
     open_store, tmp_path, monkeypatch, save_again
 ) -> None:
-    """The writer has looked for the last time: only the event loop can still know better."""
+    """The writer has checked for the last time; only the event loop can still cancel."""
     store = await open_store()
     renaming, go_on, place = threading.Event(), threading.Event(), Folder.place
 
@@ -396,7 +402,7 @@ async def test_a_rename_under_way_does_not_bring_back_what_was_forgotten(
     assert (await open_store()).stats().stored == int(save_again)
 
 
-async def test_forgotten_while_loading_goes_when_that_is_done(open_store, tmp_path) -> None:
+async def test_snapshots_forgotten_during_a_load_are_removed_when_the_load_ends(open_store, tmp_path) -> None:
     store = await open_store()
     save_all(store, "a", TOKENS)
     await store.barrier(5)
@@ -411,7 +417,7 @@ async def test_forgotten_while_loading_goes_when_that_is_done(open_store, tmp_pa
     assert files(tmp_path) == store.stats().stored == 0
 
 
-async def test_what_is_saved_on_top_of_the_forgotten_keeps_it(open_store) -> None:
+async def test_a_forgotten_block_stays_if_a_new_snapshot_continues_it(open_store) -> None:
     store = await open_store()
     save_all(store, "a", TOKENS[:4])
     await store.barrier(5)
@@ -423,7 +429,7 @@ async def test_what_is_saved_on_top_of_the_forgotten_keeps_it(open_store) -> Non
     assert await num_restored(store, TOKENS) == 8
 
 
-async def test_a_barrier_says_when_time_runs_out(open_store, gate) -> None:
+async def test_a_barrier_returns_false_when_its_timeout_passes(open_store, gate) -> None:
     store = await open_store()
     save_all(store, "a", [1, 2])
     assert not await store.barrier(0.05)
@@ -431,7 +437,7 @@ async def test_a_barrier_says_when_time_runs_out(open_store, gate) -> None:
     assert await store.barrier(5)
 
 
-async def test_closing_in_haste_gives_up_what_is_queued(open_store, gate) -> None:
+async def test_closing_with_a_short_timeout_cancels_queued_snapshots(open_store, gate) -> None:
     store = await open_store()
     save_all(store, "a", TOKENS)
     assert not await store.close(timeout_s=0.2)
@@ -442,10 +448,10 @@ async def test_closing_in_haste_gives_up_what_is_queued(open_store, gate) -> Non
     assert_sum_rule(store)
 
 
-async def test_what_was_forgotten_and_dropped_when_it_came_again_is_not_left_behind(
+async def test_a_snapshot_forgotten_then_saved_again_and_dropped_leaves_no_file(
     open_store, tmp_path, monkeypatch
 ) -> None:
-    """The first write was past the last look when it was given up; the second was to replace its file."""
+    """The first write was past its last check when cancelled; the second would replace its file."""
     gate, entered, place = threading.Event(), threading.Event(), Folder.place
 
     def held(folder, path, digest) -> None:
@@ -467,7 +473,7 @@ async def test_what_was_forgotten_and_dropped_when_it_came_again_is_not_left_beh
     assert_sum_rule(store)
 
 
-async def test_a_closed_store_refuses_and_counts(open_store) -> None:
+async def test_a_closed_store_counts_saves_as_dropped_and_restores_nothing(open_store) -> None:
     store = await open_store()
     save_all(store, "a", [3, 4])
     assert await store.close()
@@ -477,7 +483,7 @@ async def test_a_closed_store_refuses_and_counts(open_store) -> None:
     assert await asyncio.wait_for(store.load(store.match("a", [3, 4])), 10) is None
 
 
-async def test_a_cancelled_load_unpins(open_store) -> None:
+async def test_a_cancelled_load_releases_its_snapshots(open_store) -> None:
     store = await open_store()
     save_all(store, "a", [1, 2])
     await store.barrier(5)
@@ -490,7 +496,7 @@ async def test_a_cancelled_load_unpins(open_store) -> None:
     assert store.stats().stored == 0
 
 
-async def test_loads_side_by_side_do_not_disturb_each_other(open_store) -> None:
+async def test_concurrent_loads_of_different_sessions_all_succeed(open_store) -> None:
     store = await open_store()
     sessions = [[i, *range(20)] for i in range(8)]
     for tokens in sessions:
@@ -499,7 +505,7 @@ async def test_loads_side_by_side_do_not_disturb_each_other(open_store) -> None:
     assert await asyncio.gather(*(num_restored(store, tokens) for tokens in sessions)) == [21] * 8
 
 
-async def test_the_names_in_the_directory_are_the_chain(open_store, tmp_path) -> None:
+async def test_the_file_names_in_the_directory_are_the_digests_of_the_chain(open_store, tmp_path) -> None:
     store = await open_store()
     save_all(store, "a", TOKENS[:8])
     await store.barrier(5)

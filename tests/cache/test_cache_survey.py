@@ -1,4 +1,4 @@
-"""The index is looked at beside a worker that has it for itself, and changes it all the time."""
+"""The index is read beside a worker that owns it and changes it all the time."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from cache.names.errors import CacheError
 PINS = 300
 
 
-def test_what_is_looked_at_while_it_changes_is_what_was_there_at_some_moment(tmp_path) -> None:
-    """Pins come and go all together: whoever saw some of them would have copied half of a change."""
+def test_inspecting_an_index_while_it_changes_shows_a_consistent_state(tmp_path) -> None:
+    """All pins come and go together: a copy with only some has half of a change."""
     folder = Folder(tmp_path)
     catalog = Catalog(folder)
     over = threading.Event()
@@ -43,8 +43,10 @@ def test_what_is_looked_at_while_it_changes_is_what_was_there_at_some_moment(tmp
     assert seen == {0, PINS}
 
 
-def test_where_the_log_begins_anew_meanwhile_the_index_is_copied_again(tmp_path, monkeypatch) -> None:
-    """Else the copy has old pages that the new log no longer says anything of."""
+def test_the_index_is_copied_again_if_its_write_ahead_log_restarts_during_the_copy(
+    tmp_path, monkeypatch
+) -> None:
+    """Otherwise the copy has old pages that the new log does not cover."""
     folder = Folder(tmp_path)
     catalog = Catalog(folder)
     early, late = ([Pin(bytes([i % 256] * 16), bytes([kind] * 400)) for i in range(200)] for kind in (1, 2))
@@ -83,14 +85,14 @@ async def without_files(open_store, tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
-async def test_no_file_is_in_doubt_because_none_can_be_opened(without_files) -> None:
+async def test_verify_and_inspect_raise_an_error_if_no_file_can_be_opened(without_files) -> None:
     with pytest.raises(OSError, match="Too many open files"):
         survey.verify(without_files, lambda done, total: None)
     with pytest.raises(OSError, match="Too many open files"):
         survey.inspect(without_files)
 
 
-async def test_an_export_of_all_leaves_nothing_out_because_it_cannot_be_opened(
+async def test_an_export_fails_and_leaves_no_archive_if_no_file_can_be_opened(
     without_files, tmp_path
 ) -> None:
     with pytest.raises(CacheError, match=r"cannot be exported: .*Too many open files"):

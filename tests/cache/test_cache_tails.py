@@ -1,4 +1,4 @@
-"""Tails grow by pieces: little is written again, and what is there reaches as far as what was saved."""
+"""Tails grow by pieces: few tokens are rewritten, and a restore reaches all saved tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def piece_starts(store) -> list[tuple[int, int]]:
 
 
 @given(st.integers(0, 8).map(lambda power: 2**power), st.lists(st.integers(1, 40), min_size=1, max_size=300))
-def test_a_token_is_written_no_more_often_than_the_logarithm_of_block_by_turn(block, turns) -> None:
+def test_a_token_is_written_at_most_two_plus_log2_of_block_over_turn_times(block, turns) -> None:
     edges, end, writes = [0], 0, Counter()
     for turn in turns:
         grown = end + turn
@@ -55,7 +55,7 @@ HISTORIES = st.lists(
 
 @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 @given(HISTORIES)
-def test_whatever_was_saved_is_found_through_growth_rewinds_and_forks(history) -> None:
+def test_saved_tokens_are_found_again_after_growth_rewinds_and_forks(history) -> None:
     async def live(directory: Path) -> None:
         settings = {"max_bytes": 1 << 30, "queue_bytes": 1 << 30, "min_free_bytes": 0}
         store = await Store.open(directory, identity=identity(block_tokens=LONG), layout=LAYOUT, **settings)
@@ -88,7 +88,7 @@ def test_whatever_was_saved_is_found_through_growth_rewinds_and_forks(history) -
         asyncio.run(live(Path(folder)))
 
 
-async def test_a_tail_that_grows_a_little_is_not_written_again(open_store) -> None:
+async def test_a_growing_tail_does_not_rewrite_its_first_piece(open_store) -> None:
     store = await open_store(identity=identity(block_tokens=LONG))
     tokens = list(range(15))
     seen = []
@@ -107,7 +107,7 @@ async def test_a_tail_that_grows_a_little_is_not_written_again(open_store) -> No
     assert piece_starts(store) == [(0, 8), (8, 12), (12, 15)]
 
 
-async def test_a_full_block_swallows_the_pieces_of_its_span(open_store, tmp_path) -> None:
+async def test_a_full_block_replaces_the_tail_pieces_of_its_span(open_store, tmp_path) -> None:
     store = await open_store(identity=identity(block_tokens=LONG))
     tokens = list(range(18))
     for end in (8, 12, 14, 18):
@@ -117,7 +117,7 @@ async def test_a_full_block_swallows_the_pieces_of_its_span(open_store, tmp_path
     assert len(list((tmp_path / "cache" / "snapshots").iterdir())) == 2
 
 
-async def test_a_piece_that_another_session_continues_stays(open_store) -> None:
+async def test_a_full_block_does_not_replace_a_tail_piece_that_another_session_continues(open_store) -> None:
     store = await open_store(identity=identity(block_tokens=LONG))
     for tokens in ([*range(8)], [*range(8), 50, 51], [*range(16)]):
         save_all(store, "a", tokens)
@@ -130,7 +130,7 @@ async def test_a_piece_that_another_session_continues_stays(open_store) -> None:
     assert store.forget("a", list(range(16))) == 1
 
 
-async def test_forgetting_takes_all_pieces_of_the_tokens(open_store, tmp_path) -> None:
+async def test_forgetting_tokens_removes_all_pieces_of_their_tail(open_store, tmp_path) -> None:
     store = await open_store(identity=identity(block_tokens=LONG))
     for end in (8, 12, 14, 15):
         save_all(store, "a", list(range(end)))
@@ -140,8 +140,10 @@ async def test_forgetting_takes_all_pieces_of_the_tokens(open_store, tmp_path) -
 
 
 @pytest.mark.parametrize("forget", [False, True])
-async def test_what_a_turn_holds_can_be_continued_whatever_others_do(open_store, forget) -> None:
-    """Between the beginning of a turn and its end another one outgrows the pieces, or forgets them."""
+async def test_a_turn_can_extend_tail_pieces_it_holds_after_others_replaced_or_forgot_them(
+    open_store, forget
+) -> None:
+    """During a turn another one replaces the pieces by a longer one, or forgets them."""
     store = await open_store(identity=identity(block_tokens=LONG))
     mine = [*range(8), 8, 50]
     for end in (8, 9):
@@ -162,7 +164,7 @@ async def test_what_a_turn_holds_can_be_continued_whatever_others_do(open_store,
     assert_is_kv_of(restored.tensors, mine)
 
 
-async def test_a_piece_whose_chain_is_gone_is_dropped(open_store) -> None:
+async def test_a_tail_piece_whose_parent_is_not_stored_is_not_saved(open_store) -> None:
     store = await open_store()
     save_all(store, "a", [1, 2])
     assert not store.save("a", [1, 7, 3], Span(2, 3), cut([1, 7, 3], Span(2, 3)))
@@ -172,10 +174,10 @@ async def test_a_piece_whose_chain_is_gone_is_dropped(open_store) -> None:
 
 
 @pytest.mark.parametrize("lose_the_catalog", [False, True])
-async def test_a_crash_at_any_point_leaves_chains_that_reach_as_far_as_what_was_durable(
+async def test_after_a_crash_at_any_write_the_next_process_restores_every_durable_token(
     open_store, tmp_path, monkeypatch, lose_the_catalog
 ) -> None:
-    """What the disk holds after each step of the writer, as the next process finds it."""
+    """The disk after each step of the writer, as the next process finds it."""
     moments: list[tuple[Path, int]] = []
     place, remove = Folder.place, Folder.remove
     reached = 0
@@ -217,6 +219,6 @@ async def test_a_crash_at_any_point_leaves_chains_that_reach_as_far_as_what_was_
         await after.close()
 
 
-def test_where_nothing_was_added_no_piece_starts() -> None:
+def test_a_tail_that_did_not_grow_starts_no_new_piece() -> None:
     assert blocks.tail_start((8,), 9) == 8
     assert blocks.tail_start((8, 9), 9) == 9

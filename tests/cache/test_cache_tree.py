@@ -1,4 +1,4 @@
-"""The index's tree against a naive model of it, which walks whole chains; and how little it takes."""
+"""The index's tree against a naive model that walks whole chains; and its use of memory."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ Modelled.TestCase.settings = settings(
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )
-test_the_tree_is_what_a_naive_model_of_it_is = Modelled.TestCase
+test_the_index_tree_behaves_like_a_naive_model_that_walks_whole_chains = Modelled.TestCase
 
 
 def saved(index: Index, chance: Random) -> None:
@@ -200,7 +200,7 @@ def saved(index: Index, chance: Random) -> None:
         index.mark_durable(index.add(name, 60_000))
 
 
-def test_an_idle_session_takes_less_than_two_kib() -> None:
+def test_an_idle_session_takes_less_than_two_kib_in_the_index() -> None:
     """592 bytes of it are the tokens of a block and a tail."""
     index, chance, num_sessions = Index(time.time), Random(1), 2000
     for _ in range(100):
@@ -218,8 +218,8 @@ def test_an_idle_session_takes_less_than_two_kib() -> None:
     assert index.stored == 2 * (num_sessions + 100)
 
 
-def test_what_was_removed_leaves_nothing_behind() -> None:
-    """A cache that is full forgets as much as it takes in, for ever."""
+def test_removed_entries_leave_nothing_behind_in_the_index() -> None:
+    """A full cache evicts as much as it stores, for ever."""
     index, chance = Index(time.time), Random(1)
     for _ in range(300):
         saved(index, chance)

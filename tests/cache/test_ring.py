@@ -1,4 +1,4 @@
-"""A ring holds sinks and a window at places that follow from positions alone."""
+"""A ring cache holds sinks and a window, in slots computed from positions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _edges(end: int, cuts: list[int]) -> list[int]:
     end=st.integers(1, 3000),
     cuts=st.lists(st.integers(0, 3000), max_size=9),
 )
-def test_a_ring_is_the_same_however_its_tokens_came(
+def test_a_ring_cache_has_the_same_contents_however_its_tokens_are_split_into_writes(
     sink: int, window: int, end: int, cuts: list[int]
 ) -> None:
     whole, pieces, rebuilt = (RingCache(sink, window) for _ in range(3))
@@ -51,7 +51,7 @@ def test_a_ring_is_the_same_however_its_tokens_came(
         assert all(mx.array_equal(a[0], b[0]).item() for a, b in zip(one, other, strict=True))
 
 
-def test_a_ring_goes_back_as_far_as_what_is_seen_then_is_held() -> None:
+def test_a_full_ring_cache_can_be_trimmed_by_its_spare_slots_at_most_and_a_short_one_to_zero() -> None:
     ring = RingCache(4, 100)
     _run(ring, _edges(1000, []))
     assert ring.can_trim(1000 - SLACK)
@@ -62,8 +62,8 @@ def test_a_ring_goes_back_as_far_as_what_is_seen_then_is_held() -> None:
     assert young.can_trim(0)
 
 
-def test_a_ring_that_went_back_or_was_filled_knows_what_it_lacks() -> None:
-    """What was overwritten, or was never read, must not be attended to."""
+def test_a_trimmed_or_refilled_ring_cache_refuses_to_go_back_to_tokens_it_does_not_hold() -> None:
+    """Tokens that were overwritten or never written must not be attended to."""
     ring = RingCache(4, 100)
     _run(ring, _edges(1000, []))
     ring.trim(200)
@@ -88,7 +88,7 @@ def test_a_ring_that_went_back_or_was_filled_knows_what_it_lacks() -> None:
     assert young.can_trim(0)
 
 
-def test_a_copy_of_a_ring_goes_on_by_itself() -> None:
+def test_a_copy_of_a_ring_cache_is_independent_of_the_original() -> None:
     ring = RingCache(4, 100)
     _run(ring, _edges(400, []))
     copy = RingCache(4, 100)
@@ -100,7 +100,7 @@ def test_a_copy_of_a_ring_goes_on_by_itself() -> None:
     assert (ring.offset, copy.offset) == (600, 300)
 
 
-def test_a_ring_does_not_give_what_it_has_overwritten() -> None:
+def test_reading_overwritten_or_future_tokens_of_a_ring_cache_raises_an_error() -> None:
     ring = RingCache(4, 100)
     _run(ring, _edges(1000, []))
     with pytest.raises(ValueError, match="not held"):

@@ -1,4 +1,4 @@
-"""`turnkeep ask`: what is piped in, what comes out, and what an answer waits for, with a real worker."""
+"""`turnkeep ask` with a real worker: its input, its output, signals and outages."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def ask(worker: LocalWorker, *arguments: object, **more: Any) -> subproces
         (("What is it?",), "\n \n", "What is it?"),
     ],
 )
-async def test_what_is_piped_in_is_a_part_of_the_question(
+async def test_text_piped_into_ask_becomes_part_of_the_question(
     local_worker: Callable[..., Any], arguments: tuple[str, ...], piped: str, whole: str
 ) -> None:
     worker = await local_worker()
@@ -72,14 +72,14 @@ async def test_what_is_piped_in_is_a_part_of_the_question(
     ("piped", "says"),
     [(b"", "there is no question"), (b" \n", "there is no question"), (b"ab\xff", "not UTF-8 at byte 2")],
 )
-def test_a_pipe_without_a_text_is_wrong_usage(piped: bytes, says: str) -> None:
+def test_ask_with_an_empty_or_invalid_pipe_and_no_question_is_a_usage_error(piped: bytes, says: str) -> None:
     done = turnkeep("ask", text=piped)
     assert (done.returncode, done.stdout) == (2, "")
     assert says in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_a_terminal_is_not_read_for_a_question_but_for_a_dash() -> None:
+def test_ask_reads_a_question_from_the_terminal_only_if_given_a_dash() -> None:
     with Terminal("ask") as terminal:
         assert terminal.end() == 2
         assert "there is no question" in terminal.transcript
@@ -89,7 +89,7 @@ def test_a_terminal_is_not_read_for_a_question_but_for_a_dash() -> None:
         assert "no NATS server" in terminal.transcript
 
 
-async def test_the_options_of_an_answer_reach_the_worker(local_worker: Callable[..., Any]) -> None:
+async def test_the_generation_options_of_ask_reach_the_worker(local_worker: Callable[..., Any]) -> None:
     worker = await local_worker()
     options = ("--system", "Be brief.", "--top-p", 0.5, "--temperature", 2, "--seed", 7)
     options += ("--top-k", 5, "--min-p", 0.1, "--repetition-penalty", 1.5)
@@ -111,8 +111,10 @@ async def test_the_options_of_an_answer_reach_the_worker(local_worker: Callable[
         *(("rm", "s", "--timeout", "nan"), ("exporter", "--keep-s", "nan")),
     ],
 )
-async def test_a_number_out_of_range_is_refused_under_the_name_of_its_option(wrong: tuple[str, ...]) -> None:
-    """Before anything is asked: no worker runs here."""
+async def test_a_number_out_of_range_is_refused_with_an_error_that_names_its_option(
+    wrong: tuple[str, ...],
+) -> None:
+    """Before any request is sent: no worker runs here."""
     name, *options = wrong
     done = await command(name, *(("hello",) if name == "ask" else ()), *options)
     assert (done.returncode, done.stdout) == (2, "")
@@ -121,7 +123,7 @@ async def test_a_number_out_of_range_is_refused_under_the_name_of_its_option(wro
     assert re.search(r"not in the range|not a number|-100 to 100", said), said
 
 
-def test_the_ranges_of_options_are_those_of_messages() -> None:
+def test_the_ranges_of_command_line_options_equal_those_of_the_protocol_messages() -> None:
     message = type_info(Generate)
     assert isinstance(message, StructType)
     fields = {field.name: field.type for field in message.fields}
@@ -139,7 +141,7 @@ def test_the_ranges_of_options_are_those_of_messages() -> None:
         assert (kind.min, kind.max) == (least, number.le), name
 
 
-async def test_in_a_pipe_the_answer_is_as_it_was_recorded(
+async def test_ask_prints_the_answer_into_a_pipe_exactly_as_it_was_logged(
     local_worker: Callable[..., Any], endless_model: Path
 ) -> None:
     """Neither wrapped nor cut, and without anything else."""
@@ -151,7 +153,7 @@ async def test_in_a_pipe_the_answer_is_as_it_was_recorded(
     assert done.stdout == printable(text) + "\n"
 
 
-async def test_where_nobody_reads_on_the_answer_is_cancelled(
+async def test_an_answer_is_cancelled_when_the_reader_of_the_pipe_closes_it(
     local_worker: Callable[..., Any], endless_model: Path
 ) -> None:
     worker = await local_worker(model=str(endless_model))
@@ -176,7 +178,7 @@ async def test_where_nobody_reads_on_the_answer_is_cancelled(
     assert (await answered(worker.client)).finish_reason == "cancelled"
 
 
-async def test_an_answer_is_as_long_as_fits_unless_an_option_says_less(
+async def test_an_answer_without_max_tokens_is_as_long_as_the_context_allows(
     local_worker: Callable[..., Any], endless_model: Path
 ) -> None:
     worker = await local_worker(model=str(endless_model), max_context=200)
@@ -189,7 +191,9 @@ async def test_an_answer_is_as_long_as_fits_unless_an_option_says_less(
     )
 
 
-async def test_a_question_is_echoed_and_counted_with_tools(local_worker, tmp_path: Path) -> None:
+async def test_ask_echoes_the_prompt_with_logprobs_and_count_includes_tools(
+    local_worker, tmp_path: Path
+) -> None:
     worker = await local_worker()
     done = await asyncio.to_thread(
         turnkeep, "ask", "hello", "--json", "--echo", "--max-tokens", 0, "--session", "s", *where(worker)
@@ -209,7 +213,7 @@ async def test_a_question_is_echoed_and_counted_with_tools(local_worker, tmp_pat
         assert (await asyncio.to_thread(turnkeep, *refused, *where(worker))).returncode == 2
 
 
-async def test_as_json_an_answer_has_its_usage_its_end_and_its_times(
+async def test_ask_json_prints_the_usage_the_finish_reason_and_the_timings(
     local_worker: Callable[..., Any],
 ) -> None:
     worker = await local_worker()
@@ -221,7 +225,7 @@ async def test_as_json_an_answer_has_its_usage_its_end_and_its_times(
     assert result["seconds"]["total"] >= result["seconds"]["first_token"] > 0
 
 
-async def test_options_that_are_not_given_are_those_of_the_model(
+async def test_options_that_are_not_given_default_to_the_model_s_generation_config(
     local_worker: Callable[..., Any], endless_model: Path, tmp_path: Path
 ) -> None:
     folder = shutil.copytree(endless_model, tmp_path / "model")
@@ -238,7 +242,7 @@ async def test_options_that_are_not_given_are_those_of_the_model(
 
 
 @pytest.mark.parametrize("columns", [40, 80])
-async def test_on_a_terminal_words_wrap(
+async def test_ask_wraps_the_answer_between_words_on_a_terminal(
     local_worker: Callable[..., Any], endless_model: Path, columns: int
 ) -> None:
     worker = await local_worker(model=str(endless_model))
@@ -259,7 +263,7 @@ async def test_on_a_terminal_words_wrap(
 
 
 @pytest.mark.parametrize("ended", ["Ctrl-C", "SIGTERM", "SIGHUP", "closed terminal"])
-async def test_ctrl_c_and_signals_end_the_answer_and_are_exit_codes(
+async def test_ctrl_c_and_termination_signals_cancel_the_answer_and_set_the_exit_code(
     local_worker: Callable[..., Any], endless_model: Path, ended: str
 ) -> None:
     worker = await local_worker(model=str(endless_model))
@@ -283,7 +287,7 @@ async def test_ctrl_c_and_signals_end_the_answer_and_are_exit_codes(
     assert (await answered(worker.client)).finish_reason == "cancelled"
 
 
-async def test_under_nohup_an_answer_outlives_its_terminal(
+async def test_an_answer_under_nohup_continues_after_a_hangup_signal(
     local_worker: Callable[..., Any], endless_model: Path
 ) -> None:
     worker = await local_worker(model=str(endless_model))
@@ -299,7 +303,7 @@ async def test_under_nohup_an_answer_outlives_its_terminal(
     assert (await answered(worker.client)).finish_reason == "length"
 
 
-async def test_sigterm_leaves_the_terminal_as_it_was_and_no_session(
+async def test_sigterm_during_ask_restores_the_terminal_and_removes_the_session(
     local_worker: Callable[..., Any], endless_model: Path
 ) -> None:
     worker = await local_worker(model=str(endless_model))
@@ -322,7 +326,7 @@ async def test_sigterm_leaves_the_terminal_as_it_was_and_no_session(
 
 @pytest.mark.process
 @pytest.mark.parametrize("is_begun", [True, False])
-async def test_a_question_left_without_a_worker_is_removed_unanswered_by_the_next_one(
+async def test_a_question_abandoned_without_a_worker_is_removed_unanswered_by_the_next_worker(
     worker_process: Callable[..., WorkerProcess], endless_model: Path, *, is_begun: bool
 ) -> None:
     worker = worker_process(model=endless_model)
@@ -356,7 +360,7 @@ async def test_a_question_left_without_a_worker_is_removed_unanswered_by_the_nex
 
 
 @pytest.mark.process
-async def test_during_an_outage_the_answer_waits_for_the_worker_and_goes_on(
+async def test_an_answer_waits_for_a_killed_worker_to_restart_and_then_continues(
     worker_process: Callable[..., WorkerProcess], endless_model: Path
 ) -> None:
     worker = worker_process(model=endless_model)
@@ -381,7 +385,7 @@ async def test_during_an_outage_the_answer_waits_for_the_worker_and_goes_on(
 
 
 @pytest.mark.process
-async def test_ctrl_c_leaves_a_worker_that_is_gone_and_the_question_is_answered_all_the_same(
+async def test_a_question_to_a_named_session_is_answered_later_despite_ctrl_c_during_an_outage(
     worker_process: Callable[..., WorkerProcess], endless_model: Path
 ) -> None:
     worker = worker_process(model=endless_model)
@@ -407,7 +411,7 @@ async def test_ctrl_c_leaves_a_worker_that_is_gone_and_the_question_is_answered_
 
 
 @pytest.mark.process
-async def test_without_a_server_ask_says_so_and_ctrl_c_ends_it(
+async def test_ask_reports_a_lost_nats_server_and_ctrl_c_ends_it(
     worker_process: Callable[..., WorkerProcess], endless_model: Path
 ) -> None:
     worker = worker_process(model=endless_model)
@@ -426,10 +430,10 @@ async def test_without_a_server_ask_says_so_and_ctrl_c_ends_it(
 
 
 @pytest.mark.parametrize("around", [{"command": 'set -m; "$0" "$@" & wait $!'}, {"own": False}])
-async def test_a_terminal_that_is_not_ours_is_left_alone(
+async def test_ask_answers_in_the_background_or_without_a_controlling_terminal(
     local_worker: Callable[..., Any], around: dict[str, Any]
 ) -> None:
-    """A change of its terminal would stop a process in the background."""
+    """Changing the terminal would stop a background process."""
     worker = await local_worker()
     options = ("--session", "s", "--max-tokens", 4, *where(worker))
 
@@ -440,7 +444,9 @@ async def test_a_terminal_that_is_not_ours_is_left_alone(
     assert await asyncio.to_thread(run) == 0
 
 
-async def test_an_answer_is_json_by_the_schema_in_a_file(local_worker, tmp_path: Path) -> None:
+async def test_ask_answers_in_json_that_follows_a_schema_file_and_refuses_invalid_files(
+    local_worker, tmp_path: Path
+) -> None:
     worker = await local_worker()
     file = tmp_path / "schema.json"
     file.write_text('{"type": "array", "items": {"enum": [1, "x"]}, "minItems": 1, "maxItems": 2}')

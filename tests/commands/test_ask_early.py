@@ -19,7 +19,7 @@ pytestmark = pytest.mark.process
 
 
 @pytest.mark.parametrize("has_lock", [True, False])
-def test_a_question_waits_for_the_worker_that_starts(
+def test_ask_waits_for_a_worker_that_is_still_starting(
     tmp_path: Path, tiny_model: Path, *, has_lock: bool
 ) -> None:
     data, port = tmp_path / "data", free_port()
@@ -47,7 +47,7 @@ def test_a_question_waits_for_the_worker_that_starts(
             worker.terminate()
 
 
-def test_a_process_that_has_ended_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_command_does_not_wait_for_a_worker_that_has_ended_or_started_long_ago(tmp_path: Path) -> None:
     with Popen([sys.executable, "-c", ""]) as ended:
         ended.wait()
     (tmp_path / "worker.lock").write_text(f'{{"pid": {ended.pid}, "worker": "w"}}')
@@ -58,7 +58,7 @@ def test_a_process_that_has_ended_is_not_waited_for(tmp_path: Path) -> None:
     assert "start a worker with" in turnkeep("info", *where).stderr, "it has been there for long"
 
 
-def test_a_mistyped_model_is_told_though_the_directory_is_in_use(
+def test_serve_reports_a_mistyped_model_even_if_the_data_directory_is_in_use(
     worker_process: Callable[..., WorkerProcess],
 ) -> None:
     worker = worker_process()

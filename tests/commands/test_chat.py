@@ -53,7 +53,7 @@ def said(all_requests: list[Request]) -> list[tuple[str, str | None]]:
     ]
 
 
-async def test_a_banner_names_model_session_and_keys_and_the_last_exchange_is_shown_again(
+async def test_chat_shows_model_session_keys_and_the_last_exchange_when_it_starts(
     local_worker: Callable[..., Any],
 ) -> None:
     worker = await local_worker()
@@ -83,7 +83,7 @@ async def test_a_banner_names_model_session_and_keys_and_the_last_exchange_is_sh
     assert "first question" not in transcript
 
 
-async def test_commands_do_what_help_says(local_worker: Callable[..., Any]) -> None:
+async def test_slash_commands_of_chat_work_and_report_wrong_input(local_worker: Callable[..., Any]) -> None:
     worker = await local_worker()
 
     def script(terminal: Terminal) -> None:
@@ -125,7 +125,7 @@ async def test_commands_do_what_help_says(local_worker: Callable[..., Any]) -> N
     assert info.position == (await answers(worker.client))[0].position
 
 
-async def test_a_question_may_have_several_lines(local_worker: Callable[..., Any]) -> None:
+async def test_a_chat_question_may_have_several_lines(local_worker: Callable[..., Any]) -> None:
     worker = await local_worker()
 
     def script(terminal: Terminal) -> None:
@@ -142,7 +142,7 @@ async def test_a_question_may_have_several_lines(local_worker: Callable[..., Any
     assert said(await requests(worker.client)) == [("user", "one\ntwo\n  three")]
 
 
-async def test_a_question_is_asked_again_and_a_conversation_saved_and_left(
+async def test_chat_can_retry_a_question_save_the_conversation_and_switch_sessions(
     local_worker: Callable[..., Any], tmp_path: Path
 ) -> None:
     worker = await local_worker()
@@ -188,7 +188,7 @@ async def test_a_question_is_asked_again_and_a_conversation_saved_and_left(
     assert sent == [("system", "Be brief."), ("system", "Be brief."), ("user", "third question")]
 
 
-async def test_what_was_not_answered_is_asked_again_without_a_rewind(
+async def test_retrying_an_unanswered_question_does_not_rewind_the_session(
     local_worker: Callable[..., Any],
 ) -> None:
     worker = await local_worker()
@@ -212,7 +212,9 @@ async def test_what_was_not_answered_is_asked_again_without_a_rewind(
     assert len(await answers(worker.client)) == 1
 
 
-async def test_ctrl_c_clears_the_line_first_and_leaves_second(local_worker: Callable[..., Any]) -> None:
+async def test_the_first_ctrl_c_clears_the_line_and_a_second_one_leaves_the_chat(
+    local_worker: Callable[..., Any],
+) -> None:
     worker = await local_worker()
 
     def script(terminal: Terminal) -> None:
@@ -229,7 +231,7 @@ async def test_ctrl_c_clears_the_line_first_and_leaves_second(local_worker: Call
     assert said(await requests(worker.client)) == []
 
 
-async def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(
+async def test_ctrl_c_stops_a_streaming_answer_and_the_chat_continues(
     local_worker: Callable[..., Any], endless_model: Path
 ) -> None:
     worker = await local_worker(model=str(endless_model))
@@ -252,7 +254,7 @@ async def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(
     assert (first.finish_reason, second.finish_reason) == ("cancelled", "length")
 
 
-async def test_what_is_typed_while_an_answer_streams_stands_at_the_next_prompt(
+async def test_text_typed_during_an_answer_appears_at_the_next_prompt(
     local_worker: Callable[..., Any], endless_model: Path
 ) -> None:
     worker = await local_worker(model=str(endless_model))
@@ -274,7 +276,7 @@ async def test_what_is_typed_while_an_answer_streams_stands_at_the_next_prompt(
     assert said(await requests(worker.client)) == [("user", "first"), ("user", "TYPED MEANWHILE")]
 
 
-async def test_options_and_system_of_the_command_line_hold_for_the_chat(
+async def test_command_line_options_and_system_message_apply_to_the_whole_chat(
     local_worker: Callable[..., Any],
 ) -> None:
     worker = await local_worker()
@@ -295,7 +297,7 @@ async def test_options_and_system_of_the_command_line_hold_for_the_chat(
     )
 
 
-async def test_a_session_that_was_closed_is_opened_again(local_worker: Callable[..., Any]) -> None:
+async def test_chat_reopens_a_closed_session(local_worker: Callable[..., Any]) -> None:
     worker = await local_worker()
     session = worker.client.session("s")
     await session.append(text="hello")
@@ -306,7 +308,7 @@ async def test_a_session_that_was_closed_is_opened_again(local_worker: Callable[
 
 
 @pytest.mark.process
-async def test_a_chat_outlives_its_worker(
+async def test_a_chat_continues_after_its_worker_is_killed_and_restarted(
     worker_process: Callable[..., WorkerProcess], endless_model: Path
 ) -> None:
     worker = worker_process(model=endless_model)

@@ -31,7 +31,7 @@ async def contents(worker: LocalWorker) -> bytes:
     return b"".join([entry.body for entry in await worker.client.log()])
 
 
-async def test_sessions_are_closed_and_removed(local_worker: Start) -> None:
+async def test_close_and_rm_close_and_remove_the_named_sessions(local_worker: Start) -> None:
     worker = await local_worker()
     for name in ("a", "b", "c"):
         await worker.client.session(name).append(text="a secret")
@@ -54,7 +54,9 @@ async def test_sessions_are_closed_and_removed(local_worker: Start) -> None:
     )
 
 
-async def test_a_name_that_is_no_session_is_one_line_and_makes_none(local_worker: Start) -> None:
+async def test_commands_on_an_unknown_session_fail_in_one_line_and_create_no_session(
+    local_worker: Start,
+) -> None:
     worker = await local_worker()
     await worker.client.session("garden").append(text="x")
     deeds = ["close", "rm", "rewind", "info", "pin", "unpin", "show"]
@@ -73,7 +75,7 @@ async def test_a_name_that_is_no_session_is_one_line_and_makes_none(local_worker
 
 
 @pytest.mark.parametrize(("deed", "did"), [("rm", "removed"), ("close", "closed")])
-async def test_a_name_that_is_no_session_leaves_the_others_to_be_ended(
+async def test_rm_and_close_handle_the_other_sessions_if_some_names_are_unknown(
     local_worker: Start, deed: str, did: str
 ) -> None:
     worker = await local_worker()
@@ -89,7 +91,7 @@ async def test_a_name_that_is_no_session_leaves_the_others_to_be_ended(
     assert (await states(worker))["garden"] == "idle"
 
 
-async def test_without_an_id_the_running_request_is_cancelled(
+async def test_cancel_without_a_request_id_cancels_the_running_request(
     local_worker: Start, endless_model: Path
 ) -> None:
     worker = await local_worker(model=str(endless_model))
@@ -104,7 +106,7 @@ async def test_without_an_id_the_running_request_is_cancelled(
     assert done.stderr.startswith("turnkeep: no request of session s is running;")
 
 
-async def test_a_removal_says_which_answer_it_waits_for(local_worker: Start, endless_model: Path) -> None:
+async def test_rm_says_which_running_answer_it_waits_for(local_worker: Start, endless_model: Path) -> None:
     worker = await local_worker(model=str(endless_model))
     answer = worker.client.session("s").generate(text="x", max_tokens=50_000, request_id="turn")
     async with answer:
@@ -121,7 +123,7 @@ async def test_a_removal_says_which_answer_it_waits_for(local_worker: Start, end
     assert (out, err) == (b"removed s from the log and the worker's disk\n", b"")
 
 
-async def test_a_removal_can_cancel_what_runs_and_what_waits(
+async def test_rm_with_cancel_removes_a_session_with_a_running_and_a_waiting_request(
     local_worker: Start, endless_model: Path
 ) -> None:
     worker = await local_worker(model=str(endless_model))
@@ -137,7 +139,7 @@ async def test_a_removal_can_cancel_what_runs_and_what_waits(
         assert (await answer).finish_reason == "cancelled"
 
 
-async def test_the_last_exchanges_are_rewound_or_all_from_a_position_on(local_worker: Start) -> None:
+async def test_rewind_removes_the_last_exchanges_or_everything_after_a_position(local_worker: Start) -> None:
     worker = await local_worker()
     session = worker.client.session("s")
     ends = [(await session.append(text="x")).position]
@@ -159,7 +161,7 @@ async def test_the_last_exchanges_are_rewound_or_all_from_a_position_on(local_wo
     assert "give --last or --position, not both" in said
 
 
-async def test_ask_leaves_nothing_behind_also_where_it_failed(local_worker: Start) -> None:
+async def test_ask_leaves_nothing_in_the_log_even_if_it_failed(local_worker: Start) -> None:
     worker = await local_worker()
     for text, code in (("a secret", 0), ("a secret " * 400, 1)):
         done = await asyncio.to_thread(turnkeep, "ask", text, "--max-tokens", 2, *where(worker))
@@ -168,7 +170,7 @@ async def test_ask_leaves_nothing_behind_also_where_it_failed(local_worker: Star
     assert b"a secret" not in await contents(worker)
 
 
-async def test_a_refused_request_does_not_fail_its_session(local_worker: Start) -> None:
+async def test_a_refused_request_does_not_change_the_state_of_its_session(local_worker: Start) -> None:
     worker = await local_worker()
     session = worker.client.session("s")
     await session.append(text="x")

@@ -1,4 +1,4 @@
-"""`turnkeep demo`: the answer that a kill interrupts goes on, with KV from the disk or at another worker."""
+"""`turnkeep demo`: an answer interrupted by a kill continues, with KV from disk or on another worker."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def model(tmp_path: Path) -> Path:
 
 
 @pytest.mark.process
-def test_the_demo_survives_its_kills_and_says_what_each_turn_cost(tmp_path: Path, model: Path) -> None:
+def test_the_demo_survives_its_kills_and_shows_what_each_turn_cost(tmp_path: Path, model: Path) -> None:
     done = turnkeep("demo", "--data-dir", tmp_path / "data", TURNKEEP_MODEL=str(model))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "kill -9 in the middle of the answer" in done.stdout
@@ -28,7 +28,9 @@ def test_the_demo_survives_its_kills_and_says_what_each_turn_cost(tmp_path: Path
 
 
 @pytest.mark.process
-def test_on_a_terminal_its_workers_say_nothing_of_themselves(tmp_path: Path, model: Path) -> None:
+def test_the_demo_on_a_terminal_hides_the_startup_messages_of_its_workers(
+    tmp_path: Path, model: Path
+) -> None:
     place = ("--data-dir", tmp_path / "data")
     with Terminal("demo", *place, TURNKEEP_MODEL=str(model)) as terminal:
         terminal.wait_for("When was the lighthouse built")
@@ -42,7 +44,9 @@ def test_on_a_terminal_its_workers_say_nothing_of_themselves(tmp_path: Path, mod
 
 
 @pytest.mark.process
-def test_of_two_workers_the_other_one_continues_the_answer(tmp_path: Path, model: Path) -> None:
+def test_the_other_worker_of_a_cluster_demo_continues_the_killed_worker_s_answer(
+    tmp_path: Path, model: Path
+) -> None:
     done = turnkeep("demo", "--cluster", "--data-dir", tmp_path / "data", TURNKEEP_MODEL=str(model))
     assert done.returncode == 0, done.stdout + done.stderr
     (killed, other) = re.findall(r"kill -9 of worker (\w+), which answers. Worker (\w+)", done.stdout)[0]

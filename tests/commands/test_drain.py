@@ -1,4 +1,4 @@
-"""`turnkeep drain`: what it says, and whom it refuses."""
+"""`turnkeep drain`: what it prints, and its errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ async def two(local_worker: Callable[..., Awaitable[Any]], tmp_path: Path) -> tu
     return tuple([await local_worker(data_dir=tmp_path / name, worker=name) for name in ("one", "two")])
 
 
-async def test_a_worker_is_drained_and_takes_sessions_again(two: tuple[Any, Any]) -> None:
+async def test_drain_moves_a_worker_s_sessions_to_another_and_undo_lets_it_take_sessions_again(
+    two: tuple[Any, Any],
+) -> None:
     one, _ = two
     done = await command("drain", "one", *where(one))
     assert done.returncode == 0, done.stderr
@@ -39,7 +41,7 @@ async def test_a_worker_is_drained_and_takes_sessions_again(two: tuple[Any, Any]
     assert (await command("drain", "two", *where(one))).returncode == 0
 
 
-async def test_a_worker_that_is_not_there_is_named_with_those_that_are(two: tuple[Any, Any]) -> None:
+async def test_draining_an_unknown_worker_fails_and_lists_the_running_ones(two: tuple[Any, Any]) -> None:
     one, _ = two
     done = await command("drain", "three", *where(one))
     prefix = one.settings.prefix

@@ -1,4 +1,4 @@
-"""What was last said in a session is read back from the end of its log."""
+"""The last exchanges of a session are read from the end of its log."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def user(text: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": text}], "max_tokens": 3}
 
 
-async def test_exchanges_are_what_a_rewind_a_failure_and_a_closing_leave(
+async def test_the_last_exchanges_omit_failed_repeated_rewound_and_closed_ones(
     local_worker: Callable[..., Any],
 ) -> None:
     worker = await local_worker()
@@ -44,7 +44,7 @@ async def test_exchanges_are_what_a_rewind_a_failure_and_a_closing_leave(
     assert await seen() == [("raw", 0)]
 
 
-async def test_only_the_end_of_a_long_log_is_read(
+async def test_the_last_exchanges_are_found_by_reading_only_the_end_of_a_long_log(
     local_worker: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = await local_worker()
@@ -67,7 +67,7 @@ async def test_only_the_end_of_a_long_log_is_read(
     assert found[-1].start is not None
 
 
-async def test_where_the_template_rewrote_the_session_the_start_is_not_known(
+async def test_an_exchange_has_no_start_position_if_the_template_rewrote_the_session(
     local_worker: Callable[..., Any], model_with_template: Callable[[str, str], Any]
 ) -> None:
     forgetful = "{% for m in messages[-1:] %}{{ m['content'] }};{% endfor %}"

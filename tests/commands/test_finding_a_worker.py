@@ -33,7 +33,7 @@ def started(worker_process: Callable[..., WorkerProcess]) -> Callable[..., Worke
     return start
 
 
-def test_a_question_beside_a_worker_on_another_port_is_answered_by_its_data_directory(
+def test_ask_finds_a_worker_on_another_port_by_its_data_directory(
     started: Callable[..., WorkerProcess],
 ) -> None:
     worker = started()
@@ -46,14 +46,14 @@ def test_a_question_beside_a_worker_on_another_port_is_answered_by_its_data_dire
     until_ready(worker, num_starts=2)
 
 
-def test_the_url_is_that_of_the_server_that_runs(started: Callable[..., WorkerProcess]) -> None:
+def test_url_prints_the_address_of_the_running_server(started: Callable[..., WorkerProcess]) -> None:
     worker = started()
     for port in ("", "4223"):
         said = turnkeep("url", "--data-dir", worker.data_dir, TURNKEEP_NATS_PORT=port)
         assert (said.returncode, said.stdout.strip()) == (0, worker.url), said.stderr
 
 
-def test_a_worker_that_uses_a_server_of_others_is_found_by_its_data_directory(
+def test_a_worker_on_an_external_nats_server_is_found_by_its_data_directory(
     started: Callable[..., WorkerProcess], nats_url: str
 ) -> None:
     server = nats_url.replace("nats://", "nats://name:secret@")
@@ -69,7 +69,9 @@ def test_a_worker_that_uses_a_server_of_others_is_found_by_its_data_directory(
     )
 
 
-def test_a_wrong_port_is_told_at_once(started: Callable[..., WorkerProcess]) -> None:
+def test_a_wrong_nats_port_fails_with_an_error_that_names_the_right_one(
+    started: Callable[..., WorkerProcess],
+) -> None:
     worker, wrong = started(), free_port()
     done = turnkeep(*ASKED, "--data-dir", worker.data_dir, "--nats-port", wrong)
     assert done.returncode == 1
@@ -80,7 +82,7 @@ def test_a_wrong_port_is_told_at_once(started: Callable[..., WorkerProcess]) -> 
     )
 
 
-def test_nats_url_names_the_server_unless_the_command_does(
+def test_nats_url_selects_the_server_unless_an_option_does(
     started: Callable[..., WorkerProcess],
 ) -> None:
     worker, nowhere = started(), f"nats://127.0.0.1:{free_port()}"
@@ -99,7 +101,7 @@ def test_nats_url_names_the_server_unless_the_command_does(
     assert "s3cret" not in wrong.stderr
 
 
-def test_the_address_of_a_worker_s_own_server_is_said_to_be_unneeded(
+def test_giving_the_local_worker_s_address_without_its_token_fails_with_advice_to_omit_it(
     started: Callable[..., WorkerProcess], tmp_path: Path
 ) -> None:
     worker = started()

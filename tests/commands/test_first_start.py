@@ -16,7 +16,9 @@ from tests.parts import free_port
 pytestmark = pytest.mark.process
 
 
-def test_a_start_says_what_it_does_and_ends_with_what_to_do_next(tmp_path: Path, tiny_model: Path) -> None:
+def test_serve_on_a_terminal_prints_its_progress_and_then_the_next_commands_to_type(
+    tmp_path: Path, tiny_model: Path
+) -> None:
     place = ("--data-dir", str(tmp_path / "data"), "--nats-port", str(free_port()))
     beside = ("--gateway", free_port(), "--console", "0")
     with Terminal("serve", *place, *beside, "--model", tiny_model, columns=200) as terminal:
@@ -48,14 +50,14 @@ def test_a_start_says_what_it_does_and_ends_with_what_to_do_next(tmp_path: Path,
         assert "turnkeep launch" not in terminal.transcript, "it needs a gateway"
 
 
-def test_a_worker_without_a_terminal_imports_no_rich() -> None:
+def test_importing_the_worker_does_not_import_rich() -> None:
     program = "import sys, commands.serve, worker.app; print({'rich', 'attr'} & set(sys.modules));"
     program += "import rich"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
 
 
-def test_a_demo_without_a_model_advises_nothing_that_fails_too(tmp_path: Path) -> None:
+def test_a_demo_with_a_missing_model_fails_and_says_why(tmp_path: Path) -> None:
     done = turnkeep("demo", "--data-dir", tmp_path / "data", "--model", "no/where/at/all")
     assert done.returncode == 1
     why, end = done.stderr.splitlines()[-2:]

@@ -1,4 +1,4 @@
-"""`--help` shows what may be chosen, and the page of commands counts and names what there is."""
+"""`--help` shows the allowed values, and docs/commands.md names every command and bench."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def help_of(*command: str, columns: int = 80) -> str:
         "--nats [embedded|URL]",
     ],
 )
-def test_help_shows_what_an_option_takes(shown: str) -> None:
+def test_help_shows_which_values_an_option_takes(shown: str) -> None:
     assert shown in help_of("serve")
 
 
@@ -64,7 +64,7 @@ def commands(group: click.Group = main, path: tuple[str, ...] = ()) -> list[tupl
 
 
 @pytest.mark.parametrize("command", commands(), ids=" ".join)
-def test_the_options_of_the_connection_have_a_section_of_their_own(command: tuple[str, ...]) -> None:
+def test_help_lists_the_nats_connection_options_in_a_separate_section(command: tuple[str, ...]) -> None:
     shown = help_of(*command)
     options, _, connection = shown.partition("\nConnection to NATS:\n")
     if connection:
@@ -78,11 +78,11 @@ def test_the_options_of_the_connection_have_a_section_of_their_own(command: tupl
 
 @pytest.mark.parametrize("group", groups(), ids=" ".join)
 @pytest.mark.parametrize("columns", [40, 80])
-def test_a_list_of_commands_has_whole_sentences(group: tuple[str, ...], columns: int) -> None:
+def test_help_does_not_cut_off_the_descriptions_of_commands(group: tuple[str, ...], columns: int) -> None:
     assert "..." not in help_of(*group, columns=columns).partition("Commands:")[2]
 
 
-def test_the_list_of_commands_imports_none_and_says_what_each_says() -> None:
+def test_help_lists_every_command_with_its_description_without_importing_them() -> None:
     program = "import sys, commands.cli as cli; cli.main(['--help'], standalone_mode=False);"
     program += "names = {'structlog', 'nats', 'asyncio', 'psutil', 'cache.store', 'bench'};"
     program += "print(names & set(sys.modules), file=sys.stderr)"
@@ -95,14 +95,14 @@ def test_the_list_of_commands_imports_none_and_says_what_each_says() -> None:
         assert f"{name} {command.short_help}" in listed
 
 
-def test_the_page_of_commands_names_every_command() -> None:
+def test_the_documentation_page_of_commands_names_every_command() -> None:
     for name in main.list_commands(click.Context(main)):
         assert re.search(rf"turnkeep {name}\b|`{name}`", PAGE), name
     for name in cache.commands:
         assert re.search(rf"cache {name}\b|also .*\b{name}\b", PAGE), name
 
 
-def test_the_page_of_commands_counts_the_benches() -> None:
+def test_the_documentation_page_of_commands_names_and_counts_the_benchmarks() -> None:
     found = re.search(r"There are (\w+) benches: ([^;]+);", PAGE)
     assert found
     assert NUMBERS[found[1]] == len(NAMES)
@@ -112,7 +112,7 @@ def test_the_page_of_commands_counts_the_benches() -> None:
 @pytest.mark.parametrize(
     ("typed", "meant"), [("sesions", "sessions"), ("gatway", "gateway"), ("bench sesion", "session")]
 )
-def test_a_misspelt_command_is_recognised_before_it_is_imported(typed: str, meant: str) -> None:
+def test_a_misspelt_command_fails_and_suggests_the_right_one(typed: str, meant: str) -> None:
     done = subprocess.run(
         [sys.executable, "-P", "-m", "commands", *typed.split()], capture_output=True, text=True, check=False
     )

@@ -1,4 +1,4 @@
-"""`turnkeep model`: what is here, what it can, and what is in use."""
+"""`turnkeep model`: list, show, pull, convert and remove models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.parts import WorkerProcess
 from worker.models.quantising import quantise
 
 
-async def test_a_model_is_served_by_name_and_not_removed_meanwhile(
+async def test_a_model_served_by_name_cannot_be_removed_until_its_worker_stops(
     worker_process: Callable[..., WorkerProcess], tmp_path: Path, tiny_model: Path
 ) -> None:
     shutil.copytree(tiny_model, tmp_path / "data" / "models" / "mine")
@@ -43,7 +43,7 @@ async def test_a_model_is_served_by_name_and_not_removed_meanwhile(
     shutil.copytree(tiny_model, tmp_path / "data" / "models" / "mine")  # the fixture starts it again
 
 
-async def test_a_model_is_shown_with_what_its_template_does_with_messages(
+async def test_model_show_says_how_the_chat_template_treats_messages(
     tmp_path: Path, model_with_template: Callable[[str, str], Path]
 ) -> None:
     users = "{% for m in messages if m.role != 'system' %}{{ m.content }};{% endfor %}"
@@ -56,7 +56,7 @@ async def test_a_model_is_shown_with_what_its_template_does_with_messages(
     assert (said["refuses"], said["broken"]) == ([], []), "what renders no conversation is not asked"
 
 
-def test_names_stay_whole_on_a_terminal_where_other_columns_can_be_wrapped(
+def test_model_list_keeps_names_whole_on_a_terminal_if_other_columns_can_wrap(
     tmp_path: Path, tiny_model: Path
 ) -> None:
     name = "SmolLM2-1.7B-Instruct.Q4_1"
@@ -70,7 +70,7 @@ def test_names_stay_whole_on_a_terminal_where_other_columns_can_be_wrapped(
         assert max(map(len, terminal.transcript.splitlines())) <= 40
 
 
-def test_a_name_that_is_no_hub_id_cannot_be_pulled(tmp_path: Path) -> None:
+def test_pulling_a_name_that_is_no_hub_id_fails_and_shows_the_right_form(tmp_path: Path) -> None:
     done = turnkeep("model", "pull", "qwen3:0.6b", "--data-dir", tmp_path)
     assert done.returncode == 1
     assert done.stderr == (
@@ -78,7 +78,9 @@ def test_a_name_that_is_no_hub_id_cannot_be_pulled(tmp_path: Path) -> None:
     )
 
 
-async def test_a_part_of_a_name_is_enough_if_no_other_model_has_it(tmp_path: Path, tiny_model: Path) -> None:
+async def test_a_unique_part_of_a_model_name_is_enough_to_select_the_model(
+    tmp_path: Path, tiny_model: Path
+) -> None:
     for name in ("Tiny-4B-4bit", "Tiny-4B-8bit", "Tiny-4B", "Other"):
         shutil.copytree(tiny_model, tmp_path / "models" / name)
 
@@ -100,7 +102,7 @@ async def test_a_part_of_a_name_is_enough_if_no_other_model_has_it(tmp_path: Pat
     assert (await run("model", "rm", "oth")).stdout.startswith("removed Other, which frees ")
 
 
-async def test_a_converted_model_is_listed_smaller_and_answers(
+async def test_a_model_quantised_by_convert_is_smaller_and_answers(
     worker_process: Callable[..., WorkerProcess], tmp_path: Path, tiny_model: Path
 ) -> None:
     data_dir = tmp_path / "data"
@@ -130,7 +132,7 @@ async def test_a_converted_model_is_listed_smaller_and_answers(
     assert twice.stderr == f"turnkeep: {folder} is quantised already (8-bit); convert the original model\n"
 
 
-def test_a_conversion_counts_each_weight_that_it_has_made(tmp_path: Path, tiny_model: Path) -> None:
+def test_a_conversion_reports_the_bytes_of_weights_done_so_far(tmp_path: Path, tiny_model: Path) -> None:
     told: list[tuple[int, int, str]] = []
     quantise(tiny_model, tmp_path / "new", 4, lambda *report: told.append(report))
     counts = [done for done, *_ in told]

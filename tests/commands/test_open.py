@@ -1,4 +1,4 @@
-"""`turnkeep open`, and what `turnkeep info` says of a session that does not keep all of its KV."""
+"""`turnkeep open`, and what `turnkeep info` says of a session that keeps only a part of its KV."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from command_runs import turnkeep, where
 SINK_WINDOW = ("--policy", "sink_window", "--sink", "2", "--window", "32")
 
 
-async def test_open_chooses_a_policy_and_info_says_what_is_in_sight(local_worker: Callable) -> None:
+async def test_open_sets_the_cache_policy_and_info_shows_it_with_the_visible_tokens(
+    local_worker: Callable,
+) -> None:
     worker = await local_worker()
     done = await asyncio.to_thread(turnkeep, "open", "s", *SINK_WINDOW, *where(worker))
     assert done.stdout == "opened s under sink_window (the first 2 tokens and the last 32)\n", done.stderr
@@ -28,7 +30,9 @@ async def test_open_chooses_a_policy_and_info_says_what_is_in_sight(local_worker
     assert again.stderr.startswith("turnkeep: invalid_request: the session is open already, at position 50;")
 
 
-async def test_a_session_with_all_of_its_kv_is_shown_as_ever(local_worker: Callable) -> None:
+async def test_info_on_a_session_under_the_full_policy_shows_no_visible_token_limits(
+    local_worker: Callable,
+) -> None:
     worker = await local_worker()
     done = await asyncio.to_thread(turnkeep, "open", "s", *where(worker))
     assert done.stdout == "opened s under full\n", done.stderr
@@ -39,7 +43,7 @@ async def test_a_session_with_all_of_its_kv_is_shown_as_ever(local_worker: Calla
     assert not raw.keys() & {"cache", "capacity_tokens", "visible_tokens", "visible_from"}
 
 
-async def test_options_that_cannot_be_are_one_line(local_worker: Callable) -> None:
+async def test_invalid_options_of_open_fail_with_an_error_of_one_line(local_worker: Callable) -> None:
     worker = await local_worker()
     for options, says in (
         (("--sink", "4"), "cache takes sink with the policy sink_window only"),

@@ -1,4 +1,4 @@
-"""What commands print: whole lines in a pipe, JSON beside every table, words that people use."""
+"""What commands print: whole lines in a pipe, JSON beside every table, plain words and units."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_table_in_a_pipe_has_one_whole_line_for_each_row(data_dir: Path) -> No
     assert "…" not in done.stdout
 
 
-def test_a_table_on_a_terminal_is_folded_and_loses_nothing(data_dir: Path) -> None:
+def test_a_table_on_a_terminal_wraps_long_cells_without_losing_text(data_dir: Path) -> None:
     control, terminal = pty.openpty()
     command = [sys.executable, "-m", "commands", "model", "list", "--data-dir", str(data_dir)]
     environ = environment() | {"COLUMNS": "60", "TERM": "xterm"}
@@ -65,7 +65,7 @@ def test_a_table_on_a_terminal_is_folded_and_loses_nothing(data_dir: Path) -> No
 WORDS = " ".join(f"considerable{number}" for number in range(30))
 
 
-async def test_what_was_said_breaks_between_words_on_a_terminal_and_not_at_all_in_a_pipe(
+async def test_show_wraps_messages_between_words_on_a_terminal_and_not_in_a_pipe(
     local_worker: Callable,
 ) -> None:
     worker = await local_worker()
@@ -89,7 +89,7 @@ async def test_what_was_said_breaks_between_words_on_a_terminal_and_not_at_all_i
 @pytest.mark.parametrize(
     "command", [("model", "show", "nosuch"), ("ask", "x", "--nats", "nats://127.0.0.1:1")]
 )
-def test_an_error_breaks_between_words_on_a_terminal(tmp_path: Path, command: tuple[str, ...]) -> None:
+def test_an_error_message_wraps_between_words_on_a_terminal(tmp_path: Path, command: tuple[str, ...]) -> None:
     command = (*command, "--data-dir", "x")
     with Terminal(*command, columns=40) as terminal:
         assert terminal.end() == 1
@@ -101,7 +101,7 @@ def test_an_error_breaks_between_words_on_a_terminal(tmp_path: Path, command: tu
     assert max(map(len, lines)) < 40
 
 
-def test_on_a_terminal_the_findings_of_doctor_have_no_empty_columns(tmp_path: Path) -> None:
+def test_doctor_on_a_terminal_omits_empty_columns(tmp_path: Path) -> None:
     with Terminal("doctor", "--data-dir", tmp_path) as terminal:
         terminal.end()
         head, *lines = terminal.transcript.splitlines()
@@ -111,13 +111,15 @@ def test_on_a_terminal_the_findings_of_doctor_have_no_empty_columns(tmp_path: Pa
 
 
 @pytest.mark.parametrize("command", [("model", "list"), ("doctor",)])
-def test_what_a_table_shows_is_there_as_json_too(data_dir: Path, command: tuple[str, ...]) -> None:
+def test_commands_that_print_a_table_print_the_same_entries_as_json(
+    data_dir: Path, command: tuple[str, ...]
+) -> None:
     done = turnkeep(*command, "--json", "--data-dir", data_dir)
     names = [entry["name"] for entry in json.loads(done.stdout)]
     assert {"list": LONG, "doctor": "data directory"}[command[-1]] in names
 
 
-async def test_info_names_the_device_as_people_do(local_worker: Callable) -> None:
+async def test_info_names_the_device_as_cpu_metal_or_cuda(local_worker: Callable) -> None:
     worker = await local_worker()
     await worker.client.session("s").append(text="hello")
     done = await asyncio.to_thread(turnkeep, "info", "s", *where(worker))
@@ -127,7 +129,7 @@ async def test_info_names_the_device_as_people_do(local_worker: Callable) -> Non
     assert raw["worker"]["device"] in ("cpu", "metal", "cuda")
 
 
-async def test_info_without_a_session_asks_the_worker(local_worker: Callable) -> None:
+async def test_info_without_a_session_shows_the_worker_s_current_state(local_worker: Callable) -> None:
     """It waits for no metrics message: this worker publishes its next one in an hour."""
     worker = await local_worker(metrics_interval_s=3600.0, metrics_tenants=5)
     await worker.client.session("s").append(text="hello")
@@ -142,7 +144,7 @@ async def test_info_without_a_session_asks_the_worker(local_worker: Callable) ->
 
 
 @pytest.mark.parametrize("made", ["nothing", "data directory", "empty folder"])
-def test_a_fresh_data_directory_has_nothing_cached_yet(tmp_path: Path, made: str) -> None:
+def test_cache_commands_say_that_a_fresh_data_directory_has_nothing_cached(tmp_path: Path, made: str) -> None:
     data_dir = tmp_path / "fresh"
 
     def cache(*arguments: object) -> Result:
@@ -165,7 +167,7 @@ def test_a_fresh_data_directory_has_nothing_cached_yet(tmp_path: Path, made: str
     assert data_dir.exists() == (made != "nothing"), "looking makes nothing"
 
 
-async def test_a_worker_that_has_stored_nothing_has_nothing_cached_yet(local_worker: Callable) -> None:
+async def test_cache_ls_says_that_a_new_worker_has_nothing_cached(local_worker: Callable) -> None:
     worker = await local_worker()
     done = await asyncio.to_thread(turnkeep, "cache", "ls", "--data-dir", worker.settings.data_dir)
     assert (done.returncode, done.stdout.startswith("nothing is cached yet")) == (0, True)
@@ -175,7 +177,7 @@ async def test_a_worker_that_has_stored_nothing_has_nothing_cached_yet(local_wor
     ("size_bytes", "text"),
     [(0, "0 B"), (1023, "1023 B"), (13 * 2**20, "13 MiB"), (1.5 * 2**30, "1.5 GiB"), (20 * 2**30, "20 GiB")],
 )
-def test_sizes_are_short(size_bytes: float, text: str) -> None:
+def test_sizes_are_formatted_with_a_fitting_unit(size_bytes: float, text: str) -> None:
     assert size(size_bytes) == text
 
 
@@ -183,5 +185,5 @@ def test_sizes_are_short(size_bytes: float, text: str) -> None:
     ("seconds", "text"),
     [(0, "0 s"), (59, "59 s"), (120, "2 min"), (30 * 3600, "30 h"), (3 * 86400, "3 days")],
 )
-def test_times_have_a_unit_that_leaves_them_short(seconds: float, text: str) -> None:
+def test_durations_are_formatted_with_a_fitting_unit(seconds: float, text: str) -> None:
     assert span(seconds) == text

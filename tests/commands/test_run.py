@@ -1,4 +1,4 @@
-"""`turnkeep run`: one command from nothing to an answer, which leaves no process."""
+"""`turnkeep run`: one command starts a worker, answers, and leaves no process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def processes_with(word: str) -> list[list[str]]:
     return [line for line in found if any(word in argument for argument in line)]
 
 
-def test_a_message_is_answered_without_a_worker_and_no_process_stays(
+def test_run_starts_a_worker_answers_a_message_and_leaves_no_process(
     tmp_path: Path, tiny_model: Path
 ) -> None:
     data = tmp_path / "data"
@@ -33,7 +33,7 @@ def test_a_message_is_answered_without_a_worker_and_no_process_stays(
     assert processes_with(str(data)) == []
 
 
-def test_a_chat_in_a_terminal_goes_on_where_it_was_left(tmp_path: Path, tiny_model: Path) -> None:
+def test_run_on_a_terminal_continues_the_chat_of_the_previous_run(tmp_path: Path, tiny_model: Path) -> None:
     place = ("--data-dir", str(tmp_path / "data"), "--nats-port", str(free_port()))
     for found in ("no tokens", r"session .chat., \d+ tokens"):
         with Terminal("run", tiny_model, *place, "--max-tokens", "4") as terminal:
@@ -46,7 +46,7 @@ def test_a_chat_in_a_terminal_goes_on_where_it_was_left(tmp_path: Path, tiny_mod
     assert processes_with(str(tmp_path / "data")) == []
 
 
-def test_what_cannot_be_loaded_is_told_in_a_line(tmp_path: Path) -> None:
+def test_run_with_a_missing_model_says_that_there_is_no_such_model(tmp_path: Path) -> None:
     done = turnkeep(
         "run", tmp_path / "nosuch", "Hello", "--data-dir", tmp_path / "data", "--nats-port", free_port()
     )
@@ -55,7 +55,7 @@ def test_what_cannot_be_loaded_is_told_in_a_line(tmp_path: Path) -> None:
     assert done.stdout == ""
 
 
-def test_a_question_in_the_place_of_the_model_is_told_how_to_be_asked(tmp_path: Path) -> None:
+def test_run_with_a_question_in_place_of_the_model_explains_how_to_ask_it(tmp_path: Path) -> None:
     place = ("--data-dir", tmp_path / "data", "--nats-port", free_port())
     done = turnkeep("run", "Say hello", *place)
     assert done.returncode == 1
@@ -66,7 +66,7 @@ def test_a_question_in_the_place_of_the_model_is_told_how_to_be_asked(tmp_path: 
     assert "question?" not in named.stderr
 
 
-async def test_a_worker_that_runs_answers_and_stays(
+async def test_run_uses_a_running_worker_and_leaves_it_running(
     worker_process: Callable[..., WorkerProcess], tiny_model: Path
 ) -> None:
     worker = worker_process(model=tiny_model)

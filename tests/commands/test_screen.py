@@ -1,4 +1,4 @@
-"""Words wrap as they come, and a model cannot drive the terminal."""
+"""Words wrap as they stream; a model cannot control the terminal."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def columns(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return request.param
 
 
-def test_no_line_reaches_the_edge_and_no_word_is_lost(columns: int) -> None:
+def test_wrapped_lines_stay_inside_the_terminal_width_and_lose_no_word(columns: int) -> None:
     shown = wrapped(TEXT)
     assert max(map(cell_len, shown.split("\n"))) < columns
     assert "".join(shown.split()) == "".join(TEXT.split())
 
 
-def test_lines_break_between_words(columns: int) -> None:
+def test_lines_wrap_between_words_and_are_as_long_as_possible(columns: int) -> None:
     words = "the quick brown fox jumps over the lazy dog " * 3
     shown = wrapped(words).split("\n")
     assert " ".join(line.strip() for line in shown) == words.strip()
@@ -42,20 +42,20 @@ def test_lines_break_between_words(columns: int) -> None:
 
 
 @pytest.mark.parametrize("piece", [1, 2, 3, 7])
-def test_pieces_make_the_same_lines_as_the_whole(columns: int, piece: int) -> None:
+def test_streamed_pieces_wrap_into_the_same_lines_as_the_whole_text(columns: int, piece: int) -> None:
     words = WordWrap()
     parts = [words.feed(TEXT[i : i + piece]) for i in range(0, len(TEXT), piece)]
     assert "".join(parts) + words.rest() == wrapped(TEXT)
 
 
-def test_a_word_is_held_back_until_it_is_whole() -> None:
+def test_a_streamed_word_is_held_back_until_it_is_complete() -> None:
     words = WordWrap()
     assert words.feed("hello wor") == "hello"
     assert words.feed("ld") == ""
     assert words.feed("\n") == " world\n"
 
 
-def test_control_characters_are_left_out_and_spaces_and_joiners_are_not() -> None:
+def test_printing_removes_control_characters_and_keeps_unicode_spaces_and_joiners() -> None:
     assert printable("a\x1b[2Jb\x07\r\n\tc\x9b\x7f") == "a[2Jb\n\tc"
     whole = "10\u202f000\u00a0km \U0001f468\u200d\U0001f469 \u0645\u06cc\u200c\u062e"
     assert printable(whole) == whole
@@ -104,7 +104,9 @@ def terminal(monkeypatch: pytest.MonkeyPatch, lines: int = 24) -> Callable[[], l
 
 
 @pytest.mark.parametrize("piece", [1, 2, 3, 7, 1000])
-def test_each_block_of_markdown_is_drawn_where_it_came(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
+def test_each_rendered_markdown_block_replaces_its_raw_text_on_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, piece: int
+) -> None:
     shown = terminal(monkeypatch)
     screen = MarkdownScreen()
     screen.write("I think.", dim=True)
@@ -119,7 +121,7 @@ def test_each_block_of_markdown_is_drawn_where_it_came(monkeypatch: pytest.Monke
     assert whole.strip("\n") == f"I think.\n\n{LOOKS}"
 
 
-def test_what_comes_is_seen_before_its_block_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_raw_markdown_is_shown_before_its_block_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = terminal(monkeypatch)
     screen = MarkdownScreen()
     screen.write("A **bold** w")
@@ -132,7 +134,7 @@ def test_what_comes_is_seen_before_its_block_is_whole(monkeypatch: pytest.Monkey
     assert "\n".join(shown()).rstrip() == "A bold word\n\n x=1\n\nThen\n\n1. one"
 
 
-def test_a_block_taller_than_the_terminal_stays_as_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_markdown_block_taller_than_the_terminal_stays_raw(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = terminal(monkeypatch, 5)
     screen = MarkdownScreen()
     for piece in ("```\n", *["x\n"] * 9, "```\n\n", "*Then*\n\n"):
@@ -141,7 +143,7 @@ def test_a_block_taller_than_the_terminal_stays_as_it_came(monkeypatch: pytest.M
     assert "\n".join(shown()).rstrip().endswith("x\n```\n\nThen")
 
 
-def test_escapes_in_markdown_cannot_drive_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_escape_sequences_in_markdown_cannot_control_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = terminal(monkeypatch)
     screen = MarkdownScreen()
     screen.write("&#27;[2J \x1b[2J `\x1b[2J` &#x9b;2J\n")

@@ -1,4 +1,4 @@
-"""`turnkeep service` and `completion`, with programs of our own in the place of systemctl and launchctl."""
+"""`turnkeep service` and `completion`, with stub programs in place of systemctl and launchctl."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def asked(tmp_path: Path) -> list[str]:
     ]
 
 
-def test_a_unit_is_installed_started_shown_and_removed(
+def test_service_installs_starts_shows_and_removes_a_systemd_unit(
     run: Run, stub: Callable[..., Path], config: Path, tmp_path: Path
 ) -> None:
     stub("systemctl")
@@ -131,7 +131,7 @@ def test_a_unit_is_installed_started_shown_and_removed(
     assert "`turnkeep service install` makes one" in gone.stderr
 
 
-def test_an_agent_of_launchd_is_installed_and_removed(
+def test_service_installs_and_removes_a_launchd_agent_on_macos(
     run: Run, stub: Callable[..., Path], config: Path, tmp_path: Path
 ) -> None:
     stub("launchctl")
@@ -149,7 +149,7 @@ def test_an_agent_of_launchd_is_installed_and_removed(
     assert not agent.exists()
 
 
-def test_a_service_without_settings_gets_a_file_for_them(
+def test_service_install_without_config_names_the_default_settings_file(
     run: Run, stub: Callable[..., Path], tmp_path: Path
 ) -> None:
     stub("systemctl")
@@ -160,7 +160,7 @@ def test_a_service_without_settings_gets_a_file_for_them(
     assert (done.returncode, str(path) in done.stdout) == (0, True), done.stderr
 
 
-def test_what_is_in_the_way_is_said_in_a_line_and_nothing_is_written(
+def test_a_refused_service_install_names_the_obstacle_in_one_line_and_writes_nothing(
     run: Run, stub: Callable[..., Path], config: Path, tmp_path: Path
 ) -> None:
     def refused(*words: str) -> str:
@@ -188,7 +188,7 @@ def test_what_is_in_the_way_is_said_in_a_line_and_nothing_is_written(
         assert f"port {port} of 127.0.0.1 is taken" in refused("--config", str(config))
 
 
-def test_its_log_is_that_of_the_system(
+def test_service_logs_shows_the_journal_of_the_systemd_unit(
     run: Run, stub: Callable[..., Path], config: Path, tmp_path: Path
 ) -> None:
     stub("systemctl")
@@ -200,7 +200,7 @@ def test_its_log_is_that_of_the_system(
 
 
 @pytest.mark.parametrize("word", ["/a b/c", "50%", "$HOME", 'say "hi"', "back\\slash", "é"])
-def test_a_unit_s_words_are_the_command_s(word: str) -> None:
+def test_a_systemd_unit_quotes_any_word_so_that_the_command_is_read_back_unchanged(word: str) -> None:
     command = ["/bin/turnkeep", "serve", "--config", word]
     assert units.command_in(units.unit(command)) == command
 

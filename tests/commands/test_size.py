@@ -1,4 +1,4 @@
-"""`turnkeep size`: what it says is what a worker with the same settings then takes."""
+"""`turnkeep size`: its estimate is what a worker with the same settings takes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def settled(worker: LocalWorker) -> Metrics:
 
 
 @pytest.mark.parametrize("policy", ["full", "sink_window:4,64", "paged:324"])
-async def test_a_session_takes_what_was_said(
+async def test_size_predicts_the_memory_and_disk_that_a_session_takes_in_a_worker(
     local_worker: Callable[..., Awaitable[LocalWorker]], tmp_path: Path, policy: str
 ) -> None:
     model = make_endless_model(make_tiny_model(tmp_path / "tiny", num_attention_heads=2), tmp_path / "model")
@@ -80,7 +80,7 @@ async def test_a_session_takes_what_was_said(
     assert said["written_bytes_per_turn"] * TURNS == pytest.approx(snapshots.written_bytes, rel=0.02)
 
 
-async def test_no_weights_are_read_for_a_plain_model(endless_model: Path, tmp_path: Path) -> None:
+async def test_size_does_not_read_the_weights_of_a_plain_model(endless_model: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(endless_model, broken)
     file = broken / "model.safetensors"
@@ -91,7 +91,7 @@ async def test_no_weights_are_read_for_a_plain_model(endless_model: Path, tmp_pa
     assert (await sized(broken))["weight_bytes"] == size_bytes - header_bytes
 
 
-async def test_what_does_not_fit_is_said(endless_model: Path) -> None:
+async def test_size_says_how_many_sessions_do_not_fit(endless_model: Path) -> None:
     limits = ("--device-memory", "2MiB", "--max-disk", "1MiB", "--drive", "1GB")
     few = await sized(endless_model, *limits, **{"--sessions": 100})
     assert 0 <= few["sessions_on_device"] < few["sessions_on_disk"] < 100
@@ -120,7 +120,7 @@ async def test_what_does_not_fit_is_said(endless_model: Path) -> None:
         (("--drive", "big"), "'big' is no size; it must be like 512GB or 1TiB"),
     ],
 )
-async def test_what_cannot_be_is_one_line(
+async def test_size_refuses_impossible_options_and_says_why(
     endless_model: Path, options: tuple[object, ...], message: str
 ) -> None:
     load = ("--sessions", 1, "--turns-per-hour", 1, "--context", 64, "--block-tokens", BLOCK)
@@ -130,14 +130,16 @@ async def test_what_cannot_be_is_one_line(
 
 
 @pytest.mark.parametrize("policy", ["full", "sink_window:4,1024", "paged:324", "paged:1000"])
-async def test_a_policy_is_shown_as_it_is_given(tmp_path: Path, policy: str) -> None:
+async def test_size_shows_the_cache_policy_as_it_was_given(tmp_path: Path, policy: str) -> None:
     model = make_tiny_model(tmp_path / "tiny", num_attention_heads=2)
     load = ("--sessions", 1, "--turns-per-hour", 1, "--context", 256, "--block-tokens", BLOCK)
     done = await command("size", "--model", model, *load, "--cache-policy", policy)
     assert f"policy {policy}\n" in re.sub(r" +\n", "\n", done.stdout), done.stderr
 
 
-async def test_the_table_says_where_sessions_are(endless_model: Path) -> None:
+async def test_the_table_of_size_shows_how_many_sessions_fit_and_the_daily_ssd_writes(
+    endless_model: Path,
+) -> None:
     _, *written = shlex.split(block("sh", "turnkeep size"))
     done = await command(*written, "--model", endless_model, "--cache-policy", "sink_window:4,1024")
     assert "200 of 200 sessions; up to 16 answer at once" in done.stdout

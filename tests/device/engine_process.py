@@ -1,4 +1,4 @@
-"""What one worker process has of a session's way: an engine, a device, an open store."""
+"""A worker process reduced to an engine, a device and an open store."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Recorded:
 
 
 class Process:
-    """What one worker process has of a session's way: an engine, a device, an open store."""
+    """A worker process reduced to an engine, a device and an open store."""
 
     def __init__(self, engine: Engine, store: Store, model: Recorded) -> None:
         self.engine = engine

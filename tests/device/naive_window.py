@@ -1,4 +1,4 @@
-"""Sinks and a window in the plainest way: the whole history at once, each token where the paper puts it."""
+"""A plain reference for sinks and a window: the whole history at once, positions as in the paper."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who gets device memory, against a model of the turns and the device, and on a real one."""
+"""Admission of turns to device memory, on a simulated device and on a real one."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def told(decision: Decision) -> list[str]:
     return list(said)
 
 
-def test_a_turn_larger_than_all_memory_is_refused_and_one_that_fits_later_waits() -> None:
+def test_a_turn_larger_than_all_memory_never_fits_and_one_that_fits_later_waits() -> None:
     ledger = Ledger(CAPACITY)
     admission = Admission(ledger)
     assert ledger.ever_fits(CAPACITY)
@@ -205,7 +205,7 @@ def test_a_turn_larger_than_all_memory_is_refused_and_one_that_fits_later_waits(
     assert leave(admission, first, 60) == ["b", "drop a"]
 
 
-def test_idle_sessions_leave_least_recently_used_first_and_no_more_than_needed() -> None:
+def test_least_recently_used_idle_sessions_are_dropped_first_and_no_more_than_needed() -> None:
     admission = Admission(Ledger(CAPACITY))
     for name in "abcd":
         leave(admission, begin(admission, name, 25), 25)
@@ -228,8 +228,8 @@ def test_tenants_take_turns_in_the_queue_for_memory() -> None:
     assert sorted(order[5:]) == sorted(f"many{i}" for i in range(3, 20))
 
 
-def test_a_large_head_lets_others_pass_and_gets_its_room_from_those_that_did() -> None:
-    """Small ones keep coming: they use what it cannot, until older ones have left it enough."""
+def test_small_turns_overtake_a_large_waiting_one_and_pause_once_their_memory_lets_it_start() -> None:
+    """Small turns use memory that is too little for it, until older turns have freed enough."""
     admission = Admission(Ledger(CAPACITY))
     older = begin(admission, "older", 60)
     begin(admission, "large", 90)
@@ -243,7 +243,7 @@ def test_a_large_head_lets_others_pass_and_gets_its_room_from_those_that_did() -
     assert told(admission.begin(small[1], 10)) == ["large"]
 
 
-def test_an_answer_that_grows_has_idle_sessions_leave_then_the_youngest_pause() -> None:
+def test_a_growing_answer_drops_idle_sessions_and_then_pauses_the_youngest_turn() -> None:
     admission = Admission(Ledger(CAPACITY))
     old = begin(admission, "old", 30)
     young = begin(admission, "young", 30)
@@ -284,7 +284,7 @@ async def make_engine(make_model, trials):
 
 
 async def test_a_large_turn_is_not_starved_by_small_ones(make_engine) -> None:
-    """First come, first served: small turns that would fit do not overtake a large one that waits."""
+    """Small turns that come later do not overtake a large one that waits."""
     engine = await make_engine(600)
     order: list[str] = []
 
@@ -318,7 +318,7 @@ async def test_a_tenant_with_many_turns_that_wait_for_memory_does_not_hold_up_an
     assert order == ["many", "many", "one", "many", "one", *["many"] * 5]
 
 
-def test_a_tenants_turns_begin_within_its_share_and_one_of_them_always_can() -> None:
+def test_a_tenants_turns_start_within_its_share_of_memory_and_a_single_turn_may_exceed_it() -> None:
     ledger = Ledger(1000)
     admission = Admission(ledger, 300)
 
@@ -334,8 +334,8 @@ def test_a_tenants_turns_begin_within_its_share_and_one_of_them_always_can() -> 
     assert admission.num_waiting == 0
 
 
-async def test_a_session_begins_again_at_once_where_its_turn_was_given_up(make_engine) -> None:
-    """The device still has the turn before: the new one must not wait for itself to prefill its prompt."""
+async def test_a_session_whose_turn_was_cancelled_can_start_the_next_one_at_once(make_engine) -> None:
+    """The device still has the old turn; the new one must not wait for its own session's prefill."""
     engine = await make_engine(20_000)
     context = as_tokens(prompt(900))
     for _ in range(10):
@@ -349,7 +349,7 @@ async def test_a_session_begins_again_at_once_where_its_turn_was_given_up(make_e
         engine.forget(key("s"))
 
 
-async def test_a_higher_priority_waits_less_for_memory(make_engine) -> None:
+async def test_turns_with_a_higher_priority_get_memory_first(make_engine) -> None:
     engine = await make_engine(300)
     order: list[str] = []
 
@@ -365,12 +365,12 @@ async def test_a_higher_priority_waits_less_for_memory(make_engine) -> None:
     assert order == ["first", "higher", "high", "none", "late", "low"]
 
 
-def test_a_turn_that_has_waited_long_enough_is_overtaken_by_no_other() -> None:
+def test_a_turn_that_has_waited_long_enough_is_not_overtaken_by_a_higher_priority() -> None:
     waiting = place(100.0, 0)
     assert place(100.0 + 3 * PRIORITY_S - 1, 3) < waiting < place(100.0 + 3 * PRIORITY_S + 1, 3)
 
 
-async def test_a_cancelled_waiter_leaves_the_queue(make_engine) -> None:
+async def test_a_cancelled_turn_leaves_the_queue_for_memory(make_engine) -> None:
     """A turn takes what caches allocate for it: 768 of 1,024 tokens, which leaves 256 for a small one."""
     engine = await make_engine(1024)
     running = asyncio.create_task(engine.run(Asked(key("running"), as_tokens(prompt(590))), lambda: False))
@@ -386,7 +386,7 @@ async def test_a_cancelled_waiter_leaves_the_queue(make_engine) -> None:
     assert await running is not None
 
 
-def test_a_waiting_turn_that_gives_up_lets_those_behind_it_begin() -> None:
+def test_the_turns_behind_a_waiting_turn_start_when_it_is_cancelled() -> None:
     admission = Admission(Ledger(CAPACITY))
     older = begin(admission, "older", 60)
     large = begin(admission, "large", 90)
@@ -397,7 +397,7 @@ def test_a_waiting_turn_that_gives_up_lets_those_behind_it_begin() -> None:
     assert leave(admission, large) == ["late"]
 
 
-async def test_a_rewound_session_counts_with_what_it_held_until_its_turn_is_over(make_engine) -> None:
+async def test_a_rewound_session_counts_with_its_old_size_until_its_turn_is_over(make_engine) -> None:
     engine = await make_engine(300)
     await engine.run(Asked(key("rewound"), as_tokens(prompt(250))), lambda: False)
     turn = asyncio.create_task(engine.run(Asked(key("rewound"), as_tokens(prompt(10))), lambda: False))
@@ -407,7 +407,7 @@ async def test_a_rewound_session_counts_with_what_it_held_until_its_turn_is_over
     assert engine.ledger.used_bytes == engine.size_bytes(9), "the last one waits for an answer"
 
 
-async def test_the_ledger_never_exceeds_its_limit_under_random_turns(make_engine) -> None:
+async def test_reserved_memory_never_exceeds_the_limit_under_random_turns(make_engine) -> None:
     """Rewinds, cancellations before and on the device, and more sessions than fit."""
     engine = await make_engine(300)
     over: list[int] = []
@@ -456,10 +456,10 @@ def answered(engine: Engine, name: str, num_prompt: int, num_tokens: int, sampli
 
 
 @pytest.mark.parametrize("sampling", first([Sampling(1.0, seed=7), Sampling()]), ids=["hot", "greedy"])
-async def test_answers_that_outgrow_the_memory_pause_the_youngest_and_lose_no_token(
+async def test_answers_that_outgrow_memory_pause_the_youngest_one_and_lose_no_token(
     make_engine, make_model, sampling
 ) -> None:
-    """Three of 600 tokens each in memory for 1,600, with 60 idle: each comes out as if it ran alone."""
+    """Three answers of 600 tokens in memory for 1,600 have the same tokens as alone."""
     engine = await make_engine(1600)
     await engine.run(Asked(key("idle"), as_tokens(prompt(60))), lambda: False)
     with structlog.testing.capture_logs() as lines:
@@ -479,7 +479,7 @@ async def test_answers_that_outgrow_the_memory_pause_the_youngest_and_lose_no_to
     assert engine.num_running == engine.num_waiting == 0
 
 
-async def test_a_short_answer_reserves_little_whatever_it_might_have_needed(make_engine) -> None:
+async def test_a_short_answer_reserves_little_memory_even_if_its_max_tokens_is_large(make_engine) -> None:
     engine = await make_engine(2000)
     await engine.run(Asked(key("idle"), as_tokens(prompt(1200))), lambda: False)
     given, task = answered(engine, "s", 20, 1900, Sampling())
@@ -490,7 +490,7 @@ async def test_a_short_answer_reserves_little_whatever_it_might_have_needed(make
     assert engine.live_bytes(key("idle"), as_tokens(prompt(1200))) == engine.size_bytes(1199)
 
 
-async def test_a_paused_answer_that_is_cancelled_keeps_what_it_has(make_engine) -> None:
+async def test_a_paused_answer_that_is_cancelled_keeps_the_tokens_generated_so_far(make_engine) -> None:
     engine = await make_engine(1100)
     _, old = answered(engine, "old", 20, 800, Sampling())
     given, young = answered(engine, "young", 20, 800, Sampling())
@@ -505,7 +505,7 @@ async def test_a_paused_answer_that_is_cancelled_keeps_what_it_has(make_engine) 
     assert await old is not None
 
 
-async def test_a_dropped_session_takes_nothing_from_its_turn_that_was_just_admitted(make_engine) -> None:
+async def test_a_memory_shortage_does_not_take_the_reservation_of_a_turn_just_admitted(make_engine) -> None:
     """The device asks for room between the turn's admission and its task's next step."""
     engine = await make_engine(1000)
     await engine.run(Asked(key("second"), as_tokens(prompt(100))), lambda: False)
@@ -530,10 +530,10 @@ async def test_a_dropped_session_takes_nothing_from_its_turn_that_was_just_admit
     assert (outcome.num_cached, outcome.num_prefilled) == (0, 299)
 
 
-async def test_an_abandoned_turn_keeps_its_memory_until_it_is_over_and_its_events_go_to_nobody(
+async def test_an_abandoned_turn_keeps_its_memory_and_sends_the_next_turn_none_of_its_events(
     make_engine,
 ) -> None:
-    """A stop gives up a task that waits for a turn; the session's next turn must not hear of the old one."""
+    """A stop cancels the task that waits for a turn; the next turn must not get the old one's events."""
     engine = await make_engine(2000)
     given, task = answered(engine, "s", 20, 1500, Sampling(1.0))
     await until(lambda: len(given.tokens) > 2)
@@ -554,10 +554,10 @@ def held_by(engine: Engine) -> set[SessionKey]:
     return set(engine._device._runner.room._resident)
 
 
-async def test_the_loop_drops_the_least_recently_used_sessions_when_the_device_lacks_memory(
+async def test_the_engine_drops_the_least_recently_used_sessions_when_the_device_lacks_memory(
     make_engine,
 ) -> None:
-    """The ledger has room for all of them; what MLX measures has not."""
+    """The ledger has room for all of them; the device has not."""
     gc.collect()
     engine = await make_engine(4000, limit_bytes=mx.get_active_memory() + 2**19)
     for index in range(12):
@@ -570,7 +570,9 @@ async def test_the_loop_drops_the_least_recently_used_sessions_when_the_device_l
 
 
 @pytest.mark.parametrize("seed", first(range(3)))
-async def test_loop_and_device_agree_on_who_is_resident_whatever_comes(make_engine, make_model, seed) -> None:
+async def test_event_loop_and_device_agree_on_the_resident_sessions_under_random_turns(
+    make_engine, make_model, seed
+) -> None:
     """Turns that grow, fork, are rewound and cancelled, with the device short of memory all the time."""
     gc.collect()
     engine = await make_engine(2500, limit_bytes=mx.get_active_memory() + 2**19)

@@ -1,4 +1,4 @@
-"""An answer is a function of its tokens: taking it up again gives what going on would have given."""
+"""An answer depends on its tokens only: a resumed answer equals an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -35,8 +35,10 @@ def push_until_over(answer: Answer, tokens: list[int]) -> list[str]:
 
 
 @given(data=st.data())
-def test_a_replay_of_k_tokens_stands_where_the_answer_stood(tokenizer, new_answer, data) -> None:
-    """At every point: same texts from there on, same end, same text when cancelled right there."""
+def test_an_answer_replayed_from_its_first_tokens_continues_like_the_original(
+    tokenizer, new_answer, data
+) -> None:
+    """After every token: the same texts follow, the same end, the same text if cancelled there."""
     letters = [tokenizer.encode(letter, at_start=False) for letter in ("a", "b", "x", "\u00e9", "\u20ac")]
     bytes_and_ends = sorted({token for letter in letters for token in letter} | tokenizer.eos_ids)
     tokens = data.draw(st.lists(st.sampled_from(bytes_and_ends), min_size=1, max_size=16))
@@ -59,7 +61,7 @@ def test_a_replay_of_k_tokens_stands_where_the_answer_stood(tokenizer, new_answe
         assert one.text.startswith(whole.text)
 
 
-def test_an_end_token_ends_and_is_kept_without_a_text(tokenizer, new_answer) -> None:
+def test_an_end_token_ends_the_answer_and_is_in_its_tokens_but_not_in_its_text(tokenizer, new_answer) -> None:
     answer = new_answer()
     end = min(tokenizer.eos_ids)
     assert push_until_over(answer, [*tokenizer.encode("hi a", at_start=False), end]) == [
@@ -78,7 +80,9 @@ def test_a_stop_string_is_left_out_of_the_text_and_its_tokens_are_kept(tokenizer
     assert ("".join(texts), answer.finish_reason, len(answer.tokens)) == ("x", "stop", 4)
 
 
-def test_the_last_allowed_token_sets_the_held_text_free(tokenizer, new_answer) -> None:
+def test_the_last_token_of_max_tokens_releases_text_held_back_for_a_stop_string(
+    tokenizer, new_answer
+) -> None:
     answer = new_answer(max_tokens=3)
     texts = push_until_over(answer, tokenizer.encode("xaaa", at_start=False))
     assert texts == ["x", "", "aa"]

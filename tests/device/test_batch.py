@@ -1,4 +1,4 @@
-"""Rows that join and leave at any time: each as if it were alone."""
+"""Rows that join and leave a batch: each decodes as if alone."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def run(
 
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
-def test_rounding_to_16_bits_decides_nothing_about_a_model(build_model, dtype) -> None:
-    """In 12 layers bfloat16 alone differs by 0.06 to 0.11 of the largest logit, as a wrong mask does."""
+def test_rounding_in_16_bits_does_not_keep_a_model_from_the_shared_forward_pass(build_model, dtype) -> None:
+    """In 12 layers bfloat16 changes logits by 0.06 to 0.11 of the largest, as a wrong mask does."""
     model = build_model("llama", num_hidden_layers=12, **WIDE)
     model.set_dtype(dtype)
     batch = batch_for(model)
@@ -70,7 +70,7 @@ def test_rounding_to_16_bits_decides_nothing_about_a_model(build_model, dtype) -
         ("llama4", None, OwnPass, Keeping),
     ],
 )
-def test_a_model_is_run_in_the_way_that_its_caches_and_its_attention_allow(
+def test_a_models_caches_and_attention_decide_how_its_batches_run(
     make_model, kind, kv_bits, way, keeping
 ) -> None:
     batch = batch_for(make_model(kind, kv_bits))
@@ -80,7 +80,7 @@ def test_a_model_is_run_in_the_way_that_its_caches_and_its_attention_allow(
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("ahead", [0.0, 0.8])
 @pytest.mark.parametrize("smallest", [4, 256])
-def test_rows_that_come_and_go_get_the_tokens_and_the_kv_that_they_get_alone(
+def test_rows_that_join_and_leave_a_batch_get_the_same_tokens_and_kv_as_alone(
     make_model, monkeypatch, seed, smallest, ahead
 ) -> None:
     """Random joins, leaves and lengths, in one pool or moving from one to the next, with steps run ahead."""
@@ -115,7 +115,9 @@ def test_rows_that_come_and_go_get_the_tokens_and_the_kv_that_they_get_alone(
 
 
 @pytest.mark.parametrize("kind", ["exaone4", "mamba2", "baichuan_m1"])
-def test_every_other_class_of_cache_decodes_beside_others_too(make_model, kind) -> None:
+def test_rows_with_windows_or_recurrent_states_decode_together_with_the_same_tokens_as_alone(
+    make_model, kind
+) -> None:
     """Windows share a pass with pieces of prompts, recurrent states are merged: see test_merged.py."""
     model = make_model(kind)
     prompts = [prompt(3), prompt(19, salt=5), prompt(11, salt=9)]
@@ -123,7 +125,7 @@ def test_every_other_class_of_cache_decodes_beside_others_too(make_model, kind) 
     assert drawn == [alone(model, tokens, 12)[0] for tokens in prompts]
 
 
-def test_prompts_are_read_beside_answers_and_beside_each_other(make_model) -> None:
+def test_prompts_prefilled_in_one_pass_with_answers_and_other_prompts_change_no_token(make_model) -> None:
     """Pieces of three prompts and two rows in one pass, each as if it were alone."""
     model = make_model("llama")
     batch = batch_for(model)
@@ -152,7 +154,7 @@ def test_prompts_are_read_beside_answers_and_beside_each_other(make_model) -> No
         assert row.known[len(tokens) :] == alone(model, tokens, row.sampler.num_drawn)[0]
 
 
-def test_a_row_without_kv_yet_decodes_beside_rows_with_some(make_model) -> None:
+def test_a_row_without_kv_decodes_beside_rows_with_kv(make_model) -> None:
     """A prompt of one token: there is nothing in its caches before its first step."""
     model = make_model("llama")
     prompts = [prompt(20), prompt(1), prompt(9, salt=7)]
@@ -160,7 +162,7 @@ def test_a_row_without_kv_yet_decodes_beside_rows_with_some(make_model) -> None:
     assert drawn == [alone(model, tokens, 6)[0] for tokens in prompts]
 
 
-def test_a_row_alone_steps_on_its_own_caches(make_model) -> None:
+def test_one_or_two_rows_use_their_own_caches_and_three_share_a_pool(make_model) -> None:
     """Nothing is copied for a session that runs alone."""
     model = make_model("llama")
     one, other = begin(model, prompt(9)), begin(model, prompt(5))
@@ -177,7 +179,7 @@ def test_a_row_alone_steps_on_its_own_caches(make_model) -> None:
     assert batch.remove(one.row)[0].offset == one.row.num_cached == 14
 
 
-def test_rows_of_other_lengths_do_not_share_a_pool(make_model, monkeypatch) -> None:
+def test_rows_of_very_different_lengths_do_not_share_a_pool(make_model, monkeypatch) -> None:
     """So that a short session does not pay for a long one."""
     monkeypatch.setattr(slots, "SMALLEST", 64)
     model = make_model("llama")
@@ -191,7 +193,7 @@ def test_rows_of_other_lengths_do_not_share_a_pool(make_model, monkeypatch) -> N
     assert places[short][0].capacity == 64
 
 
-def test_after_a_clear_new_rows_start_from_nothing(make_model) -> None:
+def test_rows_added_after_the_batch_is_cleared_get_the_same_tokens_as_alone(make_model) -> None:
     model = make_model("llama")
     batch = batch_for(model)
     batch.step([begin(model, prompt(9)), begin(model, prompt(5))])
@@ -204,8 +206,8 @@ def test_after_a_clear_new_rows_start_from_nothing(make_model) -> None:
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.9, seed=3)], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("num_rows", [1, 2])
-def test_guessing_changes_nothing_but_the_number_of_steps(make_model, sampling, num_rows) -> None:
-    """Right guesses, wrong ones, and their KV; alone, and beside another answer."""
+def test_speculation_changes_only_the_number_of_steps(make_model, sampling, num_rows) -> None:
+    """Right and wrong drafts, and their KV; alone, and beside another answer."""
     model = make_model("llama")
     contexts = [prompt(20 + 7 * i, salt=i) for i in range(num_rows)]
     answers = [alone(model, tokens, 150, sampling)[0] for tokens in contexts]
@@ -226,7 +228,7 @@ def test_guessing_changes_nothing_but_the_number_of_steps(make_model, sampling, 
         np.testing.assert_allclose(kv(caches, num_cached), kv(reference, num_cached), atol=1e-4)
 
 
-def test_no_answer_becomes_longer_than_it_may(make_model) -> None:
+def test_speculation_does_not_make_an_answer_longer_than_its_limit(make_model) -> None:
     model = make_model("llama")
     batch = drafting(model, 8)
     piece = begin(model, prompt(9))
@@ -239,7 +241,7 @@ def test_no_answer_becomes_longer_than_it_may(make_model) -> None:
 
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "mamba2"])
-def test_what_cannot_be_trimmed_is_never_guessed(make_model, kind) -> None:
+def test_models_whose_caches_cannot_be_trimmed_never_speculate(make_model, kind) -> None:
     model = make_model(kind)
     batch = drafting(model, 8)
     drawn = run(batch, [begin(model, prompt(9))], 30)[0]

@@ -1,4 +1,4 @@
-"""Models of every kind of cache on the device: same tokens over many turns as from scratch, and sizes."""
+"""Every cache class on the device: the tokens of a run from scratch over many turns, and its size."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from worker.models.model import cache_sizes
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_turn_after_turn_gives_the_tokens_of_a_run_from_scratch(make_model, make_rig, kind) -> None:
-    """Append, generate, append, generate on what is resident; caches that cannot be trimmed included."""
+def test_a_resident_session_gets_the_tokens_of_a_run_from_scratch_in_every_turn(
+    make_model, make_rig, kind
+) -> None:
+    """Append, generate, append, generate on resident KV, with caches that cannot be trimmed too."""
     model = make_model(kind)
     rig, fresh = make_rig(model), make_rig(model)
     history, num_held = [], 0
@@ -32,7 +34,9 @@ def test_turn_after_turn_gives_the_tokens_of_a_run_from_scratch(make_model, make
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_a_rewound_session_goes_on_with_the_tokens_of_a_run_from_scratch(make_model, make_rig, kind) -> None:
+def test_a_rewound_session_continues_with_the_tokens_of_a_run_from_scratch(
+    make_model, make_rig, kind
+) -> None:
     model = make_model(kind)
     rig = make_rig(model)
     before = generate(prompt(30), 10)
@@ -47,8 +51,8 @@ def test_a_rewound_session_goes_on_with_the_tokens_of_a_run_from_scratch(make_mo
 
 
 @pytest.mark.parametrize("kind", [*CONFIGS, "gemma3_text", "gpt_oss", "llama4", "qwen3_next"])
-def test_a_session_holds_what_the_sizes_of_the_model_say_at_any_length(make_model, make_rig, kind) -> None:
-    """To the byte, behind prompts and answers: windows and chunks hold no more than their size."""
+def test_the_kv_of_a_session_has_exactly_the_computed_size_at_any_length(make_model, make_rig, kind) -> None:
+    """To the byte, after prompts and answers: windows and chunks do not exceed their size."""
     model = make_model(kind)
     size, rig, history = cache_sizes(model), make_rig(model), []
     assert layers.live_bytes(make_prompt_cache(model)) == size.held(0) == 0
@@ -68,7 +72,7 @@ def test_a_session_holds_what_the_sizes_of_the_model_say_at_any_length(make_mode
     assert size.bytes_per_token == per_token.get(kind, size.bytes_per_token)
 
 
-def test_live_bytes_of_quantised_and_chunked_caches_leave_out_what_is_allocated_ahead() -> None:
+def test_the_live_bytes_of_a_cache_exclude_memory_allocated_in_advance() -> None:
     plain, chunked, joined = KVCache(), ChunkedKVCache(4), ConcatenateKVCache()
     keys = mx.random.normal((1, 2, 10, 64))
     for cache in (plain, chunked, joined):

@@ -1,4 +1,4 @@
-"""What the control groups around a process leave of a machine's memory: version 2, version 1, and none."""
+"""The memory that a process's control groups leave it: version 2, version 1, and no limit."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def left(tmp_path: Path, own: str) -> int | None:
     return cgroups.left_bytes(tmp_path / "own", tmp_path / "fs")
 
 
-def test_version_2_leaves_its_limit_less_what_is_used_and_cannot_be_given_back(tmp_path: Path) -> None:
+def test_version_2_leaves_the_limit_minus_the_used_memory_that_cannot_be_reclaimed(tmp_path: Path) -> None:
     stat = f"anon {200 * MIB}\nfile {150 * MIB}\ninactive_file {100 * MIB}"
     group(tmp_path / "fs", {"memory.max": 512 * MIB, "memory.current": 300 * MIB, "memory.stat": stat})
     assert left(tmp_path, "0::/\n") == 312 * MIB
 
 
-def test_the_tightest_limit_on_the_way_up_counts(tmp_path: Path) -> None:
-    """systemd's MemoryHigh of a slice above a unit, say, at which a process is slowed down."""
+def test_the_tightest_limit_of_a_group_and_its_parents_counts(tmp_path: Path) -> None:
+    """For example systemd's MemoryHigh of a unit's slice, which slows a process down."""
     fs = tmp_path / "fs"
     group(fs, {"memory.stat": ""})  # the root has no limit
     group(fs / "a", {"memory.max": "max", "memory.high": 100 * MIB, "memory.current": 60 * MIB})
@@ -44,7 +44,7 @@ def test_the_tightest_limit_on_the_way_up_counts(tmp_path: Path) -> None:
     assert cgroups.limit_bytes(tmp_path / "own", fs) == 100 * MIB, "whatever is used of it"
 
 
-def test_version_1_has_its_own_names_and_other_controllers_beside(tmp_path: Path) -> None:
+def test_version_1_limits_are_read_from_their_own_files_among_other_controllers(tmp_path: Path) -> None:
     files = {
         "memory.limit_in_bytes": 256 * MIB,
         "memory.usage_in_bytes": 100 * MIB,
@@ -55,13 +55,13 @@ def test_version_1_has_its_own_names_and_other_controllers_beside(tmp_path: Path
     assert left(tmp_path, own) == 206 * MIB
 
 
-def test_a_container_sees_its_group_as_the_root_under_either_name(tmp_path: Path) -> None:
+def test_a_container_whose_group_path_is_not_mounted_reads_the_limit_at_the_root(tmp_path: Path) -> None:
     files = {"memory.limit_in_bytes": 64 * MIB, "memory.usage_in_bytes": 24 * MIB}
     group(tmp_path / "fs" / "memory", files)
     assert left(tmp_path, "4:memory:/kubepods/pod1/not-mounted-here\n") == 40 * MIB
 
 
-def test_a_group_that_uses_more_than_it_may_leaves_nothing(tmp_path: Path) -> None:
+def test_a_group_that_exceeds_its_limit_leaves_no_memory(tmp_path: Path) -> None:
     group(tmp_path / "fs", {"memory.max": 10 * MIB, "memory.current": 20 * MIB})
     assert left(tmp_path, "0::/\n") == 0
 
@@ -69,13 +69,15 @@ def test_a_group_that_uses_more_than_it_may_leaves_nothing(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "own", ["", "0::/\n", "nonsense\n", "0::/../../etc\n", "4:memory:/gone\n", "x" * 10_000, "0::/\0\n"]
 )
-def test_without_a_limit_that_can_be_read_there_is_none(tmp_path: Path, own: str) -> None:
+def test_an_absent_or_unreadable_limit_counts_as_no_limit(tmp_path: Path, own: str) -> None:
     group(tmp_path / "fs", {"memory.max": "max", "memory.current": "?", "memory.stat": "a b c\n\nd"})
     assert left(tmp_path, own) is None
     assert cgroups.left_bytes(tmp_path / "gone", tmp_path) is None
 
 
-def test_the_default_limit_of_a_device_follows_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_memory_limit_of_a_device_respects_the_control_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(machine.mx, "device_info", dict)
     monkeypatch.setattr(machine.mx, "get_active_memory", lambda: 0)
     monkeypatch.setattr(machine, "left_bytes", lambda: 100 * MIB)
@@ -87,8 +89,8 @@ def test_the_default_limit_of_a_device_follows_the_group(monkeypatch: pytest.Mon
     assert machine.default_limit_bytes() > 0
 
 
-def test_a_real_group_of_version_1_or_2_is_read() -> None:
-    """Where this machine lets its user make one."""
+def test_the_limit_of_a_real_control_group_is_read() -> None:
+    """Skipped where no group can be created."""
     roots = [Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")]
     names = ["memory.limit_in_bytes", "memory.max"]
     for root, name in zip(roots, names, strict=True):

@@ -1,4 +1,4 @@
-"""Sessions of a model that attends within chunks: stored once, gone back, copied, and what masks say."""
+"""Sessions with chunked attention: stored once, rewound, forked, with the tokens of masks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ def answer(model: Any, tokens: Sequence[int], num: int) -> list[int]:
     return known[len(tokens) :]
 
 
-async def test_chunks_are_stored_once_and_a_restore_reads_the_last_one(make_model, trials, tmp_path) -> None:
+async def test_chunked_layers_are_stored_once_and_a_restore_reads_only_their_last_chunk(
+    make_model, trials, tmp_path
+) -> None:
     """Blocks of half a chunk; four layers, the fourth of which keeps all tokens."""
     model, tokens, block = make_model(KIND), prompt(699), 2 * BLOCK
 
@@ -53,7 +55,9 @@ def _disk_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
 
 
-def test_rows_beside_each_other_are_what_masks_say(make_model, make_rig) -> None:
+def test_rows_with_chunked_attention_in_a_batch_get_the_tokens_of_attention_with_masks(
+    make_model, make_rig
+) -> None:
     model = make_model(KIND)
     rig, contexts = make_rig(model), [prompt(n, n) for n in (5, CHUNK - 3, CHUNK, 3 * CHUNK + 7)]
     turns = [generate(context, 14, name=f"s{i}") for i, context in enumerate(contexts)]
@@ -62,7 +66,7 @@ def test_rows_beside_each_other_are_what_masks_say(make_model, make_rig) -> None
 
 
 @pytest.mark.parametrize("end", [3 * CHUNK + 1, 3 * CHUNK + 5, 4 * CHUNK - 1, 4 * CHUNK])
-def test_a_rewind_within_the_chunk_prefills_nothing_and_one_beyond_it_begins_anew(
+def test_a_rewind_within_the_last_chunk_prefills_one_token_and_one_beyond_it_starts_over(
     make_model, make_rig, end
 ) -> None:
     model = make_model(KIND)
@@ -80,7 +84,7 @@ def test_a_rewind_within_the_chunk_prefills_nothing_and_one_beyond_it_begins_ane
     assert rig.tokens(beyond) == answer(model, context[:CHUNK], 4)
 
 
-def test_a_fork_takes_a_copy_of_the_chunk(make_model, make_rig) -> None:
+def test_a_fork_copies_the_last_chunk_and_leaves_its_source_unchanged(make_model, make_rig) -> None:
     model = make_model(KIND)
     rig, context = make_rig(model), prompt(4 * CHUNK - 3)
     first = append(context, name="a")

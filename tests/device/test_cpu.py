@@ -1,4 +1,4 @@
-"""numpy's share of a forward pass on a CPU: it computes what MLX computes."""
+"""The operations that numpy runs on a CPU give the results of MLX."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def added(rows: int, tokens: int, length: int) -> mx.array:
     ("rows", "heads", "kv_heads", "tokens", "length"),
     [(1, 9, 3, 128, 700), (1, 9, 3, 1, 2000), (1, 4, 4, 37, 37), (8, 9, 3, 1, 300), (3, 8, 1, 16, 50)],
 )
-def test_attention_gives_what_mlx_gives(
+def test_attention_in_numpy_equals_mlxs_attention_under_every_mask(
     mask: Callable[[int, int, int], mx.array | str | None],
     rows: int,
     heads: int,
@@ -79,7 +79,7 @@ def test_attention_gives_what_mlx_gives(
     )  # rounding of scores up to 30
 
 
-def test_attention_leaves_what_it_is_given_as_it_was() -> None:
+def test_attention_does_not_change_its_inputs() -> None:
     given = some(1, 9, 3, 64, 500)
     before = [np.array(array) for array in given]
     mx.eval(cpu.attention(*given, SCALE, "causal"))
@@ -87,19 +87,21 @@ def test_attention_leaves_what_it_is_given_as_it_was() -> None:
         np.testing.assert_array_equal(np.array(array), was)
 
 
-def test_a_mask_of_another_kind_is_refused() -> None:
+def test_attention_refuses_a_mask_of_an_unknown_kind() -> None:
     with pytest.raises(ValueError, match="'sliding'"):
         cpu.attention(*some(1, 2, 1, 4, 4), SCALE, "sliding")
 
 
-def test_attention_in_whole_heads_is_the_same_as_in_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_computed_head_by_head_equals_attention_of_all_heads_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     given = some(2, 9, 3, 16, 300)
     at_once = np.array(cpu.attention(*given, SCALE, "causal"))
     monkeypatch.setattr(cpu, "_CACHED", 1)
     np.testing.assert_array_equal(np.array(cpu.attention(*given, SCALE, "causal")), at_once)
 
 
-def test_only_large_float32_attention_is_taken_over() -> None:
+def test_only_large_float32_attention_runs_in_numpy() -> None:
     queries, keys, _ = some(1, 9, 3, 128, 700)
     assert cpu.faster_attention(queries, keys)
     assert not cpu.faster_attention(queries[:, :, :1], keys[:, :, :100])
@@ -108,7 +110,7 @@ def test_only_large_float32_attention_is_taken_over() -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 128])
-def test_swiglu_gives_what_mlx_gives_up_to_the_largest_gates(tokens: int) -> None:
+def test_swiglu_in_numpy_equals_mlxs_even_for_very_large_gates(tokens: int) -> None:
     gate, x = 30 * normal(tokens, 1, 512, seed=3), normal(tokens, 1, 512, seed=4)
     gate = mx.concatenate([gate, mx.full((tokens, 1, 2), -200.0), mx.full((tokens, 1, 2), 200.0)], axis=-1)
     x = mx.concatenate([x, mx.ones((tokens, 1, 4))], axis=-1)
@@ -117,7 +119,7 @@ def test_swiglu_gives_what_mlx_gives_up_to_the_largest_gates(tokens: int) -> Non
     assert np.isfinite(found).all()
 
 
-def test_swiglu_leaves_what_it_is_given_as_it_was() -> None:
+def test_swiglu_does_not_change_its_inputs() -> None:
     gate, x = normal(16, 1, 512, seed=5), normal(16, 1, 512, seed=6)
     before = np.array(gate), np.array(x)
     mx.eval(cpu.swiglu(gate, x))
@@ -128,10 +130,10 @@ def test_swiglu_leaves_what_it_is_given_as_it_was() -> None:
 @pytest.mark.parametrize("num_queries", [1, 3, 48])
 @pytest.mark.parametrize("num_tokens", [64, 4096, 12_352])
 @pytest.mark.parametrize(("heads", "size"), [(1, 32), (3, 64), (2, 128)])
-def test_what_queries_attend_to_in_sketches_is_found_alike(
+def test_comparing_queries_with_2_bit_keys_in_numpy_equals_the_result_of_mlx(
     heads: int, size: int, num_tokens: int, num_queries: int
 ) -> None:
-    """Also where a sketch has room for more tokens, as a cache's has, and some scores are far apart."""
+    """The keys may be views of larger buffers, as in a cache; some scores are far apart."""
     keys = 2 * normal(1, heads, num_tokens + 256, size, seed=1)
     sketch = tuple(part[..., :num_tokens, :] for part in mx.quantize(keys, paged.sketch_group(size), bits=2))
     queries = normal(1, heads, num_queries, size, seed=2) * mx.arange(1, num_queries + 1)[:, None] / 8

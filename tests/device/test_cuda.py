@@ -1,4 +1,4 @@
-"""Attention on CUDA: the padded shapes are few, and change nothing. The arithmetic runs on any device."""
+"""Attention on CUDA: padding changes no result and leaves few shapes. These tests run on any device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from worker.batch import cuda
     ("num", "length"),
     [(1, 300), (17, 17), (17, 300), (21, 340), (256, 256), (256, 700), (300, 300), (700, 900)],
 )
-def test_padded_attention_is_that_of_the_tokens_alone(num: int, length: int) -> None:
+def test_padded_attention_equals_attention_without_padding(num: int, length: int) -> None:
     keys, values = (mx.random.normal((1, 2, length, 16), key=mx.random.key(i)) for i in (1, 2))
     queries = mx.random.normal((1, 4, num, 16), key=mx.random.key(3))
     found = cuda.attention(queries, keys, values, 0.25)
@@ -21,7 +21,7 @@ def test_padded_attention_is_that_of_the_tokens_alone(num: int, length: int) -> 
     assert mx.abs(found - expected).max().item() < 1e-5
 
 
-def test_the_turns_of_a_session_need_few_plans_of_cudnn() -> None:
+def test_padding_leaves_few_attention_shapes_so_that_cudnn_needs_few_plans() -> None:
     """A session of 200 turns of up to 100 tokens, and prompts of every length up to 1,024."""
     turns = ((17 + i % 84, 100 * i + 17 + i % 84) for i in range(1, 200))
     prompts = ((num, num) for num in range(1, 1025))

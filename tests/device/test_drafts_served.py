@@ -1,4 +1,4 @@
-"""A worker with a draft model: the answers are those without one, alone, in pairs and over kills."""
+"""A worker with a draft model gives the answers of one without: alone, in pairs, across kills."""
 
 from __future__ import annotations
 
@@ -92,10 +92,10 @@ async def answer(
     return tokens
 
 
-async def test_answers_are_those_without_drafts(
+async def test_answers_with_a_draft_model_equal_those_without_one(
     local_worker: Callable[..., Awaitable[Any]], pair: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each alone, two at a time, and the next turn; whatever the time says, by a draft model that drafts."""
+    """Alone, two at a time, and in the next turn; the draft model drafts whatever that costs."""
     large, small = pair
     plain = (await local_worker(model=str(large), max_draft=0, prefix="plain")).client
     monkeypatch.setattr(speculation, "best", lambda *_: (9.0, 4))
@@ -116,7 +116,7 @@ async def test_answers_are_those_without_drafts(
 @pytest.mark.process
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("num", first([5, 300]), ids=str)
-async def test_answers_over_kills_are_those_without_drafts(
+async def test_answers_with_a_draft_model_across_worker_kills_equal_those_without_one(
     worker_process: Any, local_worker: Callable[..., Awaitable[Any]], pair: Any, tmp_path: Path, num: int
 ) -> None:
     """Two at a time, and the worker is killed in the middle of every other pair."""
@@ -151,7 +151,7 @@ async def test_answers_over_kills_are_those_without_drafts(
         ("unused", r"there is a draft_model, and max_draft is 0: leave one of them out"),
     ],
 )
-async def test_a_draft_model_that_cannot_draft_is_refused(
+async def test_an_unsuitable_or_unused_draft_model_is_refused_with_the_reason(
     local_worker: Callable[..., Awaitable[Any]],
     pair: tuple[Path, Path],
     embedding_model: Path,
@@ -176,10 +176,10 @@ async def test_a_draft_model_that_cannot_draft_is_refused(
         await local_worker(model=str(large), draft_model=str(folder), max_draft=most)
 
 
-async def test_the_draft_model_s_memory_is_counted_wherever_memory_is(
+async def test_a_workers_memory_and_its_estimate_include_the_draft_models_weights_and_kv(
     local_worker: Callable[..., Awaitable[Any]], pair: Any, tmp_path: Path
 ) -> None:
-    """Weights, and KV of the sessions that it drafts for: in a worker, and for a supervisor and `size`."""
+    """The KV is that of the sessions with drafts; a supervisor and `size` use the estimate."""
     large, small = pair
     room = []
     for draft in (None, str(small)):

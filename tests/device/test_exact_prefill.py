@@ -41,8 +41,8 @@ def model(build_model) -> Any:
     return build_model("llama", **WIDE)
 
 
-def test_kv_keeps_its_name_and_none_has_that_of_prompts_that_saw_a_part() -> None:
-    """Of an earlier version, whose exact prefill was an option."""
+def test_the_name_of_a_paged_policy_lists_its_numbers_and_says_exact() -> None:
+    """So KV of an older version's inexact prefill is not found."""
     assert str(POLICY) == "paged(4,256,320,197-232,exact)"
 
 
@@ -93,7 +93,7 @@ EXACT = [
 
 
 @pytest.mark.parametrize(("kind", "dtype", "tolerance", "seed"), EXACT)
-def test_a_prompt_sees_all_tokens_before_it_however_it_is_cut(
+def test_a_paged_prompt_in_pieces_of_any_size_gets_the_logits_of_full_attention(
     build_model, kind: str, dtype: mx.Dtype, tolerance: float, seed: int
 ) -> None:
     model, rng = build_model(kind, **WIDE), random.Random(seed)
@@ -108,7 +108,7 @@ def test_a_prompt_sees_all_tokens_before_it_however_it_is_cut(
     assert layers.num_passed(caches) > 3 * HELD, "most of it has left the device"
 
 
-def test_an_answer_s_tokens_see_a_part_again(build_model) -> None:
+def test_the_tokens_of_a_paged_answer_attend_to_only_a_part_of_the_session(build_model) -> None:
     model = build_model("llama", **WIDE)
     forward, tokens = Forward(model), prompt(3 * HELD)
     caches = layers.make(model, POLICY)
@@ -118,7 +118,7 @@ def test_an_answer_s_tokens_see_a_part_again(build_model) -> None:
     assert mx.abs(found - expected).max().item() > 1e-3 * mx.abs(expected).max().item()
 
 
-def test_a_past_that_ends_before_what_is_held_is_refused(build_model) -> None:
+def test_prefill_refuses_stored_kv_that_ends_before_the_kv_on_the_device_starts(build_model) -> None:
     model = build_model("llama", **WIDE)
     forward, tokens, caches = Forward(model), prompt(3 * HELD), layers.make(model, POLICY)
     exactly(forward, caches, tokens, [HELD, HELD], 128)
@@ -128,7 +128,7 @@ def test_a_past_that_ends_before_what_is_held_is_refused(build_model) -> None:
         forward([OwnPart(caches, 2 * HELD, 1)], [5])
 
 
-async def test_a_paged_prompt_stores_the_kv_that_a_full_session_stores(model, tmp_path) -> None:
+async def test_a_paged_prompt_stores_the_same_kv_as_a_session_with_full_attention(model, tmp_path) -> None:
     """And the answer's first token has the same logits; those of a session with a window differ."""
     tokens, per_policy = prompt(40 * CHUNK + 9), {}
     for policy in (FULL, POLICY, WINDOW):
@@ -158,7 +158,9 @@ async def stored(process: Process, tokens: list[int], policy: Policy) -> np.ndar
 
 
 @pytest.mark.parametrize("access", [PLAIN, Sealed(bytes(range(32)))])
-async def test_after_a_restart_a_prompt_sees_what_only_the_disk_has(model, tmp_path, access: Access) -> None:
+async def test_a_prompt_after_a_restart_attends_to_kv_that_is_only_on_disk(
+    model, tmp_path, access: Access
+) -> None:
     tokens = prompt(50 * CHUNK)
     async with engine_process.open_process(model, tmp_path, num_blocks=8, access=access) as process:
         await process.append(tokens[: 45 * CHUNK], policy=POLICY)
@@ -171,7 +173,9 @@ async def test_after_a_restart_a_prompt_sees_what_only_the_disk_has(model, tmp_p
 
 
 @pytest.mark.parametrize("is_gone", [False, True])
-async def test_a_prompt_is_prefilled_again_from_a_damaged_block_on(model, tmp_path, is_gone: bool) -> None:
+async def test_a_prompt_is_prefilled_again_from_a_damaged_or_missing_block_on(
+    model, tmp_path, is_gone: bool
+) -> None:
     tokens = prompt(50 * CHUNK)
     async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
         await process.append(tokens[: 45 * CHUNK], policy=POLICY)
@@ -217,7 +221,7 @@ async def test_forgetting_a_damaged_block_leaves_no_copy_of_it(model, tmp_path) 
         assert list((tmp_path / "quarantine").iterdir()) == []
 
 
-async def test_a_disk_that_takes_nothing_fails_the_turn_and_says_why(model, tmp_path, monkeypatch) -> None:
+async def test_a_turn_fails_with_the_reason_if_the_disk_takes_no_writes(model, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(cutting, "PATIENCE_S", 0.1)
     monkeypatch.setattr(finding, "PATIENCE_S", 0.1)
     async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
@@ -229,7 +233,7 @@ async def test_a_disk_that_takes_nothing_fails_the_turn_and_says_why(model, tmp_
         assert outcome.num_prefilled == 50 * CHUNK - 1
 
 
-async def test_a_layer_is_read_alone(model, tmp_path) -> None:
+async def test_the_stored_kv_of_one_layer_is_read_without_the_other_layers(model, tmp_path) -> None:
     tokens = prompt(20 * CHUNK)
     async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
         await process.append(tokens, policy=POLICY)
@@ -246,10 +250,10 @@ async def test_a_layer_is_read_alone(model, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("seed", first(range(4), 2))
-async def test_sessions_of_prompts_are_as_full_ones_through_rewinds_forks_and_restarts(
+async def test_paged_prompts_get_the_logits_of_full_attention_after_rewinds_forks_and_restarts(
     model, tmp_path, seed: int
 ) -> None:
-    """As long as answers have one token: it is drawn from the prompt, and run with the next one."""
+    """Answers have one token: it is drawn from the prompt and prefilled with the next prompt."""
     rng, sessions = random.Random(seed), {"a": prompt(8 * CHUNK, seed)}
     for _ in range(3):
         async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
@@ -269,7 +273,7 @@ async def test_sessions_of_prompts_are_as_full_ones_through_rewinds_forks_and_re
                 sessions[name] = [*tokens, *drawn]
 
 
-async def test_a_prompt_that_loses_its_past_leaves_an_answer_beside_it_alone(model, tmp_path) -> None:
+async def test_a_prompt_whose_stored_kv_is_lost_does_not_disturb_an_answer_beside_it(model, tmp_path) -> None:
     tokens = prompt(50 * CHUNK)
     async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
         await process.append(tokens[: 40 * CHUNK], policy=POLICY)
@@ -302,7 +306,9 @@ async def test_a_prompt_that_loses_its_past_leaves_an_answer_beside_it_alone(mod
         assert len(growing.tokens) == 1000
 
 
-async def test_kv_in_eight_bits_is_read_back_as_it_was(make_model, tmp_path) -> None:
+async def test_a_paged_prompt_with_8_bit_kv_gets_nearly_the_logits_of_full_attention(
+    make_model, tmp_path
+) -> None:
     model, tokens, found = make_model("llama", 8), prompt(40 * CHUNK + 9), []
     for policy in (FULL, POLICY, WINDOW):
         async with engine_process.open_process(model, tmp_path / str(policy), num_blocks=8) as process:

@@ -1,4 +1,4 @@
-"""Models with windows of their own: what these have passed leaves the disk, what other layers see stays."""
+"""Windowed layers: KV behind their windows is deleted from disk, the KV of other layers stays."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ async def _live(model: Any, directory: Path, keep_behind: int | None) -> tuple[l
 
 
 @pytest.mark.parametrize("kind", first([*SHARES], 2))
-async def test_sections_of_windows_leave_and_answers_stay_the_same(
+async def test_deleting_kv_behind_the_windows_from_disk_changes_no_answer(
     make_model, tmp_path: Path, kind: str
 ) -> None:
-    """After restarts, too, and behind a rewind to where windows are gone: that is prefilled again."""
+    """After restarts too, and after a rewind to deleted windows, which is prefilled again."""
     model, share = make_model(kind), SHARES[kind]
     kept, sizes = await _live(model, tmp_path / "kept", KEEP)
     everything, all_sizes = await _live(model, tmp_path / "all", None)
@@ -73,7 +73,7 @@ async def test_sections_of_windows_leave_and_answers_stay_the_same(
     assert sizes[1] - sizes[0] <= grown + 2 * BLOCK * per_token, "only the other layers' part grows"
 
 
-async def test_a_plain_model_keeps_everything(make_model, tmp_path: Path) -> None:
+async def test_a_model_without_windows_keeps_all_its_kv_on_disk(make_model, tmp_path: Path) -> None:
     async with open_process(make_model("llama"), tmp_path, keep_behind=0) as process:
         session = prompt(200)
         await process.generate(session, 5)

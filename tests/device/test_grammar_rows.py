@@ -43,7 +43,9 @@ def text(tokens: list[int]) -> str:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3_next"])
-def test_mixed_rows_have_the_tokens_that_they_have_alone(make_model, grammar, kind) -> None:
+def test_rows_with_and_without_grammars_get_the_same_tokens_together_as_alone(
+    make_model, grammar, kind
+) -> None:
     model = make_model(kind)
     samplings = [
         Sampling(),
@@ -72,7 +74,9 @@ def test_mixed_rows_have_the_tokens_that_they_have_alone(make_model, grammar, ki
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_drafts_change_no_token_and_some_are_accepted(make_model, grammar, temperature) -> None:
+def test_speculation_under_a_grammar_changes_no_token_and_some_drafts_are_accepted(
+    make_model, grammar, temperature
+) -> None:
     model = make_model("llama")
     bias = ((1, 30.0), (4, 30.0), (6, 29.0))
     sampling = Sampling(temperature, grammar=grammar("(a{3}b{2}){90}"), logit_bias=bias, seed=7)
@@ -85,8 +89,8 @@ def test_drafts_change_no_token_and_some_are_accepted(make_model, grammar, tempe
     assert batch.speculation.num_accepted > 0
 
 
-def test_a_row_whose_grammar_allows_nothing_more_can_only_end(make_model, grammar) -> None:
-    """Complete, with `min_tokens` left; beyond its end; at letters that no token has; beside another row."""
+def test_a_row_whose_grammar_allows_no_more_text_draws_only_end_tokens(make_model, grammar) -> None:
+    """A complete text before `min_tokens`, and a letter that no token has; beside another row."""
     model = make_model("llama")
     samplings = [
         Sampling(min_tokens=50, grammar=grammar("aa")),
@@ -102,7 +106,7 @@ def test_a_row_whose_grammar_allows_nothing_more_can_only_end(make_model, gramma
     ]
 
 
-def test_an_answer_that_was_published_in_part_goes_on_in_its_grammar(make_model, grammar) -> None:
+def test_a_resumed_answer_continues_at_the_same_point_of_its_grammar(make_model, grammar) -> None:
     sampling = Sampling(grammar=grammar("(a{2}b{2})*"))
     whole = RowSampler(sampling, end_tokens=ENDS)
     whole.push([4, 4, 1])
@@ -114,7 +118,7 @@ def test_an_answer_that_was_published_in_part_goes_on_in_its_grammar(make_model,
     assert one.mask.tolist() == other.mask.tolist()
 
 
-def test_no_end_is_drawn_before_min_tokens_unless_the_answer_is_complete(grammar) -> None:
+def test_end_tokens_are_banned_before_min_tokens_unless_the_grammar_is_complete(grammar) -> None:
     sampler = RowSampler(Sampling(grammar=grammar("a{1,4}"), min_tokens=9), end_tokens=ENDS)
     sampler.push([4])
     assert sampler.draws()[0].banned == sorted(ENDS)

@@ -1,4 +1,4 @@
-"""Logprobs and penalties in each way of running rows: as a plain loop over the model finds them."""
+"""Logprobs and penalties equal those of a plain loop over the model, however rows run."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def reference(model: Any, context: list[int], tokens: list[int]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", ["llama", "exaone4", "gemma2", "qwen3_next", "mamba2", "llama4"])
-def test_mixed_rows_have_the_tokens_that_they_have_alone_and_the_model_s_logprobs(make_model, kind) -> None:
+def test_rows_together_get_the_same_tokens_as_alone_and_the_models_own_logprobs(make_model, kind) -> None:
     model = make_model(kind)
     together = run(model, MIXED, 24)
     for n, (sampling, found) in enumerate(zip(MIXED, together, strict=True)):
@@ -71,7 +71,7 @@ def test_mixed_rows_have_the_tokens_that_they_have_alone_and_the_model_s_logprob
 
 
 @pytest.mark.parametrize("sampling", [TOLD, PENALISED, BIASED], ids=["told", "penalised", "biased"])
-def test_drafts_change_neither_tokens_nor_logprobs(make_model, sampling) -> None:
+def test_speculation_changes_neither_tokens_nor_logprobs(make_model, sampling) -> None:
     """A text that repeats itself, so that there are drafts."""
     model = make_model("llama")
     (plain,), (drafted,) = (run(model, [sampling], 80, most=most) for most in (0, 6))
@@ -79,8 +79,8 @@ def test_drafts_change_neither_tokens_nor_logprobs(make_model, sampling) -> None
     assert [one.logprob for one in drafted] == pytest.approx([one.logprob for one in plain], abs=1e-3)
 
 
-def test_drafts_that_take_longer_than_they_save_stop(make_model) -> None:
-    """By a clock that counts a second a step, and some more for each draft's token."""
+def test_speculation_becomes_rare_if_drafts_take_longer_than_they_save(make_model) -> None:
+    """The clock counts a second per step, and more for each drafted token."""
     model = make_model("llama")
     drafted = []
     for token_s in (0.01, 5.0):

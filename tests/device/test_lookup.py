@@ -1,4 +1,4 @@
-"""What is proposed, and how much of it."""
+"""The drafts of prompt lookup."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ def draft(tokens: list[int], most: int) -> list[int]:
     return looked_up(array("I", tokens), most)
 
 
-def test_what_followed_the_last_tokens_before_is_proposed() -> None:
+def test_prompt_lookup_drafts_the_tokens_that_followed_the_same_last_tokens_earlier() -> None:
     assert draft([1, 2, 3, 4, 5, 9, 1, 2, 3], 3) == [4, 5, 9]
     assert draft([1, 2, 3, 4, 5, 9, 1, 2, 3], 2) == [4, 5]
 
 
-def test_the_latest_place_counts() -> None:
+def test_prompt_lookup_uses_the_latest_earlier_occurrence_of_the_last_tokens() -> None:
     assert draft([1, 2, 3, 7, 1, 2, 3, 8, 1, 2, 3], 1) == [8]
 
 
-def test_nothing_is_proposed_where_nothing_is_known() -> None:
+def test_prompt_lookup_drafts_nothing_if_the_last_tokens_did_not_occur_before() -> None:
     assert draft([], 8) == []
     assert draft([1, 2], 8) == []
     assert draft([1, 2, 3, 4, 5], 8) == []
 
 
-def test_a_draft_is_looked_for_in_a_sessions_last_tokens() -> None:
-    """So a token costs as much in a session of a million tokens."""
+def test_prompt_lookup_searches_only_the_last_part_of_a_long_session() -> None:
+    """So the cost of a token does not grow with the session."""
     early, late = [5, 6, 7, 8], [1, 2, 3, 4]
     tokens = [*early, *late, *[9] * (MOST_SEEN - 8), 5, 6, 7]
     assert draft(tokens, 1) == [], "three tokens too far back"
@@ -40,18 +40,20 @@ def test_a_draft_is_looked_for_in_a_sessions_last_tokens() -> None:
     assert draft([*early, *late, *[9] * (MOST_SEEN - 11), 5, 6, 7], 1) == [8], "the first of the last tokens"
 
 
-def test_a_repetition_goes_on_beyond_what_stands_there() -> None:
+def test_prompt_lookup_continues_a_repetition_beyond_the_end_of_the_session() -> None:
     assert draft([1, 2, 3] * 9, 8) == [1, 2, 3, 1, 2, 3, 1, 2]
 
 
 @given(st.lists(st.integers(0, 3), min_size=NGRAM, max_size=60))
-def test_the_latest_place_is_found_wherever_it_is(tokens: list[int]) -> None:
+def test_prompt_lookup_finds_the_latest_occurrence_at_any_position(tokens: list[int]) -> None:
     places = [at for at in range(NGRAM, len(tokens)) if tokens[at - NGRAM : at] == tokens[-NGRAM:]]
     assert draft(tokens, 1) == ([tokens[places[-1]]] if places else [])
 
 
 @given(st.lists(st.integers(0, 3), max_size=60), st.integers(1, 10))
-def test_a_proposal_is_what_stood_behind_the_same_tokens(tokens: list[int], most: int) -> None:
+def test_every_draft_repeats_tokens_that_followed_the_same_tokens_before(
+    tokens: list[int], most: int
+) -> None:
     proposed = draft(tokens, most)
     assert len(proposed) <= most
     if proposed:
@@ -61,7 +63,7 @@ def test_a_proposal_is_what_stood_behind_the_same_tokens(tokens: list[int], most
 
 
 @given(st.lists(st.integers(0, 3), max_size=60))
-def test_it_is_known_before_a_token_whether_it_may_lead_to_a_proposal(tokens: list[int]) -> None:
+def test_may_propose_is_true_whenever_some_next_token_leads_to_a_draft(tokens: list[int]) -> None:
     for token in range(4):
         row = Row([], array("I", tokens), RowSampler(Sampling()), len(tokens) - 1, 10)
         may = Lookup().may_propose(row)

@@ -28,7 +28,7 @@ EVALUATE = mx.eval
 
 @dataclass
 class Buffers:
-    """Lets one evaluation fail: the next one that `fails` says so of, by the frame that asks for it."""
+    """Fails the next evaluation for whose calling frame `fails` returns true."""
 
     fails: Callable[[Any], bool] = lambda frame: False
     process: Process | None = None
@@ -108,10 +108,10 @@ PLACES = ["in_cut", "in_mixed_step", "in_prefill", "in_step_ahead", "in_decoding
 
 
 @pytest.mark.parametrize("place", PLACES)
-async def test_no_token_and_no_snapshot_follows_from_a_failed_evaluation(
+async def test_no_token_and_no_snapshot_is_made_from_the_results_of_a_failed_evaluation(
     make_model, trials, tmp_path, buffers, place
 ) -> None:
-    """Answers go on from their snapshots, the prompt in the failed step too; idle sessions are restored."""
+    """Answers and the failed step's prompt continue from snapshots; idle sessions are restored."""
     model = make_model("llama")
     texts = {name: prompt(3 * BLOCK + n, salt=n + 1) for n, name in enumerate(("a", "b", "c"))}
     idle = prompt(2 * BLOCK + 5, salt=9)
@@ -138,7 +138,7 @@ async def test_no_token_and_no_snapshot_follows_from_a_failed_evaluation(
             assert outcome.num_prefilled <= BLOCK
 
 
-async def test_the_end_of_an_answer_whose_tail_cannot_be_cut_is_its_end(
+async def test_an_answer_completes_even_if_copying_the_kv_of_its_last_tokens_fails(
     make_model, trials, tmp_path, buffers
 ) -> None:
     model, tokens = make_model("llama"), prompt(BLOCK + 3)
@@ -153,10 +153,10 @@ async def test_the_end_of_an_answer_whose_tail_cannot_be_cut_is_its_end(
         assert more == alone(model, tokens + said, 5)[0]
 
 
-async def test_a_prompt_that_fails_each_time_ends_and_costs_no_answer(
+async def test_a_prompt_that_fails_every_time_ends_with_an_error_and_harms_no_answer(
     make_model, trials, tmp_path, buffers
 ) -> None:
-    """An answer beside it starts again as often as that takes; alone, a prompt is tried twice."""
+    """An answer beside it restarts as often as needed; the prompt is tried twice."""
     model, tokens = make_model("llama"), prompt(BLOCK + 3)
 
     def poisoned(frame: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What the program takes from a device: Metal's, CUDA's and a CPU's answers, and pieces of several blocks."""
+"""Memory limits on Metal, CUDA and a CPU, and prefill in pieces of several blocks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def a_gpu(monkeypatch) -> Any:
     return pretend
 
 
-def test_metal_s_limit_leaves_a_fifth_of_the_working_set_and_the_freed_buffers(a_gpu) -> None:
+def test_the_memory_limit_on_metal_is_80_percent_of_the_working_set_minus_freed_buffers(a_gpu) -> None:
     a_gpu(METAL, is_metal=True)
     assert machine.name() == "metal"
     assert machine.default_limit_bytes() == int(96 * GIB * 0.8) - FREED
@@ -58,7 +58,7 @@ def test_metal_s_limit_leaves_a_fifth_of_the_working_set_and_the_freed_buffers(a
 
 
 @pytest.mark.parametrize("host", [8 * GIB, 128 * GIB])
-def test_cuda_s_limit_is_of_the_card_and_not_of_the_host(a_gpu, host) -> None:
+def test_the_memory_limit_on_cuda_depends_on_the_cards_memory_and_not_on_the_hosts(a_gpu, host) -> None:
     a_gpu(CUDA, free=host)
     assert machine.name() == "cuda"
     assert machine.default_limit_bytes() == int(24 * GIB * 0.8) - FREED
@@ -68,18 +68,18 @@ def test_cuda_s_limit_is_of_the_card_and_not_of_the_host(a_gpu, host) -> None:
     assert machine.default_limit_bytes() == 4 * GIB - FREED
 
 
-def test_a_card_with_another_name_for_its_memory_is_understood(a_gpu) -> None:
+def test_a_gpu_that_reports_memory_size_instead_of_total_memory_gets_a_limit(a_gpu) -> None:
     a_gpu({"memory_size": 24 * GIB, "architecture": "sm_80"})
     assert machine.default_limit_bytes() == int(24 * GIB * 0.8) - FREED
 
 
-def test_a_gpu_that_does_not_say_what_it_has_needs_a_setting(a_gpu) -> None:
+def test_a_gpu_that_does_not_report_its_memory_requires_the_setting_device_memory(a_gpu) -> None:
     a_gpu({"architecture": "gfx"})
     with pytest.raises(machine.DeviceError, match="set device_memory"):
         machine.default_limit_bytes()
 
 
-def test_mlx_s_own_limit_is_set_on_a_gpu_alone(a_gpu, monkeypatch) -> None:
+def test_mlxs_own_memory_limit_is_set_only_on_a_gpu(a_gpu, monkeypatch) -> None:
     limits: list[int] = []
     monkeypatch.setattr(mx, "set_memory_limit", limits.append)
     machine.limit_active(5 * GIB)
@@ -92,10 +92,10 @@ def test_mlx_s_own_limit_is_set_on_a_gpu_alone(a_gpu, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("kind", "lengths"), [("llama", [4]), ("exaone4", [4]), ("qwen3_next", [1, 2, 3, 4, 5, 6, 7])]
 )
-def test_alone_a_prompt_runs_several_blocks_at_a_time_and_each_is_cut(
+def test_a_prompt_alone_prefills_several_blocks_per_step_and_each_block_is_copied(
     make_model, make_rig, monkeypatch, kind, lengths
 ) -> None:
-    """Where a layer has a state, one block: there is a state at a piece's end only."""
+    """With recurrent layers one block: a state exists only at a piece's end."""
     few = machine.Profile(1 << 24, frozenset(), 1, prompt_blocks=4, pooled_rows=3, merged_rows=2)
     monkeypatch.setattr(machine, "profile", lambda: few)
     model = make_model(kind)

@@ -1,4 +1,4 @@
-"""What memory is needed for: formulas with known values, and what MLX measures."""
+"""Estimates of memory: formulas with known values, and what MLX measures."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from worker.device.memory import Estimator, Shape, attention_bytes, shape_of
 GIB = 2**30
 
 
-def test_attention_and_kv_of_a_long_prompt_have_their_known_size() -> None:
+def test_the_estimate_for_attention_and_kv_of_a_long_prompt_equals_a_known_value() -> None:
     """110,000 tokens in chunks of 2,048 for 16 heads of 256, and 10 layers of 2 KV heads in 16 bits."""
     shape = Shape(num_heads=16, head_dim=256, hidden=4096, intermediate=1, vocabulary=1)
     kv = 110_000 * 10 * 2 * 256 * 2 * 2
     assert (attention_bytes(shape, 2048, 110_000, fused=False) + kv) / GIB == pytest.approx(15.557, abs=5e-4)
 
 
-def test_a_kernel_spares_the_scores_of_small_heads_only() -> None:
+def test_a_fused_attention_kernel_saves_the_memory_of_scores_for_some_head_sizes_only() -> None:
     small, large = (Shape(8, dim, 512, 1, 1) for dim in (128, 129))
     assert attention_bytes(small, 10, 1000, fused=True) == 8 * 10 * 128 * 4
     assert attention_bytes(small, 10, 1000, fused=False) == 8 * 10 * (128 + 1000) * 4
@@ -38,8 +38,8 @@ def test_a_kernel_spares_the_scores_of_small_heads_only() -> None:
     assert not small.fuses(_PROFILES["cpu"].fused_head_dims)
 
 
-def test_heads_with_latent_keys_hold_their_scores() -> None:
-    """In their configuration `head_dim` is that of the rotary part; deepseek_v3's, for one."""
+def test_attention_with_latent_keys_is_counted_with_their_head_size_and_unfused() -> None:
+    """Their configuration gives the rotary part as `head_dim`, for example deepseek_v3's."""
     config = {
         "num_attention_heads": 128,
         "hidden_size": 7168,
@@ -54,7 +54,7 @@ def test_heads_with_latent_keys_hold_their_scores() -> None:
     assert not shape.fuses(_PROFILES["metal"].fused_head_dims)
 
 
-def test_a_device_that_keeps_the_arrays_of_several_layers_needs_them_all() -> None:
+def test_scratch_memory_grows_with_the_number_of_layers_whose_arrays_a_device_keeps() -> None:
     """Metal frees the inputs of a command buffer after it has run, with ten of them in flight."""
     shape = Shape(num_heads=8, head_dim=64, hidden=512, intermediate=2048, vocabulary=1000)
     one, ten, four = (
@@ -85,17 +85,21 @@ def test_a_device_that_keeps_the_arrays_of_several_layers_needs_them_all() -> No
     ],
     ids=["plain", "legacy", "nested"],
 )
-def test_a_shape_is_read_from_any_configuration(config: dict[str, Any]) -> None:
+def test_the_shape_of_a_model_is_read_from_plain_legacy_and_nested_configurations(
+    config: dict[str, Any],
+) -> None:
     assert shape_of(config) == Shape(8, 64, 512, 1024, 99)
 
 
-def test_a_configuration_that_says_nothing_still_has_a_shape() -> None:
+def test_a_configuration_without_details_gets_a_default_shape() -> None:
     assert shape_of({"hidden_size": 64}) == Shape(1, 64, 64, 256, 1)
 
 
 @pytest.mark.parametrize(("num_cached", "num_new"), [(0, 256), (512, 64), (1536, 256)])
-def test_a_step_takes_no_more_than_was_estimated(make_model, num_cached: int, num_new: int) -> None:
-    """And not less than a fifth of it: a limit that is far too high would refuse what fits."""
+def test_a_prefill_step_takes_no_more_memory_than_estimated(
+    make_model, num_cached: int, num_new: int
+) -> None:
+    """And at least a fifth of it: a far too high estimate would refuse prompts that fit."""
     model = make_model("llama")
     batch, caches = batch_for(model), make_prompt_cache(model)
     for start in range(0, num_cached, 256):
@@ -110,8 +114,8 @@ def test_a_step_takes_no_more_than_was_estimated(make_model, num_cached: int, nu
     assert expected / 5 <= mx.get_peak_memory() - max(before, after) <= expected
 
 
-def test_the_less_kv_there_is_room_for_the_less_a_step_takes() -> None:
-    """No session is longer than the KV: what its attention would take is not kept free."""
+def test_the_memory_reserved_for_a_step_shrinks_with_the_longest_possible_session() -> None:
+    """No session is longer than the KV that fits: nothing is reserved beyond that."""
     shape = Shape(num_heads=8, head_dim=64, hidden=512, intermediate=2048, vocabulary=1000)
     estimator = Estimator(
         shape=shape,
@@ -135,8 +139,8 @@ def test_the_less_kv_there_is_room_for_the_less_a_step_takes() -> None:
 
 
 @pytest.mark.parametrize("policy", [Policy(4, 1020), Policy.paged(1024, sink=4)])
-def test_under_a_policy_a_step_sees_what_the_device_holds_or_parts_of_all(policy: Policy) -> None:
-    """So it leaves room for more sessions than a plan for long ones under `full` does."""
+def test_a_windowed_or_paged_policy_reserves_less_memory_for_a_step_than_full(policy: Policy) -> None:
+    """So more memory is left for the KV of sessions."""
     estimator = Estimator(
         shape=Shape(num_heads=8, head_dim=64, hidden=512, intermediate=2048, vocabulary=1000),
         limit_bytes=GIB,

@@ -1,4 +1,4 @@
-"""Where memory ends idle sessions leave first, then prompts slow down, wait, and give up."""
+"""Out of memory, idle sessions are dropped first; then prompts slow down, wait and fail."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def least_limit(estimator: Estimator, num_tokens: int, weight_bytes: int) -> int
     return weight_bytes + low
 
 
-def test_idle_sessions_leave_least_recently_used_first(make_rig, model) -> None:
+def test_idle_sessions_are_dropped_from_the_device_least_recently_used_first(make_rig, model) -> None:
     rig = make_rig(model, limit_bytes=limit_of(4, scratch=2**17))
     turns = [append(prompt(200), name=f"s{i}") for i in range(8)]
     for turn in turns:
@@ -62,8 +62,10 @@ def test_idle_sessions_leave_least_recently_used_first(make_rig, model) -> None:
 
 
 @pytest.mark.parametrize("ending", ["answered", "cancelled", "stopped"])
-def test_a_turn_that_waits_for_idle_sessions_to_be_dropped_can_be_ended(make_rig, model, ending: str) -> None:
-    """The event loop may be busy: until it answers the thread runs nothing, and takes commands."""
+def test_a_turn_that_waits_for_memory_continues_once_it_is_freed_and_can_be_cancelled(
+    make_rig, model, ending: str
+) -> None:
+    """Until the event loop has dropped idle sessions, the thread only takes commands."""
     rig = make_rig(model, limit_bytes=limit_of(4, scratch=2**17))
     rig.answers = False
     for i in range(8):
@@ -92,7 +94,7 @@ def is_short(event: object) -> bool:
     return isinstance(event, Short)
 
 
-def test_a_fork_has_other_sessions_dropped_before_its_own_source(make_rig, model) -> None:
+def test_a_fork_drops_other_idle_sessions_before_its_own_source(make_rig, model) -> None:
     limit = limit_of(14)
     rig = make_rig(model, limit_bytes=limit)
     rig.run(append(prompt(1000), name="source"))
@@ -108,8 +110,8 @@ def test_a_fork_has_other_sessions_dropped_before_its_own_source(make_rig, model
     assert rig.tokens(turn) == alone(model, turn.context, 3)[0]
 
 
-def test_pieces_of_a_prompt_become_smaller_before_it_waits(make_rig, model) -> None:
-    """The scores of 64 tokens to 1,800 take 1.8 MB, those of 16 a quarter of it."""
+def test_a_prompt_is_prefilled_in_smaller_pieces_when_memory_is_short(make_rig, model) -> None:
+    """Attention scores of 64 tokens to 1,800 take 1.8 MB, of 16 a quarter of it."""
     rig = make_rig(model, block_tokens=64, limit_bytes=limit_of(8, scratch=2**20))
     turn = append(prompt(1800))
     rig.run(turn)
@@ -120,7 +122,7 @@ def test_pieces_of_a_prompt_become_smaller_before_it_waits(make_rig, model) -> N
     assert 16 <= min(sizes[:-1]) < 64
 
 
-def test_a_prompt_that_can_never_go_on_gives_up_alone(make_rig, model) -> None:
+def test_a_prompt_too_large_for_the_device_fails_and_leaves_other_sessions_intact(make_rig, model) -> None:
     rig = make_rig(model, limit_bytes=limit_of(4, scratch=2**18))
     rig.run(append(prompt(20), name="other"))
     doomed = append(prompt(2000), name="doomed")
@@ -134,7 +136,7 @@ def test_a_prompt_that_can_never_go_on_gives_up_alone(make_rig, model) -> None:
     assert rig.tokens(after) == alone(model, prompt(20), 4)[0]
 
 
-def test_a_prompt_goes_on_once_what_waits_for_the_disk_is_given_up(make_rig, model) -> None:
+def test_a_prompt_continues_once_memory_that_waits_for_the_disk_is_freed(make_rig, model) -> None:
     limit = limit_of(4, scratch=2**18)
     held = [mx.ones((SESSION // 4,)) for _ in range(3)]
     mx.eval(held)
@@ -148,7 +150,7 @@ def test_a_prompt_goes_on_once_what_waits_for_the_disk_is_given_up(make_rig, mod
     assert isinstance(rig.end(turn), Finished)
 
 
-def test_a_prompt_waits_for_the_answers_that_are_in_its_way(make_rig, model) -> None:
+def test_a_prompt_without_enough_memory_waits_until_running_answers_end(make_rig, model) -> None:
     rig = make_rig(model, limit_bytes=limit_of(4, scratch=2**18))
     running = generate(prompt(500), 300, name="running")
     rig.device.submit(running)
@@ -162,7 +164,9 @@ def test_a_prompt_waits_for_the_answers_that_are_in_its_way(make_rig, model) -> 
     assert order == [rig.end(running), rig.end(waiting)]
 
 
-def test_room_for_a_restore_is_made_before_it_is_granted_and_kept_until_its_turn(make_rig, model) -> None:
+def test_memory_for_a_restore_is_freed_before_it_is_granted_and_held_until_it_is_released(
+    make_rig, model
+) -> None:
     limit = limit_of(8, scratch=2**20)
     rig = make_rig(model, block_tokens=64, limit_bytes=limit)
     rig.run(*(append(prompt(250, salt=i), name=f"s{i}") for i in range(7)))
@@ -183,14 +187,14 @@ def test_room_for_a_restore_is_made_before_it_is_granted_and_kept_until_its_turn
     assert rig.peak <= limit
 
 
-def test_a_restore_that_will_never_have_room_is_told_so(make_rig, model) -> None:
+def test_a_restore_larger_than_the_device_is_refused(make_rig, model) -> None:
     rig = make_rig(model, limit_bytes=limit_of(2))
     answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
     rig.device.reserve_room(key("large"), 100_000, answers.put)
     assert answers.get(timeout=20) is False
 
 
-def test_a_restore_waits_for_the_answers_that_are_in_its_way(make_rig, model) -> None:
+def test_a_restore_without_enough_memory_waits_until_running_answers_end(make_rig, model) -> None:
     rig = make_rig(model, limit_bytes=limit_of(8))
     running = generate(prompt(250), 1000, name="running")
     rig.device.submit(running)
@@ -207,10 +211,10 @@ def test_a_restore_waits_for_the_answers_that_are_in_its_way(make_rig, model) ->
 
 
 @pytest.mark.parametrize(("num_turns", "num_new"), thinned([20, 80], [0, 10]))
-def test_many_short_prompts_at_once_hold_each_other_up_and_all_end(
+def test_many_short_prompts_that_compete_for_memory_all_finish_within_the_limit(
     make_rig, model, num_turns: int, num_new: int
 ) -> None:
-    """Their caches allocate 256 tokens each, of which they need 30; there is room for what they need."""
+    """Their caches allocate 256 tokens each; the limit has room only for the 30 that each needs."""
     estimator = make_rig(model, max_batch=4).device.estimator
     gc.collect()
     limit = least_limit(estimator, num_turns * 30, weight_bytes=mx.get_active_memory())
@@ -231,8 +235,8 @@ def test_many_short_prompts_at_once_hold_each_other_up_and_all_end(
             assert rig.tokens(turn) == alone(model, turn.context, num_new)[0]
 
 
-def test_of_long_prompts_that_do_not_fit_together_one_restarts(make_rig, model) -> None:
-    """Nobody has seen to it that there is room for all tenants' prompts, so some lose what they had."""
+def test_some_long_prompts_that_do_not_fit_together_restart_and_all_of_them_finish(make_rig, model) -> None:
+    """Nothing limits the prompts of all tenants to the memory, so some lose their progress."""
     estimator = make_rig(model, max_batch=4).device.estimator
     gc.collect()
     limit = least_limit(estimator, 1500, weight_bytes=mx.get_active_memory())
@@ -252,8 +256,8 @@ def test_of_long_prompts_that_do_not_fit_together_one_restarts(make_rig, model) 
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(i, marks=pytest.mark.soak) for i in range(1, 20))])
-def test_the_limit_is_kept_whatever_comes(make_rig, model, seed: int) -> None:
-    """Short and long prompts at random: the peak stays below the limit, and what fits is answered."""
+def test_peak_memory_stays_within_the_limit_under_random_prompts(make_rig, model, seed: int) -> None:
+    """Short and long prompts at random; all of them are answered."""
     dice, limit = random.Random(seed), limit_of(14)
     rig = make_rig(model, block_tokens=64, max_batch=4, limit_bytes=limit)
     turns = []
@@ -272,7 +276,7 @@ def test_the_limit_is_kept_whatever_comes(make_rig, model, seed: int) -> None:
         assert rig.tokens(turn) == alone(model, turn.context, turn.answer.max_tokens)[0]
 
 
-def test_wired_memory_is_refused_where_it_would_do_nothing() -> None:
+def test_the_setting_wired_memory_is_refused_on_a_device_other_than_metal() -> None:
     device = Device(
         lambda: pytest.fail("the model was loaded"),
         lambda _: None,
@@ -288,8 +292,10 @@ def test_wired_memory_is_refused_where_it_would_do_nothing() -> None:
 
 
 @pytest.mark.parametrize("refused", [False, True])
-def test_wired_memory_is_what_metal_is_told(make_model, monkeypatch, refused: bool) -> None:
-    """Metal is not at hand: what would be called there is."""
+def test_wired_memory_sets_metals_wired_limit_and_metals_refusal_is_an_error(
+    make_model, monkeypatch, refused: bool
+) -> None:
+    """Metal's functions are replaced."""
     told: list[int] = []
 
     def set_wired_limit(size_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""Snapshots that the writer's full queue did not take are cut again, so that a kill costs a block at most."""
+"""Snapshots that the writer's full queue dropped are copied again, so a kill costs at most a block."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def quiet(process: Process) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_after_a_quiet_while_nothing_of_an_idle_session_is_missing(
+async def test_snapshots_dropped_by_a_full_queue_are_stored_once_the_session_is_idle(
     kind: str, make_model: Callable[..., Any], tmp_path: Path, trials: Path
 ) -> None:
     model = make_model(kind)
@@ -70,7 +70,7 @@ async def test_after_a_quiet_while_nothing_of_an_idle_session_is_missing(
         assert len(again) == 4
 
 
-async def test_a_worker_that_stops_stores_what_was_dropped(
+async def test_a_stopping_worker_stores_the_snapshots_that_a_full_queue_dropped(
     make_model: Callable[..., Any], tmp_path: Path, trials: Path
 ) -> None:
     model = make_model("llama")
@@ -84,7 +84,7 @@ async def test_a_worker_that_stops_stores_what_was_dropped(
 
 
 @pytest.mark.parametrize("num_passes", [0, 1, 2, 4, 8, 16, 32])
-async def test_a_session_that_was_forgotten_is_not_stored_again(
+async def test_a_session_erased_while_its_dropped_snapshots_are_stored_again_leaves_none(
     make_model: Callable[..., Any], tmp_path: Path, trials: Path, num_passes: int
 ) -> None:
     model = make_model("llama")
@@ -103,7 +103,7 @@ async def test_a_session_that_was_forgotten_is_not_stored_again(
         mending.cancel()
 
 
-async def test_a_turn_comes_before_the_mending_of_its_session(
+async def test_a_session_can_run_turns_while_its_dropped_snapshots_are_stored_again(
     make_model: Callable[..., Any], tmp_path: Path, trials: Path
 ) -> None:
     model, context = make_model("llama"), list(PROMPT)

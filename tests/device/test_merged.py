@@ -1,4 +1,4 @@
-"""Rows whose caches are merged: each as if it were alone, wherever it joins, leaves, or is looked at."""
+"""Rows with merged caches: each decodes as if alone, whenever it joins, leaves or is read."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def is_merged(row: Row) -> bool:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_that_come_and_go_get_the_tokens_that_they_get_alone(make_model, kind) -> None:
-    """Random joins, leaves and lengths, windows wrapped or not; who has left goes on alone."""
+def test_rows_that_join_and_leave_merged_caches_get_the_same_tokens_as_alone(make_model, kind) -> None:
+    """Random joins, leaves and lengths, wrapped windows too; rows that left continue alone."""
     model, dice = make_model(kind), random.Random(KINDS.index(kind))
     waiting = deque((prompt(dice.randint(1, 30), salt), SAMPLINGS[salt % 3]) for salt in range(7))
     batch = batch_for(model)
@@ -94,8 +94,8 @@ def test_rows_that_come_and_go_get_the_tokens_that_they_get_alone(make_model, ki
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_rows_kv_can_be_read_after_any_step(make_model, kind) -> None:
-    """Exactly what it was after the tokens that are known."""
+def test_the_kv_of_a_merged_row_read_after_any_step_equals_that_of_a_row_alone(make_model, kind) -> None:
+    """It is the KV of exactly the tokens known so far."""
     model = make_model(kind)
     batch = batch_for(model)
     prompts = [prompt(n, salt=n) for n in (9, 3, 17)]
@@ -132,10 +132,10 @@ class Broken:
         strength=2,
     ),
 )
-def test_a_failed_step_takes_nothing_from_merged_rows(
+def test_merged_rows_roll_back_after_a_failed_step_and_lose_no_token(
     make_model, monkeypatch, kind, num_steps, built
 ) -> None:
-    """Neither as it is built nor as it runs; a window that wraps included."""
+    """Failures while the step is built or runs; wrapped windows too."""
     model = make_model(kind)
     batch = batch_for(model)
     contexts = [prompt(n, salt=n) for n in (10, 5)]
@@ -171,7 +171,7 @@ def test_a_failed_step_takes_nothing_from_merged_rows(
 
 
 @pytest.mark.parametrize("kind", ["mamba2", "exaone4"])
-def test_a_row_on_its_own_caches_cannot_be_rolled_back(make_model, kind) -> None:
+def test_a_row_with_caches_of_its_own_cannot_be_rolled_back(make_model, kind) -> None:
     model = make_model(kind)
     batch = batch_for(model)
     batch.step([begin(model, prompt(9))])
@@ -179,7 +179,7 @@ def test_a_row_on_its_own_caches_cannot_be_rolled_back(make_model, kind) -> None
     assert not batch.roll_back()
 
 
-def test_a_row_alone_is_not_copied(make_model) -> None:
+def test_a_single_row_keeps_its_own_caches_and_two_rows_are_merged(make_model) -> None:
     model = make_model("mamba2")
     batch = batch_for(model)
     one, other = begin(model, prompt(9)), begin(model, prompt(5))
@@ -192,7 +192,7 @@ def test_a_row_alone_is_not_copied(make_model) -> None:
     assert is_merged(other.row)
 
 
-def test_rows_without_room_to_be_merged_run_one_after_the_other(make_model) -> None:
+def test_rows_run_one_after_the_other_if_there_is_no_memory_to_merge_them(make_model) -> None:
     model = make_model("recurrent_gemma")
     batch = batch_for(model, lambda _: False)
     contexts = [prompt(n, salt=n) for n in (9, 5, 14)]
@@ -205,7 +205,9 @@ def test_rows_without_room_to_be_merged_run_one_after_the_other(make_model) -> N
         assert piece.row.known[len(tokens) :] == alone(model, tokens, 6)[0]
 
 
-def test_windows_that_fail_the_trial_share_a_pass_and_are_not_merged(make_model, monkeypatch) -> None:
+def test_windowed_rows_whose_merging_fails_its_trial_decode_with_their_own_caches(
+    make_model, monkeypatch
+) -> None:
     model = make_model("exaone4")
     monkeypatch.setattr(batch_kinds, "WAYS", ({},))
     batch = batch_for(model)
@@ -220,8 +222,8 @@ def test_windows_that_fail_the_trial_share_a_pass_and_are_not_merged(make_model,
         assert piece.row.known[len(tokens) :] == alone(model, tokens, 10)[0]
 
 
-def test_a_class_that_cannot_be_merged_runs_one_after_the_other(make_model) -> None:
-    """Chunks (llama4): the same tokens, and a line in the log that says so."""
+def test_rows_of_a_cache_class_that_cannot_be_merged_run_one_by_one_with_a_warning(make_model) -> None:
+    """Chunks (llama4), with the same tokens."""
     model = make_model("llama4")
     with capture_logs() as lines:
         batch = batch_for(model)
@@ -260,7 +262,7 @@ class Forgetful(merged_module._Window):
 def test_caches_whose_merged_logits_differ_from_a_row_alone_are_not_merged(
     make_model, monkeypatch, kind, like
 ) -> None:
-    """The comparison at load sees a mask, an order, or a position that is wrong."""
+    """The comparison at load detects a wrong mask, order or position."""
     model = make_model(kind)
     assert batch_kinds.merged_for(model, Trials()) is not None
     wrong = {own: like if issubclass(like, of) else of for own, of in merged_module._USUAL.items()}
@@ -268,7 +270,7 @@ def test_caches_whose_merged_logits_differ_from_a_row_alone_are_not_merged(
     assert batch_kinds.merged_for(model, Trials()) is None
 
 
-def test_windows_that_keep_their_first_tokens_are_not_merged(make_model, monkeypatch) -> None:
+def test_window_caches_that_keep_their_first_tokens_are_not_merged(make_model, monkeypatch) -> None:
     """mlx-lm would drop those tokens, silently (mlx-lm#1631)."""
     model = make_model("exaone4")
     sinks = [RotatingKVCache(8, keep=2)]
@@ -286,7 +288,7 @@ def make_prefilled(model: Any, num_tokens: int = 5) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_that_leaves_keeps_nothing_of_the_others(make_model, kind) -> None:
+def test_a_row_that_leaves_merged_caches_does_not_keep_the_whole_batch_in_memory(make_model, kind) -> None:
     """Its arrays are copies: a view would pin the buffers of the whole batch."""
     model = make_model(kind)
     merged = batch_kinds.merged_for(model, Trials())
@@ -302,8 +304,8 @@ def test_a_row_that_leaves_keeps_nothing_of_the_others(make_model, kind) -> None
 
 
 @pytest.mark.parametrize("kind", ["mamba2", "qwen3_next", "exaone4", "baichuan_m1"])
-def test_a_row_that_joins_takes_no_more_memory_than_joining_bytes_says(make_model, kind) -> None:
-    """What the device is asked for before a row joins, and what `nbytes` counts afterwards."""
+def test_a_row_that_joins_merged_caches_takes_no_more_memory_than_estimated(make_model, kind) -> None:
+    """The estimate is `joining_bytes`, which the device is asked for before a row joins."""
     model = make_model(kind)
     merged = batch_kinds.merged_for(model, Trials())
     for i in range(6):
@@ -318,7 +320,7 @@ def test_a_row_that_joins_takes_no_more_memory_than_joining_bytes_says(make_mode
         assert mx.get_active_memory() - before <= said + 20_000
 
 
-def test_a_seed_draws_the_same_tokens_alone_and_merged(make_model) -> None:
+def test_sampling_with_a_seed_draws_the_same_tokens_alone_and_merged(make_model) -> None:
     model = make_model("qwen3_next")
     sampling = Sampling(1.3, top_p=0.9, min_p=0.01, repetition_penalty=1.2, seed=5)
     batch = batch_for(model)
@@ -333,7 +335,7 @@ def test_a_seed_draws_the_same_tokens_alone_and_merged(make_model) -> None:
         assert np.max(drawn) < VOCABULARY
 
 
-def test_a_step_after_which_merged_kv_grows_names_the_rows_beforehand(make_model) -> None:
+def test_merged_caches_name_the_rows_whose_kv_the_next_step_will_grow(make_model) -> None:
     """Merged KV is allocated by 256 tokens, for all rows at once; the first time right after a join."""
     model = make_model("deepseek_v3")
     merged = batch_kinds.merged_for(model, Trials())
@@ -351,7 +353,9 @@ def test_a_step_after_which_merged_kv_grows_names_the_rows_beforehand(make_model
 
 
 @pytest.mark.parametrize("kind", ["mamba2", "recurrent_gemma", "baichuan_m1", "gemma2"])
-def test_sessions_answer_side_by_side_over_several_turns(make_model, make_rig, kind) -> None:
+def test_sessions_answered_side_by_side_over_several_turns_get_the_same_tokens_as_alone(
+    make_model, make_rig, kind
+) -> None:
     """Through the device thread: prompts beside answers, turns that end at different times."""
     model = make_model(kind)
     rig = make_rig(model)
@@ -372,7 +376,9 @@ def test_sessions_answer_side_by_side_over_several_turns(make_model, make_rig, k
 
 
 @pytest.mark.parametrize(("kind", "merged_rows"), thinned(KINDS, [1, 2]))
-def test_merged_rows_run_ahead_where_a_device_wants_that(make_model, kind, merged_rows) -> None:
+def test_merged_rows_run_ahead_and_get_the_same_tokens_when_rows_leave_or_are_read(
+    make_model, kind, merged_rows
+) -> None:
     """A step in flight is undone if a row leaves or its KV is read; it runs again, with the same tokens."""
     model, dice = make_model(kind), random.Random(merged_rows)
     batch = batch_for(model, merged_rows=merged_rows, runs_ahead=True)

@@ -1,4 +1,4 @@
-"""What a GPU may do otherwise: models in 16 and in 4 bits, hybrids and windows, restores beside answers.
+"""Where a GPU may differ: models in 16 and in 4 bits, hybrids and windows, restores beside answers.
 
 The tests hold on every device. In 16 bits rows that run together may round otherwise than alone, so answers
 are compared with answers that ran in the same way.
@@ -43,7 +43,7 @@ def _is_divisible(module: Any, group: int) -> bool:
     return hasattr(module, "to_quantized") and module.weight.shape[-1] % group == 0
 
 
-async def test_an_answer_is_of_finite_logits_and_the_same_each_time(open_model) -> None:
+async def test_the_same_prompt_gets_the_same_answer_from_finite_logits(open_model) -> None:
     async with open_model() as process:
         _, first, bits = await process.generate(prompt(5 * BLOCK), 12, name="one")
         _, again, _ = await process.generate(prompt(5 * BLOCK), 12, name="two")
@@ -55,7 +55,7 @@ async def test_an_answer_is_of_finite_logits_and_the_same_each_time(open_model) 
         assert np.isfinite(logits).all()
 
 
-async def test_restores_beside_an_answer_change_neither(open_model) -> None:
+async def test_sessions_restored_beside_a_running_answer_get_the_same_tokens(open_model) -> None:
     texts = [prompt(6 * BLOCK + n, salt=n + 2) for n in range(4)]
     async with open_model() as before:
         expected = [(await before.generate(text, 8, name=f"s{n}"))[1] for n, text in enumerate(texts)]

@@ -1,4 +1,4 @@
-"""How long pieces of prompts become beside running answers."""
+"""The length of prompt pieces beside running answers."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def learned(token_s: float, row_s: float, *, stall_s: float = 0.25, most: int = 
     return pace
 
 
-def test_without_answers_a_prompt_gets_whole_blocks() -> None:
+def test_a_prompt_without_answers_beside_it_is_prefilled_in_whole_blocks() -> None:
     assert Pace(0.01, 128).budget(0) == 128
     assert learned(1.0, 1.0).budget(0) == 128
 
 
-def test_beside_answers_prompts_get_all_tokens_that_fit_into_the_time() -> None:
+def test_prompts_beside_answers_get_as_many_tokens_as_fit_into_the_allowed_stall() -> None:
     """A GPU: a step takes 15 ms and 20 us a token, so 2,048 tokens stall the answers for 56 ms only."""
     pace, budgets = Pace(0.25, 2048), []
     for _ in range(4):
@@ -32,7 +32,7 @@ def test_beside_answers_prompts_get_all_tokens_that_fit_into_the_time() -> None:
     assert Pace(0.25, 2048).budget(0) == 2048
 
 
-def test_before_anything_is_known_pieces_are_small() -> None:
+def test_prompt_pieces_are_small_until_the_pace_has_been_measured() -> None:
     assert Pace(0.25, 128).budget(3) == LEAST
     assert Pace(0.25, 8).budget(3) == 8
 
@@ -41,12 +41,14 @@ def test_before_anything_is_known_pieces_are_small() -> None:
     ("token_s", "row_s", "budget"),
     [(0.003, 0.05, 64), (0.003, 0.2, 16), (0.0001, 0.01, 128), (0.02, 0.3, 16)],
 )
-def test_pieces_take_what_the_answers_leave_of_the_time(token_s: float, row_s: float, budget: int) -> None:
+def test_prompt_pieces_use_the_step_time_that_answers_leave(
+    token_s: float, row_s: float, budget: int
+) -> None:
     """50 ms for the answers leave 200 ms, in which 64 tokens of 3 ms fit and 128 do not."""
     assert learned(token_s, row_s).budget(4) == budget
 
 
-def test_a_device_that_becomes_slower_is_noticed() -> None:
+def test_prompt_pieces_shrink_when_the_device_becomes_slower() -> None:
     pace = learned(0.001, 0.05)
     assert pace.budget(4) == 128
     for _ in range(20):
@@ -55,8 +57,8 @@ def test_a_device_that_becomes_slower_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("before_s", [None, 0.3], ids=["nothing", "a hiccup"])
-def test_pieces_grow_though_no_step_is_without_a_prompt(before_s: float | None) -> None:
-    """Prompts that keep coming leave no step of answers alone, from which to learn what these take."""
+def test_prompt_pieces_grow_even_if_every_step_has_a_prompt(before_s: float | None) -> None:
+    """Prompts in every step leave no step from which to learn the time of answers alone."""
     pace, row_s, token_s = Pace(0.25, 128), 0.05, 0.003
     if before_s is not None:
         pace.learn(4, 0, before_s)

@@ -1,4 +1,4 @@
-"""Paged sessions: a part on the device, all on SSD, and what matters comes back."""
+"""Paged sessions: all KV on SSD, part on the device, relevant chunks recalled."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def _stored(caches: list[PagedCache], tokens: Span) -> dict[str, mx.array]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_recalled_chunks_are_seen_by_the_tokens_after_them_as_masks_would_have_it(model, seed: int) -> None:
-    """Of every layer and token: the sinks, the window, pins, and what is in slots; nothing else, and once."""
+def test_tokens_attend_to_recalled_chunks_exactly_as_with_masks_over_the_session(model, seed: int) -> None:
+    """In every layer a token sees sinks, window, pins and chunks in slots, each once, nothing else."""
     rng, num_tokens = random.Random(seed), 16 * CHUNK
     tokens, forward, caches = prompt(num_tokens, seed + 3), Forward(model), layers.make(model, POLICY)
     at, window = np.arange(num_tokens), POLICY.window or 0
@@ -113,7 +113,7 @@ def test_recalled_chunks_are_seen_by_the_tokens_after_them_as_masks_would_have_i
     assert mx.abs(mx.concatenate(found) - expected).max().item() < 1e-4 * mx.abs(expected).max().item()
 
 
-def test_a_session_is_exact_until_it_is_larger_than_what_is_on_the_device(model) -> None:
+def test_a_paged_session_equals_full_attention_until_it_outgrows_the_device(model) -> None:
     tokens = prompt(MOST + 40)
     found = _run(Forward(model), layers.make(model, POLICY), tokens, len(tokens))
     expected = model(mx.array([tokens]), cache=make_prompt_cache(model))[0]
@@ -125,7 +125,7 @@ def test_a_session_is_exact_until_it_is_larger_than_what_is_on_the_device(model)
 
 @pytest.mark.parametrize("sketched", [None, (1,)])
 @pytest.mark.parametrize("num_tokens", [200, MOST, MOST + 70, 3 * MOST + 5])
-def test_what_was_cut_by_blocks_rebuilds_a_session_that_goes_on_alike(
+def test_a_session_rebuilt_from_stored_blocks_continues_with_the_same_logits(
     model, num_tokens: int, sketched: tuple[int, ...] | None
 ) -> None:
     tokens, forward = prompt(num_tokens + 20), Forward(model)
@@ -161,7 +161,7 @@ def test_what_was_cut_by_blocks_rebuilds_a_session_that_goes_on_alike(
     assert mx.abs(found - expected).max().item() < 1e-4 * mx.abs(expected).max().item()
 
 
-def test_a_fork_and_a_rewind_see_what_the_session_saw(model) -> None:
+def test_a_fork_from_an_earlier_position_gets_the_logits_of_the_session_there(model) -> None:
     tokens, forward = prompt(MOST), Forward(model)
     caches = layers.make(model, POLICY)
     _run(forward, caches, tokens, MOST)
@@ -172,7 +172,7 @@ def test_a_fork_and_a_rewind_see_what_the_session_saw(model) -> None:
     assert mx.abs(found - expected).max().item() < 1e-4 * mx.abs(expected).max().item()
 
 
-def test_layers_that_find_again_what_was_said_are_sketched(build_model) -> None:
+def test_layers_that_match_repeated_tokens_are_selected_for_key_sketches(build_model) -> None:
     model = build_model("llama", **WIDE, num_hidden_layers=12, num_key_value_heads=4, rope_theta=1e12)
     for layer in model.layers:  # nothing is added to the embeddings
         layer.self_attn.o_proj.weight *= 0
@@ -192,10 +192,10 @@ def test_layers_that_find_again_what_was_said_are_sketched(build_model) -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [6000, 12000])
-async def test_a_step_takes_no_more_than_was_estimated_however_long_the_session_is(
+async def test_a_step_of_a_paged_session_takes_no_more_memory_than_estimated_at_any_length(
     model, tmp_path, monkeypatch, num_tokens: int
 ) -> None:
-    """And the estimate is not far off: a limit must not refuse what fits."""
+    """Nor is the estimate so high that it refuses prompts that fit."""
     steps, learn = [], StepChooser.learn
 
     def noted(self: StepChooser, choice: ChosenStep, measured_bytes: int) -> None:
@@ -212,10 +212,10 @@ async def test_a_step_takes_no_more_than_was_estimated_however_long_the_session_
     assert max(steps)[0] < 3 * max(measured for _, measured in steps)
 
 
-async def test_restored_sessions_beside_each_other_need_room_for_what_the_device_holds_of_them(
+async def test_paged_sessions_restored_together_need_memory_only_for_their_resident_parts(
     model, tmp_path
 ) -> None:
-    """Not for a copy of all of their tokens: else prompts that have come less far would begin anew."""
+    """If all their tokens were copied, the prompts with the least progress would restart."""
     policy, num_tokens = Policy.paged(1024, sink=4), 7_000
     said = [prompt(num_tokens, salt=i + 1) for i in range(4)]
     async with engine_process.open_process(model, tmp_path, num_blocks=16) as process:
@@ -233,14 +233,14 @@ async def test_restored_sessions_beside_each_other_need_room_for_what_the_device
         assert [one.num_prefilled for one in await asyncio.gather(*asked)] == [200] * 4
 
 
-def test_a_model_whose_layers_cannot_be_compared_has_no_sketches_and_runs(model, monkeypatch) -> None:
+def test_a_model_runs_without_key_sketches_if_choosing_their_layers_fails(model, monkeypatch) -> None:
     assert batch_kinds.batch_for(model).sketched == (0, 1)
     monkeypatch.setattr(matching, "find", lambda *_: 1 // 0)
     batch = batch_kinds.batch_for(model)
     assert (batch.sketched, batch.has_rings) == ((), True)
 
 
-async def test_of_a_model_with_windows_of_its_own_size_counts_the_sketches_that_a_worker_keeps(
+async def test_size_estimates_the_same_kv_per_token_as_a_worker_for_a_model_with_windows(
     build_model, tmp_path
 ) -> None:
     """Two of eight layers keep all tokens, and neither is among the first."""
@@ -251,7 +251,7 @@ async def test_of_a_model_with_windows_of_its_own_size_counts_the_sketches_that_
     assert sized.kv.bytes_per_token == kept.bytes_per_token > 0
 
 
-def test_what_matters_most_takes_the_slot_of_what_matters_least() -> None:
+def test_the_most_relevant_chunk_takes_the_slot_of_the_least_relevant_one() -> None:
     pages = Pages(Policy.paged(6 * CHUNK + 4, sink=4))
     assert [pages.assign(chunk) for chunk in range(4)] == [0, 1, 2, None]
     # By page, four in a chunk: each layer's notes, of which the largest counts.
@@ -266,7 +266,7 @@ def test_what_matters_most_takes_the_slot_of_what_matters_least() -> None:
     assert sorted(pages.slots) == [-1, 0, 2]
 
 
-def test_what_matters_to_every_question_gives_way_to_what_matters_to_this_one() -> None:
+def test_a_chunk_relevant_to_this_question_beats_one_relevant_to_every_question() -> None:
     pages = Pages(Policy.paged(8 * CHUNK + 4, sink=4))
     for asked in ({5: 0.9, 29: 0.3}, {5: 0.9, 29: 0.3}, {5: 0.9, 29: 0.3}, {5: 0.9, 29: 0.8}):
         pages.note(mx.array([asked.get(page, 0.0) for page in range(40)]))
@@ -275,7 +275,9 @@ def test_what_matters_to_every_question_gives_way_to_what_matters_to_this_one() 
 
 
 @pytest.mark.parametrize(("page", "chunks"), [(21, [5, 8]), (22, [5, 8]), (23, [5, 6, 8]), (20, [5, 4, 8])])
-def test_what_a_chunk_s_edge_cuts_in_two_comes_whole_after_what_matches(page: int, chunks: list[int]) -> None:
+def test_a_match_at_the_edge_of_a_chunk_also_recalls_the_neighbouring_chunk(
+    page: int, chunks: list[int]
+) -> None:
     pages = Pages(Policy.paged(8 * CHUNK + 4, sink=4))
     pages.note(mx.array([{page: 1.0, 33: 0.5}.get(one, 0.0) for one in range(40)]))
     assert pages.choose(20 * CHUNK)[: len(chunks)] == chunks
@@ -286,10 +288,10 @@ async def _answered(process: Process, tokens: list[int], num: int) -> tuple[Any,
     return outcome, answer
 
 
-async def test_a_turn_brings_what_matters_to_it_back_and_a_restart_restores_a_part_only(
+async def test_a_turn_recalls_its_relevant_chunks_and_a_restart_restores_only_part_of_the_session(
     model, tmp_path, monkeypatch
 ) -> None:
-    """The rest is read when a prompt sees it, and does not stay."""
+    """A prompt reads the rest, which is not kept on the device."""
     wanted, read, seen_bytes = [2, 9], [], []
     recall = layers.recall
     monkeypatch.setattr(Pages, "choose", lambda self, _: [c for c in wanted if c not in self.slots])
@@ -324,10 +326,10 @@ async def test_a_turn_brings_what_matters_to_it_back_and_a_restart_restores_a_pa
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])
-async def test_a_restart_has_the_same_sketches_from_carriers_and_without_one_prefills_again(
+async def test_a_restart_reads_key_sketches_from_some_blocks_or_prefills_if_one_of_these_is_damaged(
     model, tmp_path, is_damaged: bool
 ) -> None:
-    """Of 40 blocks, 16 and 32 are carriers; what lies between is not opened."""
+    """Of 40 blocks, 16 and 32 carry the sketches; no others are opened."""
     tokens = prompt(40 * 64 + 20)
     async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
         await process.append(tokens, policy=POLICY)
@@ -363,8 +365,8 @@ def _sketches(caches: list[Any], num_tokens: int) -> list[np.ndarray]:
     return [np.array(part[..., :num_tokens, :]) for cache in caches for part in cache.sketch]
 
 
-async def test_a_prompt_s_end_asks_once(model, tmp_path, monkeypatch) -> None:
-    """Not again where it is run again with what came: sketches of all tokens take their time."""
+async def test_a_prompt_queries_the_sketches_once_in_each_layer(model, tmp_path, monkeypatch) -> None:
+    """Not again when its end is rerun with recalled chunks: comparing all tokens takes time."""
     tokens, asked, note = prompt(16 * CHUNK + 42), [], Pages.note
     monkeypatch.setattr(Pages, "note", lambda self, one: asked.append(one) or note(self, one))
     async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
@@ -377,10 +379,10 @@ async def test_a_prompt_s_end_asks_once(model, tmp_path, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("num_appended", [0, 41 * CHUNK])
-async def test_all_chunks_that_left_the_window_are_considered(
+async def test_every_chunk_behind_the_window_is_considered_for_recall(
     model, tmp_path, monkeypatch, num_appended: int
 ) -> None:
-    """Those of the end of a long prompt too, whatever its beginning asked for."""
+    """Also those at the end of a long prompt."""
     tokens, considered, choose = prompt(41 * CHUNK), [], Pages.choose
 
     def noted(self: Pages, position: int) -> list[int]:
@@ -397,7 +399,9 @@ async def test_all_chunks_that_left_the_window_are_considered(
     assert considered[-1] >= (len(tokens) - (POLICY.window or 0)) // CHUNK
 
 
-async def test_a_chunk_that_is_no_longer_on_the_disk_is_done_without(model, tmp_path, monkeypatch) -> None:
+async def test_an_answer_continues_without_a_chunk_that_is_no_longer_on_disk(
+    model, tmp_path, monkeypatch
+) -> None:
     monkeypatch.setattr(Pages, "choose", lambda self, _: [c for c in [2, 9] if c not in self.slots])
     monkeypatch.setattr(Pages, "_value", lambda _, chunk: float(chunk in {2, 9}))
     tokens = prompt(16 * CHUNK)
@@ -412,8 +416,10 @@ async def test_a_chunk_that_is_no_longer_on_the_disk_is_done_without(model, tmp_
         assert (outcome.num_prefilled, len(answer)) == (2, 12)
 
 
-async def test_an_answer_gets_its_chunks_while_its_publishing_waits(model, tmp_path, monkeypatch) -> None:
-    """As when NATS is away: the answer goes on, and must not do so without what it asks for."""
+async def test_an_answer_gets_recalled_chunks_even_while_its_publishing_is_blocked(
+    model, tmp_path, monkeypatch
+) -> None:
+    """For example without NATS: the answer continues, and must not miss its chunks."""
     tokens, can_publish, has_come, recall = (
         prompt(16 * CHUNK),
         asyncio.Event(),
@@ -442,7 +448,7 @@ async def test_an_answer_gets_its_chunks_while_its_publishing_waits(model, tmp_p
     assert len(published) == 40
 
 
-async def test_a_turn_that_is_cancelled_while_it_waits_for_the_disk_ends(
+async def test_a_turn_cancelled_while_it_waits_for_chunks_from_disk_ends(
     model, tmp_path, monkeypatch
 ) -> None:
     tokens = as_tokens(prompt(16 * CHUNK))
@@ -469,8 +475,8 @@ async def test_a_turn_that_is_cancelled_while_it_waits_for_the_disk_ends(
         assert not outcome.complete or len(growing.tokens) < 50
 
 
-async def test_a_prompt_waits_for_a_slow_disk(model, tmp_path) -> None:
-    """What leaves the device must be on its way to the disk."""
+async def test_a_paged_prompt_waits_for_a_slow_disk_and_stores_its_blocks(model, tmp_path) -> None:
+    """KV leaves the device only once its write is queued."""
     tokens = prompt(20 * CHUNK)
     async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
         begun, refused = time.monotonic(), 0
@@ -492,10 +498,10 @@ async def test_a_prompt_waits_for_a_slow_disk(model, tmp_path) -> None:
         assert match.num_tokens > 19 * CHUNK
 
 
-async def test_a_turn_that_is_cancelled_while_it_waits_for_blocks_on_their_way_ends_at_once(
+async def test_a_turn_cancelled_while_it_waits_for_blocks_to_be_written_ends_at_once(
     model, tmp_path, monkeypatch
 ) -> None:
-    """A prompt needs all that has left the device."""
+    """A prompt needs all KV that left the device."""
     monkeypatch.setattr(finding, "PATIENCE_S", 600.0)
     tokens, write, may_end = prompt(40 * 64), snapshot_format.write, threading.Event()
     monkeypatch.setattr(snapshot_format, "write", lambda *args: may_end.wait() and write(*args))
@@ -514,7 +520,7 @@ async def test_a_turn_that_is_cancelled_while_it_waits_for_blocks_on_their_way_e
 
 
 @pytest.mark.parametrize("is_hanging", [False, True])
-async def test_a_rewind_waits_for_its_blocks_on_their_way_to_a_slow_disk_and_not_to_one_that_hangs(
+async def test_a_rewind_waits_for_blocks_being_written_by_a_slow_disk_but_not_by_a_hanging_one(
     model, tmp_path, monkeypatch, is_hanging: bool
 ) -> None:
     monkeypatch.setattr(finding, "PATIENCE_S", 0.2 if is_hanging else 60.0)
@@ -536,7 +542,9 @@ async def test_a_rewind_waits_for_its_blocks_on_their_way_to_a_slow_disk_and_not
         may_end.set()
 
 
-async def test_a_restore_waits_for_room_that_a_waiting_prompt_may_free(model, tmp_path, monkeypatch) -> None:
+async def test_a_restore_waits_for_memory_that_a_turn_waiting_for_the_disk_may_free(
+    model, tmp_path, monkeypatch
+) -> None:
     tokens, may_go_on, busy = prompt(16 * CHUNK), asyncio.Event(), []
     async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
         await process.append(tokens, policy=POLICY)

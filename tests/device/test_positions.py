@@ -1,4 +1,4 @@
-"""What a folder says about rotary positions is what its model uses, or it is refused, by architecture."""
+"""Each architecture uses the rotary positions of the model's folder, or the model is refused."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def same(one: mx.array | None, other: mx.array | None) -> bool:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_newer_field_alone_says_what_the_older_ones_say(family: str) -> None:
+def test_rope_parameters_alone_has_the_effect_of_the_older_rope_fields(family: str) -> None:
     usual = said(family, rope_theta=10_000.0)
     newer = said(family, rope_parameters={"rope_type": "default", "rope_theta": THETA})
     older = said(family, rope_theta=THETA)
@@ -85,7 +85,9 @@ def test_the_newer_field_alone_says_what_the_older_ones_say(family: str) -> None
 @pytest.mark.packaging
 @pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in UNROTATED])
-def test_a_scaling_is_used_or_refused_by_each_name(family: str, scaling: dict[str, Any]) -> None:
+def test_a_rope_scaling_is_applied_or_refused_under_each_of_its_field_names(
+    family: str, scaling: dict[str, Any]
+) -> None:
     parameters = {"rope_type": "default", "rope_theta": THETA}
     plain = said(family, rope_parameters=parameters)
     newer = said(family, rope_parameters=parameters | scaling)

@@ -1,4 +1,4 @@
-"""KV in fewer bits: the same tokens in whatever company, its true size, and models that cannot have it."""
+"""Quantised KV: the same tokens in any batch, its true size, and models that do not support it."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def codes(caches: list[Any], num_tokens: int) -> mx.array:
 
 
 @pytest.mark.parametrize(("kind", "kv_bits"), [("llama", 8), ("llama", 4), ("qwen3_next", 4)])
-def test_rows_that_come_and_go_get_the_tokens_that_they_get_alone(make_model, kind, kv_bits) -> None:
-    """Random joins, leaves and lengths, with steps run ahead; one by one where there are other layers too."""
+def test_rows_with_quantised_kv_get_the_same_tokens_in_a_batch_as_alone(make_model, kind, kv_bits) -> None:
+    """Random joins, leaves and lengths, with steps run ahead; one by one in models with other layers."""
     model, dice = make_model(kind, kv_bits), random.Random(kv_bits)
     waiting = deque((prompt(dice.randint(1, 40), salt), SAMPLINGS[salt % 3]) for salt in range(9))
     batch = batch_for(model, max_draft=4)
@@ -96,8 +96,8 @@ def test_rows_that_come_and_go_get_the_tokens_that_they_get_alone(make_model, ki
 
 
 @pytest.mark.parametrize("kv_bits", [8, 4])
-def test_guesses_are_taken_back_from_quantised_kv(make_model, kv_bits) -> None:
-    """Every third guess is wrong: its codes are overwritten."""
+def test_rejected_drafts_are_undone_in_quantised_kv(make_model, kv_bits) -> None:
+    """From its third token on a draft is wrong."""
     model, tokens = make_model("llama", kv_bits), prompt(21)
     answer = alone(model, tokens, 60)[0]
     oracle = Oracle([answer], lambda here: [*here[:2], *((token + 1) % VOCABULARY for token in here[2:])])
@@ -110,7 +110,9 @@ def test_guesses_are_taken_back_from_quantised_kv(make_model, kv_bits) -> None:
     assert list(piece.row.known[len(tokens) :]) == answer[: 21 + batch.speculation.num_accepted]
 
 
-def test_a_failed_step_takes_nothing_from_quantised_rows(make_model, monkeypatch) -> None:
+def test_rows_with_quantised_kv_roll_back_after_a_failed_step_and_lose_no_token(
+    make_model, monkeypatch
+) -> None:
     model = make_model("llama", 8)
     batch = batch_for(model)
     contexts = [prompt(n, salt=n) for n in (10, 255)]  # the second one's caches grow in the step that fails
@@ -133,8 +135,10 @@ def test_a_failed_step_takes_nothing_from_quantised_rows(make_model, monkeypatch
         assert drawn == alone(model, tokens, len(drawn))[0]
 
 
-def test_turns_fork_and_rewind_on_quantised_kv(make_model, make_rig) -> None:
-    """Through the device: a copy of another session's beginning, a rewind, and what is left of its memory."""
+def test_sessions_with_quantised_kv_get_the_right_tokens_after_a_fork_and_a_rewind(
+    make_model, make_rig
+) -> None:
+    """Through the device thread: a fork of another session, a rewind, and the memory left after it."""
     model = make_model("llama", 4)
     rig = make_rig(model)
     first = generate(prompt(30), 6, name="a")
@@ -152,7 +156,7 @@ def test_turns_fork_and_rewind_on_quantised_kv(make_model, make_rig) -> None:
 
 
 @pytest.mark.parametrize("kv_bits", [8, 4])
-def test_quantised_kv_has_the_size_that_is_told(make_model, kv_bits) -> None:
+def test_the_computed_size_of_quantised_kv_is_its_real_size(make_model, kv_bits) -> None:
     model = make_model("llama", kv_bits)
     assert replace(cache_sizes(model), sketch_bytes=0) == KvSize(TOKEN_BYTES[kv_bits])
     caches = make_prompt_cache(model)
@@ -175,11 +179,11 @@ def test_quantised_kv_has_the_size_that_is_told(make_model, kv_bits) -> None:
         ("qwen3_next", "3*ArraysCache(2) QuantizedKVCache(32,8)"),
     ],
 )
-def test_other_layers_stay_as_they_are(make_model, kind, described) -> None:
+def test_windowed_and_recurrent_layers_are_not_quantised(make_model, kind, described) -> None:
     assert layers.describe(make_prompt_cache(make_model(kind, 8))) == described
 
 
-def test_groups_are_of_64_where_the_heads_size_allows_it() -> None:
+def test_quantisation_groups_have_64_numbers_if_the_head_size_allows_it() -> None:
     config = CONFIGS["llama"] | {"hidden_size": 256, "head_dim": 64}
     model = llama.Model(llama.ModelArgs.from_dict({"model_type": "llama", **config}))
     quantise_kv(model, 4)
@@ -196,7 +200,9 @@ def test_groups_are_of_64_where_the_heads_size_allows_it() -> None:
         ("deepseek_v3", {"kv_lora_rank": 32, "qk_rope_head_dim": 32}, "attention cannot read quantised KV"),
     ],
 )
-def test_a_model_that_cannot_have_it_is_refused_in_one_line(build_model, kind, changes, said) -> None:
+def test_a_model_that_does_not_support_quantised_kv_is_refused_in_one_line(
+    build_model, kind, changes, said
+) -> None:
     model = build_model(kind, **changes)
     with pytest.raises(ModelError) as refused:
         quantise_kv(model, 8)
@@ -206,13 +212,13 @@ def test_a_model_that_cannot_have_it_is_refused_in_one_line(build_model, kind, c
     assert not any(type(cache) is QuantizedKVCache for _, cache in layers.leaves(make_prompt_cache(model)))
 
 
-def test_other_numbers_of_bits_are_refused(build_model) -> None:
+def test_kv_bits_of_6_is_refused_with_the_allowed_values(build_model) -> None:
     with pytest.raises(ModelError, match="kv_bits is 6; it must be 4, 8, or full"):
         quantise_kv(build_model("llama", **WIDE), 6)
 
 
 @pytest.mark.skipif(mx.default_device() != mx.cpu, reason="other devices read quantised KV as it is")
-def test_attention_on_a_cpu_gives_what_mlx_lm_gives() -> None:
+def test_attention_to_quantised_kv_on_a_cpu_equals_that_of_mlx_lm() -> None:
     """Dequantised first, since MLX's products with quantised matrices take many times as long there."""
     mx.random.seed(2)
     queries = mx.random.normal((1, 8, 40, 64))
@@ -231,7 +237,7 @@ def test_attention_on_a_cpu_gives_what_mlx_lm_gives() -> None:
 
 @pytest.mark.parametrize("kv_bits", [8, 4])
 @pytest.mark.parametrize(("num_cached", "num_new"), [(512, 64), (1536, 256)])
-def test_a_step_on_quantised_kv_takes_no_more_than_was_estimated(
+def test_a_step_on_quantised_kv_takes_no_more_memory_than_estimated(
     make_model, make_rig, kv_bits, num_cached, num_new
 ) -> None:
     """A piece of a prompt, then rows: all keys and values of a layer are dequantised at a time."""

@@ -1,4 +1,4 @@
-"""A session whose KV went over the disk continues with the bits of one that was never interrupted."""
+"""A session restored from disk continues bit for bit like one that was never interrupted."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ POSITIONS = [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK - 1, 3 * BLOCK, 3 * BLOCK
 @pytest.mark.parametrize(
     ("position", "sampling"), [*((position, HOT) for position in POSITIONS), (BLOCK, GREEDY)]
 )
-async def test_after_an_append_the_restored_session_goes_on_bit_by_bit(
+async def test_a_session_restored_after_an_append_continues_bit_for_bit(
     open_process, position, sampling
 ) -> None:
-    """The bits of the logits are compared, which know nothing of the sampling; hot draws show the seed's."""
+    """The logits' bits are compared, which do not depend on sampling; hot draws test the seed."""
     tokens = prompt(position)
     async with open_process() as before:
         await before.append(tokens)
@@ -71,8 +71,10 @@ async def test_after_an_append_the_restored_session_goes_on_bit_by_bit(
 
 
 @pytest.mark.parametrize("num_new", [4, 30, 400], ids=["no growth", "to the turn's end", "in steps"])
-async def test_a_restore_leaves_room_for_what_the_turn_runs_first(open_process, monkeypatch, num_new) -> None:
-    """The session is at the edge of what caches allocate at a time."""
+async def test_a_restore_allocates_caches_with_space_for_the_turns_first_tokens(
+    open_process, monkeypatch, num_new
+) -> None:
+    """The session nearly fills an allocation of 256 tokens."""
     tokens = prompt(250)
     async with open_process() as before:
         await before.append(tokens)
@@ -98,8 +100,10 @@ async def test_a_restore_leaves_room_for_what_the_turn_runs_first(open_process, 
         pytest.param("llama", 4, marks=pytest.mark.soak),
     ],
 )
-async def test_a_restored_session_of_quantised_kv_goes_on_bit_by_bit(open_process, kind, kv_bits) -> None:
-    """On, before and after boundaries; also with layers beside it that cannot be quantised."""
+async def test_a_restored_session_with_quantised_kv_continues_bit_for_bit(
+    open_process, kind, kv_bits
+) -> None:
+    """On, before and after boundaries; also beside layers that cannot be quantised."""
     added = prompt(5, salt=40)
     prompts = {f"s{position}": prompt(position, salt=position) for position in POSITIONS[1:]}
     expected: dict[str, Any] = {}
@@ -129,10 +133,10 @@ async def test_a_restored_session_of_quantised_kv_goes_on_bit_by_bit(open_proces
     ("num_answered", "sampling"),
     [*((num, HOT) for num in (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 3)), (BLOCK, GREEDY)],
 )
-async def test_after_a_generate_the_restored_session_goes_on_bit_by_bit(
+async def test_a_session_restored_after_a_generate_continues_bit_for_bit(
     open_process, num_answered, sampling
 ) -> None:
-    """An answer's blocks, its tail, and the token that had not been run when it ended."""
+    """An answer's blocks, its tail, and its last token, which is not in the KV yet."""
     tokens = prompt(BLOCK + 3)
     async with open_process() as before:
         _, answered, _ = await before.generate(tokens, num_answered, sampling)
@@ -149,7 +153,7 @@ async def test_after_a_generate_the_restored_session_goes_on_bit_by_bit(
     assert outcome.num_cached + outcome.num_prefilled == len(context)
 
 
-async def test_turn_after_turn_in_a_new_process_costs_the_new_tokens_only(open_process) -> None:
+async def test_turns_in_new_processes_prefill_only_new_tokens_and_continue_bit_for_bit(open_process) -> None:
     """Five turns, each in a process of its own, against one process for all of them."""
     history: list[int] = []
     async with open_process(folder="whole") as whole:
@@ -170,7 +174,9 @@ async def test_turn_after_turn_in_a_new_process_costs_the_new_tokens_only(open_p
             await process.store.barrier(10)
 
 
-async def test_a_tail_in_pieces_is_restored_bit_by_bit_and_costs_the_new_tokens_only(open_process) -> None:
+async def test_a_partial_last_block_stored_in_pieces_is_restored_without_another_prefill(
+    open_process,
+) -> None:
     """Turns of two tokens, each in a process of its own, across two boundaries of the grid."""
     begin = prompt(BLOCK + 5)
     history = list(begin)
@@ -196,7 +202,7 @@ async def test_a_tail_in_pieces_is_restored_bit_by_bit_and_costs_the_new_tokens_
     assert num_pieces >= {1, 2}
 
 
-async def test_a_shared_prefix_is_run_once_for_all_sessions_of_a_tenant(open_process) -> None:
+async def test_a_prefix_shared_by_sessions_of_a_tenant_is_prefilled_only_once(open_process) -> None:
     shared = prompt(4 * BLOCK)
     async with open_process() as process:
         await process.append(shared + prompt(1, salt=5), name="first")
@@ -207,7 +213,7 @@ async def test_a_shared_prefix_is_run_once_for_all_sessions_of_a_tenant(open_pro
         assert tokens == alone(process.model, context, 8)[0]
 
 
-async def test_kv_on_the_device_is_given_up_for_a_much_longer_prefix_on_disk(open_process) -> None:
+async def test_a_much_longer_prefix_on_disk_replaces_a_sessions_kv_on_the_device(open_process) -> None:
     async with open_process() as process:
         long = prompt(8 * BLOCK)
         await process.append(long, name="writer")
@@ -218,8 +224,8 @@ async def test_kv_on_the_device_is_given_up_for_a_much_longer_prefix_on_disk(ope
         assert tokens == alone(process.model, long, 5)[0]
 
 
-async def test_blocks_that_were_dropped_are_made_good_by_the_next_turn(open_process) -> None:
-    """The queue to the disk is full for a whole turn; the next one cuts what is missing."""
+async def test_the_next_turn_stores_the_blocks_that_a_full_queue_dropped(open_process) -> None:
+    """The queue to the disk is full for a whole turn; the next turn stores its blocks."""
     tokens = prompt(5 * BLOCK)
     async with open_process() as process:
         process.engine._device.cut_snapshots(lambda: 0)
@@ -235,7 +241,7 @@ async def test_blocks_that_were_dropped_are_made_good_by_the_next_turn(open_proc
         assert outcome.num_prefilled <= 1
 
 
-async def test_a_store_that_fails_to_take_a_snapshot_costs_the_snapshot_only(
+async def test_a_turn_completes_although_the_store_fails_to_take_its_snapshot(
     open_process, monkeypatch
 ) -> None:
     """The turn must end whatever becomes of its KV: nothing waits for the disk."""
@@ -251,7 +257,7 @@ async def test_a_store_that_fails_to_take_a_snapshot_costs_the_snapshot_only(
         assert all(0 <= token < VOCABULARY for token in tokens)
 
 
-async def test_sessions_that_begin_at_once_with_the_same_tokens_read_them_once(open_process) -> None:
+async def test_sessions_that_start_together_prefill_their_common_prefix_only_once(open_process) -> None:
     """No snapshot could help them: none is durable before all of them have begun."""
     shared = prompt(6 * BLOCK + 3)
     contexts = {name: shared + prompt(5 + i, salt=9 + i) for i, name in enumerate("abc")}
@@ -270,7 +276,7 @@ async def test_sessions_that_begin_at_once_with_the_same_tokens_read_them_once(o
             assert growing[name].tokens == alone(process.model, tokens, 8)[0]
 
 
-async def test_nothing_is_shared_between_tenants(open_process) -> None:
+async def test_a_prefix_is_never_shared_between_tenants(open_process) -> None:
     shared = prompt(6 * BLOCK)
     async with open_process() as process:
         await process.append(shared)
@@ -292,8 +298,10 @@ CUT = (WINDOWED, CHUNKED)
 @pytest.mark.parametrize(
     ("kind", "position"), thinned([*STATEFUL, *CUT], [BLOCK, 3 * BLOCK - 1, 3 * BLOCK + 2])
 )
-async def test_with_states_the_restored_session_goes_on_bit_by_bit(open_process, kind, position) -> None:
-    """Such a session ends before its last token after an append: on, before and after a boundary."""
+async def test_a_restored_session_of_recurrent_windowed_or_chunked_layers_continues_bit_for_bit(
+    open_process, kind, position
+) -> None:
+    """After an append its KV ends before its last token: on, before and after a boundary."""
     tokens = prompt(position)
     async with open_process(folder="whole", kind=kind) as whole:
         await whole.append(tokens)
@@ -316,8 +324,10 @@ async def test_with_states_the_restored_session_goes_on_bit_by_bit(open_process,
     ("kind", "policy"),
     [*((kind, FULL) for kind in (*STATEFUL, *CUT)), ("qwen3_next", WINDOW), ("falcon_h1", WINDOW)],
 )
-async def test_with_states_turn_after_turn_costs_the_new_tokens_only(open_process, kind, policy) -> None:
-    """A process of its own for each turn, against one process for all, and one that drops what it holds."""
+async def test_turns_of_recurrent_or_windowed_models_in_new_processes_prefill_only_new_tokens(
+    open_process, kind, policy
+) -> None:
+    """One process per turn, against one process for all turns, and after dropping the resident KV."""
     history: list[int] = []
     async with open_process(folder="whole", kind=kind) as whole:
         expected = []
@@ -342,8 +352,10 @@ async def test_with_states_turn_after_turn_costs_the_new_tokens_only(open_proces
 
 
 @pytest.mark.parametrize("kind", [*STATEFUL, *CUT])
-async def test_a_rewound_session_with_states_goes_on_from_the_boundary_before(open_process, kind) -> None:
-    """What the device holds cannot be trimmed; on disk there is every boundary that it came by."""
+async def test_a_rewound_session_continues_from_stored_kv_or_the_last_stored_recurrent_state(
+    open_process, kind
+) -> None:
+    """The device's caches cannot be trimmed; on disk there is a state at each block boundary."""
     tokens = prompt(5 * BLOCK)
     async with open_process(kind=kind) as process:
         _, answered, _ = await process.generate(tokens, 2 * BLOCK)
@@ -356,8 +368,10 @@ async def test_a_rewound_session_with_states_goes_on_from_the_boundary_before(op
 
 
 @pytest.mark.parametrize("kind", STATEFUL)
-async def test_states_that_were_dropped_leave_no_gap_behind_them(open_process, kind) -> None:
-    """Keys and values are made good by the next turn; the states are gone, but the next one is kept."""
+async def test_dropped_recurrent_states_do_not_keep_later_states_from_being_stored(
+    open_process, kind
+) -> None:
+    """The next turn stores missing keys and values; lost states stay lost, the next one is kept."""
     tokens = prompt(5 * BLOCK + 1)
     async with open_process(folder="whole", kind=kind) as whole:
         await whole.append(tokens)
@@ -379,7 +393,9 @@ async def test_states_that_were_dropped_leave_no_gap_behind_them(open_process, k
         assert outcome.num_prefilled == 1
 
 
-async def test_a_doubtful_state_costs_what_was_run_after_the_one_before_it(open_process, tmp_path) -> None:
+async def test_a_damaged_state_costs_a_prefill_from_the_stored_state_before_it(
+    open_process, tmp_path
+) -> None:
     tokens = prompt(2 * BLOCK + 5)
     async with open_process(kind="falcon_h1") as before:
         await before.append(tokens)
@@ -474,7 +490,7 @@ def states_of_other_heads(tensors: list[Tensor]) -> list[Tensor]:
 async def test_a_snapshot_with_tensors_of_another_layout_is_a_miss_and_is_quarantined(
     open_process, tmp_path, kind, change
 ) -> None:
-    """Before the device gets it: there it would fail, or end the turn, each time anew."""
+    """Before the device gets it, where it would fail or end the turn every time."""
     tokens = prompt(BLOCK + 3)
     async with open_process(kind=kind) as before:
         await before.append(tokens)
@@ -493,7 +509,7 @@ async def test_a_snapshot_with_tensors_of_another_layout_is_a_miss_and_is_quaran
         assert later.store.stats().rejected == 0
 
 
-async def test_a_model_with_an_unknown_cache_class_is_served_and_the_class_named(
+async def test_a_model_with_an_unknown_cache_class_is_served_and_the_class_is_reported(
     make_model, make_rig
 ) -> None:
     """The worker serves such a model without snapshots, and says so."""
@@ -516,7 +532,7 @@ async def test_a_model_with_an_unknown_cache_class_is_served_and_the_class_named
 @pytest.mark.parametrize(
     ("kind", "kv_bits"), [("llama", None), *((kind, None) for kind in STATEFUL), ("llama", 8)]
 )
-async def test_whatever_happens_to_a_session_its_tokens_are_those_of_a_run_from_scratch(
+async def test_sessions_with_random_histories_get_the_tokens_of_a_run_from_scratch(
     open_process, kind, kv_bits
 ) -> None:
     """Sessions that share beginnings grow, are rewound, leave the device, lose snapshots and processes."""
@@ -626,23 +642,23 @@ WALKS = [("llama", 0), ("exaone4", 1), ("qwen3_next", 0), ("falcon_h1", 2), (CHU
         for seed in range(3)
     ],
 )
-async def test_sessions_of_random_histories_get_the_tokens_that_masks_over_all_give(
+async def test_sessions_with_random_histories_get_the_tokens_of_attention_with_masks(
     open_process, build_model, kind, seed
 ) -> None:
     await _random_histories(open_process, build_model, kind, seed, 25)
 
 
-async def test_sessions_that_outgrow_the_disk_get_the_tokens_that_masks_over_all_give(
+async def test_sessions_that_outgrow_the_disk_get_the_tokens_of_attention_with_masks(
     open_process, build_model
 ) -> None:
-    """The middle of their chains is evicted, and they go on, back into it, and over restarts."""
+    """The middle of their chains is evicted; they continue, rewind into it, and restart."""
     assert await _random_histories(open_process, build_model, "llama", 4, 30, max_bytes=120_000)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", range(100, 150))
-async def test_hundreds_of_sessions_that_outgrow_the_disk_get_the_tokens_that_masks_give(
+async def test_hundreds_of_sessions_that_outgrow_the_disk_get_the_tokens_of_attention_with_masks(
     open_process, build_model, seed
 ) -> None:
     await _random_histories(open_process, build_model, "llama", seed, 60, max_bytes=120_000)
@@ -654,7 +670,7 @@ async def test_hundreds_of_sessions_that_outgrow_the_disk_get_the_tokens_that_ma
     "kind", ["llama", "exaone4", "gemma3_text", "gpt_oss", "qwen3_next", "falcon_h1", CHUNKED]
 )
 @pytest.mark.parametrize("seed", range(100, 150))
-async def test_sessions_of_hundreds_of_random_histories_get_the_tokens_that_masks_give(
+async def test_hundreds_of_random_histories_get_the_tokens_of_attention_with_masks(
     open_process, build_model, kind, seed
 ) -> None:
     await _random_histories(open_process, build_model, kind, seed, 60)

@@ -1,4 +1,4 @@
-"""Attention to sinks and a window: what a plain reference gives, however the tokens came, however far."""
+"""Attention to sinks and a window equals a plain reference for any split and at any position."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _run(forward: Forward, rings: list[RingCache], tokens: Sequence[int], length
 @pytest.mark.parametrize("kind", ["llama", "exaone4", "gemma3_text", "gpt_oss"])
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cuts=st.lists(st.integers(1, 159), max_size=12, unique=True))
-def test_any_split_gives_what_masks_over_the_whole_history_give(
+def test_ring_attention_in_any_split_equals_attention_with_masks_over_the_history(
     make_model, build_model, kind: str, cuts: list[int]
 ) -> None:
     model = make_model(kind)
@@ -55,7 +55,7 @@ def test_any_split_gives_what_masks_over_the_whole_history_give(
     assert mx.abs(found - expected).max().item() < 1e-4 * mx.abs(expected).max().item()
 
 
-def test_a_reference_without_sinks_is_told_from_one_with(make_model, build_model) -> None:
+def test_the_reference_with_sinks_differs_from_the_reference_without(make_model, build_model) -> None:
     model = make_model("llama")
     with_sinks, without = (
         Naive(model, build_model("llama"), [(sink, WINDOW)] * 2).logits(TOKENS) for sink in (SINK, 0)
@@ -64,7 +64,7 @@ def test_a_reference_without_sinks_is_told_from_one_with(make_model, build_model
 
 
 @pytest.mark.parametrize("far", [10_000_000, 9_999_990, 2**31 // 4096 * 4096 - 100])
-def test_position_ten_million_is_as_good_as_ten_thousand(make_model, far: int) -> None:
+def test_logits_at_position_ten_million_equal_those_at_ten_thousand(make_model, far: int) -> None:
     model = make_model("llama")
     logits = []
     for start in (10_000, far):

@@ -71,8 +71,8 @@ FILTERS = [
 
 
 @pytest.mark.parametrize("sampling", FILTERS, ids=str)
-def test_draws_follow_the_distribution_of_the_filters_definitions(sampling: Sampling) -> None:
-    """Nothing that is filtered out is ever drawn, all else as often as it should be (chi-squared)."""
+def test_draws_follow_the_distribution_that_the_filters_define(sampling: Sampling) -> None:
+    """Filtered tokens are never drawn, all others as often as they should be (chi-squared)."""
     values, seen, num = logits(5), {0, 3, 7, 11}, 1500
     expected = distribution(values, sampling, seen)
     counts = np.bincount(draws(values, sampling, num, seen), minlength=VOCABULARY)
@@ -92,7 +92,7 @@ def test_draws_follow_the_distribution_of_the_filters_definitions(sampling: Samp
     st.sampled_from([0.3, 1.0, 3.0]),
     st.sets(st.integers(0, VOCABULARY - 1)),
 )
-def test_no_combination_of_filters_draws_what_it_excludes(
+def test_no_combination_of_filters_draws_a_token_that_it_excludes(
     seed, top_k, top_p, min_p, temperature, seen
 ) -> None:
     values = logits(seed)
@@ -101,12 +101,12 @@ def test_no_combination_of_filters_draws_what_it_excludes(
     assert expected[draws(values, sampling, 20, seen)].min() > 0
 
 
-def test_ties_on_the_edge_of_top_k_leave_exactly_k_tokens() -> None:
+def test_equal_logits_at_the_edge_of_top_k_leave_exactly_k_tokens() -> None:
     values = np.zeros(VOCABULARY, np.float32)
     assert len(set(draws(values, Sampling(1.0, top_k=4), 200).tolist())) == 4
 
 
-def test_min_p_1_and_a_tiny_top_p_leave_the_most_likely_token() -> None:
+def test_min_p_1_and_a_tiny_top_p_leave_only_the_most_likely_token() -> None:
     values = logits(2)
     for sampling in (Sampling(5.0, min_p=1.0), Sampling(5.0, top_p=1e-6)):
         assert set(draws(values, sampling, 50).tolist()) == {int(values.argmax())}
@@ -117,14 +117,14 @@ def test_min_p_1_and_a_tiny_top_p_leave_the_most_likely_token() -> None:
 def test_a_temperature_that_float32_cannot_divide_by_takes_the_most_likely_token(
     temperature: float, filters: dict[str, float]
 ) -> None:
-    """Also where logits are as large as half precision has them, and some are no tokens at all."""
+    """Also with the largest logits of half precision, and with -inf for ids without a token."""
     for values in (logits(4), logits(4) * 30_000, np.where(logits(4) < 0, -np.inf, logits(4))):
         drawn = draws(values, Sampling(temperature, **filters), 5)
         assert drawn.tolist() == [values.argmax()] * 5
 
 
 @pytest.mark.parametrize("share", [5e-324, 1e-46, 1e-40])
-def test_a_top_p_that_float32_does_not_have_leaves_the_most_likely_token(share: float) -> None:
+def test_a_top_p_too_small_for_float32_leaves_only_the_most_likely_token(share: float) -> None:
     values = logits(5)
     for top_k in (0, 4):
         drawn = draws(values, Sampling(1.0, top_p=share, top_k=top_k), 5)
@@ -132,14 +132,16 @@ def test_a_top_p_that_float32_does_not_have_leaves_the_most_likely_token(share: 
 
 
 @pytest.mark.parametrize("penalty", [5e-324, 1e-46, 1e-40])
-def test_a_penalty_that_float32_does_not_have_keeps_the_order_of_what_it_favours(penalty: float) -> None:
+def test_a_penalty_too_small_for_float32_keeps_the_order_of_the_tokens_that_it_favours(
+    penalty: float,
+) -> None:
     values, sampling = logits(6), Sampling(1e-3, repetition_penalty=penalty)
     favoured = np.argsort(values)[-3:]
     assert draws(values, sampling, 5, set(favoured.tolist())).tolist() == [favoured[-1]] * 5
     assert draws(values, Sampling(0.0, repetition_penalty=penalty), 1, set(favoured.tolist())) == favoured[-1]
 
 
-def test_a_draw_depends_on_the_seed_and_the_tokens_index_alone() -> None:
+def test_a_draw_depends_only_on_the_seed_and_the_tokens_index() -> None:
     """Not on what was drawn before, nor on MLX's own generator."""
     values, sampling = mx.array(logits(1)), Sampling(1.5, seed=42)
     forwards = [int(draw(values, sampling, index, ()).item()) for index in range(30)]
@@ -153,17 +155,17 @@ def test_a_draw_depends_on_the_seed_and_the_tokens_index_alone() -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 2**32, 2**63 - 1])
-def test_every_seed_that_a_request_may_name_is_taken(seed: int) -> None:
+def test_the_smallest_and_the_largest_seed_of_a_request_are_accepted(seed: int) -> None:
     assert 0 <= int(draw(mx.array(logits(1)), Sampling(1.0, seed=seed), 2**31, ()).item()) < VOCABULARY
 
 
-def test_every_bit_of_a_seed_counts() -> None:
+def test_the_high_bits_of_a_seed_change_the_draws() -> None:
     values, seeds = logits(1), [5, *(5 | 1 << bit for bit in (31, 32, 48, 62))]
     drawn = [tuple(draws(values, Sampling(1.5, seed=seed), 20).tolist()) for seed in seeds]
     assert len({*drawn}) == len(seeds)
 
 
-def test_the_penalty_leaves_the_models_own_logits_alone() -> None:
+def test_the_repetition_penalty_does_not_change_the_models_own_logits() -> None:
     values = mx.array(logits(3))
     before = np.array(values)
     mx.eval(draw(values, Sampling(0.0, repetition_penalty=9.0), 0, {1, 2, 3}))

@@ -1,4 +1,4 @@
-"""Many rows drawn at once: each as if it were alone, and as if the whole vocabulary had been sorted."""
+"""Many rows drawn at once: each as if alone, and as if the whole vocabulary had been sorted."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def some_draw(dice: random.Random) -> Draw:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_penalties_and_biases_are_what_their_definitions_say(seed) -> None:
+def test_penalties_and_biases_change_logits_as_their_definitions_say(seed) -> None:
     """OpenAI's for presence and frequency, CTRL's for repetition, in plain Python."""
     dice = random.Random(seed)
     logits = rows(seed, 8)
@@ -68,7 +68,7 @@ def test_penalties_and_biases_are_what_their_definitions_say(seed) -> None:
         np.testing.assert_allclose(mine, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_draft_s_tokens_are_the_answer_s_for_the_draws_behind_them() -> None:
+def test_draws_after_drafted_tokens_count_these_for_penalties_and_min_tokens() -> None:
     sampling = Sampling(repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2, min_tokens=12)
     sampler = RowSampler(sampling, answered=[7] * 10, prompt=[3], end_tokens=frozenset((1,)))
     drafted = sampler.draws([8, 9, 8])
@@ -82,7 +82,7 @@ def test_a_draft_s_tokens_are_the_answer_s_for_the_draws_behind_them() -> None:
 
 
 @pytest.mark.parametrize("kind", [mx.float32, mx.bfloat16])
-def test_logprobs_are_the_model_s_own_whatever_changes_the_choice(kind) -> None:
+def test_logprobs_are_the_models_own_whatever_the_penalties_biases_and_filters(kind) -> None:
     logits = rows(3, 5).astype(kind)
     samplings = [
         Sampling(top_logprobs=3),
@@ -112,7 +112,7 @@ def test_logprobs_are_the_model_s_own_whatever_changes_the_choice(kind) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("kind", [mx.float32, mx.bfloat16])
-def test_rows_of_any_settings_are_drawn_together_as_alone(seed, kind) -> None:
+def test_rows_with_any_settings_draw_the_same_tokens_together_as_alone(seed, kind) -> None:
     dice = random.Random(seed)
     logits = rows(seed, 24, spread=dice.choice([0.3, 3.0])).astype(kind)
     draws = [some_draw(dice) for _ in range(24)]
@@ -123,8 +123,8 @@ def test_rows_of_any_settings_are_drawn_together_as_alone(seed, kind) -> None:
 
 
 @pytest.mark.parametrize("spread", [0.01, 0.5, 6.0])
-def test_a_few_candidates_leave_what_a_sort_of_all_leaves(monkeypatch, spread) -> None:
-    """Where they hold enough, and where the rest is needed."""
+def test_top_p_among_a_few_candidates_draws_the_same_tokens_as_a_full_sort(monkeypatch, spread) -> None:
+    """With enough candidates, and where the rest is needed."""
     logits = rows(1, 8, spread=spread)
     draws = [Draw(Sampling(1.0, top_p=0.1 + 0.1 * i, seed=i), i) for i in range(8)]
     found = draw_all(logits, draws).tokens.tolist()
@@ -133,7 +133,7 @@ def test_a_few_candidates_leave_what_a_sort_of_all_leaves(monkeypatch, spread) -
 
 
 @pytest.mark.parametrize("spread", [0.01, 0.5, 6.0])
-def test_what_is_left_of_a_large_vocabulary_is_what_the_definition_says(spread) -> None:
+def test_top_k_and_top_p_keep_the_tokens_of_their_definition_in_a_large_vocabulary(spread) -> None:
     logits = rows(2, 6, spread=spread)
     samplings = [Sampling(1.0, top_p=p, top_k=k) for p, k in [(0.9, 0), (0.2, 0), (0.9, 50), (0.5, 2000)]]
     samplings += [Sampling(1.0, top_k=300), Sampling(1.0, top_p=0.99)]
@@ -147,14 +147,14 @@ def test_what_is_left_of_a_large_vocabulary_is_what_the_definition_says(spread) 
         assert set(np.flatnonzero(mine)) <= set(ranking)
 
 
-def test_of_equal_logits_on_the_edge_the_first_ones_stay_whoever_shares_the_batch() -> None:
+def test_top_k_keeps_the_first_of_equal_logits_whichever_rows_share_the_batch() -> None:
     logits = mx.zeros((3, VOCABULARY))
     samplings = [Sampling(1.0, top_k=4), Sampling(1.0, top_k=900), Sampling(1.0)]
     kept = np.isfinite(np.array(sampling_module._filtered(logits, samplings)))
     assert [np.flatnonzero(row).tolist() for row in kept] == [list(range(n)) for n in (4, 900, VOCABULARY)]
 
 
-def test_only_rows_that_may_end_anywhere_wait_for_their_logits() -> None:
+def test_only_rows_with_top_p_and_no_top_k_wait_for_their_logits_on_a_cpu() -> None:
     assert waits_for_logits(Sampling(1.0, top_p=0.9)) == (mx.default_device() == mx.cpu)
     for sampling in (Sampling(), Sampling(0.0, top_p=0.9), Sampling(1.0, top_p=0.9, top_k=40), Sampling(0.7)):
         assert not waits_for_logits(sampling)

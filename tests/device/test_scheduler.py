@@ -1,4 +1,4 @@
-"""What runs next: every turn in one phase, tenants in rotation, and of a tenant the shortest work first."""
+"""The scheduler: each turn in one phase, tenants in rotation, a tenant's shortest work first."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def carry_out(scheduler: Scheduler, budget: int = BLOCK) -> Step:
     return step
 
 
-def test_a_short_prompt_passes_a_long_one() -> None:
+def test_a_short_prompt_overtakes_a_long_one() -> None:
     long, short = Turn(80), Turn(5)
     scheduler = scheduler_of(long)
     carry_out(scheduler)
@@ -57,13 +57,13 @@ def test_a_short_prompt_passes_a_long_one() -> None:
     assert carry_out(scheduler).decode == (short,)
 
 
-def test_several_short_prompts_share_a_step() -> None:
+def test_several_short_prompts_are_prefilled_in_one_step() -> None:
     turns = [Turn(3), Turn(2), Turn(9, draws=False)]
     step = carry_out(scheduler_of(*turns))
     assert [num for _, num in step.prefill] == [2, 3, 3]
 
 
-def test_a_piece_ends_at_a_block_boundary() -> None:
+def test_prompt_pieces_end_at_block_boundaries() -> None:
     turn = Turn(30, num_cached=5)
     scheduler = scheduler_of(turn)
     for _ in range(4):
@@ -71,7 +71,7 @@ def test_a_piece_ends_at_a_block_boundary() -> None:
     assert turn.ran == [3, 8, 8, 6]
 
 
-def test_a_large_budget_gives_pieces_of_several_blocks_to_prompts_that_may_have_them() -> None:
+def test_a_large_budget_gives_several_blocks_at_a_time_to_prompts_that_allow_it() -> None:
     long, short = Turn(77, most_blocks=100, num_cached=5), Turn(20, most_blocks=2, place_s=1.0)
     one = Turn(20, place_s=1.0)
     scheduler = scheduler_of(long, short, one)
@@ -81,7 +81,7 @@ def test_a_large_budget_gives_pieces_of_several_blocks_to_prompts_that_may_have_
     assert carry_out(scheduler, 4 * BLOCK).prefill == ((short, 11), (one, 8))
 
 
-def test_a_prompt_of_long_pieces_runs_without_others_pieces() -> None:
+def test_a_prompt_that_needs_long_pieces_runs_in_steps_without_other_prompts() -> None:
     long, others = Turn(75, "b", scale=4, num_cached=5), [Turn(3, draws=False), Turn(20, draws=False)]
     scheduler = scheduler_of(long, *others)
     for _ in range(9):
@@ -100,7 +100,7 @@ def test_a_tenant_with_many_prompts_does_not_hold_up_another() -> None:
     assert sum(turn.num_cached for turn in many) == 80
 
 
-def test_the_last_token_of_a_prompt_waits_for_a_row() -> None:
+def test_the_last_token_of_a_prompt_waits_for_a_free_row_in_the_batch() -> None:
     first, second, third = Turn(4), Turn(6), Turn(3, draws=False)
     scheduler = scheduler_of(first, second, third, max_rows=1)
     carry_out(scheduler, 64)
@@ -112,7 +112,7 @@ def test_the_last_token_of_a_prompt_waits_for_a_row() -> None:
     assert carry_out(scheduler).decode == (second,)
 
 
-def test_a_short_answer_gets_a_row_at_once_where_long_ones_hold_them_all_and_others_wait() -> None:
+def test_a_short_answer_gets_an_extra_row_at_once_when_long_answers_hold_all_rows() -> None:
     long, short, shorts = [Turn(4) for _ in range(6)], Turn(4, is_short=True), Turn(4, is_short=True)
     scheduler = scheduler_of(*long, max_rows=2)
     for _ in range(4):
@@ -130,7 +130,7 @@ def test_a_short_answer_gets_a_row_at_once_where_long_ones_hold_them_all_and_oth
     assert carry_out(scheduler).prefill == ((long[2], 1),), "a long one's row is none for short ones alone"
 
 
-def test_a_shorter_prompt_passes_longer_ones_unless_they_have_waited_for_long() -> None:
+def test_a_shorter_prompt_overtakes_longer_ones_unless_they_have_waited_for_long() -> None:
     old, late, short = Turn(800, place_s=0.0), Turn(800, place_s=60.0), Turn(6, place_s=61.0)
     scheduler = scheduler_of(old, late, short)
     assert carry_out(scheduler).prefill == ((old, 8),)
@@ -138,7 +138,7 @@ def test_a_shorter_prompt_passes_longer_ones_unless_they_have_waited_for_long() 
     assert [turn for turn, _ in carry_out(scheduler).prefill] == [short, late]
 
 
-def test_of_waiting_answers_the_one_with_the_lowest_place_gets_the_next_row() -> None:
+def test_the_next_free_row_goes_to_the_answer_with_the_earliest_place_in_the_queue() -> None:
     first, last, middle = Turn(1), Turn(2, place_s=9.0), Turn(2, place_s=5.0)
     scheduler = scheduler_of(first, last, middle, max_rows=1)
     carry_out(scheduler)
@@ -147,7 +147,7 @@ def test_of_waiting_answers_the_one_with_the_lowest_place_gets_the_next_row() ->
     assert scheduler.decoding == (middle,)
 
 
-def test_a_tenant_gets_no_more_rows_than_its_share_though_more_are_free() -> None:
+def test_a_tenant_gets_no_more_rows_than_its_share_even_if_more_are_free() -> None:
     scheduler = Scheduler(4, BLOCK, 2)
     many, one = [Turn(3) for _ in range(4)], Turn(3, "b")
     for turn in (*many, one):
@@ -163,7 +163,7 @@ def test_a_tenant_gets_no_more_rows_than_its_share_though_more_are_free() -> Non
     assert sorted(turn.tenant for turn in scheduler.decoding) == ["a", "a", "b"]
 
 
-def test_a_step_with_nothing_to_run_is_false_and_so_is_the_scheduler() -> None:
+def test_an_empty_step_and_an_empty_scheduler_are_false() -> None:
     scheduler = scheduler_of()
     assert not scheduler
     assert not scheduler.next(BLOCK)
@@ -175,7 +175,7 @@ def test_a_step_with_nothing_to_run_is_false_and_so_is_the_scheduler() -> None:
 
 
 @pytest.mark.parametrize("num_refused", range(4))
-def test_a_choice_that_is_made_again_takes_nobodys_turn(num_refused: int) -> None:
+def test_choosing_a_step_again_does_not_change_the_rotation_of_tenants(num_refused: int) -> None:
     """Where memory is short a step is chosen again with ever smaller pieces, of the same prompts."""
     turns = [Turn(400, tenant) for tenant in ("a", "b", "c")]
     scheduler = scheduler_of(*turns)
@@ -193,7 +193,7 @@ SCRIPT = st.lists(
 )
 
 
-def test_a_higher_priority_comes_first_and_a_lower_one_gets_what_is_left() -> None:
+def test_the_higher_priority_runs_first_and_the_lower_one_gets_the_rest_of_the_budget() -> None:
     low, high = Turn(30), Turn(12, priority=2)
     scheduler = scheduler_of(low, high)
     assert carry_out(scheduler).prefill == ((high, 8),)
@@ -201,7 +201,7 @@ def test_a_higher_priority_comes_first_and_a_lower_one_gets_what_is_left() -> No
 
 
 def test_a_lower_priority_is_not_starved() -> None:
-    """However much of higher priority keeps coming: the lower one rises while it gets nothing."""
+    """A priority rises while its turns wait, whatever keeps coming with a higher one."""
     low = Turn(1000, priority=-1)
     scheduler = scheduler_of(low)
     waits, waited = [], 0
@@ -217,7 +217,7 @@ def test_a_lower_priority_is_not_starved() -> None:
     assert len(waits) >= 5
 
 
-def test_within_a_priority_tenants_take_turns_however_long_some_have_waited() -> None:
+def test_tenants_of_equal_priority_take_turns_however_long_some_have_waited() -> None:
     scheduler = scheduler_of(*(Turn(400, "many", priority=1) for _ in range(20)), Turn(400, "other"))
     for _ in range(3 * AGE_STEPS):
         carry_out(scheduler)
@@ -227,7 +227,7 @@ def test_within_a_priority_tenants_take_turns_however_long_some_have_waited() ->
     assert 4 <= ran.count(late) <= 5
 
 
-def test_the_last_token_of_a_prompt_gets_its_row_by_priority() -> None:
+def test_a_free_row_goes_to_the_prompt_with_the_higher_priority() -> None:
     low, high = Turn(1), Turn(1, priority=1)
     scheduler = scheduler_of(low, high, max_rows=1)
     assert carry_out(scheduler).prefill == ((high, 1),)
@@ -236,10 +236,10 @@ def test_the_last_token_of_a_prompt_gets_its_row_by_priority() -> None:
 
 
 @given(st.integers(1, 4), st.integers(1, 20), SCRIPT)
-def test_nobody_is_lost_starved_or_run_twice(
+def test_no_turn_is_lost_starved_or_run_twice_in_a_step(
     max_rows: int, budget: int, script: list[tuple[str, int, str, bool]]
 ) -> None:
-    """Budget and rows are kept, no prompt overruns, and all of them come to their end."""
+    """Steps keep to budget and rows, no prompt overruns, and every turn ends."""
     scheduler = scheduler_of(max_rows=max_rows)
     alive: list[Turn] = []
     for action, size, tenant, draws in script:

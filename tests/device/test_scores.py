@@ -1,4 +1,4 @@
-"""The log probabilities of a prompt's tokens, however its model runs rows: as the model itself has them."""
+"""The log probabilities of a prompt's tokens equal the model's own, however it runs rows."""
 
 from __future__ import annotations
 
@@ -34,8 +34,10 @@ def check(model: Any, tokens: list[int], scores: Scores) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_prompt_s_tokens_are_scored_alone_and_beside_answers(make_rig, make_model, kind) -> None:
-    """From a session's beginning, behind its KV, and behind KV that reaches too far."""
+def test_prompt_tokens_get_the_models_log_probabilities_alone_and_beside_answers(
+    make_rig, make_model, kind
+) -> None:
+    """From a session's start, after its KV, and where its KV reaches too far."""
     model, tokens = make_model(kind), prompt(43)
     rig = make_rig(model)
     turn = append(tokens, scores=Scores(1, 2))
@@ -57,7 +59,9 @@ def test_a_prompt_s_tokens_are_scored_alone_and_beside_answers(make_rig, make_mo
         assert rig.tokens(again) == rig.tokens(other)
 
 
-def test_a_scored_prompt_copies_another_s_kv_up_to_its_first_logits(make_rig, make_model) -> None:
+def test_a_scored_prompt_copies_another_sessions_kv_up_to_its_first_scored_token(
+    make_rig, make_model
+) -> None:
     model, tokens = make_model("llama"), prompt(60)
     rig = make_rig(model)
     leader = append(tokens, name="leader")
@@ -68,7 +72,7 @@ def test_a_scored_prompt_copies_another_s_kv_up_to_its_first_logits(make_rig, ma
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "mamba2"])
-def test_only_a_few_tokens_have_their_logits_at_once(make_model, kind) -> None:
+def test_a_prompt_is_scored_in_small_pieces_so_that_few_logits_exist_at_once(make_model, kind) -> None:
     model, tokens = make_model(kind), prompt(21)
     batch, caches, scores, sizes = batch_for(model), make_prompt_cache(model), Scores(9, 1), []
     prefill(model, caches, tokens[:4])
@@ -87,7 +91,7 @@ def test_only_a_few_tokens_have_their_logits_at_once(make_model, kind) -> None:
     check(model, tokens, scores)
 
 
-def test_a_prompt_that_begins_anew_is_scored_once(make_model) -> None:
+def test_a_restarted_prompt_does_not_score_its_tokens_again(make_model) -> None:
     """Tokens whose scores are known are run without logits."""
     model, tokens = make_model("llama"), prompt(21)
     scores = Scores(5)

@@ -1,4 +1,4 @@
-"""Sessions that begin with the same tokens: what one of them has read, or reads, the others do not."""
+"""Sessions that start with the same tokens: one of them prefills these, the others copy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def shared(name: str, context: list[int], num: int, source: str) -> Turn:
     return generate(context, num, name=name, source=key(source))
 
 
-def test_a_new_session_takes_what_an_idle_one_has(make_rig, model) -> None:
+def test_a_new_session_copies_the_common_prefix_of_an_idle_one(make_rig, model) -> None:
     rig = make_rig(model)
     rig.run(generate(with_end(4, 5), 6, name="a"))
     turn = shared("b", with_end(9, 6), 8, "a")
@@ -34,7 +34,7 @@ def test_a_new_session_takes_what_an_idle_one_has(make_rig, model) -> None:
     assert rig.tokens(turn) == alone(model, with_end(9, 6), 8)[0]
 
 
-def test_the_one_it_was_taken_from_goes_on_unchanged(make_rig, model) -> None:
+def test_a_session_whose_prefix_was_copied_continues_unchanged(make_rig, model) -> None:
     rig = make_rig(model)
     first = generate(with_end(4, 5), 6, name="a")
     rig.run(first)
@@ -45,7 +45,7 @@ def test_the_one_it_was_taken_from_goes_on_unchanged(make_rig, model) -> None:
     assert rig.tokens(again) == alone(model, with_end(4, 5), 12)[0][6:]
 
 
-def test_of_several_that_begin_at_once_one_reads_what_all_have(make_rig, model) -> None:
+def test_one_of_several_sessions_that_start_together_prefills_their_common_prefix(make_rig, model) -> None:
     rig = make_rig(model)
     turns = [generate(with_end(7, 5), 8, name="a")]
     turns += [shared(name, with_end(4 + i, 6 + i), 8, "a") for i, name in enumerate("bcd")]
@@ -55,7 +55,7 @@ def test_of_several_that_begin_at_once_one_reads_what_all_have(make_rig, model) 
         assert rig.tokens(turn) == alone(model, turn.context[: turn.num_prompt], 8)[0]
 
 
-def test_one_may_wait_for_another_that_waits(make_rig, model) -> None:
+def test_a_session_may_wait_for_the_prefix_of_a_session_that_waits_itself(make_rig, model) -> None:
     rig = make_rig(model)
     longer = with_end(2 * BLOCK, 5)
     turns = [
@@ -69,7 +69,7 @@ def test_one_may_wait_for_another_that_waits(make_rig, model) -> None:
         assert rig.tokens(turn) == alone(model, turn.context[: turn.num_prompt], 4)[0]
 
 
-def test_a_running_answer_gives_its_prompt(make_rig, model) -> None:
+def test_a_new_session_copies_the_prompt_of_a_running_answer(make_rig, model) -> None:
     """Several run, so that their KV is in a pool's slots."""
     rig = make_rig(model)
     turns = [generate(with_end(i, 5 + i), 60, name=f"r{i}") for i in range(4)]
@@ -85,7 +85,9 @@ def test_a_running_answer_gives_its_prompt(make_rig, model) -> None:
 
 
 @pytest.mark.parametrize("ending", ["cancelled", "failed"])
-def test_where_the_one_that_reads_is_lost_the_others_read_on(make_rig, model, ending) -> None:
+def test_waiting_sessions_prefill_the_prefix_themselves_if_its_source_is_cancelled_or_fails(
+    make_rig, model, ending
+) -> None:
     rig = make_rig(model)
     calls = iter(range(100))
     model.holds = lambda tokens: next(calls) == 1
@@ -106,7 +108,7 @@ def test_where_the_one_that_reads_is_lost_the_others_read_on(make_rig, model, en
         assert rig.tokens(turn) == alone(model, turn.context[: turn.num_prompt], 8)[0]
 
 
-def test_one_that_is_cancelled_while_it_waits_keeps_what_it_had(make_rig, model) -> None:
+def test_a_session_cancelled_while_it_waits_for_a_shared_prefix_keeps_its_own_kv(make_rig, model) -> None:
     rig = make_rig(model)
     own = COMMON[: BLOCK + 2]
     rig.run(append(own, name="b"))
@@ -124,8 +126,8 @@ def test_one_that_is_cancelled_while_it_waits_keeps_what_it_had(make_rig, model)
     assert waiting.num_prefilled == 0
 
 
-def test_a_source_that_is_not_what_it_was_gives_what_it_has(make_rig, model) -> None:
-    """The event loop may be a step behind the device: only equal tokens are taken."""
+def test_a_source_that_has_changed_shares_only_equal_tokens_and_a_missing_one_none(make_rig, model) -> None:
+    """The event loop may be a step behind the device."""
     rig = make_rig(model)
     rig.run(append(COMMON[:10] + prompt(40, salt=50), name="a"))
     turn = shared("b", with_end(3, 6), 8, "a")
@@ -138,7 +140,7 @@ def test_a_source_that_is_not_what_it_was_gives_what_it_has(make_rig, model) -> 
         assert rig.tokens(one) == alone(model, with_end(3, 6), 8)[0]
 
 
-def test_state_that_cannot_be_cut_is_not_shared(make_rig, make_model) -> None:
+def test_a_recurrent_state_that_cannot_be_trimmed_to_the_prefix_is_not_shared(make_rig, make_model) -> None:
     model = make_model("mamba2")
     rig = make_rig(model)
     rig.run(append(COMMON, name="a"))
@@ -148,7 +150,7 @@ def test_state_that_cannot_be_cut_is_not_shared(make_rig, make_model) -> None:
     assert rig.tokens(turn) == alone(model, with_end(3, 6), 8)[0]
 
 
-def test_nobody_waits_for_a_token_that_may_wait_for_a_row() -> None:
+def test_no_turn_waits_for_the_last_token_of_another_turns_prompt() -> None:
     sharing = Sharing()
     leader = generate(COMMON, 8, name="a")
     leader.target, leader.num_cached = len(COMMON), len(COMMON) - 1
@@ -157,7 +159,7 @@ def test_nobody_waits_for_a_token_that_may_wait_for_a_row() -> None:
     assert sharing.ready() == []
 
 
-def test_nobody_waits_for_what_is_less_urgent() -> None:
+def test_a_turn_does_not_wait_for_a_source_of_lower_priority() -> None:
     sharing = Sharing()
     leader = generate(COMMON, 8, name="a")
     leader.target = len(COMMON)
@@ -168,7 +170,7 @@ def test_nobody_waits_for_what_is_less_urgent() -> None:
     assert sharing.add(idle)
 
 
-def test_a_turn_that_is_over_is_waited_for_no_more() -> None:
+def test_a_turn_that_waits_for_another_becomes_ready_when_the_other_is_over() -> None:
     sharing = Sharing()
     leader, follower = generate(COMMON, 8, name="a"), shared("b", with_end(3, 6), 8, "a")
     leader.target = len(COMMON)

@@ -1,4 +1,4 @@
-"""Every class of cache goes through files and back: the model cannot tell, wherever it was cut."""
+"""Caches of every class, stored in files and restored, continue bit for bit."""
 
 from __future__ import annotations
 
@@ -122,8 +122,10 @@ def spill(store: Store, model: Any, caches: list[Any], tokens: list[int]) -> int
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_what_is_restored_goes_on_with_the_same_bits(make_caches, tmp_path, kind) -> None:
-    """On, before and after a block's boundary; by a store that was opened anew."""
+async def test_restored_caches_continue_bit_for_bit_from_positions_around_block_boundaries(
+    make_caches, tmp_path, kind
+) -> None:
+    """On, before and after a block's boundary; by a store that was reopened."""
     model, new = make_caches(kind)
     store = await open_store(tmp_path, model, new)
     expected = {}
@@ -147,7 +149,9 @@ async def test_what_is_restored_goes_on_with_the_same_bits(make_caches, tmp_path
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_prompt_goes_on_from_a_boundary_with_the_same_bits(make_caches, tmp_path, kind) -> None:
+async def test_a_prompt_continues_bit_for_bit_from_caches_restored_at_a_block_boundary(
+    make_caches, tmp_path, kind
+) -> None:
     """Pieces longer than a token write windows in another way than single tokens do."""
     model, new = make_caches(kind)
     store = await open_store(tmp_path, model, new)
@@ -165,8 +169,8 @@ async def test_a_prompt_goes_on_from_a_boundary_with_the_same_bits(make_caches, 
 
 
 @pytest.mark.parametrize("kind", sorted(CONFIGS | OTHERS))
-def test_what_a_model_is_cut_into_is_as_its_layout_says(build_model, kind) -> None:
-    """In half precision too, where parts of a state may be kept in another one; at any length."""
+def test_the_tensors_of_a_snapshot_match_the_layout_computed_for_the_model(build_model, kind) -> None:
+    """At any length; in half precision too, where parts of a state may have another type."""
     model = build_model(kind)
     if kind not in MIXTURES:
         model.set_dtype(mx.bfloat16)
@@ -184,7 +188,7 @@ def test_what_a_model_is_cut_into_is_as_its_layout_says(build_model, kind) -> No
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_cut_does_not_change_while_its_caches_go_on(make_caches, kind) -> None:
+def test_a_snapshot_does_not_change_while_its_caches_continue(make_caches, kind) -> None:
     """The writer reads it later, on its own thread; a ring is written over in place."""
     model, new = make_caches(kind)
     caches = new()
@@ -199,7 +203,7 @@ def test_a_cut_does_not_change_while_its_caches_go_on(make_caches, kind) -> None
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in PLAIN])
-def test_a_state_is_taken_and_given_back_at_its_own_position_only(make_caches, kind) -> None:
+def test_a_state_is_copied_and_restored_only_at_its_own_position(make_caches, kind) -> None:
     model, new = make_caches(kind)
     caches = new()
     run(model, caches, prompt(2 * BLOCK)[:BLOCK])
@@ -232,7 +236,7 @@ def test_a_state_is_taken_and_given_back_at_its_own_position_only(make_caches, k
 
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "baichuan_m1", "mamba2"])
-def test_what_checks_a_restore_leaves_the_process_on_its_device(make_caches, kind) -> None:
+def test_checking_restored_states_leaves_mlxs_default_device_unchanged(make_caches, kind) -> None:
     """The default device is one for all threads: the device thread's. A second CPU stands for the GPU."""
     model, new = make_caches(kind)
     caches = new()
@@ -277,8 +281,8 @@ def test_what_checks_a_restore_leaves_the_process_on_its_device(make_caches, kin
         prove(arrays, BLOCK + 1)
 
 
-def test_a_state_is_left_out_before_keys_and_values_are(make_caches) -> None:
-    """Without them nothing that follows could be stored."""
+def test_a_snapshot_that_lacks_queue_space_omits_states_before_keys_and_values(make_caches) -> None:
+    """Later blocks need the keys and values."""
     model, new = make_caches("qwen3_next")
     caches = new()
     run(model, caches, prompt(BLOCK))
@@ -298,8 +302,8 @@ def test_a_state_is_left_out_before_keys_and_values_are(make_caches) -> None:
         assert cut == expected
 
 
-def test_room_for_one_state_is_kept_for_the_end_of_a_turn(make_caches, make_rig) -> None:
-    """At a boundary on the way there has to be room for two; after an append the end may be a boundary."""
+def test_queue_space_for_one_state_is_kept_for_the_end_of_a_turn(make_caches, make_rig) -> None:
+    """Boundaries before it need space for two states; after an append the end may be a boundary."""
     model, new = make_caches("mamba2")
     caches = new()
     run(model, caches, prompt(BLOCK))

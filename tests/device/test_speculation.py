@@ -1,4 +1,4 @@
-"""Rows with drafts by a draft model, and when there are any: the tokens are those without."""
+"""Speculation with a draft model: the same tokens as without, and when it drafts."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def go_on(batch: Any, num_steps: int) -> None:
 @pytest.mark.parametrize(
     ("kind", "num_rows"), [("llama", 1), ("llama", 2), ("exaone4", 1), ("gemma3_text", 2)]
 )
-def test_a_draft_model_changes_nothing_but_the_number_of_steps(
+def test_a_draft_model_changes_only_the_number_of_steps(
     make_model, draft_model, sampling, kind, num_rows
 ) -> None:
     """Plain layers, and windows that wrap."""
@@ -96,8 +96,10 @@ def test_a_draft_model_changes_nothing_but_the_number_of_steps(
 
 
 @pytest.mark.parametrize("num_rows", [3, 5])
-def test_rows_of_a_pool_draft_together(make_model, draft_model, num_rows) -> None:
-    """Whatever the lengths of their drafts; when one leaves, when the pool is full, and at their ends."""
+def test_rows_that_share_a_pool_draft_together_and_get_the_same_tokens_as_without(
+    make_model, draft_model, num_rows
+) -> None:
+    """With drafts of any length; when a row leaves, when the pool is full, and at their ends."""
     model = make_model("llama")
     contexts = [prompt(110 + 7 * i, salt=i) for i in range(num_rows)]
     samplings = [GREEDY, SAMPLED, GREEDY, PENALISED, SAMPLED][:num_rows]
@@ -121,8 +123,10 @@ def test_rows_of_a_pool_draft_together(make_model, draft_model, num_rows) -> Non
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_drafts_follow_the_row_s_grammar(make_model, draft_model, grammar, temperature) -> None:
-    """So a draft that knows nothing of the model is right wherever the grammar leaves one token."""
+def test_drafts_of_a_draft_model_follow_the_grammar_of_their_row(
+    make_model, draft_model, grammar, temperature
+) -> None:
+    """So even a bad draft model is right wherever the grammar leaves one token."""
     model = make_model("llama")
     sampling = Sampling(temperature, grammar=grammar("(a{3}b{2}x){90}"), seed=7)
     plain, drafted = (drafting(model, 6, drafters=some) for some in ((), (draft_model(off=0.3),)))
@@ -137,7 +141,7 @@ def test_drafts_follow_the_row_s_grammar(make_model, draft_model, grammar, tempe
 
 
 @pytest.mark.parametrize("off", [0.003, 0.3])
-def test_the_drafter_that_promises_more_is_asked_first(make_model, draft_model, off) -> None:
+def test_the_drafter_that_promises_the_higher_gain_drafts_first(make_model, draft_model, off) -> None:
     """In a text that repeats itself: a draft model that is mostly right, and one that is mostly wrong."""
     model, asked = make_model("llama"), []
     drafter = draft_model(off=off)
@@ -153,8 +157,8 @@ def test_the_drafter_that_promises_more_is_asked_first(make_model, draft_model, 
     assert batch.speculation.num_accepted > 100
 
 
-def test_a_session_s_next_row_goes_on_with_its_shadow(make_model, draft_model, monkeypatch) -> None:
-    """Only what is new is run; tokens that differ are cut off, whatever they are."""
+def test_a_sessions_next_answer_reuses_the_draft_models_kv(make_model, draft_model, monkeypatch) -> None:
+    """Only new tokens are run; KV of tokens that differ is trimmed."""
     model, drafter, runs = make_model("llama"), draft_model(), []
     run = drafter._run
     monkeypatch.setattr(
@@ -178,7 +182,7 @@ def test_a_session_s_next_row_goes_on_with_its_shadow(make_model, draft_model, m
     assert not drafter._shadows
 
 
-def test_a_session_that_was_rewound_to_before_its_shadow_gets_another(
+def test_a_session_rewound_to_before_its_draft_kv_gets_new_draft_kv(
     make_model, draft_model, monkeypatch
 ) -> None:
     monkeypatch.setattr(models, "BEGUN", 32)
@@ -196,7 +200,9 @@ def test_a_session_that_was_rewound_to_before_its_shadow_gets_another(
     assert batch.can_draft
 
 
-def test_rows_beyond_the_number_of_shadows_go_on_without(make_model, draft_model, monkeypatch) -> None:
+def test_rows_beyond_the_limit_of_sessions_with_draft_kv_decode_without_drafts(
+    make_model, draft_model, monkeypatch
+) -> None:
     monkeypatch.setattr(models, "MOST_SHADOWS", 1)
     model, drafter = make_model("llama"), draft_model()
     batch = drafting(model, 4, drafters=(drafter,))
@@ -211,7 +217,7 @@ def test_rows_beyond_the_number_of_shadows_go_on_without(make_model, draft_model
     assert len(drafter._shadows) == 1
 
 
-def test_a_long_answer_begins_its_shadow_anew(make_model, draft_model, monkeypatch) -> None:
+def test_a_long_answer_restarts_its_draft_kv_and_keeps_it_short(make_model, draft_model, monkeypatch) -> None:
     monkeypatch.setattr(models, "MOST_HELD", 96)
     monkeypatch.setattr(models, "BEGUN", 32)
     model, drafter = make_model("llama"), draft_model(off=0.0)
@@ -227,7 +233,9 @@ def test_a_long_answer_begins_its_shadow_anew(make_model, draft_model, monkeypat
 
 
 @pytest.mark.parametrize("vocabularies", [(VOCABULARY, VOCABULARY + 32), (VOCABULARY, VOCABULARY - 16)])
-def test_a_draft_model_may_have_another_number_of_logits(make_model, build_model, vocabularies) -> None:
+def test_a_draft_model_may_have_another_number_of_logits_than_its_model(
+    make_model, build_model, vocabularies
+) -> None:
     model = make_model("llama")
     drafter = draft_model_for(
         build_model("llama", vocab_size=vocabularies[1]), 0.0001, vocabularies, Trials()
@@ -252,7 +260,7 @@ class SameTokens:
         return True
 
 
-def test_a_model_that_cannot_undo_a_draft_is_not_drafted_for(make_model, tmp_path) -> None:
+def test_a_model_whose_state_cannot_undo_a_draft_is_refused_with_a_draft_model(make_model, tmp_path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
     model, draft = (
         replace(loaded(make_model(kind)), tokenizer=SameTokens(), folder=tmp_path)  # type: ignore[arg-type]
@@ -272,7 +280,9 @@ def test_a_model_that_cannot_undo_a_draft_is_not_drafted_for(make_model, tmp_pat
         draft_model_of(draft, model, Trials())
 
 
-def test_a_drafter_that_fails_costs_no_answer(make_model, draft_model, monkeypatch) -> None:
+def test_an_answer_continues_without_drafts_after_its_draft_model_fails(
+    make_model, draft_model, monkeypatch
+) -> None:
     model, drafter = make_model("llama"), draft_model()
     batch = drafting(model, 4, drafters=(drafter,))
     piece = begin(model, prompt(30))
@@ -289,8 +299,8 @@ def test_a_drafter_that_fails_costs_no_answer(make_model, draft_model, monkeypat
     assert not batch.can_draft
 
 
-def test_what_never_pays_is_hardly_tried(make_model, draft_model) -> None:
-    """Passes of the draft model that take as long as those of the model."""
+def test_a_draft_model_that_never_pays_slows_an_answer_by_at_most_3_percent(make_model, draft_model) -> None:
+    """Passes of the draft model take as long as the model's."""
     model, drafter = make_model("llama"), draft_model(off=0.3)
     batch = drafting(model, 8, drafters=(drafter,))
     clock, run = batch._clock, drafter._run
@@ -311,7 +321,7 @@ def test_what_never_pays_is_hardly_tried(make_model, draft_model) -> None:
     assert num_tokens / took_s > 0.97 * 1000 / plain_s
 
 
-def test_gains_follow_acceptance_and_cost() -> None:
+def test_the_expected_gain_of_drafts_follows_their_acceptance_and_cost() -> None:
     times = Times()
     assert times.plain_s(1, ahead=False) is None
     for _ in range(3):
@@ -331,7 +341,7 @@ def test_gains_follow_acceptance_and_cost() -> None:
     assert gain(Costs(times, 1, late=2.0), [0.8], 1) < gain(Costs(times, 1), [0.8], 1)
 
 
-def test_a_cost_is_forgotten_when_nothing_was_drafted_for_long() -> None:
+def test_the_measured_cost_of_drafts_is_forgotten_after_many_steps_without_drafts() -> None:
     times = Times()
     for _ in range(3):
         times.note_plain(2, 1.0, ahead=False, could=False)
@@ -348,7 +358,7 @@ def test_a_cost_is_forgotten_when_nothing_was_drafted_for_long() -> None:
             times.note_drafted(2, 4, 9.0)
 
 
-def test_acceptance_is_learned_and_fades() -> None:
+def test_the_acceptance_of_drafts_is_learned_and_returns_to_its_prior_over_time() -> None:
     acceptance = Acceptance(0.9, 0.99)
     assert acceptance.share(0.7) == pytest.approx(0.7)
     for _ in range(20):

@@ -1,4 +1,4 @@
-"""Which step runs next where memory is short, against a room that a test opens and closes."""
+"""The choice of the next step when memory is short; a test decides how much is free."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def turns() -> list[Turn]:
 
 
 @pytest.mark.parametrize("why", ["idle sessions leave", "a restore is under way", "the disk has it"])
-def test_choosing_a_step_without_room_leaves_order_and_age_of_waiting_turns_as_they_are(
+def test_a_step_that_finds_no_memory_does_not_change_the_order_and_age_of_waiting_turns(
     estimator, why: str
 ) -> None:
     room, scheduler, untouched = Room(estimator), Scheduler(4, BLOCK), Scheduler(4, BLOCK)
@@ -81,7 +81,7 @@ def test_choosing_a_step_without_room_leaves_order_and_age_of_waiting_turns_as_t
     assert {turn.priority for turn, _ in expected.prefill} == {1}
 
 
-def test_a_step_that_took_more_than_was_estimated_raises_the_next_estimates_for_a_while(estimator) -> None:
+def test_a_step_that_took_more_memory_than_estimated_raises_later_estimates_for_a_while(estimator) -> None:
     room, scheduler = Room(estimator), Scheduler(4, BLOCK)
     room.is_open = True
     chooser = chooser_of(scheduler, room)

@@ -1,4 +1,4 @@
-"""What a model has passed is remembered from start to start, and only that."""
+"""The trials that a model has passed are remembered, failed ones are not."""
 
 from __future__ import annotations
 
@@ -39,30 +39,30 @@ def test_the_next_process_repeats_a_trial_that_has_failed(path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{not json", '{"model": 3}', "[" * 100_000])
-def test_a_broken_file_holds_nothing_and_is_made_anew(path: Path, content: str) -> None:
+def test_a_broken_file_of_trials_counts_as_empty_and_is_written_again(path: Path, content: str) -> None:
     path.write_text(content)
     assert Trials(path, "model").way("merge", lambda: 1, 2) == 1
     assert Trials(path, "model").way("merge", never, 2) == 1
 
 
 @pytest.mark.parametrize("way", [2, -1, True, "1", None, 1.0])
-def test_a_stored_way_that_does_not_exist_is_tried_again(path: Path, way: object) -> None:
+def test_a_trial_with_an_invalid_stored_result_runs_again(path: Path, way: object) -> None:
     path.write_text(json.dumps({"model": {"merge": way}}))
     assert Trials(path, "model").way("merge", lambda: 0, 2) == 0
 
 
-def test_the_file_remembers_the_last_sixteen_models(path: Path) -> None:
+def test_the_file_of_trials_keeps_the_last_sixteen_models(path: Path) -> None:
     for i in range(40):
         Trials(path, f"model {i}").way("merge", lambda: 0, 2)
     assert len(json.loads(path.read_text())) == 16
     assert Trials(path, "model 39").way("merge", never, 2) == 0
 
 
-def test_a_folder_that_cannot_be_written_costs_a_trial_only(tmp_path: Path) -> None:
+def test_a_trial_succeeds_although_its_result_cannot_be_stored(tmp_path: Path) -> None:
     assert Trials(tmp_path / "missing" / "trials.json", "model").way("merge", lambda: 1, 2) == 1
 
 
-def test_a_trial_whose_result_is_shipped_does_not_run(path: Path) -> None:
+def test_a_trial_whose_result_is_shipped_with_turnkeep_does_not_run(path: Path) -> None:
     trials = Trials(path, "model", {"share": 0})
     assert trials.way("share", never, 1) == 0
     assert trials.way("merge", lambda: 1, 2) == 1
@@ -91,7 +91,9 @@ batch_for(loaded.model, trials=Trials(path, trial_key(loaded, layers.describe(ow
 @pytest.mark.model
 @pytest.mark.packaging  # 30 s, for what changes with the packages alone
 @pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="shipped for a CPU only")
-def test_shipped_results_are_those_of_the_packaged_models_trials(packaged_folder: Path, path: Path) -> None:
+def test_the_shipped_trial_results_match_the_packaged_models_trials(
+    packaged_folder: Path, path: Path
+) -> None:
     """After an update of MLX or mlx-lm, or for another packaged model, change `SHIPPED`.
 
     In a process of its own, as a worker's: the key has the modules of mlx-lm that others have imported.

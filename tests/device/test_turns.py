@@ -46,7 +46,7 @@ def model(make_model):
     return Wrapped(make_model("llama"))
 
 
-def test_every_turn_leaves_its_last_token_to_the_next_one(make_rig, model) -> None:
+def test_every_turn_leaves_its_last_token_to_be_run_by_the_next_turn(make_rig, model) -> None:
     """An answer is drawn from that token's logits, so it is run then, and only then."""
     rig = make_rig(model)
     added = append(prompt(19))
@@ -64,7 +64,7 @@ def test_every_turn_leaves_its_last_token_to_the_next_one(make_rig, model) -> No
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2])
-def test_the_shortest_prompts_generate_too(make_rig, model, num_tokens) -> None:
+def test_prompts_of_one_or_two_tokens_get_the_right_answer(make_rig, model, num_tokens) -> None:
     rig = make_rig(model)
     turn = generate(prompt(num_tokens), 5)
     rig.run(turn)
@@ -73,7 +73,7 @@ def test_the_shortest_prompts_generate_too(make_rig, model, num_tokens) -> None:
 
 
 @pytest.mark.parametrize("num_kept", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 3])
-def test_prefill_chunks_end_on_the_grid_wherever_they_start(make_rig, model, num_kept) -> None:
+def test_prefill_pieces_end_at_block_boundaries_wherever_they_start(make_rig, model, num_kept) -> None:
     rig = make_rig(model)
     tokens = prompt(3 * BLOCK + 2)
     if num_kept:
@@ -86,7 +86,9 @@ def test_prefill_chunks_end_on_the_grid_wherever_they_start(make_rig, model, num
 
 
 @pytest.mark.parametrize("num_kept", [1, 7, 8, 20, 39])
-def test_a_context_that_shares_less_than_what_is_resident_is_rewound_to_it(make_rig, model, num_kept) -> None:
+def test_a_context_that_differs_from_the_resident_kv_reuses_their_common_prefix(
+    make_rig, model, num_kept
+) -> None:
     rig = make_rig(model)
     rig.run(generate(prompt(30), 10))
     context = prompt(30)[:num_kept] + prompt(9, salt=20)
@@ -96,8 +98,8 @@ def test_a_context_that_shares_less_than_what_is_resident_is_rewound_to_it(make_
     assert rig.tokens(turn) == alone(model, context, 8)[0]
 
 
-def test_forced_tokens_are_the_beginning_of_the_answer(make_rig, model) -> None:
-    """What was published before a crash is run, not drawn; the draws behind it are those of the whole."""
+def test_a_resumed_answer_runs_its_published_tokens_and_draws_the_rest_as_before(make_rig, model) -> None:
+    """Tokens published before a crash are run, not drawn; the draws after them do not change."""
     sampling = Sampling(0.9, seed=5)
     whole, _ = alone(model, prompt(11), 12, sampling)
     rig = make_rig(model)
@@ -109,8 +111,10 @@ def test_forced_tokens_are_the_beginning_of_the_answer(make_rig, model) -> None:
     assert turn.num_prompt == turn.num_prefilled == 11, "forced tokens are no part of the prompt"
 
 
-def test_wanted_spans_are_cut_and_no_others(make_rig, model) -> None:
-    """Of the prompt what was asked for; of an answer its full blocks and its tail."""
+def test_a_turn_copies_the_requested_spans_of_its_prompt_and_all_blocks_of_its_answer(
+    make_rig, model
+) -> None:
+    """Each span is copied as soon as it is complete."""
     rig = make_rig(model, room=lambda: 2**30)
     wanted = [Span(8, 16), Span(24, 30)]
     turn = append(prompt(31), spans=list(wanted))
@@ -129,8 +133,10 @@ def test_wanted_spans_are_cut_and_no_others(make_rig, model) -> None:
 
 
 @pytest.mark.parametrize("max_new", [1, 14])
-def test_a_first_token_does_not_wait_for_the_block_before_it(make_rig, model, max_new) -> None:
-    """Earlier blocks are cut as they are there, so that a long prompt's do not pile up."""
+def test_the_first_token_does_not_wait_for_the_copy_of_the_prompts_last_block(
+    make_rig, model, max_new
+) -> None:
+    """Earlier blocks are copied at once, so that a long prompt's do not pile up."""
     rig = make_rig(model, room=lambda: 2**30)
     turn = generate(prompt(30), max_new, spans=[Span(0, 8), Span(8, 16), Span(16, 24), Span(24, 30)])
     rig.run(turn)
@@ -150,8 +156,10 @@ def test_a_first_token_does_not_wait_for_the_block_before_it(make_rig, model, ma
         ((16, 20), (24, 31)),
     ],
 )
-def test_an_answer_cuts_only_what_its_tail_has_grown_by(make_rig, model, edges, cut) -> None:
-    """The pieces that are there stay, but for those that are not longer than the new one."""
+def test_an_answer_copies_only_new_tokens_of_its_partial_block_and_merges_short_pieces(
+    make_rig, model, edges, cut
+) -> None:
+    """Existing pieces stay, except those that are not longer than the new one."""
     rig = make_rig(model, room=lambda: 2**30)
     rig.run(append(prompt(27)))
     turn = generate(prompt(27), 5, num_kept=26, edges=edges)
@@ -159,8 +167,10 @@ def test_an_answer_cuts_only_what_its_tail_has_grown_by(make_rig, model, edges, 
     assert rig.cuts(turn) == [cut] * (cut is not None)
 
 
-def test_tokens_are_reported_before_what_they_complete_is_cut(make_rig, model, monkeypatch) -> None:
-    """Cutting copies a block: the first token does not wait for that."""
+def test_tokens_are_reported_before_the_block_that_they_complete_is_copied(
+    make_rig, model, monkeypatch
+) -> None:
+    """So the first token does not wait for a copy."""
     seen, cut = threading.Event(), layers.cut
     waited: list[bool] = []
 
@@ -180,8 +190,8 @@ def test_tokens_are_reported_before_what_they_complete_is_cut(make_rig, model, m
     assert rig.tokens(turn) == alone(model, turn.context, 40)[0]
 
 
-def test_spans_of_resident_kv_are_cut_before_anything_runs(make_rig, model) -> None:
-    """A block that was dropped under load is made good by the next turn."""
+def test_missing_spans_of_resident_kv_are_copied_without_a_prefill(make_rig, model) -> None:
+    """So the next turn stores a block that was dropped under load."""
     rig = make_rig(model, room=lambda: 2**30)
     rig.run(append(prompt(21)))
     turn = append(prompt(21), num_kept=20, spans=spans(0, 20, BLOCK))
@@ -190,7 +200,7 @@ def test_spans_of_resident_kv_are_cut_before_anything_runs(make_rig, model) -> N
     assert turn.num_prefilled == 0
 
 
-def test_cut_bytes_are_those_of_the_kv_that_the_model_computed(make_rig, model) -> None:
+def test_the_bytes_of_a_snapshot_equal_the_kv_that_the_model_computed(make_rig, model) -> None:
     """Also of a row in the middle of a batch, which is padded."""
     rig = make_rig(model, room=lambda: 2**30)
     turns = [generate(prompt(n), 12, name=f"s{n}", spans=spans(0, n - 1, BLOCK)) for n in (5, 21, 14)]
@@ -207,7 +217,7 @@ def test_cut_bytes_are_those_of_the_kv_that_the_model_computed(make_rig, model) 
                 np.testing.assert_allclose(bits, live, atol=1e-4)
 
 
-def test_without_room_nothing_is_cut_and_the_loss_is_told(make_rig, model) -> None:
+def test_a_full_snapshot_queue_gets_no_copies_and_each_lost_span_is_reported(make_rig, model) -> None:
     rig = make_rig(model, room=lambda: 0)
     turn = generate(prompt(20), 8, spans=[Span(0, 8), Span(8, 16)])
     rig.run(turn)
@@ -216,7 +226,7 @@ def test_without_room_nothing_is_cut_and_the_loss_is_told(make_rig, model) -> No
     assert rig.cuts(turn) == [(0, 8), (8, 16), (16, 24), (24, 27)]
 
 
-def test_a_cancel_in_prefill_keeps_what_was_done(make_rig, model) -> None:
+def test_a_turn_cancelled_during_prefill_keeps_the_kv_computed_so_far(make_rig, model) -> None:
     rig = make_rig(model)
     model.holds = lambda tokens: True
     turn = generate(prompt(40), 10)
@@ -234,7 +244,7 @@ def test_a_cancel_in_prefill_keeps_what_was_done(make_rig, model) -> None:
     assert rig.tokens(again) == alone(model, prompt(40), 10)[0]
 
 
-def test_a_cancel_in_decode_ends_the_answer_after_the_step_that_runs(make_rig, model) -> None:
+def test_a_turn_cancelled_during_decoding_ends_and_keeps_its_tokens_so_far(make_rig, model) -> None:
     rig = make_rig(model)
     turn, other = generate(prompt(10), 500), generate(prompt(7), 60, name="other")
     rig.device.submit(turn)
@@ -252,8 +262,8 @@ def test_a_cancel_in_decode_ends_the_answer_after_the_step_that_runs(make_rig, m
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode alone", "decode in a batch"])
-def test_a_model_that_raises_costs_the_turns_it_runs_and_nothing_else(make_rig, model, phase) -> None:
-    """They fault, their KV is gone; others go on, and so does the device with the same session."""
+def test_an_error_in_a_forward_pass_fails_the_turns_in_it_and_no_others(make_rig, model, phase) -> None:
+    """Their KV is dropped; other turns go on, and so do later turns of the same sessions."""
     rig = make_rig(model)
     bystander = generate(prompt(12, salt=4), 40, name="bystander")
     victims = [generate(prompt(20), 30, name="victim")]
@@ -292,7 +302,7 @@ def test_a_model_that_raises_costs_the_turns_it_runs_and_nothing_else(make_rig, 
     assert [turn.num_reused for turn in again] == [0] * len(again)
 
 
-def test_a_fault_in_one_prompt_leaves_answers_in_flight_alone(make_rig, model) -> None:
+def test_an_error_in_one_prompt_does_not_disturb_running_answers(make_rig, model) -> None:
     rig = make_rig(model)
     running = generate(prompt(6), 60, name="running")
     rig.device.submit(running)
@@ -307,8 +317,10 @@ def test_a_fault_in_one_prompt_leaves_answers_in_flight_alone(make_rig, model) -
     assert rig.tokens(running) == alone(model, prompt(6), 60)[0]
 
 
-def test_a_prompt_that_cannot_be_begun_fails_alone(make_rig, model, monkeypatch) -> None:
-    """Not the prompts and the answers that the same step runs."""
+def test_a_prompt_that_cannot_start_fails_without_the_other_turns_of_its_step(
+    make_rig, model, monkeypatch
+) -> None:
+    """Prompts and answers of the same step go on."""
     piece = Runner._piece
 
     def cut(runner: Runner, turn: Turn, num_tokens: int) -> PrefillPiece:
@@ -333,7 +345,9 @@ def test_a_prompt_that_cannot_be_begun_fails_alone(make_rig, model, monkeypatch)
         assert rig.tokens(turn) == alone(model, turn.context, 40)[0]
 
 
-def test_restored_kv_that_does_not_fit_the_model_is_a_miss(make_rig, model) -> None:
+def test_restored_kv_that_does_not_fit_the_model_is_ignored_and_the_prompt_is_prefilled(
+    make_rig, model
+) -> None:
     rig = make_rig(model)
     turn = append(prompt(20), restored={"0.keys": mx.zeros((1, 2, 8, 8))}, num_restored=8)
     rig.run(turn)
@@ -345,7 +359,9 @@ def test_restored_kv_that_does_not_fit_the_model_is_a_miss(make_rig, model) -> N
 
 
 @pytest.mark.parametrize("num_before", [5, 900], ids=["short", "rewound"])
-def test_idle_sessions_hold_little_more_than_what_they_are_counted_with(make_rig, model, num_before) -> None:
+def test_idle_sessions_hold_less_than_four_times_the_memory_that_they_are_counted_with(
+    make_rig, model, num_before
+) -> None:
     """Caches grow by 256 tokens at a time and do not shrink by themselves."""
     rig = make_rig(model, block_tokens=256)
     rig.run(append(prompt(5), name="first"))
@@ -361,7 +377,7 @@ def test_idle_sessions_hold_little_more_than_what_they_are_counted_with(make_rig
     assert rig.tokens(after) == alone(model, prompt(5), 300)[0]
 
 
-def test_dropped_kv_is_run_again(make_rig, model) -> None:
+def test_a_session_whose_kv_was_dropped_is_prefilled_again(make_rig, model) -> None:
     rig = make_rig(model)
     rig.run(append(prompt(20)))
     rig.device.drop(key())
@@ -371,7 +387,7 @@ def test_dropped_kv_is_run_again(make_rig, model) -> None:
     assert rig.tokens(turn) == alone(model, prompt(20), 4)[0]
 
 
-def test_more_answers_than_rows_are_all_given(make_rig, model) -> None:
+def test_more_answers_than_the_batch_has_rows_all_complete_with_the_right_tokens(make_rig, model) -> None:
     """Sixteen sessions with two rows: each gets the tokens that it gets alone."""
     rig = make_rig(model, max_batch=2)
     samplings = [GREEDY, Sampling(0.9, seed=3)]
@@ -381,7 +397,7 @@ def test_more_answers_than_rows_are_all_given(make_rig, model) -> None:
         assert rig.tokens(turn) == alone(model, turn.context, 6, turn.sampling)[0]
 
 
-def test_a_stop_ends_the_thread_in_the_middle_of_an_answer(make_rig, model) -> None:
+def test_stopping_the_device_ends_its_thread_in_the_middle_of_an_answer(make_rig, model) -> None:
     rig = make_rig(model)
     turn = generate(prompt(10), 10_000)
     rig.device.submit(turn)

@@ -1,4 +1,4 @@
-"""Logits that are no finite numbers end an answer with a reason; a model that begins so does not start."""
+"""Logits that are not finite end an answer with an error; a model that starts with them is refused."""
 
 from __future__ import annotations
 
@@ -37,8 +37,10 @@ def spoil(model: Any, token: int, value: float = math.nan) -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf], ids=["nan", "inf"])
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-def test_an_answer_ends_with_a_reason(make_rig, model, sampling: Sampling, value: float) -> None:
-    """At the token that the model cannot go on after; an answer beside it goes on."""
+def test_an_answer_with_nan_or_infinite_logits_fails_and_one_beside_it_completes(
+    make_rig, model, sampling: Sampling, value: float
+) -> None:
+    """It ends at the token after which the logits are not finite."""
     rig = make_rig(model)
     right, _ = alone(model, prompt(19), 12, sampling)
     beside, _ = alone(model, prompt(9, salt=5), 12)
@@ -55,7 +57,7 @@ def test_an_answer_ends_with_a_reason(make_rig, model, sampling: Sampling, value
     assert other.answer.tokens == beside
 
 
-def test_a_first_token_from_no_number_is_no_answer(make_rig, model) -> None:
+def test_a_prompt_whose_first_logits_are_nan_fails_without_a_token(make_rig, model) -> None:
     rig = make_rig(model)
     spoil(model, prompt(19)[-1])
     turn = generate(prompt(19), 8)
@@ -64,7 +66,7 @@ def test_a_first_token_from_no_number_is_no_answer(make_rig, model) -> None:
     assert turn.answer.tokens == []
 
 
-def test_a_model_that_begins_without_numbers_does_not_start(make_rig, model) -> None:
+def test_a_model_with_nan_logits_at_its_start_is_refused(make_rig, model) -> None:
     spoil(model, 0)
     with pytest.raises(ModelError, match=r"is broken: the model's logits are no finite numbers.*--dtype"):
         make_rig(model)
@@ -72,7 +74,7 @@ def test_a_model_that_begins_without_numbers_does_not_start(make_rig, model) -> 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf], ids=["nan", "inf"])
 @pytest.mark.parametrize("at", [0, 50, 4999])
-def test_one_logit_that_is_no_number_spoils_its_row_alone(value: float, at: int) -> None:
+def test_a_nan_or_infinite_logit_makes_only_its_own_row_unsound(value: float, at: int) -> None:
     logits = mx.random.normal((len(SAMPLINGS) + 1, 5000), key=mx.random.key(1))
     draws = [Draw(sampling, 0) for sampling in (*SAMPLINGS.values(), GREEDY)]
     assert all(draw_all(logits, draws).are_sound.tolist())
@@ -83,8 +85,8 @@ def test_one_logit_that_is_no_number_spoils_its_row_alone(value: float, at: int)
         assert draw_all(broken, draws).are_sound.tolist() == sound or draws[row].takes_likeliest
 
 
-def test_a_logit_of_minus_infinity_is_a_number() -> None:
-    """Models give it to ids that are no tokens."""
+def test_logits_of_minus_infinity_are_valid_unless_a_row_has_no_others() -> None:
+    """Models mask ids without a token so."""
     logits = mx.full((2, 8), -math.inf)
     logits[0, 3] = 1.0
     assert draw_all(logits, [Draw(GREEDY, 0)] * 2).are_sound.tolist() == [True, False]

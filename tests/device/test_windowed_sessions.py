@@ -35,7 +35,7 @@ def _assert_greedy(naive: Naive, tokens: Sequence[int], drawn: Sequence[int], nu
 
 
 @pytest.mark.parametrize("kind", ["llama", "exaone4", "gemma3_text", "gpt_oss", *HYBRIDS])
-def test_rows_of_both_policies_get_in_one_batch_what_they_get_alone(
+def test_windowed_and_full_sessions_in_one_batch_get_the_same_tokens_as_alone(
     make_model, build_model, make_rig, kind: str
 ) -> None:
     model = make_model(kind)
@@ -49,7 +49,9 @@ def test_rows_of_both_policies_get_in_one_batch_what_they_get_alone(
     assert [rig.tokens(turn) for turn in full] == [alone(model, one, 14)[0] for one in contexts[3:]]
 
 
-def test_kv_follows_the_formula_and_stays_flat_from_turn_to_turn(make_model, build_model, make_rig) -> None:
+def test_the_kv_of_a_windowed_session_stays_at_the_size_of_its_sinks_and_window(
+    make_model, build_model, make_rig
+) -> None:
     model = make_model("llama")
     naive, rig = _naive(model, build_model("llama")), make_rig(model)
     per_token = rig.device.estimator.kv.bytes_per_token
@@ -66,7 +68,7 @@ def test_kv_follows_the_formula_and_stays_flat_from_turn_to_turn(make_model, bui
     assert rig.device.kv(POLICY).held(10**6) == (23 + SLACK) * per_token
 
 
-def test_a_rewind_within_reach_prefills_nothing_and_one_beyond_it_begins_anew(
+def test_a_rewind_within_the_kept_tokens_prefills_one_token_and_one_beyond_them_starts_over(
     make_model, build_model, make_rig
 ) -> None:
     model = make_model("llama")
@@ -88,7 +90,7 @@ def test_a_rewind_within_reach_prefills_nothing_and_one_beyond_it_begins_anew(
     _assert_greedy(naive, context[:200], rig.tokens(beyond), 4)
 
 
-def test_a_fork_takes_a_copy_of_the_ring(make_model, build_model, make_rig) -> None:
+def test_a_fork_copies_the_ring_and_leaves_its_source_unchanged(make_model, build_model, make_rig) -> None:
     model = make_model("llama")
     naive, rig = _naive(model, build_model("llama")), make_rig(model)
     context = prompt(400)
@@ -103,7 +105,9 @@ def test_a_fork_takes_a_copy_of_the_ring(make_model, build_model, make_rig) -> N
     _assert_greedy(naive, context, rig.tokens(again), 5)
 
 
-def test_memory_of_a_long_session_is_that_of_its_window(make_model, make_rig) -> None:
+def test_a_long_windowed_session_holds_memory_only_for_its_sinks_window_and_slack(
+    make_model, make_rig
+) -> None:
     model = make_model("llama")
     rig = make_rig(model)
     rig.run(append(prompt(3000), policy=POLICY))
@@ -112,7 +116,7 @@ def test_memory_of_a_long_session_is_that_of_its_window(make_model, make_rig) ->
     assert all(array.shape[2] <= 23 + SLACK for cache in held.caches for array in cache.state)
 
 
-def test_rows_of_one_policy_share_slots_that_never_move(make_model, make_rig, monkeypatch) -> None:
+def test_windowed_rows_join_a_pool_once_and_are_never_moved(make_model, make_rig, monkeypatch) -> None:
     joined: list[int] = []
     join = Pool.join
     monkeypatch.setattr(Pool, "join", lambda pool, caches: joined.append(pool.capacity) or join(pool, caches))
@@ -124,8 +128,10 @@ def test_rows_of_one_policy_share_slots_that_never_move(make_model, make_rig, mo
 
 
 @pytest.mark.parametrize("kv_bits", [8, 4])
-def test_a_window_of_quantised_kv_is_the_same_in_pieces_and_as_a_whole(make_model, make_rig, kv_bits) -> None:
-    """And of the size that the bits say: codes, and a scale and a bias for each group."""
+def test_a_windowed_prompt_with_quantised_kv_gives_the_same_tokens_in_pieces_as_whole(
+    make_model, make_rig, kv_bits
+) -> None:
+    """Its size is that of the codes, and of a scale and a bias for each group."""
     rig = make_rig(make_model("llama", kv_bits))
     context = prompt(300)
     turn = generate(context, 12, name="whole", policy=POLICY)
@@ -139,15 +145,15 @@ def test_a_window_of_quantised_kv_is_the_same_in_pieces_and_as_a_whole(make_mode
     assert rig.end(turn).live_bytes == 23 * rig.device.estimator.kv.bytes_per_token
 
 
-def test_a_step_of_a_long_windowed_prompt_needs_no_more_than_was_estimated(make_model, make_rig) -> None:
-    """Scores of a ring's places are put together from runs, so they exist twice for a while."""
+def test_a_step_of_a_long_windowed_prompt_takes_no_more_memory_than_estimated(make_model, make_rig) -> None:
+    """Scores over a ring are concatenated from runs, so they exist twice for a while."""
     rig = make_rig(make_model("llama"), block_tokens=128)
     rig.run(append(prompt(3000), policy=Policy(4, 1024)))
     assert len(rig.steps) > 20
     assert all(measured <= estimated for estimated, measured in rig.steps)
 
 
-def test_a_windowed_row_counts_with_what_its_ring_holds(make_model, make_rig) -> None:
+def test_a_windowed_row_counts_only_the_tokens_in_its_ring(make_model, make_rig) -> None:
     """Attention to quantised KV dequantises that much, not the whole session."""
     rig = make_rig(make_model("llama", 8))
     turn = generate(prompt(2000), 400, policy=POLICY)
@@ -158,10 +164,10 @@ def test_a_windowed_row_counts_with_what_its_ring_holds(make_model, make_rig) ->
 
 
 @pytest.mark.parametrize("kind", HYBRIDS)
-def test_a_hybrid_counts_from_base_to_base_however_its_tokens_come(
+def test_a_windowed_hybrid_model_gives_the_same_logits_for_any_split_of_its_tokens(
     make_model, build_model, make_rig, kind: str
 ) -> None:
-    """A call of its model never crosses one: where a piece ends there, the state goes on."""
+    """No call of the model crosses a base of positions; the recurrent state continues."""
     model = make_model(kind)
     naive, rig = _naive(model, build_model(kind)), make_rig(model)
     tokens, rotations = prompt(150), Forward(model).rotations
@@ -180,7 +186,9 @@ def test_a_hybrid_counts_from_base_to_base_however_its_tokens_come(
 
 
 @pytest.mark.parametrize("kind", HYBRIDS)
-def test_kv_of_a_hybrid_is_its_window_and_its_states(make_model, make_rig, kind: str) -> None:
+def test_the_kv_of_a_windowed_hybrid_session_is_limited_to_its_window_and_states(
+    make_model, make_rig, kind: str
+) -> None:
     rig = make_rig(make_model(kind))
     turns = [append(prompt(num), name=f"s{num}", policy=POLICY) for num in (100, 900)]
     rig.run(*turns)

@@ -136,7 +136,7 @@ async def gateway(worker: Any, port: int) -> AsyncIterator[None]:
         ("fan_out.py", 9, "tokens prefilled"),
     ],
 )
-async def test_an_example_ends_over_a_crash_and_says_the_same_when_it_is_run_again(
+async def test_an_example_survives_a_worker_crash_and_prints_the_same_when_it_is_run_again(
     here: Here, example: str, num_requests: int, said: str
 ) -> None:
     process = await here.run(example)
@@ -150,7 +150,9 @@ async def test_an_example_ends_over_a_crash_and_says_the_same_when_it_is_run_aga
 
 
 @pytest.mark.parametrize("here", ["jobs"], indirect=True)
-async def test_an_orchestrator_that_dies_with_its_worker_gets_each_result_once(here: Here) -> None:
+async def test_an_orchestrator_that_dies_with_its_worker_gets_each_result_once_when_run_again(
+    here: Here,
+) -> None:
     await here.crash(100, 10, await here.run("orchestrator.py"))
     written = await output(await here.run("orchestrator.py"))
     assert written == "100 results are in results.jsonl\n"
@@ -163,8 +165,8 @@ async def test_an_orchestrator_that_dies_with_its_worker_gets_each_result_once(h
 @pytest.mark.packaging
 @pytest.mark.registry
 @pytest.mark.timeout(600)
-async def test_an_agent_of_pydantic_ai_ends_over_a_crash(here: Here, tmp_path: Path) -> None:
-    """All of its four requests are in one session, and each step sends only what is new."""
+async def test_a_pydantic_ai_agent_finishes_despite_a_worker_crash(here: Here, tmp_path: Path) -> None:
+    """Its four requests share one session, and no tokens are prefilled a second time."""
     programs = installed(tmp_path / "venv", "pydantic-ai-slim[openai]")
     async with gateway(here.worker, port := free_port()):
         url = f"http://127.0.0.1:{port}/v1"
@@ -179,7 +181,7 @@ async def test_an_agent_of_pydantic_ai_ends_over_a_crash(here: Here, tmp_path: P
 @pytest.mark.packaging
 @pytest.mark.registry
 @pytest.mark.timeout(600)
-async def test_an_activity_of_temporal_joins_its_answer_over_a_crash_of_everything(
+async def test_a_temporal_activity_gets_its_one_answer_after_program_worker_and_gateway_crash(
     here: Here, tmp_path: Path
 ) -> None:
     """Program, worker and gateway die in mid-answer; the next attempt gets the one answer of the log."""

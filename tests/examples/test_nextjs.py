@@ -1,4 +1,4 @@
-"""The Next.js chat of `examples/`, in a browser: reloads in mid-answer, and kills of all that serves it."""
+"""The Next.js chat of `examples/`, in a browser: reloads in mid-answer, and kills of its servers."""
 
 from __future__ import annotations
 
@@ -76,10 +76,10 @@ def running(site: Path, port: int, url: str) -> Iterator[None]:
         process.wait()
 
 
-def test_a_chat_goes_on_over_reloads_and_kills_of_site_gateway_and_worker(
+def test_a_chat_continues_through_page_reloads_and_kills_of_site_gateway_and_worker(
     worker_process: Any, endless_model: Path, site: Path, tmp_path: Path
 ) -> None:
-    """Each reload finds the one answer again, by `useChat({ resume: true })`; whole, it is saved."""
+    """Each reload resumes the answer by `useChat({ resume: true })`; once complete, it is saved."""
     worker = worker_process("--ack-wait-s", "0.5", model=endless_model)
     worker.start()
     asyncio.run(until_ready(worker))

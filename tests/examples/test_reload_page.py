@@ -44,7 +44,7 @@ def page() -> Iterator[str]:
     server.server_close()
 
 
-def test_an_answer_survives_a_reload_of_its_page(
+def test_an_answer_survives_page_reloads_and_kills_of_worker_and_gateway(
     worker_process: Any, endless_model: Path, page: str, tmp_path: Path
 ) -> None:
     process = worker_process("--ack-wait-s", "0.5", model=endless_model)

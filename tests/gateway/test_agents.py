@@ -169,7 +169,7 @@ def longest(results: Sequence[Generated]) -> Usage:
 
 
 @pytest.mark.parametrize("name", AGENTS)
-async def test_an_agent_does_a_task_and_goes_on_after_a_restart_and_a_kill(
+async def test_an_agent_does_a_task_and_continues_after_the_worker_is_restarted_and_killed(
     name: str, programs: Path, worker_process: Any, packaged_folder: Path, door: Any, tmp_path: Path
 ) -> None:
     process = worker_process("--ack-wait-s", "0.5", model=packaged_folder)

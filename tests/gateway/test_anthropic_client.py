@@ -1,4 +1,4 @@
-"""Anthropic's own client, unchanged, in front of a random model: only a grammar makes its calls."""
+"""Anthropic's own client, unchanged, with a random model: only a grammar makes it call tools."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ async def client(local_worker: Start, door: Start) -> AsyncIterator[AsyncAnthrop
         yield client
 
 
-async def test_a_call_its_result_and_a_stream_of_the_answer(client: AsyncAnthropic) -> None:
+async def test_anthropics_client_gets_a_tool_call_sends_its_result_and_streams_the_answer(
+    client: AsyncAnthropic,
+) -> None:
     given: dict[str, Any] = {"model": "m", "max_tokens": 400, "system": "Look first.", "tools": [TOOL]}
     messages: list[Any] = [{"role": "user", "content": "How is the sky?"}]
     only_one: Any = {"type": "any", "disable_parallel_tool_use": True}
@@ -50,7 +52,7 @@ async def test_a_call_its_result_and_a_stream_of_the_answer(client: AsyncAnthrop
     assert answer.usage.cache_read_input_tokens >= called.usage.input_tokens + called.usage.output_tokens - 1
 
 
-async def test_a_streamed_call_is_put_together(client: AsyncAnthropic) -> None:
+async def test_anthropics_client_assembles_a_streamed_tool_call(client: AsyncAnthropic) -> None:
     async with client.messages.stream(
         model="m",
         max_tokens=400,
@@ -64,7 +66,9 @@ async def test_a_streamed_call_is_put_together(client: AsyncAnthropic) -> None:
     assert message.content[-1].input["sky"] in {"blue", "grey"}
 
 
-async def test_models_counting_and_errors(client: AsyncAnthropic) -> None:
+async def test_anthropics_client_lists_models_counts_tokens_and_understands_errors(
+    client: AsyncAnthropic,
+) -> None:
     (model,) = [model async for model in client.models.list()]
     assert (model.id, model.type, model.lifecycle) == ("tiny", "model", "active")
     assert (await client.models.retrieve("tiny")).max_input_tokens == TINY_CONTEXT

@@ -32,10 +32,8 @@ async def until_served(http: httpx2.AsyncClient, *, served: bool) -> None:
             await asyncio.sleep(0.05)
 
 
-async def test_it_serves_as_soon_as_the_worker_does_and_ends_with_it(
-    worker_process: Any, tiny_model: Path
-) -> None:
-    """Also a worker that starts while the gateway of the killed one is still there."""
+async def test_the_gateway_of_a_worker_starts_and_ends_with_it(worker_process: Any, tiny_model: Path) -> None:
+    """Also if the worker starts while the killed one's gateway is still running."""
     port = free_port()
     process = worker_process("--gateway", str(port), model=tiny_model)
     process.start()
@@ -53,7 +51,9 @@ async def test_it_serves_as_soon_as_the_worker_does_and_ends_with_it(
     assert process.log.count(f"the gateway is at http://127.0.0.1:{port}/v1") == 2
 
 
-def test_an_agent_that_is_launched_at_once_waits_for_it(worker_process: Any, tiny_model: Path) -> None:
+def test_an_agent_launched_while_the_worker_starts_waits_for_its_gateway(
+    worker_process: Any, tiny_model: Path
+) -> None:
     port = free_port()
     process = worker_process("--gateway", str(port), model=tiny_model)
     process.forks = False  # its command line is looked at
@@ -74,7 +74,7 @@ def test_an_agent_that_is_launched_at_once_waits_for_it(worker_process: Any, tin
     assert process.stop() == 0
 
 
-async def test_a_gateway_that_dies_leaves_the_worker_alone(worker_process: Any) -> None:
+async def test_a_worker_continues_after_its_gateway_is_killed(worker_process: Any) -> None:
     process = worker_process("--gateway", str(free_port()))
     process.start()
     client = await process.client()
@@ -91,7 +91,9 @@ async def test_a_gateway_that_dies_leaves_the_worker_alone(worker_process: Any) 
     await client.close()
 
 
-def test_a_taken_port_is_told_before_the_start(worker_process: Any, nats_url: str) -> None:
+def test_a_worker_whose_gateway_port_is_taken_says_so_before_it_loads_the_model(
+    worker_process: Any, nats_url: str
+) -> None:
     taken = nats_url.rpartition(":")[2]
     process = worker_process("--gateway", taken)
     process.start()
@@ -102,7 +104,7 @@ def test_a_taken_port_is_told_before_the_start(worker_process: Any, nats_url: st
     assert "loading weights" not in process.log
 
 
-async def test_options_of_the_command_reach_the_gateway(local_worker: Any, tmp_path: Path) -> None:
+async def test_the_options_of_the_gateway_command_take_effect(local_worker: Any, tmp_path: Path) -> None:
     worker, port, site = await local_worker(), free_port(), "https://chat.example"
     (tmp_path / "keys").write_text("secret acme at_once=2\n")
     command = [

@@ -1,4 +1,4 @@
-"""The digests of conversations, and the index of them: pure parts."""
+"""Digests that identify conversations, and their index: pure."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def result(text: str = "", calls: tuple[Called, ...] = (), position: int = 10, *
     )
 
 
-def test_what_clients_change_changes_no_digest() -> None:
+def test_changed_formatting_ids_and_options_leave_the_digest_of_a_conversation_unchanged() -> None:
     one = chain(
         user("Weather?"),
         called('{"a": 1, "b": [2, {"d": 4, "c": 3}]}', reasoning_content="Hm."),
@@ -67,7 +67,7 @@ def test_what_clients_change_changes_no_digest() -> None:
     assert one == other
 
 
-def test_what_the_model_is_told_changes_the_digest_from_there_on() -> None:
+def test_a_change_in_what_the_model_reads_changes_all_digests_from_that_message_on() -> None:
     one = chain(user("a"), {"role": "assistant", "content": "b"}, user("c"))
     for num_common, other in [
         (0, chain(user("a"), {"role": "assistant", "content": "b"}, user("c"), tools=[TOOL])),
@@ -85,7 +85,7 @@ def test_what_the_model_is_told_changes_the_digest_from_there_on() -> None:
     assert len({chain(user("a"), one)[-1] for one in two}) == 4
 
 
-def test_a_developers_message_is_the_systems_and_variables_of_the_template_belong_to_the_digest() -> None:
+def test_conversation_digests_treat_developer_as_system_and_cover_template_variables() -> None:
     told = {"role": "system", "content": "Be brief."}
     one = chain(told, user("a"))
     assert chain({**told, "role": "developer"}, user("a")) == one
@@ -95,7 +95,7 @@ def test_a_developers_message_is_the_systems_and_variables_of_the_template_belon
     assert not {*not_} & {*thinks}
 
 
-def test_results_of_calls_are_known_by_their_calls_and_not_by_ids() -> None:
+def test_swapping_the_results_of_two_tool_calls_changes_the_digest_of_the_conversation() -> None:
     both = called("{}", "x")
     both["tool_calls"] = [*both["tool_calls"], *called('{"a": 1}', "y")["tool_calls"]]
     ones = [{"role": "tool", "tool_call_id": name, "content": name} for name in ("x", "y")]
@@ -104,7 +104,9 @@ def test_results_of_calls_are_known_by_their_calls_and_not_by_ids() -> None:
 
 
 @pytest.mark.parametrize(("text", "sent"), [(" Yes.\n", " Yes.\n"), (" Yes.\n", "Yes."), ("\n\n", None)])
-def test_an_answer_is_known_as_it_was_and_without_white_space_around_it(text: str, sent: str | None) -> None:
+def test_an_answer_sent_back_is_recognised_with_or_without_white_space_around_it(
+    text: str, sent: str | None
+) -> None:
     (prompt, after) = chain(user("a"), {"role": "assistant", "content": sent})[1:]
     assert after in boundaries.answered(prompt, result(text))
     call = Called(id="z", function=CalledFunction(name="weather", arguments='{"a":1}'))
@@ -113,7 +115,7 @@ def test_an_answer_is_known_as_it_was_and_without_white_space_around_it(text: st
     assert after not in boundaries.answered(prompt, result("\n"))
 
 
-def test_ids_and_tags_carry_digests() -> None:
+def test_request_names_and_session_tags_encode_and_decode_digests() -> None:
     name = RequestName(b"\xab" * 16, b"\x02" * 8, 3)
     assert RequestName.parse(str(name)) == name
     for other in ("turn-1", "a-b-c", str(name).upper(), f"{name}-1", ""):
@@ -131,8 +133,8 @@ def answered(index: Index, held: Held, prompt: bytes, given: Generated) -> None:
 
 
 @pytest.mark.parametrize("reason", ["cancelled", "expired", "model_changed", "given_up"])
-def test_an_answer_that_was_ended_from_outside_is_not_repeated(reason: str) -> None:
-    """Who asks for it again wants a whole one."""
+def test_an_answer_that_was_cancelled_expired_or_given_up_is_marked_as_failed(reason: str) -> None:
+    """A retry must get a whole answer."""
     index, held = Index(), Held("s", 0, 1.0)
     asked = Asked(held, RequestName(b"x", b"", 0), set(), 0)
     index.add(held)
@@ -141,7 +143,7 @@ def test_an_answer_that_was_ended_from_outside_is_not_repeated(reason: str) -> N
     assert asked.state == "failed"
 
 
-def test_positions_behind_a_rewritten_one_are_forgotten() -> None:
+def test_the_index_forgets_positions_after_one_where_the_text_was_rewritten() -> None:
     index, held = Index(), Held("s", 0, 1.0)
     answered(index, held, b"p", result("a", position=10))
     answered(index, held, b"q", result("b", position=20, rewritten_from=9))
@@ -158,7 +160,7 @@ def test_positions_behind_a_rewritten_one_are_forgotten() -> None:
     assert not index._held
 
 
-def test_of_two_sessions_with_one_conversation_the_one_that_can_go_on_is_kept() -> None:
+def test_the_index_finds_the_session_that_can_continue_if_several_hold_one_conversation() -> None:
     index, one, two, three = Index(), *(Held(name, 0, 1.0) for name in "abc")
     (after,) = boundaries.answered(b"p", result("a"))
     answered(index, one, b"p", result("a"))
@@ -171,7 +173,7 @@ def test_of_two_sessions_with_one_conversation_the_one_that_can_go_on_is_kept() 
     assert index.find(after) == (three, (10, True))
 
 
-def test_old_sessions_and_those_beyond_the_most_are_to_be_removed() -> None:
+def test_the_index_names_idle_sessions_and_those_beyond_the_maximum_for_removal() -> None:
     index = Index()
     for number in range(MOST_SESSIONS + 3):
         index.add(Held(str(number), 0, float(number)))
@@ -181,6 +183,6 @@ def test_old_sessions_and_those_beyond_the_most_are_to_be_removed() -> None:
     assert [held.name for held in index.old(5.0)] == ["2", "3", "4"]
 
 
-def test_a_conversation_of_any_depth_is_hashed() -> None:
+def test_tool_call_arguments_nested_5000_levels_deep_have_a_digest() -> None:
     deep = '{"a":' * 5000 + "1" + "}" * 5000
     assert chain(user("a"), called(deep)) != chain(user("a"), called("{}"))

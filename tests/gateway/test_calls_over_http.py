@@ -49,7 +49,9 @@ def options(*tokens: int, **more: Any) -> dict[str, Any]:
     return {"model": "m", "tools": TOOLS, "logit_bias": bias, "temperature": 0, "max_tokens": 1, **more}
 
 
-async def test_a_call_and_its_answer(served: Any) -> None:
+async def test_a_tool_call_and_its_result_continue_the_session_however_the_client_writes_them(
+    served: Any,
+) -> None:
     create = served.openai.chat.completions.with_raw_response.create
     first = await create(messages=[QUESTION], **options(CALL, parallel_tool_calls=False))
     session, how = first.headers["x-turnkeep-session"].split()
@@ -84,7 +86,7 @@ async def test_a_call_and_its_answer(served: Any) -> None:
     assert without.headers["x-turnkeep-session"].split()[1] == "begun", "the tools are part of the prompt"
 
 
-async def test_a_stream_of_a_call(served: Any) -> None:
+async def test_a_stream_sends_tool_calls_in_parts_by_index(served: Any) -> None:
     stream = await served.openai.chat.completions.create(
         messages=[QUESTION], stream=True, **options(CALL, max_tokens=2)
     )
@@ -100,7 +102,7 @@ async def test_a_stream_of_a_call(served: Any) -> None:
     assert chunks[-1].finish_reason in {"tool_calls", "length"}
 
 
-async def test_a_malformed_call_is_text_and_a_stop(served: Any) -> None:
+async def test_a_malformed_tool_call_is_returned_as_text_with_finish_reason_stop(served: Any) -> None:
     create = served.openai.chat.completions.create
     bias = {str(HALF): 50, str(END): 100}
     half = options() | {"max_tokens": 9, "logit_bias": bias, "extra_body": {"min_tokens": 1}}
@@ -115,7 +117,7 @@ async def test_a_malformed_call_is_text_and_a_stop(served: Any) -> None:
     assert none.choices[0].message.content == TEXT
 
 
-async def test_structured_output_and_a_required_call_by_the_sdk(served: Any) -> None:
+async def test_openais_client_gets_structured_output_and_a_required_tool_call(served: Any) -> None:
     """The model is random: only a grammar makes such answers."""
     create = served.openai.chat.completions.create
     schema = {

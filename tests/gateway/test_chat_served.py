@@ -1,4 +1,4 @@
-"""Conversations over HTTP: found again by their content, and only what is new of them is prefilled."""
+"""Conversations over HTTP are found again by their content, and only new messages are prefilled."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_an_answer(begin: Any) -> None:
+async def test_a_chat_completion_has_the_answer_its_finish_reason_and_usage(begin: Any) -> None:
     _, door = await begin()
     answer, _, how = await ask(door, [SYSTEM, user("Hello.")])
     assert how == "begun"
@@ -73,7 +73,7 @@ async def test_an_answer(begin: Any) -> None:
     assert answer.usage.prompt_tokens_details.cached_tokens == 0
 
 
-async def test_a_stream_says_the_same_as_an_answer(begin: Any) -> None:
+async def test_a_chat_stream_has_the_same_text_and_logprobs_as_a_whole_answer(begin: Any) -> None:
     _, door = await begin()
     options: dict[str, Any] = {"max_tokens": 30, "logit_bias": LETTERS, "seed": 5, "temperature": 0.9}
     whole, _, _ = await ask(door, [user("Hello.")], **options, logprobs=True, top_logprobs=2)
@@ -100,7 +100,7 @@ async def test_a_stream_says_the_same_as_an_answer(begin: Any) -> None:
 
 
 @pytest.mark.parametrize("restarts", [False, True])
-async def test_of_a_conversation_that_is_sent_whole_only_what_is_new_is_prefilled(
+async def test_a_chat_sent_in_full_at_each_turn_prefills_only_its_new_messages(
     local_worker: Start, door: Start, endless_model: Path, *, restarts: bool
 ) -> None:
     """Twenty turns; contents are divided differently each time."""
@@ -138,7 +138,9 @@ def parts(content: Any) -> Any:
     return [{"type": "text", "text": text} for text in (content[:3], content[3:])]
 
 
-async def test_a_changed_word_forks_before_it_and_the_conversation_goes_on(begin: Any) -> None:
+async def test_a_changed_message_forks_the_conversation_before_it_and_the_original_continues(
+    begin: Any,
+) -> None:
     _, door = await begin()
     messages = [SYSTEM, user("One?")]
     first, session, _ = await ask(door, messages)
@@ -156,7 +158,7 @@ async def test_a_changed_word_forks_before_it_and_the_conversation_goes_on(begin
     assert other not in {session, fork}
 
 
-async def test_a_fork_says_what_a_new_session_would(begin: Any) -> None:
+async def test_a_forked_session_answers_as_a_new_session_would(begin: Any) -> None:
     """Also one at the beginning of an answer."""
     _, door = await begin()
     options = {"temperature": 0.0, "max_tokens": 12}
@@ -176,7 +178,7 @@ async def test_a_fork_says_what_a_new_session_would(begin: Any) -> None:
     assert fresh.choices[0].message.content == forked.choices[0].message.content
 
 
-async def test_equal_conversations_at_once_stay_apart(begin: Any) -> None:
+async def test_equal_requests_sent_at_once_get_separate_sessions_and_answers(begin: Any) -> None:
     worker, door = await begin()
     first, _, _ = await ask(door, [SYSTEM, user("One?")])
     messages = [SYSTEM, user("One?"), assistant(first.choices[0].message.content), user("Two?")]
@@ -193,7 +195,7 @@ async def test_equal_conversations_at_once_stay_apart(begin: Any) -> None:
         assert how == "forked" or found == where
 
 
-async def test_agents_that_begin_at_once_prefill_what_they_share_once(begin: Any) -> None:
+async def test_agents_that_start_at_once_prefill_their_shared_prompt_once(begin: Any) -> None:
     """Subagents have one system prompt and one header, and are told different things."""
     _, door = await begin()
     system = {"role": "system", "content": "Be brief. " * 100}
@@ -222,7 +224,7 @@ async def test_a_session_that_another_gateway_continued_is_forked(begin: Any, do
     assert answer.usage.prompt_tokens_details.cached_tokens >= first.usage.total_tokens - 1
 
 
-async def test_after_a_restart_forks_are_found_too_and_old_answers_are_given_once(
+async def test_a_restarted_gateway_finds_forks_and_repeats_a_possibly_undelivered_answer_once(
     begin: Any, door: Start
 ) -> None:
     worker, one = await begin()
@@ -244,7 +246,9 @@ async def test_after_a_restart_forks_are_found_too_and_old_answers_are_given_onc
         assert (there, how) == (where, "continued")
 
 
-async def test_conversations_that_branch_at_once_are_never_mixed(begin: Any) -> None:
+async def test_conversations_that_branch_concurrently_get_the_answers_to_their_own_messages(
+    begin: Any,
+) -> None:
     """Each answer is the one that a session of its own gives to the same messages."""
     worker, door = await begin()
     options: dict[str, Any] = {"temperature": 0.0, "max_tokens": 6}
@@ -274,7 +278,7 @@ async def test_conversations_that_branch_at_once_are_never_mixed(begin: Any) -> 
         assert (await session.generate(messages=messages, max_tokens=6, logit_bias=biases)).text == text
 
 
-async def test_where_the_template_changes_earlier_text_no_fork_begins_at_a_stale_position(
+async def test_no_fork_starts_at_a_stale_position_if_the_template_rewrites_earlier_text(
     local_worker: Start, door: Start, model_with_template: Callable[[str, str], Path]
 ) -> None:
     model = model_with_template("counting", "{{ messages | length }} said.\n" + CHAT_TEMPLATE)
@@ -295,13 +299,13 @@ async def test_where_the_template_changes_earlier_text_no_fork_begins_at_a_stale
     assert served.index.rewrites
 
 
-async def test_no_fork_begins_at_a_position_whose_text_the_running_request_changes(
+async def test_no_fork_starts_at_a_position_whose_text_a_running_request_rewrites(
     local_worker: Start,
     door: Start,
     model_with_template: Callable[[str, str], Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The first change of all, and it is in the log before the fork is opened."""
+    """It is the first rewrite, and in the log before the fork is opened."""
     model = model_with_template("counting", "{{ messages | length }} said.\n" + CHAT_TEMPLATE)
     worker = await local_worker(model=str(model))
     served = await door(worker.settings.nats, worker.settings.prefix)
@@ -331,7 +335,7 @@ async def test_no_fork_begins_at_a_position_whose_text_the_running_request_chang
     assert (await fresh).text == answer.choices[0].message.content
 
 
-async def test_several_answers(begin: Any) -> None:
+async def test_a_request_for_several_answers_gets_them_and_each_can_be_continued(begin: Any) -> None:
     _, door = await begin()
     answer, _, _ = await ask(door, [SYSTEM, user("Hello.")], n=3)
     texts = [choice.message.content for choice in answer.choices]
@@ -347,7 +351,9 @@ async def test_several_answers(begin: Any) -> None:
     assert sorted(one.index for one in ends) == [0, 1]
 
 
-async def test_a_completion_is_of_the_text_alone_and_its_session_is_closed(begin: Any) -> None:
+async def test_a_completion_adds_nothing_to_the_prompt_and_its_session_is_closed_afterwards(
+    begin: Any,
+) -> None:
     worker, door = await begin()
     options: dict[str, Any] = {"model": "m", "prompt": "Once upon", "max_tokens": 6, "temperature": 0}
     answer = await door.openai.completions.create(**options, logprobs=2)
@@ -367,7 +373,7 @@ async def test_a_completion_is_of_the_text_alone_and_its_session_is_closed(begin
     assert not door.index.sessions
 
 
-async def test_an_echo_is_what_harnesses_score_prompts_with(begin: Any) -> None:
+async def test_a_completion_with_echo_returns_the_prompt_with_its_log_probabilities(begin: Any) -> None:
     worker, door = await begin()
     options: dict[str, Any] = {"model": "m", "prompt": "Once upon", "temperature": 0, "logprobs": 2}
     answer = await door.openai.completions.create(**options, max_tokens=1, echo=True)
@@ -396,7 +402,7 @@ async def test_an_echo_is_what_harnesses_score_prompts_with(begin: Any) -> None:
     assert (plain.choices[0].text[:9], plain.choices[0].logprobs) == ("Once upon", None)
 
 
-async def test_a_repeated_request_is_sampled_again_unless_its_answer_is_certain(begin: Any) -> None:
+async def test_a_repeated_request_is_sampled_again_unless_its_temperature_is_zero(begin: Any) -> None:
     _, door = await begin()
     first, session, _ = await ask(door, [user("One?")], temperature=0.0)
     again, where, how = await ask(door, [user("One?")], temperature=0.0)
@@ -423,7 +429,7 @@ async def test_idle_conversations_are_removed(begin: Any) -> None:
     assert not door.index.sessions
 
 
-async def test_effort_limits_the_reasoning_and_is_no_part_of_the_conversation(begin: Any) -> None:
+async def test_reasoning_effort_sets_a_token_budget_and_does_not_split_the_conversation(begin: Any) -> None:
     """This model marks no reasoning, so the limit has no effect on its answers."""
     efforts = {"none": 0, "minimal": 64, "low": 512, "medium": 2048, "high": None, "xhigh": None}
     for effort, most in efforts.items():
@@ -437,7 +443,7 @@ async def test_effort_limits_the_reasoning_and_is_no_part_of_the_conversation(be
     assert (again, how) == (session, "continued")
 
 
-async def test_a_developers_prompt_is_told_to_the_model_as_the_systems(begin: Any) -> None:
+async def test_a_developer_message_counts_as_a_system_message(begin: Any) -> None:
     _, door = await begin()
     developer = {"role": "developer", "content": SYSTEM["content"]}
     first, session, _ = await ask(door, [developer, user("Hello.")])
@@ -448,7 +454,7 @@ async def test_a_developers_prompt_is_told_to_the_model_as_the_systems(begin: An
     assert (again, how) == (session, "continued")
 
 
-async def test_variables_of_the_template_reach_it_and_stay_with_the_conversation(
+async def test_template_variables_reach_the_template_and_belong_to_the_conversation(
     local_worker: Start, door: Start, model_with_template: Callable[[str, str], Path]
 ) -> None:
     template = CHAT_TEMPLATE + "{% if enable_thinking is false %}12345{% endif %}"
@@ -470,7 +476,7 @@ async def test_variables_of_the_template_reach_it_and_stay_with_the_conversation
         await ask(served, told, extra_body={"chat_template_kwargs": {"messages": []}})
 
 
-async def test_tools_and_messages_reach_the_template_with_their_keys_in_the_requests_order(
+async def test_tools_and_messages_are_logged_with_their_keys_in_the_requests_order(
     local_worker: Start, door: Start, model_with_template: Callable[[str, str], Path]
 ) -> None:
     template = CHAT_TEMPLATE + "{% for tool in tools or [] %}{{ (tool | tojson)[:40] }}{% endfor %}"
@@ -489,8 +495,8 @@ async def test_tools_and_messages_reach_the_template_with_their_keys_in_the_requ
     assert b'"messages":' + json.dumps(told, separators=(",", ":")).encode()[:-1] + b"," in body
 
 
-async def test_several_prompts_are_answered_in_their_order(begin: Any) -> None:
-    """As they are alone; each prompt counts once."""
+async def test_several_prompts_of_a_completion_are_answered_in_their_order(begin: Any) -> None:
+    """Each as if alone; each prompt counts once."""
     _, served = await begin()
     more = {"model": "m", "max_tokens": 6, "seed": 3, "n": 2}
     create = served.openai.completions.create

@@ -1,4 +1,4 @@
-"""Answers that their clients leave and come back to: in the background, by ids of events, and by keys."""
+"""Clients leave an answer and return to it: in the background, by event id, or by idempotency key."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ async def post(
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_a_stream_goes_on_behind_any_of_its_events(http: httpx2.AsyncClient, path: str) -> None:
-    """By the same request again, and by the answer's address."""
+async def test_a_stream_resumes_after_any_of_its_events(http: httpx2.AsyncClient, path: str) -> None:
+    """By sending the request again, and by the answer's URL."""
     body = asked(path, stream=True, stream_options={"include_usage": True})
     whole = events((await http.post(path, json=body)).text)
     assert len(text_of(whole)) == 40
@@ -125,7 +125,9 @@ async def test_a_stream_goes_on_behind_any_of_its_events(http: httpx2.AsyncClien
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_an_answer_is_found_by_its_id_in_its_own_api_only(http: httpx2.AsyncClient, path: str) -> None:
+async def test_an_answer_is_found_by_its_id_only_in_the_api_that_made_it(
+    http: httpx2.AsyncClient, path: str
+) -> None:
     answer = (await post(http, path, {})).json()
     assert (await http.get(f"{path}/{answer['id']}")).json() == answer
     for other in PATHS:
@@ -135,7 +137,7 @@ async def test_an_answer_is_found_by_its_id_in_its_own_api_only(http: httpx2.Asy
 
 
 async def test_a_get_of_a_running_answer_waits_for_its_end(http: httpx2.AsyncClient, served: Any) -> None:
-    """Several may watch it; whoever leaves does not end it."""
+    """Several may watch; one that leaves does not end it."""
     body = asked(CHAT, 1200, stream=True)
     key = {"idempotency-key": "watched"}
     async with http.stream("POST", CHAT, json=body, headers=key) as answer:
@@ -152,7 +154,7 @@ async def test_a_get_of_a_running_answer_waits_for_its_end(http: httpx2.AsyncCli
     assert text_of(begun) + text_of(rest) == text
 
 
-async def test_asking_again_for_an_answer_that_its_client_cancelled_is_an_error(
+async def test_resuming_an_answer_that_its_client_cancelled_by_leaving_returns_an_error(
     http: httpx2.AsyncClient,
 ) -> None:
     body = asked(CHAT, 30_000, stream=True)
@@ -164,8 +166,10 @@ async def test_asking_again_for_an_answer_that_its_client_cancelled_is_an_error(
     assert (found.status_code, found.json()["error"]["code"]) == (409, "cancelled")
 
 
-async def test_an_answer_that_is_not_stored_is_found_by_its_own_client_only(http: httpx2.AsyncClient) -> None:
-    """That has the ids of its events, and sends the same request again."""
+async def test_an_answer_with_store_false_can_be_resumed_only_by_its_own_client(
+    http: httpx2.AsyncClient,
+) -> None:
+    """The client has ids of events, and sends the same request again."""
     path = "/v1/responses"
     body = asked(path, stream=True, store=False)
     whole = events((await http.post(path, json=body)).text)
@@ -178,7 +182,9 @@ async def test_an_answer_that_is_not_stored_is_found_by_its_own_client_only(http
     assert (await http.post(path, json=previous)).status_code == 400
 
 
-async def test_a_stream_of_several_answers_has_no_ids(http: httpx2.AsyncClient) -> None:
+async def test_a_stream_of_several_answers_has_no_event_ids_and_cannot_be_fetched_later(
+    http: httpx2.AsyncClient,
+) -> None:
     several = events((await post(http, CHAT, {}, stream=True, n=2)).text)
     assert {one.id for one in several} == {""}
     answer_id = json.loads(several[0]["data"])["id"]
@@ -198,7 +204,9 @@ def options(max_tokens: int, **more: Any) -> dict[str, Any]:
     return {"model": "m", "max_output_tokens": max_tokens, "temperature": 0.9, "extra_body": extra, **more}
 
 
-async def test_an_answer_in_the_background_needs_no_connection(worker: Any, served: Any, door: Start) -> None:
+async def test_a_background_answer_needs_no_connection_and_is_replayed_from_any_event(
+    worker: Any, served: Any, door: Start
+) -> None:
     create = served.openai.responses.create
     begun = await create(input="Begin.", background=True, instructions="Hm.", **options(700))
     assert (begun.status, begun.background, begun.output) == ("in_progress", True, [])
@@ -221,7 +229,7 @@ async def test_an_answer_in_the_background_needs_no_connection(worker: Any, serv
     assert [(one.role, one.content[0].text) for one in items.data] == [("user", "Begin.")]
 
 
-async def test_a_stream_in_the_background_goes_on_without_its_client(served: Any) -> None:
+async def test_a_background_stream_continues_without_its_client(served: Any) -> None:
     create = served.openai.responses.create
     stream = await create(input="Begin.", background=True, stream=True, **options(700))
     begun = []
@@ -246,7 +254,7 @@ async def test_a_stream_in_the_background_goes_on_without_its_client(served: Any
             await served.openai.get(f"/responses/{endless.id}?stream=true&{wrong}", cast_to=object)
 
 
-async def test_a_failure_in_the_background_is_told_to_who_asks(served: Any) -> None:
+async def test_a_background_answer_that_failed_returns_its_error_to_clients_that_ask(served: Any) -> None:
     failed = await served.openai.responses.create(input="word " * 30_000, background=True, **options(8))
     found = await ended(served, failed.id, "failed")
     assert "maximum context length" in found.error.message
@@ -262,10 +270,10 @@ async def test_a_failure_in_the_background_is_told_to_who_asks(served: Any) -> N
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-async def test_a_stream_that_the_log_has_no_room_for_tells_no_id(
+async def test_a_stream_request_that_the_full_log_refuses_returns_an_error_without_an_id(
     worker: Any, served: Any, http: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch, is_late: bool
 ) -> None:
-    """Nobody could find the answer by it."""
+    """No client could find the answer."""
     js = worker.app._nc.jetstream()
     log = (await js.stream_info(worker.client.subjects.log_stream)).config
     await js.update_stream(log.evolve(max_bytes=1))
@@ -280,7 +288,7 @@ async def test_a_stream_that_the_log_has_no_room_for_tells_no_id(
     assert (told["type"], told["message"], told["sequence_number"]) == ("error", says, 0)
 
 
-async def test_an_input_is_counted(served: Any) -> None:
+async def test_the_responses_api_counts_input_tokens_and_lists_input_items_in_pages(served: Any) -> None:
     first = await served.openai.responses.create(input="Begin.", **options(8))
     counted = await served.openai.responses.input_tokens.count(model="m", input="Begin.")
     assert counted.input_tokens == first.usage.input_tokens
@@ -297,8 +305,10 @@ async def test_an_input_is_counted(served: Any) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_a_key_gives_one_answer(worker: Any, door: Start, http: httpx2.AsyncClient, path: str) -> None:
-    """Also at another gateway, at the same moment and later; another request must not have it."""
+async def test_requests_with_one_idempotency_key_get_one_answer_at_any_gateway(
+    worker: Any, door: Start, http: httpx2.AsyncClient, path: str
+) -> None:
+    """At the same moment and later; the key is refused for another request."""
     other = await door(worker.settings.nats, worker.settings.prefix)
     async with httpx2.AsyncClient(base_url=other.url, timeout=60) as there:
         key = {"idempotency-key": f"turn 1 {path}"}
@@ -321,10 +331,10 @@ async def test_a_key_gives_one_answer(worker: Any, door: Start, http: httpx2.Asy
 
 
 @pytest.mark.parametrize("knows", [False, True])
-async def test_a_key_gives_one_answer_though_gateways_know_different_conversations(
+async def test_one_idempotency_key_gives_one_answer_if_gateways_know_different_conversations(
     worker: Any, door: Start, served: Any, http: httpx2.AsyncClient, *, knows: bool
 ) -> None:
-    """One begins a session for it, the other forks one: whoever comes first, there is one answer."""
+    """One begins a session, the other forks one: whichever is first, there is one answer."""
     other = await door(worker.settings.nats, worker.settings.prefix)
     async with httpx2.AsyncClient(base_url=other.url, timeout=60) as there:
         await post(there, CHAT, {}, max_tokens=2)  # it has read the log
@@ -346,7 +356,9 @@ async def test_a_key_gives_one_answer_though_gateways_know_different_conversatio
             assert not more.headers["x-turnkeep-session"].endswith("begun"), "its session is still known"
 
 
-async def test_a_conversation_goes_on_with_a_key_for_each_turn(http: httpx2.AsyncClient) -> None:
+async def test_a_conversation_continues_with_a_new_idempotency_key_for_each_turn(
+    http: httpx2.AsyncClient,
+) -> None:
     said = [{"role": "user", "content": "Begin."}]
     for number in range(4):
         body = asked(CHAT, 8, messages=said)
@@ -362,16 +374,20 @@ async def test_a_conversation_goes_on_with_a_key_for_each_turn(http: httpx2.Asyn
     assert without.headers["x-turnkeep-session"].split()[1] == "continued"
 
 
-async def test_a_key_that_failed_may_be_tried_again(http: httpx2.AsyncClient, served: Any) -> None:
-    """Not if it would fail each time."""
+async def test_a_request_that_always_fails_gets_the_same_error_again_with_its_key(
+    http: httpx2.AsyncClient, served: Any
+) -> None:
+    """A prompt exceeds the context."""
     key = {"idempotency-key": "long"}
     body = asked(CHAT, messages=[{"role": "user", "content": "word " * 30_000}])
     first, second = [await http.post(CHAT, json=body, headers=key) for _ in range(2)]
     assert (first.status_code, first.json()) == (400, second.json())
 
 
-async def test_an_answer_counts_while_it_runs_whoever_listens(served: Any, tmp_path: Path) -> None:
-    """Towards what may be asked at once with an API key; a failure does not."""
+async def test_a_running_background_answer_counts_towards_the_keys_limit_of_requests_at_once(
+    served: Any, tmp_path: Path
+) -> None:
+    """A request that failed does not count."""
     (tmp_path / "keys").write_text("none default at_once=1\n")
     served.gateway._keys = Keys.read(tmp_path / "keys")
     create = served.openai.responses.create
@@ -391,7 +407,9 @@ async def test_an_answer_counts_while_it_runs_whoever_listens(served: Any, tmp_p
             await asyncio.sleep(0.1)
 
 
-async def test_an_answer_with_a_key_goes_on_without_its_client(http: httpx2.AsyncClient, served: Any) -> None:
+async def test_an_answer_with_an_idempotency_key_continues_without_its_client(
+    http: httpx2.AsyncClient, served: Any
+) -> None:
     key = {"idempotency-key": "left"}
     body = asked(CHAT, 700, stream=True)
     async with http.stream("POST", CHAT, json=body, headers=key) as answer:
@@ -409,8 +427,10 @@ async def test_an_answer_with_a_key_goes_on_without_its_client(http: httpx2.Asyn
     assert stopped.json()["is_running"] is False
 
 
-async def test_an_answer_is_a_durable_stream(served: Any, http: httpx2.AsyncClient) -> None:
-    """Read page by page, by polls, and as server-sent events; from any offset."""
+async def test_an_answer_can_be_read_as_a_durable_stream_from_any_offset(
+    served: Any, http: httpx2.AsyncClient
+) -> None:
+    """Page by page, by long polls, and as server-sent events."""
     begun = await served.openai.responses.create(input="Begin.", background=True, **options(700))
     path = f"/v1/responses/{begun.id}/stream"
     found, offset, closed = [], "-1", None
@@ -438,7 +458,7 @@ async def test_an_answer_is_a_durable_stream(served: Any, http: httpx2.AsyncClie
         assert (await http.get(path, params=wrong)).status_code == 400
 
 
-async def test_a_durable_stream_ends_for_now_while_its_answer_runs(
+async def test_reading_the_durable_stream_of_a_running_answer_returns_without_closing_it(
     served: Any, http: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.http.durable._POLL_S", 0.3)
@@ -454,7 +474,7 @@ async def test_a_durable_stream_ends_for_now_while_its_answer_runs(
     await served.openai.responses.cancel(running.id)
 
 
-async def test_an_answer_repeats_the_options_of_its_request_also_if_they_are_defaults(served: Any) -> None:
+async def test_a_retrieved_answer_has_its_requests_options_even_those_equal_to_defaults(served: Any) -> None:
     """The log leaves out defaults: 256 tokens, a bias of none."""
     more = {"temperature": 0, "top_p": 1, "parallel_tool_calls": True, "tool_choice": "auto"}
     answer = await served.openai.responses.create(input="Begin.", **options(256, **more))

@@ -1,4 +1,4 @@
-"""The command `turnkeep gateway`: what it says if it cannot run."""
+"""The command `turnkeep gateway`: errors, warnings and sockets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ def said(*arguments: str) -> str:
 
 
 @pytest.mark.parametrize("library", ["starlette", "uvicorn"])
-def test_a_missing_library_is_named_with_its_extra(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_named_with_the_extra_that_installs_it(
+    library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("app", "serving"):
         monkeypatch.delitem(sys.modules, f"gateway.http.{name}", raising=False)
         monkeypatch.delattr(gateway.http, name, raising=False)
@@ -35,7 +37,7 @@ def test_a_missing_library_is_named_with_its_extra(library: str, monkeypatch: py
 
 
 @pytest.mark.parametrize("origin", ["chat.example", "https://chat.example/path", "*", "https://"])
-def test_what_is_no_origin_is_refused(origin: str) -> None:
+def test_a_cors_option_that_is_no_origin_is_refused(origin: str) -> None:
     result = CliRunner().invoke(main, ["gateway", "--cors", "https://a.example", "--cors", origin])
     assert (result.exit_code, "is no origin" in result.output) == (2, True)
 
@@ -44,13 +46,17 @@ def test_what_is_no_origin_is_refused(origin: str) -> None:
     ("address", "has_keys", "warns"),
     [("127.0.0.1", False, False), ("::1", False, False), ("0.0.0.0", True, False), ("0.0.0.0", False, True)],
 )
-def test_a_gateway_that_anyone_may_use_says_so(address: str, has_keys: bool, warns: bool) -> None:
+def test_a_gateway_open_to_the_network_without_keys_warns_at_its_start(
+    address: str, has_keys: bool, warns: bool
+) -> None:
     text = greeting(address, 8080, has_keys=has_keys)
     assert f"{address}]:8080/v1" in text if ":" in address else f"{address}:8080/v1" in text
     assert ("--keys" in text) == warns
 
 
-def test_a_port_that_is_taken_and_a_server_that_is_not_there(nats_url: str, tmp_path: Path) -> None:
+def test_the_gateway_command_names_a_taken_port_a_missing_nats_server_or_key_file(
+    nats_url: str, tmp_path: Path
+) -> None:
     with listening("127.0.0.1", 0) as taken:
         port = str(taken.getsockname()[1])
         text = said("--listen", port, "--nats", nats_url, "--data-dir", str(tmp_path))
@@ -59,7 +65,7 @@ def test_a_port_that_is_taken_and_a_server_that_is_not_there(nats_url: str, tmp_
     assert "no-keys" in said("--keys", str(tmp_path / "no-keys"), "--data-dir", str(tmp_path))
 
 
-def test_what_a_connection_is_sent_leaves_at_once() -> None:
+def test_accepted_connections_have_tcp_nodelay_set() -> None:
     """Without this, small events that follow each other wait for the client's delayed ACK."""
     with listening("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
         connection, _ = listener.accept()

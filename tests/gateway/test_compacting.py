@@ -1,4 +1,4 @@
-"""`/v1/responses/compact`: a conversation's summary by the model itself, and the conversation behind it."""
+"""`/v1/responses/compact`: the model summarises a conversation, which continues from the summary."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ async def told(served: Any, answer_id: str) -> list[Any]:
     return [(one.role, one.content[0].text) for one in found.data]
 
 
-async def test_a_conversation_goes_on_from_the_users_messages_and_the_models_summary(served: Any) -> None:
+async def test_a_compacted_conversation_continues_from_the_users_messages_and_the_models_summary(
+    served: Any,
+) -> None:
     more: dict[str, Any] = {"extra_body": {"max_output_tokens": 12, "seed": 1, "ignore_eos": True}}
     compacted = await served.openai.responses.compact(model="m", input=SAID, instructions="Be brief.", **more)
     assert compacted.object == "response.compaction"
@@ -53,7 +55,9 @@ async def test_a_conversation_goes_on_from_the_users_messages_and_the_models_sum
     assert again.output[-1].encrypted_content == summary.encrypted_content, "the recorded answer, by its seed"
 
 
-async def test_an_answer_in_the_log_is_compacted_by_its_id_and_prefilled_once(served: Any) -> None:
+async def test_a_stored_conversation_is_compacted_by_its_answers_id_and_not_prefilled_again(
+    served: Any,
+) -> None:
     create = served.openai.responses.create
     answer = await create(model="m", input=SAID, max_output_tokens=5, extra_body={"ignore_eos": True})
     compacted = await served.openai.responses.compact(
@@ -65,7 +69,7 @@ async def test_an_answer_in_the_log_is_compacted_by_its_id_and_prefilled_once(se
     assert len(await told(served, answer.id)) == 3, "the conversation itself is as it was"
 
 
-async def test_a_retry_of_a_compaction_gets_the_recorded_one(served: Any) -> None:
+async def test_a_retried_compaction_with_the_same_key_returns_the_recorded_one(served: Any) -> None:
     body = {"model": "m", "input": "Hello.", "max_output_tokens": 8}
     async with httpx2.AsyncClient(base_url=served.url, timeout=60, headers={"idempotency-key": "a"}) as http:
         first, second = [(await http.post("/v1/responses/compact", json=body)).json() for _ in "ab"]
@@ -81,13 +85,15 @@ async def test_a_retry_of_a_compaction_gets_the_recorded_one(served: Any) -> Non
         ({"input": "a", "prompt": {"id": "b"}}, "prompt"),
     ],
 )
-async def test_what_cannot_be_compacted_is_refused(served: Any, body: dict[str, Any], param: str) -> None:
+async def test_an_invalid_compaction_request_is_refused_with_the_field_at_fault(
+    served: Any, body: dict[str, Any], param: str
+) -> None:
     with pytest.raises(openai.BadRequestError) as refusal:
         await served.openai.post("/responses/compact", body={"model": "m", **body}, cast_to=object)
     assert refusal.value.param == param
 
 
-async def test_what_another_server_encrypted_is_told_as_unreadable(served: Any) -> None:
+async def test_a_compaction_item_of_another_server_is_replaced_by_a_placeholder(served: Any) -> None:
     for content in ("gAAAAAB", "turnkeep1:%", None):
         item = {"type": "compaction", "encrypted_content": content}
         answer = await served.openai.responses.create(model="m", input=[item, *SAID[:1]], max_output_tokens=1)

@@ -1,4 +1,4 @@
-"""Histories of clients that are cut off at random: by themselves, by deaths of gateways, worker and server.
+"""Clients are cut off at random: by leaving, and by kills of gateways, the worker and the NATS server.
 
 `TURNKEEP_TEST_EXAMPLES=2500 pytest tests/gateway/test_cut_histories.py -s` runs 200 of them.
 """
@@ -242,7 +242,9 @@ async def supervise(process: Any) -> None:
 
 
 @pytest.mark.timeout(3600)
-async def test_each_event_comes_once_whatever_is_cut_off(started: Any, gateways: Gateways) -> None:
+async def test_a_client_sees_each_event_once_whichever_processes_are_killed(
+    started: Any, gateways: Gateways
+) -> None:
     process, client = started
     for seed in range(HISTORIES):
         dice = random.Random(seed)

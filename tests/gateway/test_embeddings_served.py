@@ -1,4 +1,4 @@
-"""Embeddings over HTTP, as OpenAI's library asks for them, and Ollama's programs."""
+"""Embeddings over HTTP, as clients of OpenAI and of Ollama request them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def posted(served: Any, path: str, **body: Any) -> httpx2.Response:
         return await http.post(path, json={"model": "m", **body})
 
 
-async def test_openais_library_gets_the_same_vectors_in_each_form(served: Any) -> None:
+async def test_openais_client_gets_the_same_vectors_as_base64_and_as_floats(served: Any) -> None:
     """By itself the library asks for base64, and gives floats to its caller."""
     create = served.openai.embeddings.create
     listed = await create(model="m", input=TEXTS)
@@ -41,7 +41,7 @@ async def test_openais_library_gets_the_same_vectors_in_each_form(served: Any) -
     assert np.dot(alone.data[0].embedding, cut / np.linalg.norm(cut)) == pytest.approx(1.0, abs=1e-5)
 
 
-async def test_token_ids_are_taken_as_they_are(served: Any) -> None:
+async def test_token_ids_are_embedded_without_adding_tokens(served: Any) -> None:
     create = served.openai.embeddings.create
     ids = [40, 41, 42]
     one, several = await create(model="m", input=ids), await create(model="m", input=[ids, ids])
@@ -49,7 +49,7 @@ async def test_token_ids_are_taken_as_they_are(served: Any) -> None:
     assert np.dot(one.data[0].embedding, several.data[1].embedding) == pytest.approx(1.0, abs=1e-5)
 
 
-async def test_a_list_longer_than_a_message_takes_comes_whole_and_in_order(served: Any) -> None:
+async def test_more_texts_than_one_request_to_the_worker_takes_are_all_embedded_in_order(served: Any) -> None:
     texts = [f"text {number}" for number in range(70)]
     found = await served.openai.embeddings.create(model="m", input=texts)
     last = await served.openai.embeddings.create(model="m", input=texts[-1:])
@@ -57,7 +57,7 @@ async def test_a_list_longer_than_a_message_takes_comes_whole_and_in_order(serve
     assert np.dot(found.data[-1].embedding, last.data[0].embedding) == pytest.approx(1.0, abs=1e-5)
 
 
-async def test_ollamas_programs_get_vectors_too(served: Any) -> None:
+async def test_ollamas_embed_endpoint_returns_unit_vectors_and_a_token_count(served: Any) -> None:
     answer = await posted(served, "/api/embed", input=TEXTS)
     assert answer.status_code == 200
     told = answer.json()
@@ -77,6 +77,8 @@ async def test_ollamas_programs_get_vectors_too(served: Any) -> None:
         ({"input": "a", "dimensions": 10**6}, None),
     ],
 )
-async def test_what_cannot_be_embedded_is_refused(served: Any, body: Any, param: str | None) -> None:
+async def test_an_invalid_embedding_request_is_refused_with_the_field_at_fault(
+    served: Any, body: Any, param: str | None
+) -> None:
     answer = await posted(served, "/v1/embeddings", **body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)

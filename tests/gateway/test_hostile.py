@@ -85,7 +85,7 @@ def status(answer: bytes) -> int:
     return int(answer.split(b" ", 2)[1])
 
 
-async def test_a_body_of_100_mib_is_refused_before_it_is_sent(served: Any) -> None:
+async def test_a_body_of_100_mib_is_refused_before_all_of_it_is_sent(served: Any) -> None:
     async with connected(served) as wire:
         await wire.send(POST + b"content-length: 104857600\r\n\r\n" + b" " * 1000)
         answer = await wire.rest(5)
@@ -116,7 +116,7 @@ async def test_a_body_of_100_mib_is_refused_before_it_is_sent(served: Any) -> No
     ],
     ids=lambda header: header[:40].decode(),
 )
-async def test_heads_that_are_wrong_or_endless(
+async def test_malformed_or_endless_request_heads_are_refused_and_not_logged(
     served: Any, header: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with connected(served) as wire:
@@ -130,13 +130,15 @@ async def test_heads_that_are_wrong_or_endless(
 
 
 @pytest.mark.parametrize("target", [b"/v1/../v1/models", b"//v1/models", b"/v1/models%00", b"/v1/%6dodels/"])
-async def test_paths_are_taken_as_they_are_but_for_a_slash_at_the_end(served: Any, target: bytes) -> None:
+async def test_a_path_may_have_a_trailing_slash_and_escapes_but_is_not_otherwise_normalised(
+    served: Any, target: bytes
+) -> None:
     async with connected(served) as wire:
         await wire.send(b"GET " + target + b" HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
         assert status(await wire.rest()) in ({200} if target.endswith(b"/") else {400, 404})
 
 
-async def test_a_body_that_is_shorter_or_longer_than_it_says(
+async def test_a_body_too_short_for_its_content_length_times_out_and_surplus_bytes_are_refused(
     served: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.http.bodies._BODY_S", 0.3)
@@ -153,7 +155,7 @@ async def test_a_body_that_is_shorter_or_longer_than_it_says(
         await wire.send(POST + b"content-length: %d\r\n\r\n" % len(BODY) + BODY[:10])
 
 
-async def test_requests_that_come_slowly_are_closed_also_on_a_used_connection(
+async def test_a_connection_that_sends_its_request_too_slowly_is_closed_even_after_an_earlier_one(
     served: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.http.serving._HEAD_S", 0.4)
@@ -185,7 +187,7 @@ async def test_requests_that_come_slowly_are_closed_also_on_a_used_connection(
         assert status(await wire.head()) == 200
 
 
-async def test_requests_that_are_sent_ahead_are_answered_in_their_order(served: Any) -> None:
+async def test_pipelined_requests_are_answered_in_order_until_one_is_refused(served: Any) -> None:
     one = POST + b"content-length: %d\r\n\r\n" % len(BODY) + BODY
     async with connected(served) as wire:
         await wire.send(one + b"GET /nothing HTTP/1.1\r\nhost: a\r\n\r\n" + one)
@@ -194,7 +196,7 @@ async def test_requests_that_are_sent_ahead_are_answered_in_their_order(served: 
         assert await wire.rest() == b"", "closed after the refused one"
 
 
-async def test_texts_that_are_none_and_texts_that_are_deep(served: Any) -> None:
+async def test_bodies_with_invalid_utf_8_or_deep_nesting_are_refused(served: Any) -> None:
     deep = b"[" * 100_000
     for body in (
         b'\xff\xfe{"messages": []}',
@@ -210,7 +212,7 @@ async def test_texts_that_are_none_and_texts_that_are_deep(served: Any) -> None:
             assert status(await wire.rest()) == 400
 
 
-async def test_many_connections_that_do_nothing_keep_nobody_out(
+async def test_200_idle_connections_keep_no_client_out_and_are_closed(
     served: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.http.serving._HEAD_S", 1.0)
@@ -224,7 +226,7 @@ async def test_many_connections_that_do_nothing_keep_nobody_out(
                 await asyncio.sleep(0.05)
 
 
-async def test_a_key_never_finds_the_sessions_of_another_tenant(
+async def test_a_key_never_finds_sessions_of_another_tenant(
     local_worker: Start, door: Start, endless_model: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "keys").write_text("one acme\ntwo umbrella\nthree other\n")

@@ -76,9 +76,7 @@ async def recorded(client: Any, session: str) -> list[Generated]:
     return [one for one in map(decode_result, (one.body for one in entries)) if isinstance(one, Generated)]
 
 
-async def test_a_worker_that_is_killed_in_mid_answer_is_a_pause_in_the_stream(
-    started: Any, door: Start
-) -> None:
+async def test_a_worker_killed_in_mid_answer_only_pauses_a_chat_stream(started: Any, door: Start) -> None:
     process, client = started
     served = await door(process.url)
     one = Followed()
@@ -101,7 +99,7 @@ async def test_a_worker_that_is_killed_in_mid_answer_is_a_pause_in_the_stream(
     assert answer.headers["x-turnkeep-session"] == f"{one.session.split(maxsplit=1)[0]} continued"
 
 
-async def test_a_request_waits_for_a_worker_that_starts_again(started: Any, door: Start) -> None:
+async def test_a_request_waits_for_a_worker_that_is_restarted(started: Any, door: Start) -> None:
     process, _ = started
     served = await door(process.url)
     async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
@@ -151,7 +149,7 @@ async def gateway_process(started: Any) -> AsyncIterator[Callable[[], tuple[subp
         one.wait()
 
 
-async def test_a_request_that_is_sent_again_to_a_restarted_gateway_gets_the_same_answer(
+async def test_a_request_sent_again_to_a_restarted_gateway_gets_the_same_answer_once(
     started: Any, gateway_process: Any
 ) -> None:
     """While it runs, and after it has ended; but only once."""
@@ -199,7 +197,7 @@ async def cancelled(client: Any, session: str) -> Generated:
     return results[0]
 
 
-async def test_a_client_that_goes_away_cancels_its_answer(
+async def test_a_client_that_disconnects_cancels_its_answer(
     local_worker: Start, door: Start, endless_model: Path
 ) -> None:
     worker = await local_worker(model=str(endless_model))
@@ -230,10 +228,10 @@ async def test_a_client_that_goes_away_cancels_its_answer(
     await until(lambda: not any(held.num_running for held in served.index.sessions.values()))
 
 
-async def test_a_client_that_goes_away_leaves_the_queue(
+async def test_a_queued_request_is_closed_when_its_client_disconnects(
     local_worker: Start, door: Start, endless_model: Path
 ) -> None:
-    """Nothing but the close is left of its request, while the answer that it waited for goes on."""
+    """The answer that the request waited for continues."""
     worker = await local_worker(model=str(endless_model), max_batch=1)
     served = await door(worker.settings.nats, worker.settings.prefix)
     first, second = Followed(), Followed()
@@ -250,7 +248,7 @@ async def test_a_client_that_goes_away_leaves_the_queue(
     running.cancel()
 
 
-async def test_a_stream_lives_while_its_prompt_waits(
+async def test_a_queued_chat_stream_sends_heartbeats_until_its_answer_starts(
     local_worker: Start, door: Start, endless_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.http.sending._HEARTBEAT_S", 0.1)
@@ -269,7 +267,7 @@ async def test_a_stream_lives_while_its_prompt_waits(
     assert len(second.text) == 5
 
 
-async def test_a_slow_reader_gets_all_of_its_answer(
+async def test_a_client_that_reads_slowly_gets_its_whole_answer(
     local_worker: Start, door: Start, endless_model: Path
 ) -> None:
     worker = await local_worker(model=str(endless_model))

@@ -41,7 +41,7 @@ async def requests_of(served: Any, session: str) -> list[bytes]:
     return [one.body for one in await served.worker.client.log(session) if one.kind == "in"]
 
 
-async def test_messages_of_any_number_are_sent_in_pieces_and_go_on(
+async def test_many_messages_are_appended_in_pieces_and_the_conversation_continues(
     served: Any, http: httpx2.AsyncClient
 ) -> None:
     answer = await http.post(CHAT, json=body(SAID, tools=TOOLS))
@@ -74,7 +74,7 @@ async def test_messages_of_any_number_are_sent_in_pieces_and_go_on(
     assert cached == used["total_tokens"] - 1
 
 
-async def test_what_a_gateway_appended_before_it_died_is_not_sent_again(
+async def test_pieces_that_a_dead_gateway_had_appended_are_not_sent_again(
     local_worker: Start, door: Start, endless_model: Path
 ) -> None:
     worker = await local_worker(model=str(endless_model), max_message_bytes=MAX_BYTES)
@@ -100,7 +100,7 @@ async def test_what_a_gateway_appended_before_it_died_is_not_sent_again(
         assert again.json()["choices"] == answer.json()["choices"]
 
 
-async def test_who_leaves_while_messages_are_appended_and_comes_back_goes_on(
+async def test_a_client_that_leaves_during_the_appends_and_returns_continues_where_they_stopped(
     served: Any, http: httpx2.AsyncClient
 ) -> None:
     long = [{"role": "user", "content": f"{number} " + "word " * 200} for number in range(12)]
@@ -127,7 +127,7 @@ async def test_who_leaves_while_messages_are_appended_and_comes_back_goes_on(
     assert len(appended) == 4, "each piece once"
 
 
-async def test_an_answer_to_messages_in_pieces_is_gone_on_with_by_its_id(
+async def test_an_answer_to_messages_appended_in_pieces_can_be_continued_by_its_id(
     served: Any, http: httpx2.AsyncClient
 ) -> None:
     said = [one | {"content": one["content"][:600]} for one in SAID]
@@ -148,7 +148,7 @@ async def test_an_answer_to_messages_in_pieces_is_gone_on_with_by_its_id(
         assert how == "continued"
 
 
-async def test_a_message_that_is_too_large_alone_is_refused_with_the_limit_and_opens_nothing(
+async def test_one_message_over_the_size_limit_is_refused_with_the_limit_and_opens_no_session(
     served: Any, http: httpx2.AsyncClient
 ) -> None:
     large = {"role": "user", "content": "x" * 5000}

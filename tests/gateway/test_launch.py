@@ -1,4 +1,4 @@
-"""`turnkeep launch` with programs that say what they were started with."""
+"""`turnkeep launch` with fake agents that print how they were started."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ async def launched(folder: Path, *arguments: str, **environment: str) -> Said:
 
 
 @pytest.mark.parametrize("name", [*AGENTS, "other"])
-async def test_an_agent_is_started_with_gateway_key_and_model(name: str, url: str, tmp_path: Path) -> None:
+async def test_launch_starts_an_agent_with_the_gateways_url_key_and_model(
+    name: str, url: str, tmp_path: Path
+) -> None:
     given = ("--flag", "a b", "--print")
     code, said, complained = await launched(
         tmp_path, "--gateway", f"{url}/v1/", name, *given, TURNKEEP_GATEWAY_KEY="secret-1"
@@ -79,13 +81,15 @@ async def test_an_agent_is_started_with_gateway_key_and_model(name: str, url: st
 
 
 @pytest.mark.parametrize(("context", "most"), [(8192, 512), (131_072, 32_000)])
-def test_claude_may_ask_for_a_small_share_of_a_small_context(context: int, most: int) -> None:
-    """It asks again, three times, after an answer that came to its limit."""
+def test_claude_codes_output_limit_shrinks_with_the_models_context(context: int, most: int) -> None:
+    """Claude asks three times more after an answer that hit its limit."""
     asked = start_of("claude", Door("http://127.0.0.1:1", "none", "m", context)).environment
     assert int(asked["CLAUDE_CODE_MAX_OUTPUT_TOKENS"]) == most
 
 
-async def test_a_prompt_that_was_shortened_is_not_called_too_long(url: str, tmp_path: Path) -> None:
+async def test_launch_warns_of_claudes_long_prompt_only_if_no_option_shortens_it(
+    url: str, tmp_path: Path
+) -> None:
     for options in (("--tools", "Bash"), ("--tools=Bash",), ("-p", "x", "--system-prompt", "Be brief.")):
         _, _, complained = await launched(tmp_path, "--gateway", url, "claude", *options)
         assert complained == ""
@@ -95,7 +99,7 @@ async def test_a_prompt_that_was_shortened_is_not_called_too_long(url: str, tmp_
     assert any(one in complained for one in shown)
 
 
-async def test_a_prompt_too_long_for_the_model_names_one_that_is_here(
+async def test_the_warning_of_a_too_long_prompt_names_a_downloaded_model_that_fits(
     url: str, tmp_path: Path, tiny_model: Path
 ) -> None:
     there = tmp_path / "data" / "models" / "long"
@@ -106,12 +110,14 @@ async def test_a_prompt_too_long_for_the_model_names_one_that_is_here(
     assert "; serve one that is here: --model long" in complained
 
 
-async def test_two_dashes_before_the_agent_s_arguments_are_not_its_own(url: str, tmp_path: Path) -> None:
+async def test_two_dashes_before_the_agents_arguments_are_not_passed_to_it(url: str, tmp_path: Path) -> None:
     _, printed, _ = await launched(tmp_path, "--gateway", url, "--print", "other", "--", "-p", "--", "x")
     assert shlex.split(printed)[-4:] == ["other", "-p", "--", "x"]
 
 
-async def test_what_cannot_be_launched(url: str, tmp_path: Path) -> None:
+async def test_launch_fails_with_the_reason_for_an_unknown_agent_gateway_or_model(
+    url: str, tmp_path: Path
+) -> None:
     for arguments, says in [
         (("nothing-there",), "known agents are aider, claude, cn, codex, opencode, pi"),
         (("--gateway", "http://127.0.0.1:1", "claude"), "gateway --listen 1` starts one"),
@@ -126,7 +132,7 @@ async def test_what_cannot_be_launched(url: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", AGENTS)
-async def test_an_agent_that_is_missing_comes_with_the_command_that_installs_it(
+async def test_launching_an_agent_that_is_not_installed_names_the_command_that_installs_it(
     name: str, url: str, tmp_path: Path
 ) -> None:
     missing = str(tmp_path / "nowhere" / name)
@@ -136,7 +142,7 @@ async def test_an_agent_that_is_missing_comes_with_the_command_that_installs_it(
 
 
 @pytest.mark.parametrize("answers", [b"HTTP/1.0 200 OK\r\n\r\n<html>", b'INFO {"server_id":"N"}\r\n'])
-async def test_what_answers_is_no_gateway(answers: bytes, tmp_path: Path) -> None:
+async def test_launch_refuses_an_address_where_another_server_answers(answers: bytes, tmp_path: Path) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(answers)

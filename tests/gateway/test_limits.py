@@ -1,4 +1,4 @@
-"""What a key may ask: limits in the file of keys, and the refusals beyond them."""
+"""Limits of API keys: how the key file sets them, and refusals beyond them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def refusal(key: Key) -> float | None:
         return fault.retry_after_s
 
 
-def test_requests_fill_up_again_by_the_minute() -> None:
+def test_the_request_limit_of_an_api_key_refills_with_time_up_to_one_minutes_worth() -> None:
     clock = Clock()
     key = Key("t", Limits(requests=6), clock)
     assert [refusal(key) for _ in range(7)] == [*[None] * 6, 10.0]
@@ -51,7 +51,7 @@ def test_requests_fill_up_again_by_the_minute() -> None:
     assert [refusal(key) for _ in range(7)][-2:] == [None, 10.0], "no more than a minute's are saved"
 
 
-def test_tokens_count_when_they_are_known() -> None:
+def test_an_api_key_that_overspent_its_tokens_is_refused_until_they_have_refilled() -> None:
     clock = Clock()
     key = Key("t", Limits(tokens=600), clock)
     key.spend(900)
@@ -60,7 +60,7 @@ def test_tokens_count_when_they_are_known() -> None:
     assert refusal(key) is None
 
 
-async def test_a_key_with_limits_gets_429_in_each_dialect_and_others_do_not(
+async def test_an_api_key_over_its_limit_gets_429_in_each_apis_shape_and_other_keys_do_not(
     local_worker: Start, door: Start, endless_model: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "keys").write_text("many acme requests=2/min\nfew acme tokens=30/min at_once=1\nany acme\n")
@@ -93,7 +93,7 @@ async def test_a_key_with_limits_gets_429_in_each_dialect_and_others_do_not(
         assert (await post("any")).status_code == 200
 
 
-async def test_requests_at_once_are_over_when_they_end_or_their_client_leaves(
+async def test_a_request_counts_towards_the_at_once_limit_until_it_ends_or_its_client_leaves(
     local_worker: Start, door: Start, endless_model: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "keys").write_text("few acme at_once=1\n")
@@ -117,7 +117,9 @@ async def test_requests_at_once_are_over_when_they_end_or_their_client_leaves(
 @pytest.mark.parametrize(
     "limits", ["requests=60", "requests=0/min", "at_once=4/min", "at_once=1 at_once=2", "speed=1/min", "9"]
 )
-def test_a_limit_that_is_none_is_refused_with_its_line(tmp_path: Path, limits: str) -> None:
+def test_an_invalid_limit_in_the_key_file_is_refused_with_its_line_number(
+    tmp_path: Path, limits: str
+) -> None:
     (tmp_path / "keys").write_text(f"# a comment\nk acme {limits}\n")
     with pytest.raises(TurnkeepError, match=r"line 2: .* is no limit"):
         Keys.read(tmp_path / "keys")

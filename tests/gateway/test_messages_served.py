@@ -1,4 +1,4 @@
-"""Anthropic's API over HTTP: the same conversations and streams, in its words."""
+"""Anthropic's API over HTTP: the same conversations and streams in its shape."""
 
 from __future__ import annotations
 
@@ -112,7 +112,9 @@ async def ask(http: httpx2.AsyncClient, *said: dict[str, Any], **more: Any) -> t
     return answer.json(), answer.headers["x-turnkeep-session"].split()[1]
 
 
-async def test_an_answer(http: httpx2.AsyncClient) -> None:
+async def test_an_answer_of_the_messages_api_has_anthropics_fields_and_usage(
+    http: httpx2.AsyncClient,
+) -> None:
     answer, how = await ask(http, user("Hello."), system="Answer in rhymes.")
     (block,) = answer["content"]
     assert (block["type"], len(block["text"]), how) == ("text", 8, "begun")
@@ -135,7 +137,9 @@ async def test_an_answer(http: httpx2.AsyncClient) -> None:
     assert answer["usage"]["output_tokens"] == 8
 
 
-async def test_a_stream_says_the_same_as_an_answer(http: httpx2.AsyncClient) -> None:
+async def test_a_stream_of_the_messages_api_has_the_same_text_as_a_whole_answer(
+    http: httpx2.AsyncClient,
+) -> None:
     more = {"seed": 5, "temperature": 0.9, "max_tokens": 30}
     whole, _ = await ask(http, user("Hello."), **more)
     streamed = await http.post(PATH, json=body(user("Hello."), stream=True, **more))
@@ -152,7 +156,7 @@ async def test_a_stream_says_the_same_as_an_answer(http: httpx2.AsyncClient) -> 
     assert (last["usage"]["output_tokens"], stopped) == (30, {"type": "message_stop"})
 
 
-async def test_of_a_conversation_that_is_sent_whole_only_what_is_new_is_prefilled(
+async def test_a_conversation_sent_in_full_to_the_messages_api_prefills_only_its_new_messages(
     http: httpx2.AsyncClient,
 ) -> None:
     """Contents are strings once and blocks the next time; cache markers and the billing line move."""
@@ -175,7 +179,9 @@ async def test_of_a_conversation_that_is_sent_whole_only_what_is_new_is_prefille
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_call_and_its_result(http: httpx2.AsyncClient, *, stream: bool) -> None:
+async def test_a_tool_call_of_the_messages_api_and_its_result_continue_the_session(
+    http: httpx2.AsyncClient, *, stream: bool
+) -> None:
     more = {"tools": [TOOL], "temperature": 0, "max_tokens": 1}
     called = body(user("Weather?"), **more, logit_bias={str(CALL): 100}, stream=stream)
     first = await http.post(PATH, json=called)
@@ -199,7 +205,9 @@ async def test_a_call_and_its_result(http: httpx2.AsyncClient, *, stream: bool) 
     assert second["usage"]["cache_read_input_tokens"] == before - 1
 
 
-async def test_tokens_are_counted_without_an_answer(served: Any, http: httpx2.AsyncClient) -> None:
+async def test_count_tokens_equals_the_usage_of_an_answer_and_opens_no_session(
+    served: Any, http: httpx2.AsyncClient
+) -> None:
     answer, _ = await ask(http, user("Hello."), system=SYSTEM)
     asked = {"model": "m", "messages": [user("Hello.")], "system": SYSTEM}
     counted = await http.post(f"{PATH}/count_tokens", json=asked)
@@ -212,7 +220,7 @@ async def test_tokens_are_counted_without_an_answer(served: Any, http: httpx2.As
     assert len(served.index.sessions) == 2
 
 
-async def test_errors_have_anthropics_shape(http: httpx2.AsyncClient) -> None:
+async def test_errors_of_the_messages_api_have_anthropics_shape(http: httpx2.AsyncClient) -> None:
     for sent, says in [
         (body(user([7])), "with a type"),
         (body(user([{"type": "text"}])), "must have a text"),
@@ -245,7 +253,9 @@ async def test_errors_have_anthropics_shape(http: httpx2.AsyncClient) -> None:
         assert (head.removeprefix("prompt is too long: ").isdigit(), tail) == (True, "2048 maximum")
 
 
-async def test_a_key_is_needed(served: Any, http: httpx2.AsyncClient, tmp_path: Path) -> None:
+async def test_a_request_to_the_messages_api_needs_a_key_if_the_gateway_has_keys(
+    served: Any, http: httpx2.AsyncClient, tmp_path: Path
+) -> None:
     (tmp_path / "keys").write_text("secret-1 acme\n")
     served.gateway._keys = Keys.read(tmp_path / "keys")
     refused = await http.post(PATH, json=body(user("a")))
@@ -254,7 +264,7 @@ async def test_a_key_is_needed(served: Any, http: httpx2.AsyncClient, tmp_path: 
     assert taken.status_code == 200
 
 
-def test_messages_are_read() -> None:
+def test_anthropic_messages_are_read_into_system_user_assistant_and_tool_messages() -> None:
     turn = read(
         user("Weather?"),
         assistant(
@@ -281,7 +291,7 @@ def test_messages_are_read() -> None:
     assert [one.role for one in read(system=[text(BILLING.format(1))]).messages] == ["user"]
 
 
-def test_options_are_read() -> None:
+def test_anthropic_options_are_mapped_to_turnkeeps_options() -> None:
     turn = read(
         max_tokens=2**40,
         stop_sequences=["a"],
@@ -322,7 +332,7 @@ def test_options_are_read() -> None:
     assert "tools" not in read(tools=[{"type": "web_search_20250305", "name": "web_search"}]).options
 
 
-def test_what_clients_change_makes_no_other_conversation() -> None:
+def test_cache_markers_billing_lines_and_thinking_do_not_change_the_conversation() -> None:
     thinking = {"type": "thinking", "thinking": "Hm.", "signature": "s"}
     plain = end_of(user("Hello."), assistant("Yes."), user("Well?"), system="A")
     marked = text("Hello.", cache_control={"type": "ephemeral"})
@@ -332,7 +342,7 @@ def test_what_clients_change_makes_no_other_conversation() -> None:
     assert plain != end_of(user("Hello."), assistant("Yes."), user("Well!"), system="A")
 
 
-def test_the_blocks_of_an_answer_and_of_its_stream() -> None:
+def test_an_answer_and_its_stream_have_thinking_text_and_tool_use_blocks_in_order() -> None:
     call = Called(id="c1", function=CalledFunction(name="f", arguments='{"a": 1}'))
     done = generated("tool_calls", text="\n\nSo.", reasoning="Hm.", tool_calls=(call,))
     whole = messages.whole(read(), "x", 5, [done])
@@ -383,7 +393,7 @@ def test_the_blocks_of_an_answer_and_of_its_stream() -> None:
         ("given_up", "max_tokens"),
     ],
 )
-def test_reasons(reason: str, shown: str) -> None:
+def test_each_finish_reason_maps_to_an_anthropic_stop_reason(reason: str, shown: str) -> None:
     assert messages.whole(read(), "x", 5, [generated(reason)])["stop_reason"] == shown
 
 
@@ -428,7 +438,9 @@ async def test_the_stop_sequence_that_ended_an_answer_is_named(http: httpx2.Asyn
         (Fault(403, "no"), "permission_error", "no"),
     ],
 )
-def test_kinds_of_errors(fault: Fault, kind: str, says: str | None) -> None:
+def test_each_fault_maps_to_an_anthropic_error_type_and_message(
+    fault: Fault, kind: str, says: str | None
+) -> None:
     error = anthropic.error(fault)["error"]
     assert error["type"] == kind
     assert error["message"] == (says or fault.message)

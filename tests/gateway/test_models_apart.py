@@ -1,4 +1,4 @@
-"""A gateway with several models, of which each has a prefix of its own."""
+"""A gateway with several models, each with its own prefix."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def ask(served: Any, model: str, said: str, **more: Any) -> Any:
     return await made(model=model, input=said, max_output_tokens=2, **more)
 
 
-async def test_a_model_without_a_worker_is_listed_without_a_context(
+async def test_a_model_without_a_worker_is_listed_without_a_context_and_answers_503(
     served: Any, http: httpx2.AsyncClient
 ) -> None:
     listed = (await http.get("/v1/models")).json()["data"]
@@ -39,7 +39,7 @@ async def test_a_model_without_a_worker_is_listed_without_a_context(
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
 
 
-async def test_models_share_no_conversation_but_find_each_other_s_answers(served: Any) -> None:
+async def test_models_share_no_sessions_but_one_can_continue_anothers_answer_by_its_id(served: Any) -> None:
     first = await ask(served, "one", "Hello.")
     answer = first.parse()
     assert answer.model == "one"

@@ -1,4 +1,4 @@
-"""Ollama's API, and what programs for LM Studio ask beside OpenAI's: read, answered and streamed."""
+"""Ollama's API, and what LM Studio's clients use beside OpenAI's: read, answered and streamed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def lines(answer: httpx2.Response) -> list[dict[str, Any]]:
     return [json.loads(line) for line in answer.text.splitlines()]
 
 
-def test_options_have_other_names() -> None:
+def test_ollamas_options_are_mapped_to_turnkeeps_options() -> None:
     given = {
         "num_predict": 5,
         "repeat_penalty": 1.5,
@@ -61,7 +61,7 @@ def test_options_have_other_names() -> None:
         assert refused.value.param == param
 
 
-def test_formats_and_thinking() -> None:
+def test_ollamas_format_and_think_fields_set_response_format_and_reasoning_budget() -> None:
     schema = {"type": "object"}
     assert read(format="json").options["response_format"] == {"type": "json_object"}
     wanted = {"type": "json_schema", "json_schema": {"schema": schema, "strict": False}}
@@ -73,7 +73,7 @@ def test_formats_and_thinking() -> None:
     assert not read(keep_alive="5m").warnings
 
 
-def test_results_are_those_of_the_calls_before() -> None:
+def test_ollamas_tool_results_are_matched_to_calls_by_tool_name() -> None:
     calls = [{"function": {"name": name, "arguments": {"x": 1}}} for name in ("a", "b")]
     results = [{"role": "tool", "tool_name": name, "content": name} for name in ("b", "a")]
     turn = read(messages=[*HELLO, {"role": "assistant", "tool_calls": calls}, *results])
@@ -87,7 +87,9 @@ def test_results_are_those_of_the_calls_before() -> None:
         read(messages=[{"role": "judge", "content": "a"}])
 
 
-async def test_a_chat_is_answered_and_streamed(http: httpx2.AsyncClient) -> None:
+async def test_ollamas_chat_endpoint_answers_whole_and_streamed_and_continues_the_session(
+    http: httpx2.AsyncClient,
+) -> None:
     body = {"model": "m:latest", "messages": HELLO, "options": {"num_predict": 8, "temperature": 0}}
     whole = (await http.post("/api/chat", json={**body, "stream": False})).json()
     assert (whole["model"], whole["done"], whole["done_reason"], whole["eval_count"]) == (
@@ -110,7 +112,7 @@ async def test_a_chat_is_answered_and_streamed(http: httpx2.AsyncClient) -> None
     assert first.json()["message"] == second.json()["message"]
 
 
-def test_calls_and_reasoning_are_written() -> None:
+def test_ollamas_answers_have_tool_calls_and_reasoning_whole_and_streamed() -> None:
     turn = read(tools=[TOOL])
     done = generated("tool_calls", ("c1", "weather", '{"city": "Rome"}'), text="So.", reasoning="Hm.")
     calls = [{"function": {"name": "weather", "arguments": {"city": "Rome"}}}]
@@ -130,7 +132,9 @@ def test_calls_and_reasoning_are_written() -> None:
     assert (thought["response"], thought["thinking"]) == ("So.", "Hm.")
 
 
-async def test_a_prompt_is_answered(http: httpx2.AsyncClient) -> None:
+async def test_ollamas_generate_endpoint_answers_a_prompt_whole_and_streamed(
+    http: httpx2.AsyncClient,
+) -> None:
     body = {"model": "m", "prompt": "Once", "options": {"num_predict": 6, "temperature": 0}}
     whole = (await http.post("/api/generate", json={**body, "stream": False})).json()
     streamed = lines(await http.post("/api/generate", json=body))
@@ -142,7 +146,7 @@ async def test_a_prompt_is_answered(http: httpx2.AsyncClient) -> None:
     assert (refused.status_code, refused.json()) == (400, {"error": "suffix is not supported"})
 
 
-async def test_a_request_without_a_prompt_loads_nothing(http: httpx2.AsyncClient) -> None:
+async def test_an_ollama_request_without_a_prompt_reports_load_or_unload(http: httpx2.AsyncClient) -> None:
     for path, more in (("generate", {}), ("chat", {"messages": []})):
         loaded = (await http.post(f"/api/{path}", json={"model": "m", **more})).json()
         assert (loaded["done"], loaded["done_reason"]) == (True, "load")
@@ -150,7 +154,7 @@ async def test_a_request_without_a_prompt_loads_nothing(http: httpx2.AsyncClient
         assert left["done_reason"] == "unload"
 
 
-async def test_models_are_listed_as_each_program_wants(http: httpx2.AsyncClient) -> None:
+async def test_models_are_listed_in_the_shapes_of_ollama_and_lm_studio(http: httpx2.AsyncClient) -> None:
     (listed,) = (await http.get("/api/tags")).json()["models"]
     (running,) = (await http.get("/api/ps")).json()["models"]
     assert listed["name"] == running["model"]
@@ -163,7 +167,9 @@ async def test_models_are_listed_as_each_program_wants(http: httpx2.AsyncClient)
     assert (studio["id"], studio["state"], studio["max_context_length"]) == (listed["name"], "loaded", 2048)
 
 
-async def test_what_is_not_there_is_refused_in_words(http: httpx2.AsyncClient) -> None:
+async def test_ollama_requests_that_cannot_be_served_are_refused_with_the_reason(
+    http: httpx2.AsyncClient,
+) -> None:
     for name, words in [("embeddings", "/api/embed"), ("pull", "turnkeep model")]:
         refused = await http.post(f"/api/{name}", json={"model": "m"})
         assert (refused.status_code, words in refused.json()["error"]) == (501, True)
@@ -172,8 +178,10 @@ async def test_what_is_not_there_is_refused_in_words(http: httpx2.AsyncClient) -
     assert (refused.status_code, "maximum context length" in refused.json()["error"]) == (400, True)
 
 
-async def test_texts_become_tokens_and_tokens_texts(http: httpx2.AsyncClient, served: Any) -> None:
-    """As a prompt has them. The model's tokens are bytes."""
+async def test_the_tokenize_and_detokenize_endpoints_convert_texts_and_tokens(
+    http: httpx2.AsyncClient, served: Any
+) -> None:
+    """The tokens of a prompt; this model's are bytes."""
     text = "Héllo \U0001f600."
     told = (await http.post("/tokenize", json={"content": text})).json()
     assert told["count"] == len(told["tokens"]) == len(text.encode())

@@ -36,7 +36,7 @@ def asked(**more: Any) -> Turn:
     return chat.read(json.dumps({"messages": SAID, **more}).encode())
 
 
-def test_minus_one_is_no_limit_and_no_seed() -> None:
+def test_minus_one_means_no_limit_or_no_seed_in_each_api() -> None:
     for turn in (
         asked(max_tokens=-1),
         asked(max_completion_tokens=-1.0),
@@ -54,7 +54,7 @@ def test_minus_one_is_no_limit_and_no_seed() -> None:
         asked(max_tokens=-2)
 
 
-def test_what_only_other_servers_have_means_the_same_in_each_api() -> None:
+def test_options_of_other_servers_are_accepted_in_each_api_without_warnings() -> None:
     given = {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.2, "min_tokens": 3, "ignore_eos": True}
     given |= {"frequency_penalty": 0.5, "presence_penalty": -0.5, "chat_template_kwargs": {"a": 1}}
     for turn in (
@@ -89,11 +89,13 @@ def test_an_integer_may_be_written_as_a_float() -> None:
         (responses.read, {"input": "a", "max_tokens": 5, "truncation": "auto"}, ["max_tokens", "truncation"]),
     ],
 )  # fmt: skip
-def test_fields_without_effect_are_warned_of(read: Any, body: dict[str, Any], warned: list[str]) -> None:
+def test_fields_without_effect_are_named_in_warnings(
+    read: Any, body: dict[str, Any], warned: list[str]
+) -> None:
     assert [str(one.where) for one in read(json.dumps(body).encode()).warnings] == warned
 
 
-async def test_a_header_names_fields_without_effect_also_of_a_stream_and_of_a_refusal(
+async def test_the_warnings_header_names_fields_without_effect_on_answers_streams_and_refusals(
     http: httpx2.AsyncClient,
 ) -> None:
     for more, status in [({}, 200), ({"stream": True}, 200), ({"logit_bias": {"99999": 1}}, 400)]:
@@ -103,7 +105,7 @@ async def test_a_header_names_fields_without_effect_also_of_a_stream_and_of_a_re
     assert "x-turnkeep-warnings" not in (await http.post(CHAT, json=HELLO)).headers
 
 
-async def test_bodies_may_be_compressed_and_the_limit_holds_for_what_they_are(
+async def test_bodies_may_be_compressed_and_the_size_limit_applies_to_the_decompressed_body(
     http: httpx2.AsyncClient,
 ) -> None:
     body = json.dumps(HELLO).encode()
@@ -132,7 +134,7 @@ async def test_a_path_may_end_with_a_slash(http: httpx2.AsyncClient) -> None:
     assert 'path="/v1/chat/completions",status="200"' in (await http.get("/metrics/")).text
 
 
-async def test_half_a_surrogate_pair_is_replaced(http: httpx2.AsyncClient) -> None:
+async def test_requests_with_half_a_surrogate_pair_are_answered(http: httpx2.AsyncClient) -> None:
     for text in (rb"a\ud800", rb"\udc00b", rb"\ud83d\u0041", rb"\\\ud83d", rb"\ud800\ud83d\ude00"):
         said = b'"messages": [{"role": "user", "content": "%b"}]' % text
         tools = b'"tools": [{"type": "function", "function": {"name": "f", "description": "%b"}}]' % text
@@ -151,12 +153,12 @@ async def test_half_a_surrogate_pair_is_replaced(http: httpx2.AsyncClient) -> No
         (r"\ud800\ud83d\ude00", "\ufffd\U0001f600"),
     ],
 )
-def test_only_half_a_pair_is_replaced(sent: str, text: str) -> None:
+def test_only_unpaired_surrogates_are_replaced_in_a_message(sent: str, text: str) -> None:
     body = '{"messages": [{"role": "user", "content": "%s"}]}' % sent  # noqa: UP031  # JSON has braces
     assert chat.read(body.encode()).messages[0].content == text  # type: ignore[index]
 
 
-def test_a_broken_escape_is_still_no_json() -> None:
+def test_a_broken_escape_is_refused_as_invalid_json() -> None:
     for body in (rb'{"messages": "\ud8"}', rb'{"messages": "\ud800', rb'"\x"'):
         with pytest.raises(Fault, match="not JSON"):
             decoded(chat.DECODER, body)
@@ -174,7 +176,7 @@ def test_a_broken_escape_is_still_no_json() -> None:
     ids=lambda schema: [*schema][-1],
 )
 @pytest.mark.parametrize("strict", [None, False, True])
-async def test_a_schema_that_is_not_strict_is_best_effort(
+async def test_a_schema_with_unsupported_keywords_gets_a_warning_or_a_refusal_if_strict(
     http: httpx2.AsyncClient, schema: dict[str, Any], strict: bool | None
 ) -> None:
     described = {"name": "a", "schema": schema} | ({} if strict is None else {"strict": strict})

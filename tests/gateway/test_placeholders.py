@@ -1,4 +1,4 @@
-"""Blocks that no model here can read never end a conversation, in any dialect, unless that is asked for."""
+"""Content that the model cannot read becomes a placeholder in each API, unless a setting refuses it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def read(dialect: str, *said: dict[str, Any], **more: Any) -> Turn:
          "[code_execution_tool_result: this model cannot read it]"),
     ],
 )  # fmt: skip
-def test_a_block_becomes_its_text_or_a_placeholder(dialect: str, block: Any, text: str) -> None:
+def test_a_content_block_becomes_its_text_or_a_placeholder(dialect: str, block: Any, text: str) -> None:
     turn = read(dialect, user([{"type": "input_text", "text": "See: "}, block]))
     assert [one.content for one in turn.messages or ()] == [f"See: {text}"]
     is_known = isinstance(block, str) or block["type"] == "thinking"
@@ -73,7 +73,7 @@ def test_a_block_becomes_its_text_or_a_placeholder(dialect: str, block: Any, tex
     assert all(one.is_lost == text.startswith("[") for one in turn.warnings)
 
 
-def test_blocks_of_the_system_prompt_of_answers_and_of_results_of_tools() -> None:
+def test_unreadable_blocks_in_system_prompts_answers_and_tool_results_become_placeholders() -> None:
     picture = PICTURES["messages"]
     call = {"type": "tool_use", "id": "a", "name": "look", "input": {"at": 1}}
     result = {"type": "tool_result", "tool_use_id": "a", "content": [picture, {"type": "text", "text": "!"}]}
@@ -118,7 +118,7 @@ def test_blocks_of_the_system_prompt_of_answers_and_of_results_of_tools() -> Non
     assert [one.where for one in turn.warnings] == ["messages[1].tool_calls[0]"]
 
 
-def test_a_tool_may_have_returned_nothing() -> None:
+def test_a_tool_result_without_content_is_read_as_empty_text() -> None:
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     said = [user("Go."), {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "a"}]
     assert [one.content for one in read("chat", *said).messages or ()] == ["Go.", None, ""]
@@ -131,7 +131,7 @@ def test_a_tool_may_have_returned_nothing() -> None:
     assert [one.content for one in told.messages or ()] == ["Go.", "", ""]
 
 
-def test_items_of_all_types_are_taken() -> None:
+def test_items_of_unsupported_types_in_the_responses_api_become_placeholders_with_warnings() -> None:
     turn = read(
         "responses",
         {"type": "compaction", "encrypted_content": "x"},
@@ -160,7 +160,7 @@ def test_items_of_all_types_are_taken() -> None:
 
 @pytest.mark.parametrize("dialect", READ)
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
-async def test_a_conversation_with_an_image_goes_on_in_its_session(
+async def test_a_conversation_with_an_image_continues_in_its_session(
     dialect: str, is_streamed: bool, local_worker: Start, door: Start
 ) -> None:
     worker = await local_worker()
@@ -187,7 +187,9 @@ async def test_a_conversation_with_an_image_goes_on_in_its_session(
         assert second.headers["x-turnkeep-session"] == f"{name} continued"
 
 
-async def test_a_setting_refuses_what_cannot_be_read(local_worker: Start, door: Start) -> None:
+async def test_a_gateway_without_placeholders_refuses_blocks_that_the_model_cannot_read(
+    local_worker: Start, door: Start
+) -> None:
     worker = await local_worker()
     served = await door(worker.settings.nats, worker.settings.prefix, placeholders=False)
     async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
@@ -200,7 +202,7 @@ async def test_a_setting_refuses_what_cannot_be_read(local_worker: Start, door: 
         assert answer.headers["x-turnkeep-warnings"].endswith("search_result read as text")
 
 
-async def test_a_count_of_tokens_names_what_it_replaced(local_worker: Start, door: Start) -> None:
+async def test_a_token_count_warns_of_the_blocks_it_replaced(local_worker: Start, door: Start) -> None:
     worker = await local_worker()
     served = await door(worker.settings.nats, worker.settings.prefix)
     async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
@@ -211,7 +213,7 @@ async def test_a_count_of_tokens_names_what_it_replaced(local_worker: Start, doo
 
 
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
-async def test_what_the_worker_told_the_model_in_another_form_is_in_the_header(
+async def test_the_warnings_header_says_that_a_developer_message_was_rendered_as_system(
     is_streamed: bool, local_worker: Start, door: Start
 ) -> None:
     worker = await local_worker()

@@ -1,4 +1,4 @@
-"""A last message of the assistant is the beginning of the answer, which has only what follows."""
+"""If the assistant's message is the last, the answer continues it and has only the rest."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def ask(
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES])
 @pytest.mark.parametrize("restarts", [False, True])
-async def test_a_prefilled_answer_goes_on_and_its_conversation_is_found(
+async def test_a_prefilled_answer_is_continued_and_its_conversation_is_found_by_the_joined_text(
     served: Any, http: httpx2.AsyncClient, door: Start, path: str, *, restarts: bool
 ) -> None:
     said, num_prompt, _, how = await ask(http, path, BEGUN)
@@ -61,7 +61,9 @@ async def test_a_prefilled_answer_goes_on_and_its_conversation_is_found(
 
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES])
-async def test_a_prefilled_question_that_is_asked_again_is_found(http: httpx2.AsyncClient, path: str) -> None:
+async def test_a_repeated_request_with_a_prefilled_answer_forks_the_known_conversation(
+    http: httpx2.AsyncClient, path: str
+) -> None:
     first, num_prompt, _, _ = await ask(http, path, BEGUN)
     again, same, cached, how = await ask(http, path, BEGUN)
     assert (how, same, again != first) == ("forked", num_prompt, True)
@@ -76,7 +78,7 @@ async def test_a_prefilled_question_that_is_asked_again_is_found(http: httpx2.As
     assert (again, how) == (certain, "repeated")
 
 
-async def test_the_answer_is_the_one_that_the_worker_gives_after_the_prefix(
+async def test_a_prefilled_answer_equals_the_workers_own_answer_after_the_prefix(
     served: Any, http: httpx2.AsyncClient
 ) -> None:
     said, num_prompt, _, _ = await ask(http, MESSAGES, BEGUN, temperature=0)
@@ -98,7 +100,9 @@ async def test_the_answer_is_the_one_that_the_worker_gives_after_the_prefix(
     assert (await session.generate(**asked)).text != plain, "it has other tokens before it"
 
 
-async def test_what_cannot_be_prefilled_is_refused(http: httpx2.AsyncClient) -> None:
+async def test_a_request_that_cannot_prefill_its_answer_is_refused_with_the_reason(
+    http: httpx2.AsyncClient,
+) -> None:
     function = {"type": "function", "function": {"name": "f", "parameters": TOOL}}
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     used = {"type": "tool_use", "id": "c1", "name": "f", "input": {}}

@@ -1,4 +1,4 @@
-"""What is refused over HTTP, and how: statuses and errors in OpenAI's shape."""
+"""Refusals over HTTP: their statuses, and errors in OpenAI's shape."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def content(part: Any) -> dict[str, Any]:
     return said(messages=[{"role": "user", "content": [part]}])
 
 
-async def test_what_would_change_the_answer_and_is_not_there_is_refused_by_name(
+async def test_an_invalid_or_unsupported_field_is_refused_with_its_name(
     http: httpx2.AsyncClient,
 ) -> None:
     call = {"role": "assistant", "tool_calls": [{"id": "a", "type": "custom"}]}
@@ -102,7 +102,7 @@ async def test_what_would_change_the_answer_and_is_not_there_is_refused_by_name(
         assert error["param"].partition("[")[0] in {*body}, body
 
 
-async def test_what_does_not_change_the_answer_is_ignored(http: httpx2.AsyncClient) -> None:
+async def test_fields_that_do_not_change_the_answer_are_accepted(http: httpx2.AsyncClient) -> None:
     more = {
         "user": "u",
         "store": True,
@@ -123,7 +123,7 @@ async def test_what_does_not_change_the_answer_is_ignored(http: httpx2.AsyncClie
     assert (await http.post(CHAT, json=said(**more, stop=["."], seed=1))).status_code == 200
 
 
-async def test_bodies_that_are_no_requests(http: httpx2.AsyncClient) -> None:
+async def test_bodies_that_are_not_valid_json_or_too_large_are_refused(http: httpx2.AsyncClient) -> None:
     for body, status in [
         (b"", 400),
         (b"{", 400),
@@ -146,7 +146,9 @@ async def test_bodies_that_are_no_requests(http: httpx2.AsyncClient) -> None:
     assert (await http.post(CHAT, json=HELLO)).status_code == 200
 
 
-async def test_other_paths_and_methods(http: httpx2.AsyncClient) -> None:
+async def test_health_and_models_are_served_and_unknown_paths_and_methods_are_refused(
+    http: httpx2.AsyncClient,
+) -> None:
     assert (await http.head("/")).status_code == 200
     assert (await http.get("/health")).json()["status"] == "ok"
     models = (await http.get("/v1/models")).json()
@@ -168,7 +170,7 @@ async def test_other_paths_and_methods(http: httpx2.AsyncClient) -> None:
         assert (answer.status_code, says in answer.json()["error"]["message"]) == (status, True), path
 
 
-async def test_a_page_of_another_site_may_not_ask(http: httpx2.AsyncClient) -> None:
+async def test_a_request_from_a_page_of_another_site_is_refused(http: httpx2.AsyncClient) -> None:
     for origin, status in [("https://a.example", 403), ("null", 403), ("http://localhost:3000", 200)]:
         answer = await http.post(CHAT, json=HELLO, headers={"origin": origin})
         assert answer.status_code == status
@@ -176,7 +178,7 @@ async def test_a_page_of_another_site_may_not_ask(http: httpx2.AsyncClient) -> N
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_conversation_that_is_too_long_is_refused_in_openais_words(
+async def test_a_conversation_longer_than_the_context_is_refused_in_openais_words(
     served: Any, *, stream: bool
 ) -> None:
     long = [{"role": "user", "content": "word " * 500}]
@@ -228,13 +230,17 @@ async def test_messages_larger_than_a_nats_message_are_refused_and_leave_no_sess
     ],
     ids=str,
 )
-def test_errors_of_the_protocol_have_a_status(error: TurnkeepError, status: int, code: str | None) -> None:
+def test_each_protocol_error_maps_to_an_http_status_and_code(
+    error: TurnkeepError, status: int, code: str | None
+) -> None:
     fault = fault_of(error)
     assert (fault.status, fault.code) == (status, code)
     assert error.args[0].partition(": ")[2] in fault.message
 
 
-async def test_without_max_tokens_the_context_is_the_limit(served: Any, local_worker: Start) -> None:
+async def test_a_huge_max_tokens_generates_until_the_context_is_full(
+    served: Any, local_worker: Start
+) -> None:
     bias = {"2": -100}  # no end of the turn
     answer = await served.openai.chat.completions.create(
         model="m", **HELLO | {"max_tokens": 9**9, "logit_bias": bias}
@@ -243,10 +249,10 @@ async def test_without_max_tokens_the_context_is_the_limit(served: Any, local_wo
     assert answer.usage.total_tokens == 2048
 
 
-async def test_an_invalid_message_of_the_worker_is_not_the_clients_fault(
+async def test_an_invalid_message_from_the_worker_is_a_server_error(
     served: Any, http: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As of a worker whose log probabilities are no numbers: JSON has null for them."""
+    """Such as a log probability that is null instead of a number."""
 
     def broken(body: bytes) -> Any:
         return decode_chunk(body.replace(b'"logprob":-', b'"logprob":null,"was":-'))
@@ -260,7 +266,7 @@ async def test_an_invalid_message_of_the_worker_is_not_the_clients_fault(
 
 
 @pytest.mark.process
-async def test_health_knows_at_once_that_a_worker_or_the_server_is_gone(
+async def test_health_reports_at_once_that_the_worker_or_the_nats_server_is_gone(
     worker_process: Start, door: Start
 ) -> None:
     process = worker_process()
@@ -281,7 +287,9 @@ async def test_health_knows_at_once_that_a_worker_or_the_server_is_gone(
                 process.start()
 
 
-async def test_a_page_and_a_document_say_where_to_go(served: Any, http: httpx2.AsyncClient) -> None:
+async def test_the_root_page_shows_the_api_url_and_openapi_json_lists_all_routes(
+    served: Any, http: httpx2.AsyncClient
+) -> None:
     page = await http.get("/", headers={"accept": "text/html,*/*"})
     assert page.headers["content-type"].startswith("text/html")
     assert f"<code>{served.url}/v1</code>" in page.text
@@ -299,7 +307,9 @@ async def test_a_page_and_a_document_say_where_to_go(served: Any, http: httpx2.A
         assert one.partition('"')[0].rpartition("/")[2] in told["components"]["schemas"]
 
 
-async def test_without_a_worker(served: Any, http: httpx2.AsyncClient) -> None:
+async def test_requests_without_a_worker_get_503_and_the_command_that_starts_one(
+    served: Any, http: httpx2.AsyncClient
+) -> None:
     await served.worker.stop()
     await asyncio.sleep(1.1)
     for answer in (
@@ -315,7 +325,7 @@ async def test_without_a_worker(served: Any, http: httpx2.AsyncClient) -> None:
         assert answer.headers["retry-after"] == "5"
 
 
-async def test_keys_are_of_tenants_that_share_nothing(
+async def test_keys_belong_to_tenants_that_share_no_sessions_and_a_wrong_key_is_refused(
     local_worker: Start, door: Start, tmp_path: Path
 ) -> None:
     file = tmp_path / "keys"
@@ -341,7 +351,7 @@ async def test_keys_are_of_tenants_that_share_nothing(
 @pytest.mark.parametrize(
     ("text", "says"), [("a", "line 1"), ("a b c", "line 1"), ("\na b.c", "line 2"), ("# a b", "no keys")]
 )
-def test_a_bad_file_of_keys_is_refused(tmp_path: Path, text: str, says: str) -> None:
+def test_an_invalid_key_file_is_refused_with_the_reason(tmp_path: Path, text: str, says: str) -> None:
     (tmp_path / "keys").write_text(text)
     with pytest.raises(TurnkeepError, match=says):
         Keys.read(tmp_path / "keys")
@@ -349,7 +359,7 @@ def test_a_bad_file_of_keys_is_refused(tmp_path: Path, text: str, says: str) -> 
         Keys.read(tmp_path / "none")
 
 
-async def test_a_refused_conversation_leaves_nothing_in_the_log(local_worker: Start, door: Start) -> None:
+async def test_the_session_of_a_refused_conversation_is_forgotten(local_worker: Start, door: Start) -> None:
     worker = await local_worker()
     served = await door(worker.settings.nats, worker.settings.prefix)
     with pytest.raises(openai.BadRequestError, match="maximum context length"):

@@ -27,7 +27,7 @@ async def served(local_worker: Start, door: Start, reranker: Path) -> Any:
 
 
 @pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank", "/rerank"])
-async def test_the_best_documents_come_first_by_their_place_in_the_request(
+async def test_documents_are_ranked_by_score_and_named_by_their_index_in_the_request(
     served: Any, http: httpx2.AsyncClient, path: str
 ) -> None:
     """As Jina's clients read them, and those of llama.cpp's server."""
@@ -49,7 +49,9 @@ async def test_the_best_documents_come_first_by_their_place_in_the_request(
 @pytest.mark.packaging
 @pytest.mark.registry
 @pytest.mark.timeout(300)
-async def test_coheres_client_ranks_by_both_versions_of_its_api(served: Any, tmp_path: Path) -> None:
+async def test_coheres_client_ranks_documents_with_both_versions_of_its_api(
+    served: Any, tmp_path: Path
+) -> None:
     venv.create(tmp_path / "venv")
     python = tmp_path / "venv" / "bin" / "python"
     uv = Path(sys.executable).with_name("uv")
@@ -73,14 +75,14 @@ except cohere.BadRequestError as error:
     assert param == "documents"
 
 
-async def test_an_instruction_says_what_is_searched_for(served: Any, http: httpx2.AsyncClient) -> None:
+async def test_an_instruction_is_passed_to_the_reranker(served: Any, http: httpx2.AsyncClient) -> None:
     asked = {"query": QUERY, "documents": DOCUMENTS[:1]}
     told = (await http.post("/v1/rerank", json=asked | {"instruction": "Find poems"})).json()
     (expected,) = (await served.client.rerank(**asked, instruction="Find poems")).scores
     assert told["results"] == [{"index": 0, "relevance_score": pytest.approx(expected, abs=1e-6)}]
 
 
-async def test_more_documents_than_a_message_takes_and_their_length_are_up_to_the_client(
+async def test_many_documents_are_ranked_and_long_ones_are_cut_or_refused_as_requested(
     served: Any, http: httpx2.AsyncClient
 ) -> None:
     long = {"query": QUERY, "documents": ["words " * 2000, *DOCUMENTS * 10], "max_tokens_per_doc": 20}
@@ -103,14 +105,16 @@ async def test_more_documents_than_a_message_takes_and_their_length_are_up_to_th
         ({"documents": ["a"], "max_tokens_per_doc": 0}, "max_tokens_per_doc"),
     ],
 )
-async def test_what_cannot_be_ranked_is_refused_by_its_field(
+async def test_an_invalid_rerank_request_is_refused_with_the_field_at_fault(
     http: httpx2.AsyncClient, body: dict[str, Any], param: str
 ) -> None:
     answer = await http.post("/v1/rerank", json={"query": QUERY, **body})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
-async def test_another_model_says_which_one_would(local_worker: Start, door: Start, tiny_model: Path) -> None:
+async def test_a_model_that_cannot_rerank_refuses_and_names_one_that_can(
+    local_worker: Start, door: Start, tiny_model: Path
+) -> None:
     worker = await local_worker(model=str(tiny_model))
     found = await door(worker.settings.nats, worker.settings.prefix)
     async with httpx2.AsyncClient(base_url=found.url) as http:

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API over HTTP: the same conversations and streams, in its words."""
+"""OpenAI's Responses API over HTTP: the same conversations and streams in its shape."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def prefilled(response: Any) -> int:
     return response.usage.input_tokens - response.usage.input_tokens_details.cached_tokens
 
 
-async def test_an_answer(served: Any) -> None:
+async def test_a_response_has_the_fields_of_its_request_and_can_be_retrieved(served: Any) -> None:
     more = {"instructions": "Answer in rhymes.", "metadata": {"a": "bé"}, "tools": [TOOL]}
     answer, how = await ask(served, "Hello.", **more)
     assert how == "begun"
@@ -99,7 +99,9 @@ async def test_an_answer(served: Any) -> None:
     assert await served.openai.responses.retrieve(answer.id) == answer
 
 
-async def test_a_stream_says_the_same_as_an_answer(served: Any) -> None:
+async def test_a_stream_of_the_responses_api_has_the_same_text_and_logprobs_as_a_whole_answer(
+    served: Any,
+) -> None:
     more = options(max_output_tokens=30, extra_body={"seed": 5}, include=["message.output_text.logprobs"])
     whole = await served.openai.responses.create(input="Hello.", top_logprobs=2, **more)
     stream = await served.openai.responses.create(input="Hello.", top_logprobs=2, stream=True, **more)
@@ -127,7 +129,9 @@ async def test_a_stream_says_the_same_as_an_answer(served: Any) -> None:
     assert await served.openai.responses.retrieve(events[-1].response.id) == events[-1].response
 
 
-async def test_of_a_conversation_that_is_sent_whole_only_what_is_new_is_prefilled(served: Any) -> None:
+async def test_a_conversation_sent_in_full_to_the_responses_api_prefills_only_its_new_items(
+    served: Any,
+) -> None:
     said, before = [], 0
     for number in range(5):
         said.append(user(f"And number {number}?"))
@@ -143,7 +147,9 @@ async def test_of_a_conversation_that_is_sent_whole_only_what_is_new_is_prefille
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_call_and_its_result(served: Any, *, stream: bool) -> None:
+async def test_a_tool_call_of_the_responses_api_and_its_result_continue_the_conversation(
+    served: Any, *, stream: bool
+) -> None:
     more = {"tools": [TOOL], "temperature": 0, "max_output_tokens": 1}
     bias = {"logit_bias": {str(CALL): 100}}
     called = {**more, "extra_body": bias, "parallel_tool_calls": False, "max_output_tokens": 8}
@@ -171,10 +177,10 @@ async def test_a_call_and_its_result(served: Any, *, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("restarts", [False, True])
-async def test_a_conversation_goes_on_from_an_answers_id(
+async def test_a_conversation_continues_from_a_previous_response_id(
     worker: Any, door: Start, served: Any, *, restarts: bool
 ) -> None:
-    """Instructions are of one request only; from one answer two conversations may go on."""
+    """Instructions apply to one request; two conversations may continue from one answer."""
     first, _ = await ask(served, "One?", instructions="Rhyme.")
     second, how = await ask(served, "Two?", instructions="Rhyme.", previous_response_id=first.id)
     assert how == "continued"
@@ -202,10 +208,10 @@ async def test_a_conversation_goes_on_from_an_answers_id(
 
 
 @pytest.mark.parametrize("is_long", [False, True])
-async def test_a_fork_goes_on_by_its_id(
+async def test_a_forked_conversation_continues_by_its_response_id_after_its_parent_is_deleted(
     served: Any, monkeypatch: pytest.MonkeyPatch, *, is_long: bool
 ) -> None:
-    """Without its parent too, unless the conversation before it is too long for the log's headers."""
+    """Unless the conversation before it is too long for the log's headers."""
     first, _ = await ask(served, f"One? {random.Random(5).randbytes(300).hex()}")
     await ask(served, "Two?", previous_response_id=first.id)
     if is_long:
@@ -231,8 +237,10 @@ async def test_a_fork_goes_on_by_its_id(
         assert prefilled(fourth) == fourth.usage.input_tokens - fork.usage.total_tokens + 1
 
 
-async def test_what_is_to_be_forgotten_is_found_no_more(worker: Any, served: Any) -> None:
-    """The worker removes it a moment later."""
+async def test_a_response_whose_session_is_to_be_forgotten_can_no_longer_be_retrieved(
+    worker: Any, served: Any
+) -> None:
+    """Even before the worker removes it."""
     first, _ = await ask(served, "One?")
     session = session_key("default", f"gw-{first.id.removeprefix('resp_')[:32]}")
     await worker.stop()
@@ -242,7 +250,7 @@ async def test_what_is_to_be_forgotten_is_found_no_more(worker: Any, served: Any
         await served.openai.responses.retrieve(first.id)
 
 
-async def test_items_may_be_named_by_their_ids(served: Any) -> None:
+async def test_input_items_may_be_given_by_their_ids(served: Any) -> None:
     """The AI SDK for JavaScript does so."""
     first, _ = await ask(served, "One?")
     thought = {"type": "reasoning", "id": "rs_1", "summary": []}
@@ -257,7 +265,7 @@ async def test_items_may_be_named_by_their_ids(served: Any) -> None:
     assert refused.value.param == "input[1].id"
 
 
-async def test_a_repeated_answer_has_an_id_of_its_own(served: Any) -> None:
+async def test_a_repeated_answer_has_its_own_id_and_both_can_be_retrieved(served: Any) -> None:
     more = {"temperature": 0, "metadata": {"number": "1"}}
     first, _ = await ask(served, "One?", **more)
     again, how = await ask(served, "One?", **more | {"metadata": {"number": "2"}})
@@ -268,7 +276,7 @@ async def test_a_repeated_answer_has_an_id_of_its_own(served: Any) -> None:
     await ask(served, "Two?", previous_response_id=again.id)
 
 
-async def test_an_answer_that_runs_can_be_cancelled(endless: Any) -> None:
+async def test_a_running_response_can_be_cancelled(endless: Any) -> None:
     served, more = endless
     more["max_output_tokens"] = 30_000
     stream = await served.openai.responses.create(input="Hello.", stream=True, **more)
@@ -292,7 +300,7 @@ class Person(pydantic.BaseModel):
     ok: bool
 
 
-async def test_an_answer_follows_a_schema(served: Any) -> None:
+async def test_openais_client_parses_a_response_that_follows_a_schema(served: Any) -> None:
     answer = await served.openai.responses.parse(
         input="Well?", model="m", text_format=Person, max_output_tokens=60
     )
@@ -301,7 +309,9 @@ async def test_an_answer_follows_a_schema(served: Any) -> None:
     assert answer.text.format.strict
 
 
-async def test_a_stream_lives_while_its_prompt_waits(endless: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_queued_stream_of_the_responses_api_repeats_in_progress_until_its_answer_starts(
+    endless: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("gateway.http.sending._HEARTBEAT_S", 0.1)
     monkeypatch.setattr("gateway.http.sending._PATIENCE_S", 0.1)
     served, more = endless
@@ -323,7 +333,7 @@ async def test_a_stream_lives_while_its_prompt_waits(endless: Any, monkeypatch: 
 
 
 @pytest.mark.process
-async def test_a_worker_that_is_killed_in_mid_answer_is_a_pause_in_the_stream(
+async def test_a_worker_killed_in_mid_answer_only_pauses_a_stream_of_the_responses_api(
     started: Any, door: Start
 ) -> None:
     process, _ = started
@@ -345,7 +355,7 @@ async def test_a_worker_that_is_killed_in_mid_answer_is_a_pause_in_the_stream(
     assert await served.openai.responses.retrieve(last.id) == last
 
 
-async def test_an_id_finds_only_what_is_of_the_own_tenant(served: Any, tmp_path: Path) -> None:
+async def test_a_response_id_is_found_only_by_its_own_tenant(served: Any, tmp_path: Path) -> None:
     answer, _ = await ask(served, "Hello.")
     (tmp_path / "keys").write_text("none acme\nother default\n")
     served.gateway._keys = Keys.read(tmp_path / "keys")
@@ -357,7 +367,9 @@ async def test_an_id_finds_only_what_is_of_the_own_tenant(served: Any, tmp_path:
     assert await other.responses.retrieve(answer.id) == answer
 
 
-async def test_what_is_not_there_is_refused_by_name(served: Any) -> None:
+async def test_an_invalid_or_unsupported_field_of_the_responses_api_is_refused_with_its_name(
+    served: Any,
+) -> None:
     for body, says, param in [
         ({"input": []}, "empty", "input"),
         ({}, "empty", "input"),

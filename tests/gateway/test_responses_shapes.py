@@ -1,4 +1,4 @@
-"""Requests and answers of the Responses API: pure functions, for what a tiny model does not say."""
+"""Requests and answers of the Responses API: pure functions, for what a tiny model never says."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def events(written: bytes) -> list[dict[str, Any]]:
     return found
 
 
-def test_what_is_said_and_called_in_one_turn_is_one_message() -> None:
+def test_text_and_tool_calls_of_one_turn_are_read_as_one_assistant_message() -> None:
     thought = {"type": "reasoning", "id": "r", "summary": [], "encrypted_content": "x", "content": None}
     turn = read(
         {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be short."}]},
@@ -117,7 +117,7 @@ def test_what_is_said_and_called_in_one_turn_is_one_message() -> None:
     ]
 
 
-def test_an_answer_that_is_sent_again_is_the_conversation_that_the_session_has() -> None:
+def test_an_answer_sent_back_as_items_matches_the_conversation_of_its_session() -> None:
     """Also if a client sends the items in another order, or without the white space around the text."""
     tools = [FUNCTION, CUSTOM, NAMESPACE]
     done = generated(
@@ -147,7 +147,7 @@ def test_an_answer_that_is_sent_again_is_the_conversation_that_the_session_has()
         assert boundaries.chain(again.messages, again.options)[-1] in boundaries.answered(prompt, done)
 
 
-def test_tools_are_functions_and_what_openai_would_run_is_left_out() -> None:
+def test_tools_are_mapped_to_functions_and_tools_hosted_by_openai_are_left_out() -> None:
     turn = read(tools=[FUNCTION, CUSTOM, NAMESPACE, *HOSTED])
     functions = [tool["function"] for tool in turn.options["tools"]]
     assert [one["name"] for one in functions] == ["weather", "patch", "agents__close"]
@@ -173,7 +173,7 @@ def test_tools_are_functions_and_what_openai_would_run_is_left_out() -> None:
     )
 
 
-def test_options_are_read_and_told_again() -> None:
+def test_options_of_the_responses_api_are_mapped_and_repeated_in_the_response() -> None:
     form = {"type": "json_schema", "name": "City", "schema": PARAMETERS}
     turn = read(
         tools=[FUNCTION],
@@ -251,7 +251,9 @@ def test_options_are_read_and_told_again() -> None:
         ("cancelled", "cancelled", None),
     ],
 )
-def test_reasons(reason: str, status: str, details: dict[str, str] | None) -> None:
+def test_each_finish_reason_maps_to_a_response_status(
+    reason: str, status: str, details: dict[str, str] | None
+) -> None:
     body = answers.whole(read(), "x", 5, [generated(reason)])
     assert (body["status"], body["incomplete_details"]) == (status, details)
     assert body["output"][0]["status"] == ("completed" if status == "completed" else "incomplete")
@@ -276,7 +278,7 @@ def stream(turn: Any, done: Generated, *chunks: Chunk) -> list[dict[str, Any]]:
     return found
 
 
-def test_a_stream_has_the_items_of_the_answer() -> None:
+def test_a_stream_of_the_responses_api_has_the_same_items_as_the_whole_response() -> None:
     turn = read(tools=[FUNCTION, CUSTOM, NAMESPACE])
     done = generated(
         "tool_calls",
@@ -336,7 +338,7 @@ def test_a_stream_has_the_items_of_the_answer() -> None:
 
 
 @pytest.mark.parametrize("space", ["", "\n"])
-def test_an_answer_without_words_is_a_message_unless_it_calls(space: str) -> None:
+def test_an_answer_without_text_is_an_empty_message_unless_it_calls_a_tool(space: str) -> None:
     chunks = [Chunk(0, (1,), space)] if space else []
     found = stream(read(), generated(text=space), *chunks)
     assert found[-1]["response"]["output"][0]["content"][0]["text"] == space
@@ -345,7 +347,7 @@ def test_an_answer_without_words_is_a_message_unless_it_calls(space: str) -> Non
     assert item["type"] == "function_call"
 
 
-def test_log_probabilities_are_of_all_tokens() -> None:
+def test_streamed_log_probabilities_cover_every_token_of_the_answer() -> None:
     turn = read(include=["message.output_text.logprobs"])
     tokens = tuple(TokenLogprob(1, text, -0.5) for text in ("\n", "So"))
     done = generated(text="\nSo", logprobs=tokens)
@@ -357,7 +359,7 @@ def test_log_probabilities_are_of_all_tokens() -> None:
     assert told == found[-1]["response"]["output"][0]["content"][0]["logprobs"]
 
 
-def test_an_error_in_a_stream_is_told_to_all_clients() -> None:
+def test_an_error_in_a_stream_of_the_responses_api_is_sent_as_response_failed_and_as_error() -> None:
     writer = answers.Events(read(), "x", 5)
     failed, error = events(writer.error(Fault(500, "broken", kind="server_error")))
     assert (failed["type"], failed["response"]["status"]) == ("response.failed", "failed")

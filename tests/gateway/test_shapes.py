@@ -1,4 +1,4 @@
-"""Answers in OpenAI's shapes: pure functions, for what a tiny model does not say."""
+"""Answers in OpenAI's shapes: pure functions, for what a tiny model never says."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def events(written: bytes) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix("data: ")) for line in lines if line != "data: [DONE]"]
 
 
-def test_reasoning_calls_and_usage() -> None:
+def test_a_chat_completion_has_reasoning_tool_calls_and_usage_in_openais_fields() -> None:
     result = generated("tool_calls", text="", reasoning="Hm.", tool_calls=(CALL,))
     body = chat.whole(asked(model="any"), "x", 5, [result])
     assert (body["id"], body["created"], body["model"]) == ("chatcmpl-x", 5, "any")
@@ -82,7 +82,7 @@ def test_reasoning_calls_and_usage() -> None:
         ("given_up", "length"),
     ],
 )
-def test_reasons(reason: str, shown: str) -> None:
+def test_each_finish_reason_maps_to_one_of_openais_finish_reasons(reason: str, shown: str) -> None:
     body = chat.whole(asked(), "x", 5, [generated(reason)])
     assert body["choices"][0]["finish_reason"] == shown
     assert body["choices"][0]["message"]["content"] == "Yes."
@@ -90,7 +90,7 @@ def test_reasons(reason: str, shown: str) -> None:
     assert last["choices"][0]["finish_reason"] == shown
 
 
-def test_the_parts_of_a_stream() -> None:
+def test_chat_stream_events_carry_reasoning_tool_call_parts_and_usage() -> None:
     writer = chat.Events(asked(stream=True), "x", 5)
     parts = (CallPart(0, "c1", "weather"), CallPart(0, arguments='{"city"'))
     (event,) = events(writer.chunk(1, Chunk(0, (1,), "", reasoning="Hm.", tool_calls=parts)))
@@ -120,7 +120,7 @@ def test_the_parts_of_a_stream() -> None:
     )
 
 
-def test_log_probabilities() -> None:
+def test_log_probabilities_are_written_in_the_shapes_of_chat_and_completions() -> None:
     body = chat.whole(asked(logprobs=True, top_logprobs=1), "x", 5, [generated(logprobs=(TOKEN,))])
     assert body["choices"][0]["logprobs"]["content"] == [
         {

@@ -1,4 +1,4 @@
-"""What the gateway says of itself: metrics, and what was found of a conversation."""
+"""The gateway's metrics, and its report of what it found of a conversation."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def samples(http: httpx2.AsyncClient) -> dict[tuple[str, ...], float]:
     }
 
 
-async def test_the_same_counts_are_published(
+async def test_a_gateway_publishes_its_counts_over_nats(
     local_worker: Start, door: Start, endless_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(app, "_PUBLISH_S", 0.2)
@@ -95,7 +95,7 @@ async def test_metrics_count_requests_conversations_and_tokens(
             assert refused.status_code == 403
 
 
-async def test_what_was_not_found_is_named_without_its_content(
+async def test_the_explain_header_names_the_message_that_was_not_found_without_its_content(
     local_worker: Start, door: Start, endless_model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "gateway")
@@ -138,7 +138,7 @@ async def test_what_was_not_found_is_named_without_its_content(
         assert "Again" not in text
 
 
-def test_what_was_seen_is_bounded_and_the_last_is_kept() -> None:
+def test_the_record_of_seen_conversations_is_bounded_and_keeps_the_latest() -> None:
     seen = Seen()
     for number in range(50_000):
         known = [number.to_bytes(4, "big") + bytes([at]) for at in range(3)]
@@ -147,7 +147,9 @@ def test_what_was_seen_is_bounded_and_the_last_is_kept() -> None:
     assert len(seen._young) + len(seen._old) <= 20_003
 
 
-async def test_pages_of_this_machine_and_of_named_sites_may_ask(local_worker: Start, door: Start) -> None:
+async def test_pages_of_this_machine_and_of_allowed_sites_may_send_requests_and_others_may_not(
+    local_worker: Start, door: Start
+) -> None:
     worker = await local_worker()
     named = ["https://chat.example", "https://b.example:8443"]
     served = await door(worker.settings.nats, worker.settings.prefix, cors=named)
@@ -178,10 +180,10 @@ async def test_pages_of_this_machine_and_of_named_sites_may_ask(local_worker: St
             assert "access-control-allow-origin" not in preflight.headers
 
 
-async def test_a_site_that_calls_itself_by_this_machines_address_may_not_ask(
+async def test_a_host_header_of_an_unknown_domain_is_refused_unless_the_gateway_has_keys(
     local_worker: Start, door: Start, tmp_path: Path
 ) -> None:
-    """Its pages are of the origin that they ask, so the browser sends no Origin with a GET."""
+    """Against DNS rebinding: the page has the same origin, so a GET carries no Origin."""
     (tmp_path / "keys").write_text("secret acme\n")
     worker = await local_worker()
     nats, prefix = worker.settings.nats, worker.settings.prefix

@@ -1,6 +1,6 @@
-"""What is believed to be a call: a tool that was offered, a block that is all understood, arguments that fit.
+"""When text counts as a tool call: the tool was offered, the whole block parses, and the arguments fit.
 
-A wrong call is executed, so what is in doubt stays text.
+A wrong call would be executed, so a doubtful one stays text.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ def coder(*lines: str) -> str:
 
 
 @pytest.mark.parametrize("mark", ["</parameter>", "</tool_call>", "</function>", "<tool_call>"])
-def test_an_argument_may_have_marks_of_the_format(mark: str) -> None:
+def test_an_argument_of_a_call_may_contain_the_markers_of_its_format(mark: str) -> None:
     command = f"echo '{mark}' > a\nls"
     lines = ("<function=bash>", "<parameter=command>", command, "</parameter>", "</function>")
     assert calls_in("qwen3_coder", coder(*lines)) == [("bash", {"command": command})]
 
 
-def test_two_functions_in_one_block_are_two_calls() -> None:
+def test_two_functions_in_one_tool_call_block_are_two_calls() -> None:
     one = ("<function=bash>", "<parameter=command>", "ls", "</parameter>", "</function>")
     other = ("<function=write>", "<parameter=path>", "a", "</parameter>")
     other += ("<parameter=content>", "b", "</parameter>", "</function>")
@@ -101,7 +101,7 @@ def test_two_functions_in_one_block_are_two_calls() -> None:
     ],
     ids=["swallowed", "no-end", "words", "more", "no-tail", "missing", "unknown", "twice", "no-number"],
 )
-def test_a_block_of_a_coder_that_is_not_all_understood_is_text(lines: tuple[str, ...]) -> None:
+def test_an_invalid_call_in_qwen3_coders_format_stays_text(lines: tuple[str, ...]) -> None:
     assert calls_in("qwen3_coder", coder(*lines)) == []
 
 
@@ -121,11 +121,11 @@ def test_a_block_of_a_coder_that_is_not_all_understood_is_text(lines: tuple[str,
         "bash\n<arg_key>command</arg_key><arg_value>a<arg_key>timeout</arg_key><arg_value>1</arg_value>",
     ],
 )
-def test_a_block_of_glm_that_is_not_all_understood_is_text(block: str) -> None:
+def test_an_invalid_call_in_glms_format_stays_text(block: str) -> None:
     assert calls_in("glm47", f"<tool_call>{block}</tool_call>") == []
 
 
-def test_white_space_of_an_argument_is_kept() -> None:
+def test_white_space_in_the_arguments_of_a_call_is_kept() -> None:
     content = "    indented:\n\tand more\n\n"
     pairs = "".join(
         f"<arg_key>{key}</arg_key><arg_value>{value}</arg_value>"
@@ -156,7 +156,9 @@ def test_white_space_of_an_argument_is_kept() -> None:
         ('[TOOL_CALLS]bash{"command": "ls"}', []),
     ],
 )
-def test_the_name_of_mistrals_call_is_the_whole_name(text: str, wanted: Any) -> None:
+def test_a_mistral_call_needs_an_offered_tools_exact_name_and_an_object_as_arguments(
+    text: str, wanted: Any
+) -> None:
     assert calls_in("mistral_args", text) == wanted
     assert calls_in("mistral", text) == wanted
     if wanted:
@@ -166,12 +168,12 @@ def test_the_name_of_mistrals_call_is_the_whole_name(text: str, wanted: Any) -> 
         ]
 
 
-def test_a_dotted_name_is_a_call_if_it_was_offered() -> None:
+def test_a_mistral_call_may_have_a_dotted_name_if_such_a_tool_was_offered() -> None:
     text = '[TOOL_CALLS]fs.bash[ARGS]{"command": "ls"}'
     assert calls_in("mistral_args", text, [tool("fs.bash", command=TEXT)]) == [("fs.bash", {"command": "ls"})]
 
 
-def test_mistrals_id_of_a_call_is_the_calls_id() -> None:
+def test_a_mistral_calls_own_id_is_kept_unless_an_earlier_call_has_it() -> None:
     text = "[TOOL_CALLS]clock[CALL_ID]a1b2c3d4e[ARGS]{}"
     ((own, _, _), (other, _, _)) = outcome(splitter("mistral_args", tools=TOOLS), [text + text])[2]
     assert own == "a1b2c3d4e"
@@ -184,11 +186,11 @@ def test_mistrals_id_of_a_call_is_the_calls_id() -> None:
 @pytest.mark.parametrize(
     "text", ['bash("ls")', "bash(command='ls', **more)", "bash('ls', timeout=1)", "[]", "bash"]
 )
-def test_a_call_in_python_has_only_arguments_with_names(text: str) -> None:
+def test_python_syntax_other_than_calls_with_keyword_arguments_is_no_tool_call(text: str) -> None:
     assert calls_in("pythonic", f"<|tool_call_start|>[{text}]<|tool_call_end|>") == []
 
 
-def test_python_is_read_as_python() -> None:
+def test_strings_in_calls_in_python_syntax_may_contain_escapes_and_brackets() -> None:
     text = r"""[write(path="a\td", content='[true, (")")]'), bash(command="ls", timeout=3)]"""
     wanted = [
         ("write", {"path": "a\td", "content": '[true, (")")]'}),
@@ -219,13 +221,13 @@ def test_python_is_read_as_python() -> None:
         "[]",
     ],
 )
-def test_an_object_that_is_not_quite_a_call_is_text(body: str) -> None:
+def test_a_json_object_that_is_an_invalid_call_stays_text_and_counts_as_malformed(body: str) -> None:
     text = f"<tool_call>\n{body}\n</tool_call>"
     assert calls_in("generic", text) == []
     assert outcome(splitter("generic", tools=TOOLS), text)[3], "which is a malformed call"
 
 
-def test_two_objects_in_one_block_are_two_calls() -> None:
+def test_one_block_may_hold_two_json_calls_on_two_lines_or_in_a_list_not_joined_by_a_comma() -> None:
     one, other = '{"name": "clock", "arguments": {}}', '{"name": "bash", "arguments": {"command": "ls"}}'
     wanted = [("clock", {}), ("bash", {"command": "ls"})]
     for between in ("\n", ", "):
@@ -234,7 +236,7 @@ def test_two_objects_in_one_block_are_two_calls() -> None:
     assert calls_in("generic", f"<tool_call>[{one}, {other}]</tool_call>") == wanted
 
 
-def test_line_breaks_in_a_string_and_arguments_as_text_are_understood() -> None:
+def test_raw_line_breaks_in_json_strings_and_arguments_given_as_json_text_are_accepted() -> None:
     wanted = [("bash", {"command": "ls\npwd"})]
     assert (
         calls_in("generic", '<tool_call>{"name": "bash", "arguments": {"command": "ls\npwd"}}</tool_call>')
@@ -254,14 +256,16 @@ def test_line_breaks_in_a_string_and_arguments_as_text_are_understood() -> None:
     ],
 )
 @pytest.mark.parametrize("family", ["llama_bare", "generic", "json_tools"])
-def test_data_is_no_call_and_is_not_lost(family: str, text: str) -> None:
+def test_json_data_that_only_resembles_a_call_stays_text_and_is_not_malformed(family: str, text: str) -> None:
     assert calls_in(family, text) == []
     assert not outcome(splitter(family, tools=TOOLS), text)[3], "nor a malformed one"
 
 
 @pytest.mark.parametrize("family", ["llama_bare", "generic", "json_tools"])
 @pytest.mark.parametrize("around", ["{}", "```json\n{}\n```", "```\n{}\n```\n", "\n {} \n", "```json\n{}"])
-def test_an_answer_that_is_nothing_but_a_call_is_one(family: str, around: str) -> None:
+def test_a_json_object_without_markers_is_a_call_only_if_it_is_the_whole_answer(
+    family: str, around: str
+) -> None:
     body = json.dumps({"name": "bash", "arguments": {"command": "echo '```' \n"}}, indent=2)
     text = around.replace("{}", body)
     assert calls_in(family, text) == [("bash", {"command": "echo '```' \n"})]
@@ -269,14 +273,14 @@ def test_an_answer_that_is_nothing_but_a_call_is_one(family: str, around: str) -
     assert calls_in(family, f"{text}\nThat is it.") == []
 
 
-def test_an_answer_of_data_is_told_while_it_is_written() -> None:
+def test_json_data_and_code_that_cannot_become_a_call_are_streamed_at_once() -> None:
     one = splitter("generic", tools=TOOLS)
     assert one.push('{"name": "Ada", "age"').text
     assert splitter("generic", tools=TOOLS).push('```python\nprint("x")').text
     assert splitter("generic", tools=TOOLS).push("[1, 2").text
 
 
-def test_a_call_without_a_marker_may_stand_behind_reasoning() -> None:
+def test_a_json_call_without_markers_may_follow_reasoning() -> None:
     text = '<think>Hm.</think>\n\n{"name": "clock", "arguments": {}}'
     assert calls_in("json_tools", text) == [("clock", {})]
 
@@ -302,21 +306,23 @@ NESTED = [tool("fs.set", key=TEXT, of={"type": "object"}, all={"type": "array"})
         ),
     ],
 )
-def test_gemmas_values_may_nest_and_names_have_dots(family: str, text: str) -> None:
+def test_gemma_calls_may_have_nested_values_and_dotted_names_and_broken_ones_stay_text(
+    family: str, text: str
+) -> None:
     wanted = {"key": "a}, b:{", "of": {"x": {"y": 1}}, "all": [True, '"']}
     assert calls_in(family, text, NESTED) == [("fs.set", wanted)]
     for old, new in (("y:1}", "y:1"), (":1", ":one"), (",all", " all"), ("call:", "call "), ("all:", "key:")):
         assert calls_in(family, text.replace(old, new), NESTED) == []
 
 
-def test_a_stray_end_of_gemmas_reasoning_is_no_text() -> None:
+def test_a_stray_end_marker_of_gemmas_reasoning_is_left_out_of_the_text() -> None:
     text = "<channel|>" + written("gemma4", "run", {"code": "x"}) + "<channel|>Well."
     said, thought, calls, _ = outcome(splitter("gemma4"), [text])
     assert (said, thought, len(calls)) == ("Well.", "", 1)
     assert outcome(splitter("gemma4"), text) == (said, thought, calls, False)
 
 
-def test_kimis_id_is_kept_if_it_has_its_counter() -> None:
+def test_the_id_of_a_kimi_call_is_kept_if_it_has_a_counter_and_replaced_otherwise() -> None:
     begin, middle, end = "<|tool_call_begin|>", "<|tool_call_argument_begin|>{}", "<|tool_call_end|>"
     body = "".join(
         f"{begin}{name}{middle}{end}" for name in ("functions.clock:0", "functions.clock", "clock:2")
@@ -331,7 +337,7 @@ def test_kimis_id_is_kept_if_it_has_its_counter() -> None:
     )
 
 
-def test_llama_4_writes_python_or_json() -> None:
+def test_llama_4_calls_are_parsed_in_python_syntax_and_in_json() -> None:
     for text in (
         "[clock()]",
         '{"name": "clock", "parameters": {}}',
@@ -341,20 +347,22 @@ def test_llama_4_writes_python_or_json() -> None:
     assert calls_in("llama4_bare", "[clock()] is how I would call") == []
 
 
-def test_values_of_minicpm_may_stand_in_cdata() -> None:
+def test_argument_values_of_minicpm_calls_may_be_wrapped_in_cdata() -> None:
     params = '<param name="path">a</param><param name="content"><![CDATA[<b></param>\n]]></param>'
     text = f'<function name="write">{params}</function>'
     assert calls_in("minicpm5", text) == [("write", {"path": "a", "content": "<b></param>\n"})]
 
 
-def test_every_parser_of_mlx_lm_is_known() -> None:
+def test_every_tool_parser_of_mlx_lm_maps_to_a_dialect_with_the_same_markers() -> None:
     folder = Path(find_spec("mlx_lm.tool_parsers").submodule_search_locations[0])  # type: ignore[union-attr,index]
     for name in sorted(one.stem for one in folder.glob("*.py") if one.stem != "__init__"):
         module = import_module(f"mlx_lm.tool_parsers.{name}")
         assert dialect_of("tools", set(), name).calls == (module.tool_call_start, module.tool_call_end), name
 
 
-def test_the_parser_that_a_model_folder_names_is_used(tiny_model: Path, tmp_path: Path) -> None:
+def test_the_tool_parser_named_in_a_model_folder_decides_the_call_markers(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "named"
     shutil.copytree(tiny_model, folder)
     template = "{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -366,7 +374,9 @@ def test_the_parser_that_a_model_folder_names_is_used(tiny_model: Path, tmp_path
         assert Tokenizer.from_folder(folder).dialect.calls[0] == opens
 
 
-def test_the_template_that_a_model_folder_names_is_mlx_lms(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_models_chat_template_type_selects_mlx_lms_template_and_an_unknown_one_is_refused(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "as-code"
     shutil.copytree(tiny_model, folder)
     path = folder / "tokenizer_config.json"
@@ -418,7 +428,7 @@ def test_the_template_that_a_model_folder_names_is_mlx_lms(tiny_model: Path, tmp
         ("browser.search", []),
     ],
 )
-def test_in_harmony_only_functions_that_were_offered_are_called(to: str, wanted: Any) -> None:
+def test_only_calls_of_offered_functions_count_as_calls_in_harmony(to: str, wanted: Any) -> None:
     text = f'<|channel|>commentary to={to} <|constrain|>json<|message|>{{"command": "ls"}}<|call|>'
     assert calls_in("harmony", text) == wanted
     if not wanted:
@@ -436,7 +446,7 @@ MARKED = [name for name in FAMILIES if name not in ("llama_bare", "llama4_bare",
 
 
 @pytest.mark.parametrize("family", MARKED)
-def test_good_bad_good_are_two_calls(family: str) -> None:
+def test_two_valid_calls_count_despite_an_invalid_call_or_a_bare_marker_between_them(family: str) -> None:
     found = dialect(family)
     opens, closes = found.calls
     bad = written(family, "unknown", {"code": "x"})
@@ -453,7 +463,7 @@ TAGGED = [name for name in MARKED if dialect(name).forms[0].is_tagged]
 
 
 @pytest.mark.parametrize("family", TAGGED)
-def test_a_call_within_an_argument_is_not_called(family: str) -> None:
+def test_a_call_inside_the_argument_of_another_call_is_not_a_call(family: str) -> None:
     inner, closes = good(family, "rm"), dialect(family).calls[1]
     page = f"For example:\n{inner}\nor\n{inner}\nremoves all."
     whole = good(family, page)
@@ -469,7 +479,7 @@ def test_a_call_within_an_argument_is_not_called(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["generic", "hunyuan", "nemotron", "phi4", "pythonic", "olmo3"])
-def test_a_call_within_a_string_is_not_called_even_if_nothing_is_escaped(family: str) -> None:
+def test_a_call_inside_an_unescaped_string_leaves_the_whole_answer_as_text(family: str) -> None:
     inner = good(family, "rm")
     text = (
         good(family, "^").replace("^", f"For example:\n{inner}\nor\n{inner}\nremoves all.").replace("'", '"')
@@ -481,7 +491,7 @@ def test_a_call_within_a_string_is_not_called_even_if_nothing_is_escaped(family:
 
 
 @pytest.mark.parametrize("family", TAGGED)
-def test_a_call_whose_argument_seems_to_end_twice_is_text(family: str) -> None:
+def test_a_call_whose_argument_contains_the_calls_end_markers_stays_text_as_malformed(family: str) -> None:
     ends = good(family, "^").partition("^")[2]
     text = good(family, f"A call ends with {ends}\nand the rest")
     said, _, calls, malformed = outcome(splitter(family), [text])
@@ -490,44 +500,44 @@ def test_a_call_whose_argument_seems_to_end_twice_is_text(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", TAGGED)
-def test_text_behind_a_call_is_text(family: str) -> None:
+def test_text_after_a_call_and_a_stray_end_marker_is_kept(family: str) -> None:
     text = good(family, "a") + dialect(family).calls[1] + "\nThat lists them."
     said, _, calls, _ = outcome(splitter(family), [text])
     assert (said.endswith("\nThat lists them."), len(calls)) == (True, 1)
     assert outcome(splitter(family), text) == outcome(splitter(family), [text])
 
 
-def test_reasoning_behind_a_call_is_told_as_it_comes() -> None:
+def test_reasoning_after_a_call_is_streamed_at_once() -> None:
     one = splitter("minimax_m2")
     told = one.push(good("minimax_m2", "a") + "<think>Then")
     assert (len(told.calls), told.reasoning, one.in_reasoning) == (1, "Then", True)
 
 
-def test_good_bad_good_in_harmony() -> None:
+def test_two_valid_calls_count_in_harmony_despite_an_invalid_call_between_them() -> None:
     again = "<|start|>assistant"
     bad = written("harmony", "unknown").removesuffix("<|call|>") + "<|end|>"
     text = again.join([good("harmony", "a"), bad, good("harmony", "b")])
     assert [call[0] for call in calls_in("harmony", text, [tool("run", code=TEXT)])] == ["run", "run"]
 
 
-def test_a_broken_string_does_not_swallow_the_next_call() -> None:
+def test_an_unclosed_string_in_one_call_does_not_swallow_the_next_call() -> None:
     bad = '<tool_call>\n{"name": "bash", "arguments": {"command": "ls}}\n</tool_call>\n'
     text = bad + '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
     assert calls_in("generic", text) == [("clock", {})]
 
 
-def test_a_call_in_backticks_is_an_example() -> None:
+def test_a_call_quoted_in_backticks_stays_text() -> None:
     text = 'Write `<tool_call>{"name": "clock", "arguments": {}}</tool_call>` to know the time.'
     assert calls_in("generic", text) == []
 
 
-def test_text_behind_a_mentioned_marker_is_told_while_it_is_written() -> None:
+def test_text_that_only_mentions_a_call_marker_is_streamed_at_once() -> None:
     one = splitter("generic", tools=TOOLS)
     assert one.push("The marker `<tool_call>` begins a call").text == "The marker `<tool_call>` begins a call"
     assert one.push(", and <tool_call> ends it no").text == ", and <tool_call> ends it no"
 
 
-def test_many_markers_are_answered_in_bounded_time() -> None:
+def test_parsing_thousands_of_broken_call_markers_ends_and_leaves_them_as_text() -> None:
     for text in ('<tool_call>{"' * 20_000, "<tool_call>{" * 20_000, '<tool_call>{"</tool_call>' * 10_000):
         assert outcome(splitter("generic"), [text])[0] == text
     begun = "<tool_call>\n<function=run>\n<parameter=code>\n"
@@ -540,7 +550,7 @@ def test_many_markers_are_answered_in_bounded_time() -> None:
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "harmony"])
-def test_a_complete_call_without_its_end_marker_is_a_call(family: str) -> None:
+def test_a_complete_call_at_the_end_of_an_answer_needs_no_end_marker(family: str) -> None:
     closes = dialect(family).calls[1]
     text = written(family).removesuffix(closes)
     for cut in (text, text + ("" if family.endswith("_bare") else closes[:3]), text + "\n"):
@@ -555,12 +565,12 @@ def test_a_complete_call_without_its_end_marker_is_a_call(family: str) -> None:
         ("generic", '<tool_call>{"name": "clock", "arguments": {}}'),
     ],
 )
-def test_a_call_whose_json_is_complete_needs_no_marker_at_all(family: str, text: str) -> None:
+def test_a_call_whose_json_is_complete_needs_none_of_its_end_markers(family: str, text: str) -> None:
     assert calls_in(family, text) == [("clock", {})]
     assert calls_in(family, text[:-1]) == []
 
 
-def test_a_call_of_glm_that_was_cut_may_have_had_more_arguments() -> None:
+def test_a_glm_call_cut_off_before_its_end_marker_is_no_call_but_a_json_one_is() -> None:
     one = splitter("glm47")
     one.push(written("glm47").removesuffix("</tool_call>"))
     one.finish(is_cut=True)
@@ -584,7 +594,7 @@ def in_a_row(family: str, codes: str, between: str) -> str:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_answer_has_no_more_calls_than_it_may(family: str) -> None:
+def test_calls_beyond_the_maximum_are_dropped_from_an_answer(family: str) -> None:
     text = in_a_row(family, "abc", "")
     one = outcome(splitter(family, max_calls=1), [text])
     assert [json.loads(call[2])["code"] for call in one[2]] == ["a"]
@@ -592,7 +602,7 @@ def test_an_answer_has_no_more_calls_than_it_may(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_where_a_call_is_required_one_like_the_one_before_ends_the_answer(family: str) -> None:
+def test_a_call_equal_to_the_one_before_ends_an_answer_that_must_call(family: str) -> None:
     text = in_a_row(family, "abbbba", "\n")
     one = splitter(family, ends_at_repeat=True)
     said, _, calls, _ = outcome(one, text)
@@ -635,7 +645,9 @@ WHOLE, NUMBER, NULL = {"type": "integer"}, {"type": "number"}, {"type": "null"}
         ("3", {"$ref": "#/$defs/none"}, "3"),
     ],
 )
-def test_values_are_converted_where_the_schema_leaves_no_doubt(value: Any, schema: Any, wanted: Any) -> None:
+def test_argument_values_are_converted_only_where_the_schema_leaves_no_doubt(
+    value: Any, schema: Any, wanted: Any
+) -> None:
     found = fitted(value, schema)
     assert (found, type(found)) == (wanted, type(wanted))
 
@@ -660,7 +672,9 @@ def test_values_are_converted_where_the_schema_leaves_no_doubt(value: Any, schem
         ("2", {"enum": [1, 2, "a"]}, 2),
     ],
 )
-def test_text_is_read_as_the_schema_says(text: str, schema: Any, wanted: Any) -> None:
+def test_an_argument_written_as_plain_text_is_parsed_as_its_schema_says(
+    text: str, schema: Any, wanted: Any
+) -> None:
     found = fitted(text, schema, is_text=True)
     assert (found, type(found)) == (wanted, type(wanted))
 
@@ -690,7 +704,9 @@ PATH_OF_FILES = {
         ({"n": 3}, {"if": {"required": ["n"]}, "then": {"properties": {"n": WHOLE}}}),
     ],
 )
-def test_what_fits_or_cannot_be_checked_is_believed(value: Any, schema: Any) -> None:
+def test_an_argument_that_fits_its_schema_or_cannot_be_checked_is_accepted_unchanged(
+    value: Any, schema: Any
+) -> None:
     assert fitted(value, schema) == value
 
 
@@ -721,12 +737,12 @@ def test_what_fits_or_cannot_be_checked_is_believed(value: Any, schema: Any) -> 
         ([1, {"a": 1, "b": 2}, {"b": 2, "a": 1}], {"uniqueItems": True}),
     ],
 )
-def test_what_does_not_fit_the_schema_is_no_call(value: Any, schema: Any) -> None:
+def test_an_argument_that_does_not_fit_its_schema_makes_the_call_invalid(value: Any, schema: Any) -> None:
     with pytest.raises(NoCallError):
         fitted(value, schema)
 
 
-def test_a_schema_that_refers_to_itself_is_followed_and_bounded() -> None:
+def test_a_recursive_schema_is_applied_at_every_depth_and_an_endless_one_allows_no_call() -> None:
     tree = {"type": "object", "properties": {"of": {"$ref": "#/$defs/tree"}, "n": WHOLE}}
     parameters = {"properties": {"x": {"$ref": "#/$defs/tree"}}, "$defs": {"tree": tree}}
     offered = Offered([{"function": {"name": "f", "parameters": parameters}}])
@@ -740,7 +756,7 @@ def test_a_schema_that_refers_to_itself_is_followed_and_bounded() -> None:
         endless.believed(Written("f", {}))
 
 
-def test_a_lone_surrogate_stays_json() -> None:
+def test_an_argument_with_a_lone_surrogate_is_encoded_as_valid_json() -> None:
     found = Offered(TOOLS).believed(Written("bash", json.loads(r'{"command": "\ud800"}')))
     assert found.arguments.encode()
     assert json.loads(found.arguments) == {"command": "\ud800"}
@@ -777,7 +793,9 @@ SCHEMAS = st.recursive(
 
 
 @given(value=VALUES, schema=SCHEMAS)
-def test_what_is_believed_fits_the_schema_and_what_fits_is_believed_as_it_is(value: Any, schema: Any) -> None:
+def test_accepted_arguments_fit_the_schema_and_fitting_ones_are_accepted_unchanged(
+    value: Any, schema: Any
+) -> None:
     checker = jsonschema.Draft202012Validator(schema)
     try:
         found = fitted(value, schema)

@@ -1,4 +1,4 @@
-"""OpenBLAS is loaded before MLX, and the operator learns where it is not."""
+"""OpenBLAS is loaded before MLX, or the operator is told why it is not."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run(code: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_preload_finds_the_library_without_importing_mlx() -> None:
+def test_preload_finds_openblas_without_importing_mlx() -> None:
     library, advice, imported = run(
         "status = preload()\nprint(status.library, repr(status.advice), 'mlx.core' in sys.modules, sep='\\n')"
     )
@@ -33,8 +33,8 @@ def test_preload_finds_the_library_without_importing_mlx() -> None:
     assert imported == "False"
 
 
-def test_its_matrix_product_comes_before_that_of_mlx() -> None:
-    """The dynamic linker takes the first global symbol, so that has to be OpenBLAS's."""
+def test_the_process_uses_the_matrix_product_of_openblas_after_a_preload() -> None:
+    """The dynamic linker takes the first global symbol, which must be OpenBLAS's."""
     code = """
 import ctypes
 preload()
@@ -47,8 +47,8 @@ print(library[0].decode())
     assert "openblas" in run(code)[0]
 
 
-def test_a_processor_that_is_newer_than_the_library_has_its_fast_kernels() -> None:
-    """Debian's 0.3.21 knows no Xeon after Sapphire Rapids, and has SSE3 kernels for what it does not know."""
+def test_openblas_uses_fast_kernels_on_avx2_processors_unless_the_operator_chose_others() -> None:
+    """OpenBLAS 0.3.21 does not know Xeons after Sapphire Rapids and would run SSE3 kernels on them."""
     flags = Path("/proc/cpuinfo").read_text().split()
     if "avx2" not in flags:
         pytest.skip("this processor has no fast kernels")
@@ -60,27 +60,27 @@ def test_a_processor_that_is_newer_than_the_library_has_its_fast_kernels() -> No
     )
 
 
-def test_a_missing_library_is_said_with_its_cost_and_the_command_that_mends_it() -> None:
+def test_preload_without_openblas_tells_the_slowdown_and_the_command_to_install_it() -> None:
     (line,) = run("status = preload(('libnothere.so.0',))\nprint(status)")
     assert "library=None, needed=True" in line
     assert "15 times slower" in line
     assert "apt-get install libopenblas0-pthread" in line
 
 
-def test_loading_after_mlx_is_said() -> None:
+def test_preload_after_mlx_warns_that_openblas_is_not_used() -> None:
     assert "loaded after MLX and is not used" in run("import mlx.core\nprint(preload().advice)")[0]
 
 
-def test_a_second_call_changes_nothing() -> None:
+def test_a_second_preload_returns_the_same_status() -> None:
     assert run("first = preload()\nimport mlx.core\nprint(preload() == first)") == ["True"]
 
 
-def test_a_gpu_back_end_needs_none() -> None:
+def test_a_gpu_build_of_mlx_needs_no_openblas() -> None:
     cuda = "from worker.models import blas\nblas._is_installed = lambda name: name == 'mlx-cuda-13'\n"
     assert run(cuda + "print(preload())") == ["BlasStatus(library=None, needed=False, advice='')"]
 
 
-def test_two_back_ends_at_once_are_told() -> None:
+def test_preload_advises_to_uninstall_one_of_two_installed_mlx_back_ends() -> None:
     both = "from worker.models import blas\nblas._is_installed = {'mlx-cpu', 'mlx-cuda-13'}.__contains__\n"
     (line,) = run(both + "print(preload().advice)")
     assert line.startswith(

@@ -1,4 +1,4 @@
-"""Grammars of tool calls in each family's format, and answers behind their reasoning."""
+"""Grammars for tool calls in each family's format, and for answers after reasoning."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def accepts(tokenizer: Tokenizer, grammar: Grammar, text: str) -> bool:
 
 
 @pytest.mark.parametrize("family", JSON)
-async def test_an_answer_that_must_call_calls_a_tool_as_its_schema_says(
+async def test_the_grammar_for_a_required_call_accepts_only_calls_of_tools_that_fit_their_schema(
     grammars: Grammars, tokenizer: Tokenizer, family: str
 ) -> None:
     grammar = await compiled(grammars, tokenizer, family, None)
@@ -85,7 +85,7 @@ async def test_an_answer_that_must_call_calls_a_tool_as_its_schema_says(
 
 
 @pytest.mark.parametrize("family", JSON)
-async def test_an_answer_that_may_call_has_text_around_calls_that_hold(
+async def test_the_grammar_for_optional_calls_accepts_text_and_only_calls_that_fit_the_schema(
     grammars: Grammars, tokenizer: Tokenizer, family: str
 ) -> None:
     grammar = await compiled(grammars, tokenizer, family, "text")
@@ -96,7 +96,7 @@ async def test_an_answer_that_may_call_has_text_around_calls_that_hold(
         assert not accepts(tokenizer, grammar, text), text
 
 
-async def test_in_harmony_an_answer_is_one_call_or_the_last_message(
+async def test_the_harmony_grammar_accepts_one_valid_call_or_one_final_message(
     grammars: Grammars, tokenizer: Tokenizer
 ) -> None:
     good = written("harmony", "weather", {"city": "Rome"}).removesuffix("<|call|>")  # an end token
@@ -118,7 +118,7 @@ async def test_in_harmony_an_answer_is_one_call_or_the_last_message(
 
 
 @pytest.mark.parametrize("family", ["qwen3_coder", "glm47", "pythonic"])
-async def test_of_other_formats_the_beginning_of_a_call_is_held(
+async def test_the_grammar_for_formats_without_json_requires_a_call_of_an_offered_tool(
     grammars: Grammars, tokenizer: Tokenizer, family: str
 ) -> None:
     grammar = await compiled(grammars, tokenizer, family, None)
@@ -127,7 +127,7 @@ async def test_of_other_formats_the_beginning_of_a_call_is_held(
     assert not accepts(tokenizer, grammar, written(family, "other", {"city": "Rome"}))
 
 
-async def test_an_answer_is_a_call_or_what_the_request_describes(
+async def test_the_grammar_of_a_request_with_tools_and_a_format_accepts_a_call_or_the_format(
     grammars: Grammars, tokenizer: Tokenizer
 ) -> None:
     grammar = await compiled(grammars, tokenizer, "generic", '"yes" | "no"')
@@ -166,7 +166,7 @@ def next_of(tokenizer: Tokenizer, follower: Any, draft: str = "") -> list[str | 
     return [allowed(tokenizer, mask) for mask in follower.masks(tokens)]
 
 
-def test_reasoning_is_ended_after_its_budget(tokenizer: Tokenizer) -> None:
+def test_reasoning_is_ended_when_its_token_budget_is_used_up(tokenizer: Tokenizer) -> None:
     follower = thinking(tokenizer, budget=3).follow(())
     assert next_of(tokenizer, follower, "ab") == [None] * 3
     assert next_of(tokenizer, follower, "abc</x") == [None] * 3 + ["<", "/", "t", "<"]
@@ -180,7 +180,9 @@ def test_reasoning_is_ended_after_its_budget(tokenizer: Tokenizer) -> None:
     assert next_of(tokenizer, ended) == [None]
 
 
-async def test_a_grammar_begins_behind_the_reasoning(grammars: Grammars, tokenizer: Tokenizer) -> None:
+async def test_a_grammar_applies_only_after_the_reasoning_has_ended(
+    grammars: Grammars, tokenizer: Tokenizer
+) -> None:
     grammar = await grammars.compiled(LarkFormat('start: "yes" | "no"'))
     end = tokenizer.decode(sorted(tokenizer.eos_ids))
     follower = thinking(tokenizer, grammar).follow(())
@@ -191,7 +193,7 @@ async def test_a_grammar_begins_behind_the_reasoning(grammars: Grammars, tokeniz
     assert next_of(tokenizer, follower) == [end]
 
 
-async def test_an_answer_may_begin_with_its_reasoning_or_without(
+async def test_a_grammar_lets_an_answer_begin_with_reasoning_or_without_it(
     grammars: Grammars, tokenizer: Tokenizer
 ) -> None:
     grammar = await grammars.compiled(LarkFormat('start: "yes" | "no"'))
@@ -201,7 +203,7 @@ async def test_an_answer_may_begin_with_its_reasoning_or_without(
     assert next_of(tokenizer, thought, "ye") == ["\nny", "e", "s"]
 
 
-async def test_a_marker_of_several_tokens_is_begun_beside_what_the_grammar_describes(
+async def test_a_grammar_allows_each_token_of_the_reasoning_marker_beside_its_own_text(
     grammars: Grammars, tokenizer: Tokenizer
 ) -> None:
     yes = thinking(tokenizer, await grammars.compiled(LarkFormat('start: "yes"')), is_begun=False)
@@ -212,7 +214,7 @@ async def test_a_marker_of_several_tokens_is_begun_beside_what_the_grammar_descr
 
 
 @pytest.mark.parametrize("cut", range(14))
-async def test_a_follower_is_the_same_after_a_crash(
+async def test_a_grammar_follower_rebuilt_from_all_tokens_equals_one_advanced_token_by_token(
     grammars: Grammars, tokenizer: Tokenizer, cut: int
 ) -> None:
     grammar = await grammars.compiled(LarkFormat('start: "yes" | "no"'))

@@ -1,4 +1,4 @@
-"""Models on this machine have names, and are described without their weights."""
+"""Models on this machine are named and described without loading weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _no_downloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
 
 
-def test_folders_files_and_links_in_the_data_directory_are_served_by_name(
+def test_folders_files_and_links_in_the_data_directory_are_found_and_removed_by_name(
     tmp_path: Path, tiny_model: Path
 ) -> None:
     models = tmp_path / "models"
@@ -46,7 +46,9 @@ def test_folders_files_and_links_in_the_data_directory_are_served_by_name(
     assert [*models.glob("[!.]*")] == [other]
 
 
-def test_a_conversion_of_a_file_elsewhere_is_listed_by_itself(tmp_path: Path) -> None:
+def test_a_conversion_of_a_gguf_file_elsewhere_is_listed_and_the_file_is_not_removable(
+    tmp_path: Path,
+) -> None:
     source = TinyLlama().write(tmp_path / "away.gguf")
     made = gguf_model.convert(source, tmp_path / "models", dtype="float16")
     entry = catalog.named("away", tmp_path)
@@ -58,7 +60,7 @@ def test_a_conversion_of_a_file_elsewhere_is_listed_by_itself(tmp_path: Path) ->
     assert catalog.count_parameters(entry) == catalog.count_parameters(catalog.named(str(source), tmp_path))
 
 
-def test_a_model_says_what_it_can_by_its_template_its_words_and_its_architecture(tmp_path: Path) -> None:
+def test_a_models_abilities_are_read_from_its_template_vocabulary_and_architecture(tmp_path: Path) -> None:
     words = [*(f"w{i}" for i in range(315)), "<think>", "</think>", "<s>", "</s>", "<|eot_id|>"]
     fields = {
         "gemma3.attention.sliding_window": 16,
@@ -76,13 +78,15 @@ def test_a_model_says_what_it_can_by_its_template_its_words_and_its_architecture
     assert catalog.named(str(tmp_path / "phi-9-Q8_0.gguf"), tmp_path).instead == "mlx-community/phi-9-8bit"
 
 
-def test_a_wrong_name_says_which_there_are(tmp_path: Path, tiny_model: Path) -> None:
+def test_an_unknown_model_name_raises_an_error_that_lists_the_models_here(
+    tmp_path: Path, tiny_model: Path
+) -> None:
     shutil.copytree(tiny_model, tmp_path / "models" / "mine")
     with pytest.raises(ModelError, match=r"no model qwen3; give .*`turnkeep model pull.* is here: .*, mine$"):
         model.resolve("qwen3", tmp_path, dtype="keep")
 
 
-def test_policies_and_windows_are_those_that_the_trials_found() -> None:
+def test_cache_policies_and_windows_match_the_table_in_the_page_on_architectures() -> None:
     rows = re.findall(
         r"^\| `(\w+)` \| (.+?) \| .+? \| (yes|no) \| (yes|no) \|", PAGE.read_text(), re.MULTILINE
     )

@@ -1,4 +1,4 @@
-"""A model is data: code that its folder brings along is not run."""
+"""A model is data: code in its folder is never run."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def change(path: Path, **changes: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def test_an_architecture_of_a_model_s_own_is_refused(folder: Path) -> None:
+def test_a_model_folder_with_its_own_architecture_code_is_refused_and_the_code_not_run(folder: Path) -> None:
     change(folder / "config.json", model_file="foreign.py")
     with pytest.raises(ModelError, match="cannot be loaded"):
         load(folder, dtype="float32")
     assert not (folder.parent / "ran").exists()
 
 
-def test_a_tokenizer_s_own_code_is_not_run(folder: Path) -> None:
+def test_tokenizer_code_in_a_model_folder_is_not_run(folder: Path) -> None:
     code = {"AutoTokenizer": ["foreign.Tokenizer", "foreign.Tokenizer"]}
     change(folder / "tokenizer_config.json", auto_map=code, tokenizer_class="Tokenizer")
     with contextlib.suppress(ModelError):
@@ -46,7 +46,9 @@ def test_a_tokenizer_s_own_code_is_not_run(folder: Path) -> None:
 @pytest.mark.parametrize(
     "expression", ["''.__class__.__mro__[1].__subclasses__()", "cycler.__init__.__globals__.os.getpid()"]
 )
-def test_a_chat_template_reaches_nothing_of_the_process(folder: Path, expression: str) -> None:
+def test_a_chat_template_that_reaches_into_the_python_process_is_refused_as_unsafe(
+    folder: Path, expression: str
+) -> None:
     for file in folder.glob("chat_template*"):
         file.write_text("{{ " + expression + " }}")
     with pytest.raises(TemplateError, match="unsafe"):

@@ -1,4 +1,4 @@
-"""GGUF files become model folders with the same weights, or one clear error."""
+"""GGUF files become model folders with equal weights or raise a clear error."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def logits(found: model.LoadedModel, tokens: list[int]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_weights_are_those_that_the_gguf_package_reads(
+def test_converted_weights_equal_those_that_the_gguf_package_reads(
     path: Path, kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gguf_file, "_ROWS_BYTES", 100_000)  # several pieces for each matrix
@@ -70,7 +70,9 @@ def test_weights_are_those_that_the_gguf_package_reads(
 
 
 @pytest.mark.parametrize(("dtype", "precision"), [("float16", 1e-3), ("bfloat16", 8e-3)])
-def test_weights_are_rounded_to_the_dtype_asked_for(path: Path, dtype: str, precision: float) -> None:
+def test_converted_weights_are_rounded_to_the_requested_dtype(
+    path: Path, dtype: str, precision: float
+) -> None:
     tiny = TinyLlama()
     tiny.write(path)
     arrays = mx.load(str(convert(path, dtype) / "model.safetensors"))
@@ -83,12 +85,14 @@ def test_weights_are_rounded_to_the_dtype_asked_for(path: Path, dtype: str, prec
 @pytest.mark.parametrize(
     ("kind", "dtype"), [(Kind.F32, "float32"), (Kind.BF16, "bfloat16"), (Kind.Q4_0, "float16")]
 )
-def test_keep_takes_the_dtype_nearest_to_the_file(path: Path, kind: Kind, dtype: str) -> None:
+def test_dtype_keep_converts_to_the_dtype_nearest_to_that_of_the_file(
+    path: Path, kind: Kind, dtype: str
+) -> None:
     TinyLlama(kind=kind).write(path)
     assert read_json(convert(path, "keep") / "config.json")["torch_dtype"] == dtype
 
 
-def test_values_beyond_float16_are_refused(path: Path) -> None:
+def test_weights_beyond_the_range_of_float16_are_refused_and_leave_no_files_behind(path: Path) -> None:
     tiny = TinyLlama()
     tiny.weights["token_embd.weight"][0, 0] = 1e6
     tiny.write(path)
@@ -104,7 +108,9 @@ def hf_layout(values: np.ndarray, heads: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_converted_model_computes_what_the_original_would(path: Path, tied: bool) -> None:
+def test_a_converted_llama_computes_the_same_logits_as_in_the_hugging_face_layout(
+    path: Path, tied: bool
+) -> None:
     """Grouped queries, rotation, tied embeddings and epsilon, against a model in the Hugging Face layout."""
     from mlx_lm.models import llama
 
@@ -140,7 +146,7 @@ def llama3_factors(factor: float) -> np.ndarray:
     return np.array(factors, np.float32)
 
 
-def test_llama3_rope_factors_become_its_settings(path: Path) -> None:
+def test_llama_3_rope_factors_are_converted_to_rope_scaling_settings(path: Path) -> None:
     tiny = TinyLlama()
     TinyLlama({**tiny.weights, "rope_freqs.weight": llama3_factors(32)}).write(path)
     found = loaded(path)
@@ -162,14 +168,16 @@ def test_llama3_rope_factors_become_its_settings(path: Path) -> None:
     ],
     ids=["linear", "yarn", "none"],
 )
-def test_rope_scaling_is_kept(path: Path, fields: dict[str, Any], expected: dict[str, Any] | None) -> None:
+def test_the_rope_scaling_of_a_gguf_file_is_kept(
+    path: Path, fields: dict[str, Any], expected: dict[str, Any] | None
+) -> None:
     TinyLlama(fields={f"llama.rope.scaling.{name}": value for name, value in fields.items()}).write(path)
     found = loaded(path)
     assert found.config["rope_scaling"] == expected
     assert np.isfinite(logits(found, [1, 2, 3])).all()
 
 
-def test_biases_are_kept(path: Path) -> None:
+def test_attention_biases_are_kept(path: Path) -> None:
     tiny = TinyLlama()
     shapes = {"attn_q": HEADS * HEAD_DIM, "attn_k": KV_HEADS * HEAD_DIM, "attn_v": KV_HEADS * HEAD_DIM}
     biases = {
@@ -181,7 +189,7 @@ def test_biases_are_kept(path: Path) -> None:
     assert loaded(path).config["attention_bias"] is True
 
 
-def test_a_converted_folder_is_taken_again_and_a_changed_file_converted_anew(path: Path) -> None:
+def test_a_converted_folder_is_reused_until_the_gguf_file_changes(path: Path) -> None:
     TinyLlama().write(path)
     reports: list[tuple[int, int, str]] = []
     first = gguf_model.convert(
@@ -199,7 +207,7 @@ def test_a_converted_folder_is_taken_again_and_a_changed_file_converted_anew(pat
     assert convert(path) != first
 
 
-def test_what_an_interrupted_conversion_left_is_removed_and_never_taken(path: Path) -> None:
+def test_the_folder_of_an_interrupted_conversion_is_removed_and_never_reused(path: Path) -> None:
     TinyLlama().write(path)
     folder = convert(path)
     unfinished = folder.with_name(".unfinished-" + folder.name)
@@ -208,7 +216,7 @@ def test_what_an_interrupted_conversion_left_is_removed_and_never_taken(path: Pa
     assert not unfinished.exists()
 
 
-def test_a_conversion_that_fails_leaves_nothing(path: Path) -> None:
+def test_a_conversion_that_fails_leaves_no_files_behind(path: Path) -> None:
     TinyLlama().write(path)
 
     def fail(_done: int, _of: int, what: str) -> None:
@@ -220,7 +228,7 @@ def test_a_conversion_that_fails_leaves_nothing(path: Path) -> None:
     assert nothing_is_left(path)
 
 
-def test_too_little_room_on_the_disk_is_said_before_it_is_used(
+def test_a_conversion_that_does_not_fit_on_the_disk_is_refused_with_both_sizes(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     TinyLlama().write(path)
@@ -247,14 +255,16 @@ def forged_length() -> bytes:
     ],
     ids=["empty", "short", "zip", "version", "forged"],
 )
-def test_a_file_that_is_no_gguf_is_refused(path: Path, content: bytes, complaint: str) -> None:
+def test_a_file_that_is_no_valid_gguf_is_refused_with_the_reason(
+    path: Path, content: bytes, complaint: str
+) -> None:
     path.write_bytes(content)
     with pytest.raises(ModelError, match=complaint):
         convert(path)
 
 
 @pytest.mark.parametrize("share", [0.001, 0.01, 0.1, 0.5, 0.999])
-def test_a_truncated_file_is_refused(path: Path, share: float) -> None:
+def test_a_truncated_gguf_file_is_refused_in_one_line(path: Path, share: float) -> None:
     TinyLlama().write(path)
     content = path.read_bytes()
     path.write_bytes(content[: int(len(content) * share)])
@@ -298,7 +308,9 @@ ODD = {
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_what_cannot_be_converted_is_named_in_one_line(path: Path, name: str) -> None:
+def test_a_gguf_file_with_an_unsupported_or_missing_part_is_refused_in_one_line(
+    path: Path, name: str
+) -> None:
     tiny, complaint = ODD[name]
     tiny.write(path)
     with pytest.raises(ModelError, match=complaint) as caught:
@@ -312,8 +324,10 @@ def sound_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @given(where=st.floats(0, 1, exclude_max=True), flip=st.integers(1, 255))
-def test_a_flipped_byte_is_no_crash(sound_file: Path, where: float, flip: int) -> None:
-    """The header either still makes a model or is refused; nothing else is raised and nothing hangs."""
+def test_a_gguf_file_with_a_flipped_byte_is_accepted_or_refused_without_a_crash(
+    sound_file: Path, where: float, flip: int
+) -> None:
+    """The header describes a model or is refused; nothing else is raised and nothing hangs."""
     content = bytearray(sound_file.read_bytes())
     start = content.index(b"blk.1.ffn_down.weight")  # the last tensor's head: behind it are values
     content[int(where * start)] ^= flip
@@ -326,7 +340,7 @@ def test_a_flipped_byte_is_no_crash(sound_file: Path, where: float, flip: int) -
         assert "\n" not in complaint
 
 
-def test_the_tokenizer_is_the_one_that_the_file_describes(path: Path) -> None:
+def test_the_converted_folder_has_the_tokenizer_and_template_of_the_gguf_file(path: Path) -> None:
     TINY.but(tokenizer__chat_template="{{ bos_token }}{{ messages[0].content }}").write(path)
     tokenizer = Tokenizer.from_folder(convert(path))
     tokens = tokenizer.encode(TEXT, at_start=True)
@@ -348,15 +362,17 @@ def test_the_tokenizer_is_the_one_that_the_file_describes(path: Path) -> None:
         ("qwen2", ["It", "'s", " ", "1", "2", "3", "4", " x", "!\n\n"]),
     ],
 )
-def test_text_is_split_as_the_pre_tokenizer_says(path: Path, pre: str | None, pieces: list[str]) -> None:
+def test_text_is_split_as_the_pre_tokenizer_named_in_the_file_does(
+    path: Path, pre: str | None, pieces: list[str]
+) -> None:
     TINY.but(tokenizer__ggml__pre=pre).write(path)
     rust = Tokenizer.from_folder(convert(path))._rust
     found = [piece for piece, _ in rust.pre_tokenizer.pre_tokenize_str("It's 1234 x!\n\n")]
     assert [piece.replace("Ġ", " ").replace("Ċ", "\n") for piece in found] == pieces
 
 
-def test_tekken_begins_words_at_capitals(path: Path) -> None:
-    """Compared once with its own rules, byte pairs by their ranks: 5,662 tokens of prose and code alike."""
+def test_the_tekken_pre_tokenizer_splits_words_at_capital_letters(path: Path) -> None:
+    """Compared once with Tekken's own rules, merges by rank: 5,662 equal tokens of prose and code."""
     TINY.but(tokenizer__ggml__pre="tekken").write(path)
     rust = Tokenizer.from_folder(convert(path))._rust
     found = [piece for piece, _ in rust.pre_tokenizer.pre_tokenize_str("HelloWorld don't 12 HTTPServer a//b")]
@@ -365,7 +381,9 @@ def test_tekken_begins_words_at_capitals(path: Path) -> None:
 
 
 @pytest.mark.parametrize(("pre", "adds"), [("llama-bpe", True), ("tekken", True), ("smollm", False)])
-def test_the_beginning_token_is_added_where_the_family_does(path: Path, pre: str, adds: bool) -> None:
+def test_a_bos_token_is_added_only_if_the_files_pre_tokenizer_calls_for_it(
+    path: Path, pre: str, adds: bool
+) -> None:
     TINY.but(tokenizer__ggml__pre=pre).write(path)
     tokenizer = Tokenizer.from_folder(convert(path))
     assert (tokenizer.encode("The", at_start=True)[0] == 317) == adds

@@ -1,4 +1,4 @@
-"""GGUF files of each family compute what mlx-lm computes with the same weights, and have its tokens."""
+"""GGUF files of each family give the logits of mlx-lm with the same weights, and its tokens."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def twin(kind: str, config: dict[str, Any]) -> tuple[Any, dict[str, mx.array]]:
 
 
 @pytest.mark.parametrize("family", CASES)
-def test_a_converted_file_computes_what_mlx_lm_does_with_the_same_weights(
+def test_a_converted_gguf_model_computes_the_same_logits_as_mlx_lm_with_the_same_weights(
     tmp_path: Path, family: str
 ) -> None:
     kind, config, fields = CASES[family]
@@ -88,7 +88,7 @@ def test_a_converted_file_computes_what_mlx_lm_does_with_the_same_weights(
     assert found.context_tokens == 512
 
 
-def test_the_largest_gemma_scales_its_queries_by_the_share_of_a_head(tmp_path: Path) -> None:
+def test_gemma_3_with_62_layers_scales_queries_by_its_hidden_size_per_head(tmp_path: Path) -> None:
     fields = {
         "general.architecture": "gemma3",
         "gemma3.block_count": 62,
@@ -98,8 +98,8 @@ def test_the_largest_gemma_scales_its_queries_by_the_share_of_a_head(tmp_path: P
     assert gguf_model._gemma3(file, 5376 // 32, 128)["query_pre_attn_scalar"] == 168
 
 
-def test_runs_of_spaces_are_one_token_where_the_vocabulary_defines_them(tmp_path: Path) -> None:
-    """As in Gemma's: matched before the merges, in the text with its spaces replaced."""
+def test_a_run_of_spaces_is_one_token_if_the_vocabulary_defines_it(tmp_path: Path) -> None:
+    """As in Gemma: matched before the merges, after the spaces are replaced."""
     bytes_ = [f"<0x{i:02X}>" for i in range(256)]
     tokens = ["<pad>", "<eos>", "<bos>", "<unk>", *bytes_, "\u2581", "a", "b", "ab", "\u2581ab"]
     tokens += ["\u2581" * 2, "\u2581" * 3, "\n\n", "<turn>"]
@@ -140,7 +140,7 @@ def test_runs_of_spaces_are_one_token_where_the_vocabulary_defines_them(tmp_path
         ("plain", "plain", "mlx-community/plain-4bit"),
     ],
 )
-def test_a_file_s_name_gives_its_quantisation_and_the_usual_name_for_mlx(
+def test_a_gguf_file_name_gives_the_quantisation_and_the_usual_mlx_model_name(
     file: str, quantisation: str, name: str
 ) -> None:
     assert quantisation_of(file) == quantisation

@@ -1,4 +1,4 @@
-"""Grammars over the packaged model's tokens: what is kept and refused, and where an answer may end."""
+"""Grammars over the packaged model's tokens: which are compiled or refused, and what they allow."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def allowed(mask: Any) -> set[int]:
     return set(np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist())
 
 
-async def test_masks_allow_exactly_the_tokens_that_may_follow(
+async def test_the_masks_of_a_grammar_allow_exactly_the_tokens_that_may_follow(
     grammars: Grammars, tokenizer: Tokenizer
 ) -> None:
     grammar = await grammars.compiled(ChoiceFormat(("yes", "no, never")))
@@ -72,7 +72,7 @@ async def test_masks_allow_exactly_the_tokens_that_may_follow(
     assert not accepts(grammar, [*no, min(tokenizer.eos_ids)])
 
 
-async def test_text_that_is_the_only_one_left_may_be_spelled_in_any_tokens(
+async def test_text_that_a_grammar_forces_may_be_written_in_single_bytes_or_longer_tokens(
     grammars: Grammars, tokenizer: Tokenizer
 ) -> None:
     text = '<|im_end|>/"é' + chr(0x1F98A)
@@ -87,7 +87,7 @@ async def test_text_that_is_the_only_one_left_may_be_spelled_in_any_tokens(
     assert accepts(grammar, tokenizer.encode(tokenizer.as_text(text), at_start=False))
 
 
-async def test_a_draft_changes_nothing_and_ends_at_what_is_not_allowed(
+async def test_masks_for_drafted_tokens_do_not_advance_the_grammar_and_stop_at_a_forbidden_token(
     grammars: Grammars, tokenizer: Tokenizer
 ) -> None:
     grammar = await grammars.compiled(RegexFormat("[ab]{1,8}c"))
@@ -109,7 +109,9 @@ async def test_a_draft_changes_nothing_and_ends_at_what_is_not_allowed(
     assert allowed(matcher.masks(())[0]) == tokenizer.eos_ids
 
 
-async def test_text_has_no_special_token_in_it(grammars: Grammars, tokenizer: Tokenizer) -> None:
+async def test_the_json_grammar_allows_no_special_tokens_and_no_extra_white_space(
+    grammars: Grammars, tokenizer: Tokenizer
+) -> None:
     grammar = await grammars.compiled(JsonObjectFormat())
     assert grammar is not None
     matcher = grammar.follow(tokenizer.encode('{"a', at_start=False))
@@ -122,7 +124,7 @@ async def test_text_has_no_special_token_in_it(grammars: Grammars, tokenizer: To
     assert not accepts(grammar, tokenizer.encode('{\n"a": 1}', at_start=False))
 
 
-async def test_a_grammar_is_compiled_once_and_the_last_ones_are_kept(grammars: Grammars) -> None:
+async def test_a_grammar_is_compiled_once_and_kept_until_64_others_replace_it(grammars: Grammars) -> None:
     asked = RegexFormat("a{7}")
     first, second = await asyncio.gather(grammars.compiled(asked), grammars.compiled(RegexFormat("a{7}")))
     assert first is second
@@ -150,7 +152,7 @@ async def test_a_grammar_is_compiled_once_and_the_last_ones_are_kept(grammars: G
         (JsonSchemaFormat(JsonSchema({"allOf": [{"type": "string"}, {"type": "null"}]})), "Unsatisfiable"),
     ],
 )
-async def test_what_would_take_long_or_allows_nothing_is_refused(
+async def test_a_grammar_that_is_invalid_too_costly_or_unsatisfiable_is_refused(
     grammars: Grammars, asked: Any, says: str
 ) -> None:
     with pytest.raises(GrammarError, match=says):
@@ -158,7 +160,7 @@ async def test_what_would_take_long_or_allows_nothing_is_refused(
 
 
 @pytest.mark.parametrize("steps", [(10_000_000,), (1e30,), (0.0003, 70_001), (97, 98, 99), (123_457, 0)])
-async def test_multiples_that_would_take_long_are_refused_and_others_compile(
+async def test_schemas_with_costly_multiple_of_values_are_refused_and_others_compile(
     grammars: Grammars, steps: tuple[float, ...]
 ) -> None:
     schemas = [{"type": "number", "multipleOf": step} for step in steps]
@@ -168,8 +170,10 @@ async def test_multiples_that_would_take_long_are_refused_and_others_compile(
         assert await grammars.compiled(JsonSchemaFormat(JsonSchema({"type": "number", "multipleOf": step})))
 
 
-async def test_a_schema_sets_no_options_of_llguidance(grammars: Grammars, tokenizer: Tokenizer) -> None:
-    """White space without end, say, or alternatives that are not disjoint, as if they were."""
+async def test_a_json_schema_cannot_set_options_of_llguidance(
+    grammars: Grammars, tokenizer: Tokenizer
+) -> None:
+    """Such as unlimited white space, or `oneOf` with alternatives that are not disjoint."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     for more in ({}, {"x-guidance": {"whitespace_pattern": "[ ]{0,99}"}}, {"x-guidance": 5}):
         grammar = await grammars.compiled(JsonSchemaFormat(JsonSchema({**schema, **more})))
@@ -202,7 +206,7 @@ LENIENT: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("schema", "good", "bad"), LENIENT)
-async def test_a_schema_that_is_not_strict_is_followed_as_far_as_it_can_be(
+async def test_a_schema_that_is_not_strict_skips_keywords_for_which_a_strict_one_is_refused(
     grammars: Grammars, tokenizer: Tokenizer, schema: dict[str, Any], good: str, bad: str
 ) -> None:
     grammar = await grammars.compiled(JsonSchemaFormat(JsonSchema(schema, strict=False)))
@@ -215,7 +219,7 @@ async def test_a_schema_that_is_not_strict_is_followed_as_far_as_it_can_be(
             await grammars.compiled(JsonSchemaFormat(JsonSchema(schema)))
 
 
-async def test_a_lenient_schema_may_be_deep(grammars: Grammars) -> None:
+async def test_a_lenient_schema_that_is_too_deep_is_refused_with_a_grammar_error(grammars: Grammars) -> None:
     schema: dict[str, Any] = {"type": "string", "pattern": "(?=a)"}
     for _ in range(400):
         schema = {"type": "array", "items": schema}

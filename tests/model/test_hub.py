@@ -1,4 +1,4 @@
-"""Models are downloaded from the hub, whole or not at all: a hub of the tests' own."""
+"""Models are downloaded from the hub whole or not at all, here from a fake hub."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def names(data_dir: Path) -> list[str]:
     return [entry.name for entry in catalog.list_models(data_dir) if entry.origin != "packaged"]
 
 
-def test_the_default_model_is_fetched_with_every_byte_reported_and_then_used_without_the_hub(
+def test_the_default_model_is_downloaded_once_with_progress_and_then_works_offline(
     server: FakeHub, resolved: Callable[..., dict[str, Any]], tiny_model: Path
 ) -> None:
     reports = resolved(server.url)["reports"]
@@ -104,7 +104,7 @@ def test_the_default_model_is_fetched_with_every_byte_reported_and_then_used_wit
 
 
 @pytest.mark.parametrize("offline", [False, True])
-def test_a_hub_out_of_reach_is_one_line_with_the_command_that_brings_the_model(
+def test_an_unreachable_hub_raises_an_error_with_the_command_that_installs_a_model(
     resolved: Callable[..., dict[str, Any]], offline: bool
 ) -> None:
     error = resolved(f"http://127.0.0.1:{free_port()}", HF_HUB_OFFLINE=str(int(offline)))["error"]
@@ -119,7 +119,7 @@ def test_a_hub_out_of_reach_is_one_line_with_the_command_that_brings_the_model(
     )
 
 
-def test_a_download_that_was_killed_goes_on_where_it_was(server: FakeHub, tmp_path: Path) -> None:
+def test_a_killed_download_resumes_at_the_byte_where_it_stopped(server: FakeHub, tmp_path: Path) -> None:
     server.cuts, server.stalled = [50_000], threading.Event()
     command = [sys.executable, "-m", "commands", "model", "pull", ID, "--data-dir", str(tmp_path)]
     environ = {**os.environ, "HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path)}
@@ -138,7 +138,9 @@ def test_a_download_that_was_killed_goes_on_where_it_was(server: FakeHub, tmp_pa
     assert model.load(Path(second.stdout.strip()), dtype="keep").name == ID
 
 
-def test_a_connection_that_breaks_is_made_again(server: FakeHub, cache: Path) -> None:
+def test_a_download_reconnects_after_a_broken_connection_and_resumes_there(
+    server: FakeHub, cache: Path
+) -> None:
     server.cuts = [20_000, 30_000]
     server.about[ID] = {"id": "org/now-named-so"}
     reports: list[tuple[int, int, str]] = []
@@ -149,7 +151,7 @@ def test_a_connection_that_breaks_is_made_again(server: FakeHub, cache: Path) ->
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
-def test_a_broken_file_is_refused_and_not_in_use(
+def test_a_downloaded_file_with_a_wrong_checksum_is_refused_and_can_be_fetched_again(
     server: FakeHub, cache: Path, tmp_path: Path, name: str
 ) -> None:
     server.broken = {name}
@@ -160,7 +162,7 @@ def test_a_broken_file_is_refused_and_not_in_use(
     assert names(tmp_path) == [ID]
 
 
-def test_what_is_new_on_the_hub_is_pulled_and_the_rest_stays(server: FakeHub, cache: Path) -> None:
+def test_fetching_a_model_again_downloads_no_file(server: FakeHub, cache: Path) -> None:
     hub.fetch(ID, None)
     server.asked.clear()
     hub.fetch(ID, None)
@@ -168,10 +170,10 @@ def test_what_is_new_on_the_hub_is_pulled_and_the_rest_stays(server: FakeHub, ca
     assert catalog.find(ID, cache) == hub.downloaded(f"hf.co/{ID}")
 
 
-def test_of_the_folders_of_a_model_those_are_fetched_that_say_what_it_was_trained_for(
+def test_only_the_subfolders_for_pooling_and_scoring_are_downloaded_with_a_model(
     server: FakeHub, cache: Path, embedding_model: Path
 ) -> None:
-    """Without them, a model that takes the mean of all tokens would make vectors of the last one."""
+    """Without these folders, a model with mean pooling would make its vectors of the last token."""
     server.add(ID, embedding_model)
     server.repositories[ID] |= {"1_LogitScore/config.json": b"{}", "2_Dense/config.json": b"{}"}
     folder = hub.fetch(ID, None)
@@ -179,7 +181,7 @@ def test_of_the_folders_of_a_model_those_are_fetched_that_say_what_it_was_traine
     assert hub.downloaded(ID) == folder
 
 
-def test_what_does_not_fit_is_said_before_the_download(
+def test_a_model_too_large_for_disk_or_memory_is_refused_before_the_download(
     server: FakeHub, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.claimed = {"model.safetensors": 10**15}
@@ -195,7 +197,9 @@ def test_what_does_not_fit_is_said_before_the_download(
     hub.fetch(ID, None, "float16")
 
 
-def test_a_gguf_file_is_picked_by_its_quantisation(server: FakeHub, cache: Path, tmp_path: Path) -> None:
+def test_gguf_files_of_a_repository_are_downloaded_listed_and_removed_by_quantisation(
+    server: FakeHub, cache: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "ggufs"
     folder.mkdir()
     for kind in (Kind.Q8_0, Kind.F16):
@@ -225,7 +229,9 @@ def test_a_gguf_file_is_picked_by_its_quantisation(server: FakeHub, cache: Path,
     assert not [path for path in cache.glob("**/*") if path.is_file() and path.stat().st_size > 1000]
 
 
-def test_what_cannot_be_used_is_refused_before_the_download(server: FakeHub, cache: Path) -> None:
+def test_an_unusable_model_on_the_hub_is_refused_before_any_file_is_downloaded(
+    server: FakeHub, cache: Path
+) -> None:
     server.repositories["org/Phi-9-mini-GGUF"] = {"Phi-9-mini-Q6_K.gguf": b"GGUF"}
     server.about["org/Phi-9-mini-GGUF"] = {"gguf": {"architecture": "phi9", "total": 10}}
     said = refused("org/Phi-9-mini-GGUF:Q6_K")

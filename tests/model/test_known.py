@@ -1,4 +1,4 @@
-"""The models that are known to be good, and the console's shelf of those that are here."""
+"""The list of known good models, and the console's shelf of models on this machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from worker.process.settings import Settings
 GB = 1e9
 
 
-def test_each_known_model_fits_the_memory_that_it_is_named_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_known_model_fits_in_the_memory_size_it_is_listed_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known, "computes_on_linux_cpu", lambda: False)
     found = known.known()
     assert {one.memory_gb for one in found} == {8, 16, 32, 64}
@@ -29,7 +29,7 @@ def test_each_known_model_fits_the_memory_that_it_is_named_for(monkeypatch: pyte
         assert one.weights_gb == pytest.approx(one.parameters_b * 4.5 / 8, rel=0.03)
 
 
-def test_on_a_cpu_each_weight_takes_four_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_on_a_cpu_is_estimated_at_four_bytes_per_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known, "computes_on_linux_cpu", lambda: True)
     assert known.needed_bytes(2.3 * GB, 4 * GB) == int(1.2 * 16 * GB)
     monkeypatch.setattr(known, "memory_bytes", lambda: int(16 * GB))
@@ -49,7 +49,9 @@ def server(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         yield started
 
 
-def test_a_download_ends_among_the_models_that_are_here(server: FakeHub, tmp_path: Path) -> None:
+def test_a_finished_download_is_listed_on_the_shelf_with_its_serve_command_and_memory(
+    server: FakeHub, tmp_path: Path
+) -> None:
     shelf = Shelf(Settings(data_dir=tmp_path))
     assert shelf.pull("org/tiny") == "downloading org/tiny"
     while shelf.listed()["pulls"]:
@@ -61,7 +63,9 @@ def test_a_download_ends_among_the_models_that_are_here(server: FakeHub, tmp_pat
     assert entry["needed_bytes"] > entry["size_bytes"]
 
 
-def test_a_download_that_fails_says_why_and_can_be_asked_for_again(server: FakeHub, tmp_path: Path) -> None:
+def test_a_failed_download_reports_its_error_and_can_be_started_again(
+    server: FakeHub, tmp_path: Path
+) -> None:
     shelf = Shelf(Settings(data_dir=tmp_path))
     with pytest.raises(ModelError, match="is no id of the hub"):
         shelf.pull("tiny")

@@ -1,4 +1,4 @@
-"""A start with a model that is known imports and reads little, and nothing else comes of it."""
+"""A second start with a model imports and reads little, and gives the same results."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def load(folder: Path, store: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_a_known_model_is_loaded_without_transformers_and_gives_the_same_tokens(
+def test_a_second_load_of_a_model_needs_no_transformers_and_gives_the_same_tokens(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     first, second = load(tiny_model, tmp_path), load(tiny_model, tmp_path)
@@ -48,7 +48,9 @@ def test_a_known_model_is_loaded_without_transformers_and_gives_the_same_tokens(
 
 
 @pytest.mark.model
-def test_a_stored_tokenizer_is_the_one_that_was_loaded(packaged_folder: Path, tmp_path: Path) -> None:
+def test_a_stored_tokenizer_equals_the_one_loaded_from_the_model_folder(
+    packaged_folder: Path, tmp_path: Path
+) -> None:
     loaded = Tokenizer.from_folder(packaged_folder)
     for _ in range(2):
         stored = Tokenizer.from_folder(packaged_folder, tmp_path)
@@ -61,7 +63,9 @@ def test_a_stored_tokenizer_is_the_one_that_was_loaded(packaged_folder: Path, tm
         assert stored.encode(said[0], at_start=True) == loaded.encode(said[1], at_start=True)
 
 
-def test_a_tokenizer_is_read_again_after_a_change_or_damage(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_stored_tokenizer_is_rebuilt_when_it_is_damaged_or_the_model_folder_changes(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     folder, store = tmp_path / "model", tmp_path / "store"
     store.mkdir()
     folder.mkdir()
@@ -77,7 +81,7 @@ def test_a_tokenizer_is_read_again_after_a_change_or_damage(tiny_model: Path, tm
     (kept,) = store.iterdir()
 
 
-def test_a_gguf_file_that_was_converted_is_not_read_again(
+def test_a_converted_gguf_file_is_not_read_again_until_it_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = TinyLlama().write(tmp_path / "tiny.gguf")
@@ -106,7 +110,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_the_tokenizer_of_a_converted_file_is_stored_as_transformers_would_load_it(
+def test_the_stored_tokenizer_of_a_converted_gguf_file_equals_the_one_of_transformers(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = FILES[name].write(tmp_path / "tiny.gguf")
@@ -138,7 +142,7 @@ TEMPLATES = (
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_a_template_says_what_it_says_in_transformers(template: str) -> None:
+def test_a_chat_template_renders_or_fails_as_in_transformers(template: str) -> None:
     def said(render: Any) -> tuple[str, str]:
         try:
             return "", render()

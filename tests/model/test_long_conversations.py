@@ -1,4 +1,4 @@
-"""A turn renders what it adds, and comes to the tokens of the full render in long conversations too."""
+"""A turn renders only what it adds; long conversations have the tokens of a full render too."""
 
 from __future__ import annotations
 
@@ -106,24 +106,26 @@ def tokenizers(with_template: Callable[[str], Tokenizer], tokenizer: Tokenizer) 
 
 
 @pytest.mark.parametrize("name", ["packaged", *NEAR])
-def test_a_template_that_looks_at_neighbours_only_is_told(
+def test_a_template_that_depends_only_on_neighbouring_messages_is_recognised(
     tokenizers: dict[str, Tokenizer], name: str
 ) -> None:
     assert num_first(tokenizers[name].template) in (1, 2)
 
 
 @pytest.mark.parametrize("name", LOOKING_BACK)
-def test_a_template_that_looks_further_is_told(tokenizers: dict[str, Tokenizer], name: str) -> None:
+def test_a_template_that_depends_on_distant_messages_is_recognised(
+    tokenizers: dict[str, Tokenizer], name: str
+) -> None:
     assert num_first(tokenizers[name].template) is None
 
 
-def test_no_template_and_one_that_is_none_look_back() -> None:
+def test_a_missing_or_invalid_template_counts_as_depending_on_distant_messages() -> None:
     assert num_first(None) is None
     assert num_first("{% for m in messages %}") is None
 
 
 @pytest.mark.parametrize("name", ["packaged", "trimming", "system apart", "tool runs", "thoughts"])
-def test_a_late_turn_renders_and_tokenises_no_more_than_an_early_one(
+def test_a_late_turn_of_a_chat_renders_and_tokenises_no_more_than_an_early_one(
     tokenizers: dict[str, Tokenizer], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Counted in messages and in characters, for turns that say the same."""
@@ -156,7 +158,7 @@ def test_a_late_turn_renders_and_tokenises_no_more_than_an_early_one(
 
 
 @pytest.mark.parametrize("name", ["packaged", "system apart", "numbers"])
-def test_appends_without_answers_cost_the_same_each_where_the_template_allows_it(
+def test_appends_render_few_messages_unless_the_template_depends_on_distant_ones(
     tokenizers: dict[str, Tokenizer], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     chat = Chat(tokenizers[name])
@@ -192,12 +194,12 @@ TURNS = st.lists(
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=st.sampled_from(["packaged", *NEAR]), begin=st.booleans(), turns=TURNS)
-def test_turns_of_any_kind_come_to_what_they_would_with_the_whole_rendered(
+def test_any_mix_of_turns_gives_the_same_tokens_as_rendering_the_whole_conversation(
     tokenizers: dict[str, Tokenizer], name: str, begin: bool, turns: list[tuple[str, Any]]
 ) -> None:
-    """Long and mixed: messages of any role, answers cut off, raw content, rewinds to anywhere.
+    """Messages of any role, answers cut off, raw content, rewinds to any position.
 
-    And shortened, stored and read back in between.
+    In between the conversation is shortened, stored and loaded.
     """
     near, full = Chat(tokenizers[name]), Chat(tokenizers[name])
     steady = [("ask", ("so?", "yes", True))] * 16
@@ -247,10 +249,10 @@ def _take(chat: Chat, turn: tuple[str, Any]) -> str:
     return ""
 
 
-def test_the_two_ends_of_a_conversation_are_rendered_as_in_the_whole(
+def test_the_first_and_last_messages_are_rendered_as_in_a_full_render(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
-    """A first message that is a system's, answers that end by themselves or not, and a date."""
+    """With a system message first, answers that end or are cut off, and a date."""
     for name in ("dated", "first", "system apart"):
         chat = Chat(tokenizers[name])
         chat.say(("system", "Rules."), ("user", "Hi"))
@@ -262,8 +264,10 @@ def test_the_two_ends_of_a_conversation_are_rendered_as_in_the_whole(
             assert chat.text == chat.render()
 
 
-def test_a_shortened_conversation_takes_no_more_however_long_it_was(tokenizers: dict[str, Tokenizer]) -> None:
-    """And goes on, and is rewound by a little; what lies further back is asked for, not guessed."""
+def test_a_shortened_conversation_has_about_the_same_size_however_long_it_was(
+    tokenizers: dict[str, Tokenizer],
+) -> None:
+    """The conversation continues and rewinds a little; a longer rewind raises `CutOffError`."""
     sizes = []
     for num_turns in (40, 400):
         chat = Chat(tokenizers["system apart"])

@@ -1,4 +1,4 @@
-"""The program behind `bench device`: it has all figures of the bench, and runs the model's own answers."""
+"""The program behind `bench device` measures all figures of the bench, on the model's own answers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def measuring(tiny_model: Path, tmp_path: Path) -> Iterator[Measuring]:
     directory.close()
 
 
-def test_the_figures_are_those_of_the_bench(measuring: Measuring):
+def test_the_device_program_measures_every_figure_that_the_bench_lists(measuring: Measuring):
     asked = (
         measuring.prefill(32, TOKENS),
         measuring.decode(True, True, 3, PROMPTS),
@@ -51,7 +51,9 @@ def test_the_figures_are_those_of_the_bench(measuring: Measuring):
     assert measuring.description["constants"].keys() >= {"prompt_blocks", "pooled_rows", "kept_layers"}
 
 
-def test_a_changed_restore_is_counted(measuring: Measuring, monkeypatch: pytest.MonkeyPatch):
+def test_the_device_program_counts_a_restore_that_changes_an_array(
+    measuring: Measuring, monkeypatch: pytest.MonkeyPatch
+):
     rebuild = layers.rebuild
 
     def change(*given: Any) -> Any:
@@ -65,7 +67,7 @@ def test_a_changed_restore_is_counted(measuring: Measuring, monkeypatch: pytest.
 
 @pytest.mark.parametrize("ahead", [True, False])
 @pytest.mark.parametrize("together", [True, False])
-def test_all_ways_give_the_model_s_own_tokens(
+def test_decoding_batched_or_not_and_pipelined_or_not_gives_the_models_own_tokens(
     measuring: Measuring, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, together: bool, ahead: bool
 ):
     rows: list[Row] = []

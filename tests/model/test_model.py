@@ -1,4 +1,4 @@
-"""Models are found, loaded and described; broken ones are one clear error."""
+"""Models are found, loaded and described; broken ones raise a clear error."""
 
 from __future__ import annotations
 
@@ -73,7 +73,9 @@ def test_the_packaged_model_knows_the_capital_of_france(packaged_folder: Path) -
 
 
 @pytest.mark.parametrize("scaling", [{}, LLAMA3], ids=["plain", "llama3"])
-def test_positions_are_read_from_the_newer_field_too(folder: Path, scaling: dict[str, Any]) -> None:
+def test_rope_settings_are_read_from_the_newer_field_rope_parameters_too(
+    folder: Path, scaling: dict[str, Any]
+) -> None:
     def logits() -> mx.array:
         return mx.array(model.load(folder, dtype="keep").model(mx.array([[*range(40)]])))
 
@@ -85,7 +87,7 @@ def test_positions_are_read_from_the_newer_field_too(folder: Path, scaling: dict
     assert not mx.array_equal(logits(), older)
 
 
-def test_a_scaling_that_would_be_lost_is_one_line(folder: Path) -> None:
+def test_a_rope_scaling_that_mlx_lm_would_ignore_is_refused(folder: Path) -> None:
     change(folder, rope_scaling={"type": "yarn", "factor": 4.0}, model_type="gemma", head_dim=32)
     with pytest.raises(
         ModelError, match=r"has a rope_scaling of type yarn, but mlx-lm's gemma has none; take"
@@ -94,7 +96,7 @@ def test_a_scaling_that_would_be_lost_is_one_line(folder: Path) -> None:
 
 
 @pytest.mark.model
-def test_loading_prints_and_warns_nothing(packaged_folder: Path) -> None:
+def test_loading_a_model_prints_and_warns_nothing(packaged_folder: Path) -> None:
     code = (
         "import sys, pathlib\nfrom worker.models import model\n"
         "model.load(pathlib.Path(sys.argv[1]), dtype=model.default_dtype())"
@@ -104,7 +106,7 @@ def test_loading_prints_and_warns_nothing(packaged_folder: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_what_was_loaded_on_a_thread_runs_on_it(tiny: Path) -> None:
+def test_a_model_loaded_on_a_thread_runs_on_that_thread(tiny: Path) -> None:
     found: list[float] = []
 
     def device() -> None:
@@ -120,7 +122,9 @@ def test_what_was_loaded_on_a_thread_runs_on_it(tiny: Path) -> None:
 @pytest.mark.parametrize(
     ("dtype", "kv_bytes"), [("keep", 2 * 2 * 2 * 32 * 4), ("float16", 2 * 2 * 2 * 32 * 2)]
 )
-def test_kv_bytes_follow_layers_heads_and_dtype(tiny: Path, dtype: str, kv_bytes: int) -> None:
+def test_the_kv_bytes_per_token_follow_from_layers_heads_and_dtype(
+    tiny: Path, dtype: str, kv_bytes: int
+) -> None:
     assert replace(model.load(tiny, dtype=dtype).kv, sketch_bytes=0) == KvSize(kv_bytes)
 
 
@@ -136,7 +140,7 @@ def quantised(folder: Path) -> Path:
     return folder
 
 
-def test_quantised_layers_become_float32_where_that_is_asked_for(quantised: Path) -> None:
+def test_quantised_layers_are_converted_to_float32_if_that_dtype_is_requested(quantised: Path) -> None:
     kept, cast = (model.load(quantised, dtype=dtype) for dtype in ("keep", "float32"))
     assert kept.weight_bytes < cast.weight_bytes / 4
     assert {array.dtype for _, array in tree_flatten(cast.model.parameters())} == {mx.float32}
@@ -256,7 +260,7 @@ BREAKAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ],
     ids=["said", "by default"],
 )
-def test_fewer_layers_than_their_pattern_has_are_one_clear_line(
+def test_a_model_with_too_few_layers_for_its_layer_pattern_is_refused_with_the_reason(
     folder: Path, fields: dict[str, Any], complaint: str
 ) -> None:
     from mlx_lm.models import gemma3_text
@@ -270,7 +274,7 @@ def test_fewer_layers_than_their_pattern_has_are_one_clear_line(
 
 
 @pytest.mark.parametrize("name", BREAKAGES)
-def test_a_broken_folder_is_one_clear_line(folder: Path, name: str) -> None:
+def test_a_broken_model_folder_is_refused_in_one_line_that_names_the_fault(folder: Path, name: str) -> None:
     damage, complaint = BREAKAGES[name]
     damage(folder)
     with pytest.raises(ModelError, match=complaint) as caught:
@@ -285,7 +289,9 @@ def test_an_unknown_dtype_is_refused(tiny: Path) -> None:
         model.load(tiny, dtype="int3")
 
 
-def test_folders_and_files_are_resolved(tiny: Path, tmp_path: Path) -> None:
+def test_a_model_folder_resolves_to_itself_and_a_gguf_file_to_its_conversion(
+    tiny: Path, tmp_path: Path
+) -> None:
     assert model.resolve(str(tiny), tmp_path, dtype="float32") == tiny
     path = TinyLlama().write(tmp_path / "other.gguf")
     converted = model.resolve(str(path), tmp_path, dtype="float16")
@@ -294,19 +300,21 @@ def test_folders_and_files_are_resolved(tiny: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("spec", ["nothing/here/at-all", "/no/such/folder", "missing.gguf", "./a/b", "gpt"])
-def test_what_is_not_there_is_said_with_what_would_do(spec: str, tmp_path: Path) -> None:
+def test_a_model_that_does_not_exist_raises_an_error_that_lists_the_accepted_kinds(
+    spec: str, tmp_path: Path
+) -> None:
     with pytest.raises(ModelError, match=r"give a model folder, a \.gguf file or a hub id"):
         model.resolve(spec, tmp_path, dtype="float32")
 
 
-def test_another_file_is_no_model(tmp_path: Path) -> None:
+def test_a_file_that_is_no_gguf_file_is_refused_as_a_model(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("hello")
     with pytest.raises(ModelError, match=r"neither a model folder nor a \.gguf file"):
         model.resolve(str(path), tmp_path, dtype="float32")
 
 
-def test_a_hub_id_that_is_not_cached_is_an_error_offline(
+def test_a_hub_model_that_is_not_cached_raises_an_error_offline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from huggingface_hub import constants
@@ -324,7 +332,9 @@ def in_hub_cache(cache: Path, tiny: Path) -> Path:
     return shutil.copytree(tiny, repository / "snapshots" / ("a" * 40))
 
 
-def test_a_cached_hub_id_is_used_offline(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cached_hub_model_is_used_offline(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from huggingface_hub import constants
 
     snapshot = in_hub_cache(tmp_path / "hub", tiny)
@@ -335,8 +345,8 @@ def test_a_cached_hub_id_is_used_offline(tiny: Path, tmp_path: Path, monkeypatch
     assert model.load(found, dtype="keep").name == "org/name"
 
 
-def test_a_model_is_called_after_its_folder(tiny: Path, tmp_path: Path) -> None:
-    """Two that were tuned from one base name the same base."""
+def test_a_model_is_named_after_its_folder_link_or_gguf_file(tiny: Path, tmp_path: Path) -> None:
+    """Two models tuned from one base both name that base."""
     for name in ("first", "second"):
         folder = shutil.copytree(tiny, tmp_path / name)
         config = json.loads((folder / "config.json").read_text())
@@ -348,7 +358,7 @@ def test_a_model_is_called_after_its_folder(tiny: Path, tmp_path: Path) -> None:
     assert model.load(made, dtype="keep").name == "Tiny.Q4_0", "the GGUF file that it was made from"
 
 
-def test_models_on_this_machine_are_listed(
+def test_packaged_converted_and_hub_models_are_listed_and_broken_folders_left_out(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from huggingface_hub import constants

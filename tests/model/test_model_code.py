@@ -1,4 +1,4 @@
-"""A model's code is named by its source: whatever computes KV, and nothing else."""
+"""A model's code digest covers the source that computes KV, and no other."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def package(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["llama.py", "base.py", "rope_utils.py", "cache.py"])
-def test_whatever_the_model_s_module_builds_on_is_part_of_its_code(package, name) -> None:
+def test_changing_any_module_that_a_model_builds_on_changes_its_code_digest(package, name) -> None:
     models, load = package
     before = code_digest(load())
     assert code_digest(load()) == before
@@ -58,7 +58,7 @@ def test_whatever_the_model_s_module_builds_on_is_part_of_its_code(package, name
     assert code_digest(load()) != before
 
 
-def test_another_model_of_the_same_release_is_no_part_of_it(package) -> None:
+def test_changing_another_models_module_leaves_the_code_digest_unchanged(package) -> None:
     models, load = package
     before = code_digest(load())
     (models / "mamba.py").write_text("class Model:\n    changed = True\n")
@@ -66,6 +66,6 @@ def test_another_model_of_the_same_release_is_no_part_of_it(package) -> None:
     assert code_digest(load()) == before
 
 
-def test_models_of_mlx_lm_have_code_of_their_own() -> None:
+def test_different_mlx_lm_models_have_different_code_digests() -> None:
     digests = {code_digest(module.Model.__new__(module.Model)) for module in (llama, gemma3_text)}
     assert len(digests) == 2

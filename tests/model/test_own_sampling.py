@@ -19,7 +19,7 @@ from worker.models.own_sampling import own_sampling
         ({"temperature": -1, "top_p": "x", "top_k": 1.5, "min_p": [], "repetition_penalty": 0}, {}),
     ],
 )
-def test_options_that_no_generate_may_have_are_left_out(
+def test_sampling_options_of_a_model_folder_are_read_and_invalid_ones_left_out(
     tmp_path: Path, config: dict[str, object], own: dict[str, float]
 ) -> None:
     assert own_sampling(tmp_path) == {}

@@ -1,4 +1,4 @@
-"""The program behind `bench quality`: what it tells is what the model says."""
+"""The program behind `bench quality` reports what the model computes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def tokens_of(num: int, vocabulary: int) -> list[int]:
 
 
 @pytest.mark.parametrize(("kv_bits", "kv_bytes"), [(None, 1024), (8, 2 * 2 * 2 * 40), (4, 2 * 2 * 2 * 24)])
-def test_a_model_is_loaded_with_the_bits_that_are_asked_for(tiny: Path, kv_bits: int, kv_bytes: int) -> None:
+def test_a_model_is_loaded_with_the_requested_kv_bits_and_its_kv_sizes_follow(
+    tiny: Path, kv_bits: int, kv_bytes: int
+) -> None:
     loaded = model.load(tiny, dtype="float32", kv_bits=kv_bits)
     assert loaded.kv.bytes_per_token == kv_bytes
     sizes = Side(loaded, PLAN, kv_bits).sizes(tokens_of(32, loaded.vocab_size))
@@ -38,7 +40,7 @@ def test_a_model_is_loaded_with_the_bits_that_are_asked_for(tiny: Path, kv_bits:
 
 
 @pytest.mark.parametrize("window", [32, 27])
-def test_the_loss_of_a_windows_second_half_is_that_of_one_pass(tiny: Path, window: int) -> None:
+def test_the_loss_on_a_windows_second_half_equals_that_of_a_single_pass(tiny: Path, window: int) -> None:
     """By the definition, in float64; a window need not end on a block's boundary."""
     loaded = model.load(tiny, dtype="float32")
     tokens = tokens_of(window, loaded.vocab_size)
@@ -56,7 +58,7 @@ def test_the_loss_of_a_windows_second_half_is_that_of_one_pass(tiny: Path, windo
     assert found == best
 
 
-def test_an_answer_is_the_likeliest_tokens(tiny: Path) -> None:
+def test_an_answer_of_the_quality_bench_is_decoded_greedily(tiny: Path) -> None:
     loaded = model.load(tiny, dtype="float32", kv_bits=8)
     tokens = tokens_of(16, loaded.vocab_size)
     caches, expected = make_prompt_cache(loaded.model), []
@@ -68,7 +70,9 @@ def test_an_answer_is_the_likeliest_tokens(tiny: Path) -> None:
     assert Side(loaded, PLAN, 8).answer(tokens) == expected
 
 
-def test_every_precision_is_told_beside_the_full_one(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_kv_precision_is_reported_after_the_full_one_and_compared_with_it(
+    tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     comparison = Comparison("a b c d e f g " * 20, PLAN)
     for bits in (None, 8):
         comparison.add(model.load(tiny, dtype="float32", kv_bits=bits), bits)
@@ -83,6 +87,6 @@ def test_every_precision_is_told_beside_the_full_one(tiny: Path, capsys: pytest.
     assert all(0 <= value <= 1 for figures in fewer[4:] for value in figures.values())
 
 
-def test_a_text_that_fills_no_window_is_refused(tiny: Path) -> None:
+def test_a_text_shorter_than_one_window_is_refused(tiny: Path) -> None:
     with pytest.raises(SystemExit, match="fewer than a window of 32"):
         Comparison("a b", PLAN).add(model.load(tiny, dtype="float32"), None)

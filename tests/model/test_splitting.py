@@ -1,4 +1,4 @@
-"""Answers in each family's format: cut anywhere they split into the same parts, and nothing vanishes."""
+"""Answers in each family's format split into the same parts wherever they are cut; no text is lost."""
 
 from __future__ import annotations
 
@@ -292,7 +292,7 @@ def cuts(text: str) -> st.SearchStrategy[list[str]]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_call_is_found_cut_at_every_character(family: str) -> None:
+def test_a_call_is_found_wherever_the_streamed_text_is_cut(family: str) -> None:
     text = written(family)
     whole = outcome(splitter(family), [text])
     said, _, calls, malformed = whole
@@ -306,7 +306,9 @@ def test_a_call_is_found_cut_at_every_character(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @given(data=st.data())
-def test_an_answer_of_many_parts_splits_the_same_way_cut_anywhere(family: str, data: st.DataObject) -> None:
+def test_an_answer_of_many_parts_splits_the_same_way_wherever_it_is_cut(
+    family: str, data: st.DataObject
+) -> None:
     found = dialect(family)
     words = st.text('ab <>|/[]{}"\n', max_size=12)
     if found.is_harmony:
@@ -347,7 +349,7 @@ def test_text_after_a_call_without_an_end_marker_is_kept() -> None:
 
 
 @pytest.mark.parametrize("family", ENDED)
-def test_text_before_and_between_and_several_calls(family: str) -> None:
+def test_text_before_and_after_several_calls_is_kept_and_each_call_has_its_own_id(family: str) -> None:
     text = f"I look.\n{written(family)}\n{written(family, 'run', {'code': 'x'})}\nDone."
     said, _, calls, malformed = outcome(splitter(family), text)
     assert [name for _, name, _ in calls] == ["weather", "run"]
@@ -356,7 +358,7 @@ def test_text_before_and_between_and_several_calls(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_without_tools_a_call_is_text(family: str) -> None:
+def test_nothing_is_a_call_if_the_request_offers_no_tools(family: str) -> None:
     text = written(family)
     said, _, calls, malformed = outcome(splitter(family, tools=()), text)
     assert calls == []
@@ -372,7 +374,7 @@ def test_without_tools_a_call_is_text(family: str) -> None:
     [{}, {"code": 'print("</tool_call><tool_call>")\n{"a": [1, "}"]}'}, {"code": {"deep": [{"x": '\\"'}]}}],
     ids=["empty", "markers", "nested"],
 )
-def test_arguments_may_be_empty_nested_or_have_markers_in_their_strings(
+def test_call_arguments_may_be_empty_nested_or_contain_markers_in_strings(
     family: str, arguments: dict[str, Any]
 ) -> None:
     _, _, ((_, _, found),), malformed = outcome(splitter(family), written(family, "run", arguments))
@@ -382,7 +384,9 @@ def test_arguments_may_be_empty_nested_or_have_markers_in_their_strings(
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if not name.endswith("_bare")])
 @pytest.mark.parametrize("cut", [0.4, 0.7])
-def test_a_call_without_its_end_is_kept_as_text(family: str, cut: float) -> None:
+def test_a_call_cut_off_in_its_arguments_is_kept_as_text_and_counts_as_malformed(
+    family: str, cut: float
+) -> None:
     text = written(family)
     begin, end = text.index("weather"), text.index("days") + len("days")
     text = text[: begin + int(cut * (end - begin))]
@@ -392,14 +396,14 @@ def test_a_call_without_its_end_is_kept_as_text(family: str, cut: float) -> None
     assert "weather" in said
 
 
-def test_a_bare_object_that_is_no_call_is_the_answer() -> None:
+def test_a_json_object_that_is_no_call_is_kept_as_the_text_of_the_answer() -> None:
     text = ' {"colour": "red"}'
     said, _, calls, malformed = outcome(splitter("llama_bare"), text)
     assert (said, calls, malformed) == (text, [], False)
 
 
 @pytest.mark.parametrize("family", ["json_tools", "mistral_args", "deepseek_v31"])
-def test_reasoning_is_apart_whether_the_prompt_opened_it_or_the_answer(family: str) -> None:
+def test_reasoning_is_separated_from_text_whether_the_prompt_or_the_answer_opens_it(family: str) -> None:
     found = dialect(family).reasoning
     assert found
     for opens, in_reasoning in ((found[0], False), ("", True)):
@@ -411,7 +415,7 @@ def test_reasoning_is_apart_whether_the_prompt_opened_it_or_the_answer(family: s
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_nothing_of_a_call_is_told_before_it_is_complete(family: str) -> None:
+def test_no_part_of_a_call_is_streamed_before_the_call_is_complete(family: str) -> None:
     one, text = splitter(family), written(family)
     for char in text:
         piece = one.push(char)
@@ -420,7 +424,7 @@ def test_nothing_of_a_call_is_told_before_it_is_complete(family: str) -> None:
         assert all(part.name == "weather" and json.loads(part.arguments) for part in piece.calls)
 
 
-def test_ids_are_the_same_after_a_crash_and_of_nine_letters() -> None:
+def test_a_call_id_follows_from_request_and_index_and_has_nine_characters() -> None:
     assert call_id("a:1", 0) == call_id("a:1", 0) != call_id("a:1", 1)
     assert call_id("a:1", 0).isalnum()
     assert len(call_id("a:1", 0)) == 9

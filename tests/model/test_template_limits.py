@@ -1,4 +1,4 @@
-"""A chat template and a tokenizer take bounded work, and what is too much is refused in clear words."""
+"""Chat templates and tokenizers do bounded work; more than that is refused with a clear error."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def render(tokenizer: Tokenizer, content: str = "hi", num_messages: int = 1) -> 
 
 
 @pytest.mark.parametrize("template", ENDLESS.values(), ids=ENDLESS)
-def test_a_template_that_loops_for_ever_is_ended_and_named(
+def test_a_template_that_takes_too_many_steps_is_stopped_with_an_error(
     with_template: Callable[[str], Tokenizer], template: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chat_template, "_MAX_STEPS", 10_000)
@@ -53,18 +53,20 @@ def test_a_template_that_loops_for_ever_is_ended_and_named(
             render(tokenizer, "spin")
 
 
-def test_a_template_that_calls_itself_for_ever_is_an_error(with_template: Callable[[str], Tokenizer]) -> None:
+def test_a_template_with_endless_recursion_raises_an_error(with_template: Callable[[str], Tokenizer]) -> None:
     with pytest.raises(TemplateError, match="recursion"):
         render(with_template(MACRO_FOR_EVER))
 
 
-def test_a_template_that_writes_without_end_is_ended(with_template: Callable[[str], Tokenizer]) -> None:
+def test_a_template_that_writes_too_many_characters_is_stopped_with_an_error(
+    with_template: Callable[[str], Tokenizer],
+) -> None:
     flood = "{% for i in range(99999) %}{{ messages[0].content * 1000 }}{% endfor %}"
     with pytest.raises(TemplateError, match="it writes more than 67108864 characters; send fewer"):
         render(with_template(flood), "x" * 1000)
 
 
-def test_a_step_that_takes_for_ever_ends_with_the_time(
+def test_a_template_that_runs_longer_than_the_time_limit_is_stopped_with_an_error(
     with_template: Callable[[str], Tokenizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow = "{% for i in range(99999) %}{% set x = range(50000) | sum %}{% endfor %}"
@@ -73,10 +75,10 @@ def test_a_step_that_takes_for_ever_ends_with_the_time(
         render(with_template(slow))
 
 
-def test_the_threads_of_a_template_that_loops_are_free_again(
+def test_several_threads_that_render_an_endless_template_are_all_stopped(
     with_template: Callable[[str], Tokenizer],
 ) -> None:
-    """With the bounds as they are, and none of them shared between renderings."""
+    """With the real limits, which renderings do not share."""
     tokenizer = with_template(ENDLESS["nested loops"])
     refused: list[str] = []
 
@@ -94,7 +96,7 @@ def test_the_threads_of_a_template_that_loops_are_free_again(
     assert len(refused) == 3
 
 
-def test_counting_steps_changes_nothing_that_a_template_writes(
+def test_counting_steps_does_not_change_what_a_template_renders(
     with_template: Callable[[str], Tokenizer],
 ) -> None:
     """Loops of every form, with their own variables, as the library itself renders them."""
@@ -114,15 +116,17 @@ def test_counting_steps_changes_nothing_that_a_template_writes(
     assert tokenizer.render(messages, add_generation_prompt=True, started=DAY) == expected
 
 
-def test_thirty_thousand_messages_at_once_are_one_prompt(tokenizer: Tokenizer) -> None:
+def test_thirty_thousand_messages_are_rendered_into_one_prompt(tokenizer: Tokenizer) -> None:
     messages: list[dict[str, Any]] = [{"role": "user", "content": "x"}] * 30_000
     given = [tokenizer.as_content(message) for message in messages]
     addition = Conversation(tokenizer, DAY).add_messages([], given)[1]
     assert len(addition.tokens) > 5 * 30_000
 
 
-def test_content_of_nothing_but_special_tokens_takes_work_by_its_length(tokenizer: Tokenizer) -> None:
-    """Counted in calls of the tokenizer: each character is looked at a few times, not once for each other."""
+def test_tokenising_content_made_of_special_tokens_takes_work_linear_in_its_length(
+    tokenizer: Tokenizer,
+) -> None:
+    """Counted in calls of the tokenizer: each character is encoded a few times, not once per other one."""
     looked_at = 0
     rust = tokenizer._rust
 

@@ -1,4 +1,4 @@
-"""Incremental rendering comes to the tokens of the full render."""
+"""Incremental rendering gives the tokens of the full render."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def chat(tokenizer: Tokenizer) -> Chat:
     return Chat(tokenizer)
 
 
-def test_a_chat_with_the_packaged_template_is_the_full_render_at_every_turn(chat: Chat) -> None:
+def test_a_chat_with_the_packaged_template_equals_the_full_render_at_every_turn(chat: Chat) -> None:
     chat.say(("system", "Be brief."), ("user", "Hi"))
     chat.open()
     assert chat.tokens == chat.encode(chat.render(header=True))
@@ -131,7 +131,7 @@ def test_a_chat_with_the_packaged_template_is_the_full_render_at_every_turn(chat
         chat.reply(f" You said {question}")
 
 
-def test_only_what_is_new_is_added(chat: Chat) -> None:
+def test_a_new_message_adds_only_its_own_tokens(chat: Chat) -> None:
     chat.say(("user", "one " * 500))
     chat.open()
     chat.reply("fine")
@@ -141,7 +141,7 @@ def test_only_what_is_new_is_added(chat: Chat) -> None:
     assert len(addition.tokens) < 12
 
 
-def test_sampled_tokens_stay_even_where_the_tokenizer_would_choose_others(chat: Chat) -> None:
+def test_sampled_tokens_are_kept_even_if_the_tokenizer_would_choose_others(chat: Chat) -> None:
     odd = [token for char in "Hello there" for token in chat.encode(char)]
     assert odd != chat.encode("Hello there")
     chat.say(("user", "Hi"))
@@ -153,7 +153,7 @@ def test_sampled_tokens_stay_even_where_the_tokenizer_would_choose_others(chat: 
     assert chat.text == chat.render()
 
 
-def test_an_answer_without_its_end_is_closed_by_the_next_messages(chat: Chat) -> None:
+def test_the_next_message_closes_an_answer_that_has_no_end_token(chat: Chat) -> None:
     chat.say(("user", "Hi"))
     chat.open()
     chat.reply("Once upon", end=False)
@@ -162,7 +162,7 @@ def test_an_answer_without_its_end_is_closed_by_the_next_messages(chat: Chat) ->
     assert chat.text == chat.render()
 
 
-def test_a_generate_goes_on_with_an_answer_that_has_not_ended(chat: Chat) -> None:
+def test_a_generate_continues_an_answer_that_has_no_end_token(chat: Chat) -> None:
     chat.say(("user", "Hi"))
     chat.open()
     chat.reply("Once upon", end=False)
@@ -173,7 +173,7 @@ def test_a_generate_goes_on_with_an_answer_that_has_not_ended(chat: Chat) -> Non
     assert chat.text == chat.render()
 
 
-def test_a_character_cut_by_the_token_limit_is_whole_again_when_the_answer_goes_on(chat: Chat) -> None:
+def test_a_character_cut_by_the_token_limit_is_completed_when_the_answer_continues(chat: Chat) -> None:
     smile = chat.encode("🫠")
     assert len(smile) > 1
     chat.say(("user", "Hi"))
@@ -187,7 +187,7 @@ def test_a_character_cut_by_the_token_limit_is_whole_again_when_the_answer_goes_
     assert chat.text == chat.render()
 
 
-def test_a_generate_after_an_answer_that_ended_starts_a_new_one(chat: Chat) -> None:
+def test_a_generate_after_a_finished_answer_starts_a_new_answer(chat: Chat) -> None:
     chat.say(("user", "Hi"))
     chat.open()
     chat.reply("One.")
@@ -197,7 +197,7 @@ def test_a_generate_after_an_answer_that_ended_starts_a_new_one(chat: Chat) -> N
     assert chat.text == chat.render()
 
 
-def test_an_answer_cancelled_before_its_first_token_is_an_empty_one(chat: Chat) -> None:
+def test_an_answer_cancelled_before_its_first_token_counts_as_an_empty_answer(chat: Chat) -> None:
     chat.say(("user", "Hi"))
     chat.open()
     assert chat.open().tokens == []
@@ -206,7 +206,7 @@ def test_an_answer_cancelled_before_its_first_token_is_an_empty_one(chat: Chat) 
     assert chat.text == chat.render()
 
 
-def test_another_end_of_turn_than_the_templates_is_replaced(chat: Chat) -> None:
+def test_an_end_token_that_the_template_does_not_use_is_replaced_by_its_own(chat: Chat) -> None:
     """The packaged model may also end with <|endoftext|>, which its template never writes."""
     chat.say(("user", "Hi"))
     chat.open()
@@ -217,7 +217,7 @@ def test_another_end_of_turn_than_the_templates_is_replaced(chat: Chat) -> None:
     assert chat.text == chat.render()
 
 
-def test_raw_content_is_left_alone_and_messages_behind_it_start_anew(chat: Chat) -> None:
+def test_raw_content_is_kept_as_it_is_and_later_messages_are_rendered_from_scratch(chat: Chat) -> None:
     chat.raw("Once upon a time")
     assert chat.open().tokens == []
     chat.answer(chat.encode(" there was"))
@@ -228,17 +228,17 @@ def test_raw_content_is_left_alone_and_messages_behind_it_start_anew(chat: Chat)
     assert chat.tokenizer.decode(chat.tokens[start:]) == chat.render(header=True)
 
 
-def test_raw_generate_after_messages_adds_no_header(chat: Chat) -> None:
+def test_a_raw_generate_after_messages_adds_no_assistant_header(chat: Chat) -> None:
     chat.say(("user", "Hi"))
     assert chat.open(raw=True).tokens == []
 
 
-def test_a_session_without_messages_gets_no_header(chat: Chat) -> None:
+def test_a_session_without_messages_gets_no_assistant_header(chat: Chat) -> None:
     assert chat.open() == Addition(0, [])
     assert chat.say() == Addition(0, [])
 
 
-def test_a_changed_conversation_leaves_the_earlier_one_usable(chat: Chat) -> None:
+def test_changing_a_conversation_leaves_the_earlier_one_unchanged(chat: Chat) -> None:
     """A turn that fails after its conversation was built is simply forgotten."""
     chat.say(("user", "Hi"))
     before = chat.conversation
@@ -247,7 +247,9 @@ def test_a_changed_conversation_leaves_the_earlier_one_usable(chat: Chat) -> Non
     assert before.add_messages(chat.tokens, [{"role": "user", "content": "a"}])[1] == first
 
 
-def test_a_template_that_trims_reports_where_it_replaces(tokenizers: dict[str, Tokenizer]) -> None:
+def test_trimming_by_the_template_replaces_only_the_end_of_an_answer(
+    tokenizers: dict[str, Tokenizer],
+) -> None:
     chat = Chat(tokenizers["trimming"])
     chat.say(("user", " Hi "))
     chat.open()
@@ -259,7 +261,7 @@ def test_a_template_that_trims_reports_where_it_replaces(tokenizers: dict[str, T
     assert chat.text == chat.render()
 
 
-def test_dropped_thoughts_are_reported_and_the_rest_of_the_chat_goes_on(
+def test_a_template_that_drops_reasoning_replaces_the_answer_and_the_chat_continues(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
     chat = Chat(tokenizers["thoughts"])
@@ -294,7 +296,9 @@ def test_a_space_that_the_template_writes_before_an_answer_is_not_written_twice(
     assert chat.text == chat.render()
 
 
-def test_a_seam_inside_of_a_token_is_tokenised_as_the_whole(tokenizers: dict[str, Tokenizer]) -> None:
+def test_messages_that_join_within_a_token_are_tokenised_as_one_text(
+    tokenizers: dict[str, Tokenizer],
+) -> None:
     chat = Chat(tokenizers["no_separator"])
     chat.say(("user", "An unbel"))
     addition = chat.say(("user", "ievable thing"))
@@ -303,7 +307,7 @@ def test_a_seam_inside_of_a_token_is_tokenised_as_the_whole(tokenizers: dict[str
     assert chat.say(("user", "!")).keep == len(chat.tokens) - 1
 
 
-def test_a_boundary_between_messages_that_fell_inside_of_a_token_is_none_to_rewind_to(
+def test_a_rewind_to_a_message_boundary_that_fell_inside_a_token_keeps_the_tokens_before_it(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
     chat = Chat(tokenizers["no_separator"])
@@ -316,7 +320,7 @@ def test_a_boundary_between_messages_that_fell_inside_of_a_token_is_none_to_rewi
     assert added == Addition(boundary, chat.encode("p"))
 
 
-def test_a_replacement_that_shares_bytes_of_a_character_replaces_the_character(
+def test_a_replacement_that_shares_only_some_bytes_of_a_character_replaces_all_of_it(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
     chat = Chat(tokenizers["thoughts"])
@@ -328,7 +332,7 @@ def test_a_replacement_that_shares_bytes_of_a_character_replaces_the_character(
     assert chat.text == chat.render()
 
 
-def test_messages_in_a_row_are_joined_where_the_template_wants_roles_in_turns(
+def test_consecutive_messages_of_one_role_are_joined_if_the_template_wants_alternating_roles(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
     chat = Chat(tokenizers["alternating"])
@@ -344,7 +348,9 @@ def test_messages_in_a_row_are_joined_where_the_template_wants_roles_in_turns(
     assert chat.text == chat.render()
 
 
-def test_a_message_that_the_template_refuses_is_an_error_in_its_words(with_template: Any) -> None:
+def test_a_message_that_the_template_refuses_raises_an_error_with_the_templates_words(
+    with_template: Any,
+) -> None:
     chat = Chat(
         with_template(
             CHATML + "{% if 'no' in messages[-1].content %}{{ raise_exception('Not so') }}{% endif %}"
@@ -360,14 +366,12 @@ def test_a_message_that_the_template_refuses_is_an_error_in_its_words(with_templ
 @pytest.mark.parametrize(
     "messages", [[{"role": "user"}], [{"role": "user", "content": 3}], [{"content": "x"}]], ids=str
 )
-def test_messages_that_the_template_cannot_take_are_an_error(
-    chat: Chat, messages: list[dict[str, Any]]
-) -> None:
+def test_malformed_messages_raise_a_template_error(chat: Chat, messages: list[dict[str, Any]]) -> None:
     with pytest.raises(TemplateError, match="refuses these messages"):
         chat.conversation.add_messages([], messages)
 
 
-def test_a_model_without_a_template_takes_no_messages(
+def test_a_model_without_a_chat_template_refuses_messages(
     tokenizers: dict[str, Tokenizer], with_template: Any
 ) -> None:
     chat = Chat(with_template(None))
@@ -375,14 +379,14 @@ def test_a_model_without_a_template_takes_no_messages(
         chat.say(("user", "Hi"))
 
 
-def test_the_date_in_a_prompt_is_the_day_when_the_session_began(tokenizers: dict[str, Tokenizer]) -> None:
-    """A replay on another day comes to the same tokens."""
+def test_the_date_in_a_prompt_is_the_day_on_which_the_session_began(tokenizers: dict[str, Tokenizer]) -> None:
+    """A replay on another day gives the same tokens."""
     chat = Chat(tokenizers["dated"])
     chat.say(("user", "Hi"))
     assert chat.text.startswith("Today is 29 Feb 2024.\n<|im_start|>")
 
 
-def test_rewind_to_every_position_keeps_a_usable_conversation(chat: Chat) -> None:
+def test_a_conversation_can_continue_after_a_rewind_to_any_position(chat: Chat) -> None:
     chat.say(("user", "Hi"))
     chat.open()
     header = len(chat.tokens)
@@ -407,13 +411,13 @@ def test_rewind_to_every_position_keeps_a_usable_conversation(chat: Chat) -> Non
             assert addition.keep == position
 
 
-def test_rewind_inside_of_a_prompt_leaves_raw_content(chat: Chat) -> None:
+def test_a_generate_after_a_rewind_into_a_prompt_adds_no_assistant_header(chat: Chat) -> None:
     chat.say(("user", "Hi, how are you?"))
     cut = chat.conversation.rewind(chat.tokens, 5)
     assert cut.start_answer(chat.tokens[:5])[1].tokens == []
 
 
-def test_rewind_inside_of_an_answer_leaves_an_answer_to_go_on_with(chat: Chat) -> None:
+def test_a_generate_after_a_rewind_into_an_answer_continues_that_answer(chat: Chat) -> None:
     chat.say(("user", "Hi"))
     chat.open()
     chat.reply("Hello there, friend")
@@ -435,7 +439,7 @@ ANY = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 @ANY
 @given(name=NAMES, turns=st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=4))
-def test_messages_alone_come_to_the_tokens_of_the_full_render(
+def test_messages_without_sampled_answers_give_the_tokens_of_the_full_render(
     tokenizers: dict[str, Tokenizer], name: str, turns: list[tuple[str, str]]
 ) -> None:
     chat = Chat(tokenizers[name])
@@ -454,10 +458,10 @@ def test_messages_alone_come_to_the_tokens_of_the_full_render(
         max_size=4,
     ),
 )
-def test_chats_with_sampled_answers_come_to_the_text_of_the_full_render(
+def test_chats_with_sampled_answers_give_the_text_of_the_full_render(
     tokenizers: dict[str, Tokenizer], name: str, turns: list[tuple[str, list[int] | str, bool]]
 ) -> None:
-    """Whatever was sampled, and whether or not it was replaced: the session's text is the template's."""
+    """Whatever was sampled or replaced, the session's text is that of the template."""
     chat = Chat(tokenizers[name])
     for question, sampled, end in turns:
         chat.say(("user", question))

@@ -1,4 +1,4 @@
-"""Text comes out whole, exact and without its stop string."""
+"""Streamed text is whole and exact and has no stop string."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def expected(text: str, stop: list[str]) -> tuple[str, str | None]:
 
 
 @given(tokens=RANDOM)
-def test_the_pieces_join_to_the_decoded_whole(tokenizer: Tokenizer, tokens: list[int]) -> None:
+def test_streamed_pieces_join_to_the_text_decoded_at_once(tokenizer: Tokenizer, tokens: list[int]) -> None:
     whole = tokenizer._rust.decode(tokens, skip_special_tokens=False)
     assert tokenizer.decode(tokens) == whole
     assert "".join(pieces(tokenizer, tokens, [])[0]) == whole
 
 
 @given(text=TEXTS)
-def test_any_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
+def test_any_text_survives_encoding_and_streaming_unchanged(tokenizer: Tokenizer, text: str) -> None:
     tokens = tokenizer.encode(text, at_start=False)
     assume(tokenizer.eos_ids.isdisjoint(tokens))
     assert "".join(pieces(tokenizer, tokens, [])[0]) == text
@@ -55,7 +55,7 @@ def test_any_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
     stop=st.lists(st.text("aab \n<|>é数🙂\u0301", min_size=1, max_size=4), max_size=6),
     cuts=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 6)), max_size=4),
 )
-def test_stop_strings_cut_wherever_they_lie(
+def test_text_is_cut_at_the_stop_string_that_ends_first_wherever_tokens_split_it(
     tokenizer: Tokenizer, tokens: list[int] | str, stop: list[str], cuts: list[tuple[int, int]]
 ) -> None:
     ids = tokenizer.encode(tokens, at_start=False) if isinstance(tokens, str) else tokens
@@ -69,7 +69,7 @@ def test_stop_strings_cut_wherever_they_lie(
 @given(
     text=TEXTS, stop=st.lists(st.text("aab é🙂", min_size=1, max_size=4), max_size=4), cut=st.integers(0, 30)
 )
-def test_what_was_sent_after_k_tokens_is_the_same_when_they_are_pushed_again(
+def test_the_text_sent_after_some_tokens_is_the_same_when_they_are_replayed(
     tokenizer: Tokenizer, text: str, stop: list[str], cut: int
 ) -> None:
     tokens = tokenizer.encode(text, at_start=False)
@@ -78,38 +78,38 @@ def test_what_was_sent_after_k_tokens_is_the_same_when_they_are_pushed_again(
     assert first == pieces(tokenizer, tokens, stop)[0][: len(first)]
 
 
-def test_only_what_may_become_a_stop_string_is_held_back(tokenizer: Tokenizer) -> None:
+def test_only_text_that_may_become_a_stop_string_is_held_back(tokenizer: Tokenizer) -> None:
     stream = TextStream(tokenizer, ["\n\nUser"])
     sent = [stream.push(token) for char in "ab\n\nUsed" for token in tokenizer.encode(char, at_start=False)]
     assert sent == ["a", "b", "", "", "", "", "", "\n\nUsed"]
 
 
-def test_a_character_is_sent_when_its_last_byte_is_there(tokenizer: Tokenizer) -> None:
+def test_a_character_is_sent_when_its_last_byte_arrives(tokenizer: Tokenizer) -> None:
     tokens = tokenizer.encode("🫠", at_start=False)
     stream = TextStream(tokenizer)
     assert [stream.push(token) for token in tokens] == [""] * (len(tokens) - 1) + ["🫠"]
     assert stream.finish() == ""
 
 
-def test_a_character_that_never_ends_is_one_replacement(tokenizer: Tokenizer) -> None:
+def test_an_incomplete_character_at_the_end_becomes_one_replacement_character(tokenizer: Tokenizer) -> None:
     stream = TextStream(tokenizer)
     assert stream.push(tokenizer.encode("🫠", at_start=False)[0]) == ""
     assert stream.finish() == "\ufffd"
     assert stream.finish() == ""
 
 
-def test_a_leading_space_is_kept(tokenizer: Tokenizer) -> None:
+def test_a_leading_space_of_an_answer_is_kept(tokenizer: Tokenizer) -> None:
     assert TextStream(tokenizer).push(tokenizer.encode(" Paris", at_start=False)[0]) == " Paris"
 
 
-def test_end_of_turn_tokens_are_no_text(tokenizer: Tokenizer) -> None:
+def test_end_of_turn_tokens_produce_no_text(tokenizer: Tokenizer) -> None:
     stream = TextStream(tokenizer)
     assert {2} <= tokenizer.eos_ids
     assert [stream.push(token) for token in tokenizer.eos_ids] == [""] * len(tokenizer.eos_ids)
     assert stream.finish() == ""
 
 
-def test_nothing_follows_a_stop_string(tokenizer: Tokenizer) -> None:
+def test_no_text_is_sent_after_a_stop_string(tokenizer: Tokenizer) -> None:
     stream = TextStream(tokenizer, ["b"])
     assert stream.push(tokenizer.encode("abc", at_start=False)[0]) == "a"
     assert stream.stopped

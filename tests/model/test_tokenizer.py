@@ -1,4 +1,4 @@
-"""Text to tokens and back for the families of tokenizers."""
+"""Text to tokens and back for each family of tokenizers."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def llama(make: Callable[..., Tokenizer]) -> Tokenizer:
 
 
 @pytest.mark.parametrize("text", [text for text in [*SENTENCES, *MORE] if not text.startswith(" ")])
-def test_a_llama_tokenizer_chooses_what_sentencepiece_does(
+def test_a_llama_tokenizer_gives_the_same_tokens_as_sentencepiece(
     llama: Tokenizer, sentencepiece_model: sentencepiece.SentencePieceProcessor, text: str
 ) -> None:
     expected = sentencepiece_model.encode(text)
@@ -86,14 +86,16 @@ def test_a_llama_tokenizer_chooses_what_sentencepiece_does(
 
 
 @pytest.mark.parametrize("text", [*SENTENCES, *MORE])
-def test_inside_of_a_session_no_space_is_added_or_lost(llama: Tokenizer, text: str) -> None:
+def test_text_inside_a_session_is_tokenised_without_adding_or_losing_spaces(
+    llama: Tokenizer, text: str
+) -> None:
     tokens = llama.encode(text, at_start=False)
     assert llama.decode(tokens) == text
     stream = TextStream(llama)
     assert "".join(map(stream.push, tokens)) + stream.finish() == text
 
 
-def test_text_cut_anywhere_and_appended_in_two_parts_is_the_text(llama: Tokenizer) -> None:
+def test_text_appended_in_two_parts_decodes_to_the_whole_text_wherever_it_is_cut(llama: Tokenizer) -> None:
     for cut in range(1, len(TEXT)):
         tokens = [
             *llama.encode(TEXT[:cut], at_start=True),
@@ -102,12 +104,12 @@ def test_text_cut_anywhere_and_appended_in_two_parts_is_the_text(llama: Tokenize
         assert llama.decode(tokens[1:]) == " " + TEXT
 
 
-def test_the_space_prefix_is_left_out_where_the_file_says_so(make: Callable[..., Tokenizer]) -> None:
+def test_the_leading_space_is_left_out_if_the_gguf_file_says_so(make: Callable[..., Tokenizer]) -> None:
     tokenizer = make(tokenizer__ggml__add_space_prefix=False, tokenizer__ggml__add_bos_token=False)
     assert tokenizer.decode(tokenizer.encode("the cat", at_start=True)) == "the cat"
 
 
-def test_a_chat_with_a_llama_tokenizer_is_the_full_render(make: Callable[..., Tokenizer]) -> None:
+def test_a_chat_with_a_llama_tokenizer_equals_its_full_render(make: Callable[..., Tokenizer]) -> None:
     template = (
         "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
         "{% else %} {{ m.content }}</s>{% endif %}{% endfor %}"
@@ -132,19 +134,19 @@ def test_a_chat_with_a_llama_tokenizer_is_the_full_render(make: Callable[..., To
     assert tokens.count(1) == 1
 
 
-def test_scores_are_needed(make: Callable[..., Tokenizer]) -> None:
+def test_a_sentencepiece_vocabulary_without_scores_is_refused(make: Callable[..., Tokenizer]) -> None:
     with pytest.raises(ModelError, match="no score for every token"):
         make(tokenizer__ggml__scores=None)
 
 
 @pytest.mark.model
-def test_ids_beyond_the_vocabulary_have_no_text(tokenizer: Tokenizer) -> None:
+def test_token_ids_beyond_the_vocabulary_decode_to_no_text(tokenizer: Tokenizer) -> None:
     """A model's output may be padded to more ids than the tokenizer has."""
     assert tokenizer.decode([tokenizer.vocab_size, 504, 10**6]) == tokenizer.decode([504])
 
 
 @pytest.mark.model
-def test_threads_share_a_tokenizer(tokenizer: Tokenizer) -> None:
+def test_several_threads_can_use_one_tokenizer_at_once(tokenizer: Tokenizer) -> None:
     texts = [f"{TEXT} {i}" for i in range(200)]
     expected = [tokenizer.encode(text, at_start=False) for text in texts]
     fresh = Tokenizer(tokenizer._hf)
@@ -166,7 +168,7 @@ def test_loading_a_tokenizer_prints_and_warns_nothing(packaged_folder: Path) -> 
 
 
 @pytest.mark.model
-def test_ends_named_by_any_of_the_configs_count(packaged_folder: Path, tmp_path: Path) -> None:
+def test_end_tokens_are_collected_from_all_config_files(packaged_folder: Path, tmp_path: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(packaged_folder / name, tmp_path)
     (tmp_path / "config.json").write_text(
@@ -190,7 +192,7 @@ def said_by(folder: Path, **more: Any) -> str:
     return tokenizer.render(messages, add_generation_prompt=True, started=datetime.now(UTC), **more)
 
 
-def test_the_token_that_ends_a_turn_in_the_template_ends_answers_whatever_the_files_name(
+def test_the_token_that_ends_a_turn_in_the_template_ends_answers_even_if_no_file_names_it(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     folder = folder_with(
@@ -205,7 +207,7 @@ def test_the_token_that_ends_a_turn_in_the_template_ends_answers_whatever_the_fi
     ("behind", "ends"),
     [("<|im_end|>", {2}), ("\n<|im_end|>\n<|im_start|>", {2}), ("!<|im_end|>", {0}), ("", {0})],
 )
-def test_only_a_token_right_behind_an_answer_ends_a_turn(
+def test_only_a_special_token_that_directly_follows_the_answer_ends_a_turn(
     tiny_model: Path, tmp_path: Path, behind: str, ends: set[int]
 ) -> None:
     template = "{% for m in messages %}{{ m.content }}" + behind + "{% endfor %}"
@@ -215,7 +217,7 @@ def test_only_a_token_right_behind_an_answer_ends_a_turn(
 
 
 @pytest.mark.parametrize("is_stored", [False, True])
-def test_a_template_in_a_file_for_processors_is_read(
+def test_a_chat_template_in_the_file_chat_template_json_is_used(
     tiny_model: Path, tmp_path: Path, *, is_stored: bool
 ) -> None:
     folder = folder_with(tiny_model, tmp_path / "model")
@@ -231,7 +233,7 @@ TOOL_USE = "\n{% for tool in tools %}{{ tool.function.name }}\n{% endfor %}{{ me
 
 
 @pytest.mark.parametrize("in_json", [False, True])
-def test_of_several_templates_that_for_tools_renders_conversations_with_tools(
+def test_the_template_named_tool_use_renders_conversations_with_tools(
     tiny_model: Path, tmp_path: Path, *, in_json: bool
 ) -> None:
     named = [
@@ -246,7 +248,7 @@ def test_of_several_templates_that_for_tools_renders_conversations_with_tools(
     assert Tokenizer.from_folder(folder).dialect.renders_tools
 
 
-def test_several_templates_without_a_default_are_refused_by_their_names(
+def test_several_templates_without_a_default_are_refused_with_their_names(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     named = [{"name": name, "template": CHAT_TEMPLATE} for name in ("rag", "tool_use")]

@@ -1,4 +1,4 @@
-"""Three NATS nodes by the configuration that is made for them: one may die in the middle of an answer."""
+"""Three NATS nodes with their generated configuration: one may die in the middle of an answer."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ async def in_step(operator: Client, *streams: str, copies: int = 3) -> dict[str,
     return leaders
 
 
-async def test_an_answer_goes_on_where_the_node_dies_that_leads_the_log(
+async def test_an_answer_continues_when_the_nats_node_that_leads_the_log_dies(
     nodes: Nodes, local_worker: Any, endless_model: Path
 ) -> None:
     operator = await nodes.operator()
@@ -200,7 +200,9 @@ async def in_place(operator: Client) -> dict[str, str]:
     return found
 
 
-def test_routes_have_one_password_which_is_kept_and_private(tmp_path: Path) -> None:
+def test_cluster_routes_share_one_password_that_is_kept_and_readable_by_its_owner_only(
+    tmp_path: Path,
+) -> None:
     run(tmp_path, "acme", "--cluster", "n1.lan,n2.lan:7222,n3.lan")
     routes = (tmp_path / "routes.conf").read_text()
     (password,) = re.findall(r'password: "([\w-]{43})"', routes)
@@ -224,14 +226,14 @@ def test_routes_have_one_password_which_is_kept_and_private(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("hosts", ["n1", "n1,n2", "n1,n2,", "n1,n2,n3,n4", ""])
-def test_a_cluster_has_three_nodes(tmp_path: Path, hosts: str) -> None:
+def test_a_cluster_of_other_than_three_hosts_is_refused(tmp_path: Path, hosts: str) -> None:
     done = CliRunner().invoke(main, [str(tmp_path / "nats"), "acme", "--cluster", hosts])
     assert done.exit_code == 2
     assert "it must be three hosts, joined by commas" in done.output
     assert not (tmp_path / "nats").exists()
 
 
-async def test_a_node_with_another_password_is_not_let_in(tmp_path: Path) -> None:
+async def test_a_nats_node_with_another_password_cannot_join_the_cluster(tmp_path: Path) -> None:
     if shutil.which("openssl") is None:
         pytest.skip("openssl is not installed")
     nodes = Nodes(tmp_path / "nats")
@@ -252,8 +254,10 @@ async def test_a_node_with_another_password_is_not_let_in(tmp_path: Path) -> Non
         nodes.end()
 
 
-async def test_a_page_of_the_log_has_what_was_stored_and_not_what_was_removed_before(nodes: Nodes) -> None:
-    """Of plain direct gets about one in seven showed neither here: any replica answers them."""
+async def test_every_nats_node_reads_a_log_entry_just_stored_and_no_longer_one_just_deleted(
+    nodes: Nodes,
+) -> None:
+    """Any replica answers a plain direct get; about one in seven was out of date here."""
     operator = await nodes.operator()
     js, names, key = operator.jetstream(), Subjects("turnkeep"), SessionKey("default", "s")
     subjects = [names.every("in")]

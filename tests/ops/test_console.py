@@ -1,4 +1,4 @@
-"""`turnkeep console`: who gets in, what it says of sessions, what it does with them, and its streams."""
+"""`turnkeep console`: access, what it shows of sessions, its actions on them, and its streams."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ async def opened(client: Client, **options: Any) -> AsyncIterator[Page]:
             yield page
 
 
-async def test_nobody_gets_in_without_the_token(local_worker: Start) -> None:
+async def test_the_console_refuses_requests_without_its_token(local_worker: Start) -> None:
     worker = await local_worker()
     async with serving(worker.client) as url, httpx2.AsyncClient(base_url=url) as http:
         for path in ("/main.js", "/api/workers", "/api/sessions", "/api/sessions/a", "/nothing"):
@@ -192,7 +192,9 @@ async def test_nobody_gets_in_without_the_token(local_worker: Start) -> None:
             assert "access-control-allow-origin" not in answer.headers
 
 
-async def test_only_names_of_this_machine_and_the_page_itself_may_ask(local_worker: Start) -> None:
+async def test_the_console_refuses_foreign_host_names_and_requests_from_other_origins(
+    local_worker: Start,
+) -> None:
     worker = await local_worker()
     async with opened(worker.client) as page:
         for host in ("rebound.example", "[", "[::1", ""):
@@ -211,7 +213,9 @@ async def test_only_names_of_this_machine_and_the_page_itself_may_ask(local_work
         assert await worker.client.log() == []
 
 
-async def test_each_of_several_models_has_its_own_sessions_behind_one_door(local_worker: Start) -> None:
+async def test_one_console_shows_the_sessions_of_each_of_several_models_separately(
+    local_worker: Start,
+) -> None:
     worker = await local_worker()
     await worker.client.session("a").append(tokens=[5])
     async with connect(worker.settings.nats, prefix="nobody") as other:
@@ -229,7 +233,7 @@ async def test_each_of_several_models_has_its_own_sessions_behind_one_door(local
             assert (await http.get("/of/p1/api/sessions")).status_code == 401
 
 
-async def test_read_only_has_nothing_that_acts(local_worker: Start) -> None:
+async def test_a_read_only_console_refuses_every_action_and_still_exports(local_worker: Start) -> None:
     worker = await local_worker()
     await worker.client.session("a").append(tokens=[5] * 10)
     before = await worker.client.log()
@@ -245,7 +249,9 @@ async def test_read_only_has_nothing_that_acts(local_worker: Start) -> None:
     assert await worker.client.log() == before
 
 
-async def test_sessions_come_in_pages_with_words_states_and_costs(local_worker: Start) -> None:
+async def test_the_session_list_has_pages_first_words_states_costs_search_and_filters(
+    local_worker: Start,
+) -> None:
     worker = await local_worker()
     for number in range(52):
         await worker.client.session(f"s{number}").append(tokens=[5, 6])
@@ -281,8 +287,10 @@ async def test_sessions_come_in_pages_with_words_states_and_costs(local_worker: 
         assert (await page.http.get("/api/sessions", params={"skip": "-1"})).status_code == 400
 
 
-async def test_sums_have_a_result_in_whose_place_a_note_of_the_worker_s_was(local_worker: Start) -> None:
-    """A note that a request may have ended workers goes when its result comes: the entries are as many."""
+async def test_session_costs_include_a_result_that_replaced_an_attempt_note_in_the_log(
+    local_worker: Start,
+) -> None:
+    """The note of an attempt is removed when its result comes: the number of entries stays the same."""
     worker = await local_worker()
     await worker.stop()
     usage = {"prompt_tokens": 1, "cached_tokens": 0, "prefilled_tokens": 47, "completion_tokens": 64}
@@ -313,7 +321,7 @@ async def test_sums_have_a_result_in_whose_place_a_note_of_the_worker_s_was(loca
     await raw.close()
 
 
-def test_an_answer_without_a_token_has_no_time_to_the_first_one() -> None:
+def test_an_answer_cancelled_before_its_first_token_shows_no_costs() -> None:
     cancelled = Generated(
         id="r",
         seq=3,
@@ -334,7 +342,7 @@ def test_an_answer_without_a_token_has_no_time_to_the_first_one() -> None:
     assert found["note"] == "stopped"
 
 
-async def test_the_time_of_an_answer_that_outlived_a_worker_begins_with_its_request(
+async def test_the_duration_of_an_answer_resumed_after_a_crash_counts_from_its_request(
     local_worker: Start,
 ) -> None:
     worker = await local_worker()
@@ -355,7 +363,7 @@ async def test_the_time_of_an_answer_that_outlived_a_worker_begins_with_its_requ
     assert cost["seconds"] >= 0.5
 
 
-async def test_a_conversation_comes_in_parts_from_its_end(local_worker: Start) -> None:
+async def test_a_long_conversation_is_paged_from_its_end(local_worker: Start) -> None:
     worker = await local_worker()
     session = worker.client.session("long")
     for number in range(65):
@@ -378,7 +386,7 @@ async def test_a_conversation_comes_in_parts_from_its_end(local_worker: Start) -
     assert (await part(worker.client, "none", 3)) == ([], None)
 
 
-def test_reasoning_calls_and_costs_are_shown_apart() -> None:
+def test_a_turn_shows_its_text_reasoning_tool_calls_and_costs_separately() -> None:
     call = Called(id="c", function=CalledFunction(name="f", arguments='{"a": 1}'))
     result = Generated(
         id="r",
@@ -419,7 +427,9 @@ def test_reasoning_calls_and_costs_are_shown_apart() -> None:
     }
 
 
-async def test_actions_do_what_their_commands_do(local_worker: Start, tmp_path: Path) -> None:
+async def test_the_console_forks_pins_exports_closes_reopens_and_forgets_a_session(
+    local_worker: Start, tmp_path: Path
+) -> None:
     worker = await local_worker()
     client = worker.client
     await client.session("a").append(tokens=[5] * 40)
@@ -451,7 +461,7 @@ async def test_actions_do_what_their_commands_do(local_worker: Start, tmp_path: 
         assert [row["session"] for row in (await page.get("sessions"))["rows"]] == ["b"]
 
 
-async def test_a_search_finds_what_was_said_anywhere(local_worker: Start) -> None:
+async def test_a_full_search_finds_words_anywhere_in_questions_and_answers(local_worker: Start) -> None:
     worker = await local_worker()
     client = worker.client
     garden = client.session("garden")
@@ -481,7 +491,7 @@ async def test_a_search_finds_what_was_said_anywhere(local_worker: Start) -> Non
         assert await found('"text"', whole=1) == ([], {})
 
 
-async def test_a_search_that_takes_too_long_says_that_it_has_not_read_all(local_worker: Start) -> None:
+async def test_a_search_that_runs_out_of_time_says_that_it_is_incomplete(local_worker: Start) -> None:
     client = (await local_worker()).client
     await client.session("a").append(text="abc")
     assert await searching.said(client, "abc", 0) == ({}, False)
@@ -510,7 +520,9 @@ async def test_a_conversation_is_exported_as_markdown_and_as_json(local_worker: 
             assert answer.status_code == 404
 
 
-async def test_a_question_takes_sampling_and_a_schema(local_worker: Start) -> None:
+async def test_a_question_in_the_console_passes_on_sampling_options_and_a_json_schema(
+    local_worker: Start,
+) -> None:
     client = (await local_worker()).client
     async with opened(client) as page:
         schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
@@ -524,7 +536,7 @@ async def test_a_question_takes_sampling_and_a_schema(local_worker: Start) -> No
 
 
 @pytest.mark.parametrize(("chosen", "found"), [(None, 0.7), (0.0, 0.0), (0.3, 0.3)])
-async def test_another_answer_to_the_same_question_is_not_the_most_likely_one(
+async def test_regenerating_an_answer_samples_at_temperature_0_7_unless_another_is_chosen(
     local_worker: Start, chosen: float | None, found: float
 ) -> None:
     client = (await local_worker()).client
@@ -536,7 +548,7 @@ async def test_another_answer_to_the_same_question_is_not_the_most_likely_one(
         assert asked.temperature == found
 
 
-async def test_a_given_beginning_of_an_answer_is_shown(local_worker: Start) -> None:
+async def test_an_answer_is_shown_with_the_prefix_that_its_request_gave(local_worker: Start) -> None:
     client = (await local_worker()).client
     await client.session("s").generate(
         messages=[{"role": "user", "content": "x"}], prefix="**So**", max_tokens=2
@@ -546,7 +558,7 @@ async def test_a_given_beginning_of_an_answer_is_shown(local_worker: Start) -> N
         assert turn["said"][-1]["text"].startswith("**So**")
 
 
-async def test_a_fork_shows_the_conversation_that_it_has_inherited(local_worker: Start) -> None:
+async def test_a_fork_shows_the_conversation_inherited_from_its_parent(local_worker: Start) -> None:
     client = (await local_worker()).client
     garden = client.session("garden")
     for text in ("What grows?", "And then?"):
@@ -566,7 +578,7 @@ async def test_a_fork_shows_the_conversation_that_it_has_inherited(local_worker:
         assert [turn["kind"] for turn in turns] == ["open"]
 
 
-async def test_while_nats_is_away_the_page_hears_so_at_once(
+async def test_requests_to_the_console_fail_at_once_while_nats_is_unreachable(
     worker_process: Callable[..., WorkerProcess],
 ) -> None:
     worker = worker_process()
@@ -583,7 +595,7 @@ async def test_while_nats_is_away_the_page_hears_so_at_once(
         assert (await page.get("workers"))["connected"] is False
 
 
-async def test_that_no_worker_is_there_is_known_at_once(local_worker: Start) -> None:
+async def test_the_console_knows_at_once_when_no_worker_is_running(local_worker: Start) -> None:
     worker = await local_worker()
     async with opened(worker.client, live=Watched(5, "w1")) as page:
         told = await page.get("workers")
@@ -595,7 +607,7 @@ async def test_that_no_worker_is_there_is_known_at_once(local_worker: Start) -> 
         assert (told["is_served"], told["workers"]["w1"]["up"]) == (False, False)
 
 
-async def test_models_are_listed_and_downloaded(local_worker: Start) -> None:
+async def test_the_console_lists_models_and_downloads_one_unless_it_is_read_only(local_worker: Start) -> None:
     client = (await local_worker()).client
     async with opened(client) as page:
         assert [one["name"] for one in (await page.get("models"))["here"]] == ["a", "b", "c"]
@@ -613,7 +625,7 @@ async def test_models_are_listed_and_downloaded(local_worker: Start) -> None:
     SHELF.pulled.clear()
 
 
-async def test_a_mistyped_address_says_where_the_console_is(local_worker: Start) -> None:
+async def test_an_unknown_page_answers_404_and_names_the_address_of_the_console(local_worker: Start) -> None:
     worker = await local_worker()
     async with opened(worker.client) as page:
         answer = await page.http.get("/sesions")
@@ -625,7 +637,9 @@ async def test_a_mistyped_address_says_where_the_console_is(local_worker: Start)
         assert (await page.http.get("/api/nothing")).json() == {"error": "Not Found"}
 
 
-async def test_bad_requests_are_refused_in_one_sentence_and_change_nothing(local_worker: Start) -> None:
+async def test_the_console_refuses_invalid_requests_and_they_change_nothing_in_the_log(
+    local_worker: Start,
+) -> None:
     worker = await local_worker()
     await worker.client.session("a").append(tokens=[5])
     raw = await nats.connect(worker.settings.nats)
@@ -657,7 +671,9 @@ async def test_bad_requests_are_refused_in_one_sentence_and_change_nothing(local
     assert await worker.client.log() == before
 
 
-async def test_a_question_is_answered_as_events_that_join_to_the_record(local_worker: Start) -> None:
+async def test_a_streamed_answer_joins_to_the_recorded_one_and_a_repeat_is_not_asked_twice(
+    local_worker: Start,
+) -> None:
     worker = await local_worker()
     async with opened(worker.client) as page:
         asked = await page.post("new/ask", {"id": "q1", "text": EVIL, "system": "S", "max_tokens": 20})
@@ -679,7 +695,7 @@ async def test_a_question_is_answered_as_events_that_join_to_the_record(local_wo
         assert (await worker.client.session("new").info()).position == turn["position"]
 
 
-async def test_streams_are_limited_and_a_reader_that_goes_makes_room(
+async def test_the_console_limits_concurrent_streams_and_a_disconnected_reader_frees_one(
     local_worker: Start, endless_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = await local_worker(model=str(endless_model))
@@ -706,7 +722,7 @@ async def test_streams_are_limited_and_a_reader_that_goes_makes_room(
         assert (await page.get("sessions/s"))["turns"][0]["note"] == "stopped"
 
 
-async def test_a_reader_that_does_not_read_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_console_ends_a_stream_whose_reader_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(console_app, "_SLOW_S", 0.05)
     left = asyncio.Event()
 
@@ -722,7 +738,7 @@ async def test_a_reader_that_does_not_read_is_left(monkeypatch: pytest.MonkeyPat
     assert left.is_set()
 
 
-async def test_an_answer_can_be_followed_by_who_did_not_ask(local_worker: Start) -> None:
+async def test_a_client_can_follow_an_answer_without_sending_its_request_again(local_worker: Start) -> None:
     worker = await local_worker()
     session = worker.client.session("s")
     made = session.generate(text="abc", max_tokens=30)
@@ -737,13 +753,13 @@ async def test_an_answer_can_be_followed_by_who_did_not_ask(local_worker: Start)
     assert sum(entry.kind == "in" for entry in await worker.client.log("s")) == 1, "nothing was sent"
 
 
-def test_the_page_asks_no_other_address_and_parses_no_html() -> None:
+def test_the_files_of_the_page_name_no_other_host_and_insert_no_html() -> None:
     text = "".join(file.read_text() for file in PAGE.iterdir())
     assert set(re.findall(r"https?://[^\"'\s]+", text)) == {"http://www.w3.org/2000/svg"}
     assert not re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(| style=", text)
 
 
-def test_a_port_in_use_is_one_line() -> None:
+def test_listening_on_a_port_in_use_raises_an_error_that_names_the_port() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -753,7 +769,9 @@ def test_a_port_in_use_is_one_line() -> None:
             listening("127.0.0.1", port)
 
 
-async def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_console_names_a_missing_library_and_the_extra_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name in ("app", "door", "serving"):
         monkeypatch.delitem(sys.modules, f"ops.console.{name}")
         monkeypatch.delattr(ops.console, name)
@@ -767,7 +785,9 @@ async def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("name", ["console", "exporter", "gateway"])
 @pytest.mark.parametrize("wrong", ["localhost", ":8080", "localhost:", "localhost:65536", "-1", "::1"])
-async def test_an_address_without_a_port_is_one_line(name: str, wrong: str) -> None:
+async def test_the_option_listen_refuses_an_invalid_address_and_shows_the_right_form(
+    name: str, wrong: str
+) -> None:
     done = await command(name, "--listen", wrong)
     assert done.returncode == 2
     assert (
@@ -777,7 +797,9 @@ async def test_an_address_without_a_port_is_one_line(name: str, wrong: str) -> N
 
 
 @pytest.mark.parametrize("name", ["console", "exporter", "gateway"])
-async def test_a_port_alone_is_one_of_the_loopback_address(name: str, nats_url: str) -> None:
+async def test_the_option_listen_takes_a_bare_port_as_one_of_the_loopback_address(
+    name: str, nats_url: str
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         done = await command(name, "--listen", port, "--nats", nats_url)
@@ -785,7 +807,7 @@ async def test_a_port_alone_is_one_of_the_loopback_address(name: str, nats_url: 
     assert done.stderr == f"turnkeep: cannot listen on 127.0.0.1:{port} ({why}); choose another --listen\n"
 
 
-async def test_the_command_shows_workers_of_the_metrics_subject(nats_url: str) -> None:
+async def test_the_command_console_shows_the_workers_that_publish_metrics(nats_url: str) -> None:
     port = free_port()
     _, *arguments = shlex.split(block("sh", "turnkeep console").replace("9423", str(port)))
     arguments += ["--nats", nats_url]
@@ -816,7 +838,7 @@ async def test_the_command_shows_workers_of_the_metrics_subject(nats_url: str) -
         process.stderr.close()
 
 
-async def test_the_console_knows_the_gateway_beside_its_worker(
+async def test_the_console_shows_the_address_of_the_gateway_that_its_worker_runs(
     worker_process: Callable[..., WorkerProcess],
 ) -> None:
     port = free_port()
@@ -846,7 +868,9 @@ async def test_the_console_knows_the_gateway_beside_its_worker(
     assert re.search(r"turnkeep launch --data-dir \S+$", place["launch"])
 
 
-def test_each_tenant_and_way_has_a_token_of_its_own_that_needs_the_server_s(tmp_path: Path) -> None:
+def test_console_tokens_differ_by_tenant_and_derive_from_the_token_of_the_workers_own_server(
+    tmp_path: Path,
+) -> None:
     own, other = Settings(data_dir=tmp_path), Settings(data_dir=tmp_path, nats="nats://127.0.0.1:4222")
     assert token_of(own, "a") != token_of(own, "a"), "there is no server yet: it is random"
     (tmp_path / "nats-token").write_text("secret")
@@ -858,7 +882,7 @@ def test_each_tenant_and_way_has_a_token_of_its_own_that_needs_the_server_s(tmp_
     assert token_of(other, "a") != token_of(other, "a")
 
 
-async def test_the_command_opens_its_page_in_the_browser(nats_url: str, tmp_path: Path) -> None:
+async def test_the_option_open_opens_the_console_in_the_browser(nats_url: str, tmp_path: Path) -> None:
     browser, opened_ = tmp_path / "browser", tmp_path / "opened"
     browser.write_text(f'#!/bin/sh\nprintf %s "$1" > "{opened_}"\n')
     browser.chmod(0o755)
@@ -888,7 +912,9 @@ async def test_the_command_opens_its_page_in_the_browser(nats_url: str, tmp_path
     process.stderr.close()
 
 
-async def test_the_command_ends_quietly_while_an_answer_is_streamed(local_worker: Start) -> None:
+async def test_the_command_console_ends_silently_on_sigterm_while_it_streams_an_answer(
+    local_worker: Start,
+) -> None:
     worker = await local_worker()
     await worker.stop()
     where = ("--nats", worker.settings.nats, "--prefix", worker.settings.prefix)

@@ -59,7 +59,7 @@ def violations(browser: Browser, axe: str) -> list[str]:
 
 
 @pytest.mark.parametrize("dark", [False, True])
-async def test_axe_finds_nothing_on_any_page(
+async def test_axe_finds_no_accessibility_violation_on_any_page(
     axe: str, local_worker: Callable[..., Awaitable[LocalWorker]], *, dark: bool
 ) -> None:
     client = (await local_worker()).client

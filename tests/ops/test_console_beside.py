@@ -61,7 +61,7 @@ async def console_of(worker: WorkerProcess) -> AsyncIterator[httpx2.AsyncClient]
         yield http
 
 
-async def test_the_console_has_its_worker_serve_another_model_with_the_same_sessions(
+async def test_the_console_switches_its_worker_to_another_model_and_sessions_continue(
     worker_process: Callable[..., WorkerProcess], tiny_model: Path
 ) -> None:
     worker = worker_process("--console", str(free_port()))
@@ -100,14 +100,14 @@ async def test_the_console_has_its_worker_serve_another_model_with_the_same_sess
         await worker.client(timeout_s=0)
 
 
-def test_a_console_that_no_worker_runs_leaves_models_alone(tmp_path: Path) -> None:
+def test_a_console_started_without_a_worker_refuses_to_serve_another_model(tmp_path: Path) -> None:
     shelf = Shelf(Settings(data_dir=tmp_path))
     assert not shelf.listed()["can_serve"]
     with pytest.raises(ModelError, match="only a console of turnkeep serve --console can do this"):
         shelf.serve("other")
 
 
-async def test_a_model_is_unloaded_and_requests_wait_until_it_is_served_again(
+async def test_requests_wait_while_the_model_is_unloaded_until_it_is_served_again(
     worker_process: Callable[..., WorkerProcess],
 ) -> None:
     worker = worker_process("--console", str(free_port()), "--health", str(health := free_port()))
@@ -163,7 +163,7 @@ async def test_a_model_is_unloaded_and_requests_wait_until_it_is_served_again(
     assert worker.stop() == 0
 
 
-async def test_a_signal_while_a_worker_begins_again_ends_it(
+async def test_a_signal_during_a_restart_of_the_worker_ends_all_its_processes(
     worker_process: Callable[..., WorkerProcess],
 ) -> None:
     worker = worker_process("--console", str(free_port()))
@@ -198,14 +198,16 @@ def words_of(process: psutil.Process) -> str:
         (["serve b", "unload b", "serve"], "--model b"),
     ],
 )
-def test_what_the_console_wishes_replaces_what_it_wished_before(wishes: list[str], then: str) -> None:
+def test_serve_and_unload_in_the_console_set_the_command_line_of_the_next_worker(
+    wishes: list[str], then: str
+) -> None:
     words = ["serve", "--model", "a", "--console", "9423"]
     for wish in wishes:
         words = again(words, wish)
     assert words == ["serve", "--model", "a", "--console", "9423", *then.split()]
 
 
-async def test_one_of_several_models_is_unloaded_until_it_is_asked_for(
+async def test_one_of_several_models_can_be_unloaded_and_its_next_request_loads_it_again(
     tmp_path: Path, tiny_model: Path
 ) -> None:
     own = shutil.copytree(tiny_model, tmp_path / "tiny")  # others serve that one

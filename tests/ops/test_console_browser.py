@@ -56,7 +56,7 @@ async def recorded(client: Client, session: str) -> list[Generated]:
     return [one for one in results if isinstance(one, Generated)]
 
 
-async def test_a_chat_outlives_its_worker_and_its_session_can_be_forked_and_forgotten(
+async def test_a_chat_continues_after_its_worker_is_killed_and_can_be_forked_and_forgotten(
     browser: Browser, worker_process: Callable[..., WorkerProcess], endless_model: Path
 ) -> None:
     worker = worker_process("--metrics-interval-s", "0.5", model=endless_model)
@@ -128,7 +128,7 @@ def act(browser: Browser) -> None:
 MARKDOWN = "1. a **b**\n\n```python\nreturn 1\n```\n\n| a |\n|---|\n| 1 |\n\n[out](https://a.example)\n\n"
 
 
-async def test_a_conversation_is_titled_searched_asked_again_and_stopped(
+async def test_a_chat_can_be_renamed_regenerated_edited_stopped_searched_and_exported(
     browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]], endless_model: Path
 ) -> None:
     worker = await local_worker(model=str(endless_model))
@@ -233,7 +233,7 @@ async def test_a_conversation_is_titled_searched_asked_again_and_stopped(
             await asyncio.to_thread(then)
 
 
-async def test_the_first_page_is_light_and_asks_for_each_thing_once(
+async def test_the_first_page_loads_less_than_100_kb_and_calls_two_apis_once_each(
     browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]]
 ) -> None:
     worker = await local_worker()
@@ -254,7 +254,7 @@ async def test_the_first_page_is_light_and_asks_for_each_thing_once(
         await asyncio.to_thread(look, url)
 
 
-async def test_lines_to_connect_are_there_to_copy(
+async def test_the_page_connect_shows_addresses_and_code_examples_to_copy(
     browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]]
 ) -> None:
     worker = await local_worker()
@@ -280,7 +280,7 @@ async def test_lines_to_connect_are_there_to_copy(
         await asyncio.to_thread(look, url)
 
 
-async def test_models_are_shown_with_what_fits_and_downloaded(
+async def test_the_page_models_shows_which_models_fit_and_downloads_one(
     browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]]
 ) -> None:
     worker = await local_worker()
@@ -312,7 +312,7 @@ async def test_models_are_shown_with_what_fits_and_downloaded(
     SHELF.pulled.clear()
 
 
-async def test_the_worker_s_log_is_shown_and_another_model_is_served(
+async def test_the_console_shows_the_workers_log_and_switches_to_another_model(
     browser: Browser, worker_process: Callable[..., WorkerProcess], tiny_model: Path
 ) -> None:
     port = free_port()
@@ -393,7 +393,7 @@ async def test_a_question_asked_while_no_model_is_loaded_is_answered_once_one_is
     await asyncio.to_thread(look)
 
 
-async def test_scripts_in_names_and_messages_are_text(
+async def test_scripts_in_names_and_messages_are_shown_as_text(
     browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]]
 ) -> None:
     worker = await local_worker()
@@ -432,7 +432,7 @@ async def test_scripts_in_names_and_messages_are_text(
         await asyncio.to_thread(look, url)
 
 
-async def test_the_workers_are_drawn_with_the_course_of_the_one_that_was_chosen(
+async def test_the_page_workers_lists_all_workers_and_charts_the_selected_one(
     browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]]
 ) -> None:
     worker = await local_worker()
@@ -464,7 +464,7 @@ async def test_the_workers_are_drawn_with_the_course_of_the_one_that_was_chosen(
         await asyncio.to_thread(look, url)
 
 
-async def test_the_first_point_of_a_chart_is_a_short_line(
+async def test_a_chart_with_a_single_point_shows_a_short_line(
     browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]]
 ) -> None:
     worker = await local_worker()
@@ -482,7 +482,7 @@ async def test_the_first_point_of_a_chart_is_a_short_line(
         await asyncio.to_thread(look, url)
 
 
-async def test_what_is_gone_is_said_in_words_and_comes_back_by_itself(
+async def test_the_page_says_when_worker_nats_or_console_is_down_and_recovers_by_itself(
     browser: Browser, worker_process: Callable[..., WorkerProcess]
 ) -> None:
     worker = worker_process("--metrics-interval-s", "60")  # so that its silence would be noticed late
@@ -523,7 +523,7 @@ async def test_what_is_gone_is_said_in_words_and_comes_back_by_itself(
 
 
 @pytest.mark.parametrize("dark", [False, True])
-async def test_each_page_can_be_read_and_used_with_a_keyboard_and_a_screen_reader(
+async def test_each_page_of_the_console_works_with_a_keyboard_and_a_screen_reader(
     browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]], *, dark: bool
 ) -> None:
     client = (await local_worker()).client
@@ -560,7 +560,7 @@ async def test_each_page_can_be_read_and_used_with_a_keyboard_and_a_screen_reade
         await asyncio.to_thread(look, url)
 
 
-async def test_what_stands_in_a_row_stands_in_line(
+async def test_buttons_menu_and_filters_are_aligned_on_wide_and_narrow_screens(
     browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]]
 ) -> None:
     client = (await local_worker()).client
@@ -603,7 +603,7 @@ async def test_what_stands_in_a_row_stands_in_line(
         await asyncio.to_thread(look, url)
 
 
-async def test_a_dialog_keeps_the_focus_and_gives_it_back(
+async def test_a_dialog_keeps_the_keyboard_focus_and_returns_it_when_closed(
     browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]]
 ) -> None:
     client = (await local_worker()).client
@@ -637,7 +637,7 @@ async def test_a_dialog_keeps_the_focus_and_gives_it_back(
         await asyncio.to_thread(look, url)
 
 
-async def test_a_read_only_page_has_no_buttons_that_act(
+async def test_a_read_only_page_has_no_button_but_export(
     browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]]
 ) -> None:
     worker = await local_worker()

@@ -1,4 +1,4 @@
-"""Markdown of answers: what becomes of it, what stays text, and how a growing one looks."""
+"""Markdown in answers: how it is rendered, what stays text, and answers that still grow."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def plain(node: Any) -> str:
     return node if isinstance(node, str) else "".join(map(plain, node[2:]))
 
 
-def test_markdown_becomes_elements() -> None:
+def test_markdown_is_rendered_as_a_tree_of_html_elements() -> None:
     text = """# Title
 **bold** *thin* ~~gone~~ `a<b` [out](https://a.example/?b) <https://c.example>
 
@@ -109,7 +109,7 @@ x = "s"  # why
         "- <svg/onload=x>",
     ],
 )
-def test_tags_are_text_and_links_lead_nowhere_but_out(text: str) -> None:
+def test_html_tags_and_unsafe_links_in_markdown_are_not_rendered(text: str) -> None:
     shown = json.dumps(rendered(text))
     assert '"a", {' not in shown
     assert not {"script", "img", "svg", "b"} & set(_tags(rendered(text)))
@@ -121,7 +121,9 @@ def _tags(nodes: Any) -> list[str]:
 
 
 @given(st.lists(st.sampled_from(PIECES), max_size=60), st.integers(1, 9))
-def test_an_answer_that_grows_looks_at_its_end_as_a_whole_one(pieces: list[str], each: int) -> None:
+def test_markdown_rendered_piece_by_piece_ends_like_markdown_rendered_at_once(
+    pieces: list[str], each: int
+) -> None:
     text, growing, blocks = "".join(pieces), Growing(), list[Any]()
     for at in range(0, len(text), each):
         growing.add(text[at : at + each])
@@ -132,7 +134,7 @@ def test_an_answer_that_grows_looks_at_its_end_as_a_whole_one(pieces: list[str],
     assert _tags(blocks) == _tags(rendered(text))
 
 
-def test_what_does_not_change_is_not_said_again() -> None:
+def test_a_growing_answer_sends_only_the_blocks_that_changed() -> None:
     growing = Growing()
     growing.add("a\n\nb\n\n```py\nx = 1\n")
     assert growing.take()[0] == 0
@@ -141,7 +143,9 @@ def test_what_does_not_change_is_not_said_again() -> None:
     assert (first, plain(["", {}, *changed])) == (2, "x = 1\ny = 2\n")
 
 
-def test_too_much_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_or_code_over_the_size_limit_is_shown_without_formatting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(markdown, "_MAX_TEXT", 20)
     monkeypatch.setattr(markdown, "_MAX_CODE", 3)
     assert rendered("**a**" * 5) == (["pre", {}, "**a**" * 5],)
@@ -152,7 +156,7 @@ def test_too_much_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("language", ["", "nothing", "brainfuck", "PYTHON"])
-def test_code_is_all_there_in_any_language(language: str) -> None:
+def test_highlighting_loses_no_code_and_colours_only_supported_languages(language: str) -> None:
     code = "def f():\n\treturn 'a'\n\n\n"
     assert "".join(map(plain, highlighted(code, language))) == code
     assert (len(highlighted(code, language)) > 1) == (language == "PYTHON")

@@ -1,4 +1,4 @@
-"""`turnkeep export` and `import`: a session goes on in another log, or nothing of it is there."""
+"""`turnkeep export` and `import`: a session continues in another log, or none of it is stored."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ async def other(start: Start, folder: Path, **settings: Any) -> LocalWorker:
     return await start(prefix=f"other{folder.name}", data_dir=folder / "other", **settings)
 
 
-async def test_an_imported_session_goes_on_as_the_first_one_would(
+async def test_an_imported_session_continues_exactly_like_the_original(
     local_worker: Start, tmp_path: Path
 ) -> None:
     worker, file = await exported(local_worker, tmp_path)
@@ -86,8 +86,10 @@ async def test_an_imported_session_goes_on_as_the_first_one_would(
     assert (await command("import", file, "--as", "copy", "--tenant", "b", *where(second))).returncode == 0
 
 
-async def test_of_two_imports_under_one_name_one_is_stored(local_worker: Start, tmp_path: Path) -> None:
-    """Both find the name free. The second one must neither follow the first one nor take it away."""
+async def test_only_one_of_two_concurrent_imports_under_one_name_is_stored(
+    local_worker: Start, tmp_path: Path
+) -> None:
+    """Both find the name free. The second must neither be appended to the first nor delete it."""
     worker, file = await exported(local_worker, tmp_path)
     second, (_, lines) = await other(local_worker, tmp_path), copies.read(file)
     both = [Import(second.client, SessionKey("default", "garden")) for _ in range(2)]
@@ -98,7 +100,7 @@ async def test_of_two_imports_under_one_name_one_is_stored(local_worker: Start, 
     assert (await second.client.session("garden").info()).position == position
 
 
-async def test_a_session_of_thousands_of_requests_is_imported_in_parts(
+async def test_a_session_with_over_a_thousand_log_entries_is_imported_whole_into_a_busy_log(
     local_worker: Start, tmp_path: Path
 ) -> None:
     worker = await local_worker()
@@ -118,7 +120,7 @@ async def test_a_session_of_thousands_of_requests_is_imported_in_parts(
     await second.client.session("long").open()
 
 
-async def test_of_a_session_that_the_log_has_no_room_for_nothing_stays(
+async def test_an_import_that_the_log_has_no_room_for_leaves_nothing_behind(
     local_worker: Start, tmp_path: Path
 ) -> None:
     worker = await local_worker()
@@ -141,8 +143,10 @@ async def chatter(worker: LocalWorker) -> None:
 
 
 @pytest.mark.parametrize("has_keys", [False, True])
-async def test_kv_comes_along_and_is_found(local_worker: Start, tmp_path: Path, has_keys: bool) -> None:
-    """Also from a cache with a key into one with another key."""
+async def test_an_import_with_kv_restores_the_kv_instead_of_prefilling(
+    local_worker: Start, tmp_path: Path, has_keys: bool
+) -> None:
+    """Also between caches that are encrypted by two keys."""
     first_key, second_key = (tmp_path / name if has_keys else None for name in ("first.key", "second.key"))
     for path in filter(None, (first_key, second_key)):
         pytest.importorskip("cryptography")
@@ -166,7 +170,7 @@ async def test_kv_comes_along_and_is_found(local_worker: Start, tmp_path: Path, 
     assert answer.usage.cached_tokens >= answer.usage.prompt_tokens - 3, "restored, not prefilled"
 
 
-async def test_kv_that_cannot_serve_is_refused_before_anything_is_stored(
+async def test_importing_kv_that_the_cache_cannot_use_is_refused_and_stores_nothing(
     local_worker: Start, tmp_path: Path
 ) -> None:
     worker, file = await exported(local_worker, tmp_path, "--kv")
@@ -191,7 +195,9 @@ async def test_kv_that_cannot_serve_is_refused_before_anything_is_stored(
     assert await third.client.log("garden") == []
 
 
-async def test_kv_under_other_settings_is_refused_with_these(local_worker: Start, tmp_path: Path) -> None:
+async def test_importing_kv_made_with_other_settings_is_refused_and_names_the_settings(
+    local_worker: Start, tmp_path: Path
+) -> None:
     worker, file = await exported(local_worker, tmp_path, "--kv")
     await worker.stop()
     second = await other(local_worker, tmp_path, block_tokens=2 * BLOCK)
@@ -207,7 +213,7 @@ async def test_kv_under_other_settings_is_refused_with_these(local_worker: Start
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy["policy"])
-async def test_kv_of_any_policy_comes_into_a_cache_that_has_full_ones_only(
+async def test_kv_of_any_cache_policy_can_be_imported_into_a_cache_with_full_kv_only(
     local_worker: Start, tmp_path: Path, policy: dict[str, Any]
 ) -> None:
     wide = str(make_tiny_model(tmp_path / "wide", hidden_size=128))
@@ -225,10 +231,10 @@ async def test_kv_of_any_policy_comes_into_a_cache_that_has_full_ones_only(
 
 
 @pytest.mark.parametrize("has_own", [True, False])
-async def test_a_fresh_directory_takes_a_session_with_its_kv_in_one_step(
+async def test_a_session_and_its_kv_can_be_imported_into_a_new_data_directory(
     local_worker: Start, tmp_path: Path, has_own: bool
 ) -> None:
-    """With the server of the worker to come, which ends again, or with a server that has no log yet."""
+    """With a server that runs for the import only, or with another server that has no log yet."""
     worker, file = await exported(local_worker, tmp_path, "--kv")
     await worker.stop()
     port, prefix = free_port(), f"fresh{tmp_path.name}"
@@ -247,7 +253,7 @@ async def test_a_fresh_directory_takes_a_session_with_its_kv_in_one_step(
         assert f"the data directory {fresh} is in use by worker test" in refused.stderr
 
 
-async def test_the_cache_takes_a_sessions_file_without_a_word_about_its_log(
+async def test_cache_import_reads_the_kv_of_an_exported_session_without_warnings(
     local_worker: Start, tmp_path: Path
 ) -> None:
     worker, file = await exported(local_worker, tmp_path, "--kv")
@@ -266,7 +272,9 @@ async def exported_again(worker: LocalWorker, folder: Path) -> tuple[LocalWorker
     return worker, target
 
 
-async def test_a_damaged_file_is_one_line_and_imports_nothing(local_worker: Start, tmp_path: Path) -> None:
+async def test_importing_a_damaged_file_fails_with_one_line_and_stores_nothing(
+    local_worker: Start, tmp_path: Path
+) -> None:
     worker, file = await exported(local_worker, tmp_path, "--kv")
     whole = file.read_bytes()
     log_at = whole.index(b'{"seq"')
@@ -292,7 +300,9 @@ async def test_a_damaged_file_is_one_line_and_imports_nothing(local_worker: Star
     )
 
 
-async def test_a_request_of_a_later_version_is_one_line(local_worker: Start, tmp_path: Path) -> None:
+async def test_an_export_with_a_field_of_a_later_version_is_refused_and_the_field_is_named(
+    local_worker: Start, tmp_path: Path
+) -> None:
     worker, file = await exported(local_worker, tmp_path)
     manifest, lines = copies.read(file)
     content = json.loads(bytes(lines[0].request)) | {"novel": 1}
@@ -320,7 +330,7 @@ def tar_content(raw: bytes) -> bytes:
         return tar.extractfile("session.json").read()  # type: ignore[union-attr]
 
 
-async def test_a_template_that_prints_the_time_makes_the_same_prompt_of_a_copy(
+async def test_an_imported_session_continues_under_a_chat_template_that_prints_the_time(
     local_worker: Start, tmp_path: Path, model_with_template: Callable[[str, str], Path]
 ) -> None:
     template = (
@@ -338,7 +348,7 @@ async def test_a_template_that_prints_the_time_makes_the_same_prompt_of_a_copy(
     assert (await second.client.session("garden").info()).position > 0
 
 
-async def test_a_file_is_replayed_as_the_log_is(local_worker: Start, tmp_path: Path) -> None:
+async def test_replay_reads_a_session_from_an_exported_file(local_worker: Start, tmp_path: Path) -> None:
     worker, file = await exported(local_worker, tmp_path)
     await worker.client.session("garden").close(forget=True)
     done = await command("replay", "--file", file, "--speed", "max", *where(worker))

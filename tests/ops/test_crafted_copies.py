@@ -1,4 +1,4 @@
-"""Exports that somebody made or damaged: each is refused in one line, or stored whole."""
+"""Crafted or damaged exports: each is refused in one line, or stored whole."""
 
 from __future__ import annotations
 
@@ -112,7 +112,9 @@ def huge(name: str) -> bytes:
         (member("session.json", b"", type=tarfile.XHDTYPE)[0], "is no plain file"),
     ],
 )
-async def test_a_member_that_is_no_plain_file_is_not_read(tmp_path: Path, head: Any, says: str) -> None:
+async def test_an_export_with_a_link_or_an_oversized_or_special_member_is_refused(
+    tmp_path: Path, head: Any, says: str
+) -> None:
     await refused(tar_of(tmp_path / "made.turnkeep", (head, b"")), says)
 
 
@@ -135,7 +137,9 @@ async def test_a_member_that_is_no_plain_file_is_not_read(tmp_path: Path, head: 
     ],
     ids=range(10),
 )
-async def test_a_manifest_that_is_none_is_one_line(tmp_path: Path, session: bytes) -> None:
+async def test_an_export_with_an_invalid_manifest_is_refused_in_one_line(
+    tmp_path: Path, session: bytes
+) -> None:
     await refused(
         packed(tmp_path, sound(tmp_path) | {"session.json": session}), "is no sound export of a session"
     )
@@ -149,7 +153,9 @@ async def test_a_manifest_that_is_none_is_one_line(tmp_path: Path, session: byte
         ("request", {"type": "append", "id": "r", "messages": json.loads("[" * 900 + "]" * 900)}),
     ],
 )
-async def test_a_line_of_the_log_that_is_none_is_one_line(tmp_path: Path, field: str, value: object) -> None:
+async def test_an_export_with_an_invalid_log_line_is_refused_in_one_line(
+    tmp_path: Path, field: str, value: object
+) -> None:
     made = resealed(sound(tmp_path), lambda line: line.update({field: value}))
     await refused(packed(tmp_path, made), "made.turnkeep")
 
@@ -162,14 +168,16 @@ async def refused(file: Path, says: str) -> None:
 
 
 @pytest.mark.parametrize("change", [(b'"garden"', b'"gardem"'), (b'"exchanges":2', b'"exchanges":3')])
-async def test_a_changed_byte_of_the_manifest_is_noticed(tmp_path: Path, change: tuple[bytes, bytes]) -> None:
+async def test_an_export_with_a_changed_byte_in_its_manifest_is_refused(
+    tmp_path: Path, change: tuple[bytes, bytes]
+) -> None:
     whole = sound(tmp_path)
     assert change[0] in whole["session.json"]
     made = packed(tmp_path, whole | {"session.json": whole["session.json"].replace(*change)})
     await refused(made, "its content is not what was written")
 
 
-async def test_a_manifest_without_its_checksum_is_refused(tmp_path: Path) -> None:
+async def test_an_export_whose_manifest_has_no_checksum_is_refused(tmp_path: Path) -> None:
     whole = sound(tmp_path)
     head = json.loads(whole["session.json"])
     assert head.pop("checksum")
@@ -177,7 +185,7 @@ async def test_a_manifest_without_its_checksum_is_refused(tmp_path: Path) -> Non
     await refused(made, "its content is not what was written")
 
 
-async def test_of_a_results_headers_only_those_of_an_export_are_published(
+async def test_an_import_drops_result_headers_that_no_export_writes(
     local_worker: Start, tmp_path: Path
 ) -> None:
     worker = await local_worker()
@@ -192,10 +200,10 @@ async def test_of_a_results_headers_only_those_of_an_export_are_published(
 
 
 @pytest.mark.parametrize("is_stored", [True, False])
-async def test_a_first_part_whose_acknowledgement_is_lost_is_removed_again(
+async def test_an_import_removes_its_first_part_again_if_the_acknowledgement_was_lost(
     local_worker: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_stored: bool
 ) -> None:
-    """And a session that somebody else began meanwhile stays."""
+    """A session that another client began meanwhile stays."""
     worker = await local_worker()
     file = packed(tmp_path, sound(tmp_path))
     store = LogStream.store
@@ -215,7 +223,7 @@ async def test_a_first_part_whose_acknowledgement_is_lost_is_removed_again(
     assert left.get(KEY, {}).get("in", 0) == (0 if is_stored else 1)
 
 
-async def test_what_cannot_be_removed_again_is_said(
+async def test_an_import_that_cannot_remove_its_part_says_that_it_may_be_in_the_log(
     local_worker: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = await local_worker()

@@ -47,7 +47,7 @@ async def listed(worker: LocalWorker) -> list[dict[str, Any]]:
     return found
 
 
-async def test_a_request_that_was_given_up_is_listed_and_shown_with_what_it_asked(
+async def test_the_command_dead_lists_a_given_up_request_and_shows_its_text(
     worker: LocalWorker,
 ) -> None:
     (letter,) = await listed(worker)
@@ -63,7 +63,7 @@ async def test_a_request_that_was_given_up_is_listed_and_shown_with_what_it_aske
     assert "1 dead" in (await command("sessions", *where(worker))).stdout
 
 
-async def test_a_request_that_succeeds_now_loses_its_letter(worker: LocalWorker) -> None:
+async def test_a_retry_that_succeeds_removes_the_dead_letter(worker: LocalWorker) -> None:
     done = await dead(worker, "retry", "s", "bad")
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith(": appended, position 12\n")
@@ -74,7 +74,7 @@ async def test_a_request_that_succeeds_now_loses_its_letter(worker: LocalWorker)
     assert again.stderr == "turnkeep: session s has no dead letter of a request bad; see turnkeep dead list\n"
 
 
-async def test_a_session_that_went_on_is_asked_anyway_only_if_told(worker: LocalWorker) -> None:
+async def test_a_retry_in_a_session_that_has_moved_on_needs_the_option_anyway(worker: LocalWorker) -> None:
     await worker.client.session("s").append(tokens=[5])
     done = await dead(worker, "retry", "s", "bad")
     assert done.returncode == 1
@@ -84,7 +84,7 @@ async def test_a_session_that_went_on_is_asked_anyway_only_if_told(worker: Local
     assert await listed(worker) == []
 
 
-async def test_a_request_that_is_given_up_again_has_one_letter(
+async def test_a_retry_that_fails_again_leaves_one_dead_letter(
     worker: LocalWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Session, "_attempt", venomous)
@@ -95,7 +95,7 @@ async def test_a_request_that_is_given_up_again_has_one_letter(
     assert letter["letter"]["id"].startswith("retry-")
 
 
-async def test_a_dropped_letter_is_gone_and_the_request_stays(worker: LocalWorker) -> None:
+async def test_dropping_a_dead_letter_leaves_its_request_in_the_log(worker: LocalWorker) -> None:
     assert (await dead(worker, "drop", "s", "bad")).returncode == 0
     assert (await dead(worker, "list")).stdout == "there are no dead letters\n"
     assert len(await worker.client.log("s")) == 4

@@ -1,4 +1,4 @@
-"""What is in ops/deploy, by the validators of its formats, and started here as far as this machine can."""
+"""The files of ops/deploy: checked by validators, and started here as far as this machine can."""
 
 from __future__ import annotations
 
@@ -55,27 +55,27 @@ def services() -> dict[str, Any]:
     return dict(documents("compose.yaml")[0]["services"])
 
 
-def test_the_dockerfile_has_nothing_that_its_linter_minds() -> None:
+def test_hadolint_finds_no_fault_in_the_dockerfile() -> None:
     check("hadolint", "Dockerfile")
 
 
-def test_the_compose_file_fits_its_schema() -> None:
+def test_the_compose_file_is_valid_under_its_schema() -> None:
     check("check-jsonschema", "--builtin-schema", "vendor.compose-spec", "compose.yaml")
 
 
-def test_the_manifests_fit_the_schemas_of_kubernetes() -> None:
+def test_the_kubernetes_manifests_are_valid_under_their_schemas() -> None:
     check("kubernetes-validate", "--strict", "kubernetes.yaml")
 
 
 @pytest.mark.parametrize("unit", sorted(path.name for path in DEPLOY.glob("*.service")))
-def test_systemd_takes_the_unit(unit: str, tmp_path: Path) -> None:
-    """With a program that is there in the place of the installed one."""
+def test_systemd_accepts_each_unit_file(unit: str, tmp_path: Path) -> None:
+    """With this Python in the place of the installed program."""
     text = (DEPLOY / unit).read_text()
     (tmp_path / unit).write_text(text.replace("/opt/turnkeep/bin/turnkeep", sys.executable))
     check("systemd-analyze", "verify", "--man=no", f"./{unit}", cwd=tmp_path)
 
 
-def test_systemd_takes_the_unit_of_a_user(tmp_path: Path) -> None:
+def test_systemd_accepts_the_generated_unit_of_a_user(tmp_path: Path) -> None:
     (tmp_path / "turnkeep.service").write_text(
         units.unit([sys.executable, "serve", "--config", "/a b/c%d.toml"])
     )
@@ -83,12 +83,12 @@ def test_systemd_takes_the_unit_of_a_user(tmp_path: Path) -> None:
     check("systemd-analyze", *verify, cwd=tmp_path, XDG_RUNTIME_DIR=str(tmp_path))
 
 
-def test_the_files_of_systemd_and_launchd_are_those_that_the_template_makes() -> None:
+def test_the_files_for_systemd_and_launchd_are_what_their_template_generates() -> None:
     """`python -m ops.units` writes them."""
     assert {path: path.read_bytes() for path in units.models()} == units.models()
 
 
-def test_launchd_s_file_is_a_property_list_of_keys_that_launchd_knows() -> None:
+def test_the_launchd_file_has_only_known_keys_with_values_of_the_right_type() -> None:
     agent = plistlib.loads((DEPLOY / "turnkeep.plist").read_bytes())
     times = {"ThrottleInterval", "ExitTimeOut"}
     flags = {"RunAtLoad", "KeepAlive"}
@@ -99,8 +99,8 @@ def test_launchd_s_file_is_a_property_list_of_keys_that_launchd_knows() -> None:
     assert agent["ProgramArguments"][1:] == ["serve", "--config", "/opt/turnkeep/turnkeep.toml"]
 
 
-def test_the_image_has_the_packages_that_the_lock_names_for_it() -> None:
-    """What the image takes of dev.lock is there, and is all that the extras and the build need."""
+def test_the_image_installs_from_the_lock_all_packages_that_its_extras_and_build_need() -> None:
+    """The packages that the Dockerfile takes from dev.lock are all in it, and none is missing."""
     (names,) = re.findall(r"\^\(([a-z|-]+)\)==", (DEPLOY / "Dockerfile").read_text())
     lock = (ROOT / "requirements" / "dev.lock").read_text()
     assert set(names.split("|")) <= set(re.findall(r"^([a-z0-9-]+)==", lock, re.MULTILINE))
@@ -120,20 +120,20 @@ def test_the_image_has_the_packages_that_the_lock_names_for_it() -> None:
     assert {name.replace("_", "-").lower() for name in wanted} <= there
 
 
-def test_every_file_that_the_compose_file_mounts_is_there() -> None:
+def test_every_file_that_the_compose_file_mounts_exists() -> None:
     mounted = [volume for one in services().values() for volume in one.get("volumes", ())]
     files = [volume.split(":")[0] for volume in mounted if volume.startswith(".")]
     assert files
     assert [file for file in files if not (DEPLOY / file).is_file()] == []
 
 
-def test_prometheus_takes_its_configuration(tmp_path: Path) -> None:
+def test_promtool_accepts_the_deployed_prometheus_configuration(tmp_path: Path) -> None:
     shutil.copy(DEPLOY / "prometheus.yml", tmp_path)
     shutil.copy(ROOT / "ops" / "prometheus" / "alerts.yml", tmp_path)
     check("promtool", "check", "config", "prometheus.yml", cwd=tmp_path)
 
 
-def test_no_container_of_ours_is_root_or_writes_to_its_own_files() -> None:
+def test_turnkeep_containers_run_as_non_root_with_a_read_only_file_system() -> None:
     assert re.findall(r"^USER (.*)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE) == ["10001:10001"]
     ours = [one for one in services().values() if one["image"] == "turnkeep"]
     assert len(ours) == 9
@@ -214,7 +214,7 @@ def here(tmp_path: Path, tiny_model: Path) -> Iterator[Here]:
     here.stop()
 
 
-def test_only_workers_are_given_the_workers_seed() -> None:
+def test_gateway_and_exporter_containers_do_not_mount_the_workers_secret_key() -> None:
     ours = {name: one for name, one in services().items() if one["image"] == "turnkeep"}
     seen = {name for name, one in ours.items() if any("accounts:" in volume for volume in one["volumes"])}
     assert seen == {"accounts", "nats", "mirrors", "seed", "gateway-seed", "worker", "worker-two"}
@@ -226,7 +226,7 @@ def test_only_workers_are_given_the_workers_seed() -> None:
     assert {name for name, pod in pods.items() if "worker.nk" in json.dumps(pod)} == {"turnkeep"}
 
 
-def test_the_worker_s_probes_ask_where_it_answers() -> None:
+def test_the_kubernetes_probes_of_the_worker_use_its_health_port_and_paths() -> None:
     (worker,) = (
         pod["spec"]["template"]["spec"]["containers"][0]
         for pod in documents("kubernetes.yaml")
@@ -243,7 +243,7 @@ def test_the_worker_s_probes_ask_where_it_answers() -> None:
 
 
 @pytest.mark.process
-async def test_the_services_of_the_compose_file_serve_a_tenant_and_are_healthy(here: Here) -> None:
+async def test_the_services_of_the_compose_file_are_healthy_and_serve_a_tenant(here: Here) -> None:
     def checked(service: dict[str, Any]) -> list[str]:
         return list(service["healthcheck"]["test"][1:])
 
@@ -292,8 +292,10 @@ async def test_the_services_of_the_compose_file_serve_a_tenant_and_are_healthy(h
     assert await asyncio.to_thread(here.stop) == [143, 143, 0, 0, 0]
 
 
-def test_the_manifest_s_nodes_run_what_its_first_command_makes(tmp_path: Path) -> None:
-    """What three such nodes do with a worker says tests/ops/test_cluster.py."""
+def test_the_nats_nodes_of_the_manifest_accept_the_configuration_that_its_command_makes(
+    tmp_path: Path,
+) -> None:
+    """tests/ops/test_cluster.py runs three such nodes with a worker."""
     (line,) = re.findall(
         r"^#   python -m ops\.nats\.tenants (nats default --cluster \S+)", MANIFEST, re.MULTILINE
     )

@@ -1,4 +1,4 @@
-"""The exporter: what workers publish, as Prometheus reads it."""
+"""The exporter gives Prometheus the metrics of workers."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def shown(message: Metrics) -> Samples:
     return samples(page(fleet))
 
 
-def test_every_figure_of_the_message_has_a_name() -> None:
+def test_every_field_of_the_metrics_message_is_exported() -> None:
     exported = {field for _, field, *_ in (*COUNTERS, *GAUGES, *HISTOGRAMS)}
     fields = {*Metrics.__struct_fields__} - LABELS
     fields |= {f"snapshots.{name}" for name in SnapshotCounters.__struct_fields__}
@@ -94,7 +94,7 @@ def test_every_figure_of_the_message_has_a_name() -> None:
     assert exported == fields
 
 
-def test_figures_by_tenant_are_there_where_a_worker_sends_them() -> None:
+def test_metrics_by_tenant_are_exported_only_if_a_worker_sends_them() -> None:
     assert not [name for name, _ in shown(metrics("w1")) if name.startswith("turnkeep_tenant")]
     figures = TenantFigures(
         requests={"acme": {"ok": 3, "overloaded": 1}, "_other": {"ok": 7}},
@@ -108,7 +108,7 @@ def test_figures_by_tenant_are_there_where_a_worker_sends_them() -> None:
     assert found[key("tenant_restored_tokens_total", tenant="acme")] == 5
 
 
-def test_figures_have_the_labels_of_their_worker_and_of_their_kind() -> None:
+def test_exported_metrics_are_labelled_by_worker_and_by_outcome_or_reason() -> None:
     found = shown(metrics("w1"))
     assert found[key("prefilled_tokens_total")] == 10
     assert found[key("resident_kv_bytes")] == 1024
@@ -117,7 +117,7 @@ def test_figures_have_the_labels_of_their_worker_and_of_their_kind() -> None:
     assert found[key("worker_info", version="0.1.0")] == 1
 
 
-def test_buckets_are_cumulative_and_end_with_the_count() -> None:
+def test_histogram_buckets_are_cumulative_and_end_with_the_count() -> None:
     found = shown(metrics("w1"))
     name = "time_to_first_token_seconds"
     assert [found[key(f"{name}_bucket", le=le)] for le in ("0.1", "1.0", "+Inf")] == [1, 3, 3]
@@ -130,12 +130,12 @@ def test_a_histogram_that_a_worker_does_not_send_is_left_out() -> None:
     assert key("queue_time_seconds_count") not in shown(structs.replace(metrics("w1"), queue_time=UNSET))
 
 
-def test_buckets_that_do_not_fit_their_bounds_do_not_break_the_page() -> None:
+def test_a_histogram_with_missing_buckets_does_not_break_the_metrics_page() -> None:
     forged = Histogram(bounds=(1.0, 2.0), counts=(), sum=0.0, count=7)
     assert shown(structs.replace(metrics("w1"), batch_size=forged))[key("batch_size_count")] == 7
 
 
-def test_a_silent_worker_is_down_then_gone_and_the_others_stay() -> None:
+def test_a_silent_worker_is_exported_as_down_then_removed_while_others_stay() -> None:
     clock = Clock()
     fleet = Fleet(60, clock)
     fleet.hear(structs.replace(metrics("w1"), interval_s=2.0))
@@ -152,7 +152,7 @@ def test_a_silent_worker_is_down_then_gone_and_the_others_stay() -> None:
     assert "w2" in page(fleet)
 
 
-def test_a_worker_that_comes_back_with_another_model_is_there_once() -> None:
+def test_a_worker_that_returns_with_another_model_is_exported_once() -> None:
     fleet = Fleet(60)
     fleet.hear(metrics("w1"))
     fleet.hear(structs.replace(metrics("w1"), model="large"))
@@ -161,7 +161,7 @@ def test_a_worker_that_comes_back_with_another_model_is_there_once() -> None:
     assert found[key("up", model="large")] == 1
 
 
-def test_promtool_has_nothing_to_say_about_names_types_and_help() -> None:
+def test_promtool_finds_no_fault_in_metric_names_types_and_help_texts() -> None:
     if shutil.which("promtool") is None:
         pytest.skip("promtool is not installed; Debian's package prometheus has it")
     fleet = Fleet(60)
@@ -177,7 +177,7 @@ def test_promtool_has_nothing_to_say_about_names_types_and_help() -> None:
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
-def test_the_page_about_running_it_has_every_name() -> None:
+def test_the_operating_page_documents_every_metric_with_type_text_and_labels() -> None:
     page = (Path(__file__).parents[2] / "docs" / "operating.md").read_text()
     rows = re.findall(r"^\| `(turnkeep_\w+)` \| (\w+) \| (.*) \| (.*) \|$", page, re.MULTILINE)
     expected = [
@@ -262,7 +262,7 @@ def exporter() -> Iterator[Callable[..., Exporter]]:
 
 
 @pytest.mark.process
-async def test_a_worker_s_figures_are_served_until_it_dies(
+async def test_the_exporter_serves_a_workers_metrics_until_that_worker_dies(
     worker_process: Callable[..., WorkerProcess], exporter: Callable[..., Exporter]
 ) -> None:
     worker = worker_process("--metrics-interval-s", "0.3", "--worker", "w1")
@@ -299,7 +299,7 @@ async def test_a_worker_s_figures_are_served_until_it_dies(
         await waiting
 
 
-async def test_without_nats_the_exporter_says_so_and_comes_back(
+async def test_the_exporter_reports_that_nats_is_down_and_reconnects(
     exporter: Callable[..., Exporter], tmp_path: Path
 ) -> None:
     server = NatsServer(tmp_path / "js")
@@ -334,7 +334,7 @@ class Page:
         return families([], None, connected=True)
 
 
-def test_scrapes_on_loopback_are_for_names_of_this_machine() -> None:
+def test_the_exporter_on_loopback_answers_only_local_host_names() -> None:
     with serving(Page(), "127.0.0.1", 0) as url:  # type: ignore[arg-type]  # only its families are asked for
         for host in ("localhost:80", "127.0.0.1", "[::1]:9422"):
             status, body, _ = get(url, "/metrics", Host=host)
@@ -353,7 +353,7 @@ def refused(*arguments: object, serves: bool = False) -> str:
     return line
 
 
-def test_a_port_in_use_is_one_line(nats_url: str) -> None:
+def test_the_exporter_fails_on_a_port_in_use_with_one_line_that_names_the_port(nats_url: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert refused("--nats", nats_url, "--listen", f"127.0.0.1:{port}") == (
@@ -361,7 +361,7 @@ def test_a_port_in_use_is_one_line(nats_url: str) -> None:
         )
 
 
-def test_no_nats_server_is_one_line() -> None:
+def test_the_exporter_fails_without_a_nats_server_with_one_line_that_names_its_address() -> None:
     port = free_port()
     assert refused("--nats", f"nats://127.0.0.1:{port}") == (
         f"turnkeep: no NATS server at nats://127.0.0.1:{port}: connection refused;"
@@ -369,7 +369,9 @@ def test_no_nats_server_is_one_line() -> None:
     )
 
 
-async def test_a_user_who_may_not_hear_the_workers_is_told_so_in_one_line(tmp_path: Path) -> None:
+async def test_the_exporter_fails_with_one_line_if_its_user_may_not_subscribe_to_metrics(
+    tmp_path: Path,
+) -> None:
     user = {"user": "eve", "password": "pw", "permissions": {"subscribe": ["_INBOX.>"]}}
     (tmp_path / "server.conf").write_text(json.dumps({"authorization": {"users": [user]}}))
     server = NatsServer(tmp_path / "js", ("-c", str(tmp_path / "server.conf")))
@@ -384,7 +386,7 @@ async def test_a_user_who_may_not_hear_the_workers_is_told_so_in_one_line(tmp_pa
     assert "pw" not in line
 
 
-def test_a_missing_extra_is_one_line(nats_url: str) -> None:
+def test_the_exporter_names_a_missing_library_and_how_to_install_it(nats_url: str) -> None:
     program = (
         "import sys; sys.modules['prometheus_client'] = None; from commands.__main__ import main; main()"
     )

@@ -1,4 +1,4 @@
-"""What `exporter`, `top` and `console` keep of messages that anybody may have published on the subject."""
+"""What `exporter`, `top` and `console` keep of metrics messages, which anybody may have published."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ FORGERIES = {
 @pytest.mark.parametrize(
     "show", [page, lambda fleet: screen(State(), fleet), charted], ids=["exporter", "top", "console"]
 )
-def test_a_message_that_no_worker_can_have_sent_changes_nothing_that_is_shown(
+def test_a_forged_metrics_message_changes_nothing_that_is_shown(
     changes: dict[str, Any], show: Callable[[Fleet], object]
 ) -> None:
     fleet = Fleet(60, Clock(), window_s=60)
@@ -59,7 +59,7 @@ def test_a_message_that_no_worker_can_have_sent_changes_nothing_that_is_shown(
     assert samples(page(fleet))[key("resident_kv_bytes")] == 1024
 
 
-def test_a_worker_s_messages_are_kept_up_to_a_number_whatever_their_uptime_says() -> None:
+def test_the_number_of_messages_kept_of_a_worker_is_bounded_whatever_their_uptime() -> None:
     for step_s in (0.0, 0.001, 0.1, 5.0):
         fleet = Fleet(60, window_s=60)
         for number in range(1000):
@@ -69,7 +69,7 @@ def test_a_worker_s_messages_are_kept_up_to_a_number_whatever_their_uptime_says(
         assert kept[-1].generated_tokens == 999
 
 
-def test_rates_of_frequent_messages_are_of_nearly_the_whole_window() -> None:
+def test_rates_from_frequent_messages_span_nearly_the_whole_window() -> None:
     fleet = Fleet(60, window_s=60)
     for number in range(2000):
         fleet.hear(structs.replace(metrics("w1"), uptime_s=number / 10))
@@ -78,7 +78,7 @@ def test_rates_of_frequent_messages_are_of_nearly_the_whole_window() -> None:
     assert 54 <= one.metrics.uptime_s - one.before.uptime_s <= 60
 
 
-def test_names_that_somebody_makes_up_leave_the_workers_that_publish() -> None:
+def test_made_up_worker_names_do_not_displace_workers_that_publish() -> None:
     clock = Clock()
     fleet = Fleet(300, clock)
     fleet.hear(metrics("w1"))
@@ -91,7 +91,7 @@ def test_names_that_somebody_makes_up_leave_the_workers_that_publish() -> None:
     assert len(fleet.sightings()) == MAX_WORKERS
 
 
-def test_a_course_has_no_more_points_however_often_new_workers_are_heard_of() -> None:
+def test_the_history_of_a_worker_keeps_few_points_however_often_it_is_sampled() -> None:
     history = History(3600)
     fleet = Fleet(3600)
     fleet.hear(metrics("w1"))

@@ -1,4 +1,4 @@
-"""The page about the log: its commands run as they are written, in their order."""
+"""docs/log.md: its commands run as they are written, in their order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.packaging
 PAGE = (Path(__file__).parents[2] / "docs" / "log.md").read_text()
 
 
-async def test_the_commands_run_as_they_are_written(
+async def test_the_commands_of_the_log_page_run_as_written(
     local_worker: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(Session, "_attempt", venomous)

@@ -1,4 +1,4 @@
-"""The page about running it: its commands run as written, and its settings are what their programs take."""
+"""docs/operating.md: its commands run as written, and programs accept its settings."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def block(language: str, beginning: str) -> str:
     return str(found)
 
 
-async def test_the_exporter_s_commands_run_as_they_are_written(nats_url: str) -> None:
+async def test_the_exporter_commands_of_the_operating_page_run_as_written(nats_url: str) -> None:
     if shutil.which("curl") is None:
         pytest.skip("curl is not installed")
     port = str(free_port())
@@ -58,7 +58,7 @@ async def test_the_exporter_s_commands_run_as_they_are_written(nats_url: str) ->
         exporter.wait(30)
 
 
-def test_the_command_of_the_live_screen_runs_as_it_is_written(nats_url: str) -> None:
+def test_the_top_command_of_the_operating_page_runs_as_written(nats_url: str) -> None:
     _, *arguments = shlex.split(block("sh", "turnkeep top"))
     with Terminal(*arguments, NATS_URL=nats_url) as terminal:
         terminal.wait_for("no worker has published metrics yet")
@@ -66,11 +66,11 @@ def test_the_command_of_the_live_screen_runs_as_it_is_written(nats_url: str) -> 
         assert terminal.end() == 0
 
 
-def test_the_page_counts_the_alerts() -> None:
+def test_the_operating_page_states_the_right_number_of_alerts() -> None:
     assert f"`ops/prometheus/alerts.yml` has {len(ALERTS)} alerts" in PAGE
 
 
-def test_prometheus_takes_its_configuration_and_the_alerts(tmp_path: Path) -> None:
+def test_promtool_accepts_the_prometheus_configuration_of_the_operating_page(tmp_path: Path) -> None:
     if shutil.which("promtool") is None:
         pytest.skip("promtool is not installed; Debian's package prometheus has it")
     (tmp_path / "prometheus.yml").write_text(block("yaml", "rule_files:"))

@@ -34,11 +34,11 @@ needs_promtool = pytest.mark.skipif(
 )
 
 
-def test_the_files_are_what_the_program_writes() -> None:
+def test_the_dashboard_and_alert_files_are_what_their_generator_writes() -> None:
     assert panels.main(["--check"]) == 0, "run python -m ops.panels"
 
 
-def test_panels_have_places_of_their_own() -> None:
+def test_dashboard_panels_have_distinct_positions_and_alerts_have_distinct_names() -> None:
     board = panels.dashboard()
     places = [panel["gridPos"] for panel in board["panels"]]
     assert len({(place["x"], place["y"]) for place in places}) == len(PANELS)
@@ -137,7 +137,7 @@ def exporter_and_prometheus(nats_url: str, tmp_path: Path) -> Iterator[Callable[
 
 @pytest.mark.process
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed")
-async def test_every_query_of_every_panel_and_alert_finds_something(
+async def test_every_query_of_every_panel_and_alert_returns_data(
     local_worker: Callable[..., Awaitable[LocalWorker]],
     exporter_and_prometheus: Callable[[str], Prometheus],
 ) -> None:
@@ -177,7 +177,7 @@ def exported() -> set[str]:
 
 
 @needs_promtool
-def test_alerts_fire_when_they_should_and_only_then(tmp_path: Path) -> None:
+def test_each_alert_fires_when_its_fault_occurs_and_for_no_healthy_worker(tmp_path: Path) -> None:
     def series(name: str, values: str, **labels: str) -> dict[str, str]:
         shown = ",".join(f'{label}="{value}"' for label, value in labels.items())
         return {"series": f"turnkeep_{name}{{{shown}}}", "values": values}

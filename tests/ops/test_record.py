@@ -1,4 +1,4 @@
-"""What `replay` takes from a log, and what it says of a session that differs from its record."""
+"""Which requests `replay` takes from a log, and how it explains a difference from the log."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def appended(seq: int, **more: Any) -> dict[str, Any]:
     return {"type": "appended", "id": "x", "seq": seq, "position": 1, **SIZES, **more}
 
 
-def test_what_changed_nothing_is_left_out_and_the_rest_keeps_its_times() -> None:
+def test_a_replay_leaves_out_requests_that_changed_nothing_and_keeps_the_times_of_others() -> None:
     record = fold(
         [
             entry(1, "in", APPEND, 10),
@@ -55,7 +55,7 @@ def test_what_changed_nothing_is_left_out_and_the_rest_keeps_its_times() -> None
     assert record.begin == first[0].asked.stored
 
 
-def test_an_answer_without_tokens_is_left_out_if_it_was_cancelled_and_kept_if_it_was_an_echo() -> None:
+def test_a_replay_leaves_out_a_cancelled_answer_without_tokens_and_keeps_an_echo() -> None:
     ends = ("cancelled", "length")
     generated = {"type": "generated", "id": "x", "position": 1, "text": "", "tokens": [], "kv_live_bytes": 1}
     counts = {"usage": dict.fromkeys(COUNTS, 1), "seconds": SECONDS}
@@ -74,7 +74,7 @@ def test_an_answer_without_tokens_is_left_out_if_it_was_cancelled_and_kept_if_it
     assert [one.request.id for one in kept] == ["length"]
 
 
-def test_a_forgotten_session_is_left_out_and_a_replay_forgets_nothing_before_it_is_compared() -> None:
+def test_a_replay_leaves_out_a_forgotten_session_and_repeats_no_close_that_forgets() -> None:
     close = {"type": "close", "forget": True}
     closed = {"type": "closed", "id": "x", "position": 1}
     record = fold(
@@ -96,7 +96,7 @@ def test_a_forgotten_session_is_left_out_and_a_replay_forgets_nothing_before_it_
     assert [getattr(one.request, "forget", None) for one in kept] == [None, False, None]
 
 
-def test_a_range_of_time_takes_sessions_from_their_beginning() -> None:
+def test_a_time_range_selects_sessions_that_began_in_it_up_to_its_end() -> None:
     entries = [
         entry(seq, "in", APPEND, at_s, name) for seq, at_s, name in ((1, 0, "s"), (2, 5, "t"), (3, 9, "s"))
     ]
@@ -130,7 +130,7 @@ def difference(*, was: Any = None, now: Any = None, told: dict[str, Any] | None 
 OTHER_TOKEN = {"tokens": [1, 3], "text": "ac"}
 
 
-def test_the_first_difference_is_named_by_its_request_its_token_and_its_text() -> None:
+def test_the_first_difference_names_its_session_request_token_and_both_texts() -> None:
     assert difference() is None
     found = difference(told=OTHER_TOKEN)
     assert found is not None
@@ -179,27 +179,29 @@ def test_the_first_difference_is_named_by_its_request_its_token_and_its_text() -
         ({}, {}, {**REFUSED, "code": "internal", "message": "no"}, "the replaying worker: internal: no"),
     ],
 )
-def test_a_difference_has_the_cause_that_the_results_tell(was: Any, now: Any, told: Any, cause: str) -> None:
+def test_the_cause_of_a_difference_is_derived_from_the_two_results(
+    was: Any, now: Any, told: Any, cause: str
+) -> None:
     found = difference(was=was, now=now, told=told)
     assert found is not None
     assert found.cause.startswith(cause), found.cause
 
 
-def test_a_request_without_a_result_is_a_difference() -> None:
+def test_a_replayed_request_without_a_result_counts_as_a_difference() -> None:
     (one,) = pair_up([entry(1, "in", APPEND), entry(2, "out", appended(1))])
     found = first_difference("s", [one], {}, {"a": "no result within 3 s"})
     assert found is not None
     assert found.cause == "the replaying worker: no result within 3 s"
 
 
-def test_the_first_unequal_token_is_where_one_answer_leaves_the_other() -> None:
+def test_the_first_unequal_token_is_found_also_where_one_answer_ends_earlier() -> None:
     assert first_unequal((1, 2, 3), (1, 2, 3)) is None
     assert first_unequal((1, 2, 3), (1, 9, 3)) == 1
     assert first_unequal((1, 2, 3), (1, 2)) == 2
 
 
 @pytest.mark.parametrize("end", ["cancelled", "expired", "model_changed", "given_up"])
-def test_an_answer_that_was_ended_from_outside_is_replayed_as_far_as_it_went(end: str) -> None:
+def test_an_answer_that_was_ended_early_is_replayed_with_its_recorded_number_of_tokens(end: str) -> None:
     generated = {"type": "generated", "id": "x", "seq": 1, "position": 3, "text": "ab", "tokens": [1, 2]}
     counts = {"usage": dict.fromkeys(COUNTS, 1), "seconds": SECONDS, "kv_live_bytes": 1}
     asked = entry(1, "in", {**GENERATE, "id": "x", "max_tokens": 90})

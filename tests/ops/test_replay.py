@@ -1,4 +1,4 @@
-"""`turnkeep replay` between real workers: the same tokens again, and why they are others."""
+"""`turnkeep replay` with real workers: the same tokens again, or why they differ."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def converse(worker: LocalWorker) -> None:
     await house.close()
 
 
-async def test_a_record_comes_out_the_same_and_leaves_nothing_behind(local_worker: Start) -> None:
+async def test_a_replay_reproduces_the_recorded_answers_and_removes_its_sessions(local_worker: Start) -> None:
     worker = await local_worker()
     await converse(worker)
     done = await replay(worker, "--speed", "10")
@@ -56,7 +56,7 @@ async def other(start: Start, tmp_path: Path, name: str, **settings: object) -> 
 
 
 @pytest.mark.parametrize("name", ["model", "dtype", "template"])
-async def test_a_difference_is_shown_with_its_likely_cause(
+async def test_a_replay_shows_the_first_difference_with_its_likely_cause(
     local_worker: Start, tmp_path: Path, tiny_model: Path, name: str
 ) -> None:
     changed = tmp_path / "copy" / tiny_model.name
@@ -86,7 +86,7 @@ async def test_a_difference_is_shown_with_its_likely_cause(
     )
 
 
-async def test_what_cannot_be_replayed_is_one_line(local_worker: Start) -> None:
+async def test_a_replay_that_is_impossible_fails_with_one_line_that_says_why(local_worker: Start) -> None:
     worker = await local_worker()
     await converse(worker)
     for options, says in (
@@ -104,7 +104,7 @@ async def test_what_cannot_be_replayed_is_one_line(local_worker: Start) -> None:
         assert (await replay(worker, *options)).returncode == 2
 
 
-async def test_an_interrupted_replay_leaves_nothing_to_be_answered(local_worker: Start) -> None:
+async def test_an_interrupted_replay_leaves_no_unanswered_requests(local_worker: Start) -> None:
     worker = await local_worker()
     await converse(worker)
     await asyncio.sleep(2)

@@ -1,4 +1,4 @@
-"""The runbooks: their commands run as they are written, and what they promise of lost files holds."""
+"""docs/runbooks.md: its commands run as written, and its promises about lost files hold."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COMMANDS = [
 LOCAL = {"cache", "serve"}
 
 
-async def test_the_commands_run_as_they_are_written(
+async def test_the_commands_of_the_runbooks_run_as_written(
     local_worker: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -63,7 +63,7 @@ async def test_the_commands_run_as_they_are_written(
 
 
 @pytest.mark.process
-async def test_a_session_goes_on_where_all_is_lost_but_the_stream(
+async def test_a_session_continues_when_all_files_but_the_nats_stream_are_lost(
     worker_process: Callable[..., WorkerProcess], tmp_path: Path
 ) -> None:
     worker = worker_process()

@@ -1,4 +1,4 @@
-"""`turnkeep sessions` and `turnkeep show`: what is in the log, on a entries of a real worker."""
+"""`turnkeep sessions` and `turnkeep show`: what they print of the log of a real worker."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ async def filled(start: Start) -> LocalWorker:
     return worker
 
 
-async def test_sessions_are_listed_with_what_the_log_knows_of_them(local_worker: Start) -> None:
+async def test_sessions_are_listed_with_their_state_position_worker_model_and_entries(
+    local_worker: Start,
+) -> None:
     worker = await filled(local_worker)
     rows = {(row["tenant"], row["session"]): row for row in await listed(worker)}
     assert {key[1]: (row["state"], row["position"]) for key, row in rows.items() if key[0] == "default"} == {
@@ -68,7 +70,7 @@ async def test_sessions_are_listed_with_what_the_log_knows_of_them(local_worker:
     assert shown.stdout.splitlines()[-1] == "5 of 5 sessions"
 
 
-async def test_sessions_are_filtered_and_sorted(local_worker: Start) -> None:
+async def test_the_command_sessions_filters_and_sorts_its_list(local_worker: Start) -> None:
     worker = await filled(local_worker)
 
     async def names(*options: str) -> list[str]:
@@ -89,7 +91,7 @@ async def test_sessions_are_filtered_and_sorted(local_worker: Start) -> None:
     assert largest["size_bytes"] > others[0]["size_bytes"] > 200
 
 
-async def test_a_session_whose_answer_is_at_work_is_running_of_any_tenant(
+async def test_a_session_of_any_tenant_with_an_answer_in_progress_is_listed_as_running(
     local_worker: Start, endless_model: Path
 ) -> None:
     worker = await local_worker(model=str(endless_model))
@@ -107,7 +109,7 @@ async def test_a_session_whose_answer_is_at_work_is_running_of_any_tenant(
         assert "waiting (2)" in (await command("sessions", *where(worker))).stdout
 
 
-async def test_more_sessions_than_the_server_answers_for_at_a_time_are_all_listed(
+async def test_more_sessions_than_one_answer_of_the_nats_server_can_hold_are_all_listed(
     local_worker: Start,
 ) -> None:
     worker = await local_worker()
@@ -130,12 +132,12 @@ async def test_more_sessions_than_the_server_answers_for_at_a_time_are_all_liste
     assert {row.session: row.position for row in rows} == {f"s{i}": i for i in range(2100)} | {"first": 1}
 
 
-async def test_a_log_that_no_worker_has_made_has_no_sessions(nats_url: str) -> None:
+async def test_listing_sessions_before_any_worker_made_a_log_shows_none(nats_url: str) -> None:
     done = await command("sessions", "--nats", nats_url, "--prefix", "none")
     assert (done.returncode, done.stdout) == (0, "0 of 0 sessions\n"), done.stderr
 
 
-async def test_a_call_of_an_answer_is_shown(local_worker: Start) -> None:
+async def test_show_prints_the_tool_call_of_an_answer(local_worker: Start) -> None:
     worker = await local_worker()
     sky = {"properties": {"sky": {"const": "blue"}}, "required": ["sky"], "additionalProperties": False}
     await worker.client.session("garden").generate(
@@ -149,7 +151,9 @@ async def test_a_call_of_an_answer_is_shown(local_worker: Start) -> None:
     assert re.search(r'^  assistant\n    look\(\{\s*"sky"\s*:\s*"blue"\s*\}\)\n', done.stdout, re.MULTILINE)
 
 
-async def test_a_conversation_is_shown_with_what_each_request_cost(local_worker: Start) -> None:
+async def test_show_prints_each_request_of_a_conversation_with_its_result_and_cost(
+    local_worker: Start,
+) -> None:
     worker = await local_worker()
     session = worker.client.session("garden")
     await session.append(messages=[{"role": "system", "content": "Be \x1b[2Jbrief."}], request_id="sys")
@@ -182,7 +186,7 @@ async def test_a_conversation_is_shown_with_what_each_request_cost(local_worker:
     assert turns[0]["build"]["worker"] == "test"
 
 
-async def test_a_conversation_is_shown_in_whole_words_on_a_terminal(local_worker: Start) -> None:
+async def test_show_wraps_lines_at_word_boundaries_on_a_terminal(local_worker: Start) -> None:
     worker = await local_worker()
     said = "\n".join(
         ("some words of several lengths " * 9, "    code = indented" + " + more" * 20, "x" * 100)
@@ -203,14 +207,14 @@ async def test_a_conversation_is_shown_in_whole_words_on_a_terminal(local_worker
     assert (words.count("lengths"), words.count("more"), words.count("position")) == (9, 20, 1)
 
 
-async def test_a_session_that_is_not_there_is_one_line(local_worker: Start) -> None:
+async def test_showing_an_unknown_session_fails_with_one_line(local_worker: Start) -> None:
     worker = await local_worker()
     done = await command("show", "nobody", *where(worker))
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "turnkeep: there is no session nobody; see turnkeep sessions\n"
 
 
-async def test_show_counts_apart_what_an_answer_had_before_a_crash(local_worker: Start) -> None:
+async def test_show_counts_tokens_generated_before_a_crash_separately(local_worker: Start) -> None:
     worker = await local_worker()
     await worker.stop()
     raw = await nats.connect(worker.settings.nats)

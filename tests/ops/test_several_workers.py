@@ -1,4 +1,4 @@
-"""What people see of two workers that share a prefix."""
+"""What users see of two workers that share a prefix."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def two(local_worker: Start, tmp_path: Path) -> list[LocalWorker]:
     return [await local_worker(worker=name, data_dir=tmp_path / name) for name in ("one", "two")]
 
 
-async def test_metrics_come_of_each_worker_and_name_the_others(two: list[LocalWorker]) -> None:
+async def test_each_worker_publishes_metrics_that_name_the_other_workers(two: list[LocalWorker]) -> None:
     fleet, client = Fleet(60), two[0].client
     async with asyncio.timeout(30):
         async for metrics in client.metrics():
@@ -35,7 +35,7 @@ async def test_metrics_come_of_each_worker_and_name_the_others(two: list[LocalWo
     assert (await client.worker_metrics()).others == ()
 
 
-async def test_the_owner_of_a_session_is_what_sessions_and_info_show(two: list[LocalWorker]) -> None:
+async def test_sessions_and_info_show_the_worker_that_owns_a_session(two: list[LocalWorker]) -> None:
     await two[0].client.session("s").append(text="hello")
     owner = (await two[1].client.session("s").info()).worker
     assert owner.requests == {"append": {"ok": 1}}
@@ -46,7 +46,9 @@ async def test_the_owner_of_a_session_is_what_sessions_and_info_show(two: list[L
     assert re.search(rf"^other workers +{owner.others[0]}$", shown.stdout, re.MULTILINE), shown
 
 
-async def test_the_console_has_no_worker_serve_another_model_than_the_others(two: list[LocalWorker]) -> None:
+async def test_the_console_refuses_to_switch_the_model_if_several_workers_share_the_prefix(
+    two: list[LocalWorker],
+) -> None:
     async with opened(two[0].client) as page:
         refused = await page.http.post("/api/models/serve", json={"name": "b"})
     assert "2 workers serve the prefix" in refused.text

@@ -1,4 +1,4 @@
-"""Two tenants on the NATS configuration that is made for them: each has its sessions and not the other's."""
+"""Two tenants on their generated NATS configuration: each has only its own sessions."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ async def mirrored(client: Client, num_entries: int) -> list[str]:
     return found
 
 
-async def test_tenants_have_sessions_of_the_same_name_and_only_their_own_log(server: Server) -> None:
+async def test_two_tenants_can_use_one_session_name_and_each_reads_only_its_own_log(server: Server) -> None:
     told = {}
     for tenant in ("acme", "beta"):
         seed = server.seed(f"{tenant}.client")
@@ -120,7 +120,7 @@ async def test_tenants_have_sessions_of_the_same_name_and_only_their_own_log(ser
         await raw.close()
 
 
-async def test_a_client_that_was_away_reads_its_result_back(server: Server) -> None:
+async def test_a_tenant_reads_its_result_from_the_log_after_reconnecting(server: Server) -> None:
     seed = server.seed("acme.client")
     async with connect(server.url, tenant="acme", nkeys_seed=seed) as client:
         result = await client.session("s").generate(text="abc", max_tokens=4)
@@ -133,7 +133,7 @@ async def test_a_client_that_was_away_reads_its_result_back(server: Server) -> N
     assert list(result.tokens) == list(json.loads(entries[-1].body)["tokens"])
 
 
-async def test_a_tenant_can_neither_write_as_another_nor_as_a_worker(server: Server) -> None:
+async def test_a_tenant_may_not_publish_as_another_tenant_or_as_a_worker(server: Server) -> None:
     refused: list[str] = []
     beta = await server.raw("beta.client", refused)
     kinds = ("commit", "out", "chunk.g", "tok.g", "checkpoint", "attempt", "dead", "closed")
@@ -157,7 +157,7 @@ async def test_a_tenant_can_neither_write_as_another_nor_as_a_worker(server: Ser
     ] == subjects
 
 
-async def test_a_tenant_hears_nothing_of_another(server: Server) -> None:
+async def test_a_tenant_receives_no_messages_of_another_tenant(server: Server) -> None:
     refused: list[str] = []
     beta = await server.raw("beta.client", refused)
     subjects = ["turnkeep.acme.s.out", "turnkeep.acme.s.tok.g", "turnkeep.>", ">", "turnkeep._metrics.*"]
@@ -180,8 +180,8 @@ async def test_a_tenant_hears_nothing_of_another(server: Server) -> None:
     await beta.close()
 
 
-async def test_a_reply_subject_writes_to_nobody_else(server: Server) -> None:
-    """The worker and the log answer to where a message says; that place is in its sender's account."""
+async def test_a_forged_reply_subject_cannot_write_into_another_tenants_account(server: Server) -> None:
+    """A message names the subject of its reply, and that subject is in its sender's account."""
     acme, beta = await server.raw("acme.client"), await server.raw("beta.client")
     forged = await acme.subscribe("turnkeep.acme.*.out")
     inbox = await acme.subscribe("_INBOX.acme")
@@ -204,7 +204,7 @@ async def test_a_reply_subject_writes_to_nobody_else(server: Server) -> None:
     await beta.close()
 
 
-async def test_who_watches_the_workers_sees_their_metrics_and_the_backlog(server: Server) -> None:
+async def test_the_metrics_user_sees_the_workers_metrics_and_the_backlog(server: Server) -> None:
     seed = server.seed("metrics")
     async with connect(server.url, nkeys_seed=seed) as client:
         async with asyncio.timeout(10):
@@ -215,7 +215,7 @@ async def test_who_watches_the_workers_sees_their_metrics_and_the_backlog(server
     assert (shown.returncode, shown.stderr) == (0, "")
 
 
-async def test_who_watches_the_workers_can_do_nothing_else(server: Server) -> None:
+async def test_the_metrics_user_may_publish_and_subscribe_to_nothing_else(server: Server) -> None:
     refused: list[str] = []
     watcher = await server.raw("metrics", refused)
     kinds = ("in", "ctl", "ask", "commit", "out", "chunk.g", "checkpoint", "dead", "closed")
@@ -262,7 +262,7 @@ async def reloaded(server: Server, *arguments: str) -> None:
             await asyncio.sleep(0.05)
 
 
-async def test_a_tenant_with_all_its_connections_is_told_so_at_once_and_another_has_its_own(
+async def test_a_tenant_out_of_connections_is_refused_at_once_and_other_tenants_still_connect(
     server: Server,
 ) -> None:
     await reloaded(server, "--max-connections", "2")
@@ -282,7 +282,7 @@ async def test_a_tenant_with_all_its_connections_is_told_so_at_once_and_another_
     await held.pop().close()
 
 
-async def test_a_connection_with_too_many_subscriptions_ends_with_the_reason_and_others_are_served(
+async def test_a_client_with_too_many_subscriptions_is_closed_with_the_reason_and_others_are_served(
     server: Server,
 ) -> None:
     seeds = {tenant: server.seed(f"{tenant}.client") for tenant in ("acme", "beta")}
@@ -299,8 +299,10 @@ async def test_a_connection_with_too_many_subscriptions_ends_with_the_reason_and
             await client.session("s").generate(text="abc", max_tokens=2)
 
 
-async def test_who_sends_more_than_the_account_may_is_told_why_it_is_cut_off(server: Server) -> None:
-    """nats-py knows the server's limit alone."""
+async def test_a_client_whose_message_exceeds_its_accounts_limit_is_told_why_it_is_disconnected(
+    server: Server,
+) -> None:
+    """nats-py knows only the server's limit."""
     seeds = {tenant: server.seed(f"{tenant}.client") for tenant in ("acme", "beta")}
     await reloaded(server, "--max-payload-kib", "8")
     async with connect(server.url, tenant="acme", nkeys_seed=seeds["acme"]) as client:
@@ -315,7 +317,9 @@ async def test_who_sends_more_than_the_account_may_is_told_why_it_is_cut_off(ser
             await client.session("s").generate(text="abc", max_tokens=2)
 
 
-async def test_mirrors_that_do_not_fit_the_account_are_one_line(server: Server) -> None:
+async def test_making_a_mirror_larger_than_its_account_allows_fails_and_names_the_mirror(
+    server: Server,
+) -> None:
     await reloaded(server, "--max-mib", "1")
     arguments = [str(server.folder), "--max-mib", "64", "--nats", server.url]
     done = await asyncio.to_thread(CliRunner().invoke, main, arguments)
@@ -324,7 +328,9 @@ async def test_mirrors_that_do_not_fit_the_account_are_one_line(server: Server) 
     assert "storage" in done.output
 
 
-async def test_a_rotated_key_is_refused_the_new_one_works_and_nothing_is_lost(server: Server) -> None:
+async def test_a_key_rotation_refuses_the_old_key_and_keeps_all_data_under_the_new_one(
+    server: Server,
+) -> None:
     old = server.folder / "acme.old.nk"
     old.write_bytes((server.folder / "acme.client.nk").read_bytes())
     beta = await connect(server.url, tenant="beta", nkeys_seed=server.seed("beta.client"))
@@ -353,7 +359,7 @@ async def test_a_rotated_key_is_refused_the_new_one_works_and_nothing_is_lost(se
     await beta.close()
 
 
-def test_only_a_tenant_that_is_there_gets_another_key(tmp_path: Path) -> None:
+def test_a_key_rotation_changes_only_that_tenants_key_and_refuses_an_unknown_tenant(tmp_path: Path) -> None:
     run(tmp_path, "acme", "beta")
     kept = {path.name: path.read_bytes() for path in tmp_path.glob("*.nk")}
     done = CliRunner().invoke(main, [str(tmp_path), "--rotate", "gamma"])
@@ -364,7 +370,7 @@ def test_only_a_tenant_that_is_there_gets_another_key(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "acme.client.nk").stat().st_mode) == 0o600
 
 
-def test_seeds_are_private_and_kept(tmp_path: Path) -> None:
+def test_key_seeds_are_readable_by_their_owner_only_and_kept_when_a_tenant_is_added(tmp_path: Path) -> None:
     run(tmp_path, "acme")
     seeds = {path.name: path.read_bytes() for path in tmp_path.glob("*.nk")}
     assert sorted(seeds) == ["acme.client.nk", "acme.mirrors.nk", "metrics.nk", "worker.nk"]
@@ -378,14 +384,14 @@ def test_seeds_are_private_and_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["_sys", "a.b", "*", ""])
-def test_a_tenant_has_a_name_that_a_subject_can_hold(tmp_path: Path, name: str) -> None:
+def test_a_tenant_name_that_a_nats_subject_cannot_hold_is_refused(tmp_path: Path, name: str) -> None:
     done = CliRunner().invoke(main, [str(tmp_path), name])
     assert done.exit_code == 1
     assert "it must be" in done.output
     assert not list(tmp_path.glob("*.nk"))
 
 
-async def test_a_running_server_takes_a_tenant_by_two_reloads(server: Server) -> None:
+async def test_a_running_nats_server_serves_a_new_tenant_after_two_reloads(server: Server) -> None:
     """After one, nats-server 2.15.1 knows the tenant, but its requests find no stream."""
     await add(server.folder, "gamma")
     server.process.send_signal(signal.SIGHUP)
@@ -403,7 +409,7 @@ async def test_a_running_server_takes_a_tenant_by_two_reloads(server: Server) ->
         await client.session("s").generate(text="abc", max_tokens=2)
 
 
-async def test_a_server_that_does_not_know_the_tenant_is_said_at_once(server: Server) -> None:
+async def test_adding_a_tenant_fails_if_the_running_nats_server_does_not_know_it_yet(server: Server) -> None:
     done = await asyncio.to_thread(
         CliRunner().invoke, main, [str(server.folder), "gamma", "--nats", server.url]
     )
@@ -412,7 +418,9 @@ async def test_a_server_that_does_not_know_the_tenant_is_said_at_once(server: Se
     assert "restart it with this configuration" in done.output
 
 
-def test_an_account_can_import_no_other_tenant_s_subjects(tmp_path: Path) -> None:
+def test_nats_refuses_a_configuration_in_which_an_account_imports_another_tenants_subjects(
+    tmp_path: Path,
+) -> None:
     """Not even a mistake in the configuration opens one tenant to another: the server refuses to start."""
     run(tmp_path, "acme", "beta")
     made = tmp_path / "accounts.conf"

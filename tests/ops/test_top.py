@@ -60,7 +60,7 @@ def fleet_of(number: int) -> Fleet:
     return fleet
 
 
-def test_rates_are_of_the_window_and_begin_again_with_the_worker() -> None:
+def test_rates_cover_the_last_minute_and_start_again_when_the_worker_restarts() -> None:
     first = {"uptime_s": 100.0, "prefilled_tokens": 0}
     old, now = {"uptime_s": 130.0, "prefilled_tokens": 300}, {"uptime_s": 170.0, "prefilled_tokens": 500}
     assert figures(first).prefilled_per_s is None
@@ -70,7 +70,7 @@ def test_rates_are_of_the_window_and_begin_again_with_the_worker() -> None:
     assert figures(old, again, {"uptime_s": 3.0, "prefilled_tokens": 19}).prefilled_per_s == 5.0
 
 
-def test_generated_tokens_a_second_are_of_the_time_in_which_answers_ran() -> None:
+def test_tokens_per_second_count_only_the_time_in_which_answers_ran() -> None:
     def decoded(uptime_s: float, num: int, decoding_s: float) -> dict[str, object]:
         histogram = Histogram(bounds=(1.0,), counts=(num, 0), sum=decoding_s, count=num)
         return {"uptime_s": uptime_s, "time_per_output_token": histogram, "decoding_s": decoding_s}
@@ -99,7 +99,7 @@ def of_gateway(name: str, **counts: object) -> GatewayMetrics:
     return structs.replace(message, **counts)
 
 
-def test_the_gateways_that_publish_have_a_line() -> None:
+def test_the_screen_sums_up_the_gateways_that_publish_in_one_line() -> None:
     clock = Clock()
     gateways = Gateways(clock)
     gateways.hear(of_gateway("a", answers={"begun": 2}, tokens={"reused": 3, "prefilled": 1}))
@@ -114,7 +114,7 @@ def test_the_gateways_that_publish_have_a_line() -> None:
     assert "gateway" not in "\n".join(screen(State(), fleet_of(1)))
 
 
-def test_shares_are_of_what_came_since() -> None:
+def test_the_share_of_cached_tokens_counts_only_those_since_the_previous_message() -> None:
     before = {"uptime_s": 1.0, "cached_tokens": 90, "prefilled_tokens": 10}
     after = {"uptime_s": 2.0, "cached_tokens": 91, "prefilled_tokens": 13}
     assert figures(before).cached_share == 0.9
@@ -122,7 +122,7 @@ def test_shares_are_of_what_came_since() -> None:
     assert figures(before, before | {"uptime_s": 3.0}).cached_share is None
 
 
-def test_percentiles_lie_within_their_bucket() -> None:
+def test_percentiles_are_interpolated_within_their_histogram_bucket() -> None:
     histogram = Histogram(bounds=(1.0, 2.0), counts=(2, 2, 1), sum=7.0, count=5)
     assert percentile(histogram, 0.4) == 1.0
     assert percentile(histogram, 0.6) == 1.5
@@ -148,7 +148,7 @@ def test_percentiles_lie_within_their_bucket() -> None:
         (amount(1536 * 2**20), "1.5G"),
     ],
 )
-def test_figures_are_short(shown: str, expected: str) -> None:
+def test_numbers_durations_and_sizes_are_shown_in_short_form(shown: str, expected: str) -> None:
     assert shown == expected
 
 
@@ -162,7 +162,7 @@ def test_the_screen_is_80_by_24_with_any_number_of_workers(number: int, session:
 
 
 @pytest.mark.parametrize(("columns", "lines"), [(120, 50), (60, 16), (40, 7)])
-def test_the_screen_fits_other_terminals(columns: int, lines: int) -> None:
+def test_the_screen_fits_larger_and_smaller_terminals(columns: int, lines: int) -> None:
     drawn = screen(State(), fleet_of(40), columns=columns, lines=lines)
     assert len(drawn) == lines
     assert max(map(len, drawn)) <= columns
@@ -185,7 +185,7 @@ def test_the_screen_is_readable_at_50_columns() -> None:
     assert "drop" in screen(sorted_by, fleet, columns=50)[1], "what rows are sorted by is there"
 
 
-def test_long_names_are_cut_and_control_characters_do_not_reach_the_terminal() -> None:
+def test_long_names_are_shortened_and_control_characters_do_not_reach_the_terminal() -> None:
     fleet = Fleet(300)
     fleet.hear(structs.replace(metrics("w" * 64), model="m" * 300, requests={"\x1b[2J": {"ok": 1}}))
     drawn = screen(State(), fleet)
@@ -195,7 +195,7 @@ def test_long_names_are_cut_and_control_characters_do_not_reach_the_terminal() -
     assert "…" in drawn[2]
 
 
-def test_the_selected_worker_stays_in_sight_and_is_described() -> None:
+def test_the_selected_worker_stays_visible_and_its_details_are_shown() -> None:
     fleet, state = fleet_of(40), State()
     shown = names(state.rows(fleet.sightings()))
     for _ in range(31):
@@ -207,7 +207,7 @@ def test_the_selected_worker_stays_in_sight_and_is_described() -> None:
     assert state.selected == "w29"
 
 
-def test_a_silent_worker_says_so_and_shows_no_figures() -> None:
+def test_a_silent_worker_is_marked_silent_and_shows_no_figures() -> None:
     clock = Clock()
     fleet = Fleet(300, clock)
     fleet.hear(metrics("w1"))
@@ -218,7 +218,7 @@ def test_a_silent_worker_says_so_and_shows_no_figures() -> None:
     assert "silent    for 1m" in "\n".join(drawn)
 
 
-def test_drops_are_listed_with_their_reasons() -> None:
+def test_dropped_snapshots_are_counted_by_reason() -> None:
     fleet = Fleet(300)
     counters = SnapshotCounters(dropped={"disk_limit": 2, "queue_full": 5}, in_flight=3)
     fleet.hear(structs.replace(metrics("w1"), snapshots=counters))
@@ -227,7 +227,7 @@ def test_drops_are_listed_with_their_reasons() -> None:
     assert "3 in flight" in drawn
 
 
-def test_keys_sort_reverse_and_filter() -> None:
+def test_keys_sort_reverse_and_filter_the_list_of_workers() -> None:
     fleet, state = fleet_of(12), State()
 
     def shown() -> list[str]:
@@ -248,7 +248,7 @@ def test_keys_sort_reverse_and_filter() -> None:
     assert len(shown()) == 12
 
 
-def test_typed_keys_go_to_the_name_that_is_typed() -> None:
+def test_keys_typed_as_part_of_a_session_name_trigger_no_command() -> None:
     state = State()
     for key in keys("iquiet\r"):
         state.press(key, [])
@@ -259,13 +259,13 @@ def test_typed_keys_go_to_the_name_that_is_typed() -> None:
     assert state.left
 
 
-def test_a_terminal_s_sequences_are_keys() -> None:
+def test_escape_sequences_of_the_terminal_are_read_as_keys() -> None:
     assert keys("\x1b[A\x1bOBq\x1b[5~\x01") == ["up", "down", "q"]
     assert keys("\x1b") == ["escape"]
 
 
 @pytest.mark.parametrize(("end", "expected"), [("q", 0), ("\x03", 130)], ids=["q", "ctrl-c"])
-async def test_a_worker_and_a_session_are_seen_on_a_terminal_and_it_is_left_as_it_was(
+async def test_top_shows_a_worker_and_a_session_and_restores_the_terminal_when_it_ends(
     local_worker: Callable[..., Awaitable[LocalWorker]], end: str, expected: int
 ) -> None:
     worker = await local_worker()
@@ -290,13 +290,13 @@ async def test_a_worker_and_a_session_are_seen_on_a_terminal_and_it_is_left_as_i
     assert await asyncio.to_thread(watch) == expected
 
 
-def test_a_key_typed_before_the_screen_is_there_is_not_lost(nats_url: str) -> None:
+def test_a_key_typed_before_the_screen_is_drawn_is_not_lost(nats_url: str) -> None:
     with Terminal("top", "--nats", nats_url, fresh=True) as terminal:
         terminal.type("q")
         assert terminal.end() == 0
 
 
-def test_top_without_a_terminal_is_one_line(nats_url: str) -> None:
+def test_top_without_a_terminal_fails_with_one_line(nats_url: str) -> None:
     done = turnkeep("top", "--nats", nats_url)
     expected = "turnkeep: top needs a terminal; turnkeep info --json prints one metrics message\n"
     assert (done.returncode, done.stdout, done.stderr) == (1, "", expected)

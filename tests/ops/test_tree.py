@@ -36,7 +36,7 @@ def indented(text: str) -> str:
     return "".join(f"    {line}\n" for line in printable(text).splitlines())
 
 
-async def test_a_fork_is_made_and_shown_by_the_commands(local_worker: Start) -> None:
+async def test_show_tree_sessions_and_info_display_forks_with_their_parents(local_worker: Start) -> None:
     worker = await family(local_worker)
     position = (await worker.client.session("red").info()).position
     end = (await worker.client.session("garden").info()).position
@@ -74,7 +74,7 @@ async def test_a_fork_is_made_and_shown_by_the_commands(local_worker: Start) -> 
     assert f"garden at position {position}" in info
 
 
-async def test_a_command_that_cannot_fork_says_why(local_worker: Start) -> None:
+async def test_a_fork_that_is_impossible_fails_and_says_why(local_worker: Start) -> None:
     worker = await family(local_worker)
     for asked, says in [
         (("nobody", "x"), "there is no session nobody; see turnkeep sessions"),
@@ -90,7 +90,7 @@ async def test_a_command_that_cannot_fork_says_why(local_worker: Start) -> None:
     assert done.stderr == "turnkeep: nobody is not forked, and no fork; see turnkeep sessions\n"
 
 
-async def test_a_fork_is_copied_with_what_it_took_from_its_parent(
+async def test_an_exported_fork_continues_elsewhere_with_what_it_inherited_from_its_parent(
     local_worker: Start, tmp_path: Path
 ) -> None:
     worker = await family(local_worker)
@@ -108,7 +108,7 @@ async def test_a_fork_is_copied_with_what_it_took_from_its_parent(
     assert "there is nothing to replay" in done.stderr
 
 
-def test_names_in_a_circle_are_shown_once() -> None:
+def test_sessions_forked_from_each_other_in_a_circle_are_shown_once() -> None:
     """A session was ended, and begun again as a fork of its own fork."""
     assert [
         [part.session for part in one] for one in trees([row("a", "b"), row("b", "a"), row("c", "b")])

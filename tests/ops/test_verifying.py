@@ -1,4 +1,4 @@
-"""`turnkeep log verify`: a log that is sound has no faults, whatever was done in it; damage is named."""
+"""`turnkeep log verify`: a sound log has no faults, whatever was done in it; damage is named."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ async def entries_of(worker: LocalWorker, kind: str) -> list[Stored]:
     return [one async for _, one in worker.client.stored.every(KEY, kind)]
 
 
-async def test_a_log_in_which_all_has_happened_has_no_faults(local_worker: Start, tmp_path: Path) -> None:
+async def test_a_log_with_every_kind_of_event_verifies_without_faults(
+    local_worker: Start, tmp_path: Path
+) -> None:
     """Repeats, refusals, rewinds, forks of forks, policies, long inputs, closed and forgotten sessions."""
     worker = await lived(local_worker, closed_ttl_s=600.0, max_message_bytes=32 * 2**10)
     garden = worker.client.session("garden")
@@ -77,7 +79,9 @@ async def test_a_log_in_which_all_has_happened_has_no_faults(local_worker: Start
     assert "no session nobody" in done.stderr
 
 
-async def test_an_imported_session_that_goes_on_has_no_faults(local_worker: Start, tmp_path: Path) -> None:
+async def test_an_imported_session_that_continues_verifies_without_faults(
+    local_worker: Start, tmp_path: Path
+) -> None:
     worker, file = await exported(local_worker, tmp_path)
     assert (await command("import", file, "--as", "copy", *where(worker))).returncode == 0
     await worker.client.session("copy").append(text="more")
@@ -85,8 +89,8 @@ async def test_an_imported_session_that_goes_on_has_no_faults(local_worker: Star
     assert (code, out.split(";")[0]) == (0, "2 sessions, 0 damaged"), out
 
 
-async def test_each_entry_that_is_gone_is_named_and_other_sessions_are_not(local_worker: Start) -> None:
-    """The last entry alone may go unseen: the log may as well end there."""
+async def test_verify_names_each_missing_entry_and_no_sound_session(local_worker: Start) -> None:
+    """A missing last entry may go unseen: the log may just end there."""
     worker = await lived(local_worker)
     await worker.client.session("other").append(text="sound")
     requests, results = await entries_of(worker, "in"), await entries_of(worker, "out")
@@ -114,8 +118,8 @@ async def test_each_entry_that_is_gone_is_named_and_other_sessions_are_not(local
     assert results[3].seq in {one["seq"] for one in damaged["faults"]}
 
 
-async def test_of_any_run_of_entries_that_is_gone_something_is_named(local_worker: Start) -> None:
-    """Up to the last: whatever block a disk loses of a session that is not closed."""
+async def test_verify_finds_a_fault_for_any_missing_run_of_entries(local_worker: Start) -> None:
+    """Whatever block of an open session a disk loses, except the last entry."""
     worker = await lived(local_worker)
     requests, results = await entries_of(worker, "in"), await entries_of(worker, "out")
     seqs = sorted(one.seq for one in (*requests, *results))
@@ -126,8 +130,8 @@ async def test_of_any_run_of_entries_that_is_gone_something_is_named(local_worke
             assert faults(left[0], left[1], {}), gone
 
 
-async def test_a_changed_result_is_named(local_worker: Start) -> None:
-    """In a number of the tokens, in the digest, in the position, in a type; and a second result."""
+async def test_verify_names_a_result_that_was_changed_or_duplicated(local_worker: Start) -> None:
+    """Changed tokens, digests, positions and types; a second result; unreadable requests."""
     worker = await lived(local_worker)
     requests, results = await entries_of(worker, "in"), await entries_of(worker, "out")
     changing = [one for one in results if HISTORY_HEADER in one.headers and b"repeat_of" not in one.body]
@@ -155,7 +159,7 @@ async def test_a_changed_result_is_named(local_worker: Start) -> None:
     assert {fault.what for fault in faults(broken, results, {})} == {"cannot be read"}
 
 
-async def test_a_fork_without_what_it_took_is_named_and_one_without_its_parent_is_not(
+async def test_verify_names_a_fork_that_lost_its_inherited_tokens_but_not_one_that_lost_its_parent(
     local_worker: Start,
 ) -> None:
     worker = await lived(local_worker)
@@ -172,7 +176,7 @@ async def test_a_fork_without_what_it_took_is_named_and_one_without_its_parent_i
     assert f"names tokens in the messages up to {base.seq}, which are gone or changed" in out
 
 
-async def test_a_result_of_a_newer_version_is_no_fault(local_worker: Start) -> None:
+async def test_verify_accepts_a_result_written_by_a_newer_version(local_worker: Start) -> None:
     worker = await lived(local_worker)
     requests, results = await entries_of(worker, "in"), await entries_of(worker, "out")
     last = results[-1]
@@ -182,10 +186,10 @@ async def test_a_result_of_a_newer_version_is_no_fault(local_worker: Start) -> N
 
 
 @pytest.mark.parametrize("second_life", [False, True])
-async def test_a_closed_session_that_is_removed_step_by_step_has_no_faults(
+async def test_a_partly_removed_closed_session_verifies_without_faults(
     local_worker: Start, second_life: bool
 ) -> None:
-    """A worker may die in between: what is before the close goes first, then results, then the close."""
+    """A worker may die in between: it removes what precedes the close, then results, then the close."""
     worker = await lived(local_worker)
     session = worker.client.session("garden")
     closed = await session.close()
@@ -204,7 +208,7 @@ async def test_a_closed_session_that_is_removed_step_by_step_has_no_faults(
     assert faults([one for one in left_requests if one.seq > closed.seq], late, {}) == []
 
 
-async def test_entries_that_are_stored_while_it_reads_are_no_faults(local_worker: Start) -> None:
+async def test_entries_stored_while_verify_reads_are_not_reported_as_faults(local_worker: Start) -> None:
     worker = await local_worker()
 
     async def talk_on() -> None:

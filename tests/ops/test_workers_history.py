@@ -53,7 +53,7 @@ class Watched:
         return {"connected": True, **self.history.shown(worker)}
 
 
-def test_a_course_has_the_figures_of_each_moment() -> None:
+def test_the_history_of_a_worker_has_rates_percentiles_and_sizes_over_time() -> None:
     course = Watched(100, "w1").history.course("w1")
     assert course["at_s"] == [5 * step for step in range(1, 21)]
     last = {name: values[-1] for name, values in course.items()}
@@ -64,7 +64,7 @@ def test_a_course_has_the_figures_of_each_moment() -> None:
     assert course["generated_per_s"][0] is None, "there is no rate before a second message"
 
 
-def test_a_silent_worker_has_a_gap_and_is_forgotten_with_its_history() -> None:
+def test_a_silent_worker_leaves_a_gap_in_its_history_and_is_later_removed() -> None:
     watched = Watched(60, "w1", "w2", keep_s=120)
     watched.hear(30, "w2")
     course = watched.history.course("w1")

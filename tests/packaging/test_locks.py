@@ -1,4 +1,4 @@
-"""The lock files, without an advisory service: pinned, hashed, known to the registry, not yanked, licensed.
+"""The lock files: every package is pinned, hashed, known to the registry, not yanked and licensed.
 
 Known vulnerabilities are not looked up: that takes a service beyond the registry.
 """
@@ -42,7 +42,7 @@ def installed() -> dict[str, Distribution]:
 
 
 @pytest.mark.parametrize("name", LOCKS)
-def test_every_row_of_a_lock_is_one_version_with_hashes_and_no_address(name: str) -> None:
+def test_every_row_of_a_lock_file_pins_one_version_with_hashes_and_has_no_url(name: str) -> None:
     assert rows(name)
     for line, hashes in rows(name).items():
         requirement = Requirement(line)
@@ -52,7 +52,7 @@ def test_every_row_of_a_lock_is_one_version_with_hashes_and_no_address(name: str
         assert all(re.fullmatch(r"sha256:[0-9a-f]{64}", one) for one in hashes), line
 
 
-def test_the_tools_are_locked_beside_the_very_packages_that_a_worker_runs_with() -> None:
+def test_the_development_lock_has_every_package_of_the_base_lock_in_the_same_version() -> None:
     def versions(name: str) -> dict[str, list[str]]:
         return {line.partition(" ;")[0]: hashes for line, hashes in rows(name).items()}  # markers may differ
 
@@ -60,8 +60,8 @@ def test_the_tools_are_locked_beside_the_very_packages_that_a_worker_runs_with()
     assert {line: dev.get(line) for line in base} == base
 
 
-def test_client_and_application_ask_for_the_same_versions() -> None:
-    """The client leaves out what nkeys bring along: a program that signs in with them has it."""
+def test_client_and_application_require_the_same_versions_of_shared_dependencies() -> None:
+    """The client omits the nkeys extra; programs that sign in with nkeys install it."""
     application, client = (
         set(tomllib.loads((folder / "pyproject.toml").read_text())["project"]["dependencies"])
         for folder in (ROOT, ROOT / "protocol")
@@ -70,7 +70,7 @@ def test_client_and_application_ask_for_the_same_versions() -> None:
     assert client == {row for row in same if row.startswith(("msgspec", "nats-py"))}
 
 
-def test_the_environment_has_what_the_locks_say_and_what_its_packages_ask_for() -> None:
+def test_installed_packages_match_the_locks_and_satisfy_each_others_requirements() -> None:
     here = installed()
     for name in ENVIRONMENT:
         for line in rows(name):
@@ -87,7 +87,7 @@ def test_the_environment_has_what_the_locks_say_and_what_its_packages_ask_for() 
                 )
 
 
-def test_every_package_has_a_licence_that_lets_it_be_used_in_any_program() -> None:
+def test_every_installed_package_has_a_permissive_licence_or_the_mpl() -> None:
     def words(found: Distribution) -> str:
         metadata = found.metadata
         rows = [metadata.get("License-Expression"), metadata.get("License")]
@@ -122,7 +122,7 @@ def test_no_locked_version_is_yanked_or_unknown_to_the_registry(
 
 
 @pytest.mark.packaging
-def test_what_asks_a_registry_is_skipped_with_a_reason_where_none_answers() -> None:
+def test_tests_that_need_a_registry_are_skipped_with_a_reason_if_it_does_not_answer() -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         index = f"http://127.0.0.1:{closed.getsockname()[1]}/simple"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"]

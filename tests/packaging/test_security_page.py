@@ -1,4 +1,4 @@
-"""The page on security names tests that are there."""
+"""The security page names tests that exist."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "security.md").read_text()
 
 
-def test_every_defence_names_tests_that_are_there() -> None:
+def test_each_defence_on_the_security_page_names_test_files_that_exist() -> None:
     defended = PAGE.partition("## Defended\n")[2].partition("## Not defended")[0]
     rows = [row for row in defended.splitlines() if row.startswith("| ")][2:]
     assert len(rows) > 10

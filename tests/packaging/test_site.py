@@ -1,4 +1,4 @@
-"""The site of the documentation: its reference is whole, no link is dead, nothing is loaded from afar."""
+"""The documentation site: a complete reference, no dead links, nothing loaded from other hosts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def build(project: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=project, check=False, capture_output=True, text=True)
 
 
-def test_the_reference_has_every_command_setting_message_field_and_code() -> None:
+def test_the_reference_lists_every_command_setting_message_field_and_error_code() -> None:
     commands, settings, messages, errors = (
         PAGES[f"{name}.md"]() for name in ("commands", "settings", "messages", "errors")
     )
@@ -55,7 +55,7 @@ def test_the_reference_has_every_command_setting_message_field_and_code() -> Non
     assert re.findall(r"^\| `([a-z_]+)` ", errors, re.MULTILINE) == list(ERROR_CODES)
 
 
-def test_it_is_built_without_a_warning_and_loads_nothing_from_another_address(project: Path) -> None:
+def test_the_site_builds_without_warnings_and_loads_nothing_from_another_host(project: Path) -> None:
     done = build(project)
     assert done.returncode == 0, done.stderr
     pages = list((project / "site").rglob("*.html"))
@@ -67,7 +67,7 @@ def test_it_is_built_without_a_warning_and_loads_nothing_from_another_address(pr
 
 
 @pytest.mark.parametrize("link", ["[x](nowhere.md)", "[x](protocol.md#nowhere)", "[x](../README.md)"])
-def test_a_dead_link_ends_the_build(project: Path, link: str) -> None:
+def test_a_dead_link_makes_the_build_of_the_site_fail(project: Path, link: str) -> None:
     page = project / "docs" / "index.md"
     page.write_text(f"{page.read_text()}\n{link}\n")
     assert build(project).returncode == 1

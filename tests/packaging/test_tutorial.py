@@ -1,4 +1,4 @@
-"""The tutorial, word by word: its commands run in the order of the page, by one shell, as a new user."""
+"""The tutorial's commands, run in the order of the page, by one shell, as a new user."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def home(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.parametrize(
     "installed", [True, pytest.param(False, marks=pytest.mark.registry)], ids=["from here", "from nothing"]
 )
-def test_its_commands_end_with_figures_a_console_and_a_session_that_survived(
+def test_the_tutorials_commands_succeed_and_its_session_survives_the_crash(
     installed: bool, home: Path, request: pytest.FixtureRequest
 ) -> None:
     blocks = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)

@@ -1,4 +1,4 @@
-"""The TypeScript client as users get it: packed, in a fresh folder, against a real worker with kills."""
+"""The TypeScript client as users get it: packed, in a fresh folder, with a real worker and kills."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ async def run(*command: object, **environment: str) -> str:
     ],
     ids=lambda command: command[0],
 )
-async def test_its_tests_pass(
+async def test_the_tests_of_the_packed_typescript_client_pass_in_node_deno_and_bun(
     programs: Path, worker: Any, tiny_model: Path, command: tuple[str, ...]
 ) -> None:
     if shutil.which(command[0]) is None:
@@ -110,7 +110,9 @@ async def test_its_tests_pass(
     assert re.search(r"\b1[0-9] pass", said) or re.search(r"# pass 1[0-9]\b", said), said
 
 
-async def test_the_example_goes_on_where_it_was_killed(programs: Path, worker: Any, tiny_model: Path) -> None:
+async def test_the_killed_example_agent_continues_where_it_stopped_and_no_answer_is_made_twice(
+    programs: Path, worker: Any, tiny_model: Path
+) -> None:
     process = await worker(tiny_model)
     command = ("node", programs / "agent.js", "trip")
     environment = {**os.environ, "NATS_URL": process.url}
@@ -222,7 +224,7 @@ RUNTIMES = {
         *(product(("deno", "bun"), ("tcp", "websocket"))),
     ],
 )
-async def test_an_answer_goes_on_over_kills_and_is_what_the_log_has(
+async def test_an_answer_streamed_across_kills_of_worker_and_server_equals_the_logged_result(
     programs: Path, worker: Any, endless_model: Path, runtime: str, transport: str
 ) -> None:
     port = free_port()

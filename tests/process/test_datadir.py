@@ -1,4 +1,4 @@
-"""One data directory has one worker, and an unusable one is named before anything else happens."""
+"""A data directory has one worker; an unusable one is reported before anything else happens."""
 
 import json
 import os
@@ -19,7 +19,7 @@ time.sleep(60)
 """
 
 
-def test_opening_creates_a_private_directory_with_its_folders(tmp_path):
+def test_opening_a_data_directory_creates_it_private_with_its_folders_and_lock(tmp_path):
     path = tmp_path / "a" / "b"
     with DataDir.open(path, "w1") as opened:
         assert opened.path == path
@@ -32,7 +32,7 @@ def test_opening_creates_a_private_directory_with_its_folders(tmp_path):
         assert json.loads((path / "worker.lock").read_text()) == note
 
 
-def test_a_directory_keeps_its_name_for_as_long_as_it_exists(tmp_path):
+def test_a_data_directory_keeps_its_generated_name_when_it_is_opened_again(tmp_path):
     with DataDir.open(tmp_path / "a", "a longer name") as opened:
         name = opened.name
     (tmp_path / "b").mkdir()
@@ -41,7 +41,7 @@ def test_a_directory_keeps_its_name_for_as_long_as_it_exists(tmp_path):
         assert again.name == name != other.name
 
 
-def test_a_second_worker_is_told_the_pid_of_the_first_until_it_is_killed(tmp_path):
+def test_a_second_worker_is_refused_with_the_pid_of_the_first_until_that_one_is_killed(tmp_path):
     with subprocess.Popen(
         [sys.executable, "-c", HOLDER, tmp_path], stdout=subprocess.PIPE, text=True
     ) as holder:
@@ -53,7 +53,7 @@ def test_a_second_worker_is_told_the_pid_of_the_first_until_it_is_killed(tmp_pat
         assert json.loads((tmp_path / "worker.lock").read_text())["worker"] == "second"
 
 
-def test_a_process_that_the_worker_started_does_not_keep_the_lock(tmp_path):
+def test_a_child_process_of_the_worker_does_not_hold_the_lock_of_the_data_directory(tmp_path):
     """The embedded NATS server outlives a killed worker; the next worker must still get in."""
     opened = DataDir.open(tmp_path)
     with subprocess.Popen(["sleep", "60"]) as child:
@@ -63,7 +63,7 @@ def test_a_process_that_the_worker_started_does_not_keep_the_lock(tmp_path):
         child.kill()
 
 
-def test_a_file_in_its_place_is_named(tmp_path):
+def test_a_file_in_place_of_the_data_directory_is_reported(tmp_path):
     (tmp_path / "file").write_text("x")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(DataDirError, match=r"there is a file in its place.*--data-dir"):
@@ -71,7 +71,7 @@ def test_a_file_in_its_place_is_named(tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_an_unwritable_directory_is_named(tmp_path):
+def test_an_unwritable_data_directory_is_reported(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(DataDirError, match="not writable for this user"):
         DataDir.open(tmp_path / "new")
@@ -79,12 +79,12 @@ def test_an_unwritable_directory_is_named(tmp_path):
         DataDir.open(tmp_path)
 
 
-def test_a_read_only_file_system_is_named(mounted):
+def test_a_data_directory_on_a_read_only_file_system_is_reported(mounted):
     with pytest.raises(DataDirError, match="its file system is read-only"):
         DataDir.open(mounted("ro"))
 
 
-def test_a_full_disk_is_named(mounted):
+def test_a_data_directory_on_a_full_disk_is_reported(mounted):
     folder = mounted("size=64k")
     with pytest.raises(OSError, match="No space"):
         (folder / "filler").write_bytes(b"x" * 70_000)
@@ -92,7 +92,7 @@ def test_a_full_disk_is_named(mounted):
         DataDir.open(folder)
 
 
-def test_a_lock_that_is_being_written_is_still_a_lock(tmp_path):
+def test_a_lock_file_that_is_still_empty_keeps_other_workers_out(tmp_path):
     opened = DataDir.open(tmp_path)
     (tmp_path / "worker.lock").write_text("")
     with pytest.raises(DataDirError, match="another worker that is just starting"):

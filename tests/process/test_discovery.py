@@ -40,7 +40,9 @@ async def ask(nc: Client, subject: str, body: bytes = b"") -> dict[str, Any]:
     return dict(json.loads((await nc.request(subject, body, timeout=5)).data))
 
 
-async def test_a_worker_is_found_by_all_three_names_of_each_verb(nc: Client, worker: LocalWorker) -> None:
+async def test_a_worker_answers_each_discovery_verb_for_all_services_its_service_and_its_id(
+    nc: Client, worker: LocalWorker
+) -> None:
     ping = await ask(nc, "$SRV.PING")
     assert ping["type"] == "io.nats.micro.v1.ping_response"
     assert (ping["name"], ping["version"]) == ("turnkeep", "0.1.0")
@@ -58,7 +60,7 @@ async def test_a_worker_is_found_by_all_three_names_of_each_verb(nc: Client, wor
             }
 
 
-async def test_the_endpoints_are_the_subjects_of_requests(nc: Client, worker: LocalWorker) -> None:
+async def test_service_info_lists_the_request_subjects_as_endpoints(nc: Client, worker: LocalWorker) -> None:
     prefix = worker.settings.prefix
     assert (await ask(nc, "$SRV.INFO"))["endpoints"] == [
         {
@@ -72,13 +74,15 @@ async def test_the_endpoints_are_the_subjects_of_requests(nc: Client, worker: Lo
     ]
 
 
-async def test_nats_py_reads_what_a_worker_says_of_itself(nc: Client, worker: LocalWorker) -> None:
+async def test_nats_py_can_parse_the_discovery_answers_of_a_worker(nc: Client, worker: LocalWorker) -> None:
     assert ServicePing.from_dict(await ask(nc, "$SRV.PING")).name == "turnkeep"
     assert len(ServiceInfo.from_dict(await ask(nc, "$SRV.INFO")).endpoints) == 3
     assert len(ServiceStats.from_dict(await ask(nc, "$SRV.STATS")).endpoints) == 3
 
 
-async def test_the_statistics_count_requests_errors_and_time(nc: Client, worker: LocalWorker) -> None:
+async def test_service_statistics_count_requests_errors_and_processing_time(
+    nc: Client, worker: LocalWorker
+) -> None:
     async def counts() -> dict[str, Any]:
         said = (await ask(nc, "$SRV.STATS"))["endpoints"]
         return {one.pop("name"): one for one in said}
@@ -128,10 +132,10 @@ MALFORMED = [
 ]
 
 
-async def test_malformed_questions_are_answered_or_ignored_and_the_worker_goes_on(
+async def test_a_worker_still_serves_after_malformed_discovery_requests(
     nc: Client, worker: LocalWorker
 ) -> None:
-    """Without a place for the answer, with bytes that are no text, with header blocks that are none."""
+    """Without a reply subject, with bytes that are no text, and with malformed headers."""
     server = urlsplit(str(worker.settings.nats))
     reader, writer = await asyncio.open_connection(server.hostname, server.port)
     await reader.readline()
@@ -148,7 +152,9 @@ async def test_malformed_questions_are_answered_or_ignored_and_the_worker_goes_o
     writer.close()
 
 
-async def test_nobody_answers_for_other_services_or_workers(nc: Client, worker: LocalWorker) -> None:
+async def test_a_worker_does_not_answer_discovery_of_other_services_or_ids(
+    nc: Client, worker: LocalWorker
+) -> None:
     ping = await ask(nc, "$SRV.PING")
     others = ("PING.other", "PING.turnkeep.other", f"PING.other.{ping['id']}", "PING.turnkeep.x.y", "BOGUS")
     for subject in others:
@@ -156,7 +162,7 @@ async def test_nobody_answers_for_other_services_or_workers(nc: Client, worker: 
             await ask(nc, f"$SRV.{subject}")
 
 
-async def test_a_worker_that_has_stopped_is_not_found(nc: Client, worker: LocalWorker) -> None:
+async def test_a_stopped_worker_does_not_answer_discovery(nc: Client, worker: LocalWorker) -> None:
     ping = await ask(nc, "$SRV.PING")
     await worker.stop()
     for subject in ("$SRV.PING", f"$SRV.INFO.turnkeep.{ping['id']}"):
@@ -164,7 +170,7 @@ async def test_a_worker_that_has_stopped_is_not_found(nc: Client, worker: LocalW
             await ask(nc, subject)
 
 
-async def test_each_start_has_an_id_of_its_own(
+async def test_each_start_of_a_worker_has_a_new_service_id(
     nc: Client, local_worker: Callable[..., Awaitable[LocalWorker]]
 ) -> None:
     seen = set()

@@ -1,4 +1,4 @@
-"""The doctor finds what a worker would stumble over, and says how to mend it."""
+"""`turnkeep doctor` finds what would stop a worker, and says how to fix it."""
 
 import asyncio
 import dataclasses
@@ -25,7 +25,7 @@ def small(settings):
     return dataclasses.replace(settings, max_disk=2**20, min_free_disk=0)
 
 
-async def test_a_sound_machine_passes_every_check(small):
+async def test_a_sound_machine_passes_every_check_of_the_doctor(small):
     found = await examine(small)
     assert list(found) == ["Python", "MLX", "BLAS", "data directory", "disk", "NATS", "port", "model"]
     assert {check.name for check in found.values() if check.state == "fail"} == set()
@@ -34,7 +34,7 @@ async def test_a_sound_machine_passes_every_check(small):
     assert str(small.nats_port) in found["port"].found
 
 
-async def test_a_running_worker_is_no_fault(server, small, directory):
+async def test_the_doctor_reports_a_running_worker_as_no_fault(server, small, directory):
     await server.start()
     found = await examine(small)
     assert "in use by worker test" in found["data directory"].found
@@ -43,7 +43,7 @@ async def test_a_running_worker_is_no_fault(server, small, directory):
     )
 
 
-async def test_a_port_held_by_a_stranger_fails_with_advice(foreign_server, small):
+async def test_a_port_held_by_another_nats_server_fails_the_check_with_advice(foreign_server, small):
     await foreign_server(server_name="stranger")
     found = await examine(small)
     assert re.fullmatch(r"nats-server \d+\.\d+\.\d+", found["NATS"].found)
@@ -51,7 +51,9 @@ async def test_a_port_held_by_a_stranger_fails_with_advice(foreign_server, small
     assert "--nats-port" in found["port"].mend
 
 
-async def test_a_port_held_by_another_worker_is_said_so(server, small, tmp_path, monkeypatch):
+async def test_a_port_held_by_another_worker_fails_the_check_and_names_that_worker(
+    server, small, tmp_path, monkeypatch
+):
     await server.start()
     other = dataclasses.replace(small, data_dir=tmp_path / "other")
     port = (await examine(other))["port"]
@@ -69,7 +71,7 @@ async def test_a_port_held_by_another_worker_is_said_so(server, small, tmp_path,
     assert port.missing == f"port {small.nats_port} of 127.0.0.1 is taken by it"
 
 
-async def test_a_remote_server_without_jetstream_fails_with_advice(foreign_server, small):
+async def test_a_remote_nats_server_without_jetstream_fails_the_check_with_advice(foreign_server, small):
     found = await examine(dataclasses.replace(small, nats=await foreign_server()))
     assert found["NATS"].state == "fail"
     assert "nats-server -js" in found["NATS"].mend
@@ -77,7 +79,7 @@ async def test_a_remote_server_without_jetstream_fails_with_advice(foreign_serve
     assert exit_code(found.values()) == 1
 
 
-async def test_a_remote_server_that_can_lose_entries_is_warned_of(
+async def test_the_doctor_warns_of_a_nats_server_version_that_can_lose_entries(
     foreign_server, small, tmp_path, monkeypatch
 ):
     url = await foreign_server(jetstream={"store_dir": str(tmp_path / "js")}, max_payload=2**21)
@@ -88,14 +90,14 @@ async def test_a_remote_server_that_can_lose_entries_is_warned_of(
     assert found.mend.startswith("install 2.12.16, 2.14.6, 2.15.0 or newer")
 
 
-async def test_a_remote_server_is_named_with_its_version(foreign_server, small, tmp_path):
+async def test_the_doctor_names_the_version_of_a_remote_nats_server(foreign_server, small, tmp_path):
     url = await foreign_server(jetstream={"store_dir": str(tmp_path / "js")}, max_payload=2**21)
     nats = (await examine(dataclasses.replace(small, nats=url)))["NATS"]
     assert nats.state == "ok"
     assert re.fullmatch(r"nats-server \d+\.\d+\.\d+ answers, JetStream is enabled", nats.found)
 
 
-async def test_an_unusable_data_directory_fails_with_advice(small, tmp_path):
+async def test_an_unusable_data_directory_fails_the_check_with_advice(small, tmp_path):
     (tmp_path / "file").write_text("")
     found = await examine(dataclasses.replace(small, data_dir=tmp_path / "file"))
     assert found["data directory"].state == "fail"
@@ -103,7 +105,7 @@ async def test_an_unusable_data_directory_fails_with_advice(small, tmp_path):
     assert "--data-dir" in found["data directory"].mend
 
 
-def test_a_small_disk_warns_and_a_tiny_one_fails(mounted, settings, monkeypatch):
+def test_the_doctor_warns_of_a_small_disk_and_fails_a_tiny_one(mounted, settings, monkeypatch):
     folder = mounted("size=8m")
     assert commands.checks._disk(dataclasses.replace(settings, data_dir=folder))[1].state == "fail"
     monkeypatch.setattr(commands.checks, "_MIN_FREE_BYTES", 2**20)
@@ -115,7 +117,7 @@ def test_a_small_disk_warns_and_a_tiny_one_fails(mounted, settings, monkeypatch)
     assert without.missing == "up to 64 MiB, for the log"
 
 
-def test_a_broken_mlx_fails_without_taking_the_doctor_with_it(monkeypatch):
+def test_a_broken_mlx_fails_its_check_without_crashing_the_doctor(monkeypatch):
     monkeypatch.setattr(
         commands.checks, "_ASK_MLX", "raise ImportError('libmlx.so: cannot open shared object file')"
     )
@@ -135,23 +137,23 @@ def test_a_broken_mlx_fails_without_taking_the_doctor_with_it(monkeypatch):
         ("./missing", "fail", "folder"),
     ],
 )
-def test_a_model_that_is_not_here_is_said(settings, spec, state, word):
+def test_the_doctor_reports_a_model_that_is_not_on_this_machine_with_advice(settings, spec, state, word):
     found = commands.checks._model(dataclasses.replace(settings, model=spec))
     assert found.state == state
     assert word in found.mend
 
 
-async def test_each_of_several_models_is_checked(small, tmp_path):
+async def test_the_doctor_checks_each_of_several_models(small, tmp_path):
     models = {"a": small, "b": dataclasses.replace(small, model=str(tmp_path))}
     found = await asyncio.to_thread(checks, small, models)
     assert [(check.name, check.state) for check in found[-2:]] == [("model a", "ok"), ("model b", "fail")]
 
 
-def test_an_empty_model_folder_fails(settings, tmp_path):
+def test_an_empty_model_folder_fails_the_check(settings, tmp_path):
     assert commands.checks._model(dataclasses.replace(settings, model=str(tmp_path))).state == "fail"
 
 
-def test_a_finding_is_one_line_in_a_pipe(capsys):
+def test_the_doctor_prints_each_finding_on_one_line_in_a_pipe(capsys):
     found = [Check("disk", "warn", "1 GiB free", "up to 30 GiB", "lower --max-disk [and] more")]
     show(found)
     assert capsys.readouterr().out.splitlines()[1:] == [
@@ -160,6 +162,6 @@ def test_a_finding_is_one_line_in_a_pipe(capsys):
     assert exit_code(found) == 0
 
 
-def test_looking_at_a_directory_leaves_it_free_for_the_worker(settings):
+def test_checking_a_data_directory_leaves_it_unlocked_for_the_worker(settings):
     commands.checks._disk(settings)
     DataDir.open(settings.data_dir).close()

@@ -1,4 +1,4 @@
-"""Health over HTTP: what a probe hears from a worker that loads, serves, lacks NATS, hangs or stops."""
+"""Health over HTTP: the answers of a worker that loads, serves, lacks NATS, hangs or stops."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def endpoint() -> Endpoint:
     return Endpoint("127.0.0.1", free_port())
 
 
-async def test_a_worker_that_loads_its_model_is_live_and_not_ready(
+async def test_a_worker_that_is_loading_its_model_is_live_but_not_ready(
     local_worker: Callable[..., Awaitable[LocalWorker]], endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_load = threading.Event()
@@ -92,7 +92,7 @@ async def test_a_worker_that_loads_its_model_is_live_and_not_ready(
     assert await get(endpoint, "/readyz") == (200, "ok")
 
 
-async def test_a_worker_without_nats_is_live_and_not_ready_until_it_is_back(
+async def test_a_worker_without_nats_is_live_but_not_ready_until_nats_is_back(
     local_worker: Callable[..., Awaitable[LocalWorker]], endpoint: Endpoint, tmp_path: Path
 ) -> None:
     port = free_port()
@@ -117,10 +117,10 @@ async def test_a_worker_without_nats_is_live_and_not_ready_until_it_is_back(
         server.wait()
 
 
-async def test_a_worker_whose_record_is_not_renewed_is_not_ready(
+async def test_a_worker_that_cannot_renew_its_membership_record_is_live_but_not_ready(
     local_worker: Callable[..., Awaitable[LocalWorker]], endpoint: Endpoint
 ) -> None:
-    """A stream without a leader, say: there is a connection, and another worker could have the prefix."""
+    """For example, its stream has no leader: it is connected, but another could take its name."""
     worker = await local_worker(health=endpoint)
     bucket = f"KV_{worker.app._subjects.workers_bucket}"
     js = worker.app._nc.jetstream()  # type: ignore[union-attr]
@@ -132,7 +132,7 @@ async def test_a_worker_whose_record_is_not_renewed_is_not_ready(
     await until(endpoint, "/readyz", (200, "ok"))
 
 
-async def test_a_device_thread_that_hangs_is_neither_live_nor_ready(
+async def test_a_worker_whose_device_thread_hangs_is_neither_live_nor_ready(
     local_worker: Callable[..., Awaitable[LocalWorker]], endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = await local_worker(health=endpoint)
@@ -161,7 +161,7 @@ async def test_a_device_thread_that_hangs_is_neither_live_nor_ready(
     await until(endpoint, "/readyz", (200, "ok"))
 
 
-async def test_a_worker_that_stops_says_so(
+async def test_a_stopping_worker_answers_a_readiness_probe_with_503_stopping(
     local_worker: Callable[..., Awaitable[LocalWorker]], endpoint: Endpoint
 ) -> None:
     worker = await local_worker(health=endpoint)
@@ -194,7 +194,7 @@ MALFORMED = {
 }
 
 
-async def test_malformed_requests_are_refused_and_silent_ones_hung_up_on(
+async def test_malformed_health_requests_are_refused_and_incomplete_ones_are_disconnected(
     local_worker: Callable[..., Awaitable[LocalWorker]], endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(health_module, "_PATIENCE_S", 0.5)
@@ -211,7 +211,7 @@ async def test_malformed_requests_are_refused_and_silent_ones_hung_up_on(
     assert await get(endpoint, "/readyz") == (200, "ok")
 
 
-async def test_idle_connections_do_not_keep_a_probe_from_its_answer(
+async def test_idle_connections_do_not_keep_a_health_probe_from_its_answer(
     local_worker: Callable[..., Awaitable[LocalWorker]], endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(health_module, "_PATIENCE_S", WAIT_S)
@@ -226,7 +226,7 @@ async def test_idle_connections_do_not_keep_a_probe_from_its_answer(
         writer.close()
 
 
-async def test_a_port_in_use_is_one_line_before_anything_is_started(
+async def test_a_health_port_in_use_fails_the_start_before_anything_is_created(
     local_worker: Callable[..., Awaitable[LocalWorker]], endpoint: Endpoint, tmp_path: Path
 ) -> None:
     with socket.create_server(endpoint), pytest.raises(TurnkeepError) as refused:
@@ -247,7 +247,7 @@ async def test_a_port_in_use_is_one_line_before_anything_is_started(
         ("box.example:9424", "box.example", 9424),
     ],
 )
-def test_an_address_is_a_host_and_a_port_or_a_port(
+def test_the_health_setting_takes_a_host_and_a_port_or_a_port_alone(
     text: object, host: str, port: int, tmp_path: Path
 ) -> None:
     found = load({"health": text}, {}, None, tmp_path).health
@@ -261,5 +261,5 @@ def test_a_health_setting_that_is_not_host_and_port_is_refused(text: object, tmp
         load({"health": text}, {}, None, tmp_path)
 
 
-def test_health_is_off_unless_it_is_set(tmp_path: Path) -> None:
+def test_the_health_endpoint_is_off_unless_it_is_set(tmp_path: Path) -> None:
     assert load({}, {}, None, tmp_path).health is None

@@ -1,4 +1,4 @@
-"""What is made ready needs no new pages, and what is freed stays; counted by the kernel, in processes."""
+"""Reserved memory causes few page faults, and freed memory is kept: counted in real processes."""
 
 import subprocess
 import sys
@@ -48,22 +48,22 @@ def faults(size_bytes: int) -> list[int]:
 
 
 @needs_glibc
-def test_spare_memory_is_ready_and_stays() -> None:
+def test_allocating_within_the_memory_reserve_causes_few_page_faults_also_the_second_time() -> None:
     assert max(faults(64 * MIB)) < PAGES / 10
 
 
 @needs_glibc
-def test_without_it_every_page_is_a_new_one() -> None:
+def test_allocating_without_a_memory_reserve_faults_on_every_page() -> None:
     first, _ = faults(0)
     assert first >= PAGES
 
 
 @needs_glibc
-def test_as_much_as_was_asked_for_is_kept_of_what_is_freed() -> None:
+def test_freed_memory_is_kept_and_reused_if_the_memory_reserve_is_small() -> None:
     first, second = faults(16 * MIB)
     assert first >= PAGES / 2
     assert second <= PAGES / 2
 
 
-def test_releasing_nothing_is_no_fault() -> None:
+def test_releasing_an_empty_memory_reserve_raises_no_error() -> None:
     Spare(0).release()

@@ -1,4 +1,4 @@
-"""The permissions that the page about the log gives for each command are enough for it, on a real server."""
+"""The permissions that docs/log.md gives for each command are enough for it, on a real server."""
 
 from __future__ import annotations
 

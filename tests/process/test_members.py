@@ -1,4 +1,4 @@
-"""Workers of one prefix know of each other; a name is one worker's, and a dead one keeps nobody waiting."""
+"""Workers of one prefix know each other; a name belongs to one worker, and a dead one delays nobody."""
 
 import asyncio
 import contextlib
@@ -75,7 +75,7 @@ async def until(condition):
 
 
 async def test_a_second_worker_of_the_same_name_is_refused_with_one_line(local_worker, tmp_path):
-    """Before it has changed anything: its settings are not the streams' then."""
+    """Before it changes anything: the streams keep the first one's settings."""
     first = await local_worker()
     with pytest.raises(BrokerError) as refused:
         await local_worker(data_dir=tmp_path / "second", log_max_bytes=2**25)
@@ -118,7 +118,9 @@ async def test_a_second_worker_with_another_protocol_is_refused_with_one_line(
     assert (await first.client.session("s").append(text="hello")).position == 5
 
 
-async def test_a_copied_data_directory_does_not_take_the_name_of_the_running_worker(local_worker, tmp_path):
+async def test_a_worker_on_a_copied_data_directory_cannot_take_the_running_workers_name(
+    local_worker, tmp_path
+):
     first = await local_worker()
     shutil.copytree(first.settings.data_dir, tmp_path / "copy")
     with pytest.raises(BrokerError, match=r"worker 'test'.* serves the prefix"):
@@ -126,14 +128,14 @@ async def test_a_copied_data_directory_does_not_take_the_name_of_the_running_wor
     assert (await first.client.session("s").append(text="hello")).position == 5
 
 
-async def test_a_worker_that_stopped_keeps_nobody_waiting(local_worker, tmp_path):
+async def test_a_new_worker_can_take_the_name_of_a_stopped_one(local_worker, tmp_path):
     first = await local_worker()
     await first.stop()
     second = await local_worker(data_dir=tmp_path / "second")
     assert (await second.client.session("s").append(text="hello")).position == 5
 
 
-async def test_the_record_of_a_dead_worker_is_replaced_at_once_with_its_data_directory(members):
+async def test_a_worker_on_a_dead_workers_data_directory_takes_over_its_record_at_once(members):
     dead, other = await members("w", "same"), await members("w", "same")
     await dead.join()
     kill(dead)
@@ -149,7 +151,7 @@ async def test_the_record_of_a_dead_worker_is_replaced_at_once_with_its_data_dir
     assert [(holder.boot, seq) for holder, seq in looks] == [(dead.me.boot, dead._seq)]
 
 
-async def test_the_name_of_a_dead_worker_is_free_for_others_after_a_while(members):
+async def test_a_dead_workers_name_becomes_free_for_other_workers_after_a_while(members):
     dead, other = await members("w", "one"), await members("w", "two")
     await dead.join()
     kill(dead)
@@ -158,7 +160,7 @@ async def test_the_name_of_a_dead_worker_is_free_for_others_after_a_while(member
     assert (await other._holder())[0].boot == other.me.boot
 
 
-async def test_of_workers_of_one_name_that_start_together_one_serves(members):
+async def test_only_one_of_several_workers_that_start_together_under_one_name_serves(members):
     made = [await members("w", f"d{number}") for number in range(4)]
     outcomes = await asyncio.gather(*(one.join() for one in made), return_exceptions=True)
     assert [type(outcome) for outcome in outcomes].count(BrokerError) == 3
@@ -166,7 +168,7 @@ async def test_of_workers_of_one_name_that_start_together_one_serves(members):
     assert (await winner._holder())[0].boot == winner.me.boot
 
 
-async def test_workers_that_start_together_know_of_each_other(members):
+async def test_workers_that_start_together_find_each_other_and_agree_which_one_is_first(members):
     made = [await members(f"w{number}", f"d{number}") for number in range(4)]
     await asyncio.gather(*(one.join() for one in made))
     await until(lambda: all(len(one.others) == 3 for one in made))
@@ -174,9 +176,7 @@ async def test_workers_that_start_together_know_of_each_other(members):
     assert [one.is_first for one in made].count(True) == 1
 
 
-async def test_a_worker_is_not_alone_at_once_where_a_server_may_have_lost_the_others_records(
-    members, monkeypatch
-):
+async def test_a_worker_on_a_new_membership_stream_counts_as_alone_only_after_a_pause(members, monkeypatch):
     monkeypatch.setattr(members_of, "_SETTLE_S", 0.3)
     one = await members("w", "d")
     await one.join()
@@ -184,8 +184,8 @@ async def test_a_worker_is_not_alone_at_once_where_a_server_may_have_lost_the_ot
     await until(lambda: one.is_alone)
 
 
-async def test_a_worker_is_told_of_one_that_joins_before_that_one_serves(members):
-    """What it did while it was alone must not be done by the other one."""
+async def test_a_worker_knows_of_a_joining_worker_before_that_one_serves(members):
+    """Two workers must not both do what only a lone worker may do."""
     first, second = await members("first", "one"), await members("second", "two")
     await first.join()
     assert first.is_alone
@@ -195,7 +195,7 @@ async def test_a_worker_is_told_of_one_that_joins_before_that_one_serves(members
 
 
 @pytest.mark.parametrize("ending", ["killed", "stopped"])
-async def test_a_worker_that_ends_is_missed_once_and_within_a_second(members, ending):
+async def test_a_worker_that_ends_is_reported_gone_once_and_within_a_second(members, ending):
     first, second = await members("first", "one"), await members("second", "two")
     gone = []
     first.on_gone = gone.append
@@ -214,7 +214,7 @@ async def test_a_worker_that_ends_is_missed_once_and_within_a_second(members, en
     assert len(gone) == 1, "once, though its record is there for two seconds"
 
 
-async def test_a_worker_whose_record_is_late_is_not_given_up_while_it_answers(members):
+async def test_a_worker_whose_record_is_not_renewed_counts_as_present_while_it_answers(members):
     first, second = await members("first", "one"), await members("second", "two")
     await first.join()
     await second.join()
@@ -225,7 +225,7 @@ async def test_a_worker_whose_record_is_late_is_not_given_up_while_it_answers(me
 
 
 @pytest.mark.parametrize("garbage", [b"", b"{}", b"\xff", b'{"worker":1}'])
-async def test_what_no_worker_has_written_is_no_record(members, garbage):
+async def test_garbage_in_the_membership_stream_is_not_taken_for_a_record(members, garbage):
     one = await members("w", "d")
     await one._make_stream()
     await one._js.publish(one._subject, garbage)
@@ -238,7 +238,7 @@ async def test_what_no_worker_has_written_is_no_record(members, garbage):
     assert not one.others
 
 
-async def test_a_renewal_that_came_late_or_whose_ack_was_lost_is_made_good(members):
+async def test_a_worker_keeps_its_record_after_a_late_renewal_or_a_lost_acknowledgement(members):
     one = await members("w", "d")
     await one.join()
     kill(one)
@@ -252,7 +252,7 @@ async def test_a_renewal_that_came_late_or_whose_ack_was_lost_is_made_good(membe
     assert not one.is_alone, "another worker may have served meanwhile"
 
 
-async def test_who_lost_its_name_is_told_who_has_it(members):
+async def test_a_paused_worker_that_lost_its_name_is_told_which_worker_has_it(members):
     paused, other = await members("w", "one"), await members("w", "two")
     await paused.join()
     kill(paused)
@@ -265,8 +265,8 @@ async def test_who_lost_its_name_is_told_who_has_it(members):
 
 
 @pytest.mark.process
-async def test_the_record_is_made_again_on_a_server_that_was_started_anew(server, members):
-    """It lies in the server's memory, and the worker is still the only one."""
+async def test_a_worker_makes_its_record_again_after_the_nats_server_restarts(server, members):
+    """The server keeps the record in memory only, and loses it."""
     await server.start()
     one = await members("w", "d", url=server.url, token=server.token)
     await one.join()

@@ -98,7 +98,9 @@ async def refused(url: str, settings: Settings, why: str) -> None:
         assert PASSWORD not in str(caught.value)
 
 
-async def test_user_and_password_from_a_file_or_the_environment(foreign_server: Any, tmp_path: Path) -> None:
+async def test_workers_and_commands_log_in_with_a_user_and_a_password_from_file_or_environment(
+    foreign_server: Any, tmp_path: Path
+) -> None:
     url = await foreign_server(
         jetstream={"store_dir": str(tmp_path / "js")}, authorization={"user": "me", "password": PASSWORD}
     )
@@ -114,7 +116,9 @@ async def test_user_and_password_from_a_file_or_the_environment(foreign_server: 
     )
 
 
-async def test_a_token_from_a_file_or_the_environment(foreign_server: Any, tmp_path: Path) -> None:
+async def test_workers_and_commands_log_in_with_a_token_from_file_or_environment(
+    foreign_server: Any, tmp_path: Path
+) -> None:
     url = await foreign_server(
         jetstream={"store_dir": str(tmp_path / "js")}, authorization={"token": PASSWORD}
     )
@@ -123,7 +127,9 @@ async def test_a_token_from_a_file_or_the_environment(foreign_server: Any, tmp_p
     await refused(url, Settings(nats=url, nats_token="wrong"), "refuses the credentials")
 
 
-async def test_an_nkey_from_a_seed_file(foreign_server: Any, tmp_path: Path) -> None:
+async def test_workers_and_commands_log_in_with_an_nkey_from_a_seed_file(
+    foreign_server: Any, tmp_path: Path
+) -> None:
     seed, other = (seed_of(nkeys.PREFIX_BYTE_USER) for _ in range(2))
     url = await foreign_server(
         jetstream={"store_dir": str(tmp_path / "js")}, authorization={"users": [{"nkey": public(seed)}]}
@@ -133,7 +139,9 @@ async def test_an_nkey_from_a_seed_file(foreign_server: Any, tmp_path: Path) -> 
     await refused(url, wrong, "refuses the credentials")
 
 
-async def test_a_credentials_file_with_any_line_ends(foreign_server: Any, tmp_path: Path) -> None:
+async def test_workers_and_commands_log_in_with_a_credentials_file_of_any_line_ending(
+    foreign_server: Any, tmp_path: Path
+) -> None:
     kinds = (nkeys.PREFIX_BYTE_OPERATOR, nkeys.PREFIX_BYTE_ACCOUNT, nkeys.PREFIX_BYTE_USER)
     operator, account, user = (seed_of(kind) for kind in kinds)
     plain = {
@@ -170,7 +178,7 @@ async def test_a_credentials_file_with_any_line_ends(foreign_server: Any, tmp_pa
     await refused(url, wrong, "refuses the credentials")
 
 
-async def test_tls_with_a_ca_and_a_certificate_of_the_client(
+async def test_workers_and_commands_connect_over_tls_with_a_ca_and_a_client_certificate(
     foreign_server: Any, tmp_path: Path, keys: Path
 ) -> None:
     tls = {"cert_file": str(keys / "server.pem"), "key_file": str(keys / "server.key")}
@@ -188,10 +196,10 @@ async def test_tls_with_a_ca_and_a_certificate_of_the_client(
     await refused(url, Settings(nats=url, nats_ca=ca), "refuses the TLS connection")
 
 
-async def test_no_credentials_are_sent_in_the_clear_where_tls_was_asked_for(
+async def test_a_connection_that_asks_for_tls_fails_on_a_server_without_tls(
     foreign_server: Any, tmp_path: Path, keys: Path
 ) -> None:
-    """nats-py itself goes on without TLS, even for a tls:// URL, if the server does not require it."""
+    """nats-py would connect without TLS, even for a tls:// URL, if the server does not require it."""
     url = await foreign_server(jetstream={"store_dir": str(tmp_path / "js")})
     await refused(url, Settings(nats=url, nats_ca=keys / "ca.pem"), "does not speak TLS")
     await refused(url.replace("nats://", "tls://"), Settings(), "does not speak TLS")
@@ -221,7 +229,7 @@ SEED = "SU" + "A" * 56
         ({"nats": "nats://me:x@h", "nats_token": PASSWORD}, "nats and nats_token both hold credentials; "),
     ],
 )
-def test_unusable_settings_are_one_line_that_holds_no_secret(
+def test_unusable_login_settings_fail_with_one_line_that_holds_no_secret(
     tmp_path: Path, given: dict[str, str], said: str
 ) -> None:
     for name, content in (("junk", PASSWORD), ("account", "SA" + "A" * 56), ("empty", "\n")):
@@ -234,7 +242,7 @@ def test_unusable_settings_are_one_line_that_holds_no_secret(
     assert PASSWORD not in str(caught.value)
 
 
-def test_an_encrypted_key_is_refused_and_the_terminal_not_asked(tmp_path: Path, keys: Path) -> None:
+def test_an_encrypted_private_key_is_refused(tmp_path: Path, keys: Path) -> None:
     command = [
         "openssl",
         "pkey",
@@ -252,7 +260,7 @@ def test_an_encrypted_key_is_refused_and_the_terminal_not_asked(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("command", [("serve",), ("doctor",), ("info",), ("ask", "hi"), ("exporter",)])
-def test_commands_take_the_options_and_no_secret_on_the_command_line(
+def test_commands_take_a_credentials_file_as_an_option_but_no_password(
     tmp_path: Path, command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(serve, "configure", lambda *_: None)  # the log of this process is the tests'
@@ -267,7 +275,7 @@ def test_commands_take_the_options_and_no_secret_on_the_command_line(
 
 
 @pytest.mark.process
-async def test_a_worker_warns_once_of_a_server_that_can_lose_entries(
+async def test_a_worker_warns_once_of_a_nats_server_version_that_can_lose_entries(
     local_worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for version, num_lines in (("2.14.5", 1), ("2.15.1", 0)):
@@ -280,7 +288,7 @@ async def test_a_worker_warns_once_of_a_server_that_can_lose_entries(
         assert all("install 2.12.16, 2.14.6, 2.15.0 or newer" in one["event"] for one in lines)
 
 
-async def test_a_worker_serves_and_a_command_asks_with_an_nkey_over_tls(
+async def test_a_worker_that_logs_in_by_nkey_over_tls_answers_a_request(
     foreign_server: Any, local_worker: Any, tmp_path: Path, keys: Path
 ) -> None:
     seed = seed_of(nkeys.PREFIX_BYTE_USER)
@@ -296,7 +304,7 @@ async def test_a_worker_serves_and_a_command_asks_with_an_nkey_over_tls(
 
 
 @pytest.mark.process
-async def test_a_bench_logs_in_as_other_commands_do(
+async def test_the_command_bench_logs_in_by_nkey_over_tls_and_writes_no_seed(
     foreign_server: Any, local_worker: Any, tmp_path: Path, keys: Path
 ) -> None:
     seed, other = (write(tmp_path / name, seed_of(nkeys.PREFIX_BYTE_USER)) for name in ("seed", "other"))

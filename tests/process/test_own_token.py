@@ -1,4 +1,4 @@
-"""The worker's own NATS server takes only who has the token in its data directory: commands find it there."""
+"""The worker's own NATS server requires the token in its data directory, where commands find it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def place(worker: LocalWorker) -> list[str]:
     return ["--data-dir", str(worker.settings.data_dir), "--nats-port", port]
 
 
-async def test_commands_find_the_token_by_themselves(worker: LocalWorker) -> None:
+async def test_commands_find_the_token_in_the_data_directory_by_themselves(worker: LocalWorker) -> None:
     where = [*place(worker), "--prefix", worker.settings.prefix]
     for words in (["open", "s"], ["info", "s"], ["sessions"], ["top"]):
         done = await command(*words, *where)
@@ -53,7 +53,9 @@ async def test_commands_find_the_token_by_themselves(worker: LocalWorker) -> Non
     assert "needs a terminal" in done.stderr, "it has come further than the connection"
 
 
-async def test_another_program_is_told_the_url(worker: LocalWorker) -> None:
+async def test_the_command_url_prints_an_address_that_other_programs_can_connect_to(
+    worker: LocalWorker,
+) -> None:
     done = await command("url", *place(worker)[:2])
     assert done.returncode == 0
     client = await nats.connect(done.stdout.strip())
@@ -72,7 +74,7 @@ async def first_word(port: int, **login: str) -> bytes:
     return said.strip()
 
 
-async def test_nobody_else_is_let_in(worker: LocalWorker) -> None:
+async def test_the_nats_server_refuses_connections_without_the_exact_token(worker: LocalWorker) -> None:
     port = worker.settings.nats_port
     token = (worker.settings.data_dir / "nats-token").read_text().strip()
     assert await first_word(port, auth_token=token) == b"PONG"
@@ -87,7 +89,7 @@ async def test_nobody_else_is_let_in(worker: LocalWorker) -> None:
         assert await first_word(port, **login) == b"-ERR 'Authorization Violation'", login
 
 
-async def test_a_command_without_the_token_ends_at_once_with_one_line(
+async def test_a_command_without_the_right_token_fails_and_says_where_the_token_is(
     worker: LocalWorker, tmp_path: Path
 ) -> None:
     port = str(worker.settings.nats_port)
@@ -114,7 +116,7 @@ async def test_a_command_without_the_token_ends_at_once_with_one_line(
     )
 
 
-async def test_a_token_that_is_set_is_taken_rather_than_the_file_s(
+async def test_a_token_file_given_as_an_option_overrides_the_data_directory(
     worker: LocalWorker, tmp_path: Path
 ) -> None:
     token = tmp_path / "token"
@@ -127,7 +129,7 @@ async def test_a_token_that_is_set_is_taken_rather_than_the_file_s(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
-def test_another_user_of_the_machine_is_told_that_it_is_not_theirs(
+def test_another_user_of_the_machine_is_told_that_the_token_cannot_be_read(
     directory: DataDir, settings: Settings
 ) -> None:
     EmbeddedServer(directory, settings)
@@ -143,7 +145,7 @@ def test_another_user_of_the_machine_is_told_that_it_is_not_theirs(
     )
 
 
-async def test_the_token_is_its_owner_s_alone_and_stays_the_same(
+async def test_the_token_is_readable_by_its_owner_only_and_stays_the_same(
     local_worker: Callable[..., Awaitable[LocalWorker]],
 ) -> None:
     port, seen = free_port(), set()
@@ -158,7 +160,7 @@ async def test_the_token_is_its_owner_s_alone_and_stays_the_same(
     assert len(seen.pop().strip()) >= 43, "32 random bytes"
 
 
-async def test_no_log_and_no_message_has_the_token(
+async def test_the_token_appears_in_no_log_no_command_output_and_no_process_list(
     worker_process: Callable[..., WorkerProcess],
 ) -> None:
     process = worker_process("--log-level", "debug")
@@ -191,10 +193,10 @@ def earlier(settings: Settings, directory: DataDir) -> Any:
     return subprocess.Popen(command, cwd=settings.data_dir, stderr=subprocess.DEVNULL)
 
 
-async def test_a_data_directory_of_an_earlier_version_is_taken_over(
+async def test_a_worker_replaces_a_running_nats_server_of_an_earlier_version_without_a_token(
     settings: Settings, directory: DataDir, embed: Any
 ) -> None:
-    """With its server running, as `kill -9` leaves it; messages stay, and the server lets nobody else in."""
+    """As `kill -9` leaves it; stored messages stay, and the new server requires a token."""
     old = earlier(settings, directory)
     try:
         open_to_all = f"nats://127.0.0.1:{settings.nats_port}"
@@ -218,7 +220,9 @@ async def test_a_data_directory_of_an_earlier_version_is_taken_over(
 
 
 @pytest.mark.parametrize("broken", ["short", "with a space in it, and longer", "käse-käse-käse-käse"])
-def test_a_file_that_holds_no_token_is_said(directory: DataDir, settings: Settings, broken: str) -> None:
+def test_a_token_file_without_a_valid_token_fails_the_start_and_stays_unchanged(
+    directory: DataDir, settings: Settings, broken: str
+) -> None:
     path = settings.data_dir / "nats-token"
     path.write_text(broken)
     with pytest.raises(BrokerError) as told:
@@ -227,8 +231,8 @@ def test_a_file_that_holds_no_token_is_said(directory: DataDir, settings: Settin
     assert path.read_text() == broken
 
 
-def test_an_empty_file_gets_a_token(directory: DataDir, settings: Settings) -> None:
-    """What a power cut may leave of a file that was just written."""
+def test_an_empty_token_file_gets_a_new_token(directory: DataDir, settings: Settings) -> None:
+    """A power cut may empty a file that was just written."""
     (settings.data_dir / "nats-token").write_text("")
     made = EmbeddedServer(directory, settings).token
     assert EmbeddedServer(directory, dataclasses.replace(settings, nats_port=1)).token == made

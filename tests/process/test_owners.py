@@ -1,4 +1,4 @@
-"""Several workers of one prefix: a session is served where its KV is, and by another when that one ends."""
+"""Several workers of one prefix: a session stays where its KV is, and moves when that worker ends."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ async def turns(client: Client, *, number: int = 1) -> list[Any]:
     return found
 
 
-async def test_each_session_stays_with_one_worker_and_prefills_only_what_is_new(
+async def test_each_session_stays_with_one_worker_and_prefills_only_its_new_tokens(
     cluster: Start, look: Any
 ) -> None:
     first, _ = await cluster("first"), await cluster("second")
@@ -137,7 +137,9 @@ async def test_info_and_cancel_reach_the_worker_that_answers(cluster: Start, loo
         assert len(await log.makers(name)) == 1
 
 
-async def test_a_worker_that_joins_leaves_what_is_at_work_where_it_is(cluster: Start, look: Any) -> None:
+async def test_a_session_in_use_stays_with_its_worker_when_another_worker_joins(
+    cluster: Start, look: Any
+) -> None:
     first = await cluster("first")
     session = first.client.session("s")
     generation = session.generate(text="eee", max_tokens=300)
@@ -149,7 +151,7 @@ async def test_a_worker_that_joins_leaves_what_is_at_work_where_it_is(cluster: S
     assert second.app._intake.num_sessions == 0
 
 
-async def test_a_fork_is_served_where_its_parent_has_its_kv(cluster: Start, look: Any) -> None:
+async def test_a_fork_is_served_by_the_worker_that_has_its_parents_kv(cluster: Start, look: Any) -> None:
     first, _ = await cluster("first"), await cluster("second")
     await turns(first.client)
     log = look(first.settings.prefix)
@@ -175,7 +177,7 @@ async def test_new_sessions_go_to_a_worker_with_far_less_work(cluster: Start, lo
         await generation.cancel()
 
 
-async def test_a_worker_that_drains_gives_each_session_away_between_two_requests(
+async def test_a_draining_worker_hands_each_session_over_between_two_requests(
     cluster: Start, look: Any
 ) -> None:
     first, second = await cluster("first"), await cluster("second")
@@ -231,7 +233,7 @@ async def test_an_idle_session_moves_to_a_worker_with_far_less_work(
         await generation.cancel()
 
 
-async def test_the_only_worker_that_takes_sessions_does_not_drain(cluster: Start, look: Any) -> None:
+async def test_the_last_worker_that_takes_sessions_does_not_drain(cluster: Start, look: Any) -> None:
     first, second = await cluster("first"), await cluster("second")
     nc = look(first.settings.prefix).nc
     ask = [one.app._members.address(one.app._members.me, "drain") for one in (first, second)]
@@ -244,7 +246,7 @@ async def test_the_only_worker_that_takes_sessions_does_not_drain(cluster: Start
     assert (await first.client.session("s").append(text="hello", timeout_s=PATIENCE_S)).position == 5
 
 
-async def test_workers_make_their_records_again_if_the_stream_of_them_is_deleted(
+async def test_workers_make_their_records_again_if_the_membership_stream_is_deleted(
     cluster: Start, look: Any
 ) -> None:
     first, second = await cluster("first"), await cluster("second")
@@ -267,7 +269,7 @@ async def _recorded(nc: Nats, stream: str) -> list[str]:
     return []
 
 
-async def test_a_worker_that_stops_hands_its_sessions_over_without_a_gap(cluster: Start, look: Any) -> None:
+async def test_a_stopping_worker_hands_its_sessions_over_within_seconds(cluster: Start, look: Any) -> None:
     first, second = await cluster("first"), await cluster("second")
     await turns(second.client, number=2)
     stopping = asyncio.create_task(first.stop())
@@ -283,7 +285,9 @@ async def test_a_worker_that_stops_hands_its_sessions_over_without_a_gap(cluster
         assert (await look(second.settings.prefix).makers(name))[-1] == "second"
 
 
-async def test_forget_erases_what_every_worker_has_of_a_session(cluster: Start, look: Any) -> None:
+async def test_forgetting_a_session_at_one_worker_erases_its_snapshots_at_another(
+    cluster: Start, look: Any
+) -> None:
     first = await cluster("first")
     session = first.client.session("s")
     await session.append(text="x" * 400)
@@ -310,10 +314,10 @@ async def test_forget_erases_what_every_worker_has_of_a_session(cluster: Start, 
     assert not stored(first)
 
 
-async def test_a_worker_that_was_away_erases_what_was_forgotten_once_it_is_back(
+async def test_a_worker_that_returns_erases_snapshots_of_sessions_forgotten_meanwhile(
     cluster: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But not what another session has as well."""
+    """But not blocks that another session has."""
     first = await cluster("first")
     kept, gone = first.client.session("kept"), first.client.session("gone")
     begins = "the same beginning " * 20
@@ -343,7 +347,7 @@ def _stored(store: Any, tokens: Any) -> int:
 
 
 @pytest.mark.parametrize("name", ["s", "not~a~name"])
-async def test_nothing_that_is_passed_on_ends_the_worker_that_hears_it(
+async def test_a_malformed_forwarded_request_does_not_stop_the_worker_that_receives_it(
     cluster: Start, look: Any, name: str
 ) -> None:
     """A tenant may send requests under names that no session may have."""
@@ -411,10 +415,10 @@ async def processes(
 
 
 @pytest.mark.process
-async def test_an_answer_goes_on_at_another_worker_within_seconds_of_a_kill(
+async def test_an_answer_continues_at_another_worker_within_seconds_of_a_kill(
     nats_url: str, processes: Any, look: Any
 ) -> None:
-    """The server would deliver its request again only after half a minute."""
+    """The server would deliver the request again only after half a minute."""
     prefix, workers = await processes("first", "second")
     log = look(prefix)
     async with connect(nats_url, prefix=prefix) as client:
@@ -436,7 +440,7 @@ async def test_an_answer_goes_on_at_another_worker_within_seconds_of_a_kill(
 
 
 @pytest.mark.process
-async def test_a_worker_that_was_paused_goes_on_beside_the_one_that_took_its_sessions(
+async def test_a_paused_worker_resumes_beside_the_one_that_took_its_sessions_over(
     nats_url: str, processes: Any, look: Any
 ) -> None:
     prefix, workers = await processes("first", "second")
@@ -460,7 +464,7 @@ async def test_a_worker_that_was_paused_goes_on_beside_the_one_that_took_its_ses
         assert workers[paused].process.poll() is None
 
 
-async def test_sessions_of_a_worker_that_still_loads_its_model_are_served_by_others(
+async def test_other_workers_serve_the_sessions_of_a_worker_that_still_loads_its_model(
     cluster: Start, look: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = await cluster("first"), await cluster("second")

@@ -1,4 +1,4 @@
-"""The permissions that the protocol's page gives a tenant's clients, on a real server."""
+"""The permissions that docs/protocol.md gives a tenant's clients, on a real server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from turnkeep_client.client import connect
 
 
-async def test_a_client_with_the_documented_permissions_can_do_all_but_forge(
+async def test_the_documented_permissions_let_a_client_use_its_sessions_but_not_forge_messages(
     foreign_server: Any, local_worker: Any, tmp_path: Any
 ) -> None:
     client = {

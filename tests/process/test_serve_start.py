@@ -1,4 +1,4 @@
-"""What is wrong with model or settings is found before a server is started or a stream made."""
+"""Faults of model and settings are found before a server is started or a stream is made."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def fail_to_start(**settings: object) -> str:
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-async def test_no_server_is_started_for_a_start_that_must_fail(
+async def test_a_wrong_model_or_setting_fails_the_start_before_a_nats_server_is_started(
     wrong: str, tmp_path: Path, tiny_model: Path
 ) -> None:
     changes, says = WRONG[wrong]
@@ -69,7 +69,7 @@ async def test_no_server_is_started_for_a_start_that_must_fail(
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-async def test_no_stream_is_made_for_a_start_that_must_fail(
+async def test_a_wrong_model_or_setting_fails_the_start_before_a_stream_is_made(
     wrong: str, tmp_path: Path, tiny_model: Path, nats_url: str
 ) -> None:
     changes, says = WRONG[wrong]
@@ -82,12 +82,12 @@ async def test_no_stream_is_made_for_a_start_that_must_fail(
     await client.close()
 
 
-def test_mistakes_that_need_no_model_do_not_wait_for_its_library() -> None:
+def test_importing_the_worker_does_not_import_the_slow_model_libraries() -> None:
     program = "import sys, worker.app; print(sorted({'mlx_lm', 'transformers'} & set(sys.modules)))"
     assert subprocess.check_output([sys.executable, "-c", program], text=True) == "[]\n"
 
 
-def test_a_server_that_is_not_there_is_said_before_a_model_is_converted(tmp_path: Path) -> None:
+def test_a_missing_nats_server_is_reported_before_a_model_is_converted(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"junk that would be complained about")
     done = serve(
         tmp_path / "data", "--nats", f"nats://127.0.0.1:{free_port()}", "--model", f"{tmp_path}/model.gguf"
@@ -97,7 +97,7 @@ def test_a_server_that_is_not_there_is_said_before_a_model_is_converted(tmp_path
     assert "GGUF" not in line
 
 
-def test_a_log_without_a_terminal_has_a_line_while_a_model_is_converted(tmp_path: Path) -> None:
+def test_a_worker_without_a_terminal_logs_that_it_converts_a_model(tmp_path: Path) -> None:
     from tests.model.tiny_gguf import TinyLlama
 
     path = TinyLlama().write(tmp_path / "tiny.gguf")
@@ -109,7 +109,7 @@ def test_a_log_without_a_terminal_has_a_line_while_a_model_is_converted(tmp_path
     assert "converting weights" in events
 
 
-def test_log_lines_for_people_have_no_colours_in_a_pipe(tmp_path: Path) -> None:
+def test_log_lines_in_console_format_have_no_colours_in_a_pipe(tmp_path: Path) -> None:
     from tests.model.tiny_gguf import TinyLlama
 
     path = TinyLlama().write(tmp_path / "tiny.gguf")
@@ -119,7 +119,7 @@ def test_log_lines_for_people_have_no_colours_in_a_pipe(tmp_path: Path) -> None:
     assert "\x1b" not in done.stderr
 
 
-def test_a_check_leaves_with_0_where_a_worker_would_start_and_changes_nothing(
+def test_serve_check_exits_with_0_if_a_worker_would_start_and_starts_no_nats_server(
     tmp_path: Path, tiny_model: Path
 ) -> None:
     port = str(free_port())
@@ -137,7 +137,7 @@ def test_a_check_leaves_with_0_where_a_worker_would_start_and_changes_nothing(
         (("--nats-user", "me"), 2, "nats_user has no password"),
     ],
 )
-def test_a_check_says_what_a_worker_would_stumble_over(
+def test_serve_check_says_why_a_worker_would_not_start(
     options: tuple[str, ...], code: int, says: str, tmp_path: Path
 ) -> None:
     done = serve(tmp_path / "data", "--check", *options)

@@ -1,4 +1,4 @@
-"""Where settings come from, and what is said when one is wrong."""
+"""Where settings come from, and the errors for wrong ones."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def refusal(flags=None, environ=None, toml: str | None = None, *, cwd: Path) -> 
     return message
 
 
-def test_nothing_given_means_the_defaults(tmp_path):
+def test_settings_have_their_defaults_if_nothing_is_given(tmp_path):
     settings = load({}, {}, None, tmp_path)
     assert settings == Settings()
     assert settings.nats is None
@@ -35,7 +35,7 @@ def test_nothing_given_means_the_defaults(tmp_path):
     assert check_id("worker", settings.worker)
 
 
-def test_flags_win_over_environment_over_file_over_default(tmp_path):
+def test_flags_override_the_environment_which_overrides_the_settings_file(tmp_path):
     write(tmp_path, "max_batch = 2\nmax_waiting = 20\nmax_context = 200\n")
     environ = {"TURNKEEP_MAX_BATCH": "3", "TURNKEEP_MAX_WAITING": "30"}
     settings = load({"max_batch": 4, "max_waiting": None}, environ, None, tmp_path)
@@ -43,8 +43,8 @@ def test_flags_win_over_environment_over_file_over_default(tmp_path):
     assert settings.block_tokens == 128
 
 
-def test_every_setting_has_one_name_everywhere(tmp_path):
-    """The name in the file, the flag and the variable are derived from one another, and all are read."""
+def test_the_flag_and_the_variable_of_each_setting_are_derived_from_its_name(tmp_path):
+    """The name in the file, the flag and the variable match, and each variable is read."""
     for described in describe():
         assert described.flag == "--" + described.variable.removeprefix("TURNKEEP_").lower().replace("_", "-")
         assert described.purpose
@@ -64,7 +64,7 @@ def test_every_setting_has_one_name_everywhere(tmp_path):
         ("64m", 2**26),
     ],
 )
-def test_sizes_are_read_in_the_units_people_write(tmp_path, text, size_bytes):
+def test_sizes_can_be_written_in_common_units_such_as_gib_and_mb(tmp_path, text, size_bytes):
     assert load({}, {"TURNKEEP_MAX_MEMORY": text}, None, tmp_path).max_memory == size_bytes
     assert load({"max_memory": size_bytes}, {}, None, tmp_path).max_memory == size_bytes
 
@@ -72,31 +72,31 @@ def test_sizes_are_read_in_the_units_people_write(tmp_path, text, size_bytes):
 @pytest.mark.parametrize(
     ("text", "seconds"), [("5", 5.0), ("2m", 120.0), ("750ms", 0.75), ("0.5s", 0.5), ("1h", 3600.0)]
 )
-def test_durations_are_read_in_the_units_people_write(tmp_path, text, seconds):
+def test_durations_can_be_written_in_hours_minutes_seconds_or_milliseconds(tmp_path, text, seconds):
     assert load({"ack_wait_s": text}, {}, None, tmp_path).ack_wait_s == seconds
 
 
-def test_toml_numbers_and_texts_are_both_taken(tmp_path):
+def test_a_setting_in_the_toml_file_may_be_a_number_or_a_text(tmp_path):
     write(tmp_path, 'max_disk = "2GiB"\nwriter_queue = 1048576\nack_wait_s = 2\nsync_interval = "2000ms"\n')
     settings = load({}, {}, None, tmp_path)
     assert (settings.max_disk, settings.writer_queue, settings.ack_wait_s) == (2**31, 2**20, 2.0)
     assert settings.sync_interval == "2s"
 
 
-def test_a_word_takes_back_what_the_file_set(tmp_path):
+def test_words_such_as_auto_and_packaged_reset_a_setting_of_the_file_to_its_default(tmp_path):
     write(tmp_path, 'nats = "nats://queue:4222"\nmax_memory = "1GiB"\nmodel = "some/model"\n')
     settings = load({"nats": "embedded", "max_memory": "auto", "model": "packaged"}, {}, None, tmp_path)
     assert (settings.nats, settings.max_memory, settings.model) == (None, None, None)
 
 
-def test_kv_bits_are_a_number_everywhere_or_full(tmp_path):
+def test_kv_bits_can_be_a_number_or_full(tmp_path):
     assert load({}, {"TURNKEEP_KV_BITS": "8"}, None, tmp_path).kv_bits == 8
     write(tmp_path, "kv_bits = 4\n")
     assert load({}, {}, None, tmp_path).kv_bits == 4
     assert load({"kv_bits": "full"}, {}, None, tmp_path).kv_bits is None
 
 
-def test_a_cache_policy_has_its_numbers_or_the_usual_ones(tmp_path):
+def test_a_cache_policy_has_the_given_sizes_or_default_ones(tmp_path):
     assert load({}, {}, None, tmp_path).cache_policy == FULL
     write(tmp_path, 'cache_policy = "sink_window:2,64"\n')
     assert load({}, {}, None, tmp_path).cache_policy == Policy(2, 64)
@@ -104,11 +104,11 @@ def test_a_cache_policy_has_its_numbers_or_the_usual_ones(tmp_path):
     assert load({"cache_policy": "full"}, {}, None, tmp_path).cache_policy == FULL
 
 
-def test_nats_urls_are_completed(tmp_path):
+def test_nats_urls_without_a_scheme_get_one(tmp_path):
     assert load({"nats": "queue:4333, tls://b"}, {}, None, tmp_path).nats == "nats://queue:4333,tls://b"
 
 
-def test_a_relative_data_dir_starts_where_it_was_written(tmp_path):
+def test_a_relative_data_dir_is_resolved_from_the_settings_file_or_the_current_folder(tmp_path):
     folder = tmp_path / "etc"
     folder.mkdir()
     config = write(folder, 'data_dir = "state"\n')
@@ -117,12 +117,12 @@ def test_a_relative_data_dir_starts_where_it_was_written(tmp_path):
     assert load({"data_dir": Path("/srv/x")}, {}, config, tmp_path).data_dir == Path("/srv/x")
 
 
-def test_an_empty_or_test_variable_is_not_set(tmp_path):
+def test_an_empty_variable_or_one_for_tests_changes_no_setting(tmp_path):
     environ = {"TURNKEEP_MAX_BATCH": "", "TURNKEEP_TEST_WHATEVER": "1", "OTHER": "x"}
     assert load({}, environ, None, tmp_path) == Settings()
 
 
-def test_an_unknown_name_is_refused_with_its_source_and_the_nearest_name(tmp_path):
+def test_an_unknown_setting_is_refused_with_its_source_and_the_most_similar_name(tmp_path):
     message = refusal(environ={"TURNKEEP_MAX_BACH": "3"}, cwd=tmp_path)
     assert message == "TURNKEEP_MAX_BACH is not a setting; did you mean TURNKEEP_MAX_BATCH?"
     message = refusal(toml="data-dir = 'x'\n", cwd=tmp_path)
@@ -167,18 +167,18 @@ def test_an_unknown_name_is_refused_with_its_source_and_the_nearest_name(tmp_pat
         ("log_level", ["info"], "one of debug, info, warning, error"),
     ],
 )
-def test_a_bad_value_is_refused_with_what_would_be_right(tmp_path, name, value, right):
+def test_an_invalid_value_is_refused_with_the_values_that_are_allowed(tmp_path, name, value, right):
     message = refusal({name: value}, cwd=tmp_path)
     assert message.startswith("--" + name.replace("_", "-") + ": ")
     assert right in message
 
 
-def test_a_password_is_not_repeated_in_an_error(tmp_path):
+def test_the_error_for_an_invalid_nats_url_does_not_repeat_its_password(tmp_path):
     message = refusal({"nats": "nats://me:secret@queue:99999"}, cwd=tmp_path)
     assert "secret" not in message
 
 
-def test_a_settings_file_that_was_named_must_be_readable(tmp_path):
+def test_a_missing_unreadable_or_malformed_settings_file_is_refused(tmp_path):
     with pytest.raises(SettingsError, match=r"there is no settings file .*absent\.toml"):
         load({}, {}, Path("absent.toml"), tmp_path)
     with pytest.raises(SettingsError, match=r"cannot be read: Is a directory"):
@@ -197,7 +197,7 @@ def test_a_settings_file_that_was_named_must_be_readable(tmp_path):
         ("a" * 99, "a" * 64),
     ],
 )
-def test_the_default_worker_name_fits_the_id_rule(monkeypatch, host, worker):
+def test_the_default_worker_name_is_made_from_the_host_name_as_a_valid_id(monkeypatch, host, worker):
     monkeypatch.setattr(module.socket, "gethostname", lambda: host)
     assert check_id("worker", module.default_worker()) == worker
 
@@ -215,7 +215,7 @@ unload_after_s = "off"
 """
 
 
-def test_a_table_of_a_model_overrides_the_file_and_is_overridden_by_the_others(tmp_path):
+def test_a_models_table_overrides_the_file_and_flags_and_variables_override_the_table(tmp_path):
     write(tmp_path, MODELS)
     models = load_models({"kv_bits": "8"}, {"TURNKEEP_MAX_WAITING": "30"}, None, tmp_path)
     assert [*models] == ["small", "coder:30b"]
@@ -237,7 +237,7 @@ def test_a_table_of_a_model_overrides_the_file_and_is_overridden_by_the_others(t
     assert load({}, {}, None, tmp_path, of="coder:30b").model == "org/coder"
 
 
-def test_a_model_or_prefix_that_is_given_sets_the_tables_aside(tmp_path):
+def test_the_model_tables_are_ignored_if_a_model_or_prefix_is_given(tmp_path):
     write(tmp_path, MODELS)
     for given in ({"model": "org/other"}, {"prefix": "other"}):
         assert load_models(given, {}, None, tmp_path) == {}
@@ -267,20 +267,20 @@ def test_a_model_or_prefix_that_is_given_sets_the_tables_aside(tmp_path):
         ("model = 'z'\n[models.a]\nmodel = 'x'", "make it one of them"),
     ],
 )
-def test_a_bad_table_of_a_model_is_refused_with_what_would_be_right(tmp_path, toml, says):
+def test_an_invalid_model_table_is_refused_with_advice(tmp_path, toml, says):
     write(tmp_path, toml)
     with pytest.raises(SettingsError, match=says) as caught:
         load_models({}, {}, None, tmp_path)
     assert "\n" not in str(caught.value)
 
 
-def test_a_model_that_no_table_has_is_refused_with_those_that_are_there(tmp_path):
+def test_a_model_without_a_table_is_refused_with_the_names_of_the_tables(tmp_path):
     write(tmp_path, MODELS)
     with pytest.raises(SettingsError, match=r"no table \[models.x\] in .*; it has small, coder:30b"):
         load({}, {}, None, tmp_path, of="x")
 
 
-def test_a_model_of_no_table_is_told_what_there_is(tmp_path: Path) -> None:
+def test_a_model_without_a_table_is_refused_also_if_there_are_no_tables(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"no table \[models.b\].*; without such tables, turnkeep"):
         load({}, {}, cwd=tmp_path, of="b")
     (tmp_path / "turnkeep.toml").write_text("[models.a]\nmodel = 'x'\n")

@@ -1,4 +1,4 @@
-"""`turnkeep serve` with several models: each is loaded when it is asked for, within one budget of memory."""
+"""`turnkeep serve` with several models: a request loads its model, within one budget of memory."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ async def house(tmp_path: Path, tiny_model: Path) -> AsyncIterator[Callable[...,
 
 
 @pytest.mark.process
-async def test_a_model_is_loaded_by_a_request_and_leaves_for_another_one(house: Any) -> None:
+async def test_a_request_loads_its_model_and_unloads_another_one_if_memory_is_short(house: Any) -> None:
     at = await house()
     listed = (await at.http.get("/v1/models")).json()["data"]
     assert [(one["id"], one["context_window"]) for one in listed] == [("tiny", 2048), ("wide:1b", 2048)]
@@ -109,7 +109,7 @@ async def test_a_model_is_loaded_by_a_request_and_leaves_for_another_one(house: 
 
 
 @pytest.mark.process
-async def test_a_model_that_nobody_uses_is_unloaded_and_nothing_is_lost(house: Any) -> None:
+async def test_an_unused_model_is_unloaded_and_its_session_is_restored_later(house: Any) -> None:
     at = await house(unload_after_s="1")
     first = await at.chat("tiny", LONG)
     await until(lambda: not at.workers())
@@ -128,7 +128,7 @@ async def test_a_model_that_nobody_uses_is_unloaded_and_nothing_is_lost(house: A
 
 
 @pytest.mark.process
-async def test_a_model_that_can_never_be_loaded_is_refused_at_the_start(house: Any) -> None:
+async def test_a_model_larger_than_the_memory_budget_fails_the_start(house: Any) -> None:
     at = await house(memory="'25MiB'")
     assert not at.process.running
     assert at.process.log.splitlines()[-1] == (
@@ -137,7 +137,7 @@ async def test_a_model_that_can_never_be_loaded_is_refused_at_the_start(house: A
     )
 
 
-def test_the_longest_unused_models_leave_and_none_in_vain() -> None:
+def test_the_longest_unused_models_are_unloaded_first_and_none_if_that_is_not_enough() -> None:
     old, new = InMemory(1.0, 10, "old"), InMemory(2.0, 20, "new")
     assert leaving(0, [new, old]) == []
     assert leaving(5, [new, old]) == ["old"]
@@ -154,7 +154,7 @@ class Busy:
         return True
 
 
-async def test_a_model_in_use_leaves_only_when_another_one_has_waited_its_turn(
+async def test_a_model_in_use_is_unloaded_only_when_another_has_waited_long_enough(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(supervisor, "_LOOK_S", 0.01)

@@ -1,4 +1,4 @@
-"""Workers that share a remote tier: who takes over restores, and nobody keeps what was forgotten."""
+"""Workers with one remote tier restore each other's sessions, and keep no forgotten ones."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ async def stored(worker: Any) -> None:
     assert await worker.app._store.barrier_remote(PATIENCE_S)
 
 
-async def test_a_worker_that_takes_over_restores_what_the_other_one_had(cluster: Start) -> None:
+async def test_a_worker_that_takes_a_session_over_restores_its_kv_from_the_remote_tier(
+    cluster: Start,
+) -> None:
     first = await cluster("first")
     session = first.client.session("s")
     appended = await session.append(text=TEXT, timeout_s=PATIENCE_S)
@@ -54,7 +56,9 @@ async def test_a_worker_that_takes_over_restores_what_the_other_one_had(cluster:
     assert metrics.worker.snapshots.remote_fetched_bytes > 0
 
 
-async def test_an_answer_goes_on_warm_with_the_same_tokens(cluster: Start) -> None:
+async def test_an_answer_continues_at_another_worker_with_the_same_tokens_and_restored_kv(
+    cluster: Start,
+) -> None:
     first = await cluster("first")
     asked = {"text": TEXT, "max_tokens": 600, "timeout_s": PATIENCE_S}
     whole = await first.client.session("whole").generate(**asked)
@@ -70,7 +74,9 @@ async def test_an_answer_goes_on_warm_with_the_same_tokens(cluster: Start) -> No
     assert generation.result.usage.prefilled_tokens < 40
 
 
-async def test_what_is_forgotten_at_one_worker_is_in_the_tier_no_more(cluster: Start, tmp_path: Path) -> None:
+async def test_forgetting_all_sessions_at_one_worker_leaves_nothing_in_the_remote_tier(
+    cluster: Start, tmp_path: Path
+) -> None:
     first, second = await cluster("first"), await cluster("second")
     for name in ("one", "two"):
         await first.client.session(name).append(text=TEXT, timeout_s=PATIENCE_S)
@@ -82,7 +88,7 @@ async def test_what_is_forgotten_at_one_worker_is_in_the_tier_no_more(cluster: S
     assert not in_tier(tmp_path)
 
 
-async def test_a_tier_that_cannot_be_is_a_line_at_the_start(
+async def test_an_unusable_remote_tier_fails_the_start_and_says_why(
     cluster: Start, local_worker: Start, tmp_path: Path
 ) -> None:
     (tmp_path / "tier").write_text("a file")

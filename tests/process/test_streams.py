@@ -1,4 +1,4 @@
-"""The streams come to what the settings say, whoever made them, or it is said why not."""
+"""The streams get what the settings say, whoever made them, or an error says why not."""
 
 import asyncio
 import dataclasses
@@ -30,7 +30,9 @@ def js(client):
     return client.jetstream()
 
 
-async def test_the_log_refuses_when_full_and_the_tokens_forget_the_oldest(js, settings):
+async def test_the_log_is_configured_to_refuse_when_full_and_the_token_stream_to_drop_the_oldest(
+    js, settings
+):
     streams = await ensure(js, SUBJECTS, settings)
     assert (streams.log, streams.tokens, streams.consumer) == ("turnkeep_log", "turnkeep_tok", CONSUMER)
     log = (await js.stream_info(streams.log)).config
@@ -41,7 +43,7 @@ async def test_the_log_refuses_when_full_and_the_tokens_forget_the_oldest(js, se
     assert tokens.allow_direct
 
 
-async def test_every_kind_of_subject_lands_where_it_belongs(js, settings):
+async def test_each_kind_of_subject_is_stored_in_its_stream_or_in_none(js, settings):
     await ensure(js, SUBJECTS, settings)
     for subject, stream in (
         (SUBJECTS.of(KEY, "in"), "turnkeep_log"),
@@ -62,7 +64,7 @@ async def test_every_kind_of_subject_lands_where_it_belongs(js, settings):
             await js.publish(subject, b"x", timeout=0.5)
 
 
-async def test_a_result_is_heard_once_it_is_stored_and_never_if_it_is_refused(client, js, settings):
+async def test_subscribers_receive_a_result_only_if_the_log_has_stored_it(client, js, settings):
     await ensure(js, SUBJECTS, settings)
     heard = await client.subscribe(SUBJECTS.of(KEY, "out"))
     fence = {"Nats-Expected-Last-Subject-Sequence": "0"}
@@ -76,7 +78,7 @@ async def test_a_result_is_heard_once_it_is_stored_and_never_if_it_is_refused(cl
     assert (await js.get_last_msg("turnkeep_log", SUBJECTS.of(KEY, "out"))).data == b"first"
 
 
-async def test_a_chunk_is_heard_once_it_is_stored_and_never_if_it_is_refused(client, js, settings):
+async def test_subscribers_receive_a_chunk_only_if_the_token_stream_has_stored_it(client, js, settings):
     await ensure(js, SUBJECTS, settings)
     heard = await client.subscribe(SUBJECTS.tokens(KEY, "g"))
     ack = await js.publish(SUBJECTS.tokens(KEY, "g", "chunk"), b"first")
@@ -91,7 +93,7 @@ async def test_a_chunk_is_heard_once_it_is_stored_and_never_if_it_is_refused(cli
     assert (await js.get_last_msg("turnkeep_tok", SUBJECTS.tokens(KEY, "g"))).data == b"first"
 
 
-async def test_the_consumer_delivers_requests_from_the_first_one_and_again_without_an_ack(js, settings):
+async def test_the_consumer_delivers_only_requests_and_delivers_them_again_without_an_ack(js, settings):
     settings = dataclasses.replace(settings, ack_wait_s=0.5)
     await ensure(js, SUBJECTS, settings)
     await js.publish(SUBJECTS.of(KEY, "commit"), b"result")
@@ -104,7 +106,7 @@ async def test_the_consumer_delivers_requests_from_the_first_one_and_again_witho
     await second.ack()
 
 
-async def test_ensuring_twice_or_at_the_same_time_changes_nothing(js, settings):
+async def test_making_the_streams_again_or_concurrently_changes_nothing(js, settings):
     await asyncio.gather(*(ensure(js, SUBJECTS, settings) for _ in range(4)))
     before = (
         (await js.stream_info("turnkeep_log")).config,
@@ -118,13 +120,13 @@ async def test_ensuring_twice_or_at_the_same_time_changes_nothing(js, settings):
     assert before == after
 
 
-async def test_workers_with_other_settings_may_start_at_the_same_moment(js, settings):
+async def test_workers_with_different_settings_can_make_the_streams_at_the_same_time(js, settings):
     others = [dataclasses.replace(settings, log_max_bytes=size) for size in (2**24, 2**25, 2**26)]
     await asyncio.gather(*(ensure(js, SUBJECTS, other) for other in others))
     assert (await js.stream_info("turnkeep_log")).config.max_bytes in (2**24, 2**25, 2**26)
 
 
-async def test_changed_settings_reach_the_streams_and_keep_what_is_stored(js, settings):
+async def test_changed_settings_are_applied_to_the_streams_and_keep_stored_messages(js, settings):
     await ensure(js, SUBJECTS, settings)
     await js.publish(SUBJECTS.of(KEY, "in"), b"request")
     log = (await js.stream_info("turnkeep_log")).config
@@ -146,14 +148,14 @@ async def test_changed_settings_reach_the_streams_and_keep_what_is_stored(js, se
         await js.publish(SUBJECTS.of(KEY, "in"), b"x" * 2**17)
 
 
-async def test_a_message_of_the_greatest_size_fits_with_its_headers(js, settings):
+async def test_a_message_of_the_maximum_size_including_its_headers_is_stored(js, settings):
     await ensure(js, SUBJECTS, settings)
     headers = {"traceparent": "y" * 1000}
     body = b"x" * (settings.max_message_bytes - 1100)
     assert await js.publish(SUBJECTS.of(KEY, "in"), body, headers=headers)
 
 
-async def test_a_full_log_refuses_and_keeps_what_it_has(js, settings):
+async def test_a_full_log_refuses_new_messages_and_keeps_its_old_ones(js, settings):
     await ensure(js, SUBJECTS, dataclasses.replace(settings, log_max_bytes=2**20))
     await js.publish(SUBJECTS.of(KEY, "in"), b"x" * 2**19)
     with pytest.raises(APIError, match="maximum bytes exceeded"):
@@ -161,7 +163,7 @@ async def test_a_full_log_refuses_and_keeps_what_it_has(js, settings):
     assert (await js.stream_info("turnkeep_log")).state.first_seq == 1
 
 
-async def test_an_id_of_one_tenant_does_not_swallow_another_tenants_message(js, settings):
+async def test_a_message_id_used_by_one_tenant_does_not_make_anothers_message_a_duplicate(js, settings):
     await ensure(js, SUBJECTS, settings)
     headers = {"Nats-Msg-Id": "1"}
     await js.publish(SUBJECTS.of(SessionKey("a", "s"), "in"), b"x", headers=headers)
@@ -170,7 +172,7 @@ async def test_an_id_of_one_tenant_does_not_swallow_another_tenants_message(js, 
     assert not ack.duplicate
 
 
-async def test_a_stream_that_holds_the_subjects_already_is_named(js, settings):
+async def test_another_stream_that_already_has_the_subjects_is_named_in_the_error(js, settings):
     await js.add_stream(name="theirs", subjects=["turnkeep.>"], no_ack=True)
     with pytest.raises(
         BrokerError, match="belong to the stream theirs; remove that stream, or choose another --prefix"
@@ -178,7 +180,7 @@ async def test_a_stream_that_holds_the_subjects_already_is_named(js, settings):
         await ensure(js, SUBJECTS, settings)
 
 
-async def test_two_prefixes_that_share_a_stream_name_do_not_steal_from_each_other(js, settings):
+async def test_a_prefix_whose_stream_name_belongs_to_another_prefix_is_refused(js, settings):
     await ensure(js, Subjects("a.b"), settings)
     with pytest.raises(BrokerError, match=r"a_b_log exists with the subjects a\.b.*choose another --prefix"):
         await ensure(js, Subjects("a_b"), settings)
@@ -199,7 +201,7 @@ async def test_a_log_of_another_version_is_refused_unless_it_is_empty(js, settin
         await ensure(js, SUBJECTS, settings)
 
 
-async def test_a_token_stream_of_an_earlier_version_takes_what_is_published_on_chunk(client, js, settings):
+async def test_a_token_stream_of_an_earlier_version_is_upgraded_to_store_chunk_subjects(client, js, settings):
     await js.add_stream(name="turnkeep_tok", subjects=[SUBJECTS.every_token()])
     await js.publish(SUBJECTS.tokens(KEY, "g"), b"kept")
     await ensure(js, SUBJECTS, settings)
@@ -209,7 +211,7 @@ async def test_a_token_stream_of_an_earlier_version_takes_what_is_published_on_c
     await ensure(js, SUBJECTS, settings)  # as it is
 
 
-async def test_a_stream_of_another_kind_is_named(js, settings):
+async def test_a_log_stream_with_memory_storage_is_refused(js, settings):
     await js.add_stream(
         name="turnkeep_log", subjects=[SUBJECTS.every("in"), SUBJECTS.every("commit")], storage="memory"
     )
@@ -217,7 +219,9 @@ async def test_a_stream_of_another_kind_is_named(js, settings):
         await ensure(js, SUBJECTS, settings)
 
 
-async def test_a_server_without_room_is_named(foreign_server, settings, tmp_path):
+async def test_a_nats_server_without_space_for_the_log_is_refused_with_advice(
+    foreign_server, settings, tmp_path
+):
     url = await foreign_server(jetstream={"store_dir": str(tmp_path / "js"), "max_file_store": 2**20})
     client = await connect(url, name="test")
     with pytest.raises(BrokerError, match=r"no room for the stream turnkeep_log.*--log-max-bytes"):
@@ -225,7 +229,7 @@ async def test_a_server_without_room_is_named(foreign_server, settings, tmp_path
     await client.close()
 
 
-async def test_a_log_that_vanishes_is_the_end(js, settings, monkeypatch):
+async def test_deleting_the_log_stream_raises_an_error_in_the_task_that_watches_it(js, settings, monkeypatch):
     monkeypatch.setattr(streams, "_KEEP_S", 0.1)
     await ensure(js, SUBJECTS, settings)
     keeping = asyncio.create_task(streams.keep(js, SUBJECTS, settings))
@@ -237,13 +241,13 @@ async def test_a_log_that_vanishes_is_the_end(js, settings, monkeypatch):
 
 
 @pytest.mark.parametrize("version", ["2.10.26", "2.11.11", "2.12.15", "2.13.0", "2.14.0-RC.1", "2.14.5"])
-async def test_a_server_that_loses_what_a_compaction_writes_is_known(client, monkeypatch, version):
+async def test_nats_server_versions_that_can_lose_entries_are_recognised(client, monkeypatch, version):
     monkeypatch.setattr(Client, "connected_server_version", ServerVersion(version))
     assert "install 2.12.16, 2.14.6, 2.15.0 or newer" in loses_entries(server_version(client))
 
 
 @pytest.mark.parametrize("version", ["2.12.16", "2.14.6", "2.15.0", "2.16.0-dev", "3.0.0", "mine", None])
-async def test_a_server_that_syncs_compactions_is_not_warned_of(client, monkeypatch, version):
+async def test_nats_server_versions_that_lose_no_entries_cause_no_warning(client, monkeypatch, version):
     if version:
         monkeypatch.setattr(Client, "connected_server_version", ServerVersion(version))
     assert loses_entries(server_version(client)) == ""

@@ -88,7 +88,7 @@ def pid() -> int:
     return int(systemctl("show", NAME, "--property=MainPID", "--value"))
 
 
-def test_its_system_calls_are_filtered_and_it_finishes_its_answer_after_a_kill(
+def test_a_worker_under_systemd_has_filtered_system_calls_and_resumes_its_answer_after_a_kill(
     url: str, tmp_path: Path
 ) -> None:
     first = pid()

@@ -1,4 +1,4 @@
-"""Spans of turns, as a collector gets them from a worker: whole, in place, without text, never in the way."""
+"""Spans of turns, as a collector gets them from a worker: complete, ordered, without text, never blocking."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-async def test_a_turn_is_a_span_of_its_publisher_s_trace_with_its_parts_inside(
+async def test_a_turn_is_a_span_in_its_clients_trace_with_its_phases_as_child_spans(
     local_worker: Callable[..., Awaitable[Any]], receiver: Receiver
 ) -> None:
     worker = await local_worker(otlp_endpoint=receiver.url)
@@ -92,7 +92,7 @@ async def test_a_turn_is_a_span_of_its_publisher_s_trace_with_its_parts_inside(
     assert parts["decode"].start_ns <= parts["snapshot"].start_ns
 
 
-async def test_an_append_after_a_restart_shows_what_was_restored(
+async def test_the_span_of_an_append_after_a_restart_shows_the_restored_tokens(
     local_worker: Callable[..., Awaitable[Any]], receiver: Receiver
 ) -> None:
     worker = await local_worker()
@@ -111,7 +111,7 @@ async def test_an_append_after_a_restart_shows_what_was_restored(
     assert "decode" not in parts
 
 
-async def test_spans_have_no_text_of_the_conversation(
+async def test_spans_contain_no_text_of_the_conversation(
     local_worker: Callable[..., Awaitable[Any]], receiver: Receiver
 ) -> None:
     worker = await local_worker(otlp_endpoint=receiver.url)
@@ -131,7 +131,7 @@ async def test_spans_have_no_text_of_the_conversation(
     assert not any(b"purple" in body for body in receiver.bodies)
 
 
-async def test_a_repeated_id_is_a_span_of_its_own_that_names_the_first_request(
+async def test_a_repeated_request_id_gets_its_own_span_that_names_the_first_request(
     local_worker: Callable[..., Awaitable[Any]], receiver: Receiver
 ) -> None:
     worker = await local_worker(otlp_endpoint=receiver.url)
@@ -147,7 +147,7 @@ async def test_a_repeated_id_is_a_span_of_its_own_that_names_the_first_request(
     assert set(receiver.children(two)) == {"queue"}
 
 
-async def test_malformed_headers_begin_a_new_trace_and_unsampled_ones_none(
+async def test_malformed_trace_headers_start_a_new_trace_and_unsampled_ones_make_no_span(
     local_worker: Callable[..., Awaitable[Any]], receiver: Receiver
 ) -> None:
     worker = await local_worker(otlp_endpoint=receiver.url)
@@ -165,7 +165,7 @@ async def test_malformed_headers_begin_a_new_trace_and_unsampled_ones_none(
     assert (turns[-1].trace_id, turns[-1].parent_id, turns[-1].state) == (TRACE_ID, SPAN_ID, "vendor=7")
 
 
-async def test_an_ask_hands_the_headers_on(
+async def test_an_ask_by_nats_request_passes_its_trace_headers_on(
     local_worker: Callable[..., Awaitable[Any]], receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import nats
@@ -184,7 +184,7 @@ async def test_an_ask_hands_the_headers_on(
     assert turn.resource["service.name"] == "garden-worker"
 
 
-async def test_turns_go_on_without_a_collector_and_spans_once_it_is_back(
+async def test_turns_continue_without_a_collector_and_spans_once_it_is_back(
     local_worker: Callable[..., Awaitable[Any]], receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
@@ -209,8 +209,8 @@ async def test_turns_go_on_without_a_collector_and_spans_once_it_is_back(
     assert told[1]["lost_turns"] >= 2
 
 
-def test_a_collector_that_hangs_is_not_waited_for(receiver: Receiver) -> None:
-    """More turns than may wait are given while it takes none; what had no room is counted, nobody waits."""
+def test_turns_do_not_wait_for_a_collector_that_hangs_and_lost_spans_are_counted(receiver: Receiver) -> None:
+    """More turns than may wait are added while it takes none; those that do not fit are counted."""
     taken, done = threading.Event(), threading.Event()
     take = receiver.take
 
@@ -234,7 +234,9 @@ def test_a_collector_that_hangs_is_not_waited_for(receiver: Receiver) -> None:
     assert told["lost_turns"] == 3001 - 2049
 
 
-def test_a_stop_does_not_wait_for_a_collector_that_hangs_and_says_what_is_lost(receiver: Receiver) -> None:
+def test_a_stop_does_not_wait_for_a_hanging_collector_and_logs_that_spans_are_lost(
+    receiver: Receiver,
+) -> None:
     taken, done = threading.Event(), threading.Event()
     receiver.take = lambda *_: (taken.set(), done.wait(30))  # type: ignore[assignment, func-returns-value]
     traces = Traces(receiver.url, {})
@@ -260,7 +262,7 @@ def sdk_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], 
 
 
 @pytest.mark.process
-async def test_nothing_is_imported_where_no_collector_is_named(
+async def test_opentelemetry_is_imported_only_if_a_collector_is_configured(
     worker_process: Callable[..., Any], sdk_wanted: Callable[[], bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = worker_process()
@@ -279,7 +281,7 @@ async def test_nothing_is_imported_where_no_collector_is_named(
     assert len(re.findall(r"pip install -e '\.\[traces\]'", worker.log)) == 1
 
 
-async def test_an_endpoint_without_the_extra_ends_the_start_by_one_line(
+async def test_a_configured_collector_without_its_library_fails_the_start(
     local_worker: Callable[..., Awaitable[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import sys
@@ -290,7 +292,7 @@ async def test_an_endpoint_without_the_extra_ends_the_start_by_one_line(
 
 
 @pytest.mark.process
-async def test_an_answer_that_two_workers_gave_is_one_span_of_the_second(
+async def test_an_answer_resumed_after_a_crash_is_one_span_of_the_second_worker(
     worker_process: Callable[..., Any], endless_model: Path, receiver: Receiver
 ) -> None:
     worker = worker_process(

@@ -1,4 +1,4 @@
-"""The AsyncAPI document is current, sound in itself, and describes the messages that are really sent."""
+"""The AsyncAPI document is current and consistent, and describes the messages that are really sent."""
 
 from __future__ import annotations
 
@@ -129,11 +129,13 @@ def schema_of(document: dict[str, Any], name: str) -> dict[str, Any]:
     return {**document["components"]["schemas"][name], "components": document["components"]}
 
 
-def test_the_written_document_is_current() -> None:
+def test_the_asyncapi_document_matches_the_code() -> None:
     assert asyncapi.main(["--check", str(WRITTEN)]) == 0
 
 
-def test_an_old_document_is_told_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_outdated_or_missing_document_fails_the_check_with_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     old = tmp_path / "old.yaml"
     old.write_text("asyncapi: 3.0.0\n")
     assert asyncapi.main(["--check", str(old)]) == 1
@@ -143,12 +145,12 @@ def test_an_old_document_is_told_in_one_line(tmp_path: Path, capsys: pytest.Capt
     assert len(out.err.splitlines()) == 2
 
 
-def test_printing_it_gives_what_is_written(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_printed_document_equals_the_written_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert asyncapi.main([]) == 0
     assert capsys.readouterr().out == WRITTEN.read_text()
 
 
-def test_every_reference_leads_somewhere(document: dict[str, Any]) -> None:
+def test_every_reference_in_the_document_resolves(document: dict[str, Any]) -> None:
     references = re.findall(r'"\$ref": "#/([^"]+)"', json.dumps(document))
     assert len(references) > 50
     for reference in references:
@@ -157,14 +159,14 @@ def test_every_reference_leads_somewhere(document: dict[str, Any]) -> None:
             at = at[step]
 
 
-def test_every_schema_is_a_json_schema(document: dict[str, Any]) -> None:
+def test_every_schema_of_the_document_is_valid_json_schema(document: dict[str, Any]) -> None:
     """AsyncAPI 3 takes draft 7 and the later ones where they agree."""
     for name in document["components"]["schemas"]:
         for draft in (jsonschema.Draft7Validator, jsonschema.Draft202012Validator):
             draft.check_schema(schema_of(document, name))
 
 
-def test_channels_operations_and_messages_are_consistent(document: dict[str, Any]) -> None:
+def test_channels_operations_and_messages_of_the_document_are_consistent(document: dict[str, Any]) -> None:
     used = set()
     for name, channel in document["channels"].items():
         assert set(re.findall(r"{(\w+)}", channel["address"] or "")) == set(channel.get("parameters", {}))
@@ -180,20 +182,24 @@ def test_channels_operations_and_messages_are_consistent(document: dict[str, Any
     assert reached == set(document["channels"])
 
 
-def test_every_message_has_an_example_here(document: dict[str, Any]) -> None:
+def test_every_message_of_the_document_has_an_example_in_these_tests(document: dict[str, Any]) -> None:
     assert {type(each).__name__ for each in EXAMPLES} | {"EndOfTokens"} == set(
         document["components"]["messages"]
     )
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda each: type(each).__name__)
-def test_what_is_really_sent_fits_its_schema(document: dict[str, Any], example: msgspec.Struct) -> None:
+def test_each_encoded_message_is_valid_under_its_schema(
+    document: dict[str, Any], example: msgspec.Struct
+) -> None:
     schema = schema_of(document, type(example).__name__)
     jsonschema.Draft202012Validator(schema).validate(json.loads(encode(example)))
 
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=lambda each: type(each).__name__)
-def test_what_a_worker_refuses_does_not_fit(document: dict[str, Any], request_: msgspec.Struct) -> None:
+def test_requests_that_a_worker_refuses_are_invalid_under_their_schema(
+    document: dict[str, Any], request_: msgspec.Struct
+) -> None:
     validator = jsonschema.Draft202012Validator(schema_of(document, type(request_).__name__))
     right = json.loads(encode(request_))
     for wrong in (
@@ -207,7 +213,7 @@ def test_what_a_worker_refuses_does_not_fit(document: dict[str, Any], request_: 
 
 @pytest.mark.packaging
 @pytest.mark.registry("npm")
-def test_the_asyncapi_parser_takes_it(tmp_path: Path) -> None:
+def test_the_official_asyncapi_parser_accepts_the_document(tmp_path: Path) -> None:
     """AsyncAPI's own parser, which other tools use, has no objection."""
     install = ["npm", "install", "--silent", "--no-audit", "--no-fund", "--ignore-scripts"]
     subprocess.run([*install, "@asyncapi/parser@3.6.6"], cwd=tmp_path, check=True, timeout=120)

@@ -44,7 +44,7 @@ def opening(cache: bytes) -> CachePolicy:
         ),
     ],
 )
-def test_an_open_may_choose_a_policy_and_its_numbers(cache: bytes, meant: CachePolicy) -> None:
+def test_an_open_request_can_choose_a_cache_policy_and_its_sizes(cache: bytes, meant: CachePolicy) -> None:
     assert opening(cache) == meant
 
 
@@ -96,14 +96,14 @@ def test_an_open_may_choose_a_policy_and_its_numbers(cache: bytes, meant: CacheP
         ),
     ],
 )
-def test_a_policy_that_cannot_be_is_refused_in_one_line(cache: bytes, refusal: str) -> None:
+def test_an_invalid_cache_policy_is_refused_in_one_line(cache: bytes, refusal: str) -> None:
     with pytest.raises(InvalidMessageError) as caught:
         opening(cache)
     assert str(caught.value).startswith(refusal)
     assert "\n" not in str(caught.value)
 
 
-def test_sessions_with_all_of_their_kv_look_as_ever() -> None:
+def test_messages_of_sessions_with_full_kv_are_encoded_as_before_cache_policies() -> None:
     """Byte for byte: whoever compares results, or reads them with an old client, sees no difference."""
     assert encode(Open(id="a")) == b'{"type":"open","id":"a"}'
     assert encode(Opened(id="a", seq=1, position=0)) == b'{"type":"opened","id":"a","seq":1,"position":0}'
@@ -118,7 +118,7 @@ def test_sessions_with_all_of_their_kv_look_as_ever() -> None:
     assert decode_control_reply(info) == session_info()
 
 
-def test_a_bounded_session_says_what_the_model_still_sees() -> None:
+def test_opening_a_bounded_session_returns_its_policy_and_the_first_visible_position() -> None:
     cache = SessionCache(policy="sink_window", sink=4, window=64)
     body = encode(Opened(id="a", seq=1, position=0, cache=cache, visible_from=0))
     assert body == (
@@ -128,6 +128,6 @@ def test_a_bounded_session_says_what_the_model_still_sees() -> None:
     assert decode_result(body) == Opened(id="a", seq=1, position=0, cache=cache, visible_from=0)
 
 
-def test_a_later_workers_policy_is_read_too() -> None:
+def test_a_client_reads_a_cache_policy_of_a_newer_worker() -> None:
     body = b'{"type":"opened","id":"a","seq":1,"position":0,"cache":{"policy":"lru","most":4096}}'
     assert decode_result(body) == Opened(id="a", seq=1, position=0, cache=SessionCache(policy="lru"))

@@ -1,4 +1,4 @@
-"""However an answer is cut, repeated and reordered, it joins to the record or is refused."""
+"""However chunks are split, repeated or reordered, they join to the result or fail."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def deliveries(draw: st.DrawFn) -> tuple[list[tuple[int, str]], list[Chunk]]:
 
 
 @given(deliveries())
-def test_any_delivery_joins_to_the_record(delivery) -> None:
+def test_overlapping_repeated_reordered_or_lost_chunks_join_to_the_recorded_answer(delivery) -> None:
     answer, chunks = delivery
     tokens, text = tuple(token for token, _ in answer), "".join(text for _, text in answer)
     assembly = Assembly()
@@ -43,7 +43,7 @@ def test_any_delivery_joins_to_the_record(delivery) -> None:
 
 
 @given(answers.filter(bool))
-def test_chunks_in_order_pass_through_as_they_are(answer) -> None:
+def test_chunks_in_order_pass_through_unchanged(answer) -> None:
     assembly = Assembly()
     for i, (token, text) in enumerate(answer):
         chunk = Chunk(i=i, tokens=(token,), text=text)
@@ -59,7 +59,7 @@ def test_chunks_in_order_pass_through_as_they_are(answer) -> None:
     )
 
 
-def test_a_gap_is_told_until_it_is_closed() -> None:
+def test_a_gap_between_chunks_is_reported_until_it_is_filled() -> None:
     assembly = Assembly()
     assert assembly.add(Chunk(i=1, tokens=(12,), text="b")) is None
     assert assembly.has_gap
@@ -67,14 +67,14 @@ def test_a_gap_is_told_until_it_is_closed() -> None:
     assert not assembly.has_gap
 
 
-def test_text_held_back_may_come_without_a_token() -> None:
+def test_a_chunk_may_bring_held_back_text_without_a_token() -> None:
     assembly = Assembly()
     assembly.add(Chunk(i=0, tokens=(11, 12), text="a"))
     assert assembly.add(Chunk(i=2, tokens=(), text="b")) == Chunk(i=2, tokens=(), text="b")
     assert assembly.add(Chunk(i=2, tokens=(), text="b")) is None
 
 
-def test_a_contradiction_is_refused() -> None:
+def test_chunks_that_contradict_each_other_or_the_record_are_refused() -> None:
     assembly = Assembly()
     assembly.add(Chunk(i=0, tokens=(11, 12), text="ab"))
     with pytest.raises(StreamBrokenError, match="tokens from 0"):

@@ -1,4 +1,4 @@
-"""What a client sees of an answer, whatever is lost, repeated, cut anew or killed on the way."""
+"""What a client sees of an answer when chunks are lost, repeated or split, or servers die."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def subscriptions(client: Client) -> int:
     return sum(not sub.subject.startswith("_INBOX.") for sub in client._wire._nats._subs.values())
 
 
-async def test_chunks_come_one_by_one_and_join_to_the_result(client: Client, worker: FakeWorker) -> None:
+async def test_chunks_arrive_one_by_one_and_join_to_the_result(client: Client, worker: FakeWorker) -> None:
     generation = client.session("s1").generate(text="hi", max_tokens=6)
     chunks = await read_all(generation)
     assert [chunk.text for chunk in chunks] == list(TEXTS)
@@ -77,7 +77,7 @@ async def test_chunks_come_one_by_one_and_join_to_the_result(client: Client, wor
     assert generation.seq == worker.requests[0][0]
 
 
-async def test_the_first_chunk_is_there_before_the_answer_is_finished(
+async def test_a_client_gets_the_first_chunk_before_the_answer_is_finished(
     client: Client, worker: FakeWorker
 ) -> None:
     seen = asyncio.Event()
@@ -95,7 +95,9 @@ async def test_the_first_chunk_is_there_before_the_answer_is_finished(
     assert texts == ["He", TEXT[2:]]
 
 
-async def test_a_generate_can_be_awaited_without_its_chunks(client: Client, worker: FakeWorker) -> None:
+async def test_a_generation_can_be_awaited_without_reading_its_chunks(
+    client: Client, worker: FakeWorker
+) -> None:
     generation = client.session("s1").generate(text="hi")
     assert (await generation).text == TEXT
     assert generation.result.tokens == TOKENS
@@ -103,7 +105,9 @@ async def test_a_generate_can_be_awaited_without_its_chunks(client: Client, work
     assert len(worker.requests) == 1
 
 
-async def test_awaiting_and_iterating_at_once_is_one_request(client: Client, worker: FakeWorker) -> None:
+async def test_awaiting_and_iterating_a_generation_at_once_sends_one_request(
+    client: Client, worker: FakeWorker
+) -> None:
     generation = client.session("s1").generate(text="hi")
     results = await asyncio.gather(read_all(generation), generation.wait(), generation.wait())
     assert results[1] == results[2] == generation.result
@@ -111,22 +115,24 @@ async def test_awaiting_and_iterating_at_once_is_one_request(client: Client, wor
     assert subscriptions(client) == 0
 
 
-async def test_two_readers_of_one_generate_both_see_all_of_it(client: Client, worker: FakeWorker) -> None:
+async def test_two_readers_of_one_generation_both_get_all_chunks(client: Client, worker: FakeWorker) -> None:
     generation = client.session("s1").generate(text="hi")
     await asyncio.gather(read_all(generation), read_all(generation))
 
 
-async def test_the_result_before_the_end_is_no_result(client: Client, worker: FakeWorker) -> None:
+async def test_reading_the_result_before_the_generation_has_ended_raises_an_error(
+    client: Client, worker: FakeWorker
+) -> None:
     generation = client.session("s1").generate(text="hi")
     with pytest.raises(RuntimeError, match="await it first"):
         _ = generation.result
 
 
 @pytest.mark.parametrize("num_chunks", [6, 4, 0])
-async def test_an_answer_is_over_with_its_result_where_the_end_of_its_chunks_was_lost(
+async def test_an_answer_ends_with_its_result_if_its_last_chunks_were_lost(
     client: Client, worker: FakeWorker, num_chunks: int
 ) -> None:
-    """Nobody acknowledges the empty body, nor the last chunks: a server that dies loses them."""
+    """A server that dies may lose the last chunks and the empty message after them."""
 
     async def script(worker: FakeWorker, seq: int, request: Request) -> None:
         for i, (token, text) in enumerate(zip(TOKENS[:num_chunks], TEXTS, strict=False)):
@@ -138,7 +144,9 @@ async def test_an_answer_is_over_with_its_result_where_the_end_of_its_chunks_was
     assert len(chunks) == num_chunks + (num_chunks < len(TOKENS))
 
 
-async def test_leaving_the_iteration_early_leaves_nothing_behind(client: Client, worker: FakeWorker) -> None:
+async def test_leaving_the_iteration_early_leaves_no_subscriptions_or_tasks_behind(
+    client: Client, worker: FakeWorker
+) -> None:
     """A break frees subscriptions and tasks, and the request is answered all the same."""
     go_on = asyncio.Event()
 
@@ -161,7 +169,7 @@ async def test_leaving_the_iteration_early_leaves_nothing_behind(client: Client,
     assert subscriptions(client) == 0
 
 
-async def test_a_cancelled_reader_leaves_nothing_behind(client: Client, worker: FakeWorker) -> None:
+async def test_a_cancelled_reader_leaves_no_subscriptions_behind(client: Client, worker: FakeWorker) -> None:
     async def script(worker: FakeWorker, seq: int, request: Request) -> None:
         await worker.chunk(request, 0, [11], "He")
 
@@ -181,8 +189,10 @@ async def test_a_cancelled_reader_leaves_nothing_behind(client: Client, worker: 
     assert subscriptions(client) == 0
 
 
-async def test_a_cancellation_is_never_lost(client: Client, worker: FakeWorker) -> None:
-    """Not even if it meets the acknowledgement: nobody answers here, so a lost one would wait for ever."""
+async def test_cancelling_a_task_that_waits_for_its_result_always_ends_it(
+    client: Client, worker: FakeWorker
+) -> None:
+    """Also if the cancel meets the acknowledgement: no worker answers here, so a lost one would hang."""
     worker.script = silent
     session = client.session("s1")
     for step in range(150):
@@ -195,7 +205,7 @@ async def test_a_cancellation_is_never_lost(client: Client, worker: FakeWorker) 
     assert subscriptions(client) == 0
 
 
-async def test_cancelling_ends_the_answer_with_what_it_has(client: Client, worker: FakeWorker) -> None:
+async def test_cancelling_a_running_answer_ends_it_as_cancelled(client: Client, worker: FakeWorker) -> None:
     cancelled = asyncio.Event()
 
     async def on_control(message: Msg) -> None:
@@ -251,7 +261,7 @@ class Cancelling:
 
 
 @pytest.mark.parametrize("has_read", [True, False])
-async def test_leaving_the_block_early_cancels_the_answer(
+async def test_leaving_the_async_with_block_early_cancels_the_answer(
     client: Client, worker: FakeWorker, has_read: bool
 ) -> None:
     """Also if the worker has not read the request yet, and whatever ends the block."""
@@ -272,7 +282,7 @@ async def test_leaving_the_block_early_cancels_the_answer(
     assert subscriptions(client) == 0
 
 
-async def test_a_task_that_is_cancelled_cancels_the_answer_of_its_block(
+async def test_cancelling_a_task_cancels_the_answer_of_its_async_with_block(
     client: Client, worker: FakeWorker
 ) -> None:
     cancelling = Cancelling(worker)
@@ -292,7 +302,7 @@ async def test_a_task_that_is_cancelled_cancels_the_answer_of_its_block(
     assert cancelling.cancelled.is_set()
 
 
-async def test_a_block_that_was_left_late_or_has_sent_nothing_cancels_nothing(
+async def test_leaving_a_block_after_its_answer_or_without_a_request_cancels_nothing(
     client: Client, worker: FakeWorker
 ) -> None:
     cancelling = Cancelling(worker)
@@ -306,10 +316,10 @@ async def test_a_block_that_was_left_late_or_has_sent_nothing_cancels_nothing(
     assert cancelling.num_asked == 0
 
 
-async def test_an_answer_that_goes_on_takes_longer_than_its_timeout(
+async def test_an_answer_that_keeps_sending_chunks_may_take_longer_than_its_timeout(
     client: Client, worker: FakeWorker
 ) -> None:
-    """It is for the silence before a chunk, as of other streams."""
+    """The timeout limits the silence before each chunk."""
 
     async def script(worker: FakeWorker, seq: int, request: Request) -> None:
         for i, (token, text) in enumerate(zip(TOKENS, TEXTS, strict=True)):
@@ -321,7 +331,9 @@ async def test_an_answer_that_goes_on_takes_longer_than_its_timeout(
     assert len(await read_all(client.session("s1").generate(text="hi", timeout_s=1.2))) == len(TOKENS)
 
 
-async def test_a_failed_generate_raises_after_its_chunks(client: Client, worker: FakeWorker) -> None:
+async def test_a_failed_generation_raises_an_error_after_its_chunks(
+    client: Client, worker: FakeWorker
+) -> None:
     async def script(worker: FakeWorker, seq: int, request: Request) -> None:
         await worker.chunk(request, 0, [11], "He")
         await asyncio.sleep(0.1)
@@ -335,7 +347,9 @@ async def test_a_failed_generate_raises_after_its_chunks(client: Client, worker:
     assert caught.value.retryable
 
 
-async def test_a_repeated_generate_is_read_from_its_record(client: Client, worker: FakeWorker) -> None:
+async def test_a_repeated_generation_returns_its_recorded_answer_as_one_chunk(
+    client: Client, worker: FakeWorker
+) -> None:
     """No chunk is published for a repeat: the whole answer comes as one piece."""
 
     async def script(worker: FakeWorker, seq: int, request: Request) -> None:
@@ -347,8 +361,10 @@ async def test_a_repeated_generate_is_read_from_its_record(client: Client, worke
     assert generation.result.repeat_of == 1
 
 
-async def test_who_comes_back_to_a_running_answer_sees_its_chunks(client: Client, worker: FakeWorker) -> None:
-    """They are those of the first request; the beginning is read back before the end is there."""
+async def test_a_repeat_of_a_running_generation_gets_all_of_its_chunks(
+    client: Client, worker: FakeWorker
+) -> None:
+    """The chunks so far are read back while the first request is still being answered."""
     has_begun, beginning_seen = asyncio.Event(), asyncio.Event()
 
     async def script(worker: FakeWorker, seq: int, request: Request) -> None:
@@ -375,10 +391,10 @@ async def test_who_comes_back_to_a_running_answer_sees_its_chunks(client: Client
     assert [chunk.text for chunk in chunks] == ["Hello", ", ", "wör", "ld!"]
 
 
-async def test_who_follows_a_running_answer_sees_what_it_has_at_once(
+async def test_following_a_running_answer_gives_its_chunks_so_far_at_once(
     client: Client, worker: FakeWorker
 ) -> None:
-    """Also who has sent the request: the answer may be read later. No further chunk is needed for that."""
+    """Also for the sender, who may read the answer later. No further chunk is needed for that."""
     has_begun, beginning_seen = asyncio.Event(), asyncio.Event()
 
     async def script(worker: FakeWorker, seq: int, request: Request) -> None:
@@ -403,10 +419,10 @@ async def test_who_follows_a_running_answer_sees_what_it_has_at_once(
     assert len(worker.requests) == 1
 
 
-async def test_an_id_that_is_free_again_has_none_of_the_earlier_chunks(
+async def test_a_reused_request_id_gets_none_of_the_chunks_of_its_earlier_use(
     client: Client, worker: FakeWorker
 ) -> None:
-    """Its first session has left the log; the token stream, which is read, has its chunks still."""
+    """The first session has left the log, but the token stream still has its chunks."""
     is_read = asyncio.Event()
 
     async def script(worker: FakeWorker, seq: int, request: Request) -> None:
@@ -439,7 +455,7 @@ async def test_an_id_that_is_free_again_has_none_of_the_earlier_chunks(
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-async def test_another_request_under_the_same_id_has_no_part_in_an_answer(
+async def test_chunks_of_another_request_under_the_same_id_do_not_mix_into_an_answer(
     client: Client, worker: FakeWorker, *, is_first: bool
 ) -> None:
     """Whether it came before or after; the worker refuses the later one of them."""
@@ -471,7 +487,7 @@ async def test_another_request_under_the_same_id_has_no_part_in_an_answer(
     assert [chunk.text for chunk in await asyncio.wait_for(reading, 10)] == ["He", TEXT[2:]]
 
 
-async def test_a_chunk_that_the_stream_stores_late_is_found_before_the_end(
+async def test_a_chunk_that_the_stream_stores_late_is_found_before_the_answer_ends(
     client: Client, worker: FakeWorker
 ) -> None:
     seen = asyncio.Event()
@@ -490,7 +506,7 @@ async def test_a_chunk_that_the_stream_stores_late_is_found_before_the_end(
 
 
 @pytest.mark.parametrize("lost", [{0}, {2}, {5}, {1, 2, 4}, {0, 1, 2, 3, 4, 5}])
-async def test_chunks_that_nobody_has_any_more_come_with_the_result(
+async def test_the_content_of_lost_chunks_comes_with_the_result(
     client: Client, worker: FakeWorker, lost: set[int]
 ) -> None:
     async def script(worker: FakeWorker, seq: int, request: Request) -> None:
@@ -505,8 +521,10 @@ async def test_chunks_that_nobody_has_any_more_come_with_the_result(
     assert generation.result.text == TEXT
 
 
-async def test_chunks_published_again_and_cut_anew_are_seen_once(client: Client, worker: FakeWorker) -> None:
-    """A resumed worker starts at a boundary that it knows and need not cut as the first one did."""
+async def test_chunks_published_again_and_split_differently_are_seen_once(
+    client: Client, worker: FakeWorker
+) -> None:
+    """A resumed worker starts at a boundary that it knows and may split chunks differently."""
 
     async def script(worker: FakeWorker, seq: int, request: Request) -> None:
         await worker.chunk(request, 0, [11], "He")
@@ -523,7 +541,7 @@ async def test_chunks_published_again_and_cut_anew_are_seen_once(client: Client,
 
 
 @pytest.mark.parametrize(("tokens", "text"), [([11, 99], "Hello"), ([11, 12], "Hullo")])
-async def test_chunks_that_contradict_each_other_raise(
+async def test_chunks_that_contradict_each_other_raise_an_error(
     client: Client, worker: FakeWorker, tokens: list[int], text: str
 ) -> None:
     async def script(worker: FakeWorker, seq: int, request: Request) -> None:
@@ -536,7 +554,9 @@ async def test_chunks_that_contradict_each_other_raise(
     assert subscriptions(client) == 0
 
 
-async def test_chunks_that_contradict_the_record_raise(client: Client, worker: FakeWorker) -> None:
+async def test_chunks_that_contradict_the_recorded_result_raise_an_error(
+    client: Client, worker: FakeWorker
+) -> None:
     async def script(worker: FakeWorker, seq: int, request: Request) -> None:
         await worker.chunk(request, 0, [99], "He")
         await asyncio.sleep(0.1)
@@ -547,7 +567,7 @@ async def test_chunks_that_contradict_the_record_raise(client: Client, worker: F
         await read_all(client.session("s1").generate(text="hi"))
 
 
-async def test_a_slow_reader_misses_nothing(
+async def test_a_slow_reader_gets_every_chunk(
     client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(turnkeep_client.generation, "MAX_WAITING_CHUNKS", 2)
@@ -569,7 +589,7 @@ async def test_a_slow_reader_misses_nothing(
     assert texts == list(TEXTS)
 
 
-async def test_a_client_that_hears_nothing_finds_its_answer_in_the_log(
+async def test_a_client_that_receives_no_messages_finds_its_answer_in_the_log(
     client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def deaf(subject: str, on_body: Callable[[bytes], None]) -> Callable[[], Awaitable[None]]:
@@ -581,10 +601,10 @@ async def test_a_client_that_hears_nothing_finds_its_answer_in_the_log(
     assert generation.result.text == TEXT
 
 
-async def test_other_results_in_between_do_not_hide_the_right_one(
+async def test_a_client_finds_its_result_in_the_log_behind_many_other_results(
     client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Reading back goes on over as many batches as it takes."""
+    """The client reads as many batches as it takes."""
     monkeypatch.setattr(turnkeep_client.wire, "READ_BATCH", 3)
 
     async def deaf(subject: str, on_body: Callable[[bytes], None]) -> Callable[[], Awaitable[None]]:
@@ -600,10 +620,10 @@ async def test_other_results_in_between_do_not_hide_the_right_one(
     assert (await client.session("s1").generate(text="hi")).text == TEXT
 
 
-async def test_a_result_that_left_the_log_before_it_was_heard_is_not_waited_for(
+async def test_a_call_whose_result_was_removed_from_the_log_raises_an_error_instead_of_waiting(
     client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its session was forgotten while the client was away: nobody can say any more what was answered."""
+    """Its session was forgotten while the client was away, so the answer exists no more."""
 
     async def deaf(subject: str, on_body: Callable[[bytes], None]) -> Callable[[], Awaitable[None]]:
         return lambda: asyncio.sleep(0)
@@ -620,10 +640,10 @@ async def test_a_result_that_left_the_log_before_it_was_heard_is_not_waited_for(
         await client.session("s1").append(text="hi", timeout_s=20)
 
 
-async def test_a_request_that_was_the_last_of_the_log_is_known_to_be_removed(
+async def test_a_call_whose_request_was_removed_as_the_last_log_entry_raises_after_a_while(
     client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing behind it tells a log without it from a replica that lags; only time does."""
+    """Only time tells a log without the request from a replica that lags behind."""
     for name, seconds in (("FIRST_POLL_S", 0.2), ("DOUBT_S", 0.1), ("MOST_LAG_S", 1.0)):
         monkeypatch.setattr(turnkeep_client.calls, name, seconds)
 
@@ -637,7 +657,7 @@ async def test_a_request_that_was_the_last_of_the_log_is_known_to_be_removed(
     assert time.monotonic() - begun_s > 1.0
 
 
-async def test_a_server_that_denies_a_request_once_has_not_lost_it(
+async def test_a_call_keeps_waiting_if_a_server_denies_having_its_request_only_once(
     client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(turnkeep_client.calls, "DOUBT_S", 0.1)
@@ -659,10 +679,10 @@ async def test_a_server_that_denies_a_request_once_has_not_lost_it(
     assert (await client.session("s1").generate(text="hi", timeout_s=20)).text == TEXT
 
 
-async def test_requests_that_left_the_log_keep_no_other_call_waiting(
+async def test_checks_for_removed_requests_run_together_and_delay_no_other_call(
     client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each is asked for twice, with a pause: together, and beside an answer that goes on."""
+    """Each is looked up twice, with a pause: all together, and beside a running answer."""
     monkeypatch.setattr(turnkeep_client.calls, "FIRST_POLL_S", 0.2)
     monkeypatch.setattr(turnkeep_client.calls, "DOUBT_S", 3.0)
     num_lost, seqs, all_in = 10, list[int](), asyncio.Event()
@@ -692,10 +712,10 @@ async def test_requests_that_left_the_log_keep_no_other_call_waiting(
         await losing
 
 
-async def test_calls_that_wait_for_one_session_read_the_log_together(
+async def test_calls_that_wait_for_one_session_share_their_reads_of_the_log(
     client: Client, worker: FakeWorker, server: NatsServer
 ) -> None:
-    """Each for itself, 700 calls of a slow worker read 256 results at a time for each of them."""
+    """One by one, 700 calls of a slow worker would each read 256 results at a time."""
     num_calls, num_reads = 200, 0
     is_over = asyncio.Event()
 
@@ -722,7 +742,7 @@ async def test_calls_that_wait_for_one_session_read_the_log_together(
 
 
 @pytest.mark.parametrize("headers", [{"Status": "503"}, {"Status": "408", "Description": "Timeout"}])
-async def test_a_log_that_cannot_be_read_has_not_lost_a_request(
+async def test_a_request_does_not_count_as_removed_while_the_log_cannot_be_read(
     client: Client, server: NatsServer, headers: dict[str, str]
 ) -> None:
     """A server that has just been started answers for its streams one after the other."""
@@ -740,12 +760,12 @@ async def test_a_log_that_cannot_be_read_has_not_lost_a_request(
     await nc.close()
 
 
-async def test_an_answer_outlives_kill_9_of_the_server(
+async def test_an_answer_survives_kill_9_of_the_nats_server(
     client: Client, worker: FakeWorker, server: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed after two chunks: what was published meanwhile is read back, nothing comes twice.
+    """Killed after two chunks: chunks published meanwhile are read back, and none comes twice.
 
-    The client comes back after the last chunk, so it hears of none of them, and the result waits for it.
+    The client reconnects after the last chunk, so it receives none directly; the result waits for it.
     """
     monkeypatch.setattr(turnkeep_client.calls, "FIRST_POLL_S", 60)
     client._wire._nats.options["reconnect_time_wait"] = 1
@@ -785,7 +805,7 @@ async def test_an_answer_outlives_kill_9_of_the_server(
     assert tuple(token for chunk in chunks for token in chunk.tokens) == TOKENS
 
 
-async def test_a_request_made_while_the_server_is_down_is_answered_when_it_is_back(
+async def test_a_request_made_while_the_nats_server_is_down_is_answered_once_it_is_back(
     client: Client, worker: FakeWorker, server: NatsServer
 ) -> None:
     server.kill()
@@ -796,7 +816,7 @@ async def test_a_request_made_while_the_server_is_down_is_answered_when_it_is_ba
     assert {request.id for _, request in worker.requests} == {"g1"}
 
 
-async def test_time_out_names_the_request_and_a_repeat_goes_on_waiting(
+async def test_a_timeout_names_its_request_and_a_repeat_under_that_id_keeps_waiting(
     client: Client, worker: FakeWorker
 ) -> None:
     worker.script = silent
@@ -810,7 +830,9 @@ async def test_time_out_names_the_request_and_a_repeat_goes_on_waiting(
     assert (await session.generate(text="hi", request_id="g1", timeout_s=10)).text == TEXT
 
 
-async def test_closing_the_client_ends_waiting_calls(client: Client, worker: FakeWorker) -> None:
+async def test_closing_the_client_ends_waiting_calls_with_an_error(
+    client: Client, worker: FakeWorker
+) -> None:
     worker.script = silent
     readers = [
         asyncio.create_task(read_all(client.session("s1").generate(text="hi"))),
@@ -850,10 +872,10 @@ async def acknowledge_by_hand(
     await heard(worker.nats)
 
 
-async def test_a_result_may_overtake_the_acknowledgement(
+async def test_a_result_that_arrives_before_the_acknowledgement_is_kept(
     client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kept until it is known whose it is; the result of another request is not mistaken for it."""
+    """It is kept until its request is known; another request's result is not mistaken for it."""
     monkeypatch.setattr(turnkeep_client.calls, "FIRST_POLL_S", 60)
 
     async def script(seq: int, request: Request, acknowledge: Acknowledge) -> None:
@@ -871,7 +893,7 @@ async def test_a_result_may_overtake_the_acknowledgement(
     assert "".join(chunk.text for chunk in chunks) == TEXT
 
 
-async def test_a_lost_acknowledgement_leads_to_a_repeat_under_the_same_id(
+async def test_a_client_repeats_a_request_under_the_same_id_if_its_acknowledgement_is_lost(
     client: Client, worker: FakeWorker
 ) -> None:
     """The second entry is answered from the record of the first."""

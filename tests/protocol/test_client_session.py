@@ -88,7 +88,9 @@ async def test_every_request_of_a_session_gets_its_own_result(client: Client, wo
     assert len({request.id for _, request in worker.requests}) == 5
 
 
-async def test_many_requests_at_once_are_told_apart(client: Client, worker: FakeWorker) -> None:
+async def test_each_of_many_concurrent_requests_gets_its_own_result(
+    client: Client, worker: FakeWorker
+) -> None:
     """Answered in reverse order, each caller still gets the result of its own request."""
     waiting: list[tuple[int, Request]] = []
 
@@ -104,7 +106,7 @@ async def test_many_requests_at_once_are_told_apart(client: Client, worker: Fake
     assert [result.id for result in results] == [f"a{n}" for n in range(20)]
 
 
-async def test_a_client_takes_the_reasons_and_codes_of_a_newer_worker_as_they_are(
+async def test_a_client_passes_on_unknown_finish_reasons_and_error_codes_of_a_newer_worker(
     client: Client, worker: FakeWorker
 ) -> None:
     async def script(worker: FakeWorker, seq: int, request: Request) -> None:
@@ -123,7 +125,7 @@ async def test_a_client_takes_the_reasons_and_codes_of_a_newer_worker_as_they_ar
     assert caught.value.retryable
 
 
-async def test_a_client_says_that_a_result_of_an_unknown_type_is_a_newer_worker_s(
+async def test_a_result_of_an_unknown_type_raises_an_error_that_asks_to_update_the_client(
     client: Client, worker: FakeWorker
 ) -> None:
     async def script(worker: FakeWorker, seq: int, request: Request) -> None:
@@ -137,7 +139,9 @@ async def test_a_client_says_that_a_result_of_an_unknown_type_is_a_newer_worker_
             await call
 
 
-async def test_messages_may_be_our_own_or_dicts_in_openais_shape(client: Client, worker: FakeWorker) -> None:
+async def test_messages_can_be_message_objects_or_dicts_in_openais_format(
+    client: Client, worker: FakeWorker
+) -> None:
     messages = [Message(role="system", content="Be brief."), {"role": "user", "content": "Hi"}]
     await client.session("s1").append(messages=messages, expect_position=7)
     request = worker.requests[0][1]
@@ -146,7 +150,7 @@ async def test_messages_may_be_our_own_or_dicts_in_openais_shape(client: Client,
     assert request.expect_position == 7
 
 
-def test_sampling_names_every_option_of_generate() -> None:
+def test_the_type_sampling_has_every_option_of_a_generate_request() -> None:
     own = {field.name for field in msgspec.structs.fields(Generate)}
     explicit = set(inspect.signature(Session.generate).parameters) - {
         "self",
@@ -178,7 +182,7 @@ def test_sampling_names_every_option_of_generate() -> None:
         (lambda session: session.cancel("*"), "request id .* must be 1 to 64"),
     ],
 )
-async def test_what_no_worker_would_take_is_refused_before_it_is_sent(
+async def test_a_client_refuses_an_invalid_request_without_sending_it(
     client: Client, worker: FakeWorker, call: object, sentence: str
 ) -> None:
     with pytest.raises(InvalidMessageError, match=sentence):
@@ -186,7 +190,7 @@ async def test_what_no_worker_would_take_is_refused_before_it_is_sent(
     assert worker.requests == []
 
 
-async def test_a_session_with_a_cache_policy_is_opened_before_its_first_turn(
+async def test_a_session_with_a_cache_policy_is_opened_once_before_its_first_turn(
     client: Client, worker: FakeWorker
 ) -> None:
     """Once for an object, also if several turns begin at once; and not before there is a turn."""
@@ -203,7 +207,7 @@ async def test_a_session_with_a_cache_policy_is_opened_before_its_first_turn(
     assert [type(request) for _, request in worker.requests].count(Open) == 1
 
 
-async def test_a_session_that_is_open_under_its_policy_is_not_opened_again(
+async def test_a_session_already_open_under_its_cache_policy_is_not_opened_again(
     client: Client, worker: FakeWorker
 ) -> None:
     """Each object of a session asks for its state, which leaves nothing in the log."""
@@ -221,7 +225,7 @@ async def test_a_session_that_is_open_under_its_policy_is_not_opened_again(
     assert [type(request) for _, request in worker.requests] == [Append, Append]
 
 
-async def test_a_bad_cache_policy_is_refused_where_it_is_given(client: Client) -> None:
+async def test_an_invalid_cache_policy_is_refused_when_the_session_object_is_made(client: Client) -> None:
     with pytest.raises(InvalidMessageError, match=r"cache needs a window of 1 to \d+ tokens, not 0"):
         client.session("s1", cache={"policy": "sink_window", "window": 0})
     words: Any = "sink_window"
@@ -229,8 +233,10 @@ async def test_a_bad_cache_policy_is_refused_where_it_is_given(client: Client) -
         client.session("s1", cache=words)
 
 
-async def test_a_worker_that_refuses_the_policy_gets_no_turn(client: Client, worker: FakeWorker) -> None:
-    """Else the session would begin under another one."""
+async def test_a_client_sends_no_turn_if_the_worker_refuses_the_cache_policy(
+    client: Client, worker: FakeWorker
+) -> None:
+    """The session would begin under another one."""
     worker.script = refuse
     session = client.session("s1", cache=CachePolicy(policy="sink_window"))
     for _ in range(2):
@@ -239,7 +245,9 @@ async def test_a_worker_that_refuses_the_policy_gets_no_turn(client: Client, wor
     assert {type(request) for _, request in worker.requests} == {Open}
 
 
-async def test_names_are_checked_where_they_are_given(client: Client, server: NatsServer) -> None:
+async def test_invalid_session_tenant_prefix_and_worker_names_are_refused_by_the_client(
+    client: Client, server: NatsServer
+) -> None:
     with pytest.raises(InvalidMessageError, match=r"session 'a\.b' is not valid"):
         client.session("a.b")
     with pytest.raises(InvalidMessageError, match="tenant"):
@@ -250,14 +258,16 @@ async def test_names_are_checked_where_they_are_given(client: Client, server: Na
         await anext(client.metrics("a.b"))
 
 
-async def test_a_refused_request_raises_with_code_and_retryable(client: Client, worker: FakeWorker) -> None:
+async def test_a_refused_request_raises_an_error_with_its_code_and_whether_it_is_retryable(
+    client: Client, worker: FakeWorker
+) -> None:
     worker.script = refuse
     with pytest.raises(RequestFailedError, match="overloaded: 4 requests wait") as caught:
         await client.session("s1").append(text="a")
     assert (caught.value.code, caught.value.retryable) == ("overloaded", True)
 
 
-async def test_a_submitted_request_is_in_the_log_and_its_failure_a_value(
+async def test_submit_stores_a_request_in_the_log_and_returns_a_failure_as_a_value(
     client: Client, worker: FakeWorker
 ) -> None:
     worker.script = refuse
@@ -270,12 +280,12 @@ async def test_a_submitted_request_is_in_the_log_and_its_failure_a_value(
     assert await pending == result
 
 
-async def test_a_submitted_request_is_checked_first(client: Client, worker: FakeWorker) -> None:
+async def test_submit_refuses_an_invalid_request(client: Client, worker: FakeWorker) -> None:
     with pytest.raises(InvalidMessageError, match="id must be"):
         await client.submit(KEY, Append(id="a b", text="a"))
 
 
-async def test_junk_on_out_is_passed_over(client: Client, worker: FakeWorker) -> None:
+async def test_a_client_ignores_junk_on_the_subject_of_results(client: Client, worker: FakeWorker) -> None:
     async def script(worker: FakeWorker, seq: int, request: Request) -> None:
         for junk in (b"", b"\xff", b"[]", b'{"seq": "x"}', b"[" * 100_000):
             await worker.js.publish(SUBJECTS.of(KEY, "out"), junk)
@@ -285,7 +295,7 @@ async def test_junk_on_out_is_passed_over(client: Client, worker: FakeWorker) ->
     assert (await client.session("s1").append(text="a")).tokens == 3
 
 
-async def test_info_and_cancel_ask_the_worker_that_holds_the_session(
+async def test_info_and_cancel_return_the_workers_answer_or_raise_its_refusal(
     client: Client, worker: FakeWorker
 ) -> None:
     async def on_control(message: Msg) -> None:
@@ -307,7 +317,9 @@ async def test_info_and_cancel_ask_the_worker_that_holds_the_session(
         await session.cancel("g2")
 
 
-async def test_ask_is_answered_without_the_log(client: Client, worker: FakeWorker) -> None:
+async def test_an_ask_is_answered_without_storing_a_request_in_the_log(
+    client: Client, worker: FakeWorker
+) -> None:
     async def on_ask(message: Msg) -> None:
         await message.respond(encode(generated(5, decode_ask(message.data, "made-up"))))
 
@@ -317,14 +329,18 @@ async def test_ask_is_answered_without_the_log(client: Client, worker: FakeWorke
     assert worker.requests == []
 
 
-async def test_nobody_there_to_be_asked_is_said_at_once(client: Client, worker: FakeWorker) -> None:
+async def test_info_and_ask_raise_an_error_if_no_worker_serves_the_session(
+    client: Client, worker: FakeWorker
+) -> None:
     with pytest.raises(NoAnswerError, match=r"no worker serves turnkeep\.default\.s1\.ctl"):
         await client.session("s1").info()
     with pytest.raises(NoAnswerError, match=r"no worker serves turnkeep\.default\.s1\.ask"):
         await client.ask("s1", text="hi")
 
 
-async def test_a_worker_that_does_not_answer_is_given_up(server: NatsServer, worker: FakeWorker) -> None:
+async def test_info_raises_an_error_if_the_worker_does_not_answer_in_time(
+    server: NatsServer, worker: FakeWorker
+) -> None:
     async def ignore(message: Msg) -> None:
         """Say nothing."""
 
@@ -335,7 +351,7 @@ async def test_a_worker_that_does_not_answer_is_given_up(server: NatsServer, wor
             await client.session("s1").info()
 
 
-async def test_metrics_of_all_workers_come_and_junk_between_them_does_not(
+async def test_the_iteration_over_metrics_yields_workers_messages_and_skips_junk(
     client: Client, worker: FakeWorker
 ) -> None:
     seen = []
@@ -355,7 +371,7 @@ async def test_metrics_of_all_workers_come_and_junk_between_them_does_not(
     assert seen == ["w1", "w1"]
 
 
-async def test_closing_the_client_ends_its_metrics(client: Client) -> None:
+async def test_closing_the_client_ends_the_iteration_over_metrics(client: Client) -> None:
     async def watch() -> None:
         async for _ in client.metrics("w1"):
             pass
@@ -367,7 +383,7 @@ async def test_closing_the_client_ends_its_metrics(client: Client) -> None:
 
 
 @pytest.mark.parametrize("num_pongs", [1, 2])
-async def test_a_cancel_that_comes_with_a_pong_ends_the_metrics(
+async def test_cancelling_at_the_moment_of_a_pong_ends_the_iteration_over_metrics(
     client: Client, monkeypatch: pytest.MonkeyPatch, num_pongs: int
 ) -> None:
     """`wait_for` of Python 3.11 returns what it waited for, if that is there at the moment of a cancel."""
@@ -393,7 +409,7 @@ async def test_a_cancel_that_comes_with_a_pong_ends_the_metrics(
     assert (came, ended) == (num_pongs, True)
 
 
-async def test_a_pong_that_nobody_waits_for_any_more_ends_no_connection(server: NatsServer) -> None:
+async def test_a_pong_whose_waiter_was_cancelled_does_not_end_the_connection(server: NatsServer) -> None:
     errors: list[Exception] = []
 
     async def note(error: Exception) -> None:
@@ -411,7 +427,7 @@ async def test_a_pong_that_nobody_waits_for_any_more_ends_no_connection(server: 
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "no-such-host.invalid"])
-async def test_no_server_is_said_at_once_in_one_line_that_keeps_the_password(host: str) -> None:
+async def test_a_missing_nats_server_is_reported_at_once_in_one_line_without_the_password(host: str) -> None:
     """The timeout is longer than a test may take."""
     url = f"nats://user:secret@{host}:{free_port()}"
     with pytest.raises(NoServerError) as caught:
@@ -420,7 +436,7 @@ async def test_no_server_is_said_at_once_in_one_line_that_keeps_the_password(hos
     assert str(caught.value) == f"no NATS server at {url.replace('user:secret@', '')}: {why}"
 
 
-async def test_entering_or_awaiting_a_connection_is_the_same(server: NatsServer) -> None:
+async def test_a_connection_can_be_awaited_or_entered_by_async_with(server: NatsServer) -> None:
     async with connect(server.url) as entered:
         assert entered.connected
     async with await connect(server.url) as awaited:
@@ -430,10 +446,10 @@ async def test_entering_or_awaiting_a_connection_is_the_same(server: NatsServer)
             await client.session("s1").append(text="a")
 
 
-async def test_why_nobody_answers_is_told_apart(
+async def test_the_errors_for_a_closed_client_a_lost_server_and_no_answer_differ(
     client: Client, worker: FakeWorker, server: NatsServer
 ) -> None:
-    """`NoWorkerError` stands for all of it, and a lost connection is Python's `ConnectionError` too."""
+    """All are a `NoWorkerError`, and a lost connection is also Python's `ConnectionError`."""
     with pytest.raises(ConnectionError):
         await connect(f"nats://127.0.0.1:{free_port()}")
     server.kill()
@@ -446,7 +462,7 @@ async def test_why_nobody_answers_is_told_apart(
         assert issubclass(reason, ConnectionError) == (reason is NoServerError)
 
 
-async def test_a_call_waits_as_long_as_its_client_unless_it_names_a_time(
+async def test_a_call_uses_the_timeout_of_its_client_unless_it_has_its_own(
     server: NatsServer, worker: FakeWorker
 ) -> None:
     async def later(worker: FakeWorker, seq: int, request: Request) -> None:
@@ -463,7 +479,7 @@ async def test_a_call_waits_as_long_as_its_client_unless_it_names_a_time(
 
 
 @pytest.mark.parametrize(("attempts", "num_failures"), [(3, 2), (2, 2)])
-async def test_what_may_pass_is_tried_again_under_new_ids(
+async def test_retry_repeats_a_retryable_failure_under_new_request_ids(
     client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch, attempts: int, num_failures: int
 ) -> None:
     monkeypatch.setattr(retrying, "FIRST_PAUSE_S", 0.01)
@@ -482,7 +498,9 @@ async def test_what_may_pass_is_tried_again_under_new_ids(
     assert len({request.id for _, request in worker.requests}) == attempts
 
 
-async def test_what_stays_wrong_is_not_tried_again(client: Client, worker: FakeWorker) -> None:
+async def test_retry_does_not_repeat_a_failure_that_is_not_retryable(
+    client: Client, worker: FakeWorker
+) -> None:
     async def script(worker: FakeWorker, seq: int, request: Request) -> None:
         await worker.result(
             Failed(id=request.id, seq=seq, code="context_exceeded", message="too long", retryable=False)
@@ -494,7 +512,7 @@ async def test_what_stays_wrong_is_not_tried_again(client: Client, worker: FakeW
     assert len(worker.requests) == 1
 
 
-async def test_more_sessions_than_the_server_names_at_once_are_listed(
+async def test_a_client_lists_more_sessions_than_one_server_answer_can_hold(
     client: Client, worker: FakeWorker
 ) -> None:
     names = [f"n{number}" for number in range(1030)]
@@ -509,7 +527,7 @@ async def test_more_sessions_than_the_server_names_at_once_are_listed(
     assert all((one.is_waiting, one.position, one.is_closed) == (True, None, False) for one in found)
 
 
-async def test_one_server_of_two_is_enough_to_connect(server: NatsServer) -> None:
+async def test_a_client_connects_if_one_of_two_servers_answers(server: NatsServer) -> None:
     nobody, none = (f"nats://127.0.0.1:{free_port()}" for _ in range(2))
     for urls in (f"{nobody},{server.url}", f"{server.url},{nobody}"):
         async with connect(urls) as client:
@@ -518,12 +536,14 @@ async def test_one_server_of_two_is_enough_to_connect(server: NatsServer) -> Non
         await connect(f"{nobody},{none}", connect_timeout_s=3600)
 
 
-async def test_a_server_without_any_worker_is_said_so(client: Client) -> None:
+async def test_a_request_on_a_server_where_no_worker_ever_ran_raises_an_error_that_says_so(
+    client: Client,
+) -> None:
     with pytest.raises(NoWorkerError, match="no worker was ever started on this NATS server"):
         await client.session("s1").append(text="a")
 
 
-async def test_a_request_waits_while_several_servers_elect_a_leader(tmp_path: Path) -> None:
+async def test_a_request_waits_while_the_nats_servers_elect_a_leader(tmp_path: Path) -> None:
     """Until then nobody answers for the log, as if there was none."""
     routes = [f"nats://127.0.0.1:{free_port()}" for _ in range(2)]
     options = ("--cluster", routes[0], "--cluster_name", "c", "--routes", routes[1], "-n", "n")
@@ -541,7 +561,7 @@ async def test_a_request_waits_while_several_servers_elect_a_leader(tmp_path: Pa
     server.kill()
 
 
-async def test_a_request_is_not_refused_that_the_log_has_already(
+async def test_a_request_that_is_already_in_the_log_does_not_fail_when_its_repeat_is_refused(
     client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The ack of the first attempt is lost, and the second one finds the log full."""
@@ -561,7 +581,9 @@ async def test_a_request_is_not_refused_that_the_log_has_already(
         await client.submit(KEY, Append(id="b", text="b"))
 
 
-async def test_a_stream_that_is_no_workers_is_named(client: Client, server: NatsServer) -> None:
+async def test_a_stream_that_is_not_a_workers_log_is_named_in_the_error(
+    client: Client, server: NatsServer
+) -> None:
     connection = await nats.connect(server.url)
     await connection.jetstream().add_stream(StreamConfig(name="everything", subjects=["turnkeep.>"]))
     await connection.close()
@@ -569,7 +591,7 @@ async def test_a_stream_that_is_no_workers_is_named(client: Client, server: Nats
         await client.session("s1").append(text="a")
 
 
-async def test_a_body_above_the_servers_limit_is_refused_with_the_numbers(
+async def test_a_request_above_the_size_limit_of_the_server_or_the_log_is_refused(
     client: Client, worker: FakeWorker
 ) -> None:
     with pytest.raises(InvalidMessageError, match=r"\d+ bytes, the NATS server accepts 1048576 at most"):
@@ -589,7 +611,9 @@ async def test_a_body_above_the_servers_limit_is_refused_with_the_numbers(
     assert (await client.session("s1").append(text="a")).tokens == 3
 
 
-async def test_a_full_log_is_an_overload_worth_a_retry(client: Client, worker: FakeWorker) -> None:
+async def test_a_request_that_a_full_log_refuses_raises_a_retryable_error(
+    client: Client, worker: FakeWorker
+) -> None:
     config = (await worker.js.stream_info(SUBJECTS.log_stream)).config
     config.max_bytes, config.discard = 1000, nats.js.api.DiscardPolicy.NEW
     await worker.js.update_stream(config)
@@ -598,7 +622,7 @@ async def test_a_full_log_is_an_overload_worth_a_retry(client: Client, worker: F
     assert caught.value.retryable
 
 
-async def test_a_tenant_that_the_server_does_not_know_as_ours_is_said(
+async def test_publishing_for_another_tenant_or_with_wrong_credentials_raises_not_permitted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("turnkeep_client.wire.FIRST_ACK_S", 0.2)

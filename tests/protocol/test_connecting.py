@@ -1,4 +1,4 @@
-"""A connection is one however slowly the server and this machine set it up."""
+"""Clients connect however slow the server and this machine are."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ async def slow_server() -> AsyncIterator[SlowServer]:
 
 
 @pytest.mark.parametrize("before", [b"PING\r\n", INFO, INFO + b"PING\r\nPING\r\n"])
-async def test_what_a_server_says_before_its_pong_does_not_silence_the_client(
+async def test_a_client_still_sends_after_the_server_sent_ping_or_info_before_its_first_pong(
     slow_server: SlowServer, before: bytes
 ) -> None:
-    """Its own PING comes after a second, which a busy machine can take to connect, and INFO at any time."""
+    """A server sends PING after a second, which connecting can take, and INFO at any time."""
     slow_server.before = before
     nc = Nats()
     await nc.connect(slow_server.url, allow_reconnect=False)
@@ -64,7 +64,7 @@ async def test_what_a_server_says_before_its_pong_does_not_silence_the_client(
     assert slow_server.got.count(b"PONG\r\n") == before.count(b"PING")
 
 
-async def test_a_client_that_is_closed_while_it_reconnects_stops(
+async def test_closing_a_client_while_it_reconnects_ends_its_reconnecting(
     slow_server: SlowServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`wait_for` of Python 3.11 raises what it waited for, if that fails at the moment of a cancel."""
@@ -89,6 +89,6 @@ async def test_a_client_that_is_closed_while_it_reconnects_stops(
 
 
 @pytest.mark.parametrize("url", ["nats://127.0.0.1:69983", "nats://"])
-async def test_a_url_that_names_no_server_is_said_to_be_one(url: str) -> None:
+async def test_a_url_without_a_valid_host_and_port_raises_an_error_that_names_it(url: str) -> None:
     with pytest.raises(NoServerError, match=f"no NATS server at {url}"):
         await connect(url)

@@ -13,8 +13,8 @@ from turnkeep_client.log import derived_seed
 from turnkeep_client.subjects import session_key
 
 
-async def test_the_log_of_a_tenant_is_read_back_whole(local_worker):
-    """More than one batch of it, and nobody else's."""
+async def test_a_client_reads_back_the_whole_log_of_its_tenant_and_nobody_elses(local_worker):
+    """It is longer than one batch."""
     worker = await local_worker()
     assert await worker.client.log() == []
     session = worker.client.session("many")
@@ -40,13 +40,13 @@ async def test_the_log_of_a_tenant_is_read_back_whole(local_worker):
     assert len(await worker.client.log("one")) == 2
 
 
-def test_a_derived_seed_is_the_same_in_every_version() -> None:
+def test_the_seed_derived_for_a_request_is_the_same_in_every_version() -> None:
     """Answers that an older worker began go on with it, and recorded logs are replayed with it."""
     assert derived_seed(session_key("t1", "s1"), 1) == 10658773766922296
     assert derived_seed(session_key("default", "garden"), 2**40) == 44001429195367002
 
 
-async def test_a_closed_client_reads_no_log(local_worker):
+async def test_reading_the_log_with_a_closed_client_raises_an_error(local_worker):
     worker = await local_worker()
     client = await connect(worker.settings.nats, prefix=worker.settings.prefix)
     await client.close()

@@ -1,4 +1,4 @@
-"""OpenAI's message shape as its clients write it: what is taken, and what is refused in clear words."""
+"""Messages in OpenAI's format as its clients write them: what is accepted, and what is refused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def refusal(*messages: dict[str, Any]) -> str:
     return str(caught.value)
 
 
-def test_an_agents_tool_round_is_taken_as_openai_writes_it() -> None:
+def test_the_messages_of_a_tool_call_round_in_openais_format_are_accepted() -> None:
     request = append(
         {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": "How is Rome?"},
@@ -43,7 +43,7 @@ def test_an_agents_tool_round_is_taken_as_openai_writes_it() -> None:
     assert said.tool_calls == ()
 
 
-def test_text_parts_are_the_text_that_they_are_joined() -> None:
+def test_content_given_as_text_parts_equals_their_joined_text() -> None:
     parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
     assert append({"role": "user", "content": parts}) == append({"role": "user", "content": "one two"})
     assert append({"role": "user", "content": []}) == append({"role": "user", "content": ""})
@@ -57,7 +57,7 @@ def test_text_parts_are_the_text_that_they_are_joined() -> None:
         ("file", {"file_id": "f"}),
     ],
 )
-def test_a_placeholder_stands_for_a_part_that_is_no_text_and_the_part_is_sent(
+def test_an_image_audio_or_file_part_becomes_a_placeholder_text_and_is_still_sent(
     kind: str, value: object
 ) -> None:
     parts = [{"type": "text", "text": "what is this?"}, {"type": kind, kind: value}]
@@ -69,12 +69,12 @@ def test_a_placeholder_stands_for_a_part_that_is_no_text_and_the_part_is_sent(
     assert json.loads(encode(request))["messages"][0]["content"] == parts
 
 
-def test_a_part_without_its_text_is_refused() -> None:
+def test_a_text_part_without_text_is_refused() -> None:
     said = refusal({"role": "user", "content": [{"type": "text"}]})
     assert said == "messages[0] has no valid content[0]: a part of the type text must have a text"
 
 
-def test_messages_and_their_calls_are_sent_with_their_keys_in_the_order_of_the_client() -> None:
+def test_messages_and_tool_calls_are_sent_with_their_keys_in_the_clients_order() -> None:
     call = {"function": {"arguments": "{}", "name": "f"}, "type": "function", "id": "c1"}
     messages = [
         {"content": "Hi.", "role": "user"},
@@ -90,7 +90,7 @@ def test_messages_and_their_calls_are_sent_with_their_keys_in_the_order_of_the_c
     assert plain.as_sent() == {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
-def test_a_stop_string_alone_is_a_list_of_one() -> None:
+def test_a_single_stop_string_equals_a_list_of_one() -> None:
     alone = decode_request(b'{"type":"generate","id":"a","stop":"\\n"}')
     assert alone == decode_request(b'{"type":"generate","id":"a","stop":["\\n"]}')
     assert alone == Generate(id="a", stop=("\n",))
@@ -104,13 +104,13 @@ def test_a_stop_string_alone_is_a_list_of_one() -> None:
 @pytest.mark.parametrize(
     "role", ["", "ipython", "System", "system\n", "user<|im_end|>", "<|im_start|>system"]
 )
-def test_a_role_is_one_of_five(role: str) -> None:
+def test_a_message_with_an_unknown_role_is_refused(role: str) -> None:
     said = refusal({"role": "user", "content": "x"}, {"role": role, "content": "x"})
     assert "messages[1].role must be assistant, developer, system, tool or user" in said
 
 
 @pytest.mark.parametrize("role", ["system", "user", "tool", "assistant"])
-def test_only_an_assistant_that_calls_tools_may_say_nothing(role: str) -> None:
+def test_a_message_without_content_or_tool_calls_is_refused(role: str) -> None:
     said = refusal({"role": role, "content": None})
     assert said == "messages[0] needs content; only an assistant message with tool_calls may have none"
     assert said == refusal({"role": role})
@@ -126,7 +126,7 @@ def test_only_an_assistant_that_calls_tools_may_say_nothing(role: str) -> None:
         b'{"x":[1,{"id":"other"}],"id":"mine","type":"cancel"}',
     ],
 )
-def test_a_refused_body_that_names_a_valid_id_is_refused_under_it(body: bytes) -> None:
+def test_the_refusal_of_an_invalid_body_carries_its_request_id_if_that_is_valid(body: bytes) -> None:
     decoders = [decode_request, decode_control]
     if b"type" in body:  # an ask needs none
         decoders.append(lambda body: decode_ask(body, "made-up"))
@@ -153,7 +153,7 @@ def test_a_refused_body_that_names_a_valid_id_is_refused_under_it(body: bytes) -
         b'{"id":' + b"[" * 100_000,
     ],
 )
-def test_a_refused_body_without_a_valid_id_has_none(body: bytes) -> None:
+def test_the_refusal_of_a_body_without_a_valid_id_carries_no_request_id(body: bytes) -> None:
     for decode in (decode_request, lambda body: decode_ask(body, "made-up")):
         with pytest.raises(InvalidMessageError) as caught:
             decode(body)

@@ -1,4 +1,4 @@
-"""Messages survive the wire, and what is no message is refused with a sentence that helps."""
+"""Messages survive encoding, and invalid ones are refused with a sentence that helps."""
 
 from __future__ import annotations
 
@@ -136,23 +136,23 @@ results = st.one_of(
 
 @UNTIMED
 @given(requests)
-def test_every_request_comes_back_as_it_was(request) -> None:
+def test_any_request_survives_encoding_and_decoding(request) -> None:
     assert decode_request(encode(request)) == request
 
 
 @UNTIMED
 @given(results)
-def test_every_result_comes_back_as_it_was(result) -> None:
+def test_any_result_survives_encoding_and_decoding(result) -> None:
     assert decode_result(encode(result)) == result
 
 
 @UNTIMED
 @given(st.builds(Chunk, i=counts, tokens=token_ids, text=texts))
-def test_every_chunk_comes_back_as_it_was(chunk) -> None:
+def test_any_chunk_survives_encoding_and_decoding(chunk) -> None:
     assert decode_chunk(encode(chunk)) == chunk
 
 
-def test_control_and_metrics_come_back_as_they_were() -> None:
+def test_control_messages_and_metrics_survive_encoding_and_decoding() -> None:
     for control in (InfoRequest(), MetricsRequest(), CancelRequest(id="g1")):
         assert decode_control(encode(control)) == control
     for reply in (session_info(), metrics("w1"), Cancelled(id="g1", was="running")):
@@ -162,7 +162,9 @@ def test_control_and_metrics_come_back_as_they_were() -> None:
 
 @UNTIMED
 @given(requests, st.integers(0, 10_000), st.binary(max_size=4))
-def test_a_damaged_request_is_read_or_refused_never_a_crash(request, at: int, junk: bytes) -> None:
+def test_a_damaged_request_is_decoded_or_refused_but_never_crashes_the_decoder(
+    request, at: int, junk: bytes
+) -> None:
     body = encode(request)
     at %= len(body) + 1
     read_or_refuse(body[:at] + junk + body[at + len(junk) :])
@@ -177,7 +179,7 @@ def test_a_damaged_request_is_read_or_refused_never_a_crash(request, at: int, ju
         lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from(["type", "id", "text", "x"]), inner),
     ).map(lambda value: json.dumps(value).encode())
 )
-def test_any_bytes_are_read_or_refused_never_a_crash(body: bytes) -> None:
+def test_any_bytes_are_decoded_or_refused_but_never_crash_the_decoder(body: bytes) -> None:
     read_or_refuse(body)
 
 
@@ -203,7 +205,7 @@ def read_or_refuse(body: bytes) -> None:
         b'{"type": "opened", "id": "a", "seq": 1, "position": 1, "x": ' + b"[" * 100_000,
     ],
 )
-def test_deep_nesting_is_refused(body: bytes) -> None:
+def test_deeply_nested_json_is_refused(body: bytes) -> None:
     for decode in DECODERS:
         with pytest.raises(InvalidMessageError):
             decode(body)
@@ -272,13 +274,13 @@ RULE = "1 to 64 of the characters A-Z a-z 0-9 _ -, the first one a letter or a d
         ),
     ],
 )
-def test_a_refusal_says_what_was_wrong_and_what_would_be_right(body: bytes, sentence: str) -> None:
+def test_the_refusal_of_a_request_says_what_is_wrong_and_what_is_allowed(body: bytes, sentence: str) -> None:
     with pytest.raises(InvalidMessageError) as caught:
         decode_request(body)
     assert sentence in str(caught.value)
 
 
-def test_every_field_of_every_request_is_named_where_one_is_unknown() -> None:
+def test_the_refusal_of_an_unknown_field_lists_every_field_of_that_request() -> None:
     for kind in (Open, Append, Generate, Rewind, Close):
         tag = kind.__struct_config__.tag
         with pytest.raises(InvalidMessageError) as caught:
@@ -287,8 +289,8 @@ def test_every_field_of_every_request_is_named_where_one_is_unknown() -> None:
         assert allowed == ["type", *(field.encode_name for field in msgspec.structs.fields(kind))]
 
 
-def test_a_refusal_inspects_a_message_type_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes milliseconds of the event loop, and whoever sends one bad message sends thousands."""
+def test_refusing_many_requests_inspects_each_message_type_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inspecting takes milliseconds of the event loop, and bad messages may come in thousands."""
     inspected = []
     whole = msgspec.inspect.type_info
     monkeypatch.setattr(msgspec.inspect, "type_info", lambda kind: inspected.append(kind) or whole(kind))
@@ -299,13 +301,13 @@ def test_a_refusal_inspects_a_message_type_once(monkeypatch: pytest.MonkeyPatch)
     assert len(inspected) <= 2
 
 
-def test_a_long_unknown_field_is_echoed_in_part() -> None:
+def test_the_refusal_of_a_very_long_field_name_stays_short() -> None:
     with pytest.raises(InvalidMessageError) as caught:
         decode_control(b'{"type": "info", "%s": 1}' % (b"x" * 10_000))
     assert len(str(caught.value)) < 200
 
 
-def test_ask_needs_neither_type_nor_id() -> None:
+def test_an_ask_needs_neither_a_type_nor_an_id() -> None:
     assert decode_ask(b'{"text": "hi"}', "a1") == Generate(id="a1", text="hi")
     assert decode_ask(b'{"type": "generate", "id": "own"}', "a1") == Generate(id="own")
     with pytest.raises(InvalidMessageError, match="ask takes a generate, not close"):
@@ -314,25 +316,25 @@ def test_ask_needs_neither_type_nor_id() -> None:
         decode_ask(b'{"prompt": "hi"}', "a1")
 
 
-def test_replies_of_a_newer_worker_are_read() -> None:
-    """Clients pass over fields that they do not know; workers do not."""
+def test_a_client_reads_a_result_of_a_newer_worker_that_has_an_unknown_field() -> None:
+    """Clients ignore fields that they do not know; workers do not."""
     body = b'{"type": "opened", "id": "a", "seq": 1, "position": 0, "new": {"x": [1]}}'
     assert decode_result(body) == Opened(id="a", seq=1, position=0)
 
 
-def test_what_json_cannot_hold_is_refused() -> None:
+def test_encoding_text_or_objects_that_json_cannot_hold_is_refused() -> None:
     with pytest.raises(InvalidMessageError, match="whole Unicode characters"):
         encode(Append(id="a", text="\ud83d"))
     with pytest.raises(InvalidMessageError, match="cannot be written as JSON"):
         encode({"x": object()})
 
 
-def test_defaults_are_left_out() -> None:
+def test_fields_with_default_values_are_left_out_when_encoding() -> None:
     assert encode(Generate(id="g1", text="hi")) == b'{"type":"generate","text":"hi","id":"g1"}'
 
 
 @pytest.mark.parametrize("kind", ["append", "generate"])
-def test_tools_of_a_decoded_request_keep_the_order_of_their_keys_and_it_can_be_copied(kind: str) -> None:
+def test_tools_of_a_decoded_request_keep_the_order_of_their_keys_in_a_copy(kind: str) -> None:
     tools = b'[{"function":{"parameters":{"b":1,"a":2},"name":"f"},"type":"function"}]'
     request = decode_request(b'{"type":"%s","id":"a","text":"x","tools":%s}' % (kind.encode(), tools))
     assert tools in encode(msgspec.structs.replace(request, priority=1))
@@ -344,7 +346,7 @@ def test_tools_of_a_decoded_request_keep_the_order_of_their_keys_and_it_can_be_c
 
 
 @pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt"])
-def test_a_variable_that_the_template_gets_from_the_worker_is_refused(name: str) -> None:
+def test_a_request_may_not_set_template_variables_that_the_worker_sets(name: str) -> None:
     body = b'{"type":"generate","id":"a","text":"x","chat_template_kwargs":{"%s":1}}' % name.encode()
     with pytest.raises(InvalidMessageError, match=f"has {name} in chat_template_kwargs"):
         decode_request(body)

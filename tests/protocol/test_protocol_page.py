@@ -1,4 +1,4 @@
-"""The page about the protocol tells the truth where a test can tell."""
+"""docs/protocol.md is true, as far as a test can check it."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ async def output(process: Process) -> str:
     return out.decode()
 
 
-async def test_the_examples_in_python_run_as_they_are_written(
+async def test_the_python_examples_of_the_documentation_run_as_written(
     shell: Callable[[str], Awaitable[Process]], tmp_path: Path
 ) -> None:
     (tmp_path / "example.py").write_text(fenced("## An example", "python"))
@@ -148,7 +148,7 @@ async def test_the_examples_in_python_run_as_they_are_written(
 
 
 @pytest.mark.registry("npm")
-async def test_the_example_in_javascript_runs_as_it_is_written(
+async def test_the_javascript_example_of_the_protocol_page_runs_as_written(
     shell: Callable[[str], Awaitable[Process]], tmp_path: Path
 ) -> None:
     (tmp_path / "example.mjs").write_text(fenced("The same in JavaScript", "js"))
@@ -158,27 +158,27 @@ async def test_the_example_in_javascript_runs_as_it_is_written(
     assert re.search(r"\n generated \{\s+prompt_tokens: \d", said), said
 
 
-def test_every_error_code_stands_there_with_its_retryable() -> None:
+def test_the_protocol_page_lists_every_error_code_and_whether_it_is_retryable() -> None:
     rows = re.findall(r"^\| `(\w+)` \| (yes|no) \|", PAGE, re.MULTILINE)
     assert dict(rows) == {code: "yes" if code in RETRYABLE else "no" for code in ERROR_CODES}
 
 
-def test_every_field_of_every_request_stands_there() -> None:
+def test_the_protocol_page_documents_every_field_of_every_request() -> None:
     for kind in (Open, Append, Generate, Rewind, Close):
         for field in (kind.__struct_config__.tag, *kind.__struct_encode_fields__):
             assert f"`{field}`" in PAGE, (kind, field)
 
 
 @pytest.mark.parametrize("kind", TOLD, ids=lambda kind: kind.__name__)
-def test_every_field_of_what_workers_publish_stands_there(kind: type[Struct]) -> None:
-    """But those of the metrics, which the AsyncAPI document has."""
+def test_the_protocol_page_documents_every_field_that_workers_publish(kind: type[Struct]) -> None:
+    """Except those of metrics, which the AsyncAPI document has."""
     fields = [field for field in kind.__struct_encode_fields__ if not re.search(rf"[`\"]{field}[`\" ]", PAGE)]
     assert fields == []
     tag = kind.__struct_config__.tag
     assert tag is None or kind is DeadLetter or f"`{tag}`" in PAGE
 
 
-def test_every_subject_header_and_finish_reason_stands_there() -> None:
+def test_the_protocol_page_names_every_subject_header_and_finish_reason() -> None:
     for name in (*get_args(SessionKind), *get_args(ChunkKind)):
         assert re.search(rf"\.{name}[.`]", PAGE), name
     headers = [value for name, value in vars(log).items() if name.endswith("_HEADER")]
@@ -187,7 +187,7 @@ def test_every_subject_header_and_finish_reason_stands_there() -> None:
         assert f"`{name}`" in PAGE, name
 
 
-def test_the_fields_of_openai_that_the_page_refuses_are_refused_and_the_others_taken() -> None:
+def test_openai_fields_are_refused_or_accepted_as_the_protocol_page_says() -> None:
     rows = PAGE[PAGE.index("## Fields") : PAGE.index("Only here:")].splitlines()
     cells = [row.split("|")[1:3] for row in rows if row.startswith("| `")]
     told = {
@@ -205,10 +205,10 @@ def test_the_fields_of_openai_that_the_page_refuses_are_refused_and_the_others_t
         assert (f"has no field {name!r}" in said) == (refused or in_message), name
 
 
-async def test_the_agent_loop_runs_as_it_is_written_and_again_after_it_died(
+async def test_the_documented_agent_loop_runs_as_written_and_gives_the_same_answer_when_run_again(
     server: NatsServer, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second run gets the first one's answers; a tool that says something else changes nothing."""
+    """The second run gets the first one's answers, even if the tool's result is another one."""
     said: list[str] = []
     recorded: dict[str, tuple[bytes, int]] = {}
 

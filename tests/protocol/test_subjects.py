@@ -1,4 +1,4 @@
-"""Subjects are built and taken apart without loss, and nothing else passes for one."""
+"""Subjects are built and parsed without loss, and other strings are refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ prefixes = st.sampled_from(["turnkeep", "a.b", "x-1._y"])
 
 
 @given(prefixes, ids, ids, st.sampled_from(["in", "out", "ctl", "ask"]), ids)
-def test_what_is_built_is_parsed_back(prefix: str, tenant: str, session: str, kind, request_id: str) -> None:
+def test_every_subject_that_is_built_is_parsed_back_to_its_parts(
+    prefix: str, tenant: str, session: str, kind, request_id: str
+) -> None:
     subjects, key = Subjects(prefix), session_key(tenant, session)
     assert subjects.parse(subjects.of(key, kind)) == (key, kind, None)
     assert subjects.parse(subjects.tokens(key, request_id)) == (key, "tok", request_id)
@@ -22,7 +24,7 @@ def test_what_is_built_is_parsed_back(prefix: str, tenant: str, session: str, ki
 
 
 @given(st.text())
-def test_an_id_is_one_token_of_a_subject_or_refused(text: str) -> None:
+def test_an_accepted_id_is_always_one_token_of_a_subject(text: str) -> None:
     try:
         check_id("session", text)
     except InvalidMessageError:
@@ -32,7 +34,7 @@ def test_an_id_is_one_token_of_a_subject_or_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize("bad", ["", "a.b", "a b", "*", ">", "-a", "_a", "a\n", "ä", "x" * 65, "a\0"])
-def test_what_breaks_the_id_rule_is_refused_by_name(bad: str) -> None:
+def test_an_invalid_tenant_or_session_id_is_refused_and_named(bad: str) -> None:
     with pytest.raises(InvalidMessageError, match=r"tenant .* is not valid: it must be 1 to 64"):
         session_key(bad, "s1")
     with pytest.raises(InvalidMessageError, match=r"session .* is not valid"):
@@ -55,7 +57,7 @@ def test_what_breaks_the_id_rule_is_refused_by_name(bad: str) -> None:
         "",
     ],
 )
-def test_other_subjects_are_refused(subject: str) -> None:
+def test_parsing_a_subject_of_another_form_or_prefix_is_refused(subject: str) -> None:
     with pytest.raises(InvalidMessageError):
         Subjects().parse(subject)
 
@@ -66,7 +68,7 @@ def test_a_prefix_that_cannot_start_a_subject_is_refused(prefix: str) -> None:
         Subjects(prefix)
 
 
-def test_wildcards_and_streams_follow_the_prefix() -> None:
+def test_wildcard_subjects_and_stream_names_are_derived_from_the_prefix() -> None:
     subjects = Subjects("a.b")
     assert subjects.every("in") == "a.b.*.*.in"
     assert subjects.every_token() == "a.b.*.*.tok.*"

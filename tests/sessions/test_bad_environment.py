@@ -1,4 +1,4 @@
-"""What is wrong around a worker is told in one line, with an exit code, and no acknowledged turn is lost."""
+"""A faulty environment gives one error line and an exit code, and no acknowledged turn is lost."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def taken_port() -> Iterator[int]:
 @pytest.mark.parametrize(
     ("breakage", "says"), [("missing", "there is no model at"), ("weights", "is truncated or broken")]
 )
-def test_a_model_that_cannot_be_used_is_told(
+def test_serve_with_a_missing_or_truncated_model_exits_with_one_line_that_names_the_folder(
     tmp_path: Path, tiny_model: Path, nats_url: str, breakage: str, says: str
 ) -> None:
-    """`test_model.py` breaks folders in all ways; this is what a user sees."""
+    """`test_model.py` breaks folders in all ways; here is the user's error."""
     folder = tmp_path / "model"
     if breakage == "weights":
         shutil.copytree(tiny_model, folder)
@@ -68,32 +68,34 @@ def test_a_model_that_cannot_be_used_is_told(
     check_one_line(turnkeep("serve", "--model", folder, *options), 1, says, str(folder))
 
 
-def test_a_data_directory_with_a_file_in_its_place_is_told(tmp_path: Path) -> None:
+def test_serve_with_a_file_in_place_of_its_data_directory_exits_with_one_line(tmp_path: Path) -> None:
     (tmp_path / "data").write_text("a file")
     done = turnkeep("serve", "--data-dir", tmp_path / "data", "--nats", NOBODY)
     check_one_line(done, 1, "there is a file in its place", "--data-dir")
 
 
-def test_a_read_only_data_directory_is_told(mounted: Callable[[str], Path]) -> None:
+def test_serve_with_a_read_only_data_directory_exits_with_one_line(mounted: Callable[[str], Path]) -> None:
     folder = mounted("ro")
     done = turnkeep("serve", "--data-dir", folder / "data", "--nats", NOBODY)
     check_one_line(done, 1, "its file system is read-only", "--data-dir")
 
 
-def test_a_full_disk_at_the_start_is_told(mounted: Callable[[str], Path]) -> None:
+def test_serve_on_a_full_disk_exits_with_one_line(mounted: Callable[[str], Path]) -> None:
     folder = mounted("size=64k")
     (folder / "filler").write_bytes(bytes(64 * 1024))
     done = turnkeep("serve", "--data-dir", folder, "--nats", NOBODY)
     check_one_line(done, 1, "the disk is full", "--data-dir")
 
 
-def test_a_port_of_another_program_is_told(tmp_path: Path, taken_port: int) -> None:
+def test_serve_on_a_port_of_another_program_exits_with_one_line_that_names_the_port(
+    tmp_path: Path, taken_port: int
+) -> None:
     done = turnkeep("serve", "--data-dir", tmp_path / "data", "--nats-port", taken_port)
     check_one_line(done, 1, f"port {taken_port} of 127.0.0.1 is taken", "--nats-port")
 
 
 @pytest.mark.process
-async def test_a_data_directory_in_use_is_told_and_its_worker_goes_on(
+async def test_a_second_worker_on_a_data_directory_exits_and_the_first_one_goes_on_answering(
     worker_process: Callable[..., WorkerProcess],
 ) -> None:
     process = worker_process()
@@ -117,13 +119,17 @@ async def test_a_data_directory_in_use_is_told_and_its_worker_goes_on(
         (("surplus",), "unexpected extra argument"),
     ],
 )
-def test_a_wrong_command_line_ends_with_code_2(arguments: tuple[str, ...], says: str) -> None:
+def test_a_wrong_command_line_exits_with_code_2_and_says_what_is_wrong(
+    arguments: tuple[str, ...], says: str
+) -> None:
     done = CliRunner().invoke(main, ["serve", *arguments])
     assert done.exit_code == 2
     assert says in done.output
 
 
-def test_an_unknown_setting_in_the_file_is_told_with_the_nearest_one(tmp_path: Path) -> None:
+def test_an_unknown_name_or_invalid_toml_in_the_settings_file_stops_serve_with_one_line(
+    tmp_path: Path,
+) -> None:
     config = tmp_path / "turnkeep.toml"
     config.write_text("max_bach = 4\n")
     check_one_line(turnkeep("serve", "--config", config), 2, "max_bach", "did you mean max_batch?")
@@ -134,7 +140,7 @@ def test_an_unknown_setting_in_the_file_is_told_with_the_nearest_one(tmp_path: P
 # Without a disk for KV
 
 
-async def test_a_worker_without_snapshots_writes_none_and_prefills_all_after_a_restart(
+async def test_a_worker_with_snapshots_off_writes_none_and_prefills_everything_after_a_restart(
     local_worker: Callable[..., Any],
 ) -> None:
     tokens = list(range(100, 228))
@@ -153,7 +159,7 @@ async def test_a_worker_without_snapshots_writes_none_and_prefills_all_after_a_r
 
 
 @pytest.mark.process
-async def test_a_worker_whose_snapshots_do_not_fit_goes_on_without_them(
+async def test_a_worker_whose_disk_is_too_small_for_its_snapshots_still_gives_the_same_answers(
     mounted: Callable[[str], Path], local_worker: Callable[..., Any]
 ) -> None:
     """The log is elsewhere: nothing but time is lost."""
@@ -176,10 +182,10 @@ async def test_a_worker_whose_snapshots_do_not_fit_goes_on_without_them(
 
 
 @pytest.mark.process
-async def test_what_is_acknowledged_outlives_a_log_that_cannot_be_written(
+async def test_every_request_acknowledged_before_the_disk_was_full_is_answered_once_there_is_space(
     mounted: Callable[[str], Path], worker_process: Callable[..., WorkerProcess]
 ) -> None:
-    """With a full disk the log takes nothing, whether it says so or not; what it took gets its answer."""
+    """A full disk stops the log, with or without an error; acknowledged requests are still answered."""
     folder = mounted("size=24m")
     options = ("--data-dir", str(folder / "data"), "--log-max-bytes", "16MiB", "--max-disk", "1MiB")
     process = worker_process(*options, "--min-free-disk", "0")
@@ -235,8 +241,8 @@ async def log_of(js: JetStreamContext) -> tuple[list[int], list[int]]:
 # Commands
 
 
-def test_help_needs_nothing_but_the_program() -> None:
-    """Nothing heavy is imported for it."""
+def test_help_imports_neither_mlx_nor_transformers_nor_nats() -> None:
+    """So `--help` is fast."""
     commands = [
         [],
         ["serve"],
@@ -262,7 +268,9 @@ def test_help_needs_nothing_but_the_program() -> None:
     assert not loaded & {"mlx", "mlx_lm", "transformers", "nats", "numpy"}
 
 
-async def test_without_a_nats_server_every_command_says_what_helps(tmp_path: Path) -> None:
+async def test_each_command_without_a_nats_server_exits_with_a_line_that_says_what_to_do(
+    tmp_path: Path,
+) -> None:
     commands = [("ask", "hello"), ("info",), ("info", "s"), ("cancel", "s", "r"), ("chat",)]
     serve = asyncio.to_thread(turnkeep, "serve", "--data-dir", tmp_path / "data", "--nats", NOBODY)
     others = [asyncio.to_thread(turnkeep, *command, "--nats", NOBODY) for command in commands]
@@ -274,7 +282,7 @@ async def test_without_a_nats_server_every_command_says_what_helps(tmp_path: Pat
         )
 
 
-def test_without_a_worker_of_its_own_a_command_says_how_to_start_one(tmp_path: Path) -> None:
+def test_info_on_a_data_directory_without_a_running_worker_says_how_to_start_one(tmp_path: Path) -> None:
     port = free_port()
     options = ("--data-dir", tmp_path, "--nats-port", port)
     serve = f"start a worker with: turnkeep serve --data-dir {tmp_path} --nats-port {port}"
@@ -290,7 +298,7 @@ def test_a_command_on_a_server_without_a_worker_says_so(nats_url: str) -> None:
     check_one_line(turnkeep("cancel", "s", "r", *options), 1, "no worker serves nobody-here.default.s.ctl")
 
 
-async def test_a_command_that_is_refused_says_why(local_worker: Callable[..., Any]) -> None:
+async def test_a_refused_command_exits_with_one_line_that_says_why(local_worker: Callable[..., Any]) -> None:
     worker = await local_worker()
     await worker.client.session("s").append(text="x")
     options = ("--nats", worker.settings.nats, "--prefix", worker.settings.prefix)
@@ -306,7 +314,7 @@ async def test_a_command_that_is_refused_says_why(local_worker: Callable[..., An
         check_one_line(await asyncio.to_thread(turnkeep, *command, *options), 1, says)
 
 
-async def test_chat_reads_its_lines_from_a_pipe_and_goes_on_the_next_time(
+async def test_chat_reads_lines_from_a_pipe_and_continues_its_session_the_next_time(
     local_worker: Callable[..., Any],
 ) -> None:
     worker = await local_worker()
@@ -325,7 +333,9 @@ async def test_chat_reads_its_lines_from_a_pipe_and_goes_on_the_next_time(
     assert (await worker.client.session("chat").info()).requests == 4
 
 
-async def test_ask_info_and_cancel_speak_with_a_worker(local_worker: Callable[..., Any]) -> None:
+async def test_the_commands_ask_info_and_cancel_work_with_a_running_worker(
+    local_worker: Callable[..., Any],
+) -> None:
     worker = await local_worker()
     options = ("--nats", worker.settings.nats, "--prefix", worker.settings.prefix)
     ask = ("ask", "hello", "--max-tokens", 5, "--temperature", 0, *options)

@@ -141,7 +141,7 @@ async def check_goes_on(wire: Wire, *sessions: str) -> None:
         assert result["position"] == before + 5 + len(result["tokens"])
 
 
-async def test_a_cache_policy_that_cannot_be_is_refused_with_what_would_be_right(wire: Start) -> None:
+async def test_an_open_with_an_invalid_cache_policy_is_refused_with_the_reason(wire: Start) -> None:
     """The session does not begin; it may begin under another policy, which it then keeps."""
     w = await wire()
     for number, (cache, says) in enumerate(BAD_POLICIES):
@@ -154,12 +154,12 @@ async def test_a_cache_policy_that_cannot_be_is_refused_with_what_would_be_right
 
 
 @pytest.mark.parametrize("cases", [NO_JSON, NO_REQUEST], ids=["no-json", "no-request"])
-async def test_a_body_that_is_no_request_is_answered_with_what_would_be_right(
+async def test_a_body_that_is_not_a_valid_request_is_refused_with_the_reason(
     wire: Start, cases: Sequence[tuple[bytes, str]]
 ) -> None:
-    """The answer has the id where the body names a valid one, and carries the sequence.
+    """The result has the body's sequence, and its id if that is valid.
 
-    Such a body does not use the id up: the request as it was meant can follow under it.
+    The id is not used up: the corrected request may have the same one.
     """
     w = await wire()
     await w.send("s", append("first"))
@@ -171,7 +171,7 @@ async def test_a_body_that_is_no_request_is_answered_with_what_would_be_right(
     await check_goes_on(w, "s")
 
 
-async def test_an_id_that_breaks_the_rule_is_refused_with_the_rule(wire: Start) -> None:
+async def test_a_request_with_an_invalid_id_is_refused_with_the_rule_for_ids(wire: Start) -> None:
     w = await wire()
     await w.send("s", append("first"))
     for bad in BAD_IDS:
@@ -182,7 +182,7 @@ async def test_an_id_that_breaks_the_rule_is_refused_with_the_rule(wire: Start) 
     await check_goes_on(w, "s")
 
 
-async def test_numbers_beyond_their_range_are_refused_with_the_range(wire: Start) -> None:
+async def test_a_generate_with_a_value_out_of_range_is_refused_with_the_allowed_range(wire: Start) -> None:
     w = await wire()
     await w.send("s", append("first"))
     for fields, says in BAD_NUMBERS:
@@ -192,7 +192,7 @@ async def test_numbers_beyond_their_range_are_refused_with_the_range(wire: Start
 
 
 @pytest.mark.real
-async def test_numbers_at_the_end_of_their_range_are_taken(wire: Start) -> None:
+async def test_a_generate_with_values_at_the_limits_of_their_ranges_is_answered(wire: Start) -> None:
     w = await wire(max_context=64)
     await w.send("s", append("first"))
     extremes = generate(
@@ -218,7 +218,7 @@ async def test_numbers_at_the_end_of_their_range_are_taken(wire: Start) -> None:
         ("default", "{s}"),
     ],
 )
-async def test_a_name_that_nats_takes_and_the_rule_does_not_is_answered_where_it_was_asked(
+async def test_a_request_under_an_invalid_tenant_or_session_name_is_refused_with_the_rule_for_names(
     wire: Start, tenant: str, session: str
 ) -> None:
     w = await wire()
@@ -231,10 +231,10 @@ async def test_a_name_that_nats_takes_and_the_rule_does_not_is_answered_where_it
 
 
 @pytest.mark.parametrize("session", ["*", "s" * 300])
-async def test_a_request_under_a_name_that_makes_no_subject_is_answered_at_its_tenants_refused(
+async def test_a_request_under_an_unusable_session_name_is_refused_once_on_the_tenants_refused_subject(
     quiet_wire: Start, session: str
 ) -> None:
-    """Each once, also where other sessions match that name as a pattern."""
+    """Each once, even if the name is a pattern that matches sessions."""
     w = await quiet_wire()
     await w.send("s", append("a"))
     seqs = [await w.publish(session, append(f"r{n}")) for n in range(10)]
@@ -264,7 +264,7 @@ async def test_an_empty_append_is_answered_and_adds_nothing(wire: Start) -> None
 
 
 @pytest.mark.real
-async def test_tokens_outside_of_the_vocabulary_are_refused_with_its_size(wire: Start) -> None:
+async def test_tokens_outside_of_the_vocabulary_are_refused_with_the_range_of_ids(wire: Start) -> None:
     """The last id of the vocabulary is taken, the next one is not: the device would read beyond its table."""
     w = await wire()
     assert (await w.send("s", {"type": "append", "id": "a", "tokens": [0, 258]}))["type"] == "appended"
@@ -278,7 +278,7 @@ async def test_tokens_outside_of_the_vocabulary_are_refused_with_its_size(wire: 
     await check_goes_on(w, "s")
 
 
-async def test_a_generate_in_an_empty_session_is_refused(wire: Start) -> None:
+async def test_a_generate_without_input_in_an_empty_session_is_refused(wire: Start) -> None:
     w = await wire()
     await check_refused(w, "s", generate("a"), "the session is empty: append something first")
     await w.send("opened", {"type": "open", "id": "a"})
@@ -286,7 +286,7 @@ async def test_a_generate_in_an_empty_session_is_refused(wire: Start) -> None:
     await check_goes_on(w, "s", "opened")
 
 
-async def test_what_exceeds_the_context_is_refused_before_it_is_added(wire: Start) -> None:
+async def test_a_request_that_exceeds_the_context_is_refused_and_adds_nothing(wire: Start) -> None:
     w = await wire(max_context=64)
     await w.send("s", append("a", "x" * 60))
     await check_refused(w, "s", append("b", "x" * 5), "would hold 65 tokens", "context_exceeded")
@@ -301,14 +301,14 @@ async def test_what_exceeds_the_context_is_refused_before_it_is_added(wire: Star
     await check_goes_on(w, "s")
 
 
-async def test_an_answer_ends_where_the_context_ends(wire: Start) -> None:
+async def test_an_answer_ends_with_length_at_the_end_of_the_context(wire: Start) -> None:
     w = await wire(max_context=64)
     result = await w.send("s", generate("a", text="x" * 60, max_tokens=100))
     assert (result["finish_reason"], len(result["tokens"]), result["position"]) == ("length", 4, 64)
 
 
 @pytest.mark.real
-async def test_what_can_never_fit_into_memory_is_refused_before_it_is_run(wire: Start) -> None:
+async def test_a_prompt_that_can_never_fit_into_memory_is_refused_and_adds_nothing(wire: Start) -> None:
     w = await wire(max_memory=40 * 512)
     await check_refused(w, "s", append("a", "x" * 41), "the limit is 20480", "memory_exceeded")
     await check_refused(w, "s", generate("b", text="x" * 40), "room for 1 more", "memory_exceeded")
@@ -318,8 +318,8 @@ async def test_what_can_never_fit_into_memory_is_refused_before_it_is_run(wire: 
 
 
 @pytest.mark.real
-async def test_an_answer_ends_where_the_memory_ends(wire: Start) -> None:
-    """However many tokens it may have, it gets all there is room for. Rewound, the session goes on."""
+async def test_an_answer_ends_with_length_when_memory_has_no_space_for_another_token(wire: Start) -> None:
+    """It gets all tokens that fit, whatever its max_tokens. After a rewind the session goes on."""
     w = await wire(max_memory=40 * 512)
     result = await w.send("s", generate("a", text="x" * 30, max_tokens=2**31 - 1))
     assert (result["finish_reason"], len(result["tokens"]), result["position"]) == ("length", 10, 40)
@@ -329,7 +329,7 @@ async def test_an_answer_ends_where_the_memory_ends(wire: Start) -> None:
 
 
 @pytest.mark.real
-async def test_a_short_answer_that_might_have_been_long_evicts_nobody(wire: Start) -> None:
+async def test_a_short_answer_with_a_huge_max_tokens_evicts_no_idle_session(wire: Start) -> None:
     w = await wire(max_memory=800 * 512)
     await w.send("idle", append("a", "y" * 200))
     short = await w.send("s", generate("b", text="x" * 30, max_tokens=3))
@@ -339,7 +339,7 @@ async def test_a_short_answer_that_might_have_been_long_evicts_nobody(wire: Star
     assert info["kv_live_bytes"] == 199 * 512, "its KV is still on the device"
 
 
-async def test_a_session_that_does_not_exist_is_told_so(wire: Start) -> None:
+async def test_a_rewind_close_info_or_cancel_of_an_unknown_session_is_refused(wire: Start) -> None:
     w = await wire()
     await check_refused(
         w, "s", {"type": "rewind", "id": "a", "position": 0}, "no such session", "unknown_session"
@@ -353,7 +353,7 @@ async def test_a_session_that_does_not_exist_is_told_so(wire: Start) -> None:
     await check_goes_on(w, "s")
 
 
-async def test_a_rewind_beyond_the_end_is_refused(wire: Start) -> None:
+async def test_a_rewind_beyond_the_end_of_the_session_is_refused(wire: Start) -> None:
     w = await wire()
     await w.send("s", append("a"))
     for request_id, position in (("b", 6), ("c", 2**53)):
@@ -366,7 +366,9 @@ async def test_a_rewind_beyond_the_end_is_refused(wire: Start) -> None:
 
 
 @pytest.mark.parametrize("restart", [False, True])
-async def test_a_repeated_id_is_answered_from_the_record(wire: Start, *, restart: bool) -> None:
+async def test_a_repeated_request_gets_the_recorded_result_of_the_first_one(
+    wire: Start, *, restart: bool
+) -> None:
     """Each repeat has its own sequence and names the first one's; failures are repeated too."""
     w = await wire()
     first = await w.send("s", generate("a", text="once", temperature=1.0))
@@ -385,7 +387,7 @@ async def test_a_repeated_id_is_answered_from_the_record(wire: Start, *, restart
     await check_goes_on(w, "s")
 
 
-async def test_repeats_that_wait_together_run_once(wire: Start) -> None:
+async def test_five_copies_of_a_request_published_at_once_run_once(wire: Start) -> None:
     w = await wire()
     seqs = [await w.publish("s", append("a")) for _ in range(5)]
     results = [await w.result(seq) for seq in seqs]
@@ -394,7 +396,7 @@ async def test_repeats_that_wait_together_run_once(wire: Start) -> None:
 
 
 @pytest.mark.parametrize("restart", [False, True])
-async def test_an_id_used_for_something_else_is_a_conflict_and_the_first_record_stands(
+async def test_an_id_reused_for_another_request_is_a_conflict_and_the_first_result_stands(
     wire: Start, *, restart: bool
 ) -> None:
     w = await wire()
@@ -410,7 +412,7 @@ async def test_an_id_used_for_something_else_is_a_conflict_and_the_first_record_
     await check_goes_on(w, "s")
 
 
-async def test_a_request_at_another_position_than_it_expects_is_refused(wire: Start) -> None:
+async def test_a_request_whose_expect_position_is_not_the_sessions_position_is_refused(wire: Start) -> None:
     w = await wire()
     await check_refused(w, "s", append("a", expect_position=1), "at position 0, not at", "position_conflict")
     assert (await w.send("s", append("b", expect_position=0)))["position"] == 5
@@ -425,7 +427,7 @@ async def test_a_request_at_another_position_than_it_expects_is_refused(wire: St
     await check_goes_on(w, "s")
 
 
-async def test_cancelling_what_is_not_there_says_why(wire: Start) -> None:
+async def test_cancelling_an_answered_or_unknown_request_fails_and_says_why(wire: Start) -> None:
     w = await wire()
     await w.send("s", append("a"))
     for request_id, says in (
@@ -439,7 +441,7 @@ async def test_cancelling_what_is_not_there_says_why(wire: Start) -> None:
     await check_goes_on(w, "s")
 
 
-async def test_a_closed_session_refuses_everything_but_an_open(wire: Start) -> None:
+async def test_a_closed_session_refuses_every_request_except_an_open(wire: Start) -> None:
     w = await wire()
     await w.send("s", append("a"))
     closing = [await w.publish("s", body) for body in ({"type": "close", "id": "b"}, append("c"))]
@@ -461,7 +463,7 @@ async def test_a_closed_session_refuses_everything_but_an_open(wire: Start) -> N
     await check_goes_on(w, "s")
 
 
-async def test_an_open_of_an_open_session_is_refused(wire: Start) -> None:
+async def test_opening_a_session_that_is_already_open_is_refused(wire: Start) -> None:
     w = await wire()
     assert (await w.send("s", {"type": "open", "id": "a"}))["type"] == "opened"
     await check_refused(w, "s", {"type": "open", "id": "b"}, "the session is open already, at position 0")
@@ -473,7 +475,7 @@ async def test_an_open_of_an_open_session_is_refused(wire: Start) -> None:
 
 
 @pytest.mark.real
-async def test_messages_that_the_chat_template_refuses_are_answered_with_its_words(
+async def test_messages_that_the_chat_template_refuses_fail_with_the_templates_own_error(
     wire: Start, strict_model: Any
 ) -> None:
     w = await wire(model=str(strict_model))
@@ -485,7 +487,7 @@ async def test_messages_that_the_chat_template_refuses_are_answered_with_its_wor
     assert good["type"] == "generated"
 
 
-async def test_a_message_just_below_the_limit_is_answered(wire: Start) -> None:
+async def test_a_request_as_large_as_the_message_limit_is_answered(wire: Start) -> None:
     w = await wire(max_message_bytes=64 * 1024)
     request = json.dumps(append("a")).encode()
     result = await w.send("s", request + b" " * (64 * 1024 - len(request)))
@@ -495,7 +497,9 @@ async def test_a_message_just_below_the_limit_is_answered(wire: Start) -> None:
     await check_goes_on(w, "s")
 
 
-async def test_a_message_beyond_the_limit_is_refused_by_the_server_and_stored_nowhere(wire: Start) -> None:
+async def test_a_request_beyond_the_message_limit_raises_an_error_in_the_client_and_is_not_stored(
+    wire: Start,
+) -> None:
     w = await wire(max_message_bytes=64 * 1024)
     async with connect(w.worker.settings.nats, prefix=w.prefix) as client:
         for size in (130 * 1024, 2 * 2**20):  # beyond the stream's limit, and beyond the server's
@@ -507,8 +511,8 @@ async def test_a_message_beyond_the_limit_is_refused_by_the_server_and_stored_no
     await check_goes_on(w, "s")
 
 
-async def test_headers_of_the_publisher_are_not_taken_for_the_servers(wire: Start) -> None:
-    """A request may carry any headers: neither the delivery nor the reading of the log believes them."""
+async def test_request_headers_named_like_the_nats_servers_own_are_ignored(wire: Start) -> None:
+    """A request may have any headers: neither delivery nor reading the log trusts them."""
     w = await wire()
     for number, status in enumerate(("100", "204", "404", "408", "409", "503", "nonsense")):
         result = await w.send("s", append(f"a{number}"), Status=status, Description="made up")
@@ -534,7 +538,7 @@ GARBAGE = [
 ]
 
 
-async def test_garbage_among_the_results_is_passed_over(wire: Start) -> None:
+async def test_garbage_published_among_the_results_is_ignored(wire: Start) -> None:
     """Before a session's first request, between its turns, and after a restart."""
     w = await wire()
     for session in ("s", "t"):
@@ -554,7 +558,7 @@ async def test_garbage_among_the_results_is_passed_over(wire: Start) -> None:
     await check_goes_on(w, "s", "t")
 
 
-async def test_garbage_among_the_results_does_not_stop_a_cancel_or_an_ask(wire: Start) -> None:
+async def test_garbage_among_the_results_stops_neither_a_cancel_nor_an_ask(wire: Start) -> None:
     w = await wire()
     await w.send("s", {"type": "append", "id": "a", "text": ""})
     await w.forge("s", b"garbage")
@@ -570,8 +574,8 @@ async def test_garbage_among_the_results_does_not_stop_a_cancel_or_an_ask(wire: 
     await check_goes_on(w, "s")
 
 
-async def test_what_is_heard_on_out_is_what_the_log_holds(wire: Start) -> None:
-    """A result that loses its fence must not be heard: whoever took it for the answer would be wrong."""
+async def test_subscribers_of_out_get_exactly_the_results_that_the_log_stored(wire: Start) -> None:
+    """A result that the log rejects must not reach subscribers: it is not the answer."""
     w = await wire()
     seq = await w.publish("s", generate("a", text="eee", max_tokens=300))
     await w.until("s", "running")
@@ -583,7 +587,9 @@ async def test_what_is_heard_on_out_is_what_the_log_holds(wire: Start) -> None:
     assert w.results[seq] == stored
 
 
-async def test_a_cancel_reaches_a_request_whose_session_has_garbage_among_its_results(wire: Start) -> None:
+async def test_a_cancel_ends_running_and_waiting_requests_despite_garbage_among_the_results(
+    wire: Start,
+) -> None:
     w = await wire()
     running = await w.publish("s", generate("a", **LONG))
     waiting = await w.publish("s", append("b"))
@@ -625,10 +631,10 @@ async def test_a_forged_result_does_not_replace_the_recorded_one(wire: Start) ->
         b'{"i":7,"tokens":[5],"text":"x"}',
     ],
 )
-async def test_garbage_among_the_tokens_does_not_become_a_part_of_an_answer(
+async def test_garbage_published_among_the_token_chunks_does_not_become_part_of_an_answer(
     wire: Start, garbage: bytes
 ) -> None:
-    """Tokens that are read back to go on with an interrupted answer must be tokens of this model."""
+    """Tokens read back to continue an interrupted answer must be in the model's vocabulary."""
     w = await wire()
     expected = await w.send("clean", generate("g", text="abc", max_tokens=8))
     await w.js.publish(f"{w.prefix}.default.s.chunk.g", garbage)
@@ -640,7 +646,7 @@ async def test_garbage_among_the_tokens_does_not_become_a_part_of_an_answer(
     await check_goes_on(w, "s")
 
 
-async def test_a_control_request_that_is_none_is_answered_with_what_would_be_right(wire: Start) -> None:
+async def test_an_invalid_control_request_is_refused_with_the_reason(wire: Start) -> None:
     w = await wire()
     await w.send("s", append("a"))
     for body, says in (
@@ -662,8 +668,8 @@ async def test_a_control_request_that_is_none_is_answered_with_what_would_be_rig
     assert (await w.control("s", {"type": "info"}))["position"] == 5
 
 
-async def test_an_ask_that_is_none_is_answered_with_what_would_be_right(wire: Start) -> None:
-    """What is no generate does not reach the log."""
+async def test_an_invalid_ask_is_refused_with_the_reason_and_not_stored(wire: Start) -> None:
+    """Only a valid generate reaches the log."""
     w = await wire()
     for body, says in (
         (b"", "the body is empty"),
@@ -683,8 +689,8 @@ async def test_an_ask_that_is_none_is_answered_with_what_would_be_right(wire: St
     await check_goes_on(w, "s")
 
 
-async def test_an_ask_beyond_the_limit_is_refused(wire: Start) -> None:
-    """What fits into a NATS message and not into the log is told, not left without an answer."""
+async def test_an_ask_beyond_the_message_limit_of_the_log_is_refused_and_not_stored(wire: Start) -> None:
+    """An ask that fits into a NATS message but not into the log fails at once."""
     w = await wire(max_message_bytes=64 * 1024)
     body = json.dumps({"text": "x" * 200_000}).encode()
     reply = json.loads((await w.nc.request(w.subject("s", "ask"), body, timeout=20)).data)

@@ -1,4 +1,4 @@
-"""Tools that ask too much: refused, or a result that says so, while another answer goes on."""
+"""Excessive tools are refused, or named in a warning, while another answer goes on."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def asked(request_id: str, **more: Any) -> dict[str, Any]:
     return generate(request_id, messages=[{"role": "user", "content": "x"}], **more)
 
 
-async def test_tools_that_ask_too_much_are_refused_and_disturb_no_other_answer(served: Wire) -> None:
+async def test_excessive_tools_or_stop_strings_are_refused_while_another_answer_goes_on(served: Wire) -> None:
     expected = await served.send("alone", generate("l", **LONG))
     running = await served.publish("r", generate("l", **LONG))
     for number, (more, says) in enumerate(REFUSED):
@@ -77,14 +77,16 @@ async def test_tools_that_ask_too_much_are_refused_and_disturb_no_other_answer(s
 
 
 @pytest.mark.parametrize("says", BOMBS)
-async def test_a_tool_that_is_not_strict_may_be_called_with_any_object(served: Wire, says: str) -> None:
+async def test_a_non_strict_tool_with_an_unenforceable_schema_is_accepted_with_a_warning(
+    served: Wire, says: str
+) -> None:
     tools = [tool(f"f{n}", one) for n, one in enumerate(BOMBS[says])]
     told = await served.send("s", asked("a", tools=tools, tool_choice="required"))
     assert told["type"] == "generated"
     assert says in " ".join(told["warnings"])
 
 
-async def test_a_call_that_never_ends_is_text_and_the_answer_cut(served: Wire) -> None:
+async def test_a_tool_call_cut_off_at_max_tokens_stays_in_the_text_of_the_answer(served: Wire) -> None:
     quote = await served.send(
         "q", generate("a", text="x", response_format={"type": "choice", "choices": ['"']})
     )

@@ -1,4 +1,4 @@
-"""Workers on models whose layers have states: the KV outlives them, or they say that it does not."""
+"""Models with windows, recurrent states or quantised KV: restarts, memory, and refusals."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _parameters(model: Any) -> list[tuple[str, mx.array]]:
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
-async def test_after_a_restart_a_session_with_states_costs_what_is_new(
+async def test_models_with_states_or_windows_prefill_only_the_new_tokens_after_a_restart(
     local_worker, make_folder, tmp_path, kind
 ) -> None:
     folder = str(make_folder(kind))
@@ -106,7 +106,7 @@ async def test_after_a_restart_a_session_with_states_costs_what_is_new(
     assert (await session.generate(text=" and then", max_tokens=20)).tokens == second.tokens
 
 
-async def test_another_chat_template_keeps_the_snapshots_and_another_code_does_not(
+async def test_snapshots_stay_usable_under_a_new_chat_template_but_not_under_new_model_code(
     local_worker, tiny_model, tmp_path, monkeypatch
 ) -> None:
     folder, text = tmp_path / "model", "Once upon a time " * 8
@@ -128,8 +128,8 @@ async def test_another_chat_template_keeps_the_snapshots_and_another_code_does_n
     assert await cached("d") == 0
 
 
-async def test_snapshots_of_other_bits_are_never_used(local_worker, make_folder) -> None:
-    """Full precision, then 8 bits, then 4: each reads everything anew, and finds its own again later."""
+async def test_a_worker_uses_only_snapshots_of_its_own_kv_bits(local_worker, make_folder) -> None:
+    """Full precision, 8 and 4 bits: each prefills everything once, and restores its own later."""
     folder, text = str(make_folder("llama")), "Once upon a time " * 8
     answers = {}
     for kv_bits in (None, 8, 4, 8, None):
@@ -150,7 +150,9 @@ async def test_snapshots_of_other_bits_are_never_used(local_worker, make_folder)
 
 
 @pytest.mark.parametrize(("kept", "wanted"), [(None, 8), (8, 8), (8, 4), (8, None)])
-async def test_a_session_may_insist_on_how_its_kv_is_kept(local_worker, make_folder, kept, wanted) -> None:
+async def test_an_open_that_asks_for_other_kv_bits_than_the_workers_is_refused(
+    local_worker, make_folder, kept, wanted
+) -> None:
     worker = await local_worker(model=str(make_folder("llama")), kv_bits=kept)
     session = worker.client.session("s")
     opening = session.open(CachePolicy(kv_bits=wanted))
@@ -163,7 +165,7 @@ async def test_a_session_may_insist_on_how_its_kv_is_kept(local_worker, make_fol
     assert (await session.append(text="As it is")).position == len("As it is"), "nothing was begun"
 
 
-async def test_a_session_goes_on_with_other_bits_from_its_log_and_is_forgotten_in_all(
+async def test_a_session_goes_on_under_other_kv_bits_and_forget_removes_its_kv_in_both_precisions(
     local_worker, make_folder
 ) -> None:
     folder = str(make_folder("llama"))
@@ -182,15 +184,17 @@ async def test_a_session_goes_on_with_other_bits_from_its_log_and_is_forgotten_i
     assert 0 < len(list(folder_of_files.iterdir())) < closed.forgotten, "the other session's are left"
 
 
-async def test_a_model_whose_kv_cannot_be_quantised_stops_the_start_with_one_line(local_worker) -> None:
+async def test_kv_bits_stops_the_start_of_a_model_whose_kv_cannot_be_quantised(local_worker) -> None:
     with pytest.raises(ModelError, match=r"size of 16, and kv_bits needs a multiple of 32; leave .* full$"):
         await local_worker(kv_bits=8)
 
 
-async def test_a_window_is_priced_by_what_it_holds(local_worker, make_folder) -> None:
-    """600 tokens of 256 bytes would not fit. One of the two layers has them all, the other one sees 24.
+async def test_a_sliding_window_layer_is_charged_only_for_the_kv_that_it_holds(
+    local_worker, make_folder
+) -> None:
+    """600 tokens of 256 bytes would not fit. One layer holds all of them, the other one sees 24.
 
-    That one holds the 256 tokens before those besides.
+    It also holds the 256 tokens before those.
     """
     worker = await local_worker(model=str(make_folder("gemma3_text")), max_memory=120 * 2**10)
     session = worker.client.session("s")
@@ -203,7 +207,9 @@ async def test_a_window_is_priced_by_what_it_holds(local_worker, make_folder) ->
         await session.append(text="x" * (700 - answer.position))
 
 
-async def test_the_log_says_how_kv_is_kept(local_worker, make_folder) -> None:
+async def test_the_log_line_of_a_loaded_model_names_kv_bits_bytes_per_token_and_cache_classes(
+    local_worker, make_folder
+) -> None:
     with structlog.testing.capture_logs() as lines:
         await local_worker(model=str(make_folder("llama")), kv_bits=8)
     said = next(line for line in lines if line["event"] == "loaded the model")
@@ -211,7 +217,7 @@ async def test_the_log_says_how_kv_is_kept(local_worker, make_folder) -> None:
     assert said["caches"] == "2*QuantizedKVCache(32,8)"
 
 
-async def test_a_model_with_a_cache_that_is_not_known_is_served_without_snapshots(
+async def test_a_model_with_an_unknown_cache_class_is_served_without_snapshots(
     local_worker, tmp_path, monkeypatch
 ) -> None:
     class NovelCache(KVCache):
@@ -238,7 +244,7 @@ async def test_a_model_with_a_cache_that_is_not_known_is_served_without_snapshot
         ("falcon_h1", None, {"a state of fixed size, full precision": "0-4"}),
     ],
 )
-async def test_ready_and_metrics_say_of_each_layer_how_it_keeps_kv(
+async def test_the_ready_line_and_the_metrics_say_how_each_layer_keeps_its_kv(
     local_worker, make_folder, kind, kv_bits, layers
 ) -> None:
     sizes = {"head_dim": 32, "sliding_window_pattern": 4} if kind != "falcon_h1" else {}
@@ -274,10 +280,10 @@ def num_passes(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     return since
 
 
-async def test_a_restart_does_not_try_again_how_the_rows_of_a_model_run_together(
+async def test_a_restart_does_not_repeat_the_batching_trials_of_the_same_model(
     local_worker, make_folder, tmp_path, num_passes
 ) -> None:
-    """On a model with 262,144 tokens in its vocabulary that took half a minute of every start."""
+    """With a vocabulary of 262,144 tokens the trials took half a minute of every start."""
     folder = make_folder("gemma3_text")
     await (await local_worker(model=str(folder))).stop()
     assert num_passes() > 15
@@ -304,8 +310,10 @@ async def test_a_restart_does_not_try_again_how_the_rows_of_a_model_run_together
     assert num_passes() > 15  # another model
 
 
-async def test_a_model_without_sinks_and_a_window_says_why(local_worker, make_folder) -> None:
-    """At `open`, and at the start of a worker that would have them by default."""
+async def test_a_model_that_cannot_serve_sink_window_says_why_at_open_and_at_start(
+    local_worker, make_folder
+) -> None:
+    """At the start: if the policy is the worker's default."""
     folder = str(make_folder("gemma2"))
     worker = await local_worker(model=folder)
     session = worker.client.session("s", cache={"policy": "sink_window", "sink": 4, "window": 64})
@@ -320,7 +328,9 @@ async def test_a_model_without_sinks_and_a_window_says_why(local_worker, make_fo
     assert str(stopped.value) == f"cache_policy cannot be the default here: {refused.value.message}"
 
 
-async def test_windows_of_the_model_stay_beside_a_sessions_own(local_worker, make_folder) -> None:
+async def test_a_models_own_window_still_applies_in_a_session_under_sink_window(
+    local_worker, make_folder
+) -> None:
     worker = await local_worker(model=str(make_folder("gemma3_text")))
     session = worker.client.session("s", cache={"policy": "sink_window", "sink": 2, "window": 64})
     first = await session.append(text="Once upon a time " * 20)

@@ -1,4 +1,4 @@
-"""Checkpoints: a session goes on from one as from its whole log, whatever happened, or does not use it."""
+"""Checkpoints: a session opened from one equals one read from its whole log; a wrong one is ignored."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ async def whole(world: World) -> Session:
 
 
 @given(operations=OPERATIONS, policy=st.sampled_from([FULL, WINDOW]))
-def test_a_session_opened_from_a_checkpoint_is_what_it_was_when_it_lived(
+def test_a_session_opened_from_a_checkpoint_equals_one_read_from_its_whole_log(
     tokenizer: Tokenizer, operations: list[tuple[str, Any]], policy: Policy
 ) -> None:
     """Requests of every kind, crashes and cancellations, with a checkpoint at every other result."""
@@ -137,7 +137,7 @@ def test_a_session_opened_from_a_checkpoint_is_what_it_was_when_it_lived(
         asyncio.run(play())
 
 
-async def test_opening_a_long_session_reads_its_checkpoints_and_the_end_of_its_log(
+async def test_opening_a_long_session_reads_only_the_end_of_its_log(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await converse(world, range(60))
@@ -159,10 +159,10 @@ async def test_opening_a_long_session_reads_its_checkpoints_and_the_end_of_its_l
 
 
 @pytest.mark.parametrize("world", [WINDOW], indirect=True)
-async def test_a_session_with_a_window_is_opened_without_what_it_said_long_ago(
+async def test_opening_a_session_with_a_window_reads_and_keeps_little_from_before_the_window(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither are its tokens read that the model no longer sees; but 24 bytes of each request are."""
+    """Tokens that the model no longer sees are not read; 24 bytes of each request are."""
     monkeypatch.setattr("cache.names.tokens._PART", 64)
     monkeypatch.setattr(record, "_CHECKPOINT_EVERY", 16)
     read: list[int] = []
@@ -190,7 +190,9 @@ async def test_a_session_with_a_window_is_opened_without_what_it_said_long_ago(
 
 
 @pytest.mark.parametrize("world", [WINDOW], indirect=True)
-async def test_what_is_before_the_checkpoint_that_a_session_starts_from_is_not_missed(world: World) -> None:
+async def test_a_session_with_a_window_opens_and_rewinds_after_its_first_checkpoints_are_lost(
+    world: World,
+) -> None:
     await converse(world, range(60))
     for entry in checkpoints(world)[:3]:
         world.log.entries[entry.seq - 1] = replace(entry, body=b"")
@@ -204,7 +206,7 @@ async def test_what_is_before_the_checkpoint_that_a_session_starts_from_is_not_m
 
 @pytest.mark.parametrize("world", [WINDOW], indirect=True)
 @pytest.mark.parametrize("start", ["x", "other ids", "a digest", "other digests", "other end"])
-async def test_tokens_of_a_checkpoint_that_the_log_does_not_confirm_are_not_believed(
+async def test_a_session_opens_with_the_right_tokens_though_its_checkpoint_has_wrong_ones(
     world: World, start: str
 ) -> None:
     await converse(world, range(60))
@@ -226,12 +228,12 @@ async def test_tokens_of_a_checkpoint_that_the_log_does_not_confirm_are_not_beli
     assert len(session.log.record.answered_ids) == 60
 
 
-async def test_a_session_in_memory_takes_its_tokens_and_little_more_however_long_it_was(
+async def test_an_open_session_takes_little_memory_beyond_its_tokens_however_long_it_is(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of each turn beyond its tokens, 4 bytes each: where its id was answered.
+    """Beyond tokens, a turn takes 4 bytes: where its id was answered.
 
-    Of one with a window, the tokens that the model sees.
+    With a window, only the visible tokens are kept.
     """
     monkeypatch.setattr("cache.names.tokens._PART", 1024)
     sizes, lengths = [], []
@@ -252,7 +254,9 @@ async def test_a_session_in_memory_takes_its_tokens_and_little_more_however_long
     assert sizes[1] - sizes[0] - tokens_bytes < 300 * 48
 
 
-async def test_a_repeated_id_is_known_though_its_request_is_before_the_checkpoint(world: World) -> None:
+async def test_a_repeated_id_is_recognised_though_its_request_is_older_than_the_checkpoint(
+    world: World,
+) -> None:
     await converse(world, range(20))
     world.crash()
     repeated = await world.ask(question(1))
@@ -263,7 +267,7 @@ async def test_a_repeated_id_is_known_though_its_request_is_before_the_checkpoin
 
 @pytest.mark.parametrize("to", [0, 1, 37, 120, 300])
 @pytest.mark.parametrize("crash", [False, True])
-async def test_a_rewind_goes_far_behind_a_checkpoint_and_comes_to_the_same(
+async def test_a_rewind_to_before_a_checkpoint_gives_the_same_history_as_without_checkpoints(
     world: World, to: int, crash: bool
 ) -> None:
     await converse(world, range(20))
@@ -275,7 +279,9 @@ async def test_a_rewind_goes_far_behind_a_checkpoint_and_comes_to_the_same(
         assert_same(session.history, world.session.history)
 
 
-async def test_what_was_closed_and_opened_again_has_nothing_of_before(world: World) -> None:
+async def test_a_reopened_session_opened_from_a_checkpoint_has_nothing_from_before_its_close(
+    world: World,
+) -> None:
     await converse(world, range(12))
     await world.ask(Close(id="close"))
     await world.ask(Open(id="open"))
@@ -285,7 +291,7 @@ async def test_what_was_closed_and_opened_again_has_nothing_of_before(world: Wor
     assert_same(session.history, (await whole(world)).history)
 
 
-async def test_a_session_that_another_worker_removes_while_it_is_read_is_read_anew(
+async def test_a_session_that_another_worker_removes_while_it_is_being_read_is_read_again(
     world: World, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await converse(world, range(2 * EVERY))
@@ -309,8 +315,8 @@ async def test_a_session_that_another_worker_removes_while_it_is_read_is_read_an
 
 
 @pytest.mark.parametrize("forget", [False, True])
-async def test_nothing_is_stored_of_a_session_once_it_is_closed(world: World, forget: bool) -> None:
-    """Its text is to leave the log, and what is on its way must not come behind that."""
+async def test_no_checkpoint_is_stored_after_a_session_is_closed(world: World, forget: bool) -> None:
+    """Its text is to leave the log: a checkpoint in flight must not follow later."""
     store = world.log.store_checkpoint
     begun, release = asyncio.Event(), asyncio.Event()
 
@@ -332,7 +338,7 @@ async def test_nothing_is_stored_of_a_session_once_it_is_closed(world: World, fo
     assert checkpoints(world)[-1].seq < world.log.entries[-1].seq
 
 
-async def test_a_log_from_before_checkpoints_gets_them_when_it_is_opened(world: World) -> None:
+async def test_a_session_from_before_checkpoints_gets_one_when_it_is_used_again(world: World) -> None:
     await converse(world, range(20))
     world.log.entries = without_checkpoints(world).log.entries
     world.crash()
@@ -436,7 +442,7 @@ def forged_result(world: World) -> None:
         forged_result,
     ],
 )
-async def test_a_checkpoint_that_the_log_does_not_confirm_is_ignored(
+async def test_a_damaged_or_forged_checkpoint_is_ignored_and_logged_once(
     world: World, tamper: Callable[[World], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     await converse(world, range(22))
@@ -450,8 +456,10 @@ async def test_a_checkpoint_that_the_log_does_not_confirm_is_ignored(
     assert_same(session.history, world.session.history)
 
 
-async def test_a_log_that_takes_no_checkpoints_is_tried_again_and_answers_go_on(world: World) -> None:
-    """A full log, say: what waits is bounded, and stored once there is room."""
+async def test_answers_go_on_while_the_log_refuses_checkpoints_and_checkpoints_are_stored_later(
+    world: World,
+) -> None:
+    """For example a full log: attempts are bounded, and later ones succeed."""
     store, refused = world.log.store_checkpoint, []
 
     async def refuse(*_: Any) -> None:
@@ -467,7 +475,7 @@ async def test_a_log_that_takes_no_checkpoints_is_tried_again_and_answers_go_on(
     await world.assert_fold_is_life()
 
 
-async def test_a_template_that_looks_back_has_all_of_its_conversation(
+async def test_a_template_that_numbers_all_messages_renders_the_same_after_a_checkpoint(
     often: None, model_with_template: Callable[[str, str], Path]
 ) -> None:
     template = "{% for m in messages %}{{ loop.index }}. {{ m.content }}\n{% endfor %}"
@@ -479,10 +487,10 @@ async def test_a_template_that_looks_back_has_all_of_its_conversation(
     assert_same(world.session.history, (await whole(world)).history)
 
 
-async def test_a_session_that_is_opened_for_each_request_goes_on_from_its_last_checkpoint(
+async def test_a_session_opened_again_for_each_request_still_gets_checkpoints_regularly(
     world: World,
 ) -> None:
-    """As one of many that are seldom used: each of them is put away after its answer."""
+    """Like many rarely used sessions, it leaves memory after each answer."""
     for number in range(8 * EVERY):
         await world.ask(question(number))
         world.crash(world.fold.policy)
@@ -491,10 +499,10 @@ async def test_a_session_that_is_opened_for_each_request_goes_on_from_its_last_c
     assert sum(map(is_first, checkpoints(world))) <= 2 * 8
 
 
-async def test_a_worker_opens_a_session_from_what_another_one_has_stored(
+async def test_a_worker_opens_a_session_from_the_checkpoint_that_a_real_server_stored(
     often: None, wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a real server; what is heard on the session's subjects is JSON, and a purge of them removes all."""
+    """All messages on the session's subjects are JSON, and a purge of the subjects removes everything."""
     one = await wire()
     heard: list[Any] = []
 
@@ -526,8 +534,8 @@ async def test_a_worker_opens_a_session_from_what_another_one_has_stored(
     assert (await one.js.stream_info(stream)).state.messages == 0
 
 
-def test_the_parts_of_a_checkpoint_are_small_enough_for_the_log() -> None:
-    """With base64 and its frame, in the smallest messages that a log may be set to."""
+def test_each_part_of_a_checkpoint_fits_into_one_message_of_the_log() -> None:
+    """With base64 and its frame, for small and usual message limits."""
     journal: Any = None
     for size in (64 * 2**10, 2**20):
         attachments = Attachments(journal, journal, journal, max_message_bytes=size)

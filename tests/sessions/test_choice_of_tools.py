@@ -1,4 +1,4 @@
-"""How many calls an answer has, by what the request says of tools, and what an answer with a bad call is."""
+"""How many calls an answer may have under each tool_choice, and how an answer with a bad call ends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def with_tools(model_with_template: Callable[[str, str], Path]) -> Tokenizer:
     return Tokenizer.from_folder(model_with_template("with-tools", WITH_TOOLS))
 
 
-async def test_a_named_tool_is_called_once(with_tools: Tokenizer) -> None:
+async def test_a_tool_named_in_tool_choice_is_called_once(with_tools: Tokenizer) -> None:
     world = world_of(with_tools, CALL + OTHER + OTHER)
     named = NamedTool(function=_ChosenFunction(name="weather"))
     one = await generated(world, ask(1, user("a"), tools=(WEATHER, CLOCK), tool_choice=named))
@@ -29,14 +29,16 @@ async def test_a_named_tool_is_called_once(with_tools: Tokenizer) -> None:
     assert (one.text, one.finish_reason) == ("", "tool_calls")
 
 
-async def test_no_other_tool_than_the_named_one_is_called(with_tools: Tokenizer) -> None:
+async def test_a_call_of_another_tool_than_the_named_one_stays_text_and_counts_as_malformed(
+    with_tools: Tokenizer,
+) -> None:
     named = NamedTool(function=_ChosenFunction(name="clock"))
     world = world_of(with_tools, CALL)
     one = await generated(world, ask(1, user("a"), tools=(WEATHER, CLOCK), tool_choice=named))
     assert (one.text, one.tool_calls, one.finish_reason) == (CALL, (), "tool_calls_malformed")
 
 
-async def test_where_a_call_is_required_its_repetition_ends_the_answer(with_tools: Tokenizer) -> None:
+async def test_an_answer_that_must_call_a_tool_ends_when_it_repeats_a_call(with_tools: Tokenizer) -> None:
     text = f"{CALL}\n{OTHER}\n{OTHER}\n{OTHER}\n{CALL}"
     for choice, cities in (
         ("required", ["Rome", "Oslo"]),
@@ -49,7 +51,9 @@ async def test_where_a_call_is_required_its_repetition_ends_the_answer(with_tool
         assert (one.text, one.finish_reason) == ("", "tool_calls")
 
 
-async def test_an_answer_with_a_good_call_is_not_malformed(with_tools: Tokenizer) -> None:
+async def test_an_answer_with_a_valid_call_beside_an_invalid_one_is_not_malformed(
+    with_tools: Tokenizer,
+) -> None:
     world = world_of(with_tools, f"{CALL}\n{UNKNOWN}\n{OTHER}", UNKNOWN)
     first = await generated(world, ask(1, user("a"), tools=(WEATHER,)))
     assert [call.function.name for call in first.tool_calls] == ["weather", "weather"]
@@ -59,7 +63,7 @@ async def test_an_answer_with_a_good_call_is_not_malformed(with_tools: Tokenizer
     assert second.finish_reason == "tool_calls_malformed"
 
 
-async def test_an_answer_that_is_nothing_but_a_call_is_told_as_one(with_tools: Tokenizer) -> None:
+async def test_an_answer_that_is_only_the_json_of_a_call_counts_as_a_tool_call(with_tools: Tokenizer) -> None:
     bare = CALL.removeprefix("<tool_call>").removesuffix("</tool_call>")
     world = world_of(with_tools, f"```json{bare}```", '{"name": "Ada", "age": 36}')
     first = await generated(world, ask(1, user("a"), tools=(WEATHER,)))

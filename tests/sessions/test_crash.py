@@ -1,4 +1,4 @@
-"""Workers and servers killed with `kill -9` at any moment: nothing is lost, nothing is said twice."""
+"""Workers and servers killed with `kill -9` at any moment: nothing is lost or answered twice."""
 
 from __future__ import annotations
 
@@ -126,10 +126,12 @@ def seed_of(name: str, request: Generate, seq: int) -> int:
     return _sampling(SessionKey("default", name), request, pending, {}, None).seed
 
 
-async def test_answers_killed_in_the_middle_go_on_as_if_nothing_had_been(started: Any, alone: Client) -> None:
-    """Their clients, the token stream, the record, and an uninterrupted worker all tell the same.
+async def test_answers_of_a_worker_killed_twice_end_with_the_tokens_of_an_uninterrupted_one(
+    started: Any, alone: Client
+) -> None:
+    """Clients, the token stream, the log, and an uninterrupted worker have the same tokens.
 
-    None of them waits for `ack_wait`, which is longer here than this test waits for anything.
+    Nothing waits for `ack_wait`, which is longer here than any timeout of this test.
     """
     process, client = await started("--ack-wait-s", "600")
     options: dict[str, Any] = {
@@ -166,8 +168,10 @@ async def snapshots_are_durable(session: Any) -> None:
         await asyncio.sleep(0.02)
 
 
-async def test_a_kill_between_turns_costs_a_block_at_most(started: Any, alone: Client) -> None:
-    """A session of 1,500 tokens; the next turn prefills what is new, and goes on with the same tokens."""
+async def test_the_turn_after_a_kill_prefills_its_own_tokens_and_at_most_one_earlier_block(
+    started: Any, alone: Client
+) -> None:
+    """A session of 1,500 tokens: the next turn prefills the new ones, and has the expected answer."""
     process, client = await started(*QUICK)
     long, news = "All work and no play. " * 67, "What now? "
 
@@ -192,8 +196,8 @@ async def test_a_kill_between_turns_costs_a_block_at_most(started: Any, alone: C
     assert after.usage.cached_tokens + after.usage.prefilled_tokens == before.position + len(news)
 
 
-async def test_a_killed_nats_server_loses_nothing_that_was_acknowledged(started: Any, alone: Client) -> None:
-    """The worker starts its server again; the answer under way completes, what waited is answered."""
+async def test_a_killed_nats_server_loses_no_acknowledged_request(started: Any, alone: Client) -> None:
+    """The worker restarts its server; the running answer completes, waiting requests are answered."""
     process, client = await started(*QUICK)
     answer = Followed(client.session("s").generate(text="Begin: ", max_tokens=1000))
     task = asyncio.create_task(answer.follow())
@@ -213,10 +217,10 @@ async def test_a_killed_nats_server_loses_nothing_that_was_acknowledged(started:
     assert whole.tokens == result.tokens
 
 
-async def test_a_stop_in_the_middle_leaves_what_is_open_to_the_next_start(
+async def test_requests_unfinished_at_sigterm_are_answered_after_the_next_start(
     started: Any, alone: Client
 ) -> None:
-    """SIGTERM: exit status 0 within seconds, no result for what was cut short, no contradiction later."""
+    """Exit status 0 within seconds, no result for the interrupted answer, no contradiction later."""
     process, client = await started()
     answer = Followed(client.session("s").generate(text="Begin: ", max_tokens=1000, temperature=0.9))
     task = asyncio.create_task(answer.follow())

@@ -1,4 +1,4 @@
-"""A disk flips or loses bytes in the files of the NATS server, which does not say so to its clients."""
+"""A disk flips or loses bytes in the NATS server's files, and the server tells no client."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ async def log(server: Server, local_worker: Start) -> Damaged:
 
 @pytest.mark.parametrize("turn", [3, 8])
 @pytest.mark.parametrize("where", ["request", "result"])
-async def test_a_flipped_bit_costs_its_session_and_no_other(
+async def test_a_flipped_bit_in_the_log_stops_its_session_and_no_other(
     log: Damaged, local_worker: Start, turn: int, where: str
 ) -> None:
     """The server leaves the entry out; the session's next request fails, and `log verify` names the entry."""
@@ -107,10 +107,10 @@ async def test_a_flipped_bit_costs_its_session_and_no_other(
 
 
 @pytest.mark.parametrize("how", ["cut", "zeros", "taken out"])
-async def test_of_a_file_that_lacks_bytes_sessions_go_on_from_what_is_left(
+async def test_a_session_continues_from_its_last_turn_before_the_bytes_that_the_log_file_lost(
     log: Damaged, local_worker: Start, how: str
 ) -> None:
-    """The server drops what is behind, and its consumer may be ahead of new requests."""
+    """The server drops later entries, and its consumer may be ahead of new requests."""
 
     def change(content: bytearray) -> None:
         middle = content.index(b'"text":"turn 006')
@@ -125,7 +125,7 @@ async def test_of_a_file_that_lacks_bytes_sessions_go_on_from_what_is_left(
     assert await log.check(local_worker) == "begins again after 6 turns"
 
 
-async def test_a_worker_that_outlives_the_loss_answers_new_requests(
+async def test_a_worker_that_runs_while_the_log_loses_bytes_answers_new_requests(
     log: Damaged, local_worker: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streams, "_KEEP_S", 0.2)

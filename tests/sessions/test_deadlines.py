@@ -1,4 +1,4 @@
-"""Deadlines: what is too late is not begun, what is under way ends with what there is; and never twice."""
+"""Deadlines: late requests are not started, running answers end with the tokens so far; each once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ async def submitted(client: Any, name: str, *requests: Append | Generate) -> lis
     return [await client.submit(SessionKey("default", name), one, timeout_s=20) for one in requests]
 
 
-async def test_what_is_too_late_is_refused_before_any_device_work(local_worker: Any) -> None:
+async def test_a_request_past_its_deadline_is_refused_before_any_device_work(local_worker: Any) -> None:
     worker = await local_worker()
     first, append, generate, last = await submitted(
         worker.client,
@@ -42,7 +42,7 @@ async def test_what_is_too_late_is_refused_before_any_device_work(local_worker: 
 
 
 @pytest.mark.simulated
-async def test_an_answer_ends_at_its_deadline_with_what_there_is(
+async def test_a_running_answer_ends_at_its_deadline_with_the_tokens_so_far(
     local_worker: Any, endless_model: Path
 ) -> None:
     worker = await local_worker(model=str(endless_model), max_draft=0)
@@ -62,7 +62,7 @@ async def test_an_answer_ends_at_its_deadline_with_what_there_is(
     assert (repeated.tokens, repeated.repeat_of) == (result.tokens, result.seq)
 
 
-async def test_a_prompt_that_is_read_at_its_deadline_adds_nothing(
+async def test_a_prompt_still_being_prefilled_at_its_deadline_adds_nothing(
     local_worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from worker.device.runner import Runner
@@ -84,7 +84,9 @@ async def test_a_prompt_that_is_read_at_its_deadline_adds_nothing(
 
 
 @pytest.mark.simulated
-async def test_a_cancel_before_the_deadline_is_a_cancel(local_worker: Any, endless_model: Path) -> None:
+async def test_an_answer_cancelled_before_its_deadline_ends_as_cancelled(
+    local_worker: Any, endless_model: Path
+) -> None:
     worker = await local_worker(model=str(endless_model), max_draft=0)
     session = worker.client.session("cancelled")
     generation = session.generate(tokens=[40, 41], max_tokens=50_000, deadline_s=60)
@@ -95,8 +97,8 @@ async def test_a_cancel_before_the_deadline_is_a_cancel(local_worker: Any, endle
 
 
 @pytest.mark.simulated
-async def test_time_without_a_worker_counts(local_worker: Any) -> None:
-    """The deadline is the log's: neither a restart nor another delivery gives a request more time."""
+async def test_time_without_a_running_worker_counts_towards_the_deadline(local_worker: Any) -> None:
+    """The log's time counts: neither a restart nor a redelivery gives a request more time."""
     worker = await local_worker()
     await worker.client.session("waiting").append(tokens=[40])
     worker.app.stop()
@@ -117,7 +119,9 @@ async def test_time_without_a_worker_counts(local_worker: Any) -> None:
 
 
 @pytest.mark.simulated
-async def test_an_answer_that_a_crash_interrupted_keeps_what_was_seen_of_it(local_worker: Any) -> None:
+async def test_an_answer_whose_deadline_passes_during_a_crash_keeps_the_tokens_already_streamed(
+    local_worker: Any,
+) -> None:
     worker = await local_worker(ack_wait_s=0.5)
     seen: list[int] = []
     generation = worker.client.session("killed").generate(tokens=[40], max_tokens=2_000, deadline_s=2.0)

@@ -1,4 +1,4 @@
-"""The echo of a prompt: what the model says of the tokens that a request adds, also after crashes."""
+"""The echo of a prompt: log probabilities of the tokens that a request adds, also after crashes."""
 
 from __future__ import annotations
 
@@ -54,8 +54,10 @@ async def has_begun(session: Session) -> bool:
     return progress is not None and progress.cached_tokens > 0
 
 
-async def test_an_echo_is_of_each_token_that_the_request_adds(client: Client, endless_model: Path) -> None:
-    """Also where the KV of all of them is there already, and in the next turn, with messages and a header."""
+async def test_an_echo_has_the_log_probability_of_each_token_that_the_request_adds(
+    client: Client, endless_model: Path
+) -> None:
+    """Also if their KV is cached already, and in the next turn, with messages and a header."""
     await client.session("before").generate(text=TEXT, max_tokens=3)
     session = client.session("s")
     options: dict[str, Any] = {"max_tokens": 4, "logprobs": True, "top_logprobs": 3}
@@ -77,7 +79,7 @@ async def test_an_echo_is_of_each_token_that_the_request_adds(client: Client, en
     check(second.prompt_logprobs, tokens, expected, 3)
 
 
-async def test_without_an_answer_the_prompt_is_scored_and_stays(
+async def test_an_echo_with_max_tokens_0_scores_the_prompt_and_keeps_it_in_the_session(
     local_worker: Callable[..., Awaitable[Any]], endless_model: Path
 ) -> None:
     worker = await local_worker(model=str(endless_model))
@@ -107,8 +109,8 @@ async def test_without_an_answer_the_prompt_is_scored_and_stays(
     assert [(each.id, each.logprob) for each in one.prompt_logprobs] == [(tokens[0], None)]
 
 
-async def test_an_echo_says_of_an_answer_what_was_said_as_it_was_drawn(client: Client) -> None:
-    """Under a window, too, which is much shorter than the prompt."""
+async def test_an_echo_of_an_answers_tokens_has_the_logprobs_of_that_answer(client: Client) -> None:
+    """Also under a window much shorter than the prompt."""
     for cache in ({"policy": "full"}, {"policy": "sink_window", "sink": 2, "window": 32}):
         name = str(cache["policy"])
         session = client.session(name, cache=cache)
@@ -122,7 +124,7 @@ async def test_an_echo_says_of_an_answer_what_was_said_as_it_was_drawn(client: C
         )
 
 
-async def test_an_echo_that_is_cancelled_adds_nothing(
+async def test_a_cancelled_echo_adds_nothing_to_the_session(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     score = Batch.score
@@ -146,7 +148,7 @@ async def test_an_echo_that_is_cancelled_adds_nothing(
 
 
 @pytest.mark.process
-async def test_a_turn_that_crashes_interrupt_has_the_echo_of_its_whole_prompt(
+async def test_a_turn_interrupted_by_a_kill_has_the_echo_of_its_whole_prompt(
     worker_process: Any, endless_model: Path
 ) -> None:
     process = worker_process("--ack-wait-s", "0.5", model=endless_model)
@@ -161,7 +163,7 @@ async def test_a_turn_that_crashes_interrupt_has_the_echo_of_its_whole_prompt(
     )
 
 
-async def test_what_cannot_be_echoed_is_refused_before_anything_runs(
+async def test_an_echo_that_is_too_large_or_in_a_paged_session_is_refused(
     local_worker: Callable[..., Awaitable[Any]], tmp_path: Path
 ) -> None:
     model = make_tiny_model(tmp_path / "wide", hidden_size=128, max_position_embeddings=16384)

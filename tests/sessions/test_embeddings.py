@@ -1,4 +1,4 @@
-"""Vectors of texts over NATS: the model's own hidden states, beside sessions and without a trace."""
+"""Embeddings over NATS: the model's own hidden states; they leave no log entries and no KV."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def expected(folder: Path, text: str) -> np.ndarray[Any, Any]:
     return np.array(hidden / mx.linalg.norm(hidden))
 
 
-async def test_vectors_are_the_last_tokens_states_also_of_texts_of_many_blocks(
+async def test_an_embedding_is_the_last_tokens_hidden_state_also_for_texts_of_many_blocks(
     local_worker: Start, embedding_model: Path
 ) -> None:
     worker = await local_worker(model=str(embedding_model))
@@ -39,7 +39,7 @@ async def test_vectors_are_the_last_tokens_states_also_of_texts_of_many_blocks(
     assert np.dot((await worker.client.embed([ids])).floats[0], found.floats[0]) > 0.99999
 
 
-async def test_a_vector_cut_to_fewer_dimensions_is_of_length_1(
+async def test_an_embedding_cut_to_fewer_dimensions_has_length_1(
     local_worker: Start, embedding_model: Path
 ) -> None:
     worker = await local_worker(model=str(embedding_model))
@@ -49,7 +49,9 @@ async def test_a_vector_cut_to_fewer_dimensions_is_of_length_1(
     assert np.dot(cut, whole[:4]) == pytest.approx(np.linalg.norm(whole[:4]))
 
 
-async def test_an_embedding_leaves_neither_entries_nor_kv(local_worker: Start, embedding_model: Path) -> None:
+async def test_an_embedding_leaves_neither_log_entries_nor_kv(
+    local_worker: Start, embedding_model: Path
+) -> None:
     worker = await local_worker(model=str(embedding_model))
     await worker.client.embed(TEXTS)
     metrics = await worker.client.worker_metrics()
@@ -57,10 +59,10 @@ async def test_an_embedding_leaves_neither_entries_nor_kv(local_worker: Start, e
     assert not await worker.client.log()
 
 
-async def test_a_list_of_many_texts_does_not_stop_a_running_answer(
+async def test_embedding_many_texts_does_not_stop_a_running_answer(
     local_worker: Start, embedding_model: Path
 ) -> None:
-    """The answer and the list go on beside each other: tokens come until the last vector is there."""
+    """Both run side by side: tokens arrive until the last vector is ready."""
     worker = await local_worker(model=str(embedding_model))
     generation = worker.client.session("s").generate(text="eee", max_tokens=1900, ignore_eos=True)
     chunks = 0
@@ -83,7 +85,7 @@ async def test_a_list_of_many_texts_does_not_stop_a_running_answer(
         (["a"], {"dimensions": 10**6}, "dimensions, not 1000000"),
     ],
 )
-async def test_what_has_no_vector_is_refused_in_words(
+async def test_an_input_that_cannot_be_embedded_is_refused_with_the_reason(
     local_worker: Start, embedding_model: Path, inputs: Any, more: Any, why: str
 ) -> None:
     worker = await local_worker(model=str(embedding_model))
@@ -92,7 +94,7 @@ async def test_what_has_no_vector_is_refused_in_words(
     assert refusal.value.code == "invalid_request"
 
 
-async def test_a_text_as_long_as_the_context_has_a_vector_and_one_beyond_the_memory_is_refused(
+async def test_a_text_as_long_as_the_context_is_embedded_and_one_beyond_the_memory_is_refused(
     local_worker: Start, embedding_model: Path
 ) -> None:
     worker = await local_worker(model=str(embedding_model))
@@ -103,7 +105,7 @@ async def test_a_text_as_long_as_the_context_has_a_vector_and_one_beyond_the_mem
         await small.client.embed([[40] * TINY_CONTEXT])
 
 
-async def test_a_chat_model_makes_no_vectors_unless_it_is_told_to(
+async def test_a_chat_model_embeds_texts_only_with_the_setting_pooling(
     local_worker: Start, tiny_model: Path
 ) -> None:
     worker = await local_worker(model=str(tiny_model))

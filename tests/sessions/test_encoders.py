@@ -128,10 +128,10 @@ def make(
 
 
 @pytest.mark.parametrize("pooling", ["mean_tokens", "cls_token"])
-async def test_a_vector_is_the_mean_of_all_tokens_or_the_first_ones_state(
+async def test_a_bert_embedding_is_the_mean_of_all_tokens_or_the_state_of_the_first_one(
     local_worker: Start, tmp_path: Path, pooling: str
 ) -> None:
-    """Also of a text of many pieces, of which the first ones have seen nothing of the last."""
+    """Also of a long text, whose first tokens must attend to its last ones."""
     own = make(tmp_path / "bert", pooling=pooling)
     worker = await local_worker(model=str(tmp_path / "bert"))
     known = load(tmp_path / "bert", dtype="float32").tokenizer
@@ -163,7 +163,9 @@ async def test_a_cross_encoder_scores_a_query_with_each_document(local_worker: S
         await worker.client.embed(["sky"])
 
 
-async def test_an_encoder_answers_nothing_else(local_worker: Start, tmp_path: Path) -> None:
+async def test_an_encoder_for_embeddings_refuses_sessions_reranking_and_texts_that_are_too_long(
+    local_worker: Start, tmp_path: Path
+) -> None:
     make(tmp_path / "bert")
     worker = await local_worker(model=str(tmp_path / "bert"))
     for asked in (
@@ -188,7 +190,9 @@ async def test_an_encoder_answers_nothing_else(local_worker: Start, tmp_path: Pa
         ({"is_cross": True, "id2label": {"0": "a", "1": "b"}}, "tells classes apart"),
     ],
 )
-def test_an_encoder_of_another_kind_is_refused_at_the_start(tmp_path: Path, options: Any, why: str) -> None:
+def test_loading_an_encoder_with_unsupported_pooling_activation_or_classes_fails(
+    tmp_path: Path, options: Any, why: str
+) -> None:
     make(tmp_path / "bert", **options)
     with pytest.raises(ModelError, match=why):
         load(tmp_path / "bert", dtype="float32")
@@ -205,7 +209,7 @@ MINI = {
 @pytest.mark.packaging
 @pytest.mark.registry
 @pytest.mark.timeout(600)
-async def test_a_model_that_people_use_makes_the_vectors_of_its_authors_library(
+async def test_all_minilm_l6_v2_gives_the_same_vectors_as_sentence_transformers(
     local_worker: Start, tmp_path: Path
 ) -> None:
     uv = Path(sys.executable).with_name("uv")

@@ -1,4 +1,4 @@
-"""One tenant's flood is its own: another one's answer comes beside it, and memory stays as it is."""
+"""One tenant's flood of requests: other tenants are answered meanwhile, and memory stays bounded."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ async def answered_before(wire: Wire, seq: int, tenant: str) -> int:
 
 @pytest.mark.usefixtures("_small")
 @pytest.mark.parametrize("num_sessions", [1, NUM_FLOOD])
-async def test_a_flood_of_one_tenant_does_not_make_anothers_request_wait_for_its_end(
+async def test_a_tenants_request_is_answered_before_half_of_another_tenants_flood_is_answered(
     wire: Start, num_sessions: int
 ) -> None:
-    """In one session or in many: what the worker takes up at a time has places for others."""
+    """In one session or in many: the worker keeps capacity for other tenants."""
     one = await wire(max_waiting=MAX_SESSIONS, max_waiting_per_tenant=MAX_SESSIONS // 2)
     await one.send("s", append("warm"), tenant="quiet")
     flood = [
@@ -67,8 +67,10 @@ async def test_a_flood_of_one_tenant_does_not_make_anothers_request_wait_for_its
     await one.check_log()
 
 
-async def test_a_flood_has_few_turns_on_the_device_while_another_tenant_is_there(wire: Start) -> None:
-    """So that its steps are short for the other one; what waits is not read from the log before."""
+async def test_a_flooding_tenant_gets_few_turns_on_the_device_while_another_tenant_is_active(
+    wire: Start,
+) -> None:
+    """So steps stay short for the other one, and waiting requests stay in the log."""
     one = await wire(max_batch=4)
     await one.send("s", append("warm"), tenant="quiet")
     flood = [
@@ -85,8 +87,8 @@ async def test_a_flood_has_few_turns_on_the_device_while_another_tenant_is_there
         assert (await one.result(seq))["type"] == "generated"
 
 
-async def test_a_short_answer_does_not_wait_for_long_ones_of_its_own_tenant(wire: Start) -> None:
-    """All rows and all places of the tenant are taken by answers that would end only after minutes."""
+async def test_a_short_answer_does_not_wait_for_long_answers_of_its_own_tenant(wire: Start) -> None:
+    """The tenant's long answers, which run for minutes, take all rows and places."""
     one = await wire(max_batch=2)
     for n in range(12):
         await one.publish(f"s{n}", generate("r", **LONG))
@@ -98,10 +100,10 @@ async def test_a_short_answer_does_not_wait_for_long_ones_of_its_own_tenant(wire
         await one.control(f"s{n}", {"type": "cancel", "id": "r"})
 
 
-async def test_a_worker_that_stops_reads_no_more_of_what_waits(
+async def test_a_stopping_worker_reads_no_more_waiting_sessions_from_the_log(
     wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A flood would have it read session by session, for nothing."""
+    """It would read a flood session by session, in vain."""
     fold, folded = SessionLog._fold, 0
 
     async def counted(log: SessionLog, record: Record) -> None:
@@ -123,8 +125,10 @@ async def test_a_worker_that_stops_reads_no_more_of_what_waits(
 
 
 @pytest.mark.usefixtures("_small")
-async def test_what_was_given_back_for_want_of_room_is_not_in_doubt(wire: Start) -> None:
-    """Only what another worker has had is: no attempt is noted in the log."""
+async def test_a_request_returned_to_the_queue_because_the_worker_is_full_counts_no_attempt(
+    wire: Start,
+) -> None:
+    """Attempts are noted only for requests that another worker had."""
     one = await wire(max_waiting=2, max_waiting_per_tenant=1)
     seqs = [await one.publish(f"s{n}", generate("r", text="eee", max_tokens=40)) for n in range(6)]
     noted = await one.nc.subscribe(f"{one.prefix}.*.*.attempt")
@@ -134,8 +138,8 @@ async def test_what_was_given_back_for_want_of_room_is_not_in_doubt(wire: Start)
 
 
 @pytest.mark.usefixtures("_small")
-async def test_a_session_is_answered_in_order_though_its_deliveries_are_settled_at_once(wire: Start) -> None:
-    """Many more requests than are read at a time, and a worker that is put down in the middle."""
+async def test_a_long_queue_of_one_session_is_answered_in_order_across_a_restart(wire: Start) -> None:
+    """Many more requests than are read at a time, and a worker stopped in the middle."""
     one = await wire(max_waiting=MAX_SESSIONS)
     seqs = await asyncio.gather(*(one.publish("s", append(f"r{n}", "ab")) for n in range(60)))
     await one.result(seqs[9])
@@ -168,7 +172,7 @@ async def test_a_request_deep_in_a_sessions_queue_can_be_cancelled(wire: Start) 
     await one.check_log()
 
 
-async def test_questions_of_one_tenant_leave_places_for_others(
+async def test_control_requests_of_one_tenant_leave_capacity_for_other_tenants(
     wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on, look, waiting = asyncio.Event(), Session.refresh, 0
@@ -202,8 +206,10 @@ def peak_bytes(pid: int) -> int:
 @pytest.mark.real
 @pytest.mark.process
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell the peak of another process")
-async def test_a_sessions_backlog_stays_in_the_log_until_its_turn(worker_process: Callable[..., Any]) -> None:
-    """120 requests of 1 MB wait as the worker starts: they are taken page by page."""
+async def test_a_session_backlog_of_120_mb_makes_the_worker_grow_by_less_than_40_mib(
+    worker_process: Callable[..., Any],
+) -> None:
+    """120 requests of 1 MB wait as the worker starts: it reads them page by page."""
     worker = worker_process("--spare-memory", "0")
     worker.start()
     async with asyncio.timeout(60):

@@ -1,4 +1,4 @@
-"""The fold: what a session became while it lived is what its log says afterwards, whatever happened.
+"""The fold: reading a session's log again gives the state that the session had while it ran.
 
 The log and the device are replaced by lists and a formula; sessions, requests, records and templates are the
 real ones.
@@ -419,7 +419,7 @@ OPERATIONS = st.lists(
 
 
 @given(operations=OPERATIONS)
-def test_the_log_folds_to_what_the_session_was_when_it_lived(tokenizer, operations) -> None:
+def test_reading_the_log_gives_the_state_that_the_session_had_in_memory(tokenizer, operations) -> None:
     """Requests of every kind, good and bad; repeats, conflicts, cancellations out of order, crashes."""
     asyncio.run(live(World(tokenizer), operations))
 
@@ -457,7 +457,7 @@ async def live(world: World, operations: list[tuple[str, Any]]) -> None:
     assert sorted(result.seq for result in world.results) == ins, "every entry has exactly one result"
 
 
-async def test_a_repeated_request_is_answered_from_the_record_and_changes_nothing(world) -> None:
+async def test_a_repeated_request_gets_the_recorded_result_and_changes_nothing(world) -> None:
     request = Generate(id="g", text="hello", max_tokens=5)
     first = await world.ask(request)
     await world.ask(Append(id="a", text="more"))
@@ -481,8 +481,8 @@ async def test_an_id_that_was_used_for_another_request_is_a_conflict(world) -> N
     assert repeated.repeat_of == 1, "the first one keeps the id"
 
 
-async def test_a_waiting_request_can_be_cancelled_before_those_in_front_of_it(world) -> None:
-    """Its result comes before theirs in the log; the fold must not mind."""
+async def test_a_request_cancelled_behind_waiting_ones_gets_its_result_before_theirs(world) -> None:
+    """The fold accepts results in another order than their requests."""
     first = world.publish(Append(id="first", text="one"))
     second = world.publish(Append(id="second", text="two"))
     third = world.publish(Generate(id="third", max_tokens=3))
@@ -500,7 +500,7 @@ async def test_a_waiting_request_can_be_cancelled_before_those_in_front_of_it(wo
     await world.assert_fold_is_life()
 
 
-async def test_a_cancelled_repeat_is_answered_from_the_record_too(world) -> None:
+async def test_a_repeated_request_cannot_be_cancelled_and_gets_the_recorded_result(world) -> None:
     """The record has one answer for an id, however often it is asked, and whoever cancels."""
     first = await world.ask(Append(id="a", text="one"))
     seq = world.publish(Append(id="a", text="one"))
@@ -511,7 +511,7 @@ async def test_a_cancelled_repeat_is_answered_from_the_record_too(world) -> None
     assert world.result(seq) == msgspec.structs.replace(first, seq=seq, repeat_of=first.seq)
 
 
-async def test_a_session_is_let_go_of_once_nothing_is_left_to_answer(world) -> None:
+async def test_a_session_is_released_once_all_of_its_requests_are_answered(world) -> None:
     """Also where a worker died between a result and its acknowledgement."""
     first = world.publish(Append(id="a", text="one"))
     second = world.publish(Append(id="b", text="two"))
@@ -526,7 +526,7 @@ async def test_a_session_is_let_go_of_once_nothing_is_left_to_answer(world) -> N
 
 
 @pytest.mark.parametrize(("fresh_s", "looks"), [(60.0, ["begun"]), (0.0, ["begun", "begun"])])
-async def test_tokens_that_were_published_are_looked_for_beside_reading_the_log(
+async def test_published_tokens_are_read_along_with_the_log_and_again_only_if_that_took_long(
     world, monkeypatch, fresh_s, looks
 ) -> None:
     """Once, unless the log took so long that another worker may have published more."""
@@ -541,7 +541,7 @@ async def test_tokens_that_were_published_are_looked_for_beside_reading_the_log(
     assert world.log.chunks.looks == looks
 
 
-async def test_what_was_found_of_one_request_is_not_taken_for_another_one(world) -> None:
+async def test_published_tokens_read_in_advance_for_one_request_are_not_used_for_another(world) -> None:
     """The second is delivered first."""
     first = world.log.add("in", encode(Generate(id="first", text="one", max_tokens=4)))
     world.publish(Generate(id="second", text="two", max_tokens=4))
@@ -552,10 +552,10 @@ async def test_what_was_found_of_one_request_is_not_taken_for_another_one(world)
 
 
 @pytest.mark.parametrize("cancel_after", [None, 4])
-async def test_the_end_of_an_answers_tokens_is_made_good_where_the_worker_died_before_it(
+async def test_a_token_stream_left_without_its_end_by_a_crash_is_ended_by_the_next_worker(
     world, cancel_after
 ) -> None:
-    """Between the record and the end of the stream; what a cancel had set free is said too."""
+    """The worker died after the result; text that a cancel released is published too."""
     world.engine.cancel_after = cancel_after
     seq = world.publish(Generate(id="g", text="down", max_tokens=6))
     await world.session.run()
@@ -570,8 +570,8 @@ async def test_the_end_of_an_answers_tokens_is_made_good_where_the_worker_died_b
 
 
 @pytest.mark.parametrize("known", [3, 6])
-async def test_the_usage_of_an_answer_that_was_taken_up_adds_up(world, known) -> None:
-    """What was found of the answer is no prompt; where all of it was found nothing ran, and all are 0."""
+async def test_the_usage_of_an_answer_resumed_from_published_tokens_adds_up(world, known) -> None:
+    """Published tokens are no prompt; if all were published, nothing ran, and the prompt counts as 0."""
     whole = await world.ask(Generate(id="whole", text="down", max_tokens=6))
     await world.ask(Rewind(id="back", position=0))
     seq = world.log.entries[-1].seq + 1
@@ -581,10 +581,10 @@ async def test_the_usage_of_an_answer_that_was_taken_up_adds_up(world, known) ->
     assert usage.completion_tokens == 6
 
 
-async def test_an_answer_that_another_worker_had_begun_is_taken_up_by_one_that_held_the_session(
+async def test_a_worker_that_held_the_session_resumes_an_answer_that_another_worker_began(
     world,
 ) -> None:
-    """Its clients have seen the beginning, whoever goes on: it is in the token stream."""
+    """Clients saw its beginning in the token stream, so every worker keeps it."""
     await world.ask(Append(id="a", text="one"))
     begun = tuple(world._tokenizer.encode("ba", at_start=False))
     world.log.chunks.stored = [Chunk(0, begun, "ba")]
@@ -594,8 +594,8 @@ async def test_an_answer_that_another_worker_had_begun_is_taken_up_by_one_that_h
     await world.assert_fold_is_life()
 
 
-async def test_a_fence_that_is_lost_is_no_attempt(world, monkeypatch) -> None:
-    """Of a request in doubt: the worker lives, so it did not end over it."""
+async def test_a_result_that_the_log_rejects_is_not_counted_as_a_failed_attempt(world, monkeypatch) -> None:
+    """The worker still lives, so the request in doubt did not crash it."""
     commit, num_lost = world.log.commit, 0
 
     async def lost(*arguments: Any, **named: Any) -> int:
@@ -613,7 +613,7 @@ async def test_a_fence_that_is_lost_is_no_attempt(world, monkeypatch) -> None:
     assert not world.log.notes
 
 
-async def test_a_session_starts_anew_when_it_is_opened_after_its_close(world) -> None:
+async def test_a_session_opened_after_its_close_starts_empty(world) -> None:
     await world.ask(Append(id="a", text="one"))
     closed = await world.ask(Close(id="c"))
     assert closed.position == 3
@@ -668,8 +668,8 @@ async def diverged(world: World, entries: list[Entry]) -> str:
     return refused.message
 
 
-async def test_a_log_that_comes_to_other_tokens_than_its_last_result_states_is_not_continued(world) -> None:
-    """The digest of the last result decides; what was answered before is still repeated."""
+async def test_a_log_whose_tokens_do_not_match_the_digest_of_its_last_result_is_not_continued(world) -> None:
+    """Requests that were answered before still get their recorded results."""
     await world.ask(Append(id="a", text="one"))
     await world.ask(Append(id="b", text="two"))
     entries = tampered(world.log.entries, -1, headers={HISTORY_HEADER: "0" * 32})
@@ -678,7 +678,7 @@ async def test_a_log_that_comes_to_other_tokens_than_its_last_result_states_is_n
     assert repeated.repeat_of == 1
 
 
-async def test_a_wrong_position_in_the_log_is_found(world) -> None:
+async def test_a_wrong_position_in_a_logged_result_stops_the_session(world) -> None:
     await world.ask(Append(id="a", text="one"))
     await world.ask(Append(id="b", text="two"))
     for index in (0, 1):
@@ -689,7 +689,7 @@ async def test_a_wrong_position_in_the_log_is_found(world) -> None:
         assert "position" in message
 
 
-async def test_a_result_of_another_kind_than_its_request_is_found(world) -> None:
+async def test_a_logged_result_of_another_type_than_its_request_stops_the_session(world) -> None:
     await world.ask(Append(id="a", text="one"))
     await world.ask(Rewind(id="r", position=1))
     rewound = world.log.entries[-1].body
@@ -707,7 +707,9 @@ async def test_a_result_of_another_kind_than_its_request_is_found(world) -> None
         (None, "is no such result: Appended"),
     ],
 )
-async def test_a_result_that_cannot_be_carried_out_is_found(world, change: Any, why: str) -> None:
+async def test_a_logged_result_with_an_invalid_change_field_stops_the_session(
+    world, change: Any, why: str
+) -> None:
     await world.ask(Append(id="a", tokens=(1, 2)))
     body = json.loads(world.log.entries[-1].body)
     body["change"] = change
@@ -715,7 +717,7 @@ async def test_a_result_that_cannot_be_carried_out_is_found(world, change: Any, 
     assert why in await diverged(world, entries)
 
 
-async def test_what_is_no_result_on_out_is_ignored_and_its_place_in_the_fence_is_kept(world) -> None:
+async def test_an_invalid_entry_among_the_results_is_ignored_and_the_session_goes_on(world) -> None:
     """Anybody with access to the log may publish there; that must not cost the session."""
     await world.ask(Append(id="a", text="one"))
     world.log.add("out", NO_RESULT)
@@ -724,8 +726,8 @@ async def test_what_is_no_result_on_out_is_ignored_and_its_place_in_the_fence_is
     assert result.position == 6
 
 
-async def test_another_workers_result_sends_this_one_back_to_the_log(world) -> None:
-    """It had read the session before; it goes on behind what the other one has done."""
+async def test_a_worker_reads_the_log_again_after_another_workers_result(world) -> None:
+    """It had read the session before; it continues after the other one's result."""
     await world.ask(Append(id="a", text="one"))
     other = World(world._tokenizer)
     other.log = world.log
@@ -743,7 +745,9 @@ async def test_another_workers_result_sends_this_one_back_to_the_log(world) -> N
         (3, "from sequence 6 on: a result keeps more tokens than there are"),
     ],
 )
-async def test_a_log_with_a_hole_is_not_continued(world, lost: int, why: str) -> None:
+async def test_a_session_whose_log_has_lost_a_request_or_a_result_is_not_continued(
+    world, lost: int, why: str
+) -> None:
     """A server that lost a block of its store says nothing; each result names the one before it."""
     for id_ in "abc":
         await world.ask(Append(id=id_, text="one"))

@@ -1,4 +1,4 @@
-"""Where `commit` and `tok` are open to clients, nothing there speaks for the model or stops it."""
+"""Entries forged on `commit` and `chunk` neither speak for the model nor stop it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ async def taken_up_again(wire: Start, w: Wire) -> Wire:
 
 
 @pytest.mark.parametrize("restart", [False, True])
-async def test_a_result_for_a_request_to_come_does_not_take_its_answer(wire: Start, restart: bool) -> None:
+async def test_a_result_forged_before_its_request_does_not_replace_the_answer(
+    wire: Start, restart: bool
+) -> None:
     w = await wire()
     await w.send("s", append("a"))
     seq = await next_seq(w)
@@ -56,8 +58,10 @@ async def test_a_result_for_a_request_to_come_does_not_take_its_answer(wire: Sta
 
 
 @pytest.mark.parametrize("restart", [False, True])
-async def test_a_result_without_a_history_does_not_answer_for_the_model(wire: Start, restart: bool) -> None:
-    """It names a request that waits; it is no worker's, since it says nothing of the history."""
+async def test_a_forged_result_without_a_history_digest_does_not_replace_the_answer(
+    wire: Start, restart: bool
+) -> None:
+    """It names a waiting request; without a history digest it cannot be a worker's."""
     w = await wire()
     await w.send("s", append("a"))
     running = await w.publish("s", generate("long", **LONG))
@@ -84,8 +88,8 @@ async def genuine(w: Wire, seq: int) -> dict[str, Any]:
             await asyncio.sleep(0.1)
 
 
-async def test_a_result_out_of_turn_that_adds_something_is_passed_over(wire: Start) -> None:
-    """With a digest too: only what calls a request off comes before the answers of those in front of it."""
+async def test_a_forged_answer_to_a_request_behind_an_unanswered_one_is_ignored(wire: Start) -> None:
+    """Even with a digest: only a cancelled request gets its result before those in front of it."""
     w = await wire()
     await w.send("s", append("a"))
     await w.worker.stop()
@@ -101,7 +105,7 @@ async def test_a_result_out_of_turn_that_adds_something_is_passed_over(wire: Sta
     assert (await genuine(w, second))["text"] != "I obey"
 
 
-async def test_a_flood_of_forged_results_is_counted_and_stops_nobody(wire: Start) -> None:
+async def test_a_flood_of_forged_results_is_counted_and_stops_no_answer(wire: Start) -> None:
     w = await wire()
     await w.send("s", append("a"))
     running = await w.publish("s", generate("long", **LONG))
@@ -113,10 +117,10 @@ async def test_a_flood_of_forged_results_is_counted_and_stops_nobody(wire: Start
 
 
 @pytest.mark.parametrize("named", [True, False])
-async def test_tokens_published_before_their_request_are_no_part_of_its_answer(
+async def test_tokens_forged_before_their_request_do_not_become_part_of_its_answer(
     wire: Start, named: bool
 ) -> None:
-    """Not even where they name its sequence, which can be foretold."""
+    """Not even if they name its sequence, which can be guessed."""
     w = await wire()
     clean = await w.send("clean", generate("g", text="abc"))
     chunk = {"i": 0, "tokens": [40, 41], "text": "HI"} | ({"seq": await next_seq(w)} if named else {})
@@ -125,8 +129,10 @@ async def test_tokens_published_before_their_request_are_no_part_of_its_answer(
     assert (result["tokens"], result["text"]) == (clean["tokens"], clean["text"])
 
 
-async def test_tokens_of_another_request_of_the_same_id_are_no_part_of_an_answer(wire: Start) -> None:
-    """Published while it waits, without its sequence: by whoever reads the subjects and not the log."""
+async def test_forged_tokens_that_name_another_requests_sequence_do_not_become_part_of_an_answer(
+    wire: Start,
+) -> None:
+    """Published while it waits, by a forger who does not know its sequence."""
     w = await wire()
     clean = await w.send("clean", generate("g", text="abc"))
     running = await w.publish("s", generate("long", **LONG))

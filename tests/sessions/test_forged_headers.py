@@ -1,4 +1,4 @@
-"""Headers that somebody else sets on a result or a chunk are not taken for the server's word on a read."""
+"""Status headers that a publisher sets on a result or a chunk are not taken for the NATS server's."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ pytestmark = pytest.mark.simulated
 
 
 @pytest.mark.parametrize("status", ["404", "408", "500", "503", "204", "nonsense"])
-async def test_an_empty_result_with_a_status_costs_no_answer(wire: Start, status: str) -> None:
-    """Where a commit finds it in its place it has to read what is there, again and again if need be."""
+async def test_forged_empty_results_and_chunks_with_a_status_header_stop_no_answer(
+    wire: Start, status: str
+) -> None:
+    """A commit that finds a forged entry there reads it and tries again, as often as needed."""
     w = await wire()
     await w.send("s", append("a"))
     seq = await w.publish("s", generate("b", text="eee", max_tokens=300))

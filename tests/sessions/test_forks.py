@@ -1,4 +1,4 @@
-"""Forks: a session begins with another one's tokens, prefills none of them again, and needs it no longer."""
+"""Forks: a session begins with another one's tokens, does not prefill them, and outlives the other."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def tokens_after(session: Session, **options: Any) -> tuple[int, ...]:
 
 
 @pytest.mark.real
-async def test_a_fork_continues_as_its_parent_would_and_prefills_nothing_again(client: Client) -> None:
+async def test_a_fork_answers_as_its_parent_would_and_prefills_no_parent_tokens_again(client: Client) -> None:
     parent = await conversation(client)
     before = (await parent.info()).position
     fork = await parent.fork("fork", tags=["try", "night shift"])
@@ -63,7 +63,9 @@ async def test_a_fork_continues_as_its_parent_would_and_prefills_nothing_again(c
     assert await tokens_after(other) == forked.tokens, "the parent's later turn is not in it"
 
 
-async def test_a_fork_inside_a_turn_is_what_a_rewind_leaves(client: Client) -> None:
+async def test_a_fork_at_a_position_inside_a_turn_answers_like_a_session_rewound_to_it(
+    client: Client,
+) -> None:
     parent = await conversation(client)
     end = (await parent.info()).position
     for position in (1, 7, end - 11, end - 3, end - 1):
@@ -74,7 +76,9 @@ async def test_a_fork_inside_a_turn_is_what_a_rewind_leaves(client: Client) -> N
         assert (await fork.info()).position == (await whole.info()).position
 
 
-async def test_a_fork_may_begin_at_0_or_be_rewound_to_before_its_base(client: Client) -> None:
+async def test_a_fork_may_start_at_position_0_or_be_rewound_to_before_the_forked_position(
+    client: Client,
+) -> None:
     parent = await conversation(client)
     begun = await client.session("begun").append(messages=said("Answer in rhymes.", "system"))
     assert (await (await parent.fork("empty", 0)).info()).position == 0
@@ -84,7 +88,7 @@ async def test_a_fork_may_begin_at_0_or_be_rewound_to_before_its_base(client: Cl
     assert await tokens_after(fork) == await tokens_after(client.session("begun"))
 
 
-async def test_a_fork_of_a_running_session_begins_after_its_last_result(client: Client) -> None:
+async def test_a_fork_of_a_running_session_starts_after_the_parents_last_result(client: Client) -> None:
     parent = await conversation(client)
     before = (await parent.info()).position
     running = parent.generate(messages=said("Tell all."), max_tokens=400)
@@ -97,7 +101,7 @@ async def test_a_fork_of_a_running_session_begins_after_its_last_result(client: 
     await running
 
 
-async def test_a_fork_may_be_made_only_while_its_parent_is_at_a_position(client: Client) -> None:
+async def test_a_fork_with_expect_position_fails_if_the_parent_is_at_another_position(client: Client) -> None:
     parent = await conversation(client)
     end = (await parent.info()).position
     fork = client.session("fork")
@@ -111,7 +115,7 @@ async def test_a_fork_may_be_made_only_while_its_parent_is_at_a_position(client:
 
 
 @pytest.mark.parametrize("forget", [False, True])
-async def test_a_fork_outlives_its_parent_and_its_worker(
+async def test_a_fork_survives_the_close_of_its_ancestors_and_a_restart(
     local_worker: Start, endless_model: Path, *, forget: bool
 ) -> None:
     worker = await local_worker(model=str(endless_model))
@@ -132,7 +136,7 @@ async def test_a_fork_outlives_its_parent_and_its_worker(
 
 
 @pytest.mark.parametrize("shown", [0, 1])
-async def test_a_fork_has_the_last_acknowledged_turn_though_a_replica_does_not_show_it(
+async def test_a_fork_has_the_parents_last_acknowledged_turn_though_a_replica_lags_behind(
     local_worker: Start, endless_model: Path, monkeypatch: pytest.MonkeyPatch, shown: int
 ) -> None:
     worker = await local_worker(model=str(endless_model))
@@ -159,7 +163,9 @@ async def test_a_fork_has_the_last_acknowledged_turn_though_a_replica_does_not_s
     assert (await fork.info()).position == position
 
 
-async def test_a_repeated_fork_is_answered_from_the_record(local_worker: Start, endless_model: Path) -> None:
+async def test_a_repeated_fork_request_gets_the_recorded_result(
+    local_worker: Start, endless_model: Path
+) -> None:
     worker = await local_worker(model=str(endless_model))
     parent = await conversation(worker.client)
     fork = await parent.fork("fork", request_id="once")
@@ -177,7 +183,7 @@ async def test_a_repeated_fork_is_answered_from_the_record(local_worker: Start, 
 
 @pytest.mark.usefixtures("often")
 @pytest.mark.parametrize("cache", [None, {"policy": "sink_window", "sink": 4, "window": 40}], ids=str)
-async def test_a_long_parent_gives_all_of_its_history_and_so_does_a_long_fork(
+async def test_a_fork_of_a_long_session_has_its_whole_history_also_after_a_restart(
     local_worker: Start, endless_model: Path, cache: dict[str, Any] | None
 ) -> None:
     """Most of the conversation is no longer in memory: a fork reads it from the parent's checkpoints."""
@@ -201,7 +207,9 @@ async def test_a_long_parent_gives_all_of_its_history_and_so_does_a_long_fork(
     assert await tokens_after(fork) == await tokens_after(await parent.fork("early-again", 40))
 
 
-async def test_a_reopened_session_may_become_a_fork(local_worker: Start, endless_model: Path) -> None:
+async def test_a_closed_session_may_be_opened_again_as_a_fork(
+    local_worker: Start, endless_model: Path
+) -> None:
     worker = await local_worker(model=str(endless_model))
     parent = await conversation(worker.client)
     fork = await conversation(worker.client, "fork", turns=1)
@@ -237,7 +245,7 @@ async def test_forks_share_one_prefill_and_its_snapshots(local_worker: Start, en
     assert found.stored_bytes - stored < most, "each fork stores only the tokens behind the last whole block"
 
 
-async def test_a_fork_that_cannot_be_says_why_and_changes_nothing(client: Client) -> None:
+async def test_an_impossible_fork_is_refused_with_the_reason_and_creates_no_session(client: Client) -> None:
     parent = await conversation(client)
     end = (await parent.info()).position
     closed = await conversation(client, "closed")
@@ -277,7 +285,9 @@ async def test_another_tenants_session_cannot_be_forked(local_worker: Start, nat
             await other.session("parent").fork("fork")
 
 
-async def test_a_fork_whose_base_is_gone_says_so(local_worker: Start, endless_model: Path) -> None:
+async def test_a_fork_whose_copy_of_the_parents_tokens_is_gone_from_the_log_fails_with_the_reason(
+    local_worker: Start, endless_model: Path
+) -> None:
     worker = await local_worker(model=str(endless_model))
     parent = await conversation(worker.client)
     await parent.fork("fork")

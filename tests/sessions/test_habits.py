@@ -1,4 +1,4 @@
-"""What a template does with each kind of message is found out, and no text of a message is left out.
+"""The quirks of chat templates are detected, and messages adapted so that no text is left out.
 
 The templates are those of the tests and of the packaged model, and some that leave out or refuse messages in
 the manner of families that do.
@@ -190,7 +190,9 @@ def texts(messages: list[dict[str, Any]]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_the_text_of_each_message_is_in_the_prompt(tokenizers: dict[str, Tokenizer], name: str) -> None:
+def test_each_messages_text_is_in_the_prompt_under_every_template(
+    tokenizers: dict[str, Tokenizer], name: str
+) -> None:
     lost = [
         (kind, text)
         for kind, messages in CONVERSATIONS.items()
@@ -217,7 +219,7 @@ PIECES = st.sampled_from(
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=st.sampled_from(sorted(ALL)), pieces=st.lists(PIECES, min_size=1, max_size=6))
-def test_no_order_of_messages_is_refused_or_loses_a_text(
+def test_messages_in_any_order_are_rendered_with_all_of_their_text(
     tokenizers: dict[str, Tokenizer], name: str, pieces: list[list[dict[str, Any]]]
 ) -> None:
     messages = [message for piece in pieces for message in piece]
@@ -227,7 +229,7 @@ def test_no_order_of_messages_is_refused_or_loses_a_text(
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name != "packaged"])
-async def test_a_session_has_each_text_in_whatever_requests_it_comes_and_its_log_gives_the_same_tokens(
+async def test_a_session_renders_all_messages_however_they_are_split_into_requests(
     tokenizers: dict[str, Tokenizer], name: str
 ) -> None:
     draw, tokenizer = random.Random(name), tokenizers[name]
@@ -255,35 +257,41 @@ async def test_a_session_has_each_text_in_whatever_requests_it_comes_and_its_log
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name != "developer"])
-def test_a_developers_message_is_the_systems_where_the_template_has_no_other(
+def test_a_developer_message_is_rendered_as_system_if_the_template_has_no_developer_role(
     tokenizers: dict[str, Tokenizer], name: str
 ) -> None:
     by_developer = prompt(tokenizers[name], say("developer", "told"), ASKED)
     assert by_developer == prompt(tokenizers[name], say("system", "told"), ASKED)
 
 
-def test_a_developers_message_stays_where_the_template_knows_it(tokenizers: dict[str, Tokenizer]) -> None:
+def test_a_developer_message_keeps_its_role_if_the_template_knows_that_role(
+    tokenizers: dict[str, Tokenizer],
+) -> None:
     assert prompt(tokenizers["developer"], say("developer", "told")) == "<|start|>developertold<|end|>"
 
 
-def test_a_refused_system_message_is_the_head_of_the_first_users(tokenizers: dict[str, Tokenizer]) -> None:
+def test_a_system_message_that_the_template_refuses_is_put_before_the_first_user_text(
+    tokenizers: dict[str, Tokenizer],
+) -> None:
     said = prompt(tokenizers["no_system"], say("system", "Be brief."), say("user", "Hi"))
     assert said == "<start_of_turn>user\nBe brief.\n\nHi<end_of_turn>\n"
 
 
-def test_a_result_that_the_template_leaves_out_is_a_users_message(tokenizers: dict[str, Tokenizer]) -> None:
+def test_a_tool_result_that_the_template_leaves_out_becomes_a_user_message(
+    tokenizers: dict[str, Tokenizer],
+) -> None:
     said = prompt(tokenizers["silent"], ASKED, CALLING, result("found"))
     assert said.endswith("<|im_start|>user\n<tool_response>\nfound\n</tool_response><|im_end|>\n")
 
 
-def test_arguments_that_are_no_object_are_written_as_the_call_had_them(
+def test_call_arguments_that_are_no_json_object_are_written_unchanged_as_text(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
     said = prompt(tokenizers["silent"], ASKED, BROKEN)
     assert '<tool_call>\n{"name": "f", "arguments": broken-argument {}\n</tool_call>' in said
 
 
-def test_a_call_and_its_result_have_one_id_where_the_template_wants_short_ones(
+def test_a_call_and_its_result_get_the_same_id_if_the_template_requires_nine_characters(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
     (_, calling, found, *_) = tokenizers["ids"].adapted(CONVERSATIONS["ids of any length"], None, Counter())
@@ -310,7 +318,7 @@ def test_a_call_and_its_result_have_one_id_where_the_template_wants_short_ones(
         ("with_tools", CONVERSATIONS["system"], {}),
     ],
 )
-def test_what_is_changed_is_counted(
+def test_each_kind_of_message_adaptation_is_counted(
     tokenizers: dict[str, Tokenizer], name: str, messages: list[dict[str, Any]], noted: dict[str, int]
 ) -> None:
     found = Counter[str]()
@@ -318,13 +326,17 @@ def test_what_is_changed_is_counted(
     assert found == noted
 
 
-def test_a_message_is_joined_to_one_of_an_earlier_request(tokenizers: dict[str, Tokenizer]) -> None:
+def test_a_user_message_after_one_of_an_earlier_request_counts_as_joined(
+    tokenizers: dict[str, Tokenizer],
+) -> None:
     noted = Counter[str]()
     tokenizers["ids"].adapted([say("user", "again")], ASKED, noted)
     assert noted == {"user and user in a row joined": 1}
 
 
-def test_contents_are_parts_where_the_template_wants_no_text(tokenizers: dict[str, Tokenizer]) -> None:
+def test_contents_become_lists_of_parts_if_the_template_requires_them(
+    tokenizers: dict[str, Tokenizer],
+) -> None:
     tokenizer = tokenizers["processing_smolvlm"]
     assert tokenizer.habits.in_words() == [
         "contents as lists of parts",
@@ -334,17 +346,19 @@ def test_contents_are_parts_where_the_template_wants_no_text(tokenizers: dict[st
     assert "User: asked<end_of_utterance>\nAssistant: answered" in prompt(tokenizer, ASKED, ANSWERED)
 
 
-def test_a_system_message_may_come_alone_with_tools(tokenizers: dict[str, Tokenizer]) -> None:
+def test_a_system_message_alone_with_tools_is_rendered_by_llama_4s_template(
+    tokenizers: dict[str, Tokenizer],
+) -> None:
     said = prompt(tokenizers["processing_llama4"], say("system", "told"), tools=[TOOL])
     assert "told" in said
     assert "what-it-does" in said
 
 
-def test_what_a_template_renders_is_left_as_it_is(tokenizers: dict[str, Tokenizer]) -> None:
+def test_a_complete_template_needs_only_developer_messages_adapted(tokenizers: dict[str, Tokenizer]) -> None:
     assert tokenizers["with_tools"].habits == Habits(developer=False)
 
 
-def test_the_habits_say_in_words_what_is_done(tokenizers: dict[str, Tokenizer]) -> None:
+def test_the_adaptations_for_a_template_are_listed_in_words(tokenizers: dict[str, Tokenizer]) -> None:
     assert tokenizers["silent"].habits.in_words() == ["developer as system", "tool results as user messages"]
     assert tokenizers["refusing"].habits.in_words() == [
         "late system within user messages",

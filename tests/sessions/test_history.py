@@ -20,8 +20,10 @@ def said(history: History) -> list[tuple[str, object]]:
     return [(one.role, one.content) for one in history.messages]
 
 
-async def test_a_history_has_what_was_said_and_answered_with_its_tokens(client: Client) -> None:
-    """Not what failed or was sent twice; a repeat, by then, has another position."""
+async def test_a_history_has_the_messages_and_answers_of_a_session_with_their_positions(
+    client: Client,
+) -> None:
+    """Failed and repeated requests are not in it."""
     session = client.session("s")
     assert (await session.history()).messages == []
     begun = await session.append(messages=[{"role": "system", "content": "Rhyme."}])
@@ -47,7 +49,7 @@ async def test_a_history_has_what_was_said_and_answered_with_its_tokens(client: 
     assert history.position == (await session.info()).position
 
 
-async def test_a_history_ends_where_it_was_rewound_to(client: Client) -> None:
+async def test_a_history_ends_at_the_position_that_the_session_was_rewound_to(client: Client) -> None:
     session = client.session("s")
     first = await session.generate(messages=user("a?"), max_tokens=3)
     second = await session.generate(messages=user("b?"), max_tokens=3)
@@ -66,8 +68,8 @@ async def test_a_history_ends_where_it_was_rewound_to(client: Client) -> None:
     assert (await session.history()).turns == ()
 
 
-async def test_the_history_of_a_fork_begins_with_its_parents(client: Client) -> None:
-    """As it was then; and is known to have no beginning once the parent is gone."""
+async def test_the_history_of_a_fork_begins_with_its_parents_turns(client: Client) -> None:
+    """As they were then; once the parent is forgotten, the history is not whole."""
     parent = client.session("parent")
     first = await parent.generate(messages=user("a?"), max_tokens=3)
     await parent.generate(messages=user("b?"), max_tokens=3)
@@ -91,7 +93,7 @@ async def test_the_history_of_a_fork_begins_with_its_parents(client: Client) -> 
     assert rest.position == history.position
 
 
-async def test_a_tenant_lists_its_sessions_the_last_used_first(client: Client) -> None:
+async def test_a_tenants_sessions_are_listed_with_the_most_recently_used_first(client: Client) -> None:
     for name in ("one", "two", "three"):
         await client.session(name).append(text="ab")
     await client.stored._api.api(f"{client.subjects.prefix}.default.b!d.in", b"{}")  # a name that is none

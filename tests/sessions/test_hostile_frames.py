@@ -1,4 +1,4 @@
-"""What a raw socket can make a NATS server pass on neither silences a worker nor takes it down."""
+"""Malformed frames that a NATS server passes on neither silence a worker nor take it down."""
 
 from __future__ import annotations
 
@@ -112,8 +112,8 @@ async def stored(w: Wire, raw: Socket, subject: bytes, body: bytes, header: byte
     return int(ack["seq"])
 
 
-async def test_a_request_whose_header_block_cannot_be_read_is_answered(wire: Start, raw: Socket) -> None:
-    """Headers say nothing to a worker. The log holds them for ever, so a restart must stand them too."""
+async def test_a_request_with_an_unreadable_header_block_is_answered(wire: Start, raw: Socket) -> None:
+    """Workers ignore headers. The log keeps them, so a restart has to survive them too."""
     w = await wire()
     for number, header in enumerate(HEADERS):
         body = json.dumps(append(f"a{number}")).encode()
@@ -127,7 +127,7 @@ async def test_a_request_whose_header_block_cannot_be_read_is_answered(wire: Sta
 
 
 @pytest.mark.parametrize("kind", ["ctl", "ask"])
-async def test_a_question_whose_header_block_cannot_be_read_is_answered(
+async def test_a_control_request_or_ask_with_an_unreadable_header_block_is_answered(
     wire: Start, raw: Socket, kind: str
 ) -> None:
     w = await wire()
@@ -143,7 +143,7 @@ async def test_a_question_whose_header_block_cannot_be_read_is_answered(
 
 
 @pytest.mark.parametrize("reply", [b"\xff", b"a\x0bb", b"r" * 4000, b"a\x00b", b"a..b", b"*", b">"])
-async def test_a_reply_subject_that_cannot_be_used_gets_no_answer_and_harms_nobody(
+async def test_a_request_with_an_unusable_reply_subject_does_not_disturb_the_worker(
     wire: Start, raw: Socket, reply: bytes
 ) -> None:
     w = await wire()
@@ -153,10 +153,10 @@ async def test_a_reply_subject_that_cannot_be_used_gets_no_answer_and_harms_nobo
     await w.until("s", "idle")
 
 
-async def test_a_request_under_a_name_that_gives_no_subject_is_ended_counted_and_logged_once(
+async def test_requests_under_malformed_names_are_terminated_counted_and_logged_once(
     local_worker: Callable[..., Awaitable[Any]], raw: Socket
 ) -> None:
-    """Nothing can be answered there. It must not come back either, after a restart say."""
+    """They cannot be answered, and must not be redelivered, even after a restart."""
     with structlog.testing.capture_logs() as lines:
         worker = await local_worker()
         prefix = worker.settings.prefix.encode()
@@ -179,7 +179,9 @@ async def test_a_request_under_a_name_that_gives_no_subject_is_ended_counted_and
 
 
 @pytest.mark.parametrize("kind", ["ctl", "ask", "tok.a", "out", "commit", "chunk.a"])
-async def test_a_bad_name_on_any_other_subject_harms_nobody(wire: Start, raw: Socket, kind: str) -> None:
+async def test_a_malformed_session_name_on_any_other_subject_does_not_disturb_the_worker(
+    wire: Start, raw: Socket, kind: str
+) -> None:
     w = await wire()
     for bad in NAMELESS:
         name = b"%s.default.%s.%s" % (w.prefix.encode(), bad, kind.encode())
@@ -190,8 +192,8 @@ async def test_a_bad_name_on_any_other_subject_harms_nobody(wire: Start, raw: So
         w.forged |= {seq for seq, subject, _ in await w.entries() if "default.s." not in subject}
 
 
-async def test_a_connection_whose_reading_ends_is_made_again_at_once(nats_url: str) -> None:
-    """Else it would be deaf until the pings run out, minutes later."""
+async def test_a_connection_whose_read_loop_fails_reconnects_at_once(nats_url: str) -> None:
+    """Else it would receive nothing until its pings time out."""
     back = asyncio.Event()
 
     async def reconnected() -> None:
@@ -216,10 +218,10 @@ async def test_a_connection_whose_reading_ends_is_made_again_at_once(nats_url: s
         await nc.close()
 
 
-async def test_a_client_reads_what_others_publish_on_the_subjects_that_it_hears(
+async def test_a_client_survives_foreign_messages_among_its_chunks_and_results(
     wire: Start, raw: Socket
 ) -> None:
-    """Chunks and results come to clients, too, and anybody may publish there where permissions are open."""
+    """With open permissions anybody may publish on the subjects that clients subscribe to."""
     w = await wire()
     session = w.worker.client.session("s")
     running = session.generate(text="eee", max_tokens=200, request_id="a")
@@ -233,8 +235,8 @@ async def test_a_client_reads_what_others_publish_on_the_subjects_that_it_hears(
     assert (await session.info()).state == "idle"
 
 
-async def test_the_parser_takes_any_cut_of_the_servers_bytes() -> None:
-    """Byte by byte, and all at once; what a subject holds, but a space, is part of it."""
+async def test_the_protocol_parser_accepts_the_servers_bytes_in_pieces_of_any_size() -> None:
+    """Byte by byte, and all at once; any byte but a space may be part of a subject."""
     heard: list[Any] = []
 
     class Hearing(Nats):
@@ -268,8 +270,8 @@ async def test_the_parser_takes_any_cut_of_the_servers_bytes() -> None:
         heard.clear()
 
 
-async def test_a_pull_that_brought_all_it_asked_for_is_no_fault(wire: Start) -> None:
-    """The server says so in the words that it has for faults, and a pause would follow each of them."""
+async def test_a_completed_pull_of_requests_is_not_logged_as_a_failure(wire: Start) -> None:
+    """The server reports completion as it reports faults; a pause would follow each of those."""
     with structlog.testing.capture_logs() as lines:
         w = await wire()
         for _ in range(2):
@@ -279,7 +281,7 @@ async def test_a_pull_that_brought_all_it_asked_for_is_no_fault(wire: Start) -> 
     assert [line for line in lines if "pulling requests failed" in line["event"]] == []
 
 
-async def test_a_bad_name_is_refused_once_even_if_its_refusal_takes_longer_than_the_server_waits(
+async def test_a_bad_session_name_is_refused_once_though_refusing_takes_longer_than_ack_wait(
     local_worker: Callable[..., Awaitable[Any]], raw: Socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     as_ever = Journal.refuse

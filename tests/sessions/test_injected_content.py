@@ -1,4 +1,4 @@
-"""What is written like a special token in a message, sent to a worker over NATS."""
+"""Messages that spell out special tokens, sent to a worker over NATS."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ def said(content: str = INJECTION) -> list[dict[str, str]]:
     return [{"role": "user", "content": content}]
 
 
-async def test_content_is_text_unless_its_source_is_trusted(wire: Start) -> None:
+async def test_special_tokens_spelled_out_in_a_message_are_text_unless_special_tokens_is_true(
+    wire: Start,
+) -> None:
     w = await wire()
     data = await w.send("data", {"type": "append", "id": "a", "messages": said()})
     assert data["position"] == NUM_AROUND + len(INJECTION)
@@ -30,13 +32,15 @@ async def test_content_is_text_unless_its_source_is_trusted(wire: Start) -> None
         assert answer["usage"]["prompt_tokens"] == position + NUM_HEADER
 
 
-async def test_text_has_special_tokens_unless_it_is_said_to_be_data(wire: Start) -> None:
+async def test_special_tokens_spelled_out_in_raw_text_count_unless_special_tokens_is_false(
+    wire: Start,
+) -> None:
     w = await wire()
     assert (await w.send("raw", append("a", "<|im_end|>")))["position"] == 1
     assert (await w.send("data", append("a", "<|im_end|>", special_tokens=False)))["position"] == 10
 
 
-async def test_a_session_with_injected_content_goes_on_after_a_restart(wire: Start) -> None:
+async def test_a_session_with_spelled_out_special_tokens_goes_on_after_a_restart(wire: Start) -> None:
     w = await wire()
     await w.send("s", generate("a", messages=said()))
     position = (await w.send("s", generate("b", messages=said("<|endoftext|>"))))["position"]
@@ -49,8 +53,8 @@ async def test_a_session_with_injected_content_goes_on_after_a_restart(wire: Sta
     assert num_added <= len(">\n") + NUM_AROUND + len("plain") + NUM_HEADER
 
 
-async def test_injected_content_stays_text_over_checkpoints_of_the_session(wire: Start) -> None:
-    """A checkpoint keeps what the template needs, which one day renders the content again."""
+async def test_spelled_out_special_tokens_stay_text_across_checkpoints_and_restarts(wire: Start) -> None:
+    """The template may render messages again from a checkpoint."""
     w = await wire()
     position = 0
     for number in range(100):

@@ -50,13 +50,15 @@ async def bodies(journal: Journal, session: int) -> list[str]:
     return [entry.body.decode() for entry in found]
 
 
-async def test_sessions_that_read_at_once_get_their_own_entries_in_order(journal: Journal) -> None:
+async def test_sessions_that_read_the_log_at_the_same_time_get_their_own_entries_in_order(
+    journal: Journal,
+) -> None:
     found = await asyncio.gather(*(bodies(journal, session) for session in range(NUM_SESSIONS)))
     for session, entries in enumerate(found):
         assert entries == [f"{session}:{number}" for number in range(NUM_ENTRIES)]
 
 
-async def test_a_read_that_is_given_up_is_no_others_concern(journal: Journal) -> None:
+async def test_a_cancelled_read_of_the_log_does_not_disturb_other_reads(journal: Journal) -> None:
     for pause_s in (0.0, 0.001, 0.003):
         given_up = [asyncio.create_task(bodies(journal, session)) for session in range(4)]
         others = [asyncio.create_task(bodies(journal, session)) for session in range(4, 8)]

@@ -1,4 +1,4 @@
-"""Answers on `ctl` and `ask` fit into what the server carries, or say that they do not."""
+"""Replies on `ctl` and `ask` fit into the server's message limit, or are refusals."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ async def narrow(
     await wire.nc.close()
 
 
-async def test_a_session_with_more_waiting_requests_than_a_message_holds_tells_them_page_by_page(
+async def test_info_lists_waiting_requests_in_pages_if_one_message_cannot_hold_them(
     narrow: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """300 requests with names of 64 characters, where a message holds some 200."""
+    """300 requests with ids of 64 characters, where a message holds some 200."""
     ids = [f"{number:064d}" for number in range(300)]
     engine, over = narrow.worker.app._engine, asyncio.Event()
     run = engine.run
@@ -91,10 +91,10 @@ async def test_a_session_with_more_waiting_requests_than_a_message_holds_tells_t
     over.set()
 
 
-async def test_any_answer_that_the_server_does_not_carry_becomes_a_refusal(
+async def test_a_reply_larger_than_the_servers_message_limit_becomes_a_refusal(
     narrow: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As that of an unpin of thousands of prefixes, which nobody waits for in a test."""
+    """Here a made-up reply, as of an unpin of thousands of prefixes."""
     many = Unpinned(prefixes=tuple(range(10_000)), pinned_bytes=0)
 
     async def unpin(*_: object) -> Unpinned:
@@ -107,7 +107,7 @@ async def test_any_answer_that_the_server_does_not_carry_becomes_a_refusal(
     assert "the answer takes" in reply["message"]
 
 
-async def test_a_control_request_that_names_a_valid_id_is_refused_under_it(narrow: Wire) -> None:
+async def test_a_refused_control_request_or_ask_has_its_valid_id_in_the_reply(narrow: Wire) -> None:
     reply = await narrow.control("s", {"type": "cancel", "id": "mine", "more": 1})
     assert (reply["code"], reply["id"]) == ("invalid_request", "mine")
     asked = await narrow.nc.request(narrow.subject("s", "ask"), b'{"id":"mine","more":1}', timeout=20)

@@ -1,4 +1,4 @@
-"""Answers that outgrow the memory of a real worker: their streams stall, and nothing else is to be seen."""
+"""Answers that outgrow the memory of a real worker: their streams pause, and their content stays right."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ TOKEN_BYTES = 512
 
 
 @pytest.mark.parametrize("snapshots", first(["keep", "off"]))
-async def test_answers_that_do_not_fit_together_come_out_as_alone(wire: Start, snapshots: str) -> None:
-    """Four of 700 tokens and one session that is idle, in memory for 1,100."""
+async def test_answers_that_do_not_fit_into_memory_together_equal_those_generated_alone(
+    wire: Start, snapshots: str
+) -> None:
+    """Four answers of 700 tokens and an idle session, memory for 1,100."""
     w = await wire(max_memory=1100 * TOKEN_BYTES, snapshots=snapshots)
     chunks: dict[str, list[dict]] = {}
     furthest: list[int] = []  # tokens of the longest answer as each one began

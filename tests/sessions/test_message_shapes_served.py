@@ -15,7 +15,7 @@ from tests.parts import CHAT_TEMPLATE
 async def test_a_conversation_with_tool_calls_and_parts_is_rendered_and_survives_a_restart(
     wire: Start, model_with_template: Callable[[str, str], Path]
 ) -> None:
-    """Also with a template that joins a content to what stands around it, as most do."""
+    """Under a template that concatenates contents with text, as most do."""
     joining = CHAT_TEMPLATE.replace("{{ message['content'] }}", "{{ '' + message['content'] }}")
     model = str(model_with_template("joining", joining))
     w = await wire(model=model)
@@ -53,7 +53,7 @@ def told(how: str) -> str:
     return f"1 message is told to the model in another form: {how}"
 
 
-async def test_a_result_says_what_was_told_to_the_model_in_another_form(
+async def test_a_results_warnings_name_the_messages_that_the_model_got_in_another_form(
     wire: Start, model_with_template: Callable[[str, str], Path]
 ) -> None:
     model = str(model_with_template("picky", PICKY))
@@ -93,7 +93,9 @@ async def test_a_result_says_what_was_told_to_the_model_in_another_form(
     assert seen == "Look: [image: this model cannot see images]"
 
 
-async def test_a_setting_refuses_what_the_model_cannot_read(wire: Start) -> None:
+async def test_an_image_part_is_refused_with_placeholders_off_and_a_part_with_text_is_read(
+    wire: Start,
+) -> None:
     w = await wire()
     assert (await w.send("s", generate("a", messages=[LOOK])))["warnings"] == [REPLACED]
     await w.worker.stop()
@@ -108,13 +110,13 @@ async def test_a_setting_refuses_what_the_model_cannot_read(wire: Start) -> None
     assert taken["warnings"] == ["messages[0].content[0]: search_result read as text"]
 
 
-async def test_many_placeholders_are_told_in_few_words(wire: Start) -> None:
+async def test_a_result_with_30_placeholders_names_20_of_them_and_counts_the_others(wire: Start) -> None:
     w = await wire()
     result = await w.send("s", generate("a", messages=[{"role": "user", "content": [IMAGE] * 30}]))
     assert (len(result["warnings"]), result["warnings"][-1]) == (21, "and 10 more")
 
 
-async def test_the_template_sees_messages_and_calls_with_their_keys_as_sent(
+async def test_the_template_gets_messages_and_calls_with_their_keys_in_the_order_sent(
     wire: Start, model_with_template: Callable[[str, str], Path]
 ) -> None:
     template = (

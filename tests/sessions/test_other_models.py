@@ -60,7 +60,7 @@ def text_of(world: World) -> str:
 
 
 @given(operations=OPERATIONS)
-def test_the_log_folds_to_what_the_session_was_whatever_models_served_it(
+def test_reading_the_log_gives_the_sessions_state_whatever_models_served_it(
     tokenizer: Tokenizer, corrected: Tokenizer, foreign: Tokenizer, operations: list[tuple[str, Any]]
 ) -> None:
     """Templates, weights and tokenizers change in between, with checkpoints and without."""
@@ -71,7 +71,7 @@ def test_the_log_folds_to_what_the_session_was_whatever_models_served_it(
 
 
 async def test_a_session_goes_on_when_its_template_changes(world: World, corrected: Tokenizer) -> None:
-    """What the model was given stays; what is new is rendered by the new template."""
+    """Earlier tokens stay; new messages are rendered by the new template."""
     for number in range(3):
         await world.ask(asks(number))
     before = world.session.history.tokens
@@ -85,7 +85,7 @@ async def test_a_session_goes_on_when_its_template_changes(world: World, correct
     await world.assert_fold_is_life()
 
 
-async def test_a_template_that_looks_back_says_from_where_it_has_rewritten(
+async def test_a_template_that_renders_earlier_turns_differently_sets_rewritten_from(
     world: World, model_with_template: Callable[[str, str], Path]
 ) -> None:
     await world.ask(asks(0))
@@ -96,7 +96,7 @@ async def test_a_template_that_looks_back_says_from_where_it_has_rewritten(
     await world.assert_fold_is_life()
 
 
-async def test_a_session_goes_on_with_other_weights_and_says_whose_it_was(
+async def test_a_session_goes_on_with_other_weights_and_its_result_names_the_previous_model(
     world: World, tokenizer: Tokenizer
 ) -> None:
     await world.ask(asks(0))
@@ -112,7 +112,7 @@ async def test_a_session_goes_on_with_other_weights_and_says_whose_it_was(
 async def test_a_session_is_tokenised_anew_for_another_tokenizer(
     world: World, foreign: Tokenizer, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
-    """Also a long one, of which the worker has a part in memory only."""
+    """Also a long one that the worker has only partly in memory."""
     monkeypatch.setattr(record, "_CHECKPOINT_EVERY", 4)
     monkeypatch.setattr("worker.text.conversation._KEPT", 4)
     if policy == "window":
@@ -130,7 +130,9 @@ async def test_a_session_is_tokenised_anew_for_another_tokenizer(
     await world.assert_fold_is_life()
 
 
-async def test_raw_text_is_tokenised_anew_too(world: World, foreign: Tokenizer) -> None:
+async def test_a_session_of_raw_text_is_tokenised_anew_for_another_tokenizer(
+    world: World, foreign: Tokenizer
+) -> None:
     first = await world.ask(Generate(id="a", text="Once upon ", max_tokens=4, ignore_eos=True))
     world.serve(foreign)
     await world.ask(Append(id="b", text=" and then"))
@@ -142,7 +144,7 @@ async def test_raw_text_is_tokenised_anew_too(world: World, foreign: Tokenizer) 
 
 
 @pytest.mark.parametrize("known_as_tokens", [Append(id="t", tokens=(40, 41)), Rewind(id="r", position=24)])
-async def test_what_is_known_as_tokens_only_is_refused_in_one_line(
+async def test_a_session_with_parts_known_only_as_tokens_is_refused_under_another_tokenizer(
     world: World, foreign: Tokenizer, known_as_tokens: Any
 ) -> None:
     await world.ask(asks(0))
@@ -158,7 +160,9 @@ async def test_what_is_known_as_tokens_only_is_refused_in_one_line(
     assert (await world.ask(asks(2))).text
 
 
-async def test_a_worker_may_refuse_the_sessions_of_other_models(world: World, tokenizer: Tokenizer) -> None:
+async def test_a_worker_with_other_model_refuse_refuses_sessions_that_other_weights_answered(
+    world: World, tokenizer: Tokenizer
+) -> None:
     await world.ask(asks(0))
     fingerprint = tokenizer.fingerprint.hex()
     world.takes_over = False
@@ -183,7 +187,7 @@ def published(world: World, text: str, model: Model) -> None:
     world.log.chunks.read = read  # type: ignore[method-assign]
 
 
-async def test_an_answer_that_other_weights_began_ends_as_it_was_streamed(
+async def test_an_answer_that_other_weights_began_ends_with_the_text_streamed_so_far(
     world: World, tokenizer: Tokenizer
 ) -> None:
     await world.ask(asks(0))
@@ -201,7 +205,7 @@ async def test_an_answer_that_other_weights_began_ends_as_it_was_streamed(
     [asks(1), Generate(id="q1", max_tokens=9), Generate(id="q1", text="Then ", max_tokens=9)],
     ids=["messages", "nothing", "text"],
 )
-async def test_an_answer_of_another_tokenizer_ends_as_it_was_streamed_and_is_tokenised_anew(
+async def test_an_answer_begun_with_another_tokenizer_ends_with_its_streamed_text_and_is_retokenised(
     world: World, tokenizer: Tokenizer, foreign: Tokenizer, request_: Generate
 ) -> None:
     await world.ask(asks(0))

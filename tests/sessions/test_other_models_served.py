@@ -34,7 +34,7 @@ def tuned(endless_model: Path) -> Path:
 
 
 @pytest.mark.parametrize("is_tuned", [True, False])
-async def test_an_answer_ends_as_it_was_streamed_and_its_session_goes_on(
+async def test_an_answer_interrupted_by_a_change_of_model_ends_and_its_session_goes_on(
     worker_process: Any, endless_model: Path, tuned: Path, tmp_path: Path, *, is_tuned: bool
 ) -> None:
     """The other model has other weights, or other tokens."""

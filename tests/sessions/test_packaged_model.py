@@ -1,4 +1,4 @@
-"""The packaged model behind the wire: it knows the capital of France, and counts its KV to the byte."""
+"""The packaged model over NATS: it knows the capital of France, and counts its KV to the byte."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ async def request(nc: Nats, body: dict[str, Any], session: str = "s") -> dict[st
             return result
 
 
-async def test_the_packaged_model_answers_remembers_and_survives(process: Any, nc: Nats) -> None:
+async def test_the_packaged_model_answers_a_question_and_continues_a_session_after_a_kill(
+    process: Any, nc: Nats
+) -> None:
     """Over raw NATS: one ask, the bytes of a session's KV, and `kill -9` in a session of 600 tokens."""
     question = [{"role": "user", "content": "What is the capital of France?"}]
     answer = await ask(nc, "ask", {"messages": question, "max_tokens": 40})

@@ -1,4 +1,4 @@
-"""Paged sessions as a user meets them: a worker on a real server, the client, restarts and refusals."""
+"""Paged sessions from end to end: a worker on a real server, the client, restarts and refusals."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _words(num_tokens: int) -> list[int]:
     return [3 + (7 * i + i // 11) % 90 for i in range(num_tokens)]
 
 
-async def test_a_paged_session_goes_on_after_a_restart_and_says_what_it_is(
+async def test_a_paged_session_reports_its_policy_and_restores_its_kv_after_a_restart(
     local_worker: Callable, wide_model: Path
 ) -> None:
     worker = await local_worker(model=str(wide_model))
@@ -52,7 +52,7 @@ async def test_a_paged_session_goes_on_after_a_restart_and_says_what_it_is(
     assert 0 <= metrics.evicted_tokens < metrics.recalled_tokens
 
 
-async def test_a_rewind_and_a_session_with_the_same_beginning_find_their_kv(
+async def test_a_rewound_paged_session_and_one_with_the_same_prefix_reuse_stored_kv(
     local_worker: Callable, wide_model: Path
 ) -> None:
     worker = await local_worker(model=str(wide_model))
@@ -69,10 +69,10 @@ async def test_a_rewind_and_a_session_with_the_same_beginning_find_their_kv(
     )
 
 
-async def test_a_paged_session_answers_as_a_full_session_before_and_after_a_restart(
+async def test_a_paged_session_draws_the_same_first_token_as_a_full_one_also_after_a_restart(
     local_worker: Callable, wide_model: Path
 ) -> None:
-    """The first token, which follows from the prompt alone; the answer's others see a part."""
+    """The first token follows from the whole prompt; later tokens see only a part of it."""
     worker = await local_worker(model=str(wide_model))
     full, paged = worker.client.session("f"), worker.client.session("p", cache=CACHE)
     for session in (full, paged):
@@ -104,7 +104,7 @@ async def test_a_paged_session_answers_as_a_full_session_before_and_after_a_rest
         ),
     ],
 )
-async def test_what_cannot_be_paged_is_refused_and_the_session_stays_free(
+async def test_an_open_with_an_invalid_paged_policy_is_refused_and_the_session_stays_free(
     local_worker: Callable, wide_model: Path, cache: dict[str, object], refusal: str
 ) -> None:
     worker = await local_worker(model=str(wide_model))
@@ -118,7 +118,9 @@ async def test_what_cannot_be_paged_is_refused_and_the_session_stays_free(
         await worker.client.session("s").append(tokens=_words(TINY_CONTEXT + 10))
 
 
-async def test_workers_that_cannot_page_say_why(local_worker: Callable, wide_model: Path) -> None:
+async def test_workers_that_cannot_serve_paged_sessions_refuse_them_with_the_reason(
+    local_worker: Callable, wide_model: Path
+) -> None:
     narrow = await local_worker()
     with pytest.raises(RequestFailedError, match="this model's keys cannot be sketched"):
         await narrow.client.session("s").open({"policy": "paged", "resident": 600})
@@ -133,10 +135,10 @@ async def test_workers_that_cannot_page_say_why(local_worker: Callable, wide_mod
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-async def test_thirty_two_long_sessions_share_a_device_that_holds_two_of_them(
+async def test_32_long_paged_sessions_share_a_device_whose_memory_holds_two_of_them(
     local_worker: Callable, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Each comes back twice for what it said, while others do; MLX stays within the limit."""
+    """Each has two more turns while others have theirs; MLX stays within the limit."""
     num_tokens = 50_000
     folder = tmp_path_factory.mktemp("models") / "long"
     limit = 2 * num_tokens * 2 * TINY_KV_BYTES  # heads of twice as many dimensions

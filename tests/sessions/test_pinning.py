@@ -1,4 +1,4 @@
-"""Pins, forgetting and limits on a running worker, as a client and an operator meet them."""
+"""Pins, forgetting and disk limits on a running worker, for clients and operators."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def settled(w: Wire) -> None:
     assert await w.worker.app._store.barrier(10)
 
 
-async def test_a_pinned_prompt_stays_when_others_take_the_disk(wire: Start) -> None:
+async def test_a_pinned_prompt_stays_cached_when_other_sessions_fill_the_disk(wire: Start) -> None:
     w = await wire(max_disk=2**20)
     session = w.worker.client.session("prompt")
     await session.append(text=text("p"))
@@ -62,7 +62,7 @@ async def test_a_pinned_prompt_stays_when_others_take_the_disk(wire: Start) -> N
 
 
 async def test_a_turn_hashes_each_of_its_blocks_once(wire: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To match, to hold what is there, to choose what is cut, and for every block that is saved."""
+    """For matching, holding, cutting and saving blocks together."""
     w = await wire()
     hashed, link = [], blocks.link
 
@@ -79,7 +79,7 @@ async def test_a_turn_hashes_each_of_its_blocks_once(wire: Start, monkeypatch: p
     assert len(hashed) <= 2 * 20 + 1
 
 
-async def test_the_commands_say_what_they_have_pinned_and_unpinned(wire: Start) -> None:
+async def test_the_commands_pin_unpin_and_info_print_the_pinned_tokens(wire: Start) -> None:
     w = await wire(max_disk=2**20)
     await w.send("s", append("a", text("x")))
 
@@ -109,7 +109,7 @@ async def test_the_commands_say_what_they_have_pinned_and_unpinned(wire: Start) 
         ({"type": "pin", "tokens": 3}, "tokens"),
     ],
 )
-async def test_a_pin_that_makes_no_sense_is_refused_with_a_sentence(
+async def test_an_invalid_pin_or_unpin_is_refused_with_the_reason(
     wire: Start, body: dict[str, Any], why: str
 ) -> None:
     w = await wire()
@@ -119,7 +119,7 @@ async def test_a_pin_that_makes_no_sense_is_refused_with_a_sentence(
     assert why in reply["message"]
 
 
-async def test_pins_beyond_their_share_are_refused_with_the_numbers(wire: Start) -> None:
+async def test_pins_beyond_half_of_the_disk_limit_are_refused_with_the_numbers(wire: Start) -> None:
     w = await wire(max_disk=2**20)
     await w.send("s", append("a", text("x", 50 * BLOCK)))
     with pytest.raises(RequestFailedError, match=r"at most 524288 may be \(50% of the limit of 1048576\)"):
@@ -127,7 +127,7 @@ async def test_pins_beyond_their_share_are_refused_with_the_numbers(wire: Start)
     assert (await w.worker.client.session("s").pin(BLOCK)).tokens == BLOCK
 
 
-async def test_a_worker_without_snapshots_pins_nothing_and_says_so(wire: Start) -> None:
+async def test_a_worker_without_snapshots_refuses_pins_and_settles_a_forget_at_once(wire: Start) -> None:
     w = await wire(snapshots="off")
     await w.send("s", append("a", "hello"))
     assert "keeps no snapshots" in (await w.control("s", {"type": "pin"}))["message"]
@@ -136,7 +136,7 @@ async def test_a_worker_without_snapshots_pins_nothing_and_says_so(wire: Start) 
     assert closed.get("settled", True), "there never were any"
 
 
-async def test_a_worker_that_opens_no_snapshots_does_not_say_that_they_are_gone(wire: Start) -> None:
+async def test_a_worker_restarted_with_snapshots_off_does_not_report_a_forget_as_settled(wire: Start) -> None:
     w = await wire()
     await w.send("s", append("a", text("x")))
     await w.worker.stop()
@@ -145,7 +145,7 @@ async def test_a_worker_that_opens_no_snapshots_does_not_say_that_they_are_gone(
     assert (closed["forgotten"], closed["settled"]) == (0, False)
 
 
-async def test_a_close_that_forgets_is_not_settled_while_a_turn_of_another_session_holds_it(
+async def test_a_close_with_forget_is_not_settled_while_another_turn_holds_the_kv(
     wire: Start,
 ) -> None:
     w = await wire()
@@ -162,12 +162,12 @@ async def test_a_close_that_forgets_is_not_settled_while_a_turn_of_another_sessi
     assert snapshots(w) == 0
 
 
-async def test_a_session_that_is_not_there_cannot_be_pinned(wire: Start) -> None:
+async def test_an_unknown_session_cannot_be_pinned(wire: Start) -> None:
     w = await wire()
     assert (await w.control("nobody", {"type": "pin"}))["code"] == "unknown_session"
 
 
-async def test_a_close_that_forgets_leaves_nothing_of_the_session_on_disk(wire: Start) -> None:
+async def test_a_close_with_forget_removes_the_sessions_snapshots_except_shared_ones(wire: Start) -> None:
     w = await wire()
     await w.send("s", append("a", text("x")))
     await w.send("other", append("a", text("x", BLOCK) + text("y", BLOCK)))
@@ -181,10 +181,10 @@ async def test_a_close_that_forgets_leaves_nothing_of_the_session_on_disk(wire: 
     assert snapshots(w) == 2
 
 
-async def test_a_close_that_forgets_is_answered_in_time_though_the_disk_hangs(
+async def test_a_close_with_forget_is_answered_in_time_while_the_disk_hangs(
     wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The writer is in the middle of this session's block; it must not bring it back when it comes to."""
+    """The writer hangs in one of the session's blocks, and must not store it later."""
     w = await wire()
     loop, busy, go_on = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
     write = snapshot_format.write
@@ -210,7 +210,7 @@ async def test_a_close_that_forgets_is_answered_in_time_though_the_disk_hangs(
     assert snapshots(w) == w.worker.app._store.stats().stored
 
 
-async def test_temporary_snapshots_go_with_the_worker(wire: Start) -> None:
+async def test_temporary_snapshots_are_removed_when_the_worker_stops(wire: Start) -> None:
     w = await wire(snapshots="temporary")
     await w.send("s", append("a", text("x")))
     await settled(w)
@@ -219,7 +219,7 @@ async def test_temporary_snapshots_go_with_the_worker(wire: Start) -> None:
     assert snapshots(w) == 0
 
 
-async def test_a_reload_changes_the_limits_and_names_what_it_cannot_change(wire: Start) -> None:
+async def test_a_reload_changes_disk_limits_and_names_the_settings_that_need_a_restart(wire: Start) -> None:
     w = await wire()
     for i in range(4):
         await w.send(f"s{i}", append("a", text("abcd"[i])))
@@ -248,7 +248,7 @@ async def said(worker: WorkerProcess, event: str) -> dict[str, Any]:
 
 
 @pytest.mark.process
-async def test_sighup_has_a_worker_read_its_settings_again(
+async def test_sighup_makes_a_worker_read_its_settings_file_again(
     worker_process: Callable[..., WorkerProcess], tmp_path: Path
 ) -> None:
     config = tmp_path / "turnkeep.toml"
@@ -267,7 +267,7 @@ async def test_sighup_has_a_worker_read_its_settings_again(
 
 
 @pytest.mark.process
-async def test_a_terminal_that_is_closed_ends_its_worker_in_order(
+async def test_sighup_ends_a_worker_on_a_terminal_with_exit_status_0(
     worker_process: Callable[..., WorkerProcess],
 ) -> None:
     worker, (terminal, end) = worker_process(), pty.openpty()
@@ -281,8 +281,8 @@ async def test_a_terminal_that_is_closed_ends_its_worker_in_order(
         os.close(end)
 
 
-async def test_a_pin_of_a_session_in_a_window_serves_sessions_under_the_same_policy(wire: Start) -> None:
-    """KV that was computed with fewer tokens in sight is other KV."""
+async def test_a_pin_under_a_window_policy_serves_only_sessions_under_the_same_policy(wire: Start) -> None:
+    """KV computed with fewer visible tokens is different."""
     w = await wire()
     cache = {"policy": "sink_window", "sink": 2, "window": 4 * BLOCK}
     session = w.worker.client.session("s", cache=cache)

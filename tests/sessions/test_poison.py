@@ -1,4 +1,4 @@
-"""A request that ends every worker, or fails for no known reason, is given up; others are answered."""
+"""A request that crashes workers, or keeps failing, becomes a dead letter; others are answered."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ async def lives(wire: Start, first: Wire, *seqs: int) -> int:
     return num
 
 
-async def test_a_request_that_ends_every_worker_is_given_up_after_three(wire: Start) -> None:
-    """And nobody else's, though they were being answered whenever it struck."""
+async def test_a_request_that_crashes_three_workers_fails_and_becomes_a_dead_letter(wire: Start) -> None:
+    """Other requests, which run during the crashes, are answered."""
     w = await wire(ack_wait_s=1.0)
     letters = await w.nc.subscribe(w.subject("s", "dead"))
     others = [await w.publish(f"o{n}", generate("g", text="eee", max_tokens=1500)) for n in range(3)]
@@ -59,7 +59,7 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_soon")
-async def test_a_request_that_fails_for_no_known_reason_is_given_up_by_the_worker_itself(
+async def test_a_request_that_raises_an_unknown_error_three_times_fails_and_becomes_a_dead_letter(
     wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attempt, bitten = Session._attempt, 0
@@ -84,7 +84,7 @@ async def test_a_request_that_fails_for_no_known_reason_is_given_up_by_the_worke
 
 
 @pytest.mark.usefixtures("_soon")
-async def test_a_session_whose_log_cannot_be_read_says_so(
+async def test_a_session_whose_log_cannot_be_read_fails_and_others_go_on(
     wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = await wire()
@@ -107,10 +107,10 @@ async def test_a_session_whose_log_cannot_be_read_says_so(
 
 
 @pytest.mark.parametrize(("ends", "num_lives"), [(False, 2), (True, 3)])
-async def test_a_fork_is_forgotten_though_its_parent_cannot_be_read(
+async def test_forgetting_a_fork_succeeds_though_its_parent_cannot_be_read(
     wire: Start, monkeypatch: pytest.MonkeyPatch, ends: bool, num_lives: int
 ) -> None:
-    """Reading it fails, or ends the worker."""
+    """Reading it fails, or kills a worker."""
     w = await wire(ack_wait_s=1.0)
     await w.send("s", append("a"))
     await w.send("fork", {"type": "open", "id": "o", "from": {"session": "s"}})
@@ -132,8 +132,8 @@ async def test_a_fork_is_forgotten_though_its_parent_cannot_be_read(
     assert (closed["type"], closed.get("settled", True)) == ("closed", True)
 
 
-async def test_orderly_stops_are_no_attempts(wire: Start) -> None:
-    """Four of them in the middle of one prompt's answer, which goes on each time."""
+async def test_four_orderly_stops_during_an_answer_do_not_count_as_failed_attempts(wire: Start) -> None:
+    """The answer goes on after each of them."""
     w = await wire(ack_wait_s=1.0)
     chunks = await w.nc.subscribe(w.subject("s", "tok.g"))
     seq = await w.publish("s", generate("g", text="eee", max_tokens=1900))
@@ -148,10 +148,10 @@ async def test_orderly_stops_are_no_attempts(wire: Start) -> None:
     assert (await w.result(seq))["type"] == "generated"
 
 
-async def test_orderly_stops_before_any_token_are_no_attempts(
+async def test_four_orderly_stops_during_an_append_do_not_count_as_failed_attempts(
     wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four of them while the device runs the same input."""
+    """The device runs the same input at each of them."""
     w = await wire(ack_wait_s=1.0)
     with monkeypatch.context() as patched:
         patched.setattr(device, "move_on_after", lambda _: move_on_after(600))
@@ -167,10 +167,10 @@ async def test_orderly_stops_before_any_token_are_no_attempts(
 
 
 @pytest.mark.parametrize(("runs", "kind"), [(True, "appended"), (False, "failed")])
-async def test_an_attempt_that_another_worker_makes_just_now_has_ended_no_worker(
+async def test_an_attempt_noted_by_a_worker_that_still_runs_does_not_count_as_a_crash(
     wire: Start, monkeypatch: pytest.MonkeyPatch, runs: bool, kind: str
 ) -> None:
-    """Two take a session if the server has lost who it belongs to; the third attempt is the last."""
+    """Two workers may take a session if the server lost its owner; the third attempt is the last."""
 
     async def answers(_: Members, boot: str) -> bool:
         return runs and boot == "other"

@@ -41,8 +41,8 @@ def append(number: int, num_tokens: int = 1) -> Append:
     return Append(id=f"a{number}", tokens=(5,) * num_tokens)
 
 
-async def test_results_say_the_policy_and_what_the_model_still_sees(world: World) -> None:
-    """From `visible_from` on the model sees all; before it the sinks alone."""
+async def test_results_have_the_cache_policy_and_the_first_visible_position(world: World) -> None:
+    """From `visible_from` on the model sees all; before it only the sinks."""
     first = await world.ask(Open(id="o", cache=SINK_WINDOW))
     assert (first.cache, first.visible_from, first.position) == (SAID, 0, 0)
     whole = await world.ask(append(1, 44))
@@ -56,7 +56,7 @@ async def test_results_say_the_policy_and_what_the_model_still_sees(world: World
     await world.assert_fold_is_life()
 
 
-async def test_sessions_with_all_of_their_kv_say_nothing_of_it(world: World) -> None:
+async def test_results_of_sessions_under_the_policy_full_have_no_cache_fields(world: World) -> None:
     for request in (Open(id="o", cache=CachePolicy(policy="full")), append(1), Rewind(id="r", position=0)):
         result = await world.ask(request)
         assert (result.cache, result.visible_from) == (None, None)
@@ -66,7 +66,9 @@ async def test_sessions_with_all_of_their_kv_say_nothing_of_it(world: World) -> 
 
 
 @pytest.mark.parametrize("how", ["append", "open"])
-async def test_a_worker_whose_default_changed_goes_on_as_the_session_began(world: World, how: str) -> None:
+async def test_a_session_keeps_its_policy_when_the_workers_default_policy_changes(
+    world: World, how: str
+) -> None:
     world.crash(Policy(4, 40))
     began = await world.ask(Open(id="o") if how == "open" else append(0))
     assert began.cache == SAID
@@ -76,8 +78,8 @@ async def test_a_worker_whose_default_changed_goes_on_as_the_session_began(world
         assert world.session.history.policy == Policy(4, 40)
 
 
-async def test_clients_choose_a_bounded_number_of_policies(world: World) -> None:
-    """A worker keeps something of each; sessions that are open go on under theirs, and so do new ones."""
+async def test_clients_can_choose_only_a_bounded_number_of_different_policies(world: World) -> None:
+    """A worker holds state for each; policies chosen before can still be used."""
 
     async def reopened(number: int, cache: CachePolicy) -> Any:
         if world.session.history.exists and not world.session.history.closed:
@@ -96,7 +98,7 @@ async def test_clients_choose_a_bounded_number_of_policies(world: World) -> None
     await world.assert_fold_is_life()
 
 
-async def test_a_session_from_before_there_were_policies_keeps_all_of_its_kv(world: World) -> None:
+async def test_a_session_logged_without_a_policy_stays_under_the_policy_full(world: World) -> None:
     await world.ask(append(0))
     world.crash(Policy(4, 40))
     assert (await world.ask(append(1))).cache is None
@@ -105,7 +107,7 @@ async def test_a_session_from_before_there_were_policies_keeps_all_of_its_kv(wor
     assert isinstance(refused, Failed)
 
 
-async def test_a_request_that_changed_nothing_has_chosen_nothing(world: World) -> None:
+async def test_a_failed_first_request_does_not_fix_the_sessions_policy(world: World) -> None:
     world.crash(Policy(4, 40))
     assert isinstance(await world.ask(Generate(id="empty")), Failed)
     world.crash(FULL)
@@ -113,7 +115,9 @@ async def test_a_request_that_changed_nothing_has_chosen_nothing(world: World) -
     await world.assert_fold_is_life()
 
 
-async def test_an_open_session_is_not_opened_anew_and_a_closed_one_may_choose_again(world: World) -> None:
+async def test_an_open_session_cannot_change_its_policy_and_a_closed_one_may_choose_again(
+    world: World,
+) -> None:
     await world.ask(Open(id="o1", cache=SINK_WINDOW))
     for number, cache in enumerate((SINK_WINDOW, CachePolicy(policy="full"))):
         refused = await world.ask(Open(id=f"again{number}", cache=cache))
@@ -127,7 +131,7 @@ async def test_an_open_session_is_not_opened_anew_and_a_closed_one_may_choose_ag
     await world.assert_fold_is_life()
 
 
-async def test_an_open_that_leaves_out_the_numbers_gets_the_usual_ones(world: World) -> None:
+async def test_an_open_without_sink_and_window_gets_the_default_sizes(world: World) -> None:
     result = await world.ask(Open(id="o", cache=CachePolicy(policy="sink_window")))
     assert result.cache == SessionCache(policy="sink_window", sink=4, window=1024)
 
@@ -145,7 +149,7 @@ async def test_an_open_that_leaves_out_the_numbers_gets_the_usual_ones(world: Wo
         ),
     ],
 )
-async def test_what_the_worker_cannot_serve_is_refused_before_the_session_begins(
+async def test_a_window_that_does_not_fit_the_worker_is_refused_and_no_session_begins(
     world: World, cache: dict[str, int], refusal: str
 ) -> None:
     refused = await world.ask(Open(id="o", cache=CachePolicy(policy="sink_window", **cache)))
@@ -154,14 +158,14 @@ async def test_what_the_worker_cannot_serve_is_refused_before_the_session_begins
     assert (await world.ask(append(0))).cache is None
 
 
-def test_the_largest_and_the_smallest_window_fit() -> None:
+def test_the_largest_and_the_smallest_allowed_window_are_accepted() -> None:
     limits = {"block_tokens": 32, "context_tokens": 100}
     assert misfit(Policy(68, 32), **limits) is None
     assert misfit(Policy(4, 96), **limits) is None
     assert misfit(FULL, **limits) is None
 
 
-async def test_a_model_that_cannot_serve_it_says_why_also_in_an_open_session(world: World) -> None:
+async def test_a_model_that_cannot_serve_the_policy_says_why_also_in_an_open_session(world: World) -> None:
     await world.ask(Open(id="o", cache=SINK_WINDOW))
     world.engine.refusal = lambda policy: None if policy == FULL else "it has latent attention"
     for request in (append(0), Generate(id="g", tokens=(5,))):
@@ -173,8 +177,8 @@ async def test_a_model_that_cannot_serve_it_says_why_also_in_an_open_session(wor
     assert (await world.ask(Open(id="o3"))).position == 0
 
 
-async def test_a_session_in_a_window_outgrows_the_context(world: World) -> None:
-    """Neither a prompt that is longer than it, nor an answer that would come over it, has a limit."""
+async def test_a_session_under_sink_window_may_outgrow_the_context(world: World) -> None:
+    """Neither its prompts nor its answers are limited by the context."""
     refused = await world.ask(append(0, 10_001))
     assert refused.code == "context_exceeded"
     await world.ask(Open(id="o", cache=SINK_WINDOW))
@@ -194,7 +198,7 @@ async def test_a_session_in_a_window_outgrows_the_context(world: World) -> None:
 
 
 @pytest.mark.usefixtures("often")
-async def test_a_checkpoint_carries_the_policy(world: World) -> None:
+async def test_a_session_opened_from_a_checkpoint_has_its_policy(world: World) -> None:
     await world.ask(Open(id="o", cache=SINK_WINDOW))
     await converse(world, range(9))
     one, other = await opened(world), await whole(world)
@@ -202,7 +206,7 @@ async def test_a_checkpoint_carries_the_policy(world: World) -> None:
     assert one.history.policy == other.history.policy == Policy(4, 40)
 
 
-async def test_a_policy_of_a_later_version_is_not_taken_for_another(world: World) -> None:
+async def test_a_logged_policy_of_a_later_version_stops_the_session_with_the_reason(world: World) -> None:
     await world.ask(Open(id="o"))
     entries = world.log.entries
     told = entries[1].body.replace(b"}", b',"cache":{"policy":"lru","most":4096}}')

@@ -1,4 +1,4 @@
-"""Cache policies as a user meets them: a worker on a real server, the client, restarts and defaults."""
+"""Cache policies from end to end: a worker on a real server, the client, restarts and defaults."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ SAID = SessionCache(policy="sink_window", sink=2, window=32)
 
 
 @pytest.mark.simulated
-async def test_the_client_opens_a_session_under_its_policy(
+async def test_a_client_session_with_a_policy_opens_under_it_and_refuses_another_one(
     local_worker: Callable,
 ) -> None:
-    """Also for other objects, under another default, and after a restart."""
+    """Under any default policy of the worker, and after a restart."""
     worker = await local_worker()
     first = await worker.client.session("s", cache=CACHE).append(tokens=[5] * 40)
     assert (first.cache, first.visible_from) == (SAID, 8)
@@ -51,7 +51,9 @@ async def test_the_client_opens_a_session_under_its_policy(
     assert (await worker.client.session("s").info()).position == again.position
 
 
-async def test_the_default_is_for_sessions_that_choose_none(local_worker: Callable) -> None:
+async def test_the_workers_default_policy_applies_to_sessions_that_choose_none(
+    local_worker: Callable,
+) -> None:
     worker = await local_worker(cache_policy=Policy(2, 32))
     client = worker.client
     assert (await client.session("begun").append(tokens=[5])).cache == SAID
@@ -66,7 +68,7 @@ async def test_the_default_is_for_sessions_that_choose_none(local_worker: Callab
     assert (await client.session("asked").info()).worker.sessions_by_policy == {"sink_window": 2, "full": 1}
 
 
-async def test_a_prompt_and_an_answer_go_beyond_the_context(local_worker: Callable) -> None:
+async def test_prompts_and_answers_under_sink_window_go_beyond_the_context(local_worker: Callable) -> None:
     """The tiny model's context has 2,048 tokens."""
     worker = await local_worker()
     session = worker.client.session("s", cache=CACHE)
@@ -79,8 +81,10 @@ async def test_a_prompt_and_an_answer_go_beyond_the_context(local_worker: Callab
         await worker.client.session("full").append(tokens=[5] * 2100)
 
 
-async def test_kv_rises_by_the_formula_and_then_stays(local_worker: Callable) -> None:
-    """In results and `info`: 34 tokens at the most, also where a prompt is longer than the window."""
+async def test_kv_under_sink_window_grows_to_sink_plus_window_tokens_and_then_stays(
+    local_worker: Callable,
+) -> None:
+    """In results and `info`: at most 34 tokens, even if a prompt is longer than the window."""
     worker = await local_worker()
     session = worker.client.session("s", cache=CACHE)
     for num_tokens in (1, 9, 24, 3, 150, 1):
@@ -95,10 +99,10 @@ async def test_kv_rises_by_the_formula_and_then_stays(local_worker: Callable) ->
     assert (await session.generate(max_tokens=2)).kv_live_bytes == 34 * TINY_KV_BYTES
 
 
-async def test_after_a_restart_a_session_in_a_window_costs_what_is_new(
+async def test_a_session_under_sink_window_prefills_little_more_than_new_tokens_after_a_restart(
     local_worker: Callable, endless_model: Path, tmp_path: Path
 ) -> None:
-    """Also behind a rewind far before the window; with the tokens of a session that stayed in memory."""
+    """Also after a rewind far before the window; its answers equal those without restarts."""
 
     async def live(restarts: bool, name: str) -> list[tuple[int, ...]]:
         settings = {
@@ -124,10 +128,10 @@ async def test_after_a_restart_a_session_in_a_window_costs_what_is_new(
     assert await live(True, "restarted") == await live(False, "alone")
 
 
-async def test_a_session_without_end_takes_bounded_disk_and_answers_as_an_undisturbed_one(
+async def test_an_endless_session_takes_bounded_disk_space_and_answers_like_one_with_all_snapshots(
     local_worker: Callable, endless_model: Path, tmp_path: Path
 ) -> None:
-    """Over restarts, and behind a rewind to where nothing is stored any more: that is prefilled again."""
+    """Over restarts, and after a rewind to a position without snapshots, which is prefilled again."""
 
     async def live(name: str, **changes: Any) -> tuple[list[tuple[int, ...]], list[int], int]:
         settings = {
@@ -186,10 +190,10 @@ async def _talk(worker: Any, turns: range, name: str = "s") -> list[tuple[int, .
     return [(await session.generate(tokens=[5 + turn % 9] * 9, max_tokens=6)).tokens for turn in turns]
 
 
-async def test_tokens_that_the_model_no_longer_sees_are_left_out_and_not_missed(
+async def test_tokens_that_the_model_no_longer_sees_leave_memory_and_answers_stay_the_same(
     soon_left_out: None, local_worker: Callable, endless_model: Path, tmp_path: Path
 ) -> None:
-    """After a restart, with its KV on SSD or without, and where they are named again."""
+    """Also after restarts with and without the KV on SSD, a pin and a rewind."""
     settings = {"model": str(endless_model), "data_dir": tmp_path / "one"}
     worker = await local_worker(**settings)
     said = await _talk(worker, range(40))
@@ -238,10 +242,10 @@ async def test_tokens_that_the_model_no_longer_sees_are_left_out_and_not_missed(
     assert said == expected
 
 
-async def test_a_restart_after_any_turn_opens_the_session_by_its_end(
+async def test_a_restart_after_any_turn_opens_the_session_without_reading_its_whole_log(
     soon_left_out: None, local_worker: Callable, endless_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where a checkpoint is due as the session is opened, before any block has been named."""
+    """Even if a checkpoint is due at the opening, before any block is named."""
     whole, reset = list[SessionLog](), SessionLog.reset
 
     def count(log: SessionLog, **how: bool) -> record.Record:
@@ -262,10 +266,10 @@ async def test_a_restart_after_any_turn_opens_the_session_by_its_end(
     assert not whole
 
 
-async def test_a_penalty_and_pins_need_no_tokens_that_were_left_out(
+async def test_repetition_penalties_and_pins_work_without_the_tokens_that_left_memory(
     soon_left_out: None, local_worker: Callable, endless_model: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    """Repetition is that of what the model sees, and what is pinned is read from this worker's checkpoint."""
+    """The penalty counts visible tokens; a pin reads the others from the worker's checkpoint."""
     faults, fault = list[Exception](), Runner._fault
 
     def count(runner: Runner, turn: Turn, error: Exception) -> None:
@@ -291,10 +295,10 @@ async def test_a_penalty_and_pins_need_no_tokens_that_were_left_out(
 
 
 @pytest.mark.process
-async def test_an_answer_in_a_window_goes_on_after_a_kill(
+async def test_an_answer_under_sink_window_continues_after_a_kill_with_the_same_tokens(
     worker_process: Callable, local_worker: Callable, endless_model: Path, tmp_path: Path
 ) -> None:
-    """With the tokens that it has where nobody interrupts it."""
+    """The same as without an interruption."""
     process = worker_process("--ack-wait-s", "0.5", "--cache-policy", "sink_window:2,32", model=endless_model)
     process.start()
     async with await process.client() as client:

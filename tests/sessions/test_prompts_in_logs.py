@@ -1,4 +1,4 @@
-"""What is said in a session is in the log of no worker, whatever becomes of the request."""
+"""No worker logs the text of a session, whether requests are answered or refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 SECRET = "xylophone-7431"
 
 
-async def test_no_text_of_a_request_is_logged_whether_it_is_answered_or_refused(
+async def test_a_workers_log_lines_contain_no_text_of_answered_or_refused_requests(
     wire: Start, strict_model: Path
 ) -> None:
     said = {"role": "user", "content": SECRET}

@@ -1,4 +1,4 @@
-"""Token chunks are heard once they are stored, so no crash takes back what a client has seen."""
+"""Token chunks reach clients once they are stored, so no crash takes back what a client saw."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ async def limited(w: Wire, max_msg_size: int) -> StreamConfig:
     return before
 
 
-async def test_all_chunks_are_heard_before_their_result(wire: Start) -> None:
-    """Who stops listening at the result has seen the whole answer."""
+async def test_a_client_gets_all_chunks_of_an_answer_before_its_result(wire: Start) -> None:
+    """So a client may stop listening at the result."""
     w = await wire()
     heard, texts = await listen(w), []
 
@@ -71,7 +71,7 @@ async def test_all_chunks_are_heard_before_their_result(wire: Start) -> None:
 
 
 @pytest.mark.simulated
-async def test_what_the_token_stream_refuses_is_not_heard_either(wire: Start) -> None:
+async def test_chunks_that_the_token_stream_refuses_reach_no_client(wire: Start) -> None:
     w = await wire()
     heard = await listen(w)
     await limited(w, 64)  # room for the empty message that ends a stream
@@ -82,8 +82,8 @@ async def test_what_the_token_stream_refuses_is_not_heard_either(wire: Start) ->
 
 
 @pytest.mark.simulated
-async def test_nothing_follows_a_chunk_that_was_refused(wire: Start) -> None:
-    """A worker that takes over reads chunks up to the first gap; what was heard behind it would be lost."""
+async def test_no_chunk_reaches_clients_after_one_that_the_token_stream_refused(wire: Start) -> None:
+    """A worker that takes over reads chunks up to the first gap; later chunks would be lost."""
     w = await wire()
     heard = await listen(w)
     running = await w.publish("s", generate("g", text="eee", max_tokens=1900))
@@ -101,7 +101,7 @@ async def test_nothing_follows_a_chunk_that_was_refused(wire: Start) -> None:
 
 @pytest.mark.simulated
 async def test_a_repeated_request_logs_no_warning(wire: Start) -> None:
-    """A client that lost its connection repeats what it asked; nothing is wrong with the log then."""
+    """A client that lost its connection repeats its request; nothing is wrong then."""
     w = await wire()
     with capture_logs() as lines:
         for _ in range(3):
@@ -111,10 +111,10 @@ async def test_a_repeated_request_logs_no_warning(wire: Start) -> None:
 
 
 @pytest.mark.simulated
-async def test_chunks_of_an_answer_that_runs_for_longer_than_they_are_kept_are_not_lost(
+async def test_an_answer_that_outlasts_the_token_streams_retention_loses_no_chunks(
     wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither to a worker that resumes it nor to a client that comes late."""
+    """Neither for a worker that resumes it nor for a late client."""
     monkeypatch.setattr(streaming, "_COPY_AT", 0.05)
     monkeypatch.setattr(streaming, "_COPY_BYTES", 2048)
     w = await wire(token_ttl_s=10.0)

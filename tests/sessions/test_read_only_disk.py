@@ -1,4 +1,4 @@
-"""The disk with the KV turns read-only under a worker, and writable again: no turn is worse for it."""
+"""The disk with the KV turns read-only under a worker, and writable again: no turn is lost."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def talk(client: Client, name: str, first: int, end: int) -> list[Any]:
 
 
 @pytest.mark.process
-async def test_a_remount_to_read_only_and_back_costs_no_turn_and_nothing_that_was_stored(
+async def test_remounting_the_disk_read_only_and_back_costs_no_turn_and_no_stored_snapshot(
     mounted: Callable[[str], Path],
     read_only: Callable[[Path, bool], None],
     worker_process: Callable[..., WorkerProcess],

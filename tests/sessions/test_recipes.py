@@ -13,7 +13,7 @@ from raw_wire import Start, append, generate
 PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
 
 
-async def test_a_durable_consumer_sees_every_answer_once_over_its_own_restart(
+async def test_the_documented_durable_consumer_gets_each_answer_once_across_its_restart(
     wire: Start, nats_url: str
 ) -> None:
     w = await wire()

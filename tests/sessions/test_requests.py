@@ -1,4 +1,4 @@
-"""The protocol's good paths, against a real worker: what every kind of request promises."""
+"""The protocol's good paths: what each type of request promises."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def replicated(*_: Any) -> bool:
 
 
 @pytest.mark.real
-async def test_a_cancelled_generate_keeps_what_it_has_said_and_the_session_goes_on(client: Client) -> None:
+async def test_a_cancelled_generate_keeps_its_tokens_so_far_and_the_session_goes_on(client: Client) -> None:
     session = client.session("s")
     generation = session.generate(text="eee", max_tokens=1900)
     chunks = []
@@ -80,7 +80,7 @@ async def test_a_cancelled_generate_keeps_what_it_has_said_and_the_session_goes_
     assert (await session.generate(max_tokens=8)).tokens == alone.tokens[len(result.tokens) :]
 
 
-async def test_what_a_replica_does_not_show_yet_can_be_cancelled(
+async def test_a_request_that_a_lagging_replica_does_not_show_yet_can_be_cancelled(
     wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     w = await wire()
@@ -103,7 +103,7 @@ async def test_what_a_replica_does_not_show_yet_can_be_cancelled(
 
 
 @pytest.mark.parametrize("hidden", ["all", "results", "the last turn"])
-async def test_what_is_asked_of_a_session_is_not_older_than_its_last_result_though_a_replica_is(
+async def test_info_and_count_are_never_older_than_the_last_result_though_a_replica_lags(
     local_worker: Start, monkeypatch: pytest.MonkeyPatch, hidden: str
 ) -> None:
     worker: Any = await local_worker()
@@ -135,8 +135,8 @@ async def test_what_is_asked_of_a_session_is_not_older_than_its_last_result_thou
         await worker.stop()
 
 
-async def test_cancelling_what_waits_leaves_the_running_request_alone(wire: Start) -> None:
-    """The answer to the waiting ones comes at once, before the one that they wait for."""
+async def test_cancelling_waiting_requests_leaves_the_running_one_alone(wire: Start) -> None:
+    """Their results come at once, before the running request's."""
     w = await wire()
     running = await w.publish("s", generate("a", **LONG))
     waiting = [await w.publish("s", body) for body in (generate("b", text="x"), append("c"), generate("d"))]
@@ -156,8 +156,10 @@ async def test_cancelling_what_waits_leaves_the_running_request_alone(wire: Star
 
 
 @pytest.mark.parametrize("text", ["eee", "\x01\x02\x03"])
-async def test_an_answer_ends_before_its_result_is_larger_than_a_message(wire: Start, text: str) -> None:
-    """What was streamed is kept: the answer ends with `length`, and can be gone on with."""
+async def test_an_answer_ends_with_length_before_its_result_exceeds_the_message_limit(
+    wire: Start, text: str
+) -> None:
+    """Streamed tokens are kept, and the session goes on."""
     w = await wire(max_message_bytes=8 * 1024)
     result = await w.send("s", generate("a", text=text, max_tokens=1900))
     assert (result["type"], result["finish_reason"]) == ("generated", "length")
@@ -167,8 +169,8 @@ async def test_an_answer_ends_before_its_result_is_larger_than_a_message(wire: S
 
 
 @pytest.mark.real
-async def test_a_cancelled_append_adds_nothing(wire: Start) -> None:
-    """What was prefilled until then is found again by the next try."""
+async def test_a_cancelled_append_adds_nothing_to_the_session(wire: Start) -> None:
+    """The next try reuses the KV that was prefilled."""
     w = await wire(block_tokens=8)
     tokens = [3 + n % 250 for n in range(2000)]
     seq = await w.publish("s", {"type": "append", "id": "a", "tokens": tokens})
@@ -183,8 +185,8 @@ async def test_a_cancelled_append_adds_nothing(wire: Start) -> None:
     assert 0 < again["cached_tokens"] < 2000
 
 
-async def test_a_request_may_be_cancelled_before_it_has_reached_the_worker(wire: Start) -> None:
-    """`cancel` reads the log: what was stored before it is known to it."""
+async def test_a_request_can_be_cancelled_as_soon_as_the_log_has_stored_it(wire: Start) -> None:
+    """`cancel` reads the log, so the worker may get the request later."""
     w = await wire()
     for number in range(10):
         seq = await w.publish(f"s{number}", generate("a", **LONG))
@@ -193,10 +195,10 @@ async def test_a_request_may_be_cancelled_before_it_has_reached_the_worker(wire:
 
 
 @pytest.mark.parametrize("is_fenced", [False, True])
-async def test_who_cancels_is_told_so_where_the_session_comes_to_the_request_meanwhile(
+async def test_a_cancel_is_confirmed_though_the_session_reaches_the_request_at_the_same_time(
     wire: Start, monkeypatch: pytest.MonkeyPatch, *, is_fenced: bool
 ) -> None:
-    """The session's task answers what it finds cancelled; that is no reason to say that nothing was."""
+    """The session's task then answers the cancelled request; the cancel still succeeds."""
 
     async def begun(session: Session, pending: Pending) -> bool:
         session._stop_active()
@@ -232,8 +234,8 @@ async def converse(w: Wire, session: str, number: int) -> list[Any]:
 
 
 @pytest.mark.real
-async def test_sessions_that_run_together_give_what_each_gives_alone(wire: Start) -> None:
-    """Twelve sessions of three turns; another dozen, one after the other, is the measure."""
+async def test_sessions_that_share_a_batch_give_the_same_answers_as_alone(wire: Start) -> None:
+    """Twelve sessions of three turns at once, compared with twelve one after the other."""
     w = await wire(max_batch=8)
     together = await asyncio.gather(*(converse(w, f"together-{n}", n) for n in range(12)))
     alone = [await converse(w, f"alone-{n}", n) for n in range(12)]
@@ -242,7 +244,7 @@ async def test_sessions_that_run_together_give_what_each_gives_alone(wire: Start
     assert sum(metrics.batch_size.counts[1:]) > 0  # they did share steps
 
 
-async def test_requests_of_one_session_are_answered_in_their_order(wire: Start) -> None:
+async def test_requests_of_one_session_are_answered_in_order(wire: Start) -> None:
     w = await wire()
     seqs = [await w.publish("s", append(f"a{n}", "x" * (n % 3 + 1))) for n in range(30)]
     results = [await w.result(seq) for seq in seqs]
@@ -253,7 +255,7 @@ async def test_requests_of_one_session_are_answered_in_their_order(wire: Start) 
 
 
 @pytest.mark.real
-async def test_a_seed_draws_the_same_alone_and_among_others(client: Client) -> None:
+async def test_a_seed_gives_the_same_tokens_alone_and_among_other_sessions(client: Client) -> None:
     async def drawn(name: str, seed: int | None) -> tuple[int, ...]:
         options: dict[str, Any] = {} if seed is None else {"seed": seed}
         return (
@@ -307,7 +309,7 @@ async def test_an_answer_is_never_longer_than_max_tokens(client: Client) -> None
 
 
 @pytest.mark.real
-async def test_the_counts_of_every_turn_add_up(client: Client) -> None:
+async def test_the_token_counts_and_kv_bytes_of_every_turn_add_up(client: Client) -> None:
     """`tokens = cached + prefilled`; the KV held is that of all tokens but the last."""
     session = client.session("s")
     position, token_bytes = 0, TINY_KV_BYTES
@@ -339,7 +341,7 @@ async def test_the_counts_of_every_turn_add_up(client: Client) -> None:
 
 
 @pytest.mark.real
-async def test_a_session_holds_no_kv_before_its_first_append_and_after_its_end(client: Client) -> None:
+async def test_a_session_holds_no_kv_before_its_first_append_and_after_its_close(client: Client) -> None:
     session = client.session("s")
     await session.open()
     assert (await session.info()).kv_live_bytes == 0
@@ -353,7 +355,7 @@ async def test_a_session_holds_no_kv_before_its_first_append_and_after_its_end(c
 
 
 @pytest.mark.real
-async def test_a_rewound_session_goes_on_like_a_new_one_with_those_tokens(client: Client) -> None:
+async def test_a_rewound_session_answers_like_a_new_one_with_the_same_tokens(client: Client) -> None:
     session = client.session("s")
     await session.append(text="The beginning, ")
     answer = await session.generate(text="a question?", max_tokens=20)
@@ -382,7 +384,7 @@ async def tokens_of(client: Client, text: str) -> list[int]:
 
 
 @pytest.mark.real
-async def test_an_idle_session_leaves_memory_and_comes_back_as_it_was(wire: Start) -> None:
+async def test_an_idle_session_leaves_memory_and_later_continues_with_the_same_tokens(wire: Start) -> None:
     w = await wire(idle_timeout_s=0.2)
     client: Client = w.worker.client
     await client.session("s").append(text="hello there")
@@ -397,10 +399,10 @@ async def test_an_idle_session_leaves_memory_and_comes_back_as_it_was(wire: Star
     assert again.usage.prefilled_tokens <= 1
 
 
-async def test_an_idle_timeout_of_zero_costs_no_idle_worker_its_sleep(
+async def test_a_worker_with_an_idle_timeout_of_zero_does_not_spin(
     wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Letting go of sessions must not spin: the loop sleeps between two looks."""
+    """The event loop sleeps between two checks for idle sessions."""
     w = await wire(idle_timeout_s=0)
     client: Client = w.worker.client
     assert (await client.session("s").append(text="hello")).position == 5
@@ -423,7 +425,7 @@ async def test_an_idle_timeout_of_zero_costs_no_idle_worker_its_sleep(
 # Questions
 
 
-async def test_info_tells_how_far_a_session_is(wire: Start) -> None:
+async def test_info_has_the_state_and_progress_of_a_running_and_an_idle_session(wire: Start) -> None:
     w = await wire()
     seqs = [await w.publish("s", generate("a", **LONG)), await w.publish("s", append("b"))]
     info = await w.until("s", "running")
@@ -448,7 +450,7 @@ async def test_info_tells_how_far_a_session_is(wire: Start) -> None:
 
 
 @pytest.mark.real
-async def test_metrics_add_up(wire: Start) -> None:
+async def test_the_counts_in_metrics_add_up_and_match_the_answers(wire: Start) -> None:
     """Snapshots: `accepted = durable + sum(dropped) + failed + cancelled + in_flight`, in every message."""
     w = await wire(metrics_interval_s=0.1)
     client: Client = w.worker.client
@@ -501,7 +503,7 @@ async def test_metrics_add_up(wire: Start) -> None:
 
 
 @pytest.mark.parametrize("body", [{"id": "x"}, {"type": "generate"}, {"type": "generate", "id": "x"}, {}])
-async def test_an_ask_is_a_generate_whose_reply_is_its_result(wire: Start, body: dict[str, str]) -> None:
+async def test_an_ask_runs_a_generate_and_its_reply_is_the_result(wire: Start, body: dict[str, str]) -> None:
     w = await wire()
     question = body | {"messages": chat("hi"), "max_tokens": 5}
     reply = await w.nc.request(w.subject("s", "ask"), json.dumps(question).encode(), timeout=20)
@@ -514,7 +516,7 @@ async def test_an_ask_is_a_generate_whose_reply_is_its_result(wire: Start, body:
     assert json.loads(asked)["id"] == answer["id"]
 
 
-async def test_asks_of_one_session_wait_for_each_other(client: Client) -> None:
+async def test_concurrent_asks_of_one_session_run_one_after_the_other(client: Client) -> None:
     answers = await asyncio.gather(*(client.ask("s", text="abc", max_tokens=4) for _ in range(5)))
     assert max(answer.position for answer in answers) == 5 * 7
     assert len({answer.seq for answer in answers}) == 5
@@ -524,8 +526,8 @@ async def test_asks_of_one_session_wait_for_each_other(client: Client) -> None:
 
 
 @pytest.mark.real
-async def test_tenants_are_apart(wire: Start) -> None:
-    """The same session name is another session, and the same tokens are another's KV."""
+async def test_tenants_share_neither_sessions_nor_kv(wire: Start) -> None:
+    """Equal session names are different sessions; equal tokens have separate KV."""
     w = await wire()
     text = "A prompt that both of them send, long enough for some blocks. " * 3
     async with connect(w.worker.settings.nats, prefix=w.prefix, tenant="other") as other:
@@ -542,7 +544,7 @@ async def test_tenants_are_apart(wire: Start) -> None:
 
 
 @pytest.mark.real
-async def test_a_prefix_that_two_sessions_of_a_tenant_share_is_computed_once(client: Client) -> None:
+async def test_a_prefix_shared_by_two_sessions_of_a_tenant_is_prefilled_once(client: Client) -> None:
     shared = "A system prompt that is the same for all. " * 5
     await client.session("first").append(text=shared + "I am the first.")
     await quiet(client)
@@ -563,10 +565,10 @@ REWRITING = (
 
 
 @pytest.mark.real
-async def test_a_template_that_rewrites_earlier_turns_is_followed_and_told(
+async def test_a_template_that_rewrites_earlier_turns_replaces_tokens_and_sets_rewritten_from(
     wire: Start, model_with_template: Callable[[str, str], Path]
 ) -> None:
-    """The answer becomes what the template makes of it; what is before it is not computed again."""
+    """The answer is rendered anew; tokens before it are not prefilled again."""
     w = await wire(model=str(model_with_template("rewriting", REWRITING)))
     client: Client = w.worker.client
     session = client.session("s")

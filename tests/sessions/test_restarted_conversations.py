@@ -1,4 +1,4 @@
-"""Real conversations with the packaged model, restarted after every turn, go on token by token the same."""
+"""Real conversations with the packaged model have the same tokens with a restart after every turn."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ async def turn(worker: LocalWorker, chats: list[list[str]], number: int) -> list
         await client.close()
 
 
-async def test_conversations_restarted_after_every_turn_are_those_of_a_worker_that_ran_on(
+async def test_conversations_with_a_restart_after_every_turn_have_the_tokens_of_a_steady_worker(
     packaged_folder: Path, tmp_path: Path
 ) -> None:
     chats = conversations()

@@ -79,10 +79,10 @@ async def overlooks(_: Undelivered, server: str) -> str:
 
 
 @pytest.mark.simulated
-async def test_a_worker_that_outlives_the_servers_last_entries_answers_from_what_is_left(
+async def test_a_worker_that_runs_while_the_server_loses_entries_answers_from_the_remaining_ones(
     quiet_wire: Start, server: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """New requests get sequences that the worker has read before, and the lost ones are as never asked."""
+    """New requests get sequences that the worker has read before; lost ones may be sent again."""
     monkeypatch.setattr(Undelivered, "_look", overlooks)
     w = await quiet_wire(ack_wait_s=1.0)
     first = await w.send("s", append("kept"))
@@ -120,7 +120,7 @@ async def answered_again(server: World) -> None:
 async def test_a_request_whose_result_the_server_lost_is_answered_again(
     quiet_wire: Start, server: World
 ) -> None:
-    """The consumer's files have its ack, and nothing else is asked of the session."""
+    """The server still has its ack, and the session gets no other request."""
     asked = await with_a_request(quiet_wire)
     w = await quiet_wire(ack_wait_s=1.0)
     await w.until("s", "idle")
@@ -133,7 +133,7 @@ async def test_a_request_whose_result_the_server_lost_is_answered_again(
 async def test_a_result_that_the_server_loses_before_the_request_is_acknowledged_is_stored_again(
     quiet_wire: Start, server: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The worker's late ack would be the server's last word of the request."""
+    """Else the worker's late ack would end the request without a result."""
     asked = await with_a_request(quiet_wire)
     clear, lost = Doubt.clear, list[Doubt]()
 
@@ -153,8 +153,8 @@ async def test_a_result_that_the_server_loses_before_the_request_is_acknowledged
     await answered_again(server)
 
 
-async def test_a_returned_delivery_that_never_comes_again_is_looked_for_again() -> None:
-    """Another worker may have got it, and died after the only look at what the server has lost."""
+async def test_a_returned_request_that_is_never_redelivered_is_found_by_a_later_search() -> None:
+    """Another worker may have got it, and died after the first search."""
     key, rung = SessionKey("t", "s"), list[int]()
     entry = Entry(5, "in", datetime.now(UTC), b"", {})
     returned = [True, False]
@@ -187,7 +187,7 @@ async def test_a_returned_delivery_that_never_comes_again_is_looked_for_again() 
     assert rung == [5]
 
 
-async def test_a_server_that_comes_back_with_a_smaller_limit_ends_the_worker_with_a_line(
+async def test_a_worker_exits_with_an_error_if_the_server_returns_with_a_smaller_message_limit(
     local_worker: Callable[..., Awaitable[Any]], real_server: Server, tmp_path: Path
 ) -> None:
     """Else a long answer would fail at its end, and its tokens be lost."""

@@ -1,4 +1,4 @@
-"""Closed sessions leave the log, forgotten ones at once; what is open stays."""
+"""Closed sessions leave the log, forgotten ones at once; open ones stay."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ async def until_left(
     raise AssertionError((ids, sorted(found)))
 
 
-async def test_a_closed_session_leaves_the_log_after_its_time_and_an_open_one_stays(
+async def test_a_closed_session_leaves_the_log_after_closed_ttl_s_and_an_open_one_stays(
     quiet_wire: Start,
 ) -> None:
     w = await quiet_wire(closed_ttl_s=0.5)
@@ -87,10 +87,10 @@ async def test_a_closed_session_leaves_the_log_after_its_time_and_an_open_one_st
     assert (await w.send("closed", append("b")))["position"] == 5
 
 
-async def test_a_worker_that_missed_a_close_commits_nothing_though_the_session_has_left_the_log(
+async def test_a_worker_that_missed_a_close_cannot_store_a_result_after_the_session_left_the_log(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the close's result gone, the last one that the other worker knows would be the last again."""
+    """With the close's result gone, the last result that the worker knows would be the last again."""
     monkeypatch.setattr(retention, "_LAST_S", 900.0)
     w = await quiet_wire(closed_ttl_s=0.0)
     await w.publish("s", append("a", "a secret"))
@@ -112,7 +112,7 @@ async def test_a_worker_that_missed_a_close_commits_nothing_though_the_session_h
     assert await until_gone(w, "s", text=b"") == {}
 
 
-async def test_a_session_is_not_removed_while_the_result_of_its_close_is_stored(
+async def test_a_session_is_not_removed_while_the_result_of_its_close_is_being_stored(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a late ack lets the worker store the result once more."""
@@ -137,7 +137,7 @@ async def test_a_session_is_not_removed_while_the_result_of_its_close_is_stored(
     assert not await until_gone(w, "s", text=b"")
 
 
-async def test_a_session_that_was_opened_again_keeps_what_came_behind_its_close(quiet_wire: Start) -> None:
+async def test_a_session_opened_again_keeps_its_entries_after_the_close(quiet_wire: Start) -> None:
     w = await quiet_wire(closed_ttl_s=1.0)
     await w.send("s", append("a", "first life"))
     await w.send("s", CLOSE)
@@ -149,10 +149,10 @@ async def test_a_session_that_was_opened_again_keeps_what_came_behind_its_close(
     assert (await w.send("s", append("d")))["position"] == 11
 
 
-async def test_an_id_of_a_former_life_is_answered_once_in_the_next_one(
+async def test_an_id_used_before_a_close_is_answered_once_in_the_reopened_session(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The checkpoint that the next worker begins with has the id of a life that has left the log."""
+    """The next worker's checkpoint has the id of a closed session that has left the log."""
     monkeypatch.setattr(record, "_CHECKPOINT_EVERY", 3)
     w = await quiet_wire()
     await w.send("s", append("a", "first life"))
@@ -171,7 +171,7 @@ async def test_an_id_of_a_former_life_is_answered_once_in_the_next_one(
     assert (repeated["position"], repeated.get("repeat_of")) == (first["position"], first["seq"])
 
 
-async def test_an_id_is_free_that_leaves_the_log_while_it_is_looked_up(
+async def test_an_id_whose_result_leaves_the_log_during_its_lookup_is_free_again(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     w = await quiet_wire()
@@ -190,7 +190,7 @@ async def test_an_id_is_free_that_leaves_the_log_while_it_is_looked_up(
     assert (again["type"], again.get("repeat_of")) == ("appended", None), again
 
 
-async def test_what_is_forgotten_leaves_the_log_at_once(quiet_wire: Start) -> None:
+async def test_a_forgotten_session_leaves_the_log_and_the_token_stream_at_once(quiet_wire: Start) -> None:
     w = await quiet_wire()
     await w.send("s", append("a", "a secret"))
     await w.send("s", generate("g", text="eee"))
@@ -202,7 +202,7 @@ async def test_what_is_forgotten_leaves_the_log_at_once(quiet_wire: Start) -> No
     assert (await w.send("s", append("b")))["code"] == "unknown_session"
 
 
-async def test_what_was_to_be_forgotten_is_gone_though_the_worker_died_over_it(
+async def test_the_next_worker_removes_a_session_whose_forget_was_interrupted(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def dies(*_: Any) -> None:
@@ -223,10 +223,10 @@ async def test_what_was_to_be_forgotten_is_gone_though_the_worker_died_over_it(
     assert not tokens.state.subjects, "what was published of its answers is gone too"
 
 
-async def test_chunks_of_a_forgotten_session_are_gone_though_its_requests_had_left_the_log_before(
+async def test_the_next_worker_removes_chunks_of_a_forgotten_session_whose_requests_are_gone(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The token stream did not answer when they were to be removed, and nothing else has their names."""
+    """Removing them failed at first, and only the token stream has their names."""
 
     async def removes_requests(keeper: Retention, key: SessionKey, close_seq: int, closed_seq: int) -> None:
         await keeper._remove_before(key, close_seq, closed_seq)
@@ -251,8 +251,10 @@ async def test_chunks_of_a_forgotten_session_are_gone_though_its_requests_had_le
     assert names == {"next"}
 
 
-async def test_a_log_takes_more_than_its_limit_as_long_as_sessions_are_closed(quiet_wire: Start) -> None:
-    """Twice as much in all; what is open is not touched by it."""
+async def test_a_log_accepts_more_than_its_limit_in_total_as_long_as_sessions_are_closed(
+    quiet_wire: Start,
+) -> None:
+    """Twice as much in all; an open session stays whole."""
     w = await quiet_wire(log_max_bytes=16 * 2**20, closed_ttl_s=None)
     await w.send("open", append("a", "hello"))
     for n in range(128):
@@ -267,7 +269,7 @@ async def test_a_log_takes_more_than_its_limit_as_long_as_sessions_are_closed(qu
 
 
 @pytest.mark.parametrize("forged", [b"forget", b""])
-async def test_a_forged_note_removes_nothing(quiet_wire: Start, forged: bytes) -> None:
+async def test_a_forged_note_of_a_close_removes_no_session(quiet_wire: Start, forged: bytes) -> None:
     """A session that is open, or was closed without being forgotten, keeps its log."""
     w = await quiet_wire(closed_ttl_s=None if forged else 0)
     for name in ("open", "closed"):
@@ -281,7 +283,7 @@ async def test_a_forged_note_removes_nothing(quiet_wire: Start, forged: bytes) -
         assert b"hello" in b"".join((await bodies(w, name))["in"])
 
 
-async def test_idle_sessions_leave_memory_by_their_size(
+async def test_idle_sessions_leave_memory_when_they_exceed_a_limit_of_bytes(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     w = await quiet_wire()
@@ -295,8 +297,8 @@ async def test_idle_sessions_leave_memory_by_their_size(
         assert appended["prefilled_tokens"] <= 5, "their KV stays"
 
 
-async def test_what_was_sent_behind_a_close_before_it_was_answered_stays(quiet_wire: Start) -> None:
-    """A client need not wait: the next life's requests may lie before the close's result in the log."""
+async def test_requests_sent_after_a_close_but_before_its_result_stay_in_the_log(quiet_wire: Start) -> None:
+    """A client need not wait: the new session's requests may precede the close's result."""
     w = await quiet_wire(closed_ttl_s=1.0)
     await w.publish("s", append("a", "first life" * 100))
     await w.publish("s", generate("g", text="eee", max_tokens=50))
@@ -312,10 +314,10 @@ async def test_what_was_sent_behind_a_close_before_it_was_answered_stays(quiet_w
     assert (await w.send("s", append("d")))["position"] == 11
 
 
-async def test_what_was_stored_behind_a_close_that_forgets_is_gone_though_the_worker_died_over_it(
+async def test_the_next_worker_also_removes_entries_stored_between_a_forget_and_its_result(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Answers to what waited before it, and checkpoints, come into the log while it waits itself."""
+    """Results of earlier requests, and checkpoints, enter the log while the close waits."""
 
     async def dies(*_: Any) -> None:
         pass
@@ -341,10 +343,10 @@ async def test_what_was_stored_behind_a_close_that_forgets_is_gone_though_the_wo
     assert (result := await w.send("s", append("d")))["position"] == 11, result
 
 
-async def test_a_session_goes_on_whose_earlier_close_left_the_log_from_between_two_results(
+async def test_a_session_goes_on_after_its_earlier_close_left_the_log_from_between_two_results(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each result names the one before it: behind the cancelled request's the close's would be missed."""
+    """Each result names the one before it, and the close's was between two others."""
     monkeypatch.setattr(record, "_CHECKPOINT_EVERY", 1)
     w = await quiet_wire(closed_ttl_s=None)
     await w.publish("s", append("a", "first life"))
@@ -367,7 +369,7 @@ async def test_a_session_goes_on_whose_earlier_close_left_the_log_from_between_t
     assert (await w.send("s", append("e")))["position"] == 10
 
 
-async def test_a_note_that_somebody_else_made_before_a_repeated_close_removes_nothing(
+async def test_a_forged_note_before_a_repeated_close_removes_nothing_of_the_reopened_session(
     quiet_wire: Start,
 ) -> None:
     w = await quiet_wire(closed_ttl_s=None)
@@ -382,10 +384,10 @@ async def test_a_note_that_somebody_else_made_before_a_repeated_close_removes_no
 
 
 @pytest.mark.parametrize("life", ["first", "second"])
-async def test_a_session_that_was_forgotten_can_be_opened_by_the_next_worker(
+async def test_a_forgotten_session_can_be_opened_again_and_read_by_the_next_worker(
     quiet_wire: Start, life: str
 ) -> None:
-    """Its log begins with a close, whose position and digest are of tokens that nobody has any more."""
+    """Its log begins with a close whose position and digest are those of removed tokens."""
     w = await quiet_wire()
     await w.send("s", append("a", "a secret"))
     await w.send("s", FORGET)
@@ -401,7 +403,7 @@ async def test_a_session_that_was_forgotten_can_be_opened_by_the_next_worker(
     assert (await w.send("s", append("d")))["position"] == 10
 
 
-async def test_a_look_at_what_does_not_exist_leaves_nothing_in_memory(quiet_wire: Start) -> None:
+async def test_info_or_cancel_of_an_unknown_session_leaves_nothing_in_memory(quiet_wire: Start) -> None:
     w = await quiet_wire()
     await w.send("s", append("a"))
     for n in range(20):
@@ -410,7 +412,7 @@ async def test_a_look_at_what_does_not_exist_leaves_nothing_in_memory(quiet_wire
     assert (await w.control("s", {"type": "info"}))["worker"]["sessions"] == 1
 
 
-async def test_what_waits_behind_a_close_is_shown_without_the_closed_sessions_tokens(
+async def test_info_on_a_closed_session_with_a_waiting_open_shows_position_0(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     w = await quiet_wire()
@@ -433,10 +435,10 @@ async def test_what_waits_behind_a_close_is_shown_without_the_closed_sessions_to
     assert (await w.result(waiting))["type"] == "opened"
 
 
-async def test_a_session_that_somebody_looks_at_is_not_let_go_of(
+async def test_a_session_stays_in_memory_while_an_info_request_reads_it(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its next request would have it read a second time, and be carried out beside a cancel of it."""
+    """Else its next request would read it again, and could run beside its own cancel."""
     w = await quiet_wire()
     await w.send("s", append("a"))
     monkeypatch.setattr(sessions, "_MAX_IDLE_BYTES", 0)
@@ -460,10 +462,10 @@ async def test_a_session_that_somebody_looks_at_is_not_let_go_of(
     assert (await asked)["position"] == 5
 
 
-async def test_a_session_is_not_removed_while_its_log_is_read(
+async def test_a_session_is_not_removed_while_its_log_is_being_read(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its requests would have been read, and their results be gone: they would be carried out again."""
+    """Else its requests would be read without their results, and carried out again."""
     w = await quiet_wire(closed_ttl_s=None)
     await w.send("s", append("a"))
     await w.send("s", CLOSE)
@@ -488,7 +490,7 @@ async def test_a_session_is_not_removed_while_its_log_is_read(
     assert await bodies(w, "s") == {}
 
 
-async def test_notes_that_need_their_time_are_not_read_at_each_look(
+async def test_notes_of_closes_that_are_not_due_are_not_read_again_at_each_sweep(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There may be as many as sessions were closed in a week."""
@@ -513,8 +515,10 @@ async def test_notes_that_need_their_time_are_not_read_at_each_look(
     assert sum(read) <= 256
 
 
-async def test_an_id_that_is_free_again_has_the_new_answer_alone(wire: Start, server: Server) -> None:
-    """The first session has left the log, its chunks are still there, and are read after a reconnection."""
+async def test_an_answer_under_a_reused_id_has_no_chunks_of_the_removed_sessions_answer(
+    wire: Start, server: Server
+) -> None:
+    """The first session has left the log, but its chunks are there when the client reconnects."""
     w = await wire(closed_ttl_s=0)
     session = w.worker.client.session("s")
     old = await session.generate(text="Begin: ", max_tokens=100, request_id="g")
@@ -532,8 +536,8 @@ async def test_an_id_that_is_free_again_has_the_new_answer_alone(wire: Start, se
     assert tuple(tokens[:100]) != old.tokens
 
 
-async def test_requests_behind_a_forgotten_session_are_answered_by_the_next_worker(quiet_wire: Start) -> None:
-    """All of them were delivered before; the first delivery's entry has left the log with the session."""
+async def test_requests_sent_after_a_forget_are_answered_by_the_next_worker(quiet_wire: Start) -> None:
+    """All were delivered before; the first one's entry has left the log with the session."""
     w = await quiet_wire(ack_wait_s=0.5)
     requests = [generate("g", text="Begin: ", max_tokens=400), FORGET, {"type": "open", "id": "o"}]
     requests.append(generate("h", text="Again: ", max_tokens=1500))
@@ -546,7 +550,7 @@ async def test_requests_behind_a_forgotten_session_are_answered_by_the_next_work
     assert len((await w.result(seqs[3]))["tokens"]) == 1500
 
 
-async def test_a_request_without_a_result_stays_between_a_close_and_its_result() -> None:
+async def test_an_unanswered_request_between_a_close_and_its_result_is_not_removed() -> None:
     """The request at 5 lies between the close, 4, and its result, 6, the last one."""
     removed: list[int] = []
 
@@ -571,8 +575,8 @@ async def test_a_request_without_a_result_stays_between_a_close_and_its_result()
     assert not removed
 
 
-async def test_a_close_is_found_behind_the_result_of_a_cancel() -> None:
-    """A request behind the close was cancelled after its note: the note would never have taken effect."""
+async def test_the_result_of_a_close_is_found_after_the_result_of_a_cancelled_request() -> None:
+    """Else the note of the close would never take effect."""
     told = [failure("r", "expired", "cancelled", seq=5), Closed(id="c", seq=4, position=0)]
     entries = [Entry(6 + n, "out", datetime.now(UTC), encode(one), {}) for n, one in enumerate(told)]
 

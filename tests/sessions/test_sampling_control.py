@@ -1,4 +1,4 @@
-"""Penalties, biases, limits of the end, logprobs: an answer has what was asked for, also after a crash."""
+"""Penalties, biases, min_tokens, logprobs: an answer follows its request, also after a crash."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def test_each_token_of_an_answer_has_its_logprob_in_chunks_and_result(clie
     assert {one.top for one in few.logprobs} == {()}
 
 
-async def test_a_bias_forces_and_forbids_tokens(client: Client) -> None:
+async def test_logit_bias_forces_and_forbids_tokens(client: Client) -> None:
     _, plain = await answered(client.session("s"), text="Once upon", max_tokens=6)
     _, forced = await answered(client.session("t"), text="Once upon", max_tokens=6, logit_bias={77: 100})
     assert forced.tokens == (77,) * 6
@@ -57,8 +57,8 @@ async def test_a_bias_forces_and_forbids_tokens(client: Client) -> None:
     assert not set(without.tokens) & set(plain.tokens)
 
 
-async def test_penalties_are_of_the_answer_alone(client: Client) -> None:
-    """A token that is forced until it has occurred: the prompt's own occurrences do not count."""
+async def test_presence_and_frequency_penalties_count_the_answers_tokens_only(client: Client) -> None:
+    """A bias forces a token until it has occurred; occurrences in the prompt do not count."""
     bias = {70: 50.0, 71: 49.0, 72: 48.0}
     options = {"tokens": [70, 70, 70], "max_tokens": 6, "logit_bias": bias}
     _, plain = await answered(client.session("s"), **options)
@@ -70,7 +70,7 @@ async def test_penalties_are_of_the_answer_alone(client: Client) -> None:
     assert {70, 71} <= set(often.tokens)
 
 
-async def test_no_end_before_min_tokens_and_none_at_all_if_it_is_ignored(
+async def test_an_answer_does_not_end_before_min_tokens_nor_at_all_with_ignore_eos(
     local_worker: Callable[..., Awaitable[Any]],
 ) -> None:
     client, end = (await local_worker()).client, {EOS: 100}
@@ -97,7 +97,7 @@ async def test_no_end_before_min_tokens_and_none_at_all_if_it_is_ignored(
         ({"min_tokens": 10, "max_tokens": 9}, "min_tokens of at most max_tokens"),
     ],
 )
-async def test_contradictions_and_numbers_out_of_range_are_said_at_once(
+async def test_the_client_refuses_contradictory_options_and_numbers_out_of_range(
     client: Client, options: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(InvalidMessageError, match=says):
@@ -105,7 +105,7 @@ async def test_contradictions_and_numbers_out_of_range_are_said_at_once(
 
 
 @pytest.mark.simulated
-async def test_a_bias_beyond_the_vocabulary_changes_nothing(client: Client) -> None:
+async def test_a_bias_on_a_token_beyond_the_vocabulary_is_refused_and_adds_nothing(client: Client) -> None:
     session = client.session("s")
     await session.append(text="before")
     with pytest.raises(
@@ -116,7 +116,7 @@ async def test_a_bias_beyond_the_vocabulary_changes_nothing(client: Client) -> N
 
 
 @pytest.mark.process
-async def test_an_answer_goes_on_after_a_crash_with_what_was_said_of_its_tokens(
+async def test_an_answer_interrupted_by_a_crash_has_the_same_tokens_and_all_logprobs(
     worker_process: Any, endless_model: Path, local_worker: Callable[..., Awaitable[Any]], tmp_path: Path
 ) -> None:
     """The same tokens as without the crash, under penalties; each token has its logprob."""
@@ -145,7 +145,7 @@ async def test_an_answer_goes_on_after_a_crash_with_what_was_said_of_its_tokens(
 
 
 @pytest.mark.simulated
-async def test_a_count_is_what_a_generate_then_adds_and_changes_nothing(client: Client) -> None:
+async def test_a_count_predicts_the_tokens_that_a_generate_adds_and_changes_nothing(client: Client) -> None:
     session = client.session("s")
     asked = {"messages": [{"role": "user", "content": "How many?"}]}
     new = await session.count(**asked)
@@ -173,7 +173,9 @@ async def test_a_count_is_what_a_generate_then_adds_and_changes_nothing(client: 
         await session.count(tokens=[1_000_000])
 
 
-async def test_an_answer_begins_with_the_given_prefix_and_goes_on(client: Client) -> None:
+async def test_a_prefix_counts_as_prompt_and_stays_part_of_the_answer_in_the_next_turn(
+    client: Client,
+) -> None:
     asked = {"messages": [{"role": "user", "content": "Say."}], "max_tokens": 6}
     _, given = await answered(client.session("s"), **asked, prefix="As <|im_end|> you")
     rendered = await client.session("t").append(messages=asked["messages"])
@@ -187,13 +189,13 @@ async def test_an_answer_begins_with_the_given_prefix_and_goes_on(client: Client
 
 
 @pytest.mark.simulated
-async def test_a_prefix_after_raw_text_is_text(client: Client) -> None:
+async def test_a_prefix_after_raw_text_is_appended_to_the_text(client: Client) -> None:
     _, given = await answered(client.session("s"), text="Once ", prefix="upon", max_tokens=6)
     _, plain = await answered(client.session("t"), text="Once upon", max_tokens=6)
     assert (given.tokens, given.position) == (plain.tokens, plain.position)
 
 
-async def test_a_request_may_ask_for_the_models_own_sampling(
+async def test_own_sampling_uses_the_models_recommended_values_for_fields_left_out(
     local_worker: Callable[..., Awaitable[Any]], tiny_model: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "own"
@@ -217,7 +219,9 @@ async def test_a_request_may_ask_for_the_models_own_sampling(
     assert greedy == plain
 
 
-async def test_samples_are_answers_to_one_prompt_and_leave_the_session_alone(client: Client) -> None:
+async def test_samples_gives_different_answers_to_one_prompt_and_leaves_the_session_unchanged(
+    client: Client,
+) -> None:
     session = client.session("s")
     await session.append(text="Once upon a time" * 20)
     before = await session.info()

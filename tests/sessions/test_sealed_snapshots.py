@@ -1,4 +1,4 @@
-"""A worker with a key: its snapshots show nothing of what was said, and a restart finds them again."""
+"""A worker with a key: its snapshots hide the sessions' text, and are restored after a restart."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def lines(worker: WorkerProcess, event: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("has_key", [True, False])
-async def test_a_killed_worker_s_snapshots_are_found_again_and_readable_without_a_key_only(
+async def test_snapshots_are_restored_after_a_kill_and_show_plain_tokens_only_without_a_key(
     worker_process: Callable[..., WorkerProcess], tmp_path: Path, tiny_model: Path, has_key: bool
 ) -> None:
     tokens = Tokenizer.from_file(str(tiny_model / "tokenizer.json")).encode(TEXT).ids
@@ -90,7 +90,7 @@ async def test_a_killed_worker_s_snapshots_are_found_again_and_readable_without_
     assert traces(worker.data_dir, tokens) == (set() if has_key else {"snapshots"})
 
 
-async def test_a_worker_with_another_key_or_none_serves_without_snapshots_and_says_what_helps(
+async def test_a_worker_with_a_wrong_or_missing_key_serves_without_snapshots_and_says_what_to_do(
     worker_process: Callable[..., WorkerProcess], tmp_path: Path
 ) -> None:
     key, other = (str(key_file(tmp_path, name)) for name in ("key", "other"))
@@ -136,7 +136,7 @@ async def test_a_worker_with_another_key_or_none_serves_without_snapshots_and_sa
     assert (await said(worker))[1] > 0
 
 
-def test_the_page_s_command_makes_a_key(tmp_path: Path) -> None:
+def test_the_documented_openssl_command_makes_a_valid_key(tmp_path: Path) -> None:
     if shutil.which("openssl") is None:
         pytest.skip("openssl is not installed")
     (line,) = re.findall(r"^.*openssl rand.*$", PAGE.read_text(), re.MULTILINE)
@@ -145,7 +145,7 @@ def test_the_page_s_command_makes_a_key(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [("serve",), ("serve", "--check"), ("cache", "ls")])
-def test_a_key_that_is_none_ends_a_start_at_once_with_one_line(
+def test_a_key_file_without_a_valid_key_ends_a_command_with_one_line(
     tmp_path: Path, arguments: tuple[str, ...]
 ) -> None:
     file = tmp_path / "key"

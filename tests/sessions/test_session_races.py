@@ -1,4 +1,4 @@
-"""What comes between two steps of a session: deliveries, cancels, other workers, a fold that fails."""
+"""Events between two steps of a session: deliveries, cancels, other workers, failed reads."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ def held_up(world: World, monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.Even
     return there, go_on
 
 
-async def test_a_delivery_that_comes_while_doubts_are_removed_keeps_the_anchor(
+async def test_a_request_that_arrives_while_notes_are_removed_is_answered_before_the_acknowledgement(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was acknowledged for the anchor's sake: that goes when its request has a result, not before."""
+    """One unacknowledged delivery stands for the session until all requests have results."""
     await world.ask(Append(id="a", text="one"))
     released: list[int] = []
 
@@ -88,10 +88,10 @@ async def test_a_delivery_that_comes_while_doubts_are_removed_keeps_the_anchor(
 
 
 @pytest.mark.parametrize("look", ["info", "cancel"])
-async def test_whoever_looks_at_a_session_hides_no_other_workers_result_from_its_task(
+async def test_info_and_cancel_do_not_hide_another_workers_result_from_the_sessions_task(
     world: World, monkeypatch: pytest.MonkeyPatch, look: str
 ) -> None:
-    """The task would commit behind it, and the request have two results."""
+    """Else the task would commit too: two results for one request."""
     await world.ask(Append(id="a", text="one"))
     there, go_on = held_up(world, monkeypatch)
     monkeypatch.setattr(world.engine, "cancel", lambda _: None, raising=False)
@@ -109,10 +109,10 @@ async def test_whoever_looks_at_a_session_hides_no_other_workers_result_from_its
     await world.assert_fold_is_life()
 
 
-async def test_a_cancel_is_not_confirmed_where_the_request_was_read_meanwhile(
+async def test_a_cancel_is_not_confirmed_if_the_request_is_answered_at_the_same_time(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was found in the rest of the log, and is the session's next by the time that it is called off."""
+    """The cancel finds it in the log, and the session answers it before the cancel's commit."""
     there, go_on = held_up(world, monkeypatch)
     seqs = [world.publish(Append(id=f"r{n}", text="a")) for n in range(PAGE + 1)]
     running = asyncio.create_task(world.session.run())
@@ -132,7 +132,7 @@ async def test_a_cancel_is_not_confirmed_where_the_request_was_read_meanwhile(
 
 
 @pytest.mark.parametrize("request_", [Generate(id="a", text="a", max_tokens=2), Append(id="a", text="a")])
-async def test_a_cancel_that_comes_when_the_request_is_done_does_not_say_cancelled(
+async def test_a_cancel_that_arrives_as_the_request_completes_is_refused_as_answered_already(
     world: World, monkeypatch: pytest.MonkeyPatch, request_: Append | Generate
 ) -> None:
     run = world.engine.run
@@ -153,7 +153,7 @@ async def test_a_cancel_that_comes_when_the_request_is_done_does_not_say_cancell
     assert "it was answered already" in getattr(await told[0], "message", "")
 
 
-async def test_forged_tokens_of_a_request_that_waits_do_not_let_its_cancel_end_another(
+async def test_cancelling_a_waiting_request_with_forged_tokens_stops_no_other_request(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there, go_on = held_up(world, monkeypatch)
@@ -172,7 +172,7 @@ async def test_forged_tokens_of_a_request_that_waits_do_not_let_its_cancel_end_a
     await running
 
 
-async def test_a_fold_that_failed_leaves_nothing_that_would_be_answered_again(
+async def test_no_request_is_answered_a_second_time_after_a_failed_reading_of_the_log(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for n in range(3):
@@ -192,7 +192,7 @@ async def test_a_fold_that_failed_leaves_nothing_that_would_be_answered_again(
     assert len(world.results) == 4
 
 
-async def test_a_close_that_comes_again_removes_nothing_of_the_next_life(
+async def test_a_repeated_close_removes_nothing_of_the_reopened_session(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     removed: list[Any] = []
@@ -214,9 +214,7 @@ async def test_a_close_that_comes_again_removes_nothing_of_the_next_life(
     assert not removed
 
 
-async def test_a_close_that_is_refused_does_not_end_the_checkpoints(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_checkpoints_go_on_after_a_refused_close(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker.sessions.record._CHECKPOINT_EVERY", 64)
     for n in range(40):
         await world.ask(Append(id=f"a{n}", text="a"))
@@ -228,10 +226,10 @@ async def test_a_close_that_is_refused_does_not_end_the_checkpoints(
 
 
 @pytest.mark.parametrize("way", ["cancelled", "expired"])
-async def test_a_last_attempt_that_is_called_off_keeps_nobody_from_the_device(
+async def test_a_cancelled_or_expired_last_attempt_stops_waiting_for_exclusive_use_of_the_device(
     world: World, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    """It would wait for the longest answer on the device, and everybody else for it."""
+    """Else it would wait for the longest answer, and all other requests for it."""
     device_lock = world.session._services.device_lock
     monkeypatch.setattr(world.engine, "cancel", lambda _: None, raising=False)
     request = Append(id="a", text="one", deadline_s=0.3 if way == "expired" else None)
@@ -255,7 +253,7 @@ async def test_a_last_attempt_that_is_called_off_keeps_nobody_from_the_device(
             pass
 
 
-async def test_who_is_alone_is_alone() -> None:
+async def test_an_exclusive_holder_of_the_device_lock_excludes_all_others() -> None:
     device_lock, seen = SharedLock(), []
 
     async def one(name: int, *, alone: bool) -> None:
@@ -273,10 +271,10 @@ async def test_who_is_alone_is_alone() -> None:
             assert seen[at + 1] == (name, "out", True)
 
 
-async def test_a_request_is_in_doubt_though_a_newer_one_is_delivered_first(
+async def test_a_crashing_request_is_given_up_though_a_newer_one_is_delivered_first(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who goes on sending after each crash would have it tried for ever: it comes again only later."""
+    """Else a client that sends new requests after each crash would have it retried for ever."""
     poison = world.log.add("in", encode(Append(id="poison", text="one")))
     monkeypatch.setattr(world.log, "purge", lambda *_: asyncio.sleep(0))
     lives = 0
@@ -320,7 +318,7 @@ class Delivered(SimpleNamespace):
         pass
 
 
-async def test_giving_back_a_request_does_not_clear_it_of_doubt() -> None:
+async def test_a_returned_request_keeps_its_redelivered_flag_and_a_return_does_not_set_it() -> None:
     rung: list[Any] = []
     parts: Any = [None, None, Telemetry(), SimpleNamespace(server="s")]
     limits = {"ack_wait_s": 1.0, "max_sessions": 1, "max_sessions_per_tenant": 1, "max_message_bytes": 2**20}
@@ -338,7 +336,7 @@ async def test_giving_back_a_request_does_not_clear_it_of_doubt() -> None:
     ]
 
 
-async def test_a_repeat_is_known_though_its_id_was_used_in_a_forgotten_session_before(
+async def test_a_repeat_is_recognised_though_a_forgotten_session_used_its_id_before(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The id's first result has left the log, and hid the second one."""
@@ -355,7 +353,9 @@ async def test_a_repeat_is_known_though_its_id_was_used_in_a_forgotten_session_b
     assert (await world.ask(again)).repeat_of == 3
 
 
-async def test_a_returned_request_that_leaves_the_log_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_returned_request_that_has_left_the_log_is_no_longer_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A close removes requests that wait to be delivered again. Counted for ever, they delay all others."""
     monkeypatch.setattr("worker.wire.intake._RETURN_S", 0.01)
     monkeypatch.setattr("worker.wire.intake._GONE_S", 0.02)
@@ -374,10 +374,10 @@ async def test_a_returned_request_that_leaves_the_log_is_forgotten(monkeypatch: 
 @pytest.mark.parametrize(
     "given", [{"messages": (Message(role="user", content="hi"),)}, {}, {"text": "a" * 999}]
 )
-async def test_what_may_take_long_to_render_or_tokenise_does_not_hold_up_the_event_loop(
+async def test_messages_and_long_texts_are_rendered_and_tokenised_off_the_event_loops_thread(
     world: World, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]
 ) -> None:
-    """A bare generate too: a template that looks back renders all that was ever said."""
+    """A generate without input too: a template may render the whole conversation."""
     await world.ask(Append(id="a", messages=(Message(role="user", content="hello"),)))
     extend, threads = world.fold.extend, []
 
@@ -399,10 +399,10 @@ def streamed(world: World, monkeypatch: pytest.MonkeyPatch, seq: int) -> Chunk:
 
 
 @pytest.mark.parametrize("attempts", [3, 4])
-async def test_what_was_streamed_of_an_answer_that_is_given_up_is_its_result(
+async def test_an_answer_given_up_after_crashes_ends_with_the_tokens_streamed_so_far(
     world: World, monkeypatch: pytest.MonkeyPatch, attempts: int
 ) -> None:
-    """Clients have it. If that crashes a worker too, the request fails."""
+    """If storing it crashes a worker too, the request fails."""
     seq = world.log.add("in", encode(Generate(id="g", text="x", max_tokens=9)))
     chunk = streamed(world, monkeypatch, seq)
     monkeypatch.setattr(world.engine, "run", None)
@@ -428,7 +428,7 @@ async def test_what_was_streamed_of_an_answer_that_is_given_up_is_its_result(
     await world.assert_fold_is_life()
 
 
-async def test_what_was_streamed_before_the_device_failed_is_the_result(
+async def test_an_answer_ends_with_the_tokens_streamed_before_the_device_failed(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seq = world.publish(Generate(id="g", text="x", max_tokens=9))
@@ -445,10 +445,10 @@ async def test_what_was_streamed_before_the_device_failed_is_the_result(
     await world.assert_fold_is_life()
 
 
-async def test_an_open_that_waits_for_its_parent_is_no_attempt_and_holds_up_nobody(
+async def test_a_fork_that_waits_for_its_parent_counts_no_attempt_and_does_not_hold_the_device(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It runs nothing on the device; a worker that ends meanwhile was ended by another request."""
+    """It runs nothing on the device; a crash meanwhile has another cause."""
     there, go_on = asyncio.Event(), asyncio.Event()
 
     async def parent(*_: Any) -> Any:
@@ -470,10 +470,10 @@ async def test_an_open_that_waits_for_its_parent_is_no_attempt_and_holds_up_nobo
     assert world.result(seq).parent.session == "p"
 
 
-async def test_an_answer_that_another_worker_is_about_to_end_does_not_go_on(
+async def test_an_answer_whose_token_stream_another_worker_has_sealed_ends_with_the_streamed_tokens(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has sealed it, and may have died then: what comes behind the seal no client may hear."""
+    """The other worker may have died then; clients must not get chunks after the seal."""
     seq = world.log.add("in", encode(Generate(id="g", text="x", max_tokens=9)))
     chunk = streamed(world, monkeypatch, seq)
 
@@ -486,14 +486,14 @@ async def test_an_answer_that_another_worker_is_about_to_end_does_not_go_on(
     assert (world.result(seq).tokens, world.result(seq).finish_reason) == (chunk.tokens, "cancelled")
 
 
-def test_only_an_attempt_without_progress_counts() -> None:
+def test_an_attempt_counts_as_failed_only_if_it_made_no_progress() -> None:
     note = AttemptNote().then(1, 0, is_first=True).then(1, 5)
     assert note.then(1, 6) == AttemptNote(1, note.attempts, 6)
     assert note.then(1, 5) == AttemptNote(1, note.attempts + 1, 5)
     assert note.then(2, 9) == AttemptNote(2, 1, 9)
 
 
-async def test_no_checkpoint_skips_a_request_that_waits_or_is_unread(world: World) -> None:
+async def test_no_checkpoint_goes_beyond_a_waiting_or_unread_request(world: World) -> None:
     """A worker that starts from it would never answer that request."""
     await world.ask(Append(id="a", text="one"))
     record = world.session.log.record
@@ -506,10 +506,10 @@ async def test_no_checkpoint_skips_a_request_that_waits_or_is_unread(world: Worl
         assert (record.next_checkpoint(in_seq) is not None) == is_due
 
 
-async def test_what_the_server_has_put_in_a_results_place_is_not_taken_for_it_by_a_cancel(
+async def test_a_cancel_detects_that_a_restored_server_reused_the_sequence_of_a_result(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has lost its last entries, and stored others at their sequences."""
+    """The server lost entries, and stored others at their sequences."""
     await world.ask(Append(id="a", text="one"))
     other = encode(Append(id="b", text="two"))
     known = await world.session.log.find_answered("a")
@@ -524,7 +524,7 @@ async def test_what_the_server_has_put_in_a_results_place_is_not_taken_for_it_by
         await world.session._ended(known, "running")
 
 
-async def test_an_answer_ends_as_it_was_streamed_if_the_server_has_lost_what_it_was_begun_on(
+async def test_an_answer_whose_history_the_server_lost_ends_with_the_tokens_streamed_so_far(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its next tokens would follow from another history than those that clients have."""

@@ -1,4 +1,4 @@
-"""`forget` leaves the KV that another open session needs; with the last such session all is gone."""
+"""`forget` leaves the KV that another open session needs; with the last such session it is gone."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def forget(*sessions: Session) -> list[Closed]:
 
 @pytest.mark.parametrize("restarted", [False, True])
 @pytest.mark.parametrize("used", [False, True])
-async def test_a_fork_that_is_forgotten_leaves_its_parents_snapshots(
+async def test_forgetting_a_fork_leaves_its_parents_snapshots(
     local_worker: Start, endless_model: Path, *, restarted: bool, used: bool
 ) -> None:
     """Also if the parent is not in the worker's memory: the fork's log names it."""
@@ -73,7 +73,7 @@ async def test_a_fork_that_is_forgotten_leaves_its_parents_snapshots(
 
 
 @pytest.mark.parametrize("order", ["together", "fork first", "parent first"])
-async def test_nothing_is_left_once_all_that_share_it_are_forgotten(
+async def test_no_snapshot_is_left_once_all_sessions_that_share_it_are_forgotten(
     local_worker: Start, endless_model: Path, tmp_path: Path, order: str
 ) -> None:
     worker = await local_worker(model=str(endless_model))
@@ -95,7 +95,7 @@ async def test_nothing_is_left_once_all_that_share_it_are_forgotten(
     assert await all_gone(worker.client, tmp_path)
 
 
-async def test_a_fork_keeps_of_its_forgotten_parent_what_it_has_taken(
+async def test_forgetting_a_parent_leaves_the_snapshots_of_the_tokens_that_its_fork_has(
     local_worker: Start, endless_model: Path, tmp_path: Path
 ) -> None:
     worker = await local_worker(model=str(endless_model))
@@ -110,7 +110,7 @@ async def test_a_fork_keeps_of_its_forgotten_parent_what_it_has_taken(
     assert await cached(fork) == 64
 
 
-async def test_a_session_that_begins_with_the_same_tokens_by_chance_keeps_them(
+async def test_forgetting_a_session_leaves_snapshots_that_an_unrelated_session_shares_by_chance(
     local_worker: Start, endless_model: Path
 ) -> None:
     worker = await local_worker(model=str(endless_model))
@@ -125,7 +125,7 @@ async def test_a_session_that_begins_with_the_same_tokens_by_chance_keeps_them(
     assert await cached(worker.client.session("another")) == 64
 
 
-async def test_what_only_a_closed_session_shares_is_erased(
+async def test_forgetting_a_fork_erases_snapshots_that_only_its_closed_parent_shares(
     local_worker: Start, endless_model: Path, tmp_path: Path
 ) -> None:
     worker = await local_worker(model=str(endless_model))

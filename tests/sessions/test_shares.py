@@ -1,4 +1,4 @@
-"""How many of a tenant's sessions are at work: what the device can use, and of a flood little."""
+"""The number of a tenant's active sessions: enough for the device, and few during a flood."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def crowd() -> AsyncIterator[Crowd]:
     await asyncio.gather(*made.tasks.values(), return_exceptions=True)
 
 
-async def test_a_tenant_alone_keeps_the_device_busy_and_no_more() -> None:
+async def test_a_single_tenant_gets_only_as_many_active_sessions_as_keep_the_device_busy() -> None:
     async with crowd() as one:
         await one.flood("loud")
         assert one.num("loud") == MOST
@@ -85,14 +85,14 @@ async def test_a_tenant_alone_keeps_the_device_busy_and_no_more() -> None:
         assert one.num("loud") == MOST
 
 
-async def test_another_tenant_never_waits_for_a_flood_to_make_room() -> None:
+async def test_another_tenants_session_becomes_active_at_once_during_a_flood() -> None:
     async with crowd() as one:
         await one.flood("loud")
         await one.come("quiet", "s")
         assert one.num("quiet") == 1
 
 
-async def test_a_flood_gives_way_while_another_tenant_is_there_and_for_a_while_after() -> None:
+async def test_a_flooding_tenant_gets_few_active_sessions_until_a_while_after_others_have_left() -> None:
     async with crowd() as one:
         await one.flood("loud")
         await one.come("quiet", "s")
@@ -110,7 +110,7 @@ async def test_a_flood_gives_way_while_another_tenant_is_there_and_for_a_while_a
         assert one.num("loud") == MOST
 
 
-async def test_a_flood_is_one_to_its_last_session() -> None:
+async def test_a_flood_stays_limited_until_its_last_session_has_ended() -> None:
     async with crowd() as one:
         await one.come("quiet", "s")
         await one.flood("loud")
@@ -125,14 +125,14 @@ async def test_a_flood_is_one_to_its_last_session() -> None:
         assert one.num("loud") == MOST  # no flood any more
 
 
-async def test_tenants_that_do_not_flood_work_beside_each_other() -> None:
+async def test_tenants_that_do_not_flood_do_not_limit_each_other() -> None:
     async with crowd() as one:
         for tenant in ("a", "b", "c"):
             await one.come(tenant, *(f"s{number}" for number in range(MOST)))
         assert [one.num(tenant) for tenant in ("a", "b", "c")] == [MOST] * 3
 
 
-async def test_floods_share_what_there_is_where_nobody_else_is() -> None:
+async def test_two_flooding_tenants_share_the_device_equally() -> None:
     async with crowd() as one:
         await one.flood("a")
         await one.flood("b")
@@ -143,7 +143,7 @@ async def test_floods_share_what_there_is_where_nobody_else_is() -> None:
             assert one.num(tenant) == MOST // 2
 
 
-async def test_a_short_answer_does_not_wait_for_a_flood_of_long_ones_nor_do_short_ones_flood() -> None:
+async def test_short_answers_have_a_few_slots_of_their_own_during_a_flood_of_long_ones() -> None:
     async with crowd() as one:
         await one.flood("loud")
         await one.come("loud", *(f"short{number}" for number in range(FLOOD)), max_new=3)
@@ -153,7 +153,9 @@ async def test_a_short_answer_does_not_wait_for_a_flood_of_long_ones_nor_do_shor
 
 
 @pytest.mark.parametrize(("after_s", "next_one"), [(1.0, f"short{MOST // 4}"), (100.0, f"s{MOST}")])
-async def test_a_long_answer_waits_for_short_ones_only_for_a_while(after_s: float, next_one: str) -> None:
+async def test_a_long_answer_waits_behind_short_ones_only_for_a_limited_time(
+    after_s: float, next_one: str
+) -> None:
     async with crowd() as one:
         await one.flood("loud")
         one.now_s = after_s
@@ -162,7 +164,7 @@ async def test_a_long_answer_waits_for_short_ones_only_for_a_while(after_s: floa
         assert one.came_in[MOST + MOST // 4] == next_one
 
 
-async def test_of_a_tenants_sessions_those_of_a_higher_priority_come_first() -> None:
+async def test_a_tenants_waiting_session_with_a_higher_priority_becomes_active_first() -> None:
     async with crowd() as one:
         await one.flood("loud")
         await one.come("loud", "later")
@@ -171,7 +173,7 @@ async def test_of_a_tenants_sessions_those_of_a_higher_priority_come_first() -> 
         assert one.came_in[-1] == "important"
 
 
-async def test_a_session_that_needs_no_device_any_more_waits_for_nobody() -> None:
+async def test_a_session_that_no_longer_needs_the_device_becomes_active_at_once() -> None:
     async with crowd() as one:
         await one.flood("loud")
         one.shares.admit(SessionKey("loud", f"s{MOST + 9}"))
@@ -185,7 +187,7 @@ async def test_a_session_that_needs_no_device_any_more_waits_for_nobody() -> Non
         assert one.num("loud") == MOST
 
 
-async def test_a_session_that_is_cancelled_as_it_is_let_in_leaves_its_place_to_the_next() -> None:
+async def test_a_session_cancelled_just_as_it_becomes_active_passes_its_slot_to_the_next() -> None:
     async with crowd() as one:
         await one.flood("loud")
         first_waiting = one.tasks["loud", f"s{MOST}"]
@@ -197,7 +199,7 @@ async def test_a_session_that_is_cancelled_as_it_is_let_in_leaves_its_place_to_t
         assert one.num("loud") == MOST
 
 
-async def test_who_waits_as_the_worker_stops_is_sent_away_at_once() -> None:
+async def test_waiting_sessions_fail_at_once_when_the_worker_stops() -> None:
     async with crowd() as one:
         await one.flood("loud")
         one.shares.stop()

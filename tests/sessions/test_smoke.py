@@ -1,4 +1,4 @@
-async def test_a_generate_over_nats_gives_the_record_that_its_chunks_add_up_to(local_worker):
+async def test_the_chunks_of_a_generate_over_nats_add_up_to_its_result(local_worker):
     worker = await local_worker()
     session = worker.client.session("s")
     appended = await session.append(text="hello world")

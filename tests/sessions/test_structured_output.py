@@ -100,7 +100,7 @@ async def client(local_worker: Callable[..., Awaitable[Any]]) -> Client:
     return client
 
 
-async def test_answers_of_a_mixed_batch_follow_their_schemas_and_are_those_that_they_are_alone(
+async def test_answers_of_a_mixed_batch_follow_their_schemas_and_equal_those_generated_alone(
     client: Client,
 ) -> None:
     """Schemas and two answers without one, together; then each by itself, where rows speculate."""
@@ -168,8 +168,10 @@ async def test_an_answer_in_the_format_of_a_python_type_is_parsed_into_it(client
         ),
     ],
 )
-async def test_any_model_answers_in_the_format(client: Client, asked: dict[str, Any], expected: str) -> None:
-    """A random model with a byte-level tokenizer, greedy and hot, also where it must not end yet."""
+async def test_a_random_model_answers_in_the_given_regex_grammar_choice_or_schema(
+    client: Client, asked: dict[str, Any], expected: str
+) -> None:
+    """With a byte-level tokenizer: greedy, sampled, and with min_tokens beyond the format."""
     for number, options in enumerate(({}, {"temperature": 1.5, "seed": 4}, {"min_tokens": 50})):
         answer = await client.session(f"s{number}").generate(
             text="x", max_tokens=60, response_format=asked, **options
@@ -210,7 +212,9 @@ async def test_other_sampling_options_apply_within_the_format(client: Client) ->
         (type, "type has no JSON schema"),
     ],
 )
-async def test_an_unknown_format_is_refused_at_once(client: Client, asked: Any, says: str) -> None:
+async def test_the_client_refuses_an_unknown_or_incomplete_format(
+    client: Client, asked: Any, says: str
+) -> None:
     with pytest.raises(InvalidMessageError, match=says):
         client.session("s").generate(text="x", response_format=asked)
 
@@ -246,7 +250,7 @@ def deep(levels: int) -> dict[str, Any]:
         ({"type": "lark", "grammar": 'root: "a"'}, "no start rule"),
     ],
 )
-async def test_a_format_that_cannot_be_followed_changes_nothing(
+async def test_a_format_that_cannot_be_enforced_is_refused_and_adds_nothing(
     client: Client, asked: Any, says: str
 ) -> None:
     session = client.session("s")
@@ -258,7 +262,7 @@ async def test_a_format_that_cannot_be_followed_changes_nothing(
     assert (await session.info()).position == len("before")
 
 
-async def test_a_schema_that_takes_long_to_compile_holds_up_no_other_answer(client: Client) -> None:
+async def test_a_schema_that_takes_long_to_compile_delays_no_other_answer(client: Client) -> None:
     """An enum of as many values as the limit allows, and 3,000 optional properties."""
     large = [
         {"enum": [f"value{n}" for n in range(9_000)]},
@@ -280,14 +284,14 @@ async def test_a_schema_that_takes_long_to_compile_holds_up_no_other_answer(clie
     await tasks[1]
 
 
-async def test_ignore_eos_contradicts_a_format(client: Client) -> None:
+async def test_ignore_eos_with_a_format_is_refused(client: Client) -> None:
     options: dict[str, Any] = {"text": "x", "ignore_eos": True, "max_tokens": 3}
     with pytest.raises(InvalidMessageError, match="ignore_eos without a response_format only"):
         client.session("s").generate(**options, response_format={"type": "json_object"})
     assert (await client.session("s").generate(**options, response_format={"type": "text"})).text
 
 
-async def test_a_worker_without_llguidance_refuses_and_so_does_a_model_without_an_end(
+async def test_formats_are_refused_without_llguidance_and_by_a_model_without_an_end_token(
     client: Client, monkeypatch: pytest.MonkeyPatch, local_worker: Any, endless_model: Path, tmp_path: Path
 ) -> None:
     asked = {"type": "regex", "regex": "a+"}
@@ -303,7 +307,7 @@ async def test_a_worker_without_llguidance_refuses_and_so_does_a_model_without_a
 
 
 @pytest.mark.process
-async def test_an_answer_goes_on_within_its_schema_after_a_crash(
+async def test_an_answer_continues_within_its_schema_after_a_crash(
     worker_process: Any, local_worker: Callable[..., Awaitable[Any]], tmp_path: Path
 ) -> None:
     """Its tokens are those without a crash."""

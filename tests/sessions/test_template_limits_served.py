@@ -20,10 +20,10 @@ def said(content: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": content}]
 
 
-async def test_a_template_that_loops_for_ever_refuses_the_message_and_the_session_goes_on(
+async def test_a_message_on_which_the_template_loops_for_ever_is_refused_and_the_session_goes_on(
     wire: Start, model_with_template: Callable[[str, str], Path]
 ) -> None:
-    """Over messages, and over the header of an answer to messages that were no trouble; others are served."""
+    """It loops over a message, or over the header of an answer; other sessions are served."""
     w = await wire(model=str(model_with_template("spinning", SPINS + CHAT_TEMPLATE)))
     await w.send("s", {"type": "append", "id": "a", "messages": said("hello")})
     await w.send("later", {"type": "append", "id": "a", "messages": said("spin later")})
@@ -40,7 +40,7 @@ async def test_a_template_that_loops_for_ever_refuses_the_message_and_the_sessio
     assert (await w.send("s", generate("c", messages=said("go on"))))["type"] == "generated"
 
 
-async def test_json_nested_deeply_inside_of_a_tool_call_is_a_string_like_others(wire: Start) -> None:
+async def test_deeply_nested_json_in_a_tool_calls_arguments_is_accepted_as_a_string(wire: Start) -> None:
     w = await wire()
     function = {"name": "f", "arguments": '{"x":' * 300}
     call = {"id": "c1", "type": "function", "function": function}

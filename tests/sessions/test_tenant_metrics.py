@@ -1,4 +1,4 @@
-"""Figures by tenant: only where a setting asks, of as many as it says, on the metrics subject alone."""
+"""Metrics by tenant: only with a setting, for as many tenants as it says, on the metrics subject."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def talk(worker: LocalWorker, tenant: str) -> Any:
         return answer
 
 
-async def test_the_first_tenants_have_figures_and_the_others_share_a_name(
+async def test_the_first_tenants_have_metrics_of_their_own_and_all_others_share_one_name(
     local_worker: Callable[..., Awaitable[LocalWorker]],
 ) -> None:
     worker = await local_worker(metrics_tenants=2)
@@ -52,7 +52,7 @@ async def test_the_first_tenants_have_figures_and_the_others_share_a_name(
     assert found.sessions == {"acme": 0, "beta": 0}
 
 
-async def test_what_is_read_from_disk_and_what_waits_is_counted(
+async def test_metrics_by_tenant_count_restored_tokens_and_active_sessions(
     local_worker: Callable[..., Awaitable[LocalWorker]], endless_model: Any
 ) -> None:
     worker = await local_worker(metrics_tenants=2, model=str(endless_model))
@@ -67,7 +67,7 @@ async def test_what_is_read_from_disk_and_what_waits_is_counted(
     await answer.cancel()
 
 
-async def test_without_the_setting_no_tenant_is_named(
+async def test_metrics_name_no_tenant_without_the_setting(
     local_worker: Callable[..., Awaitable[LocalWorker]],
 ) -> None:
     worker = await local_worker()

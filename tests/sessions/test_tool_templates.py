@@ -1,4 +1,4 @@
-"""Turns with tools under templates of each kind: the text is the template's, and no turn runs too much.
+"""Turns with tools under templates of each kind: prompts are the template's text, prefilled once.
 
 The templates are written for these tests, in the manner of the families that their names say.
 """
@@ -105,7 +105,7 @@ def told(messages: list[Message]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("keep", [True, False], ids=["kept", "dropped"])
-async def test_each_turn_is_the_templates_text_and_run_no_more_than_it_changes(
+async def test_each_turns_prompt_is_the_templates_text_and_keeps_all_unchanged_tokens(
     kind: str, tokenizer: Tokenizer, *, keep: bool
 ) -> None:
     thought = "" if kind == "gemma3" else "<think>\nHm.\n</think>\n\n"

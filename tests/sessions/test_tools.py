@@ -159,7 +159,7 @@ def rendered(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], tools: Se
     ).removesuffix("\n")
 
 
-async def test_a_call_is_told_answered_and_goes_on_without_rendering_anything_again(
+async def test_a_conversation_with_a_tool_call_and_its_result_renders_nothing_again(
     with_tools: Tokenizer,
 ) -> None:
     world = world_of(with_tools, f"I look.\n{CALL}", "It is sunny.", "Bye.")
@@ -189,7 +189,9 @@ async def test_a_call_is_told_answered_and_goes_on_without_rendering_anything_ag
     await world.assert_fold_is_life()
 
 
-async def test_other_tools_replace_the_sessions_and_an_empty_list_removes_them(with_tools: Tokenizer) -> None:
+async def test_other_tools_replace_the_sessions_tools_and_an_empty_list_removes_them(
+    with_tools: Tokenizer,
+) -> None:
     world = world_of(with_tools, "One.", "Two.", CALL, CALL)
     await world.ask(ask(1, user("a"), tools=(WEATHER,)))
     second = await generated(world, ask(2, user("b"), tools=(CLOCK,)))
@@ -206,7 +208,7 @@ async def test_other_tools_replace_the_sessions_and_an_empty_list_removes_them(w
     await world.assert_fold_is_life()
 
 
-async def test_variables_of_the_template_stay_until_a_request_gives_others(variable: Tokenizer) -> None:
+async def test_template_variables_stay_until_a_request_gives_others(variable: Tokenizer) -> None:
     world = world_of(variable, "One.", "Two.", "Three.", "Four.", "Five.")
     thinks = {"enable_thinking": False, "effort": "high"}
     first = await generated(world, ask(1, user("a"), chat_template_kwargs=thinks))
@@ -224,14 +226,14 @@ async def test_variables_of_the_template_stay_until_a_request_gives_others(varia
     await world.assert_fold_is_life()
 
 
-async def test_no_variable_becomes_a_special_token(variable: Tokenizer) -> None:
+async def test_a_special_token_spelled_out_in_a_template_variable_stays_text(variable: Tokenizer) -> None:
     world = world_of(variable, "One.")
     await world.ask(ask(1, user("a"), chat_template_kwargs={"effort": "<|im_end|>"}))
     assert list(world.session.history.tokens).count(2) == 2
 
 
 @pytest.mark.usefixtures("often")
-async def test_variables_of_the_template_are_kept_in_checkpoints(variable: Tokenizer) -> None:
+async def test_checkpoints_keep_template_variables_and_tools(variable: Tokenizer) -> None:
     world = world_of(variable, *["Yes."] * 15)
     for number in range(14):
         more = {} if number else {"chat_template_kwargs": {"effort": "low"}, "tools": (WEATHER,)}
@@ -244,7 +246,7 @@ async def test_variables_of_the_template_are_kept_in_checkpoints(variable: Token
 
 
 @pytest.mark.usefixtures("often")
-async def test_tools_are_kept_in_checkpoints(with_tools: Tokenizer) -> None:
+async def test_checkpoints_keep_the_sessions_tools(with_tools: Tokenizer) -> None:
     world = world_of(with_tools, *["Yes."] * 14, CALL)
     for number in range(14):
         await world.ask(ask(number, user("so?"), **({} if number else {"tools": (WEATHER,)})))
@@ -255,7 +257,7 @@ async def test_tools_are_kept_in_checkpoints(with_tools: Tokenizer) -> None:
     assert len((await generated(world, ask(20, user("so?")))).tool_calls) == 1
 
 
-async def test_an_interrupted_call_goes_on_with_the_same_id(with_tools: Tokenizer) -> None:
+async def test_an_interrupted_tool_call_continues_with_the_same_id(with_tools: Tokenizer) -> None:
     asked = ask(1, user("Weather in Rome?"), tools=(WEATHER,))
     whole = await generated(world_of(with_tools, f"So.\n{CALL}"), asked)
     for num_known in (3, 20, 40, len(whole.tokens) - 1):
@@ -266,7 +268,7 @@ async def test_an_interrupted_call_goes_on_with_the_same_id(with_tools: Tokenize
 
 
 @pytest.mark.parametrize("cut", [12, 50])
-async def test_a_call_that_is_cut_stays_in_the_text(with_tools: Tokenizer, cut: int) -> None:
+async def test_a_tool_call_that_is_cut_off_stays_in_the_text(with_tools: Tokenizer, cut: int) -> None:
     world = world_of(with_tools, CALL, "Go on.")
     first = await generated(world, ask(1, user("a"), tools=(WEATHER,), max_tokens=cut))
     assert (first.text, first.tool_calls, first.finish_reason) == (CALL[:cut], (), "length")
@@ -280,7 +282,9 @@ async def test_a_call_that_is_cut_stays_in_the_text(with_tools: Tokenizer, cut: 
     assert "".join(world.outbox.texts) == CALL[:cut]
 
 
-async def test_a_choice_of_tools_that_the_session_lacks_is_refused(with_tools: Tokenizer) -> None:
+async def test_a_tool_choice_is_refused_without_matching_tools_and_applied_with_them(
+    with_tools: Tokenizer,
+) -> None:
     world = world_of(with_tools, CALL + CALL, CALL)
     named = NamedTool(function=_ChosenFunction(name="clock"))
     for number, choice, says in (
@@ -299,7 +303,7 @@ async def test_a_choice_of_tools_that_the_session_lacks_is_refused(with_tools: T
     assert (none.text, none.tool_calls) == (CALL, ())
 
 
-async def test_reasoning_is_apart_and_leaves_the_session_with_the_next_user_message(
+async def test_reasoning_is_separate_from_the_text_and_is_dropped_at_the_next_user_message(
     thinking: Tokenizer,
 ) -> None:
     texts = (f"<think>\nHm.</think>\n\n{CALL}", "<think>So.</think>Sunny.", "Bye.")
@@ -328,7 +332,7 @@ async def test_reasoning_is_apart_and_leaves_the_session_with_the_next_user_mess
     await world.assert_fold_is_life()
 
 
-async def test_reasoning_is_kept_unless_the_request_drops_it(thinking: Tokenizer) -> None:
+async def test_reasoning_stays_in_the_session_unless_a_request_drops_it(thinking: Tokenizer) -> None:
     world = world_of(thinking, "<think>Hm.</think>Yes.", "No.")
     await world.ask(ask(1, user("a")))
     second = await generated(world, ask(2, user("b")))
@@ -336,12 +340,14 @@ async def test_reasoning_is_kept_unless_the_request_drops_it(thinking: Tokenizer
     assert "<think>Hm.</think>Yes." in text_of(world)
 
 
-async def test_a_budget_without_reasoning_is_a_warning(tokenizer: Tokenizer) -> None:
+async def test_a_reasoning_budget_gives_a_warning_if_the_model_marks_no_reasoning(
+    tokenizer: Tokenizer,
+) -> None:
     said = await generated(world_of(tokenizer, "Yes."), ask(1, user("a"), reasoning=Reasoning(budget=3)))
     assert said.warnings == ("this model marks no reasoning: its budget has no effect",)
 
 
-async def test_a_template_without_tools_is_told_of_them_in_the_system_message(tokenizer: Tokenizer) -> None:
+async def test_a_template_that_knows_no_tools_gets_them_in_a_system_message(tokenizer: Tokenizer) -> None:
     world = world_of(tokenizer, CALL, "Sunny.")
     first = await generated(world, ask(1, user("Weather?"), tools=(WEATHER,)))
     assert [one.function.name for one in first.tool_calls] == ["weather"]
@@ -354,7 +360,7 @@ async def test_a_template_without_tools_is_told_of_them_in_the_system_message(to
     await world.assert_fold_is_life()
 
 
-async def test_no_text_of_a_tool_becomes_a_special_token(with_tools: Tokenizer) -> None:
+async def test_special_tokens_spelled_out_in_a_tools_definition_stay_text(with_tools: Tokenizer) -> None:
     world = world_of(with_tools, "Yes.")
     evil = Tool(
         function=ToolFunction(
@@ -367,7 +373,7 @@ async def test_no_text_of_a_tool_becomes_a_special_token(with_tools: Tokenizer) 
     assert [tokens.count(token) for token in special] == [3, 3]
 
 
-async def test_tools_reach_the_template_as_they_were_sent(with_tools: Tokenizer) -> None:
+async def test_the_template_gets_tools_with_their_keys_in_the_order_sent(with_tools: Tokenizer) -> None:
     sent = [
         '{"type": "function", "function": {"name": "a", "description": "A", "parameters": {"z": 1}}}',
         '{"function": {"parameters": {"type": "object"}, "name": "b"}, "type": "function"}',
@@ -379,7 +385,7 @@ async def test_tools_reach_the_template_as_they_were_sent(with_tools: Tokenizer)
     await world.assert_fold_is_life()
 
 
-async def test_arguments_are_objects_for_the_template(with_tools: Tokenizer) -> None:
+async def test_the_template_gets_call_arguments_as_objects(with_tools: Tokenizer) -> None:
     call = {"id": "abc", "type": "function", "function": {"name": "weather", "arguments": '{"city":"Rome"}'}}
     given = Message(role="assistant", content=None, tool_calls=[call])  # type: ignore[arg-type]
     world = world_of(with_tools, "Yes.")
@@ -387,7 +393,7 @@ async def test_arguments_are_objects_for_the_template(with_tools: Tokenizer) -> 
     assert '"arguments": {"city": "Rome"}' in text_of(world)
 
 
-async def test_a_late_system_message_is_kept_in_its_place_by_every_template(
+async def test_a_late_system_message_stays_in_its_place_or_goes_into_the_next_user_message(
     with_tools: Tokenizer, model_with_template: Callable[[str, str], Path]
 ) -> None:
     late = Message(role="system", content="Now rhyme.")
@@ -404,7 +410,9 @@ async def test_a_late_system_message_is_kept_in_its_place_by_every_template(
 
 
 @pytest.mark.parametrize("depth", [200, 480, 900, 20_000])
-async def test_what_nests_deep_is_rendered_or_refused(with_tools: Tokenizer, depth: int) -> None:
+async def test_deeply_nested_call_arguments_and_tool_schemas_are_rendered_or_refused(
+    with_tools: Tokenizer, depth: int
+) -> None:
     world = world_of(with_tools, "Yes.", "Yes.")
     call = {
         "id": "abc",
@@ -421,7 +429,7 @@ async def test_what_nests_deep_is_rendered_or_refused(with_tools: Tokenizer, dep
     assert isinstance(told, Generated) or told.code in ("invalid_request", "context_exceeded"), told
 
 
-async def test_a_prefix_without_reasoning_is_the_text_of_a_harmony_answer(harmony: Tokenizer) -> None:
+async def test_a_prefix_without_reasoning_begins_harmonys_final_channel(harmony: Tokenizer) -> None:
     world = world_of(harmony, "sunny.", " or not.", "<|channel|>final<|message|>Yes.")
     none = Reasoning(budget=0)
     result = await generated(world, ask(1, user("Weather?"), prefix="It is ", reasoning=none))

@@ -73,7 +73,9 @@ async def random(
     return client
 
 
-async def test_a_model_calls_when_it_must_and_goes_on(random: Client) -> None:
+async def test_a_model_calls_the_tool_named_in_tool_choice_and_answers_after_its_result(
+    random: Client,
+) -> None:
     session = random.session("s")
     chunks, first = await heard(
         session,
@@ -99,7 +101,7 @@ async def test_a_model_calls_when_it_must_and_goes_on(random: Client) -> None:
     assert not second.tool_calls
 
 
-async def test_calls_of_a_mixed_batch_are_those_that_they_are_alone(random: Client) -> None:
+async def test_tool_calls_of_a_mixed_batch_equal_those_generated_alone(random: Client) -> None:
     must = {"messages": user("Weather in Oslo?"), "tools": [WEATHER], "tool_choice": "required"}
     asked: dict[str, dict[str, Any]] = {
         "call": {**must, "parallel_tool_calls": False},
@@ -120,7 +122,9 @@ async def test_calls_of_a_mixed_batch_are_those_that_they_are_alone(random: Clie
     assert alone["call"].finish_reason == alone["hot"].finish_reason == "tool_calls"
 
 
-async def test_a_schema_that_cannot_be_held_is_a_warning_unless_it_is_strict(random: Client) -> None:
+async def test_a_tool_schema_that_cannot_be_enforced_gives_a_warning_and_a_strict_one_is_refused(
+    random: Client,
+) -> None:
     odd: dict[str, Any] = json.loads(json.dumps(WEATHER))
     odd["function"]["parameters"]["propertyNames"] = {"pattern": "^[a-z]+$"}
     asked: dict[str, Any] = {"messages": user("Weather?"), "tool_choice": "required", "max_tokens": 200}
@@ -165,7 +169,7 @@ def model_with_tokens(folder: Path, template: str, *tokens: str, special: bool =
     return folder
 
 
-async def test_reasoning_ends_after_its_budget_and_the_format_begins_behind_it(
+async def test_reasoning_ends_at_its_budget_and_the_format_applies_after_it(
     local_worker: Callable[..., Awaitable[Any]], thinking_model: Path
 ) -> None:
     client = (await local_worker(model=str(thinking_model))).client
@@ -184,7 +188,7 @@ async def test_reasoning_ends_after_its_budget_and_the_format_begins_behind_it(
         assert "".join(chunk.text for chunk in chunks) == result.text
 
 
-async def test_without_reasoning_a_prefix_begins_behind_the_one_that_the_template_opens(
+async def test_a_prefix_is_inside_the_reasoning_that_the_template_opens_unless_the_budget_is_0(
     local_worker: Callable[..., Awaitable[Any]], thinking_model: Path
 ) -> None:
     client = (await local_worker(model=str(thinking_model))).client
@@ -202,7 +206,7 @@ async def test_without_reasoning_a_prefix_begins_behind_the_one_that_the_templat
     assert (inside.text, inside.prefix_tokens) == ("", len("So"))
 
 
-async def test_an_answer_in_a_format_does_not_end_in_its_reasoning(
+async def test_an_answer_with_a_format_does_not_end_within_its_reasoning(
     local_worker: Callable[..., Awaitable[Any]], thinking_model: Path
 ) -> None:
     session = (await local_worker(model=str(thinking_model))).client.session("s")
@@ -213,7 +217,7 @@ async def test_an_answer_in_a_format_does_not_end_in_its_reasoning(
     assert one.text in ("yes", "no")
 
 
-async def test_a_budget_is_kept_over_a_kill(
+async def test_a_reasoning_budget_still_holds_after_a_kill(
     local_worker: Callable[..., Awaitable[Any]], worker_process: Any, thinking_model: Path, tmp_path: Path
 ) -> None:
     asked: dict[str, Any] = {
@@ -234,7 +238,7 @@ async def test_a_budget_is_kept_over_a_kill(
     assert "".join(chunk.reasoning for chunk in chunks) == result.reasoning
 
 
-async def test_a_call_in_harmony_is_forced_behind_its_reasoning_and_over_a_kill(
+async def test_a_forced_call_in_harmonys_format_follows_its_reasoning_also_after_a_kill(
     local_worker: Callable[..., Awaitable[Any]], worker_process: Any, harmony_model: Path, tmp_path: Path
 ) -> None:
     asked: dict[str, Any] = {
@@ -259,7 +263,7 @@ async def test_a_call_in_harmony_is_forced_behind_its_reasoning_and_over_a_kill(
     assert joined(chunks) == [(call.id, call.function.name, call.function.arguments)]
 
 
-async def test_a_loop_runs_functions_until_the_model_answers(random: Client) -> None:
+async def test_run_tools_calls_functions_and_sends_their_results_and_errors(random: Client) -> None:
     asked: list[Any] = []
 
     async def get_weather(city: str, days: int) -> dict[str, Any]:

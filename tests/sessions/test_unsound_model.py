@@ -29,7 +29,7 @@ def broken(folder: Path, token: int, **changes: Any) -> Path:
     return folder
 
 
-async def test_a_model_whose_logits_are_no_numbers_is_refused_in_one_line(
+async def test_a_model_with_logits_that_are_not_finite_is_refused_at_the_start_with_one_line(
     local_worker: Any, tmp_path: Path
 ) -> None:
     """Embeddings that are the output's weights too: one broken row is in all logits."""
@@ -38,7 +38,7 @@ async def test_a_model_whose_logits_are_no_numbers_is_refused_in_one_line(
         await local_worker(model=str(folder))
 
 
-async def test_an_answer_that_meets_a_broken_weight_fails_and_others_do_not(
+async def test_an_answer_that_uses_a_broken_weight_fails_and_other_answers_do_not(
     local_worker: Any, tmp_path: Path
 ) -> None:
     folder = broken(tmp_path / "broken", TILDE, tie_word_embeddings=False)

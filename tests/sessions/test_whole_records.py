@@ -1,4 +1,4 @@
-"""What a worker that could not read a session's whole log says, and what it must not say.
+"""Results of workers that cannot read a session's whole log, and of newer versions.
 
 The sessions, logs and requests of `test_fold`; a killed worker is a task that is cancelled.
 """
@@ -57,7 +57,9 @@ ASKED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("repeated", ASKED.values(), ids=ASKED)
-async def test_a_repeat_that_a_worker_answers_unread_ends_no_session(world: World, repeated: Any) -> None:
+async def test_a_repeat_answered_by_a_worker_that_cannot_read_the_log_does_not_end_the_session(
+    world: World, repeated: Any
+) -> None:
     for request in ASKED.values():
         await world.ask(request)
     await world.ask(Append(id="last", text="one"))
@@ -71,7 +73,9 @@ async def test_a_repeat_that_a_worker_answers_unread_ends_no_session(world: Worl
     assert appended.position == 8
 
 
-async def test_a_session_with_a_digest_of_nothing_on_a_repeat_goes_on(world: World) -> None:
+async def test_a_session_goes_on_though_a_repeats_result_has_the_digest_of_an_empty_history(
+    world: World,
+) -> None:
     await world.ask(Append(id="a", text="one"))
     await world.ask(Append(id="a", text="one"))
     nothing = {HISTORY_HEADER: as_tokens().digest()}
@@ -81,7 +85,7 @@ async def test_a_session_with_a_digest_of_nothing_on_a_repeat_goes_on(world: Wor
     await world.assert_fold_is_life()
 
 
-async def test_a_failure_of_an_unread_session_says_the_position_that_the_log_says(world: World) -> None:
+async def test_a_failure_of_a_session_that_cannot_be_read_has_the_logged_position(world: World) -> None:
     await world.ask(Append(id="a", text="one"))
     given_up(world)
     refused = await again(world, Append(id="b", text="two"))
@@ -89,7 +93,7 @@ async def test_a_failure_of_an_unread_session_says_the_position_that_the_log_say
 
 
 @pytest.mark.parametrize("forget", [False, True])
-async def test_a_failure_on_a_closed_session_says_position_0_before_and_after_a_restart(
+async def test_a_failure_on_a_closed_session_has_position_0_before_and_after_a_restart(
     world: World, forget: bool
 ) -> None:
     await world.ask(Append(id="a", text="one"))
@@ -100,8 +104,10 @@ async def test_a_failure_on_a_closed_session_says_position_0_before_and_after_a_
     assert (before.code, before.position) == (after.code, after.position) == ("unknown_session", 0)
 
 
-async def test_a_session_that_waits_behind_a_last_attempt_counts_no_reading(world: World) -> None:
-    """It was read in each life, and none of them ended by it."""
+async def test_a_session_that_waits_for_another_sessions_last_attempt_counts_no_failed_reading(
+    world: World,
+) -> None:
+    """Each worker reads it, and none of them crashes by it."""
     await world.ask(Append(id="a", text="one"))
     seq = world.log.add("in", encode(Append(id="b", text="two")))
     for _ in range(MANY):
@@ -130,7 +136,7 @@ def changed(world: World, **fields: Any) -> None:
     world.crash()
 
 
-async def test_an_answer_that_ended_for_a_new_reason_is_answered_once_and_goes_on(world: World) -> None:
+async def test_a_session_goes_on_after_an_answer_with_an_unknown_finish_reason(world: World) -> None:
     asked = await world.ask(Generate(id="g", text="one", max_tokens=3))
     changed(world, finish_reason="content_filter")
     answer = await world.ask(Append(id="a", text="two"))
@@ -139,7 +145,7 @@ async def test_an_answer_that_ended_for_a_new_reason_is_answered_once_and_goes_o
     assert world.result(1).finish_reason == "content_filter"
 
 
-async def test_a_failure_with_a_new_code_is_answered_once(world: World) -> None:
+async def test_a_logged_failure_with_an_unknown_code_counts_as_the_requests_result(world: World) -> None:
     await world.ask(Append(id="a", text="one"))
     await world.ask(Rewind(id="r", position=99))
     changed(world, code="out_of_credit")
@@ -148,8 +154,8 @@ async def test_a_failure_with_a_new_code_is_answered_once(world: World) -> None:
     assert (repeated.code, repeated.repeat_of) == ("out_of_credit", 3)
 
 
-async def test_a_failure_of_a_shape_that_is_not_known_is_answered_once(world: World) -> None:
-    """No failure has changed a session, whatever else a newer one says."""
+async def test_a_logged_failure_of_an_unknown_shape_counts_as_the_requests_result(world: World) -> None:
+    """No failure changes a session, whatever a newer version adds."""
     await world.ask(Append(id="a", text="one"))
     await world.ask(Rewind(id="r", position=99))
     changed(world, retryable="later")
@@ -163,7 +169,9 @@ NEW_SHAPES = {"a new type": {"type": "forked"}, "a new shape": {"seconds": {"pre
 
 
 @pytest.mark.parametrize("fields", NEW_SHAPES.values(), ids=NEW_SHAPES)
-async def test_a_result_of_a_shape_that_is_not_known_is_a_result(world: World, fields: Any) -> None:
+async def test_a_logged_result_of_an_unknown_shape_stops_the_session_and_is_still_repeated(
+    world: World, fields: Any
+) -> None:
     await world.ask(Append(id="a", text="one"))
     await world.ask(Append(id="b", text="two"))
     changed(world, **fields)
@@ -177,7 +185,7 @@ async def test_a_result_of_a_shape_that_is_not_known_is_a_result(world: World, f
     assert (repeated.repeat_of, repeated.position) == (3, 6)
 
 
-async def test_a_repeat_has_the_fields_that_are_not_known_here(world: World) -> None:
+async def test_a_repeated_result_keeps_fields_that_the_worker_does_not_know(world: World) -> None:
     await world.ask(Append(id="a", text="one"))
     changed(world, weather={"sky": "blue"})
     await world.ask(Append(id="a", text="one"))
@@ -185,7 +193,9 @@ async def test_a_repeat_has_the_fields_that_are_not_known_here(world: World) -> 
     assert (body["seq"], body["repeat_of"], body["weather"]) == (3, 1, {"sky": "blue"})
 
 
-async def test_an_answered_request_that_is_not_known_here_is_a_newer_version_s(world: World) -> None:
+async def test_an_answered_request_with_an_unknown_field_stops_the_session_with_the_reason(
+    world: World,
+) -> None:
     await world.ask(Append(id="a", text="one"))
     world.log.entries[0] = type(world.log.entries[0])(
         1, "in", STORED, b'{"type":"append","id":"a","text":"one","mood":"good"}', {}

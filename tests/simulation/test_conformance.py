@@ -1,4 +1,4 @@
-"""The world in memory does what a real nats-server does, in all that the worker and the client rest on."""
+"""The NATS server in memory behaves like a real one in all that workers and clients rely on."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Place:
         return found, ends
 
 
-async def a_lost_fence_stores_nothing(place: Place) -> None:
+async def a_write_with_a_wrong_expected_sequence_stores_nothing(place: Place) -> None:
     heard: list[bytes] = []
 
     async def hear(message: Msg) -> None:
@@ -102,7 +102,7 @@ async def a_lost_fence_stores_nothing(place: Place) -> None:
     assert (last.seq, last.data, last.headers) == (second, b"three", {EXPECT: str(first)})
 
 
-async def a_removed_result_opens_the_fence_behind_the_one_before(place: Place) -> None:
+async def after_a_removed_result_the_expected_sequence_is_the_one_before(place: Place) -> None:
     first = await place.put("commit", **{EXPECT: "0"})
     second = await place.put("commit", **{EXPECT: str(first)})
     await place.js.delete_msg(place.names.log, second)
@@ -114,7 +114,7 @@ async def a_removed_result_opens_the_fence_behind_the_one_before(place: Place) -
     await place.put("commit", **{EXPECT: "0"})
 
 
-async def an_id_within_the_window_is_stored_once(place: Place) -> None:
+async def a_message_id_repeated_within_the_window_is_stored_once(place: Place) -> None:
     subject, headers = place.of("in"), {"Nats-Msg-Id": "one"}
     first = await place.js.publish(subject, b"x", headers=headers)
     again = await place.js.publish(place.of("in", "other"), b"y", headers=headers)
@@ -124,7 +124,7 @@ async def an_id_within_the_window_is_stored_once(place: Place) -> None:
     assert (later.seq, later.duplicate) == (first.seq + 1, None)
 
 
-async def what_is_not_acknowledged_comes_again(place: Place) -> None:
+async def an_unacknowledged_message_is_redelivered(place: Place) -> None:
     names = ("acked", "silent", "busy", "over")
     seqs = {name: await place.put("in", session=name) for name in names}
     found, ends = await place.pull(64, 0.1)
@@ -146,7 +146,7 @@ async def what_is_not_acknowledged_comes_again(place: Place) -> None:
     assert (info.num_ack_pending, info.num_pending) == (1, 0)
 
 
-async def what_a_dead_worker_held_comes_again_at_once(place: Place) -> None:
+async def messages_of_a_dead_worker_are_redelivered_at_once_when_taken_back(place: Place) -> None:
     for name in ("acked", "held"):
         await place.put("in", session=name)
     (acked, _), _ = await place.pull(64, 0.1)
@@ -161,7 +161,7 @@ async def what_a_dead_worker_held_comes_again_at_once(place: Place) -> None:
     assert (await place.js.consumer_info(place.names.log, place.names.consumer)).config.ack_wait == ACK_WAIT_S
 
 
-async def what_is_returned_comes_again_when_it_was_asked_to(place: Place) -> None:
+async def a_returned_message_is_redelivered_after_its_delay(place: Place) -> None:
     for name in ("now", "later"):
         await place.put("in", session=name)
     (now, later), _ = await place.pull(2, 0.1)
@@ -174,7 +174,7 @@ async def what_is_returned_comes_again_when_it_was_asked_to(place: Place) -> Non
     assert {message.subject for message in found} == {place.of("in", "later")}
 
 
-async def what_has_left_the_log_does_not_come_again(place: Place) -> None:
+async def a_purged_message_is_not_redelivered(place: Place) -> None:
     gone = await place.put("in", session="gone")
     await place.put("in", session="kept")
     await place.pull(64, 0.1)
@@ -183,7 +183,7 @@ async def what_has_left_the_log_does_not_come_again(place: Place) -> None:
     assert {message.subject for message in found} == {place.of("in", "kept")}
 
 
-async def a_pull_ends_at_its_limits(place: Place) -> None:
+async def a_pull_ends_at_its_batch_size_or_byte_limit(place: Place) -> None:
     for _ in range(3):
         await place.put("in", b"x" * 1000)
     found, ends = await place.pull(2, 0.1)
@@ -213,7 +213,7 @@ async def direct_gets_read_a_subject_in_order(place: Place) -> None:
     assert [seq for seq, _ in (await read(seq=1, batch=9, next_by_subj=own))[0]] == [seqs[0], seqs[4]]
 
 
-async def what_is_not_there_is_not_found(place: Place) -> None:
+async def missing_messages_streams_consumers_and_responders_raise_errors(place: Place) -> None:
     seq = await place.put("in", b"here", Name="value")
     log = place.names.log
     for direct in (True, False):
@@ -234,8 +234,8 @@ async def what_is_not_there_is_not_found(place: Place) -> None:
         await place.nc.request(f"{place.subjects.prefix}.t.s.ctl", b"")
 
 
-async def removing_an_entry_twice_is_an_error_of_its_own(place: Place) -> None:
-    """Not one of code 404, as reading it is."""
+async def removing_a_message_twice_raises_an_error_with_code_500(place: Place) -> None:
+    """Reading it fails with code 404."""
     seq = await place.put("in")
     await place.js.delete_msg(place.names.log, seq)
     with pytest.raises(APIError) as refused:
@@ -245,7 +245,7 @@ async def removing_an_entry_twice_is_an_error_of_its_own(place: Place) -> None:
     await journal.delete(seq)
 
 
-async def a_purge_takes_what_it_names(place: Place) -> None:
+async def a_purge_removes_only_messages_of_its_subject_below_its_sequence(place: Place) -> None:
     seqs = [await place.put(kind, session=name) for kind in ("in", "attempt") for name in ("a", "b")]
     await place.js.purge_stream(place.names.log, seq=seqs[2], subject=f"{place.subjects.prefix}.t.a.*")
     info = await place.js.stream_info(place.names.log, subjects_filter=f"{place.subjects.prefix}.t.*.*")
@@ -254,7 +254,7 @@ async def a_purge_takes_what_it_names(place: Place) -> None:
     assert await place.put("in") == seqs[-1] + 1
 
 
-async def what_is_too_large_or_too_much_is_refused(place: Place) -> None:
+async def a_message_that_is_too_large_or_overfills_the_stream_is_refused(place: Place) -> None:
     with pytest.raises(APIError) as too_large:
         await place.put("in", b"x" * 4097)
     assert too_large.value.err_code == 10054
@@ -266,7 +266,7 @@ async def what_is_too_large_or_too_much_is_refused(place: Place) -> None:
     assert (await place.js.stream_info(place.names.log)).state.messages > 10
 
 
-async def a_key_has_one_message_which_expires(place: Place) -> None:
+async def a_key_keeps_only_its_last_message_until_that_expires(place: Place) -> None:
     name = place.subjects.prefix
     config = api.StreamConfig(
         name=f"KV_{name}",
@@ -293,7 +293,7 @@ async def a_key_has_one_message_which_expires(place: Place) -> None:
     await place.js.publish(subject, b"3", headers={EXPECT: "0"}, msg_ttl=1)
 
 
-async def one_of_a_queue_group_and_all_others_get_a_message(place: Place) -> None:
+async def a_message_reaches_one_of_a_queue_group_and_every_other_subscriber(place: Place) -> None:
     heard: Counter[str] = Counter()
 
     def hear(name: str) -> Callable[[Msg], Awaitable[None]]:
@@ -315,7 +315,7 @@ async def one_of_a_queue_group_and_all_others_get_a_message(place: Place) -> Non
     assert min(heard.values()) > 0
 
 
-async def what_another_worker_has_removed_gets_no_result(place: Place) -> None:
+async def a_request_that_another_worker_removed_gets_no_result(place: Place) -> None:
     key, journal = SessionKey("t", "s"), Journal(place.nc, place.js, place.subjects)
     seqs = [await place.put("in") for _ in range(2)]
     removed, there = (encode(Closed(id="c", seq=seq, position=9, forgotten=3, settled=False)) for seq in seqs)
@@ -325,8 +325,8 @@ async def what_another_worker_has_removed_gets_no_result(place: Place) -> None:
     assert await journal.commit(key, there, 0, {}, server=journal.server) > seqs[1]
 
 
-async def a_result_behind_another_one_is_nobody_s_first(place: Place) -> None:
-    """What a worker stores a second time, as a replica showed it neither result, is not its own of before."""
+async def a_result_stored_after_another_one_cannot_be_stored_again_as_the_first(place: Place) -> None:
+    """A stale replica may hide both from a worker; storing the second again at 0 must then fail."""
     key, journal = SessionKey("t", "s"), Journal(place.nc, place.js, place.subjects)
     seqs = [await place.put("in") for _ in range(2)]
     cancelled, refused = (encode(failure("r", "expired", "so it is", seq=seq)) for seq in reversed(seqs))
@@ -339,7 +339,7 @@ async def a_result_behind_another_one_is_nobody_s_first(place: Place) -> None:
         await journal.commit(key, refused, 0, {}, server=journal.server)
 
 
-async def a_worker_that_was_overtaken_publishes_no_chunk(place: Place) -> None:
+async def a_worker_that_another_one_overtook_publishes_no_more_chunks(place: Place) -> None:
     key = SessionKey("t", "s")
     one, other = (Journal(place.nc, place.nc.jetstream(), place.subjects) for _ in range(2))
     seq = await place.put("in")
@@ -375,8 +375,8 @@ async def a_worker_that_was_overtaken_publishes_no_chunk(place: Place) -> None:
         await one.chunks.publish(key, "g", chunk(3), third, server=one.server)
 
 
-async def an_answer_that_was_cancelled_stays_sealed_if_the_log_has_lost_its_result(place: Place) -> None:
-    """Clients have heard that it ended there, also what had been held back of its text until then."""
+async def a_cancelled_answer_stays_sealed_after_the_log_loses_its_result(place: Place) -> None:
+    """Clients have its end, and the text that was held back until then."""
     key, journal = SessionKey("t", "s"), Journal(place.nc, place.js, place.subjects)
     seq = await place.put("in")
     chunk = Chunk(0, (7,), "x", seq=seq)
@@ -388,7 +388,9 @@ async def an_answer_that_was_cancelled_stays_sealed_if_the_log_has_lost_its_resu
     assert (published.has_ended, published.is_sealed) == (True, True)
 
 
-async def chunks_that_have_expired_stop_no_answer_and_forgotten_ones_do(place: Place) -> None:
+async def an_answer_goes_on_after_its_chunks_expire_but_not_after_its_request_is_removed(
+    place: Place,
+) -> None:
     key, journal = SessionKey("t", "s"), Journal(place.nc, place.js, place.subjects)
     seq = await place.put("in")
     first = await journal.chunks.publish(key, "g", Chunk(0, (7,), "x", seq=seq), 0, server=journal.server)
@@ -403,7 +405,7 @@ async def chunks_that_have_expired_stop_no_answer_and_forgotten_ones_do(place: P
         await journal.chunks.publish(key, "g", Chunk(2, (7,), "x", seq=seq), second, server=journal.server)
 
 
-async def an_answer_that_begins_behind_a_forget_takes_its_chunk_back(place: Place) -> None:
+async def the_first_chunk_of_an_answer_to_a_removed_request_is_taken_back(place: Place) -> None:
     key, seq = SessionKey("t", "s"), await place.put("in")
     journal = Journal(place.nc, place.js, place.subjects)
     first = await journal.chunks.publish(key, "kept", Chunk(0, (7,), "x", seq=seq), 0, server=journal.server)
@@ -418,7 +420,7 @@ async def an_answer_that_begins_behind_a_forget_takes_its_chunk_back(place: Plac
     )
 
 
-async def a_forgotten_answer_does_not_go_on_behind_another_one_under_its_id(place: Place) -> None:
+async def a_forgotten_answer_publishes_nothing_after_a_new_one_under_its_id(place: Place) -> None:
     key, seq = SessionKey("t", "s"), await place.put("in")
     stalled, other = (Journal(place.nc, place.nc.jetstream(), place.subjects) for _ in range(2))
     first = await stalled.chunks.publish(key, "g", Chunk(0, (7,), "x", seq=seq), 0, server=stalled.server)
@@ -433,7 +435,7 @@ async def a_forgotten_answer_does_not_go_on_behind_another_one_under_its_id(plac
     assert (await place.js.stream_info(place.names.tokens)).state.last_seq == last
 
 
-async def a_batch_is_stored_whole_or_not_at_all(place: Place) -> None:
+async def an_atomic_batch_is_stored_whole_or_not_at_all(place: Place) -> None:
     config = (await place.nc.request(f"$JS.API.STREAM.INFO.{place.names.log}")).data
     changed = json.dumps(json.loads(config)["config"] | {"allow_atomic": True}).encode()
     await place.nc.request(f"$JS.API.STREAM.UPDATE.{place.names.log}", changed)
@@ -454,29 +456,29 @@ async def a_batch_is_stored_whole_or_not_at_all(place: Place) -> None:
 
 
 SCENES = (
-    a_result_behind_another_one_is_nobody_s_first,
-    a_batch_is_stored_whole_or_not_at_all,
-    what_another_worker_has_removed_gets_no_result,
-    a_worker_that_was_overtaken_publishes_no_chunk,
-    an_answer_that_was_cancelled_stays_sealed_if_the_log_has_lost_its_result,
-    chunks_that_have_expired_stop_no_answer_and_forgotten_ones_do,
-    an_answer_that_begins_behind_a_forget_takes_its_chunk_back,
-    a_forgotten_answer_does_not_go_on_behind_another_one_under_its_id,
-    a_lost_fence_stores_nothing,
-    a_removed_result_opens_the_fence_behind_the_one_before,
-    an_id_within_the_window_is_stored_once,
-    what_is_not_acknowledged_comes_again,
-    what_a_dead_worker_held_comes_again_at_once,
-    what_is_returned_comes_again_when_it_was_asked_to,
-    what_has_left_the_log_does_not_come_again,
-    a_pull_ends_at_its_limits,
+    a_result_stored_after_another_one_cannot_be_stored_again_as_the_first,
+    an_atomic_batch_is_stored_whole_or_not_at_all,
+    a_request_that_another_worker_removed_gets_no_result,
+    a_worker_that_another_one_overtook_publishes_no_more_chunks,
+    a_cancelled_answer_stays_sealed_after_the_log_loses_its_result,
+    an_answer_goes_on_after_its_chunks_expire_but_not_after_its_request_is_removed,
+    the_first_chunk_of_an_answer_to_a_removed_request_is_taken_back,
+    a_forgotten_answer_publishes_nothing_after_a_new_one_under_its_id,
+    a_write_with_a_wrong_expected_sequence_stores_nothing,
+    after_a_removed_result_the_expected_sequence_is_the_one_before,
+    a_message_id_repeated_within_the_window_is_stored_once,
+    an_unacknowledged_message_is_redelivered,
+    messages_of_a_dead_worker_are_redelivered_at_once_when_taken_back,
+    a_returned_message_is_redelivered_after_its_delay,
+    a_purged_message_is_not_redelivered,
+    a_pull_ends_at_its_batch_size_or_byte_limit,
     direct_gets_read_a_subject_in_order,
-    what_is_not_there_is_not_found,
-    removing_an_entry_twice_is_an_error_of_its_own,
-    a_purge_takes_what_it_names,
-    what_is_too_large_or_too_much_is_refused,
-    a_key_has_one_message_which_expires,
-    one_of_a_queue_group_and_all_others_get_a_message,
+    missing_messages_streams_consumers_and_responders_raise_errors,
+    removing_a_message_twice_raises_an_error_with_code_500,
+    a_purge_removes_only_messages_of_its_subject_below_its_sequence,
+    a_message_that_is_too_large_or_overfills_the_stream_is_refused,
+    a_key_keeps_only_its_last_message_until_that_expires,
+    a_message_reaches_one_of_a_queue_group_and_every_other_subscriber,
 )
 
 
@@ -491,7 +493,9 @@ async def _ignore(*_: Any) -> None:
 
 
 @pytest.mark.parametrize("scene", SCENES)
-def test_in_memory(scene: Callable[[Place], Awaitable[None]], tmp_path: Path) -> None:
+def test_the_simulated_nats_server_has_each_behaviour(
+    scene: Callable[[Place], Awaitable[None]], tmp_path: Path
+) -> None:
     async def main(server: Server) -> None:
         nc = server.connection()
         await nc.connect(["world"], error_cb=_ignore)
@@ -501,7 +505,7 @@ def test_in_memory(scene: Callable[[Place], Awaitable[None]], tmp_path: Path) ->
         run(loop, main(Server(loop)))
 
 
-def test_a_start_waits_for_a_server_that_is_lost_over_it() -> None:
+def test_confirming_subscriptions_waits_for_a_crashed_server_and_fails_on_a_closed_connection() -> None:
     async def main(server: Server) -> None:
         nc = server.connection()
         await nc.connect(["world"], error_cb=_ignore)
@@ -521,7 +525,7 @@ def test_a_start_waits_for_a_server_that_is_lost_over_it() -> None:
 
 
 @pytest.mark.parametrize("scene", SCENES)
-async def test_on_the_real_server(
+async def test_a_real_nats_server_has_each_behaviour(
     scene: Callable[[Place], Awaitable[None]], nats_url: str, tmp_path: Path
 ) -> None:
     nc = await nats.connect(nats_url)

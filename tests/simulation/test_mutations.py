@@ -1,4 +1,4 @@
-"""Guards of the program that are missed where they lack, and how a failure is told."""
+"""Without a guard of the program a history fails; the report lists its causes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.simulation.mutations import MUTATIONS
 from tests.simulation.played import simulate
 
 
-def test_a_failure_is_told_with_the_few_acts_that_it_needs() -> None:
+def test_the_report_of_a_failed_history_lists_the_few_actions_that_cause_it() -> None:
     mutation = ("--without", "no idempotency")
     _, said = simulate("20000", "--histories", "400", *mutation, "--first")
     (seed,) = re.findall(r"^seed (\d+):", said, re.MULTILINE)
@@ -24,7 +24,7 @@ def test_a_failure_is_told_with_the_few_acts_that_it_needs() -> None:
 
 @pytest.mark.timeout(600)  # one of them is missed by some 300 histories on average
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_a_history_goes_wrong_without(name: str) -> None:
-    """With the guard, histories of these seeds go well, as those of all others."""
+def test_a_simulated_history_fails_with_this_guard_removed(name: str) -> None:
+    """With the guard, histories of these seeds pass, as all others do."""
     status, said = simulate("80000", "--histories", "1500", "--without", name, "--first")
     assert status == 1, said

@@ -1,4 +1,4 @@
-"""New histories in each run, and those that went wrong once."""
+"""New simulated histories, and some that failed once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HISTORIES = os.environ.get("TURNKEEP_TEST_HISTORIES", "250")
 
 
 @pytest.mark.timeout(3600)
-def test_new_histories_break_no_invariant() -> None:
+def test_new_simulated_histories_break_no_invariant() -> None:
     """Each change of the code brings new histories, and the same code has the same ones.
 
     So it does not pass one day and fail the next. A failure is replayed by `make simulate SEED=...`.
@@ -45,7 +45,7 @@ def test_new_histories_break_no_invariant() -> None:
     assert status == 0
 
 
-def test_a_request_behind_a_redelivered_one_counts_no_attempt_that_was_not_made(
+def test_a_request_behind_a_redelivered_one_counts_only_its_own_attempts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A worker dies between a result and its ack; the next request comes while the log is read again."""
@@ -89,8 +89,8 @@ def test_a_request_behind_a_redelivered_one_counts_no_attempt_that_was_not_made(
         run(loop, main(History(loop, server, plan, note)))
 
 
-def test_a_stop_while_a_rewind_reads_the_log_is_no_crash() -> None:
-    """A rewind to what memory has left out makes the worker read all of the log; then it is told to stop."""
+def test_a_stop_while_a_rewind_reads_the_log_does_not_count_as_a_crash() -> None:
+    """A rewind to tokens that left memory makes the worker read the whole log; then it stops."""
     bodies = [f'{{"type":"append","id":"{i}","text":"the quick brown fox"}}' for i in range(3)]
     bodies.append('{"type":"rewind","id":"back","position":4}')
 
@@ -125,7 +125,7 @@ def test_a_stop_while_a_rewind_reads_the_log_is_no_crash() -> None:
             run(loop, main(history))
 
 
-def test_a_worker_behind_a_lagging_replica_does_not_repeat_what_a_dead_worker_answered() -> None:
+def test_a_worker_on_a_lagging_replica_does_not_rerun_a_request_that_a_dead_worker_answered() -> None:
     num_runs = 0
 
     async def main(history: History) -> None:
@@ -159,7 +159,7 @@ def test_a_worker_behind_a_lagging_replica_does_not_repeat_what_a_dead_worker_an
     assert num_runs == 20
 
 
-def test_a_worker_that_remembers_a_removed_close_does_not_refuse_an_answer_that_another_began(
+def test_a_worker_that_remembers_a_removed_close_continues_an_answer_that_another_one_began(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One worker remembers that the session was closed; the other finds no session, and begins one."""
@@ -203,7 +203,7 @@ def test_a_worker_that_remembers_a_removed_close_does_not_refuse_an_answer_that_
             run(loop, main(history))
 
 
-def test_a_request_is_answered_once_however_late_it_is_repeated() -> None:
+def test_a_request_repeated_minutes_later_gets_its_recorded_result_again() -> None:
     """Also by a worker that has dropped the session from its memory meanwhile."""
 
     async def main(history: History) -> None:
@@ -232,13 +232,13 @@ def test_a_request_is_answered_once_however_late_it_is_repeated() -> None:
 
 
 @pytest.mark.parametrize("seed", ["8100450", "8100518", "9001005", "10001516", "30000467", "4101331"])
-def test_a_history_that_went_wrong_once_goes_well(seed: str) -> None:
+def test_a_history_that_failed_once_passes(seed: str) -> None:
     status, said = simulate(seed, "--histories", "1")
     assert status == 0, said
 
 
-def test_the_end_of_a_history_closes_tasks_that_have_not_begun() -> None:
-    """Else Python says of each killed worker that its coroutines were never awaited."""
+def test_the_end_of_a_history_closes_tasks_that_have_not_started() -> None:
+    """Else Python warns for each killed worker that coroutines were never awaited."""
 
     async def main(process: Process) -> None:
         async def live() -> None:
@@ -253,7 +253,7 @@ def test_the_end_of_a_history_closes_tasks_that_have_not_begun() -> None:
         run(loop, main(Process(loop, "worker")))
 
 
-def test_a_seed_is_the_same_history_in_each_process() -> None:
+def test_a_seed_gives_the_same_history_in_every_process() -> None:
     (first, said), (second, again) = (simulate("5", "--histories", "20", "--traces") for _ in range(2))
     assert (first, second) == (0, 0)
     assert re.findall(r"trace \w+", said) == re.findall(r"trace \w+", again)

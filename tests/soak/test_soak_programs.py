@@ -1,4 +1,4 @@
-"""The programs of this folder in short, and an oracle that sees what it is there for."""
+"""Short runs of the programs of this folder, and an oracle that finds each fault."""
 
 from __future__ import annotations
 
@@ -26,14 +26,18 @@ pytestmark = pytest.mark.process
 KEY = SessionKey("default", "s")
 
 
-async def test_kills_of_worker_and_server_lose_double_and_contradict_nothing(tmp_path: Path) -> None:
+async def test_no_request_is_lost_doubled_or_contradicted_when_worker_and_server_are_killed(
+    tmp_path: Path,
+) -> None:
     run, verdict = await attack(tmp_path, requests=60, kills=2, server_kills=1, seed=1)
     assert (run.kills, run.server_kills, run.sent) == (2, 1, 60)
     assert verdict.answered == verdict.requests > 20  # others were forgotten
     assert not verdict.faults.total(), verdict.notes
 
 
-async def test_faults_of_several_workers_lose_double_and_contradict_nothing(tmp_path: Path) -> None:
+async def test_no_request_is_lost_doubled_or_contradicted_under_faults_of_several_workers(
+    tmp_path: Path,
+) -> None:
     run, verdict = await campaign(
         tmp_path, workers=2, nodes=1, requests=80, faults=4, share=True, cuts=False, seed=1
     )
@@ -42,7 +46,9 @@ async def test_faults_of_several_workers_lose_double_and_contradict_nothing(tmp_
     assert not verdict.faults.total(), verdict.notes
 
 
-async def test_malformed_requests_are_answered_once_beside_a_client_that_is_served(tmp_path: Path) -> None:
+async def test_malformed_requests_are_each_answered_once_while_another_client_is_served(
+    tmp_path: Path,
+) -> None:
     run, verdict, _ = await malformed(tmp_path, requests=600, seed=1)
     assert run.waits_s
     assert verdict.answered == verdict.requests > 100
@@ -50,7 +56,7 @@ async def test_malformed_requests_are_answered_once_beside_a_client_that_is_serv
 
 
 @pytest.mark.soak
-async def test_a_tenant_is_answered_beside_floods_of_another(tmp_path: Path) -> None:
+async def test_a_quiet_tenant_is_answered_while_another_floods_the_worker(tmp_path: Path) -> None:
     waits = await measure(tmp_path, tiny_model(tmp_path), (), requests=120, sessions=40, num_probes=4)
     assert len(waits["quiet"]) >= 8
     assert all(waits.values()), "not one was answered before the flood was over"
@@ -58,14 +64,14 @@ async def test_a_tenant_is_answered_beside_floods_of_another(tmp_path: Path) -> 
 
 
 @pytest.mark.soak
-async def test_short_answers_are_measured_beside_long_ones(tmp_path: Path) -> None:
+async def test_the_waits_of_short_answers_are_measured_while_long_ones_run(tmp_path: Path) -> None:
     async with target(tmp_path / "data", tiny_model(tmp_path, endless=True), "--max-batch", "2") as worker:
         waits, took_s = await beside_streams(worker.url, streams=8, long=1500)
     assert waits
     assert took_s > 2.0
 
 
-async def test_damaged_snapshots_under_a_running_worker_change_no_answer(tmp_path: Path) -> None:
+async def test_snapshots_damaged_while_a_worker_runs_change_no_answer(tmp_path: Path) -> None:
     run, verdict = await damage(tmp_path, requests=60, seed=1)
     assert run.damaged.total() > 30
     assert run.counters.rejected
@@ -73,7 +79,7 @@ async def test_damaged_snapshots_under_a_running_worker_change_no_answer(tmp_pat
 
 
 @pytest.mark.soak
-async def test_a_short_soak_fails_no_request_and_tells_its_slopes(tmp_path: Path) -> None:
+async def test_a_short_soak_run_fails_no_request_and_reports_its_slopes(tmp_path: Path) -> None:
     readings, load = await soak(tmp_path, minutes=0.05, interval_s=0.7, seed=1)
     assert not load.failed
     assert readings[-1].requests > 0
@@ -82,7 +88,7 @@ async def test_a_short_soak_fails_no_request_and_tells_its_slopes(tmp_path: Path
 
 @pytest.mark.soak
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed")
-async def test_the_service_is_scraped_while_worker_and_server_are_killed(tmp_path: Path) -> None:
+async def test_prometheus_scrapes_succeed_while_worker_and_server_are_killed(tmp_path: Path) -> None:
     run, verdict, seen = await serve(
         tmp_path, minutes=0.4, sessions=10, pause_s=1.0, kill_s=3.0, interval_s=5.0, seed=1
     )
@@ -127,11 +133,13 @@ def told(seq: int, of: int, position: int = 1, **more: Any) -> SimpleNamespace:
         ),
     ],
 )
-def test_the_oracle_sees_each_fault(log: list[Any], acked: dict[int, Any], fault: str) -> None:
+def test_the_oracle_finds_each_kind_of_fault_in_a_log(
+    log: list[Any], acked: dict[int, Any], fault: str
+) -> None:
     assert judge(log, acked).faults.most_common(1) == [(fault, 1)]
 
 
-def test_the_oracle_compares_what_was_heard_with_the_log() -> None:
+def test_the_oracle_counts_received_results_and_chunks_that_contradict_the_log() -> None:
     heard = Heard()
     heard.results[KEY, 1].append(told(2, 1, position=7).body)
     heard.chunks[KEY, "r1"].append(decode_chunk(b'{"i": 0, "tokens": [5], "text": "x", "seq": 1}'))
