@@ -286,6 +286,7 @@ class Conversations:
             )
             if answering.stays:
                 await generation.send()
+                await self._agree(answering, str(asked.name))
                 self._begin(answering)
                 tell(Begun())
             async for chunk in generation:
@@ -312,6 +313,13 @@ class Conversations:
                     self.beside(self._remove(held, forget=False))
                 elif not held.marks and held.name in self.index.sessions and not answering.stays:
                     self.beside(self._remove(held))
+
+    async def _agree(self, answering: Answering, name: str) -> None:
+        """Take the note of the first copy of a request with a key: another gateway may have stored it."""
+        if answering.key_id:
+            found = await recorded.find(self.client, {answering.key_id}, conversation=False)
+            if (first := found.get(answering.key_id)) is not None and first.request.id == name:
+                answering.note = first.note
 
     async def _append(self, plan: Plan, pieces: list[Sequence[Message]]) -> _Sent:
         """Append messages that do not fit in the generate. Raises `TurnkeepError`."""

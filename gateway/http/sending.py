@@ -147,7 +147,7 @@ class Answer(Response):
                 while not first and not self._is_over:
                     index, event = await answering.events.get()
                     first = self._take_events(events, index, event)
-                    if isinstance(event, Found):  # it is sent to another session
+                    if isinstance(event, Found | Begun):  # another session has it, or another gateway's note
                         events, start = self._new_events()
         except TimeoutError:
             pass
@@ -158,8 +158,9 @@ class Answer(Response):
         kind = {"content-type": f"{self._dialect.media_type}; charset=utf-8"}
         await send(_head(200, self._own_headers() | kind))
         try:
-            if failure is None:
-                first += await self._until_begun(answering, events, send)
+            if failure is None and answering.stays and not self._has_begun:
+                await self._until_begun(answering, send)
+                events, start = self._new_events()
         except RequestFailedError as error:  # the log does not have it: nobody may ask for its id
             events, start, failure = self._unmarked_events(), b"", error
         except TurnkeepError as error:
@@ -175,20 +176,18 @@ class Answer(Response):
             last = events.error(self._fault(error))
         await send(_part(last, more=False))
 
-    async def _until_begun(self, answering: Answering, events: Events, send: Send) -> bytes:
-        """Wait until the log has an answer that is to stay; return the events that came meanwhile.
+    async def _until_begun(self, answering: Answering, send: Send) -> None:
+        """Wait until the log has the request of an answer that is to stay.
 
         The first event tells the client the answer's id, by which it may come back at once, at any gateway.
         Raises `TurnkeepError`.
         """
-        written = b""
-        while answering.stays and not self._has_begun:
+        while not self._has_begun:
             try:
                 async with asyncio.timeout(_HEARTBEAT_S):
-                    written += self._take_events(events, *await answering.events.get())
+                    self._take(*await answering.events.get())
             except TimeoutError:
                 await send(_part(_COMMENT))
-        return written
 
     async def _write_next(self, answering: Answering, events: Events, send: Send) -> None:
         """Send the next events, or a sign of life. Raises `TurnkeepError`."""

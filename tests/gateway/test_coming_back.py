@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
 import openai
 import pytest
 
-from gateway.http import sending
+from gateway.http import app, sending
 from gateway.keys import Keys
 
 Start = Any
@@ -306,17 +308,17 @@ async def test_the_responses_api_counts_input_tokens_and_lists_input_items_in_pa
 
 @pytest.mark.parametrize("path", PATHS)
 async def test_requests_with_one_idempotency_key_get_one_answer_at_any_gateway(
-    worker: Any, door: Start, http: httpx2.AsyncClient, path: str
+    worker: Any, door: Start, http: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    """At the same moment and later; the key is refused for another request."""
+    """At once and later, whatever the gateways' clocks say; another request with the key is refused."""
+    clock = SimpleNamespace(time=itertools.count(1_800_000_000, 10).__next__)
+    monkeypatch.setattr(app, "time", clock)
     other = await door(worker.settings.nats, worker.settings.prefix)
     async with httpx2.AsyncClient(base_url=other.url, timeout=60) as there:
         key = {"idempotency-key": f"turn 1 {path}"}
         asking = [post(one, path, key) for one in (http, there, http, there)]
         bodies = [(await one).json() for one in asyncio.as_completed(asking)]
         bodies.append((await post(http, path, key)).json())
-        for one in bodies:
-            one.pop("created", None), one.pop("created_at", None)
         assert all(one == bodies[0] for one in bodies)
         await asyncio.sleep(1.1)
         later = (await post(http, path, key)).json()
