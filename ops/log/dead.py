@@ -53,7 +53,7 @@ async def letters(client: Client, tenant: str = "*", session: str = "*") -> list
     async for key, one in client.stored.every(SessionKey(tenant, session), "dead"):
         try:
             letter = _LETTER.decode(one.body)
-        except (msgspec.DecodeError, UnicodeDecodeError):  # not a worker's
+        except (msgspec.DecodeError, UnicodeDecodeError):  # not written by a worker
             continue
         stored = datetime.fromisoformat(one.headers["Nats-Time-Stamp"])
         found.append(Dead(tenant=key.tenant, session=key.session, at=one.seq, stored=stored, letter=letter))
@@ -61,7 +61,7 @@ async def letters(client: Client, tenant: str = "*", session: str = "*") -> list
 
 
 async def find(client: Client, session: str, request: str) -> Dead:
-    """Return the dead letter and the request of this id or sequence. Raises `DeadError`."""
+    """Return a request's dead letter and the request itself, by its id or sequence. Raises `DeadError`."""
     for dead in reversed(await letters(client, client.tenant, session)):
         if request in (dead.letter.id, str(dead.letter.seq)):
             stored = await client.stored.get(dead.key, "in", dead.letter.seq)
