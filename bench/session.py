@@ -35,7 +35,7 @@ from .turns import Measure, Sample, Turn
 DEFAULT_TURNS: Final = 50
 #: The errors of a session that has no room left.
 FULL: Final = frozenset({"context_exceeded", "memory_exceeded"})
-#: The fewest turns of a stretch; a shorter one is hardly independent of its neighbours.
+#: The fewest turns of a block; a shorter one is hardly independent of its neighbours.
 MIN_TURNS: Final = 5
 #: How much longer a turn at the end may take than one at the beginning, as a share.
 DRIFT: Final = 0.5
@@ -120,7 +120,7 @@ def follows(turns: Sequence[Turn]) -> Iterator[Sample]:
             yield Sample(RESTARTED.name, "", turn.fact("held"), turn.block, turn.first_s)
     known = [(turn, size) for turn in turns if (size := turn.fact("written_bytes")) is not None]
     steps = ((turn.block, (later - size, turn)) for (_, size), (turn, later) in pairwise(known))
-    # Fewer bytes than before are those of a worker that was restarted.
+    # A restarted worker counts its bytes from 0 again: those steps are left out.
     for block, some in stats.grouped(step for step in steps if step[1][0] >= 0).items():
         if tokens := sum(len(turn.tokens) for _, turn in some):
             yield Sample(WRITTEN.name, "", some[-1][1].x, block, sum(more for more, _ in some) / tokens)
@@ -206,7 +206,7 @@ async def measure(run: Run[Plan]) -> None:
     if run.where.nats is not None:
         raise BenchError("only a worker of the bench's own is restarted: leave out --nats or --restart-every")
     async with run.worker() as (worker, first):
-        await first.close()  # it would connect again with each restart
+        await first.close()  # else it would reconnect after each restart
         while not talk.is_over:
             if run.turns:
                 await run.restart(worker)

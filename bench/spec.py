@@ -37,7 +37,7 @@ class Plot:
     """One plot; `caption` says how to read it, `x` names the x axis if it has no levels.
 
     `cdf`, `over time` (x in seconds) and `points` show a line or cloud for each of `measures` and each case;
-    `by x` shows the typical values of the first, with their intervals; `bars` stacks all for each case.
+    `by x` shows the first measure's typical values with intervals; `bars` stacks all for each case.
     """
 
     kind: Literal["cdf", "over time", "by x", "bars", "points"]
@@ -80,7 +80,7 @@ class Bench(Generic[P]):
         return (self.plan.__doc__ or "").partition("\n")[0].rstrip(".")
 
     def findings(self, report: Report) -> Findings[P]:
-        """Return the findings of a report, for lookups."""
+        """Return the findings of a report, to look up its measurements."""
         plan = msgspec.convert(report.plan, self.plan, dec_hook=lambda kind, value: kind(value))
         return Findings(self, plan, report.turns, report.samples, report.facts)
 
